@@ -1,0 +1,6 @@
+"""Where things are, for tests that launch them."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = Path(__file__).resolve().parent / "scripts"

@@ -1,0 +1,41 @@
+"""One training script, any backend, results you can trust.
+
+Names are resolved when they are used: importing this package loads neither torch nor
+transformers.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from toolkit.comparing.plan import CompareOptions as CompareOptions
+    from toolkit.comparing.schedule import compare as compare
+    from toolkit.configs import write_configs as write_configs
+    from toolkit.errors import UsageError as UsageError
+    from toolkit.strategies import STRATEGIES as STRATEGIES
+    from toolkit.strategies import Strategy as Strategy
+    from toolkit.training.trainer import ToolkitTrainer as ToolkitTrainer
+
+_HOMES = {
+    "CompareOptions": "toolkit.comparing.plan",
+    "STRATEGIES": "toolkit.strategies",
+    "Strategy": "toolkit.strategies",
+    "ToolkitTrainer": "toolkit.training.trainer",
+    "UsageError": "toolkit.errors",
+    "compare": "toolkit.comparing.schedule",
+    "write_configs": "toolkit.configs",
+}
+
+__all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

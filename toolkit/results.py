@@ -1,0 +1,333 @@
+"""Records: what a run left behind, and the comparison that was made from them.
+
+A record is strict JSON. A non-finite float stands there as the string "NaN", "Infinity" or
+"-Infinity" and is read back as a float. Fields may be added, so what this version does not
+know is kept; a newer schema number is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, Final, Literal, TypedDict, cast
+
+from toolkit.errors import UsageError
+
+SCHEMA: Final = 1
+
+RECORD_FILE: Final = "record.json"
+RESULTS_FILE: Final = "results.json"
+
+Status = Literal["ok", "failed", "oom", "timeout", "refused", "skipped"]
+
+NOT_FINITE: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class Gap(TypedDict):
+    """Distance between two series, step by step."""
+
+    max: float
+    """Largest absolute difference."""
+
+    mean: float
+    """Mean signed difference: a steady drift shows here."""
+
+
+class StepSeconds(TypedDict):
+    """Spread of the time of one optimizer step, after warm-up."""
+
+    median: float | None
+    p90: float | None
+
+
+class Memory(TypedDict):
+    """Bytes, counted from the tensors that a rank really holds."""
+
+    peak_bytes: int | None
+    """Peak on the device; null in a rehearsal."""
+
+    parameters_bytes: int | None
+    master_bytes: int | None
+    gradients_bytes: int | None
+    """At their peak, before the step."""
+
+    optimizer_bytes: int | None
+    host_peak_bytes: int | None
+
+
+class RankMemory(TypedDict):
+    rank: int
+    memory: Memory
+    device: str
+
+
+class Model(TypedDict):
+    name: str
+    path: str | None
+    """Local folder that the weights were loaded from."""
+
+    parameters: int
+
+
+class Data(TypedDict):
+    name: str
+    hash: str | None
+    rows: int
+
+
+class Record(TypedDict):
+    """What rank 0 wrote at the end of one run."""
+
+    schema: int
+    strategy: str
+    engine: str
+    precision: str
+    status: str
+    reason: str | None
+    num_processes: int
+    rehearsal: bool
+    model: Model
+    data: Data
+    training: dict[str, Any]
+    losses: list[float]
+    grad_norms: list[float | None] | None
+    """Norms before clipping; null for a step, or as a whole, where none was measured."""
+
+    sample_ids: list[list[list[Any]]] | None
+    """Step -> rank -> ids of the rows it read."""
+
+    skipped_steps: list[int]
+    """Steps, from 1, whose update fp16 scaling skipped."""
+
+    final_loss: float | None
+    tokens_per_second: float | None
+    step_seconds: StepSeconds | None
+    first_step_seconds: float | None
+    memory: Memory
+    per_rank: list[RankMemory]
+    attestation: dict[str, Any]
+    final: str | None
+    """Folder of the final model, relative to the record."""
+
+    seconds: float | None
+    environment: dict[str, Any]
+    not_measured: dict[str, str]
+
+
+class Broken(TypedDict):
+    """One gate that did not hold."""
+
+    strategy: str
+    engine: str
+    gate: str
+    first_step: int | None
+    """First step that broke it, from 1; null where the gate has no steps."""
+
+    value: float | None
+    limit: float | None
+    reason: str
+
+
+class Row(TypedDict):
+    """One run in a comparison."""
+
+    strategy: str
+    engine: str
+    status: Status
+    reason: str | None
+    losses: list[float] | None
+    grad_norms: list[float | None] | None
+    final_loss: float | None
+    loss_gap: Gap | None
+    grad_norm_gap: float | None
+    weight_gap: float | None
+    gates: dict[str, bool]
+    """Only what could be judged; the rest has its reason in `not_measured`."""
+
+    tokens_per_second: float | None
+    step_seconds: StepSeconds | None
+    memory: Memory | None
+    per_rank: list[RankMemory] | None
+    attestation: dict[str, Any] | None
+    seconds: float | None
+    not_measured: dict[str, str]
+
+    folder: str | None
+    """Run folder, relative to the comparison."""
+
+    command: str | None
+    num_processes: int
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+    rehearsal: bool
+    broken: list[Broken]
+    notes: list[str]
+    tail: list[str]
+    """Last lines of the log of a run that failed."""
+
+    fix: str | None
+
+
+class Control(TypedDict):
+    """The run that the others are measured against."""
+
+    strategy: str
+    engine: str
+    reason: str | None
+    """Why it is not `single`."""
+
+
+class Results(TypedDict):
+    """One comparison."""
+
+    schema: int
+    control: Control | None
+    environment: dict[str, Any]
+    runs: list[Row]
+
+    name: str
+    complete: bool
+    """False while runs are outstanding."""
+
+    rehearsal: bool
+    precision: str
+    fixed: dict[str, Any]
+    """What was the same in every run."""
+
+
+def read_record(folder: Path) -> Record:
+    """Read the record of the run in `folder`.
+
+    Raises:
+        UsageError: the file is missing, torn, of a newer schema, or lacks fields.
+    """
+    file = folder / RECORD_FILE
+    return cast(Record, _checked(file, RECORD_FIELDS))
+
+
+def read_results(folder: Path) -> Results:
+    """Read the results of the comparison in `folder`.
+
+    Raises:
+        UsageError: the file is missing, torn, of a newer schema, or lacks fields.
+    """
+    return cast(Results, _checked(folder / RESULTS_FILE, RESULTS_FIELDS))
+
+
+def read_json(path: Path) -> Any:
+    """Read strict JSON, with the names of non-finite floats turned back into floats.
+
+    Raises:
+        UsageError: there is no such file, or it is not JSON.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UsageError(f"{path} does not exist.") from None
+    try:
+        return _decoded(json.loads(text))
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{path} is not JSON ({error}). Was it cut off?") from None
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write `data` as strict JSON; whoever reads `path` sees the old file or all of the new one."""
+    text = json.dumps(_encoded(data), indent=2, allow_nan=False) + "\n"
+    write_text(path, text)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace the file at `path` in one move."""
+    # Not tempfile: its files are for their owner alone, and a report has its readers' umask.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+NUMBER: Final = (int, float)
+
+RECORD_FIELDS: Final[dict[str, tuple[type, ...]]] = {
+    "strategy": (str,),
+    "engine": (str,),
+    "precision": (str,),
+    "status": (str,),
+    "reason": (str, type(None)),
+    "num_processes": (int,),
+    "rehearsal": (bool,),
+    "model": (dict,),
+    "data": (dict,),
+    "training": (dict,),
+    "losses": (list,),
+    "grad_norms": (list, type(None)),
+    "sample_ids": (list, type(None)),
+    "skipped_steps": (list,),
+    "final_loss": (*NUMBER, type(None)),
+    "tokens_per_second": (*NUMBER, type(None)),
+    "step_seconds": (dict, type(None)),
+    "first_step_seconds": (*NUMBER, type(None)),
+    "memory": (dict,),
+    "per_rank": (list,),
+    "attestation": (dict,),
+    "final": (str, type(None)),
+    "seconds": (*NUMBER, type(None)),
+    "environment": (dict,),
+    "not_measured": (dict,),
+}
+
+RESULTS_FIELDS: Final[dict[str, tuple[type, ...]]] = {
+    "control": (dict, type(None)),
+    "environment": (dict,),
+    "runs": (list,),
+}
+
+
+def _checked(file: Path, fields: dict[str, tuple[type, ...]]) -> dict[str, Any]:
+    data = read_json(file)
+    if not isinstance(data, dict) or "schema" not in data:
+        raise UsageError(f"{file} was not written by the toolkit: it has no schema number.")
+    content = cast("dict[str, Any]", data)
+    schema = content["schema"]
+    if not isinstance(schema, int) or schema < 1:
+        raise UsageError(f"{file} has the schema number {schema!r}; this toolkit reads {SCHEMA}.")
+    if schema > SCHEMA:
+        raise UsageError(
+            f"{file} has schema {schema}, this toolkit reads up to {SCHEMA}. "
+            "A newer toolkit wrote it: update this one to read it."
+        )
+    wrong = [
+        f"{name!r} is missing" if name not in content else f"{name!r} is {content[name]!r}"
+        for name, types in fields.items()
+        if name not in content or not isinstance(content[name], types)
+    ]
+    if wrong:
+        raise UsageError(f"{file} is not complete: {'; '.join(wrong)[:500]}.")
+    return content
+
+
+def _encoded(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        items = cast("dict[Any, Any]", value).items()
+        return {str(key): _encoded(item) for key, item in items}
+    if isinstance(value, (list, tuple)):
+        return [_encoded(item) for item in cast("list[Any]", value)]
+    return value
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, str):
+        return NOT_FINITE.get(value, value)
+    if isinstance(value, dict):
+        return {key: _decoded(item) for key, item in cast("dict[str, Any]", value).items()}
+    if isinstance(value, list):
+        return [_decoded(item) for item in cast("list[Any]", value)]
+    return value
