@@ -1,0 +1,158 @@
+"""From the launcher's environment back to the strategy, for our files and for others'."""
+
+import base64
+import json
+
+import pytest
+import yaml
+
+from toolkit.configs import ConfigOptions, write_configs
+from toolkit.configs.requested import (
+    CUSTOM,
+    DEEPSPEED_FILE,
+    read_deepspeed_config,
+    requested_processes,
+    requested_strategy,
+    same_features,
+)
+from toolkit.errors import UsageError
+from toolkit.strategies import STRATEGIES, Strategy
+
+FSDP = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "WORLD_SIZE": "2",
+}
+DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_bundled_file_is_recognised(name, root, launched, monkeypatch):
+    monkeypatch.chdir(root)
+    environment = launched("--config_file", f"accelerate_configs/{name}.yaml")
+    assert requested_strategy(environment) is STRATEGIES[name]
+    assert requested_processes(environment) == STRATEGIES[name].num_processes
+
+
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "single"])
+def test_other_numbers_leave_the_strategy_what_it_is(name, tmp_path, launched):
+    options = ConfigOptions(num_processes=8, precision="bf16")
+    files = write_configs(STRATEGIES[name], tmp_path, options=options)
+    environment = launched("--config_file", str(files.accelerate))
+    assert requested_strategy(environment) is STRATEGIES[name]
+    assert requested_processes(environment) == 8
+
+
+def test_a_flag_of_the_launcher_counts(root, launched, monkeypatch):
+    monkeypatch.chdir(root)
+    file = ("--config_file", "accelerate_configs/ddp.yaml")
+    assert requested_processes(launched(*file, "--num_processes", "4")) == 4
+
+
+@pytest.mark.parametrize(
+    ("stage", "optimizer", "parameters", "name"),
+    [
+        (1, "none", "none", "zero1"),
+        (2, "none", "none", "zero2"),
+        (2, "cpu", "none", "zero2_offload"),
+        (3, "none", "none", "zero3"),
+        (3, "cpu", "cpu", "zero3_offload"),
+        (3, "nvme", "nvme", "zero3_nvme"),
+        (3, "cpu", "none", CUSTOM),
+        (1, "cpu", "none", CUSTOM),
+    ],
+)
+def test_a_config_with_its_fields_in_the_yaml(
+    stage, optimizer, parameters, name, tmp_path, launched
+):
+    section = {
+        "zero_stage": stage,
+        "offload_optimizer_device": optimizer,
+        "offload_param_device": parameters,
+    }
+    asked = requested_strategy(
+        launched(*yaml_file(tmp_path, "DEEPSPEED", deepspeed_config=section))
+    )
+    assert asked.name == name
+    assert asked.zero_stage == stage
+    assert (asked.offload_optimizer, asked.offload_parameters) == (optimizer, parameters)
+
+
+def test_fsdp_without_a_version_is_fsdp1_and_refused(tmp_path, launched):
+    section = {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_sync_module_states": True}
+    environment = launched(*yaml_file(tmp_path, "FSDP", fsdp_config=section))
+    with pytest.raises(UsageError, match="fsdp_version: 2"):
+        requested_strategy(environment)
+
+
+def test_a_plain_process_is_single():
+    assert requested_strategy({}) is STRATEGIES["single"]
+    assert requested_strategy({"WORLD_SIZE": "2"}) is STRATEGIES["ddp"]
+    assert requested_processes({}) == 1
+
+
+def test_fsdp_that_is_none_of_ours_has_a_name_of_its_own():
+    kept = FSDP | {"FSDP_RESHARD_AFTER_FORWARD": "false", "FSDP_OFFLOAD_PARAMS": "true"}
+    asked = requested_strategy(kept)
+    assert asked.name == CUSTOM
+    assert asked.shards_parameters
+    assert asked.offload_parameters == "cpu"
+
+
+def test_features_are_compared_and_names_are_not():
+    zero2 = STRATEGIES["zero2"]
+    mine = Strategy(name="mine", backend="deepspeed", zero_stage=2, summary="x", num_processes=8)
+    assert same_features(zero2, mine)
+    assert not same_features(zero2, STRATEGIES["zero2_offload"])
+    assert not same_features(STRATEGIES["fsdp"], STRATEGIES["fsdp_hybrid"])
+
+
+def test_parameters_offloaded_below_stage_3_are_refused():
+    zero = {"stage": 2, "offload_param": {"device": "cpu"}}
+    with pytest.raises(UsageError, match="Use stage 3"):
+        requested_strategy(DEEPSPEED | {DEEPSPEED_FILE: encoded({"zero_optimization": zero})})
+
+
+def test_an_offload_that_is_null_is_none():
+    zero = {"stage": 3, "offload_param": None, "offload_optimizer": None}
+    environment = DEEPSPEED | {DEEPSPEED_FILE: encoded({"zero_optimization": zero})}
+    assert requested_strategy(environment) is STRATEGIES["zero3"]
+
+
+def test_a_config_handed_over_as_base64_is_read():
+    config = {"zero_optimization": {"stage": 1}}
+    assert read_deepspeed_config({DEEPSPEED_FILE: encoded(config)}) == config
+
+
+@pytest.mark.parametrize("name", ["deepspeed_configs/zero9.json", "zero2", "abcd", "nowhere/ds"])
+def test_a_json_that_is_not_there_is_named_with_the_current_folder(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="Start from the repository root") as caught:
+        read_deepspeed_config({DEEPSPEED_FILE: name})
+    assert name in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["{'stage': 3}", "", "[1, 2]", '"zero3"', '{"a": 1,}'])
+def test_a_file_that_is_no_json_object_is_named(text, tmp_path):
+    (tmp_path / "ds.json").write_text(text)
+    with pytest.raises(UsageError, match=r"ds\.json"):
+        read_deepspeed_config({DEEPSPEED_FILE: str(tmp_path / "ds.json")})
+
+
+def encoded(config):
+    return base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
+
+
+def yaml_file(folder, distributed_type, **sections):
+    config = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": distributed_type,
+        "num_machines": 1,
+        "num_processes": 2,
+        "main_process_port": 0,
+    }
+    path = folder / "theirs.yaml"
+    path.write_text(yaml.safe_dump(config | sections))
+    return "--config_file", str(path)

@@ -1,0 +1,226 @@
+"""`toolkit configs write`, as a user calls it."""
+
+import json
+import os
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from toolkit.cli import app, main
+from toolkit.configs import ConfigOptions, cached_configs, write_configs
+from toolkit.errors import UsageError
+from toolkit.strategies import STRATEGIES
+
+NOT_DEEPSPEED = [name for name, each in STRATEGIES.items() if each.backend != "deepspeed"]
+
+
+def write(*words):
+    """Run `toolkit configs write`; a UsageError comes through as it is."""
+    result = CliRunner().invoke(app, ["configs", "write", *words], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output.split()
+
+
+@pytest.fixture
+def refused(monkeypatch, capsys):
+    """Return the sentence that the command ends with, and check that it is one, with status 2."""
+
+    def refuse(*words):
+        monkeypatch.setattr("sys.argv", ["toolkit", "configs", "write", *words])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        printed = capsys.readouterr()
+        assert caught.value.code == 2
+        assert printed.out == ""
+        assert printed.err.startswith("toolkit: ")
+        assert printed.err.count("\n") == 1
+        return printed.err.removeprefix("toolkit: ").strip()
+
+    return refuse
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_is_written_with_absolute_paths_from_any_folder(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    launcher, *deepspeed = write(name, "--to", "made/here")
+    config = yaml.safe_load((tmp_path / "made/here" / f"{name}.yaml").read_text())
+    assert launcher == str(tmp_path / "made/here" / f"{name}.yaml")
+    if STRATEGIES[name].backend == "deepspeed":
+        assert deepspeed == [str(tmp_path / "made/here" / f"{name}.json")]
+        assert config["deepspeed_config"]["deepspeed_config_file"] == deepspeed[0]
+    else:
+        assert deepspeed == []
+    assert sorted(path.name for path in (tmp_path / "made/here").iterdir()) == sorted(
+        os.path.basename(path) for path in (launcher, *deepspeed)
+    )
+
+
+def test_every_option_of_deepspeed_stands_in_the_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    launcher, deepspeed = write(
+        *("zero3_offload", "--to", "x", "--num-processes", "8", "--precision", "bf16"),
+        *("--accumulation", "4", "--clipping", "0.5"),
+        *("--offload-device", "nvme", "--nvme-path", "swap"),
+    )
+    config = json.loads((tmp_path / deepspeed).read_text())
+    assert yaml.safe_load((tmp_path / launcher).read_text())["num_processes"] == 8
+    assert config["bf16"]["enabled"] is True
+    assert config["fp16"]["enabled"] is False
+    assert config["gradient_accumulation_steps"] == 4
+    assert config["gradient_clipping"] == 0.5
+    zero = config["zero_optimization"]
+    for place in (zero["offload_optimizer"], zero["offload_param"]):
+        assert place["device"] == "nvme"
+        assert place["nvme_path"] == str(tmp_path / "swap")
+    assert "aio" in config
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_the_precision_stands_where_the_backend_reads_it(precision, tmp_path):
+    for name in ("single", "ddp", "fsdp"):
+        (launcher,) = write(name, "--to", str(tmp_path), "--precision", precision)
+        with open(launcher) as file:
+            assert yaml.safe_load(file)["mixed_precision"] == precision
+    launcher, deepspeed = write("zero2", "--to", str(tmp_path), "--precision", precision)
+    with open(launcher) as file:
+        assert "mixed_precision" not in yaml.safe_load(file)
+    with open(deepspeed) as file:
+        config = json.load(file)
+    assert config["bf16"]["enabled"] is (precision == "bf16")
+    assert config["fp16"]["enabled"] is (precision == "fp16")
+
+
+def test_no_clipping_is_a_zero_and_not_left_open(tmp_path):
+    _, deepspeed = write("zero1", "--to", str(tmp_path), "--clipping", "0")
+    with open(deepspeed) as file:
+        assert json.load(file)["gradient_clipping"] == 0
+
+
+def test_the_layer_of_fsdp_and_the_groups_of_fsdp_hybrid(tmp_path):
+    (launcher,) = write(
+        *("fsdp_hybrid", "--to", str(tmp_path), "--num-processes", "8"),
+        *("--layer", "LlamaDecoderLayer"),
+    )
+    with open(launcher) as file:
+        config = yaml.safe_load(file)
+    assert config["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] == "LlamaDecoderLayer"
+    assert config["parallelism_config"]["parallelism_config_dp_replicate_size"] == 2
+    assert config["parallelism_config"]["parallelism_config_dp_shard_size"] == 4
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_accelerate_takes_what_was_written(name, precision, tmp_path, launched):
+    files = write_configs(
+        STRATEGIES[name],
+        tmp_path,
+        options=ConfigOptions(precision=precision),
+    )
+    environment = launched("--config_file", str(files.accelerate))
+    # In a DeepSpeed run the JSON says it, and the launcher's word is `no`.
+    says = precision or "no"
+    assert environment["ACCELERATE_MIXED_PRECISION"] == ("no" if files.deepspeed else says)
+
+
+def test_files_that_are_there_are_left_alone_without_force(tmp_path, refused):
+    write("zero2", "--to", str(tmp_path))
+    launcher, deepspeed = tmp_path / "zero2.yaml", tmp_path / "zero2.json"
+    launcher.write_text("mine\n")
+    deepspeed.unlink()
+    said = refused("zero2", "--to", str(tmp_path), "--accumulation", "2")
+    assert str(launcher) in said
+    assert "--force" in said
+    assert launcher.read_text() == "mine\n"
+    assert not deepspeed.exists()
+
+    write("zero2", "--to", str(tmp_path), "--accumulation", "2", "--force")
+    assert "deepspeed_config_file" in launcher.read_text()
+    assert json.loads(deepspeed.read_text())["gradient_accumulation_steps"] == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["zero2.json", "zero2.yaml"]
+
+
+MISTAKES = {
+    "an unknown strategy": (("zero4",), "Did you mean 'zero3'?"),
+    "fsdp_hybrid on 3": (("fsdp_hybrid", "--num-processes", "3"), "multiples of 2"),
+    "fsdp_hybrid on 2": (("fsdp_hybrid", "--num-processes", "2"), "needs 4 or more"),
+    "single on 2": (("single", "--num-processes", "2"), "use ddp"),
+    "ddp on 1": (("ddp", "--num-processes", "1"), "use single"),
+    "zero3 on 0": (("zero3", "--num-processes", "0"), "at least 2"),
+    "fsdp on -2": (("fsdp", "--num-processes", "-2"), "at least 2"),
+    "zero2 offloads to NVMe": (
+        ("zero2_offload", "--offload-device", "nvme"),
+        "Use zero3_nvme",
+    ),
+    "zero2 offloads nothing": (("zero2", "--offload-device", "cpu"), "zero2_offload"),
+    "offload without a place": (("zero3_offload", "--offload-device", "none"), "is zero3"),
+    "zero2_offload without a place": (("zero2_offload", "--offload-device", "none"), "is zero2"),
+    "a path that nothing uses": (("zero3_offload", "--nvme-path", "/x"), "does not use NVMe"),
+    "accumulation outside DeepSpeed": (("ddp", "--accumulation", "2"), "--accumulation"),
+    "clipping outside DeepSpeed": (("fsdp", "--clipping", "1"), "--clipping"),
+    "offload outside DeepSpeed": (("fsdp", "--offload-device", "cpu"), "fsdp_offload"),
+    "a layer outside FSDP": (("zero3", "--layer", "LlamaDecoderLayer"), "--layer"),
+    "no accumulation": (("zero2", "--accumulation", "0"), "1 step or more"),
+    "a negative clip": (("zero2", "--clipping", "-1"), "0 for no clipping"),
+    "a clip that is no number": (("zero2", "--clipping", "nan"), "0 for no clipping"),
+    "an endless clip": (("zero2", "--clipping", "inf"), "0 for no clipping"),
+}
+
+
+@pytest.mark.parametrize(("words", "says"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_sentence_and_nothing_is_written(words, says, tmp_path, refused):
+    assert says in refused(*words, "--to", str(tmp_path / "new"))
+    assert not (tmp_path / "new").exists()
+
+
+def test_every_mistake_is_named_at_once(tmp_path, refused):
+    said = refused("ddp", "--to", str(tmp_path), "--accumulation", "2", "--clipping", "1")
+    assert "--accumulation" in said
+    assert "--clipping" in said
+
+
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_a_folder_that_cannot_be_is_a_sentence(place, tmp_path, refused):
+    (tmp_path / "file").write_text("kept")
+    assert str(tmp_path / place) in refused("ddp", "--to", str(tmp_path / place))
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_an_unknown_choice_is_refused_by_the_command_line(tmp_path):
+    words = ("zero2", "--to", str(tmp_path), "--precision", "fp8")
+    result = CliRunner().invoke(app, ["configs", "write", *words])
+    assert result.exit_code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_precision_is_refused_by_the_library():
+    with pytest.raises(UsageError, match="no, bf16, fp16"):
+        ConfigOptions(precision="fp8")
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_path_names_files_that_any_folder_can_use(name, tmp_path, monkeypatch, launched):
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["configs", "path", name], catch_exceptions=False)
+    assert result.exit_code == 0
+    path = result.output.strip()
+    assert path.startswith(str(tmp_path / "cache"))
+    launched("--config_file", path)
+    # The second time finds the same file.
+    assert str(cached_configs(STRATEGIES[name]).accelerate) == path
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_show_prints_what_is_checked_in(name, root):
+    result = CliRunner().invoke(app, ["configs", "show", name], catch_exceptions=False)
+    assert (root / "accelerate_configs" / f"{name}.yaml").read_text() in result.output
+    if name not in NOT_DEEPSPEED:
+        assert (root / "deepspeed_configs" / f"{name}.json").read_text() in result.output
+
+
+def test_list_has_a_line_a_strategy():
+    result = CliRunner().invoke(app, ["configs", "list"], catch_exceptions=False)
+    lines = result.output.splitlines()
+    assert [line.split()[0] for line in lines] == list(STRATEGIES)
+    assert all(STRATEGIES[line.split()[0]].summary in line for line in lines)

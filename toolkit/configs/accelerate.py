@@ -1,0 +1,127 @@
+"""The contents of an `accelerate launch --config_file`, checked against accelerate 1.15."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import UsageError
+from toolkit.strategies import Strategy
+
+
+def accelerate_config(
+    strategy: Strategy,
+    *,
+    num_processes: int | None = None,
+    precision: str | None = None,
+    decoder_layer: str | None = None,
+    deepspeed_json: Path | None = None,
+) -> dict[str, Any]:
+    """Return the contents of the YAML file for one strategy.
+
+    Args:
+        strategy: What to shard, and where to keep it.
+        num_processes: Ranks in all; the strategy's own number when None.
+        precision: `no`, `bf16` or `fp16`; None leaves it to the run, as the bundled files do.
+        decoder_layer: FSDP2: the class to wrap; None lets the model's `_no_split_modules` decide.
+        deepspeed_json: DeepSpeed: the path written into the YAML.
+
+    Raises:
+        UsageError: the number of processes doesn't suit the strategy, or a path is missing.
+    """
+    processes = strategy.num_processes if num_processes is None else num_processes
+    check_num_processes(strategy, processes)
+    config: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        "distributed_type": _DISTRIBUTED_TYPE[strategy.backend],
+        "machine_rank": 0,
+        "num_machines": 1,
+        "num_processes": processes,
+        "use_cpu": False,
+    }
+    if strategy.backend == "single":
+        # Without the pin, a bare process on a box with two GPUs sees both, and the HF Trainer
+        # quietly turns to nn.DataParallel.
+        config["gpu_ids"] = "0"
+    else:
+        # 0 asks for a free port: two launches on one machine don't meet on 29500.
+        config["main_process_port"] = 0
+    if strategy.backend == "deepspeed":
+        if deepspeed_json is None:
+            raise UsageError(f"{strategy.name}: a DeepSpeed strategy needs the path of its JSON.")
+        # Accelerate raises when the YAML repeats what the JSON owns (stage, offload, accumulation,
+        # clipping, precision), so the YAML carries the path and no more.
+        config["deepspeed_config"] = {
+            "deepspeed_config_file": str(deepspeed_json),
+            "zero3_init_flag": strategy.zero_stage == 3,
+        }
+        return config
+    if precision is not None:
+        config["mixed_precision"] = precision
+    if strategy.backend == "fsdp":
+        config["fsdp_config"] = _fsdp_section(strategy, decoder_layer)
+        if strategy.replicas > 1:
+            config["parallelism_config"] = _mesh_section(strategy, processes)
+    return config
+
+
+def check_num_processes(strategy: Strategy, num_processes: int) -> None:
+    """Raise UsageError when a strategy cannot run on that many processes."""
+    if strategy.backend == "single":
+        if num_processes != 1:
+            raise UsageError(
+                f"single runs on 1 process, not on {num_processes}. "
+                "For several processes with everything replicated, use ddp."
+            )
+        return
+    if num_processes < 2:
+        raise UsageError(
+            f"{strategy.name} needs at least 2 processes, {num_processes} asked. "
+            "For one process, use single."
+        )
+    if num_processes % strategy.replicas or num_processes // strategy.replicas < 2 <= (
+        strategy.replicas
+    ):
+        raise UsageError(
+            f"{strategy.name} keeps {strategy.replicas} groups of at least 2 processes each, "
+            f"so it needs {2 * strategy.replicas} or more in multiples of {strategy.replicas}; "
+            f"{num_processes} asked."
+        )
+
+
+_DISTRIBUTED_TYPE = {
+    "single": "NO",
+    "ddp": "MULTI_GPU",
+    "deepspeed": "DEEPSPEED",
+    "fsdp": "FSDP",
+}
+
+
+def _fsdp_section(strategy: Strategy, decoder_layer: str | None) -> dict[str, Any]:
+    section: dict[str, Any] = {
+        # Without the version the launcher means FSDP1, and without a policy nothing is wrapped.
+        "fsdp_version": 2,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_reshard_after_forward": strategy.reshard_after_forward,
+        "fsdp_offload_params": strategy.offload_parameters == "cpu",
+        # A stock Trainer leaves no model at all with SHARDED_STATE_DICT (transformers 5.23).
+        "fsdp_state_dict_type": "FULL_STATE_DICT",
+        "fsdp_activation_checkpointing": False,
+        # The launcher refuses the first without the second, which FSDP2 itself ignores.
+        "fsdp_cpu_ram_efficient_loading": True,
+        "fsdp_sync_module_states": True,
+    }
+    if decoder_layer is not None:
+        section["fsdp_transformer_layer_cls_to_wrap"] = decoder_layer
+    return section
+
+
+def _mesh_section(strategy: Strategy, num_processes: int) -> dict[str, int]:
+    return {
+        "parallelism_config_dp_replicate_size": strategy.replicas,
+        "parallelism_config_dp_shard_size": num_processes // strategy.replicas,
+        "parallelism_config_tp_size": 1,
+        "parallelism_config_cp_size": 1,
+        "parallelism_config_sp_size": 1,
+    }

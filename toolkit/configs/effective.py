@@ -1,0 +1,84 @@
+"""From a DeepSpeed JSON as written to the one that a run hands to DeepSpeed.
+
+The file fits any model on any machine; the run knows its model and its machine. What is
+changed here is named, and stands in the record.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+from toolkit.configs.deepspeed import BUCKET_ELEMENTS, NVME_PATH, PERSISTENCE_THRESHOLD
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedConfig:
+    config: dict[str, Any]
+    """What DeepSpeed gets."""
+
+    changes: list[str] = field(default_factory=list[str])
+    """What differs from the file, one sentence each."""
+
+
+def fit_to_run(
+    config: dict[str, Any],
+    *,
+    parameters: int | None = None,
+    hidden_size: int | None = None,
+    gradient_clipping: float | None = None,
+    rehearsal: bool = False,
+    can_build: bool = True,
+    launch: str | None = None,
+) -> FittedConfig:
+    """Fit a DeepSpeed config to the model and the machine.
+
+    Args:
+        config: The contents of the JSON file; left as it is.
+        parameters: Elements in the model: buckets larger than it only waste memory.
+        hidden_size: Sizes prefetch and persistence, so that ZeRO-3 of a small model shards.
+        gradient_clipping: Written where the file says `auto`, which a plain Accelerator
+            would take for 1.0 whatever the script does.
+        rehearsal: Without a GPU there is nothing to pin memory for.
+        can_build: Whether DeepSpeed can compile its CPU optimizer here.
+        launch: Names this launch: two that share the bundled NVMe folder would write each other's
+            states.
+    """
+    fitted = copy.deepcopy(config)
+    changes: list[str] = []
+    zero: dict[str, Any] = fitted.get("zero_optimization") or {}
+
+    def shrink(key: str, limit: int) -> None:
+        if isinstance(zero.get(key), int) and zero[key] > limit:
+            changes.append(f"{key}: {zero[key]} -> {limit}, by the model's size")
+            zero[key] = limit
+
+    if parameters is not None:
+        bucket = min(BUCKET_ELEMENTS, parameters)
+        shrink("reduce_bucket_size", bucket)
+        shrink("allgather_bucket_size", bucket)
+    if hidden_size is not None:
+        shrink("stage3_prefetch_bucket_size", hidden_size * hidden_size * 9 // 10)
+        shrink("stage3_param_persistence_threshold", min(PERSISTENCE_THRESHOLD, 10 * hidden_size))
+    if gradient_clipping is not None and fitted.get("gradient_clipping") == "auto":
+        fitted["gradient_clipping"] = gradient_clipping
+        changes.append(f"gradient_clipping: auto -> {gradient_clipping}, the run's own")
+    for key in ("offload_optimizer", "offload_param"):
+        section = zero.get(key)
+        if launch is not None and section and section.get("nvme_path") == str(NVME_PATH):
+            section["nvme_path"] = str(NVME_PATH / launch)
+            changes.append(
+                f"{key}.nvme_path: {NVME_PATH} -> {section['nvme_path']}, of this launch"
+            )
+        if rehearsal and section and section.get("pin_memory", True):
+            section["pin_memory"] = False
+            changes.append(f"{key}.pin_memory: true -> false, no GPU to pin memory for")
+    offload: dict[str, Any] = zero.get("offload_optimizer") or {}
+    if offload.get("device") in ("cpu", "nvme") and not can_build:
+        fitted["zero_force_ds_cpu_optimizer"] = False
+        changes.append(
+            "zero_force_ds_cpu_optimizer: true -> false: no compiler for DeepSpeedCPUAdam, "
+            "torch's AdamW steps on the CPU instead"
+        )
+    return FittedConfig(config=fitted, changes=changes)

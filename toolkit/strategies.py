@@ -1,0 +1,166 @@
+"""Strategies: what each backend shards, and where it keeps it.
+
+Only the standard library is imported here, so the command line, the notebooks and the
+report can talk about strategies without loading torch or touching a GPU.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Literal
+
+from toolkit.errors import UsageError
+
+Backend = Literal["single", "ddp", "deepspeed", "fsdp"]
+Device = Literal["none", "cpu", "nvme"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """One way to train on several processes. `fsdp` always means FSDP2 (`fully_shard`)."""
+
+    name: str
+    """Short name, used for file names, command line values, run folders and table rows."""
+
+    backend: Backend
+    """The library that does it: plain PyTorch, DDP, DeepSpeed or FSDP2."""
+
+    summary: str
+    """What is sharded and where it lives, in one line."""
+
+    zero_stage: int = 0
+    """ZeRO stage for DeepSpeed, 0 for every other backend."""
+
+    reshard_after_forward: bool = False
+    """FSDP2: whether gathered parameters are freed between forward and backward."""
+
+    offload_optimizer: Device = "none"
+    """Where optimizer states live when not on the GPU; FSDP2 moves parameters along with them."""
+
+    offload_parameters: Device = "none"
+    """Where parameters live when not on the GPU."""
+
+    replicas: int = 1
+    """FSDP2: groups that each hold a whole sharded model (hybrid sharding)."""
+
+    num_processes: int = 2
+    """Processes in the bundled config file."""
+
+    def __post_init__(self) -> None:
+        if self.offload_parameters != "none" and not self.shards_parameters:
+            raise UsageError(
+                f"{self.name}: offloading parameters needs sharded parameters. "
+                "Use ZeRO-3 or FSDP, or leave the parameters on the GPU."
+            )
+
+    @property
+    def shards_optimizer(self) -> bool:
+        return self.zero_stage >= 1 or self.backend == "fsdp"
+
+    @property
+    def shards_gradients(self) -> bool:
+        return self.zero_stage >= 2 or self.backend == "fsdp"
+
+    @property
+    def shards_parameters(self) -> bool:
+        return self.zero_stage == 3 or self.backend == "fsdp"
+
+    @property
+    def offloads(self) -> bool:
+        return self.offload_optimizer != "none" or self.offload_parameters != "none"
+
+
+STRATEGIES: dict[str, Strategy] = {
+    strategy.name: strategy
+    for strategy in (
+        Strategy(
+            name="single",
+            backend="single",
+            num_processes=1,
+            summary="one process, nothing sharded: the control",
+        ),
+        Strategy(name="ddp", backend="ddp", summary="everything replicated, gradients averaged"),
+        Strategy(
+            name="zero1",
+            backend="deepspeed",
+            zero_stage=1,
+            summary="optimizer states sharded",
+        ),
+        Strategy(
+            name="zero2",
+            backend="deepspeed",
+            zero_stage=2,
+            summary="optimizer states and gradients sharded",
+        ),
+        Strategy(
+            name="zero2_offload",
+            backend="deepspeed",
+            zero_stage=2,
+            offload_optimizer="cpu",
+            summary="as zero2, optimizer states and step on the CPU",
+        ),
+        Strategy(
+            name="zero3",
+            backend="deepspeed",
+            zero_stage=3,
+            summary="optimizer states, gradients and parameters sharded",
+        ),
+        Strategy(
+            name="zero3_offload",
+            backend="deepspeed",
+            zero_stage=3,
+            offload_optimizer="cpu",
+            offload_parameters="cpu",
+            summary="as zero3, all of it kept in host memory",
+        ),
+        Strategy(
+            name="zero3_nvme",
+            backend="deepspeed",
+            zero_stage=3,
+            offload_optimizer="nvme",
+            offload_parameters="nvme",
+            summary="as zero3, all of it kept on an NVMe disk",
+        ),
+        Strategy(
+            name="fsdp",
+            backend="fsdp",
+            reshard_after_forward=True,
+            summary="FSDP2: everything sharded, parameters freed after forward",
+        ),
+        Strategy(
+            name="fsdp_grad_op",
+            backend="fsdp",
+            summary="FSDP2: everything sharded, parameters kept until backward is done",
+        ),
+        Strategy(
+            name="fsdp_offload",
+            backend="fsdp",
+            reshard_after_forward=True,
+            offload_optimizer="cpu",
+            offload_parameters="cpu",
+            summary="as fsdp, shards and step on the CPU",
+        ),
+        Strategy(
+            name="fsdp_hybrid",
+            backend="fsdp",
+            reshard_after_forward=True,
+            replicas=2,
+            num_processes=4,
+            summary="FSDP2: sharded inside a group, replicated across two groups",
+        ),
+    )
+}
+
+
+def get_strategy(name: str) -> Strategy:
+    """Return the strategy called `name`.
+
+    Raises:
+        UsageError: no such strategy; the text names the closest one and lists them all.
+    """
+    if name in STRATEGIES:
+        return STRATEGIES[name]
+    close = difflib.get_close_matches(name, STRATEGIES, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise UsageError(f"There is no strategy {name!r}.{hint} Choose from: {', '.join(STRATEGIES)}.")
