@@ -1,0 +1,89 @@
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from toolkit.launching.builds import clear_stale_locks, extension_folders, stale_locks
+
+
+@pytest.fixture
+def lock(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    path = tmp_path / "cpu_adam" / "lock"
+    path.parent.mkdir()
+    path.touch()
+    make_old(path)
+    return path
+
+
+def make_old(path):
+    hour_ago = time.time() - 3600
+    os.utime(path, (hour_ago, hour_ago))
+
+
+def test_a_lock_that_nobody_holds_is_cleared(lock):
+    assert stale_locks() == [lock]
+    assert clear_stale_locks() == [lock]
+    assert not lock.exists()
+    assert clear_stale_locks() == []
+
+
+def test_a_young_lock_is_left_alone(lock):
+    lock.touch()
+    assert stale_locks() == []
+    assert clear_stale_locks() == []
+    assert lock.exists()
+
+
+@pytest.mark.parametrize(
+    "holding",
+    [
+        # As torch's FileBaton takes it.
+        "import os; os.remove(lock); os.open(lock, os.O_CREAT | os.O_EXCL)",
+        # As ninja works.
+        "import os; os.chdir(os.path.dirname(lock))",
+    ],
+    ids=["holds the file", "works in the folder"],
+)
+def test_a_lock_with_a_living_builder_is_left_alone_until_it_dies(lock, holding):
+    script = f"lock = {str(lock)!r}; {holding}; print(flush=True); import time; time.sleep(600)"
+    builder = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=lock.parents[1]
+    )
+    try:
+        assert builder.stdout
+        builder.stdout.readline()
+        make_old(lock)
+        assert clear_stale_locks() == []
+        assert lock.exists()
+    finally:
+        builder.kill()
+        builder.communicate()
+    assert clear_stale_locks() == [lock]
+
+
+def test_the_default_folder_has_one_below_for_each_python_and_accelerator(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert extension_folders() == []
+    (tmp_path / "torch_extensions" / "py311_cpu").mkdir(parents=True)
+    assert extension_folders() == [tmp_path / "torch_extensions" / "py311_cpu"]
+
+
+def test_the_lock_is_where_torch_puts_it():
+    """Torch's own words, so that a release that moves its lock is noticed."""
+    from importlib.util import find_spec
+    from pathlib import Path
+
+    spec = find_spec("torch")
+    assert spec
+    assert spec.origin
+    utils = Path(spec.origin).parent / "utils"
+    assert "FileBaton(os.path.join(build_directory, 'lock'))" in (
+        utils / "cpp_extension.py"
+    ).read_text(encoding="utf-8")
+    assert "self.fd = os.open(self.lock_file_path, os.O_CREAT | os.O_EXCL)" in (
+        utils / "file_baton.py"
+    ).read_text(encoding="utf-8")

@@ -1,0 +1,295 @@
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from toolkit.launching import launch
+from toolkit.launching.launch import launch_command, run, shown_command
+from toolkit.launching.processes import is_alive
+
+
+@pytest.fixture(autouse=True)
+def short_grace(monkeypatch):
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 1.0)
+
+
+def test_the_line_is_shown_as_a_user_would_type_it():
+    command = launch_command(
+        Path("zero2.yaml"), ["-m", "toolkit.train", "--max_steps", "3"], num_processes=4
+    )
+    assert command[0] == sys.executable
+    assert " ".join(shown_command(command)) == (
+        "accelerate launch --config_file zero2.yaml --main_process_port 0 --num_processes 4 "
+        "-m toolkit.train --max_steps 3"
+    )
+    assert shown_command(["python", "x.py"]) == ["python", "x.py"]
+
+
+def test_a_good_run_is_ok_and_tells_its_steps_and_lines(ranks, tmp_path):
+    steps, lines = [], []
+    command = ranks("""
+with guard(status):
+    for step in range(1, 4):
+        status.running(step)
+        print(f"rank {rank} step {step}")
+        time.sleep(0.25)
+    sys.stdout.write("10%\\r100%\\r\\nlast words, no newline")
+""")
+    outcome = run(
+        command,
+        folder=tmp_path,
+        timeout=20,
+        num_processes=2,
+        on_step=steps.append,
+        on_line=lines.append,
+    )
+    assert (outcome.status, outcome.reason) == ("ok", None)
+    assert [status.state for status in outcome.statuses] == ["finished", "finished"]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 3
+    assert {"rank 0 step 1", "rank 1 step 3", "100%"} <= set(lines)
+    assert "last words, no newline" in (tmp_path / "stdout.log").read_text()
+    assert outcome.seconds < 10
+
+
+def test_the_ranks_get_their_environment(ranks, tmp_path):
+    lines = []
+    command = ranks("""
+with guard(status):
+    print(sorted((k, os.environ[k]) for k in ("GLOO_SOCKET_IFNAME", "PYTHONUNBUFFERED", "MINE")))
+""")
+    run(
+        command,
+        folder=tmp_path,
+        timeout=20,
+        environment={"MINE": "yes"},
+        loopback=True,
+        on_line=lines.append,
+    )
+    said = "[('GLOO_SOCKET_IFNAME', 'lo'), ('MINE', 'yes'), ('PYTHONUNBUFFERED', '1')]"
+    assert lines == [said, said]
+
+
+def test_the_original_error_wins_over_an_earlier_echo(ranks, tmp_path):
+    command = ranks("""
+with guard(status):
+    status.running(7)
+    if rank == 0:
+        raise RuntimeError("gloo/transport/tcp/pair.cc:538] Connection closed by peer")
+    other = status.path.with_name("rank-0.json")
+    while not (other.exists() and "closed by peer" in other.read_text()):
+        time.sleep(0.01)
+    time.sleep(0.2)
+    raise ValueError("the flux is off")
+""")
+    outcome = run(command, folder=tmp_path, timeout=20)
+    assert outcome.status == "failed"
+    assert outcome.reason == "rank 1 failed at step 7: ValueError: the flux is off"
+    first, second = outcome.statuses
+    assert first.time < second.time
+
+
+def test_a_killed_rank_is_named_with_its_signal(ranks, tmp_path):
+    command = ranks("""
+with guard(status):
+    status.running(3)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while os.path.exists(status.path):
+        time.sleep(0.05)
+""")
+    outcome = run(command, folder=tmp_path, timeout=20, num_processes=2)
+    assert outcome.status == "failed"
+    assert outcome.reason == (
+        "rank 1 was killed (SIGKILL) at step 3: "
+        "the kernel's out-of-memory killer is likely, see dmesg."
+    )
+
+
+def test_a_rank_that_leaves_early_with_status_0_is_named(ranks, tmp_path):
+    command = ranks("""
+with guard(status):
+    status.running(5)
+    if rank == 1:
+        os._exit(0)
+    time.sleep(600)
+""")
+    outcome = run(command, folder=tmp_path, timeout=20, num_processes=2)
+    assert outcome.status == "failed"
+    assert outcome.reason == "rank 1 left at step 5 with status 0 before the run was over."
+    assert outcome.seconds < 10
+
+
+def test_all_ranks_leaving_early_with_status_0_is_no_success(ranks, tmp_path):
+    command = ranks("""
+with guard(status):
+    status.running(2)
+    sys.exit(0)
+""")
+    outcome = run(command, folder=tmp_path, timeout=20, num_processes=2)
+    assert outcome.status == "failed"
+    assert outcome.reason
+    assert "left at step 2 with status 0" in outcome.reason
+
+
+def test_a_stopped_neighbour_does_not_hold_up_the_end(ranks, tmp_path, living):
+    command = ranks("""
+with guard(status):
+    status.running(1)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.3)
+    raise UsageError("no pad token")
+""").copy()
+    script = tmp_path / "rank.py"
+    script.write_text(f"from toolkit.errors import UsageError\n{script.read_text()}")
+    started = time.monotonic()
+    outcome = run(command, folder=tmp_path, timeout=60, num_processes=2)
+    assert (outcome.status, outcome.reason) == ("usage", "no pad token")
+    assert time.monotonic() - started < 10
+    assert not living()
+
+
+def test_a_timeout_names_the_slowest_rank(ranks, tmp_path):
+    command = ranks("""
+with guard(status):
+    status.running(9 - 6 * rank)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(600)
+""")
+    outcome = run(command, folder=tmp_path, timeout=1, num_processes=2)
+    assert outcome.status == "timeout"
+    assert outcome.reason == (
+        "The run was not over after 1 s; rank 1 was at step 3, the furthest at step 9."
+    )
+    assert outcome.seconds < 8
+
+
+def test_a_timeout_names_a_stopped_rank(ranks, tmp_path):
+    command = ranks("""
+with guard(status):
+    status.running(4)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(600)
+""")
+    outcome = run(command, folder=tmp_path, timeout=1, num_processes=2)
+    assert outcome.reason
+    assert "rank 0 was at step 4 and is stopped (SIGSTOP)" in outcome.reason
+
+
+def test_finished_ranks_are_ok_though_the_launcher_fails(ranks, tmp_path):
+    command = ranks("""
+with guard(status):
+    status.running(1)
+other = status.path.with_name(f"rank-{1 - rank}.json")
+while not (other.exists() and "finished" in other.read_text()):
+    time.sleep(0.01)
+if rank == 1:
+    os.abort()
+""")
+    outcome = run(command, folder=tmp_path, timeout=20, num_processes=2)
+    assert (outcome.status, outcome.reason) == ("ok", None)
+
+
+def test_a_rank_that_finishes_between_two_looks_is_not_gone(ranks, tmp_path, monkeypatch):
+    def look_late(pid, *, seen_at):
+        while is_alive(pid, seen_at=seen_at):
+            time.sleep(0.01)
+        return False
+
+    monkeypatch.setattr(launch, "is_alive", look_late)
+    command = ranks("""
+with guard(status):
+    status.running(1)
+    time.sleep(0.5)
+""")
+    outcome = run(command, folder=tmp_path, timeout=20, num_processes=2)
+    assert (outcome.status, outcome.reason) == ("ok", None)
+
+
+def test_a_launcher_that_never_started_a_rank_gives_its_own_error(tmp_path):
+    command = [sys.executable, "-c", "print('hello'); raise ValueError('unknown keys: num_gpus')"]
+    outcome = run(command, folder=tmp_path, timeout=20)
+    assert outcome.status == "failed"
+    assert outcome.reason == "The launcher ended with status 1: ValueError: unknown keys: num_gpus"
+    assert outcome.tail[0] == "hello"
+
+
+def test_a_command_that_does_not_exist_is_said(tmp_path):
+    outcome = run(["no-such-launcher"], folder=tmp_path, timeout=20)
+    assert outcome.status == "failed"
+    assert outcome.reason
+    assert "no-such-launcher: No such file or directory" in outcome.reason
+
+
+def test_a_killed_launcher_is_said_and_its_ranks_go_with_it(ranks, tmp_path):
+    command = ranks("""
+with guard(status):
+    status.running(1)
+    while not status.path.with_name("rank-0.json").exists():
+        time.sleep(0.01)
+    if rank == 1:
+        os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(600)
+""")
+    outcome = run(command, folder=tmp_path, timeout=20, num_processes=2)
+    assert outcome.status == "failed"
+    assert outcome.reason == "The launcher was killed (SIGKILL), and its ranks with it."
+
+
+def test_a_lost_port_is_tried_again(tmp_path):
+    script = """
+import pathlib, sys
+seen = pathlib.Path(sys.argv[1])
+tries = len(seen.read_text()) if seen.exists() else 0
+seen.write_text("x" * (tries + 1))
+if tries < 2:
+    sys.exit("DistNetworkError: The server socket has failed to listen. port: 4, EADDRINUSE")
+"""
+    outcome = run(
+        [sys.executable, "-c", script, str(tmp_path / "tries")], folder=tmp_path, timeout=20
+    )
+    assert outcome.status == "ok"
+    assert (tmp_path / "tries").read_text() == "xxx"
+
+
+def test_words_of_an_earlier_run_in_the_folder_are_forgotten(ranks, tmp_path):
+    run(ranks("status.failed(ValueError('old'))\n"), folder=tmp_path, timeout=20)
+    outcome = run(ranks("status.finished()\n", number=1), folder=tmp_path, timeout=20)
+    assert [status.rank for status in outcome.statuses] == [0]
+    assert outcome.status == "ok"
+
+
+def test_accelerate_launch_ends_with_the_rank_that_raised(tmp_path):
+    config = tmp_path / "ddp.yaml"
+    config.write_text(
+        "compute_environment: LOCAL_MACHINE\n"
+        "distributed_type: MULTI_GPU\n"
+        "num_machines: 1\n"
+        "num_processes: 2\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text("""
+import os, time
+from pathlib import Path
+from toolkit.launching.ranks import die_with_parent
+from toolkit.launching.status import StatusFile, guard, status_folder
+
+die_with_parent()
+rank = int(os.environ["RANK"])
+status = StatusFile(status_folder(Path()), rank)
+with guard(status):
+    status.running(3)
+    while len(list(status.path.parent.glob("rank-?.json"))) < 2:
+        time.sleep(0.01)
+    if rank == 1:
+        raise ValueError("the flux is off")
+    time.sleep(600)
+""")
+    outcome = run(launch_command(config, [str(script)]), folder=tmp_path, timeout=60)
+    assert outcome.status == "failed"
+    assert outcome.reason == "rank 1 failed at step 3: ValueError: the flux is off"
+    assert outcome.tail[-1] == "ValueError: the flux is off"
+    assert not any("ChildFailedError" in line or "elastic" in line for line in outcome.tail)

@@ -1,0 +1,152 @@
+import json
+import os
+import sys
+
+import pytest
+
+from toolkit.errors import UsageError
+from toolkit.launching.status import (
+    RankError,
+    RankStatus,
+    StatusFile,
+    first_failure,
+    guard,
+    read_statuses,
+    status_folder,
+)
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer"
+
+
+def failed(rank, time, type_="RuntimeError", message="", state="failed"):
+    error = RankError(type=type_, message=message, traceback="")
+    return RankStatus(rank=rank, pid=1, state=state, step=3, time=time, error=error)
+
+
+def test_the_file_holds_what_the_contract_names(tmp_path):
+    StatusFile(tmp_path, 1).running(7)
+    said = json.loads((tmp_path / "rank-1.json").read_text())
+    assert said.keys() == {"schema", "rank", "pid", "state", "step", "time", "error"}
+    assert (said["schema"], said["rank"], said["pid"]) == (1, 1, os.getpid())
+    assert (said["state"], said["step"], said["error"]) == ("running", 7, None)
+
+
+def test_a_write_leaves_no_draft_behind(tmp_path):
+    status = StatusFile(tmp_path, 0)
+    for step in range(3):
+        status.running(step)
+    assert [path.name for path in tmp_path.iterdir()] == ["rank-0.json"]
+
+
+def test_torn_and_foreign_files_are_left_out(tmp_path):
+    StatusFile(tmp_path, 2).running(1)
+    StatusFile(tmp_path, 0).running(5)
+    whole = (tmp_path / "rank-0.json").read_bytes()
+    (tmp_path / "rank-1.json").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "rank-3.json").write_text("[]")
+    (tmp_path / "rank-4.json").write_text(whole.decode().replace("running", "dancing"))
+    (tmp_path / "rank-5.json").write_bytes(b"\xff\xfe")
+    (tmp_path / "rank-6.json").write_text("")
+    assert [(status.rank, status.step) for status in read_statuses(tmp_path)] == [(0, 5), (2, 1)]
+
+
+def test_a_missing_folder_reads_as_nobody(tmp_path):
+    assert read_statuses(tmp_path / "never") == []
+
+
+def test_the_launchers_folder_wins_over_the_output_folder(tmp_path, monkeypatch):
+    monkeypatch.delenv("TOOLKIT_STATUS_DIR", raising=False)
+    assert status_folder(tmp_path) == tmp_path / "status"
+    monkeypatch.setenv("TOOLKIT_STATUS_DIR", str(tmp_path / "given"))
+    assert status_folder(tmp_path) == tmp_path / "given"
+
+
+def test_a_guarded_body_ends_finished(tmp_path):
+    status = StatusFile(tmp_path, 0)
+    with guard(status):
+        assert read_statuses(tmp_path)[0].state == "running"
+        status.running(4)
+    assert (read_statuses(tmp_path)[0].state, read_statuses(tmp_path)[0].step) == ("finished", 4)
+
+
+class Refused(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [
+        (RuntimeError("the flux is off"), "failed"),
+        (KeyboardInterrupt(), "failed"),
+        (UsageError("no pad token"), "usage"),
+        (Refused("asked zero3, engaged ddp"), "refused"),
+        (SystemExit(1), "failed"),
+        (SystemExit(2), "usage"),
+        (SystemExit(3), "refused"),
+    ],
+)
+def test_a_guarded_error_is_recorded_and_goes_on(tmp_path, error, state):
+    status = StatusFile(tmp_path, 0)
+
+    def body():
+        with guard(status, refused_by=(Refused,)):
+            status.running(2)
+            raise error
+
+    with pytest.raises(type(error)):
+        body()
+    said = read_statuses(tmp_path)[0]
+    assert (said.state, said.step) == (state, 2)
+    assert said.error
+    assert (said.error.type, said.error.message) == (type(error).__name__, str(error))
+    assert "in body" in said.error.traceback
+
+
+@pytest.mark.parametrize("code", [0, None])
+def test_leaving_early_with_status_0_is_not_finishing(tmp_path, code):
+    with pytest.raises(SystemExit), guard(StatusFile(tmp_path, 0)):
+        sys.exit(code)
+    assert read_statuses(tmp_path)[0].state == "running"
+
+
+def test_a_failure_that_the_body_recorded_stands(tmp_path):
+    status = StatusFile(tmp_path, 0)
+
+    def body():
+        with guard(status):
+            status.failed(ValueError("asked zero3, engaged ddp"), "refused")
+            sys.exit(1)
+
+    with pytest.raises(SystemExit):
+        body()
+    said = read_statuses(tmp_path)[0]
+    assert said.state == "refused"
+    assert str(said.error) == "ValueError: asked zero3, engaged ddp"
+
+
+@pytest.mark.parametrize(
+    ("type_", "message"),
+    [
+        ("RuntimeError", GLOO),
+        ("RuntimeError", "Broken pipe"),
+        ("ConnectionResetError", "[Errno 104] Connection reset by peer"),
+        ("DistBackendError", "NCCL error: remote process exited or there was a network error"),
+        ("DistNetworkError", "failed to recv, got 0 bytes"),
+    ],
+)
+def test_an_earlier_echo_ranks_behind_the_original(type_, message):
+    echo = failed(0, 1.0, type_, message)
+    original = failed(1, 2.0, "ValueError", "the flux is off")
+    assert first_failure([echo, original]) == original
+    assert first_failure([echo]) == echo
+
+
+def test_among_originals_the_earliest_counts():
+    late, early = failed(0, 2.0, "ValueError"), failed(1, 1.0, "UsageError", state="usage")
+    assert first_failure([late, early]) == early
+
+
+def test_without_a_failure_there_is_no_first(tmp_path):
+    StatusFile(tmp_path, 0).finished()
+    StatusFile(tmp_path, 1).running()
+    assert first_failure(read_statuses(tmp_path)) is None

@@ -1,0 +1,94 @@
+"""However the run's owner ends, nothing that it started stays."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from toolkit.launching.status import read_statuses
+
+# Besides itself a rank leaves what a compiler would be: a child that nobody told to go.
+BODY = """
+with guard(status):
+    if rank == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        subprocess.Popen(
+            [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
+        )
+    status.running(1)
+    time.sleep(600)
+"""
+OWNER = """
+import sys
+from pathlib import Path
+from toolkit.launching.launch import run
+
+run(sys.argv[2:], folder=Path(sys.argv[1]), timeout=600)
+"""
+PROCESSES = 6  # the owner, its supervisor, the launcher, two ranks, one child of a rank
+
+
+@pytest.fixture
+def owner(ranks, tmp_path, wait_until, living):
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(tmp_path), *ranks(BODY)],
+        stderr=subprocess.PIPE,
+    )
+    wait_until(lambda: [said.step for said in read_statuses(tmp_path / "status")] == [1, 1])
+    assert len(living()) == PROCESSES
+    yield process
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGKILL, -signal.SIGKILL),
+        (signal.SIGTERM, 128 + signal.SIGTERM),
+        (signal.SIGINT, -signal.SIGINT),
+    ],
+)
+def test_the_end_of_the_owner_is_the_end_of_all(owner, number, code, wait_until, living):
+    owner.send_signal(number)
+    assert owner.wait(10) == code
+    wait_until(lambda: not living())
+
+
+def test_the_end_of_the_supervisor_is_the_end_of_the_ranks(owner, wait_until, living):
+    supervisor = next(p for p in living() if "toolkit.launching.supervised" in p.cmdline())
+    supervisor.kill()
+    assert owner.wait(10) == 0
+    # Killed itself, it cannot look after what the ranks left: only the child is still there.
+    wait_until(lambda: len(living()) <= 1)
+    for process in living():
+        process.kill()
+    wait_until(lambda: not living())
+
+
+def test_the_launchers_status_is_passed_on(tmp_path):
+    command = [sys.executable, "-m", "toolkit.launching.supervised"]
+    leave = [sys.executable, "-c", "import sys; sys.exit(7)"]
+    assert subprocess.run([*command, str(os.getpid()), *leave]).returncode == 7
+
+
+def test_a_supervisor_whose_parent_is_gone_starts_nothing(tmp_path):
+    mark = tmp_path / "mark"
+    command = [sys.executable, "-m", "toolkit.launching.supervised", "1", "touch", str(mark)]
+    assert subprocess.run(command).returncode == 128 + signal.SIGTERM
+    assert not mark.exists()
+
+
+def test_a_rank_that_starts_after_its_launcher_died_leaves(tmp_path):
+    # Nobody has waited for this one: its number is still taken when the rank looks.
+    launcher = subprocess.Popen([sys.executable, "-c", ""])
+    script = "from toolkit.launching.ranks import die_with_parent; die_with_parent(); print(1)"
+    rank = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"TOOLKIT_LAUNCHER_PID": str(launcher.pid)},
+        capture_output=True,
+    )
+    launcher.wait()
+    assert (rank.returncode, rank.stdout) == (1, b"")

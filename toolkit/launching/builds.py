@@ -1,0 +1,94 @@
+"""Stale locks of DeepSpeed's C++ builds.
+
+DeepSpeed compiles its C++ parts at first use through torch, which takes an empty file `lock` in
+the part's folder as its baton. A build that is killed leaves the file, and every later run waits
+for it in silence, for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+YOUNG_SECONDS = 3.0
+"""A builder opens its lock and is seen a moment later: younger locks are left alone."""
+
+
+def extension_folders() -> list[Path]:
+    """Return the folders in which torch builds extensions, one below for each part.
+
+    The rule is that of `torch.utils.cpp_extension`: `TORCH_EXTENSIONS_DIR`, else a folder for
+    each Python and accelerator in the user's cache.
+    """
+    given = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if given:
+        return [Path(given)]
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return sorted(Path(cache, "torch_extensions").glob("*/"))
+
+
+def stale_locks() -> list[Path]:
+    """Return the locks that no living process of this machine holds.
+
+    The process that took the baton keeps the file open until it lets go (torch's `FileBaton`),
+    and ninja and the compilers work inside the folder. A lock with neither, older than a moment,
+    has lost its builder. Other users' locks are left alone: their processes cannot be looked
+    into. A builder on another machine that shares the folder is not seen.
+    """
+    locks = [lock for folder in extension_folders() for lock in folder.glob("*/lock")]
+    old = [lock.resolve() for lock in locks if _is_ours(lock) and _age(lock) > YOUNG_SECONDS]
+    if not old:
+        return []
+    used = _paths_in_use()
+    return [lock for lock in old if lock not in used and not _works_in(lock.parent, used)]
+
+
+def clear_stale_locks() -> list[Path]:
+    """Remove stale locks and return them, so that the caller can say so."""
+    removed: list[Path] = []
+    for lock in stale_locks():
+        # Someone else may have cleared it and begun to build since.
+        with contextlib.suppress(FileNotFoundError):
+            if _age(lock) > YOUNG_SECONDS:
+                lock.unlink()
+                removed.append(lock)
+    return removed
+
+
+def unbuilt(parts: Iterable[str]) -> list[str]:
+    """Return those of DeepSpeed's parts that no build has left here yet."""
+    folders = extension_folders()
+    return [part for part in parts if not any((f / part / f"{part}.so").exists() for f in folders)]
+
+
+def _age(lock: Path) -> float:
+    try:
+        return time.time() - lock.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _is_ours(lock: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.getuid() in (0, lock.stat().st_uid)
+    return False
+
+
+def _paths_in_use() -> set[Path]:
+    """Return the files that this user's processes hold open, and the folders they work in."""
+    used: set[Path] = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            used.add(Path(process.cwd()))
+        with contextlib.suppress(psutil.Error, OSError):
+            used.update(Path(file.path) for file in process.open_files())
+    return used
+
+
+def _works_in(folder: Path, used: set[Path]) -> bool:
+    return any(path.is_relative_to(folder) for path in used)

@@ -1,0 +1,337 @@
+"""Run a script as N ranks through the real `accelerate launch`, and follow it to its end.
+
+Whatever ends the run, or this process, nothing of it stays alive: see `supervised`.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from toolkit.launching.memory import out_of_memory_kills
+from toolkit.launching.outcome import PORT_TAKEN, Ending, Outcome, judge
+from toolkit.launching.processes import (
+    find_process,
+    is_alive,
+    is_stopped,
+    kill,
+    kill_descendants,
+)
+from toolkit.launching.ranks import LAUNCHER_PID
+from toolkit.launching.status import (
+    STATUS_DIR,
+    RankStatus,
+    first_failure,
+    read_status,
+    read_statuses,
+)
+
+POLL_SECONDS = 0.1
+GRACE_SECONDS = 5.0
+"""How long the other ranks may take to end by themselves once one has failed."""
+
+EXIT_SECONDS = 30.0
+"""How long the launcher may take to leave once every rank has said that it is through."""
+
+PORT_ATTEMPTS = 3
+LINES_KEPT = 2000
+
+LAUNCHER = [sys.executable, "-m", "accelerate.commands.launch"]
+
+
+def launch_command(
+    config_file: Path,
+    script: Sequence[str],
+    *,
+    num_processes: int | None = None,
+    gpu_ids: str | None = None,
+    port: int = 0,
+) -> list[str]:
+    """Return the `accelerate launch` line, as arguments that need no PATH.
+
+    Args:
+        config_file: what `--config_file` gets.
+        script: a script or `-m module`, then its arguments.
+        num_processes: replaces the config file's number.
+        gpu_ids: replaces the config file's; `all` leaves CUDA_VISIBLE_DEVICES as it is.
+        port: for the ranks to meet. With 0 Accelerate takes a free one right before it is used,
+            so the same line can run twice at once; a single process ignores it.
+    """
+    options = ["--config_file", str(config_file), "--main_process_port", str(port)]
+    if num_processes is not None:
+        options += ["--num_processes", str(num_processes)]
+    if gpu_ids is not None:
+        options += ["--gpu_ids", gpu_ids]
+    return [*LAUNCHER, *options, *script]
+
+
+def shown_command(command: Sequence[str]) -> list[str]:
+    """Return `command` as a user would type it, beginning with `accelerate launch`."""
+    if list(command[: len(LAUNCHER)]) != LAUNCHER:
+        return list(command)
+    return ["accelerate", "launch", *command[len(LAUNCHER) :]]
+
+
+def run(
+    command: Sequence[str],
+    *,
+    folder: Path,
+    timeout: float,
+    num_processes: int | None = None,
+    environment: dict[str, str] | None = None,
+    loopback: bool = False,
+    on_line: Callable[[str], None] | None = None,
+    on_step: Callable[[int], None] | None = None,
+) -> Outcome:
+    """Run `command`, a launcher of ranks, until it ends or has to be ended.
+
+    It is ended when a rank failed, refused or vanished (the others get a few seconds to leave by
+    themselves) and when the time is up. Ctrl-C and SIGTERM end it too, before they are passed on.
+
+    Args:
+        command: what `launch_command` returns, or any other command.
+        folder: gets `stdout.log` and `status/`; those of an earlier run there are replaced.
+        timeout: seconds for the whole run.
+        num_processes: ranks that must report, where it is known.
+        environment: variables for the run, on top of this process's own.
+        loopback: bind gloo to the loopback interface; only where all ranks are on this machine.
+        on_line: gets each line of output as it comes.
+        on_step: gets the number of steps that every rank has finished, when it grows.
+    """
+    follower = Follower(
+        command=list(command),
+        folder=folder,
+        deadline=time.monotonic() + timeout,
+        timeout=timeout,
+        num_processes=num_processes,
+        environment=_environment(folder, environment or {}, loopback=loopback),
+        on_line=on_line or _ignore,
+        on_step=on_step or _ignore,
+    )
+    started = time.monotonic()
+    with _sigterm_as_exit():
+        for attempt in range(1, PORT_ATTEMPTS + 1):
+            ending = follower.follow()
+            outcome = judge(replace(ending, seconds=time.monotonic() - started))
+            if attempt == PORT_ATTEMPTS or not _lost_the_port(outcome, ending):
+                return outcome
+    raise AssertionError("the last attempt returns")
+
+
+@dataclass(kw_only=True)
+class Follower:
+    """One launch, from its start until nothing of it is left."""
+
+    command: list[str]
+    folder: Path
+    deadline: float
+    timeout: float
+    num_processes: int | None
+    environment: dict[str, str]
+    on_line: Callable[[str], None]
+    on_step: Callable[[int], None]
+
+    gone: dict[int, float] = field(default_factory=dict[int, float])
+    statuses: list[RankStatus] = field(default_factory=list[RankStatus])
+    lines: deque[str] = field(default_factory=lambda: deque[str](maxlen=LINES_KEPT))
+
+    def follow(self) -> Ending:
+        self.gone.clear()
+        self.lines.clear()
+        status_dir = self.folder / "status"
+        status_dir.mkdir(parents=True, exist_ok=True)
+        for old in status_dir.glob("*rank-*"):
+            old.unlink()
+
+        kills = out_of_memory_kills()
+        with (self.folder / "stdout.log").open("wb") as log:
+            supervisor = subprocess.Popen(
+                [sys.executable, "-m", "toolkit.launching.supervised", str(os.getpid())]
+                + self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self.environment,
+                start_new_session=True,
+            )
+        with (self.folder / "stdout.log").open("rb") as log:
+            output = _Lines(log.read, self._take_line)
+            try:
+                timed_out = self._watch(supervisor, output)
+                returncode = supervisor.poll()
+                stopped = self._stopped() if timed_out else frozenset[int]()
+            finally:
+                self._end(supervisor)
+            self._look()
+            output.pump()
+            output.flush()
+        return Ending(
+            statuses=self.statuses,
+            gone=self.gone,
+            lines=list(self.lines),
+            returncode=returncode,
+            timed_out=timed_out,
+            stopped=stopped,
+            num_processes=self.num_processes,
+            out_of_memory_kills=_risen(kills, out_of_memory_kills()),
+            timeout=self.timeout,
+        )
+
+    def _watch(self, supervisor: subprocess.Popen[bytes], output: _Lines) -> bool:
+        """Return when the run is over or must be ended; True when the time is up."""
+        give_up: float | None = None
+        steps = 0
+        while True:
+            # Asked first: what the ranks said before the launcher left is then read below.
+            over = supervisor.poll() is not None
+            output.pump()
+            self._look()
+            self._note_gone()
+            done = min((status.step for status in self.statuses), default=0)
+            if done > steps:
+                steps = done
+                self.on_step(done)
+            if over:
+                return False
+
+            now = time.monotonic()
+            if give_up is None and (self.gone or first_failure(self.statuses)):
+                give_up = now + GRACE_SECONDS
+            if give_up is None and self._all_finished():
+                give_up = now + EXIT_SECONDS
+            if give_up is not None and now > give_up:
+                return False
+            if give_up is None and now > self.deadline:
+                return True
+            time.sleep(POLL_SECONDS)
+
+    def _look(self) -> None:
+        self.statuses = read_statuses(self.folder / "status")
+
+    def _note_gone(self) -> None:
+        now = time.time()
+        for status in self.statuses:
+            if status.state != "running" or is_alive(status.pid, seen_at=status.time):
+                continue
+            # It may have said its last word between the reading and the look at its process.
+            last = read_status(self.folder / "status" / f"rank-{status.rank}.json")
+            if last is None or last.state == "running":
+                self.gone.setdefault(status.rank, now)
+
+    def _all_finished(self) -> bool:
+        return (
+            self.num_processes is not None
+            and len(self.statuses) >= self.num_processes
+            and all(status.state == "finished" for status in self.statuses)
+        )
+
+    def _stopped(self) -> frozenset[int]:
+        return frozenset(
+            status.rank for status in self.statuses if is_stopped(status.pid, seen_at=status.time)
+        )
+
+    def _end(self, supervisor: subprocess.Popen[bytes]) -> None:
+        if supervisor.poll() is None:
+            # Ranks first: torchelastic then sees them all dead, and prints how each one ended.
+            ranks = [find_process(status.pid, seen_at=status.time) for status in self.statuses]
+            kill([process for process in ranks if process])
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                supervisor.wait(2 if ranks else 0)
+        if supervisor.poll() is None:
+            kill_descendants(supervisor.pid)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                supervisor.wait(2)
+        supervisor.kill()
+        supervisor.wait()
+
+    def _take_line(self, line: str) -> None:
+        self.lines.append(line)
+        self.on_line(line)
+
+
+class _Lines:
+    """Cuts what was added to a log since the last look into lines."""
+
+    def __init__(self, read: Callable[[], bytes], take: Callable[[str], None]) -> None:
+        self._read = read
+        self._take = take
+        self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+        self._rest = ""
+
+    def pump(self) -> None:
+        *whole, self._rest = (self._rest + self._decode(self._read())).split("\n")
+        for line in whole:
+            self._give(line)
+
+    def flush(self) -> None:
+        if self._rest:
+            self._give(self._rest)
+        self._rest = ""
+
+    def _give(self, line: str) -> None:
+        # A progress bar redraws its line after each carriage return; the last one stands.
+        self._take(line.rstrip("\r").rpartition("\r")[2])
+
+
+def _environment(folder: Path, extra: dict[str, str], *, loopback: bool) -> dict[str, str]:
+    environment = os.environ | {
+        STATUS_DIR: str((folder / "status").absolute()),
+        "PYTHONUNBUFFERED": "1",
+        # A rank that dies of a signal in native code then shows where.
+        "PYTHONFAULTHANDLER": "1",
+    }
+    environment.pop(LAUNCHER_PID, None)
+    if loopback and "lo" in (name for _, name in socket.if_nameindex()):
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return environment | extra
+
+
+def _lost_the_port(outcome: Outcome, ending: Ending) -> bool:
+    """Whether another process took the port between its choice and its use."""
+    started = any(status.step for status in ending.statuses)
+    return (
+        outcome.status == "failed"
+        and not started
+        and any(PORT_TAKEN.search(line) for line in ending.lines)
+    )
+
+
+def _risen(before: int | None, after: int | None) -> int | None:
+    return None if before is None or after is None else after - before
+
+
+@contextlib.contextmanager
+def _sigterm_as_exit() -> Generator[None]:
+    """Let SIGTERM unwind the stack like Ctrl-C does, where nobody else has a use for it."""
+    ours = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    )
+    if ours:
+        signal.signal(signal.SIGTERM, _exit_on)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _exit_on(number: int, frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)
+
+
+def _ignore(_: object) -> None:
+    pass

@@ -1,0 +1,253 @@
+"""How a run ended, in one or two sentences: the first failure's own error, and whose it was."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from toolkit.launching.status import Failure, RankStatus
+
+OutcomeStatus = Literal["ok", "failed", "oom", "timeout", "refused", "usage"]
+
+TAIL_LINES = 30
+MESSAGE_CHARACTERS = 600
+
+OUT_OF_MEMORY = re.compile(
+    r"OutOfMemoryError|CUDA out of memory|CUDA error: out of memory|\bMemoryError\b"
+    r"|DefaultCPUAllocator: (can't allocate|not enough) memory|Cannot allocate memory"
+)
+PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
+
+# torchelastic's lines: `E1121 10:39:00.123456 4711 .../torch/distributed/elastic/...:1002] ...`
+ELASTIC_LINE = re.compile(r"[IWE]\d{4} [\d:.]+ \d+ \S*torch/(distributed/(run|elastic)\b|_?numa)")
+ELASTIC_EXIT = re.compile(r"exitcode\s*: (-?\d+)\)?.*?\(pid: (\d+)\)")
+ELASTIC_FIRST = re.compile(r"failed \(exitcode: -?\d+\) local_rank: \d+ \(pid: (\d+)\)")
+SIMPLE_EXIT = re.compile(
+    r"CalledProcessError: Command .* (?:exit status (\d+)|<Signals\.\w+: (\d+)>)"
+)
+LAUNCHER_END = re.compile(r"torch\.distributed\.elastic\S*ChildFailedError|subprocess\.CalledProc")
+TRACEBACK = "Traceback (most recent call last):"
+ERROR_LINE = re.compile(r"(\[rank\d+\]: ?)?[\w.]*(Error|Exception|Interrupt)\b")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    status: OutcomeStatus
+
+    reason: str | None
+    """The first failure's own error, with its rank. None when all is well."""
+
+    tail: list[str]
+    """The last lines of the log, without torchelastic's."""
+
+    seconds: float
+    statuses: list[RankStatus]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """What the launcher's follower saw; the judgement is made from this alone."""
+
+    statuses: list[RankStatus]
+
+    gone: dict[int, float] = field(default_factory=dict[int, float])
+    """When ranks that said `running` were seen to be gone, before anything was killed here."""
+
+    lines: Sequence[str] = ()
+    returncode: int | None = None
+    """The launcher's exit status, None when it was killed here."""
+
+    timed_out: bool = False
+    stopped: frozenset[int] = frozenset()
+    """Ranks that were stopped (SIGSTOP) when the time was up."""
+
+    num_processes: int | None = None
+    out_of_memory_kills: int | None = None
+    """Processes that the kernel's out-of-memory killer took from our control group meanwhile."""
+
+    seconds: float = 0.0
+    timeout: float = 0.0
+
+
+def judge(ending: Ending) -> Outcome:
+    """Say how a run ended.
+
+    An error of a rank's own and a dead rank come first, by time; then what ranks say because a
+    neighbour is gone, and ranks that only followed torchelastic's SIGTERM.
+    """
+    lines = without_launcher_noise(ending.lines)
+    status, reason = _verdict(ending, lines)
+    return Outcome(
+        status=status,
+        reason=reason,
+        tail=lines[-TAIL_LINES:],
+        seconds=ending.seconds,
+        statuses=ending.statuses,
+    )
+
+
+def without_launcher_noise(lines: Iterable[str]) -> list[str]:
+    """Drop torchelastic's log lines and the traceback with which the launcher itself ends."""
+    kept = [line for line in lines if not ELASTIC_LINE.match(line)]
+    end = next((i for i in reversed(range(len(kept))) if LAUNCHER_END.match(kept[i])), None)
+    if end is None or TRACEBACK not in kept[:end]:
+        return kept
+    start = max(i for i in range(end) if kept[i] == TRACEBACK)
+    borders = [i for i in range(end, len(kept)) if kept[i].startswith("====")]
+    return kept[:start] + kept[(borders[-1] if borders else end) + 1 :]
+
+
+def _verdict(ending: Ending, lines: list[str]) -> tuple[OutcomeStatus, str | None]:
+    failures = _failures(ending)
+    if _launcher_was_killed(ending):
+        name = _signal_name((ending.returncode or 0) - 128)
+        return "failed", f"The launcher was killed ({name}), and its ranks with it."
+    if failures:
+        return min(failures, key=lambda failure: failure[0])[1]
+    missing = _missing(ending)
+    finished = [status for status in ending.statuses if status.state == "finished"]
+    if finished and len(finished) == len(ending.statuses) and not missing:
+        # About 1 launch in 44 aborts at interpreter exit, after everything was committed.
+        return "ok", None
+    if ending.timed_out:
+        return "timeout", _timeout_reason(ending)
+    if ending.returncode == 0:
+        if not missing:
+            return "ok", None
+        names = " and ".join(f"rank {rank}" for rank in missing)
+        return "failed", f"The launcher ended with status 0, but {names} never said a word."
+    last = _last_meaningful(lines)
+    status = "oom" if OUT_OF_MEMORY.search(last) else "failed"
+    return status, f"The launcher ended with status {ending.returncode}: {last or 'no output'}"
+
+
+Order = tuple[int, float, bool]
+Verdict = tuple[OutcomeStatus, str]
+
+
+def _failures(ending: Ending) -> list[tuple[Order, Verdict]]:
+    codes = _exit_codes(ending)
+    first = _first_pid(ending.lines)
+    found: list[tuple[Order, Verdict]] = []
+    for status in ending.statuses:
+        code = codes.get(status.pid)
+        if status.state in get_args(Failure):
+            order = (int(status.only_echoes), status.time, False)
+            found.append((order, _error_verdict(status)))
+        elif status.rank in ending.gone:
+            order = (int(code == -signal.SIGTERM), ending.gone[status.rank], status.pid != first)
+            found.append((order, _death_verdict(status, code, ending)))
+    own = any(order[0] == 0 for order, _ in found)
+    if not own and (found or _missing(ending)):
+        # Nobody failed of his own: an abort after the end made torchelastic end the others.
+        found += [
+            ((0, status.time, False), _abort_verdict(status, codes[status.pid]))
+            for status in ending.statuses
+            if status.state == "finished" and codes.get(status.pid, 0) not in (0, -signal.SIGTERM)
+        ]
+    return found
+
+
+def _launcher_was_killed(ending: Ending) -> bool:
+    failed = any(status.state in get_args(Failure) for status in ending.statuses)
+    return not failed and not _exit_codes(ending) and (ending.returncode or 0) > 128
+
+
+def _error_verdict(status: RankStatus) -> Verdict:
+    text = shorten(str(status.error)) if status.error else "no error was recorded"
+    if status.state == "usage":
+        return "usage", shorten(status.error.message) if status.error else text
+    if status.state == "refused":
+        return "refused", f"rank {status.rank} refused the run: {text}"
+    kind = "oom" if OUT_OF_MEMORY.search(text) else "failed"
+    return kind, f"rank {status.rank} failed {_at(status)}: {text}"
+
+
+def _death_verdict(status: RankStatus, code: int | None, ending: Ending) -> Verdict:
+    who = f"rank {status.rank}"
+    if code is None:
+        text = f"{who} was gone {_at(status)}, before the run was over; how it ended is not known."
+        return "failed", text
+    if code >= 0:
+        return "failed", f"{who} left {_at(status)} with status {code} before the run was over."
+    if code != -signal.SIGKILL:
+        return "failed", f"{who} died {_at(status)} of {_signal_name(-code)}."
+    if ending.out_of_memory_kills:
+        return "oom", f"{who} was killed {_at(status)} by the kernel's out-of-memory killer."
+    return "failed", (
+        f"{who} was killed (SIGKILL) {_at(status)}: "
+        "the kernel's out-of-memory killer is likely, see dmesg."
+    )
+
+
+def _abort_verdict(status: RankStatus, code: int) -> Verdict:
+    how = f"of {_signal_name(-code)}" if code < 0 else f"with status {code}"
+    return "failed", (
+        f"rank {status.rank} had finished and then died {how}; "
+        "the launcher ended the other ranks before they were through."
+    )
+
+
+def _timeout_reason(ending: Ending) -> str:
+    text = f"The run was not over after {ending.timeout:.0f} s"
+    if not ending.statuses:
+        return f"{text}; no rank had said a word."
+    slowest = min(
+        ending.statuses, key=lambda status: (status.rank not in ending.stopped, status.step)
+    )
+    halted = " and is stopped (SIGSTOP)" if slowest.rank in ending.stopped else ""
+    most = max(status.step for status in ending.statuses)
+    if most == slowest.step and not halted:
+        return f"{text}; every rank was {_at(slowest)}."
+    return f"{text}; rank {slowest.rank} was {_at(slowest)}{halted}, the furthest at step {most}."
+
+
+def _missing(ending: Ending) -> list[int]:
+    there = {status.rank for status in ending.statuses}
+    return [rank for rank in range(ending.num_processes or 0) if rank not in there]
+
+
+def _exit_codes(ending: Ending) -> dict[int, int]:
+    """Return exit codes by process id, as far as the launcher's words tell them."""
+    codes: dict[int, int] = {}
+    for line in ending.lines:
+        if found := ELASTIC_EXIT.search(line):
+            # The first word on a process counts: later tables repeat it.
+            codes.setdefault(int(found[2]), int(found[1]))
+        elif (found := SIMPLE_EXIT.search(line)) and len(ending.statuses) == 1:
+            codes[ending.statuses[0].pid] = int(found[1]) if found[1] else -int(found[2])
+    # Launchers list every child that failed: one that is not on their list left with status 0.
+    if codes or ending.returncode == 0:
+        for status in ending.statuses:
+            codes.setdefault(status.pid, 0)
+    return codes
+
+
+def _first_pid(lines: Iterable[str]) -> int | None:
+    found = (ELASTIC_FIRST.search(line) for line in lines)
+    return next((int(match[1]) for match in found if match), None)
+
+
+def _last_meaningful(lines: list[str]) -> str:
+    filled = [line.strip() for line in lines if line.strip()]
+    errors = [line for line in filled if ERROR_LINE.match(line)]
+    return shorten((errors or filled or [""])[-1])
+
+
+def shorten(text: str) -> str:
+    text = text.strip()
+    return text if len(text) <= MESSAGE_CHARACTERS else f"{text[:MESSAGE_CHARACTERS]} ..."
+
+
+def _at(status: RankStatus) -> str:
+    return f"at step {status.step}" if status.step else "before its first step was done"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,204 @@
+"""Status files: what each rank says of itself, for the launcher that follows it.
+
+Launchers turn every rank's exit code into 1, so each rank keeps one small JSON file up to date
+and that file speaks. Ranks write it, only the standard library is needed, and a reader never
+sees half a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+import traceback
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from toolkit.errors import UsageError
+
+State = Literal["running", "finished", "failed", "refused", "usage"]
+Failure = Literal["failed", "refused", "usage"]
+
+STATUS_DIR = "TOOLKIT_STATUS_DIR"
+
+ECHO_PAUSE_SECONDS = 2.0
+"""How long a rank that only lost a neighbour stays, so that the neighbour can say its own error.
+
+Launchers end every rank at once when the first one leaves.
+"""
+
+# What a rank says when another one is already gone. True, and never the cause.
+ECHO_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "BrokenPipeError")
+ECHO_TEXTS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "gloo/transport/tcp",
+    "ncclremoteerror",
+    "remote process exited or there was a network error",
+    "did the remote server shutdown or crash",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankError:
+    type: str
+    message: str
+    traceback: str
+
+    @property
+    def is_echo(self) -> bool:
+        return is_echo(self.type, self.message)
+
+    def __str__(self) -> str:
+        return f"{self.type}: {self.message}" if self.message else self.type
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStatus:
+    """The last thing a rank said."""
+
+    rank: int
+    pid: int
+    state: State
+    step: int
+    """Last finished optimizer step, 0 before the first."""
+
+    time: float
+    """When it was said, in Unix seconds."""
+
+    error: RankError | None = None
+
+    @property
+    def only_echoes(self) -> bool:
+        return self.error is not None and self.error.is_echo
+
+
+class StatusFile:
+    """One rank's pen: every call replaces `<folder>/rank-<rank>.json` as a whole."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.path = folder / f"rank-{rank}.json"
+        self.rank = rank
+        self.state: State | None = None
+        self.step = 0
+        # A name per process: two ranks by mistake given one number must not tear each other's file.
+        self._draft = folder / f".rank-{rank}.{os.getpid()}.tmp"
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def running(self, step: int = 0) -> None:
+        self.step = step
+        self._write("running")
+
+    def finished(self) -> None:
+        """Say that the work is done and committed: a process that aborts after this did no harm."""
+        self._write("finished")
+
+    def failed(self, error: BaseException, state: Failure = "failed") -> None:
+        text = "".join(traceback.format_exception(error))
+        self._write(state, {"type": type(error).__name__, "message": str(error), "traceback": text})
+
+    def _write(self, state: State, error: dict[str, str] | None = None) -> None:
+        self.state = state
+        said = {
+            "schema": 1,
+            "rank": self.rank,
+            "pid": os.getpid(),
+            "state": state,
+            "step": self.step,
+            "time": time.time(),
+            "error": error,
+        }
+        self._draft.write_text(json.dumps(said), encoding="utf-8")
+        os.replace(self._draft, self.path)
+
+
+def status_folder(output_dir: Path) -> Path:
+    """Return where this rank's status belongs: the launcher's folder, else one in `output_dir`."""
+    given = os.environ.get(STATUS_DIR)
+    return Path(given) if given else output_dir / "status"
+
+
+@contextlib.contextmanager
+def guard(
+    status: StatusFile, *, refused_by: tuple[type[BaseException], ...] = ()
+) -> Generator[StatusFile]:
+    """Keep `status` true around a rank's main: running, then finished, or the error it ended with.
+
+    A rank that leaves with status 0 before its end stays `running`, so that the launcher, which
+    sees it gone, can name it. A failure that the body recorded by itself is left as it stands.
+
+    Args:
+        status: the rank's file.
+        refused_by: exceptions that mean a refused run rather than a failed one.
+    """
+    status.running()
+    try:
+        yield status
+    except BaseException as error:
+        failure = _failure_of(error, refused_by)
+        if failure and status.state == "running":
+            # A full disk must not hide the error that is on its way.
+            with contextlib.suppress(OSError):
+                status.failed(error, failure)
+            if is_echo(type(error).__name__, str(error)):
+                time.sleep(ECHO_PAUSE_SECONDS)
+        raise
+    if status.state == "running":
+        status.finished()
+
+
+def _failure_of(
+    error: BaseException, refused_by: tuple[type[BaseException], ...]
+) -> Failure | None:
+    if isinstance(error, refused_by):
+        return "refused"
+    if isinstance(error, UsageError):
+        return "usage"
+    if not isinstance(error, SystemExit):
+        return "failed"
+    if error.code in (None, 0):
+        return None
+    # argparse leaves with 2; 3 is what a rank that refused leaves with.
+    return "usage" if error.code == 2 else "refused" if error.code == 3 else "failed"
+
+
+def read_statuses(folder: Path) -> list[RankStatus]:
+    """Return what the ranks said, by rank. A file that is missing, torn or foreign is left out."""
+    found = (read_status(path) for path in folder.glob("rank-*.json"))
+    return sorted((status for status in found if status), key=lambda status: status.rank)
+
+
+def read_status(path: Path) -> RankStatus | None:
+    try:
+        said = cast(dict[str, Any], json.loads(path.read_text(encoding="utf-8")))
+        if said["state"] not in get_args(State):
+            return None
+        error = said["error"]
+        return RankStatus(
+            rank=int(said["rank"]),
+            pid=int(said["pid"]),
+            state=said["state"],
+            step=int(said["step"]),
+            time=float(said["time"]),
+            error=RankError(**{name: str(value) for name, value in error.items()})
+            if error
+            else None,
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def is_echo(error_type: str, message: str) -> bool:
+    """Whether an error only tells that another rank is gone."""
+    return error_type in ECHO_TYPES or any(echo in message.lower() for echo in ECHO_TEXTS)
+
+
+def first_failure(statuses: Iterable[RankStatus]) -> RankStatus | None:
+    """Return the original error: the earliest, with every echo behind every error of its own."""
+    failures = [status for status in statuses if status.state in get_args(Failure)]
+    return min(failures, key=lambda said: (said.only_echoes, said.time), default=None)
