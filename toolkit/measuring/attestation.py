@@ -1,0 +1,240 @@
+"""What was asked against what engaged. Not equal: the run stops, and both are shown.
+
+Accelerate falls back silently to one process or to DDP in at least five known ways, so a
+report without this may well compare DDP with DDP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from toolkit.measuring import engine
+from toolkit.strategies import Strategy
+
+FRACTION_TOLERANCE = 0.05
+"""Padding and dimensions that don't divide move a rank's share by less than this."""
+
+
+MAY_BE_UNKNOWN = {
+    "layers_wrapped",  # a model that doesn't name its layers
+    "gradient_clipping",  # before the first step, but for DeepSpeed
+    "gradient_accumulation_steps",  # likewise
+    "optimizer_fraction",  # an optimizer without states in its parameters' shape
+    "optimizer_dtypes",  # likewise
+}
+"""Facts that cannot always be seen. Any other that nobody saw is refused."""
+
+
+class Refused(RuntimeError):
+    """What engaged is not what was asked; the text shows both."""
+
+    def __init__(self, text: str, mismatches: list[Mismatch] | None = None) -> None:
+        super().__init__(text)
+        self.mismatches = list(mismatches or ())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a run asked for. None means that nobody asked, so nothing is compared."""
+
+    strategy: Strategy
+    num_processes: int
+    precision: str | None = None
+    gradient_clipping: float | None = None
+    gradient_accumulation_steps: int | None = None
+    optimizer_classes: tuple[str, ...] | None = None
+    dtype: str = "float32"
+    """The dtype that the weights were loaded in."""
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share one copy of whatever is sharded."""
+        return self.num_processes // self.strategy.replicas
+
+    def before_first_step(self) -> dict[str, Any]:
+        """The facts that must hold once the model is wrapped."""
+        strategy = self.strategy
+        facts: dict[str, Any] = {
+            "distributed_type": _DISTRIBUTED_TYPE[strategy.backend],
+            "num_processes": self.num_processes,
+            "ranks": list(range(self.num_processes)),
+            "wrapper": _WRAPPER[strategy.backend],
+            "zero_stage": strategy.zero_stage,
+            "replicas": strategy.replicas,
+            "sharded_fraction": 1 / self.shards if strategy.shards_parameters else 1.0,
+            "offload_optimizer": strategy.offload_optimizer,
+            "offload_parameters": strategy.offload_parameters,
+            "gradient_clipping": self.gradient_clipping,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "precision": self.precision,
+        }
+        if strategy.backend == "fsdp":
+            facts["reshard_after_forward"] = strategy.reshard_after_forward
+            facts["layers_wrapped"] = True
+        if self.precision is not None and self.dtype == "float32":
+            # DeepSpeed casts the weights and keeps fp32 masters; the others keep the weights
+            # in fp32 and cast what they compute with.
+            casts = strategy.backend == "deepspeed" and self.precision != "no"
+            facts["parameter_dtypes"] = [_DTYPE[self.precision] if casts else "float32"]
+        return _asked_only(facts)
+
+    def after_first_step(self) -> dict[str, Any]:
+        """The facts that exist only once gradients and optimizer states do."""
+        facts: dict[str, Any] = {
+            "optimizer_class": self.optimizer_classes,
+            "optimizer_fraction": 1 / self.shards if self.strategy.shards_optimizer else 1.0,
+            "gradient_clipping": self.gradient_clipping,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+        }
+        if self.strategy.offload_optimizer == "nvme":
+            del facts["optimizer_fraction"]  # swapped out after the step
+        if self.precision is None or self.dtype != "float32":
+            return _asked_only(facts)
+        facts["optimizer_dtypes"] = ["float32"]
+        # Under mixed precision DDP reduces the fp32 gradients of fp32 weights, the others what
+        # they compute with.
+        reduced = _DTYPE["no" if self.strategy.backend == "ddp" else self.precision]
+        facts["reduce_dtype"] = None if self.strategy.backend == "single" else reduced
+        if self.precision == "no":
+            facts["gradient_dtypes"] = ["float32"]
+        return _asked_only(facts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """One fact that differs, on one rank."""
+
+    what: str
+    asked: Any
+    engaged: Any
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.what}: asked {self.asked}, engaged {self.engaged} (rank {self.rank})"
+
+
+def engaged_before(accelerator: Any, model: Any) -> dict[str, Any]:
+    """Look at a prepared model before its first step."""
+    optimizer_place, parameter_place = engine.offloads(model)
+    zero = engine.zero_optimizer(model)
+    facts: dict[str, Any] = {
+        "distributed_type": accelerator.distributed_type.name,
+        "num_processes": accelerator.num_processes,
+        "ranks": _all_ranks(accelerator.process_index),
+        "wrapper": engine.wrapper_of(model),
+        "zero_stage": 0 if zero is None else model.zero_optimization_stage(),
+        "replicas": engine.replicas(model),
+        "sharded_fraction": round(engine.sharded_fraction(model), 4),
+        "parameter_dtypes": _dtypes(p for p in model.parameters() if p.requires_grad),
+        "offload_optimizer": optimizer_place,
+        "offload_parameters": parameter_place,
+        "reshard_after_forward": engine.reshards_after_forward(model),
+        "precision": engine.precision(accelerator, model),
+    }
+    wrapped = engine.layers_wrapped(model)
+    if wrapped is not None:
+        facts["layers_wrapped"] = wrapped
+    if zero is not None:
+        facts["gradient_clipping"] = float(model.gradient_clipping())
+        facts["gradient_accumulation_steps"] = model.gradient_accumulation_steps()
+    return facts
+
+
+def engaged_at_step(model: Any) -> dict[str, Any]:
+    """Look at the gradients of the first step, while they are there."""
+    reduced = engine.reduce_dtype(model)
+    return {
+        "gradient_dtypes": _dtypes(engine.gradients_held(model)),
+        "reduce_dtype": None if reduced is None else _name(reduced),
+    }
+
+
+def engaged_after(model: Any, optimizer: Any) -> dict[str, Any]:
+    """Look at the optimizer after the first step."""
+    inner = engine.optimizer_of(model, optimizer)
+    facts: dict[str, Any] = {
+        "optimizer_class": type(inner).__name__,
+        "resident_fraction": round(engine.resident_fraction(model), 4),
+    }
+    # States in the shape of their parameter tell where it is stepped on; step counts and
+    # factored or quantised states don't.
+    kept = 0
+    states: list[torch.Tensor] = []
+    for parameter, state in inner.state.items():
+        held = engine.local(parameter)
+        own = [s for s in engine.tensors_in(state) if engine.local(s).shape == held.shape]
+        kept += held.numel() if own else 0
+        states += own
+    if states:
+        whole = sum(engine.elements_of(p) for p in model.parameters() if p.requires_grad)
+        facts["optimizer_fraction"] = round(kept / whole, 4)
+        facts["optimizer_dtypes"] = _dtypes(states)
+    return facts
+
+
+def compare(asked: dict[str, Any], engaged: dict[str, Any], *, rank: int) -> list[Mismatch]:
+    """List the facts that were asked for and are not so, or that nobody saw."""
+    return [
+        Mismatch(what=what, asked=wanted, engaged=engaged.get(what, "unknown"), rank=rank)
+        for what, wanted in asked.items()
+        if not (_holds(what, wanted, engaged[what]) if what in engaged else what in MAY_BE_UNKNOWN)
+    ]
+
+
+def require(mismatches: list[Mismatch]) -> None:
+    """Refuse on every rank what any rank refuses.
+
+    Raises:
+        Refused: with each rank's mismatches.
+    """
+    everyone = [mismatch for found in gather_objects(mismatches) for mismatch in found]
+    if everyone:
+        shown = "; ".join(map(str, everyone))
+        raise Refused(f"what engaged is not what was asked. {shown}", everyone)
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Return every rank's value, in rank order; this rank's alone where there are no others."""
+    if not torch.distributed.is_initialized():
+        return [value]
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def _holds(what: str, wanted: Any, found: Any) -> bool:
+    if what.endswith("_fraction"):
+        return abs(wanted - found) <= FRACTION_TOLERANCE
+    if what == "optimizer_class":
+        return found in wanted
+    return wanted == found
+
+
+def _asked_only(facts: dict[str, Any]) -> dict[str, Any]:
+    keep_none = {"reduce_dtype"}
+    return {key: value for key, value in facts.items() if value is not None or key in keep_none}
+
+
+def _all_ranks(own: int) -> list[int]:
+    return sorted(gather_objects(own))
+
+
+def _dtypes(tensors: Any) -> list[str]:
+    return sorted({_name(tensor.dtype) for tensor in tensors})
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_DISTRIBUTED_TYPE = {"single": "NO", "ddp": "MULTI_GPU", "deepspeed": "DEEPSPEED", "fsdp": "FSDP"}
+_WRAPPER = {
+    "single": "none",
+    "ddp": "DistributedDataParallel",
+    "deepspeed": "DeepSpeedEngine",
+    "fsdp": "FSDPModule",
+}
+_DTYPE = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}

@@ -1,0 +1,219 @@
+"""The one place that looks inside what `Accelerator.prepare` returned.
+
+Checked against torch 2.11 to 2.15, accelerate 1.15 and deepspeed 0.19. DeepSpeed has no public way
+to its partitions (DeepSpeed#3367 asks for one), so their names stand here and nowhere else;
+tests/test_every_strategy.py, which counts every byte, fails when they move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+
+def wrapper_of(model: Any) -> str:
+    """Name what stands around a model: the class that DDP, DeepSpeed or FSDP2 gave it."""
+    if isinstance(model, FSDPModule):
+        return "FSDPModule"
+    if isinstance(model, DistributedDataParallel | torch.nn.DataParallel):
+        return type(model).__name__
+    if zero_optimizer(model) is not None:
+        return "DeepSpeedEngine"
+    return "none"
+
+
+def zero_optimizer(model: Any) -> Any | None:
+    """Return DeepSpeed's ZeRO optimizer, or None for every other backend."""
+    return model.optimizer if hasattr(model, "zero_optimization_stage") else None
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a tensor that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def parameters_held(model: Any) -> Iterator[torch.Tensor]:
+    """Yield what this rank holds of the parameters: shards, partitions, and whole ones."""
+    for parameter in model.parameters():
+        partition = getattr(parameter, "ds_tensor", None)
+        if partition is None:
+            yield local(parameter.detach())
+            continue
+        yield partition.detach()
+        # A gathered parameter, persistent ones above all, is held beside its partition;
+        # a released one is an empty tensor.
+        yield parameter.detach()
+
+
+def elements_of(parameter: torch.Tensor) -> int:
+    """Elements of the whole parameter, wherever its parts are."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def sharded_fraction(model: Any) -> float:
+    """The share of all parameters that this rank is the keeper of; 1.0 without sharding."""
+    kept = whole = 0
+    for parameter in model.parameters():
+        whole += elements_of(parameter)
+        partition = getattr(parameter, "ds_tensor", None)
+        kept += local(parameter).numel() if partition is None else int(partition.ds_numel)
+    return kept / whole if whole else 1.0
+
+
+def resident_fraction(model: Any) -> float:
+    """The share of all parameters that this rank holds right now, gathered ones included."""
+    held = sum(tensor.numel() for tensor in parameters_held(model))
+    whole = sum(elements_of(parameter) for parameter in model.parameters())
+    return held / whole if whole else 1.0
+
+
+def master_held(model: Any) -> Iterator[torch.Tensor]:
+    """Yield the fp32 partitions that DeepSpeed steps on; others step on the parameters."""
+    zero = zero_optimizer(model)
+    yield from getattr(zero, "single_partition_of_fp32_groups", ())
+    yield from getattr(zero, "fp32_partitioned_groups_flat", ())
+
+
+def gradients_held(model: Any) -> Iterator[torch.Tensor]:
+    """Yield the gradients that this rank holds before the optimizer step."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            yield local(parameter.grad)
+    zero = zero_optimizer(model)
+    if zero is None:
+        return
+    for partitions in getattr(zero, "averaged_gradients", {}).values():
+        yield from tensors_in(partitions)
+    flat = getattr(zero, "grad_partitions_flat_buffer", None)
+    if flat is not None:
+        yield flat
+    for master in master_held(model):
+        if master.grad is not None:
+            yield master.grad
+
+
+def optimizer_of(model: Any, optimizer: Any) -> torch.optim.Optimizer:
+    """Unwrap Accelerate's and DeepSpeed's wrappers down to the optimizer that steps."""
+    inner = optimizer
+    while not isinstance(inner, torch.optim.Optimizer) or type(inner).__module__.startswith(
+        ("accelerate.", "deepspeed.runtime.zero")
+    ):
+        following = getattr(inner, "optimizer", None)
+        if following is None:
+            break
+        inner = following
+    return inner
+
+
+def states_held(model: Any, optimizer: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of the optimizer's state that this rank holds in memory."""
+    for state in optimizer_of(model, optimizer).state.values():
+        yield from (local(tensor) for tensor in tensors_in(state))
+
+
+def precision(accelerator: Any, model: Any) -> str:
+    """What is computed in: `no` (fp32), `bf16` or `fp16`.
+
+    Not what was asked for: Accelerate 1.15 asked for fp16 on a CPU computes in fp32, and
+    DeepSpeed with `bf16: auto` and nobody to fill it in does too.
+    """
+    if zero_optimizer(model) is not None:
+        return "bf16" if model.bfloat16_enabled() else "fp16" if model.fp16_enabled() else "no"
+    return accelerator.mixed_precision if accelerator.native_amp else "no"
+
+
+def reduce_dtype(model: Any) -> torch.dtype | None:
+    """The dtype in which gradients cross the wire; None where nothing does."""
+    if zero_optimizer(model) is not None:
+        return model.communication_data_type or next(model.parameters()).dtype
+    if isinstance(model, FSDPModule):
+        policy = model._get_fsdp_state()._mp_policy
+        return policy.reduce_dtype or policy.param_dtype or next(model.parameters()).dtype
+    if isinstance(model, DistributedDataParallel):
+        return next(p.dtype for p in model.parameters() if p.requires_grad)
+    return None
+
+
+def offloads(model: Any) -> tuple[str, str]:
+    """Where optimizer states and parameters were put: `none`, `cpu` or `nvme` each."""
+    if isinstance(model, FSDPModule):
+        place = "cpu" if isinstance(_fsdp_group(model).offload_policy, CPUOffloadPolicy) else "none"
+        return place, place
+    zero = zero_optimizer(model)
+    if zero is None:
+        return "none", "none"
+    states = getattr(zero, "offload_optimizer", False) or getattr(zero, "cpu_offload", False)
+    parameters = getattr(zero, "offload_param", False)
+    return (
+        "nvme" if getattr(zero, "swap_optimizer", False) else "cpu" if states else "none",
+        "nvme"
+        if getattr(zero, "params_in_nvme_and_cpu", False)
+        else "cpu"
+        if parameters
+        else "none",
+    )
+
+
+def reshards_after_forward(model: Any) -> bool | None:
+    """FSDP2: whether its blocks free their parameters after forward; None elsewhere."""
+    if not isinstance(model, FSDPModule):
+        return None
+    # The root keeps its parameters in either case, and so does the unit into which accelerate 1.15
+    # puts the embedding, norm and head of a tied model (fsdp_utils.py): any block that frees its
+    # own will do.
+    blocks = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
+    if not blocks:
+        return None
+    return any(_fsdp_group(block).post_forward_mesh_info is not None for block in blocks)
+
+
+def layers_wrapped(model: Any) -> bool | None:
+    """FSDP2: whether every decoder layer is a unit of its own; None where nobody can tell.
+
+    Without a wrapping policy Accelerate wraps embeddings and the root, and each step gathers all
+    layers at once.
+    """
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    if not isinstance(model, FSDPModule) or not names:
+        return None
+    layers = [
+        module
+        for module in model.modules()
+        if names & {kind.__name__ for kind in type(module).__mro__}
+    ]
+    return all(isinstance(layer, FSDPModule) for layer in layers) if layers else None
+
+
+def replicas(model: Any) -> int:
+    """FSDP2: groups that each hold a whole sharded model; 1 elsewhere."""
+    if not isinstance(model, FSDPModule):
+        return 1
+    parameter = next(model.parameters())
+    mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+    return mesh.size(0) if mesh is not None and mesh.ndim == 2 else 1
+
+
+def _fsdp_group(module: Any) -> Any:
+    for candidate in module.modules():
+        if isinstance(candidate, FSDPModule):
+            group = candidate._get_fsdp_state()._fsdp_param_group
+            if group is not None:
+                return group
+    raise AssertionError("an FSDP module without parameters")
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested dictionaries, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)

@@ -1,0 +1,100 @@
+"""Attestation of a script that knows nothing of the toolkit: its `Accelerator.prepare` is watched.
+
+Covers a plain `Accelerator` and the HF Trainer, which prepares through one. What the launcher's
+config asked for must engage; what belongs to the script (clipping, accumulation) is named.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from toolkit.configs.requested import requested_processes, requested_strategy
+from toolkit.measuring.attestation import Asked
+from toolkit.measuring.engine import zero_optimizer
+from toolkit.measuring.recorder import Recorder
+
+
+@contextmanager
+def watch(*, rehearsal: bool) -> Iterator[None]:
+    """Attest the first model that is prepared for training, and say so at the end.
+
+    Raises:
+        Refused: what engaged is not what the launcher's config asked for.
+        UsageError: the config asks for a backend that the toolkit doesn't run.
+    """
+    from accelerate import Accelerator
+
+    asked = Asked(
+        strategy=requested_strategy(os.environ),
+        num_processes=requested_processes(os.environ),
+    )
+    recorder = Recorder(asked, rehearsal=rehearsal)
+    watched: list[tuple[Any, Any]] = []
+    models: list[Any] = []
+    optimizers: list[Any] = []
+    original = Accelerator.prepare
+
+    def prepare(self: Any, *objects: Any, **options: Any) -> Any:
+        prepared = original(self, *objects, **options)
+        if watched:
+            return prepared
+        results = prepared if isinstance(prepared, tuple | list) else (prepared,)
+        # One call or several: a loop may prepare its model first and its optimizer later.
+        models.extend(made for made in results if isinstance(made, torch.nn.Module))
+        optimizers.extend(made for made in results if hasattr(made, "param_groups"))
+        if models and optimizers:
+            watched.append((self, models[0]))
+            recorder.prepared(self, models[0], optimizers[0])
+        return prepared
+
+    Accelerator.prepare = prepare
+    try:
+        yield
+    finally:
+        Accelerator.prepare = original
+    if int(os.environ.get("RANK", "0")) == 0:
+        for line in _report(recorder, watched):
+            print(f"toolkit: {line}", flush=True)  # noqa: T201
+
+
+def _report(recorder: Recorder, watched: list[tuple[Any, Any]]) -> Iterator[str]:
+    name = recorder.asked.strategy.name
+    if not watched:
+        yield (
+            f"{name} was asked, and the script never passed a model and an optimizer through "
+            "Accelerator.prepare: nothing could be attested"
+        )
+        return
+    accelerator, model = watched[0]
+    facts = recorder.engaged
+    if "optimizer_class" not in facts:
+        yield f"{name} engaged, and the script ended before its first optimizer step"
+        return
+    shown = ("distributed_type", "num_processes", "zero_stage", "sharded_fraction")
+    shown += ("optimizer_fraction", "optimizer_class", "parameter_dtypes")
+    yield f"attested {name}: " + ", ".join(f"{key} {facts[key]}" for key in shown if key in facts)
+    clipping = recorder.clip
+    if zero_optimizer(model) is None:
+        yield "the script does not clip" if clipping is None else f"the script clips at {clipping}"
+    else:
+        engine_clips = float(model.gradient_clipping())
+        if clipping is None and engine_clips:
+            yield (
+                f"the script does not clip, DeepSpeed does, at {engine_clips}: "
+                'gradient_clipping "auto" means 1.0 outside of the Trainer'
+            )
+        elif clipping is not None and clipping != engine_clips:
+            yield f"the script clips at {clipping}, DeepSpeed at {engine_clips}, which holds"
+        else:
+            yield f"DeepSpeed clips at {engine_clips}"
+        steps = model.gradient_accumulation_steps()
+        if steps != accelerator.gradient_accumulation_steps:
+            yield (
+                f"the Accelerator accumulates {accelerator.gradient_accumulation_steps} "
+                f"micro-batches, DeepSpeed {steps}"
+            )

@@ -1,0 +1,366 @@
+"""What a rank did, kept without a host synchronisation in the step and gathered at the end.
+
+A recorder sits beside a training loop, whichever it is: `prepared` once the model is wrapped,
+`micro_batch` after each backward, `step_done` after each optimizer step, `finish` at the end.
+The first step is looked at closely (attestation, memory); the others only leave references.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from toolkit.launching.status import StatusFile
+from toolkit.measuring import attestation, memory
+from toolkit.measuring.attestation import Asked, Mismatch, Refused, gather_objects
+from toolkit.measuring.engine import optimizer_of, zero_optimizer
+
+WARMUP_STEPS = 2
+"""Steps before the clock counts: the first of a shape pays for kernels and allocations."""
+
+REHEARSED_PEAK = "a rehearsal runs on the CPU, where the GPU's peak has no counterpart"
+
+
+class Recorder:
+    """Records one rank of one run, and refuses it when what engaged is not what was asked."""
+
+    def __init__(
+        self,
+        asked: Asked,
+        *,
+        rehearsal: bool,
+        notes: list[str] | None = None,
+        steps_file: Path | None = None,
+        status: StatusFile | None = None,
+    ) -> None:
+        self.asked = asked
+        self.engaged: dict[str, Any] = {}
+        self.notes = list(notes or ())
+        self.rehearsal = rehearsal
+        self._steps_file = steps_file
+        self._status = status
+        self._rank = 0
+        self._device = "cpu"
+        self._marks: list[_Mark] = []
+        self._step: list[_MicroBatch] = []
+        self._steps: list[_Step] = []
+        self.clip: float | None = None
+        """The norm that the script clips to, None while it has not asked, 0 for no limit."""
+
+        self._grad_norm: Any = None
+        self._bytes: dict[str, int | None] = {}
+        self._undo: list[Callable[[], None]] = []
+
+    # What a training loop calls
+
+    def prepared(self, accelerator: Any, model: Any, optimizer: Any) -> None:
+        """Attest the wrapped model, and watch its first step.
+
+        Raises:
+            Refused: on every rank when any rank's model is not what was asked for.
+        """
+        self._rank = accelerator.process_index
+        self._device = str(accelerator.device)
+        self.engaged = attestation.engaged_before(accelerator, model)
+        self._require(self.asked.before_first_step())
+        self._watch_clipping(accelerator)
+        self._watch_first_step(model, optimizer)
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        self.mark()
+
+    def micro_batch(
+        self, loss: torch.Tensor, *, tokens: int, sample_ids: torch.Tensor | None = None
+    ) -> None:
+        """Keep one micro-batch: its share of the step's loss, as tensors, without reading them."""
+        self._step.append(_MicroBatch(loss.detach(), tokens, sample_ids))
+
+    def step_done(self, *, learning_rate: float, skipped: bool = False) -> None:
+        """Close an optimizer step."""
+        self._marks.append(_Mark())
+        self._steps.append(
+            _Step(self._step, self._grad_norm, learning_rate, skipped, self._marks[-2:])
+        )
+        self._step, self._grad_norm = [], None
+        if self._status is not None:
+            self._status.running(len(self._steps))
+
+    def mark(self) -> None:
+        """Restart the clock, after anything that doesn't belong to a step."""
+        self._marks.append(_Mark())
+
+    def logged(self, step: int, **values: Any) -> None:
+        """Append one line to `steps.jsonl`: what is known of a run that may yet die."""
+        if self._steps_file is not None and self._rank == 0:
+            line = {"step": step} | {key: _plain(value) for key, value in values.items()}
+            with self._steps_file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def peaks(self) -> None:
+        """Take the peaks now: before the save, which is no part of training."""
+        self._bytes["peak_bytes"] = memory.device_peak_bytes()
+        self._bytes["host_peak_bytes"] = memory.host_peak_bytes()
+
+    def finish(self, *, throughput_steps: int = 0) -> dict[str, Any]:
+        """Gather what every rank recorded; the same on each of them.
+
+        Args:
+            throughput_steps: How many of the last steps were packed rows, kept for the clock.
+
+        Returns:
+            The measured part of a record.
+        """
+        if self._steps and "optimizer_class" not in self.engaged:
+            raise Refused("no optimizer step was taken, so what engaged was never seen whole")
+        if "host_peak_bytes" not in self._bytes:
+            self.peaks()
+        ranks = gather_objects(self._of_this_rank())
+        return _merge(ranks, throughput_steps, self)
+
+    def refused(self, error: Refused) -> dict[str, Any]:
+        """Return the measured part of the record of a run that was refused: what was seen."""
+        return {
+            "status": "refused",
+            "reason": str(error),
+            "num_processes": self.asked.num_processes,
+            "rehearsal": self.rehearsal,
+            "losses": [],
+            "grad_norms": None,
+            "learning_rates": [],
+            "skipped_steps": [],
+            "sample_ids": None,
+            "final_loss": None,
+            "tokens_per_second": None,
+            "step_seconds": None,
+            "first_step_seconds": None,
+            "memory": dict.fromkeys(memory.CATEGORIES),
+            "per_rank": [],
+            "attestation": self._attestation(error.mismatches),
+            "seconds": None,
+            "not_measured": {},
+        }
+
+    def _attestation(self, mismatches: list[Mismatch]) -> dict[str, Any]:
+        return {
+            "asked": self.asked.before_first_step() | self.asked.after_first_step(),
+            "engaged": self.engaged,
+            "held": not mismatches,
+            "mismatches": [asdict(mismatch) for mismatch in mismatches],
+            "notes": self.notes,
+        }
+
+    # The first step
+
+    def _watch_clipping(self, accelerator: Any) -> None:
+        original = accelerator.clip_grad_norm_
+
+        def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
+            norm = original(parameters, max_norm, *args, **kwargs)
+            self.clip = 0.0 if math.isinf(max_norm) else float(max_norm)
+            self._grad_norm = norm
+            return norm
+
+        accelerator.clip_grad_norm_ = clip_grad_norm_
+
+    def _watch_first_step(self, model: Any, optimizer: Any) -> None:
+        if zero_optimizer(model) is not None:
+            # DeepSpeed steps within backward, and clears its gradients as it goes.
+            original = model.step
+
+            def step(*args: Any, **kwargs: Any) -> None:
+                self._before_first(model)
+                original(*args, **kwargs)
+                if getattr(zero_optimizer(model), "overflow", False):
+                    return  # fp16 skipped it: the first step is yet to come
+                model.step = original
+                self._after_first(model, optimizer)
+
+            model.step = step
+            return
+        inner = optimizer_of(model, optimizer)
+        before = inner.register_step_pre_hook(lambda *_: self._before_first(model))
+
+        def after(*_: Any) -> None:
+            before.remove()
+            handle.remove()
+            self._after_first(model, optimizer)
+
+        handle = inner.register_step_post_hook(after)
+
+    def _before_first(self, model: Any) -> None:
+        self.engaged |= attestation.engaged_at_step(model)
+        self._bytes["gradients_bytes"] = memory.gradient_bytes(model)
+
+    def _after_first(self, model: Any, optimizer: Any) -> None:
+        self.engaged |= attestation.engaged_after(model, optimizer)
+        if "gradient_clipping" not in self.engaged:
+            self.engaged["gradient_clipping"] = 0.0 if self.clip is None else self.clip
+        # DeepSpeed's step falls inside the last backward, before that micro-batch is told.
+        open_one = 1 if zero_optimizer(model) is not None else 0
+        self.engaged["gradient_accumulation_steps"] = len(self._step) + open_one
+        self._bytes |= memory.state_bytes(model, optimizer)
+        self._require(self.asked.after_first_step())
+
+    def _require(self, asked: dict[str, Any]) -> None:
+        attestation.require(attestation.compare(asked, self.engaged, rank=self._rank))
+
+    # The end
+
+    def _of_this_rank(self) -> dict[str, Any]:
+        return {
+            "rank": self._rank,
+            "losses": [step.loss() for step in self._steps],
+            "grad_norms": [_plain(step.grad_norm) for step in self._steps],
+            "learning_rates": [step.learning_rate for step in self._steps],
+            "skipped": [number for number, s in enumerate(self._steps, 1) if s.skipped],
+            "sample_ids": [step.sample_ids() for step in self._steps],
+            "tokens": [step.tokens() for step in self._steps],
+            "step_seconds": [step.seconds() for step in self._steps],
+            "memory": {key: self._bytes.get(key) for key in memory.CATEGORIES},
+            "device": self._device,
+            # Imports, process groups and the save included: what the user waited for.
+            "seconds": time.time() - psutil.Process().create_time(),
+        }
+
+
+class _Mark:
+    """A moment: on a GPU an event in its stream, read later, so that nobody waits now."""
+
+    def __init__(self) -> None:
+        self.time = time.perf_counter()
+        self.event: torch.cuda.Event | None = None
+        if torch.cuda.is_available():
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record()
+
+    def seconds_until(self, later: _Mark) -> float:
+        if self.event is None or later.event is None:
+            return later.time - self.time
+        later.event.synchronize()
+        return self.event.elapsed_time(later.event) / 1000
+
+
+class _MicroBatch:
+    def __init__(self, loss: torch.Tensor, tokens: int, sample_ids: torch.Tensor | None) -> None:
+        self.loss = loss
+        self.tokens = tokens
+        self.sample_ids = sample_ids
+
+
+class _Step:
+    def __init__(
+        self,
+        batches: list[_MicroBatch],
+        grad_norm: Any,
+        learning_rate: float,
+        skipped: bool,
+        marks: list[_Mark],
+    ) -> None:
+        self.batches = batches
+        self.grad_norm = grad_norm
+        self.learning_rate = learning_rate
+        self.skipped = skipped
+        self.marks = marks
+
+    def loss(self) -> float:
+        return float(sum(batch.loss.double().item() for batch in self.batches))
+
+    def tokens(self) -> int:
+        return sum(batch.tokens for batch in self.batches)
+
+    def sample_ids(self) -> list[int] | None:
+        if any(batch.sample_ids is None for batch in self.batches):
+            return None
+        return [int(i) for batch in self.batches for i in batch.sample_ids.tolist()]
+
+    def seconds(self) -> float:
+        return self.marks[0].seconds_until(self.marks[-1])
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        value = value.full_tensor() if hasattr(value, "full_tensor") else value
+        return float(value)
+    return value
+
+
+def _merge(
+    ranks: list[dict[str, Any]], throughput_steps: int, recorder: Recorder
+) -> dict[str, Any]:
+    count = len(ranks[0]["losses"]) - throughput_steps
+    losses = [statistics.fmean(values) for values in _by_step(ranks, "losses")]
+    seconds = [max(values) for values in _by_step(ranks, "step_seconds")]
+    tokens = [sum(values) for values in _by_step(ranks, "tokens")]
+    not_measured: dict[str, str] = {}
+    timed = slice(count + WARMUP_STEPS if throughput_steps else WARMUP_STEPS, None)
+    tokens_per_second = None
+    if throughput_steps > WARMUP_STEPS:
+        # Total over total: a mean of rates would let one short step outweigh a long one.
+        tokens_per_second = sum(tokens[timed]) / sum(seconds[timed])
+    else:
+        not_measured["tokens_per_second"] = (
+            f"read from packed rows after {WARMUP_STEPS} warm-up steps: "
+            f"pass --throughput_steps {WARMUP_STEPS + 1} or more"
+        )
+    ids = [r["sample_ids"][:count] for r in ranks]
+    if any(step is None for rank in ids for step in rank):
+        not_measured["sample_ids"] = "the data set has no sample_id column"
+    if all(norm is None for norm in ranks[0]["grad_norms"]):
+        not_measured["grad_norms"] = "nothing asked for the gradient norm"
+    for key in memory.CATEGORIES:
+        if any(rank["memory"][key] is None for rank in ranks):
+            not_measured[f"memory.{key}"] = (
+                REHEARSED_PEAK if key == "peak_bytes" else "the run ended before its first step"
+            )
+    per_rank = [
+        {key: rank[key] for key in ("rank", "memory", "device", "seconds")} for rank in ranks
+    ]
+    return {
+        "num_processes": len(ranks),
+        "losses": losses[:count],
+        "grad_norms": ranks[0]["grad_norms"][:count],
+        "learning_rates": ranks[0]["learning_rates"][:count],
+        "skipped_steps": [step for step in ranks[0]["skipped"] if step <= count],
+        "sample_ids": None
+        if "sample_ids" in not_measured
+        else [list(step) for step in zip(*ids, strict=True)],
+        "final_loss": losses[count - 1] if count else None,
+        "tokens_per_second": tokens_per_second,
+        "step_seconds": _spread(seconds[timed]),
+        "first_step_seconds": seconds[0] if seconds else None,
+        "memory": {
+            key: None
+            if f"memory.{key}" in not_measured
+            else max(rank["memory"][key] for rank in ranks)
+            for key in memory.CATEGORIES
+        },
+        "per_rank": per_rank,
+        "attestation": recorder._attestation([]),
+        "rehearsal": recorder.rehearsal,
+        "seconds": max(rank["seconds"] for rank in ranks),
+        "not_measured": not_measured,
+    }
+
+
+def _by_step(ranks: list[dict[str, Any]], what: str) -> Iterator[tuple[Any, ...]]:
+    """Yield every rank's value of each step."""
+    return zip(*(rank[what] for rank in ranks), strict=True)
+
+
+def _spread(seconds: list[float]) -> dict[str, float] | None:
+    if not seconds:
+        return None
+    ordered = sorted(seconds)
+    return {
+        "median": statistics.median(ordered),
+        "p90": ordered[math.ceil(0.9 * len(ordered)) - 1],
+    }
