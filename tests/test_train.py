@@ -1,0 +1,95 @@
+"""`accelerate launch ... -m toolkit.train` with nothing but Accelerate in between."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from places import ROOT
+
+from toolkit import environment
+from toolkit.results import read_record
+from toolkit.strategies import STRATEGIES
+
+
+def test_the_line_of_the_readme_trains_saves_and_records(launch, tmp_path):
+    done = launch(
+        *("zero2_offload", "-m", "toolkit.train", "--max_steps", 2, "--output_dir", tmp_path / "o"),
+        # As on a machine where DeepSpeed cannot compile.
+        CXX="there-is-no-such-compiler",
+    )
+    assert done.returncode == 0, done.stdout
+    record = read_record(tmp_path / "o")
+    assert record["strategy"] == "zero2_offload"
+    assert record["rehearsal"] is True
+    assert len(record["losses"]) == 2
+    assert record["attestation"]["engaged"]["optimizer_class"] == "AdamW"
+    assert "torch's AdamW steps on the CPU instead" in done.stdout
+    assert any("no compiler" in note for note in record["attestation"]["notes"])
+    assert record["not_measured"]["memory.peak_bytes"].startswith("a rehearsal")
+    assert (tmp_path / "o" / "final" / "model.safetensors").exists()
+    assert (tmp_path / "o" / "steps.jsonl").read_text().count("\n") == 2
+
+
+def test_a_launch_that_contradicts_its_arguments_is_one_sentence_and_leaves_nothing(
+    launch, tmp_path
+):
+    done = launch(
+        *("ddp", "-m", "toolkit.train", "--strategy", "zero3"),
+        *("--output_dir", tmp_path / "o"),
+    )
+    assert done.returncode != 0
+    said = "toolkit: --strategy zero3 was asked, but the launcher's config file is for ddp"
+    assert said in done.stdout
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.skipif(
+    environment.missing_for(STRATEGIES["zero3_nvme"]) is not None,
+    reason=str(environment.missing_for(STRATEGIES["zero3_nvme"])),
+)
+def test_checkpoints_with_nvme_offload_are_saved_more_than_once(launch, toolkit, tmp_path):
+    """Also where the config doesn't gather weights, and the stock Trainer saves twice a step."""
+    toolkit("configs", "write", "zero3_nvme", "--to", tmp_path, "--nvme-path", tmp_path / "swap")
+    written = tmp_path / "zero3_nvme.json"
+    config = json.loads(written.read_text())
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = False
+    written.write_text(json.dumps(config))
+    (tmp_path / "swap").mkdir()
+    done = launch(
+        *(tmp_path / "zero3_nvme.yaml", "-m", "toolkit.train", "--max_steps", 2),
+        *("--save_strategy", "steps", "--save_steps", 1, "--output_dir", tmp_path / "o"),
+    )
+    assert done.returncode == 0, done.stdout
+    for step in (1, 2):
+        checkpoint = tmp_path / "o" / f"checkpoint-{step}"
+        assert (checkpoint / "model.safetensors").stat().st_size > 9_000_000
+        assert list(checkpoint.glob("global_step*/offloaded_tensors/rank*/*"))
+
+
+def test_mistakes_leave_with_status_2_and_nothing_written(launch_environment, tmp_path):
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "record.json").write_text("{}")
+    cases = {
+        ("--train_file", "missing.jsonl"): "missing.jsonl",
+        ("--output_dir", str(taken)): "holds the record of another run",
+        ("--no_such_flag", "1"): "no_such_flag",
+        ("--engine", "loop", "--torch_compile", "True"): "--torch_compile",
+        ("--resume_from_checkpoint", "last"): "--resume_from_checkpoint",
+    }
+    before = sorted(tmp_path.rglob("*"))
+    for flags, said in cases.items():
+        done = subprocess.run(
+            [sys.executable, "-m", "toolkit.train", *flags],
+            cwd=tmp_path,
+            env=os.environ | launch_environment | {"PYTHONPATH": str(ROOT)},
+            text=True,
+            capture_output=True,
+            check=False,
+        )
+        assert done.returncode == 2, done.stderr
+        assert said in done.stderr
+        assert "Traceback" not in done.stderr
+    assert sorted(tmp_path.rglob("*")) == before

@@ -1,0 +1,206 @@
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from toolkit.errors import UsageError
+from toolkit.training.arguments import parse, parse_own, training_values
+
+MODEL_FOLDER = ["--model_name_or_path", "some/folder"]
+
+
+def values(*flags):
+    model, _, run, rest = parse_own(flags)
+    return training_values(rest, model=model, run=run)
+
+
+def test_defaults_give_a_small_run(tmp_path):
+    model, data, run, training = parse(["--output_dir", str(tmp_path)])
+    assert model.is_built_in
+    assert model.dtype == "float32"
+    assert (data.max_length, data.train_file, data.dataset_name) == (128, None, None)
+    assert (run.engine, run.strategy, run.throughput_steps) == ("trainer", None, 0)
+    assert training.output_dir == str(tmp_path)
+    assert training.max_steps == 20
+    assert training.learning_rate == 1e-3
+    assert training.per_device_train_batch_size == 4
+    assert training.gradient_accumulation_steps == 2
+    assert training.logging_steps == 1
+    assert training.save_strategy == "no"
+    assert training.report_to == []
+    assert training.optim == "adamw_torch"
+    assert training.seed == 42
+    assert training.disable_tqdm
+    assert not training.logging_nan_inf_filter
+    assert training.ddp_find_unused_parameters is False
+    assert not training.remove_unused_columns
+    assert training.average_tokens_across_devices
+    assert training.train_sampling_strategy == "sequential"
+
+
+def test_what_the_user_says_wins(tmp_path):
+    _, _, _, training = parse(
+        ["--output_dir", str(tmp_path), "--learning_rate", "0.5", "--save_strategy", "epoch"]
+        + ["--report_to", "tensorboard", "--logging_nan_inf_filter", "true", "--seed", "7"]
+        + ["--gradient_accumulation_steps=3", "--disable_tqdm", "false"]
+    )
+    assert training.learning_rate == 0.5
+    assert training.save_strategy == "epoch"
+    assert training.report_to == ["tensorboard"]
+    assert training.logging_nan_inf_filter
+    assert training.seed == 7
+    assert training.gradient_accumulation_steps == 3
+    assert training.disable_tqdm is False
+
+
+def test_the_learning_rate_follows_the_model():
+    assert values()["learning_rate"] == 1e-3
+    assert values(*MODEL_FOLDER)["learning_rate"] == 5e-5
+    assert values(*MODEL_FOLDER, "--learning_rate", "1e-3")["learning_rate"] == 1e-3
+
+
+def test_epochs_replace_the_default_number_of_steps():
+    assert values()["max_steps"] == 20
+    assert values("--num_train_epochs", "2")["max_steps"] == -1
+    both = values("--num_train_epochs", "2", "--max_steps", "5")
+    assert (both["max_steps"], both["num_train_epochs"]) == (5, 2.0)
+
+
+def test_save_steps_ask_for_saving():
+    assert values()["save_strategy"] == "no"
+    assert values("--save_steps", "5")["save_strategy"] == "steps"
+    assert values("--save_steps", "5", "--save_strategy", "no")["save_strategy"] == "no"
+
+
+def test_names_of_other_scripts_and_hyphens():
+    for flags in (
+        ["--max_train_steps", "3", "--num_warmup_steps=2", "--block_size", "64"],
+        ["--max-train-steps=3", "--num-warmup-steps", "2", "--block-size", "64"],
+        ["--max-steps", "3", "--warmup-steps", "2", "--max-length", "64"],
+    ):
+        model, data, run, rest = parse_own(flags)
+        training = training_values(rest, model=model, run=run)
+        assert (training["max_steps"], training["warmup_steps"]) == (3, 2)
+        assert data.max_length == 64
+
+
+@pytest.mark.parametrize("kind", ["json", "yaml"])
+def test_one_file_replaces_all_flags(kind, tmp_path):
+    arguments = {
+        "max_length": 32,
+        "engine": "loop",
+        "max_steps": 3,
+        "bf16": True,
+        "learning_rate": 1e-5,
+        "train_file": None,
+        "label_names": ["labels", "more"],
+        "run_name": "-dash",
+        "lr_scheduler_kwargs": {"num_cycles": 2},
+    }
+    path = tmp_path / f"arguments.{kind}"
+    path.write_text(json.dumps(arguments))  # JSON is YAML
+    model, data, run, rest = parse_own([str(path)])
+    training = training_values(rest, model=model, run=run)
+    assert (data.max_length, data.train_file, run.engine) == (32, None, "loop")
+    assert training["max_steps"] == 3
+    assert training["bf16"] is True
+    assert training["learning_rate"] == 1e-5
+    assert training["label_names"] == ["labels", "more"]
+    assert training["run_name"] == "-dash"
+    assert json.loads(training["lr_scheduler_kwargs"]) == {"num_cycles": 2}
+
+
+@pytest.mark.parametrize(
+    ("content", "says"), [("{", "can't be parsed"), ("[1]", "must map"), (None, "can't be read")]
+)
+def test_files_of_arguments_that_are_none(content, says, tmp_path):
+    path = tmp_path / "arguments.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UsageError, match=says):
+        parse_own([str(path)])
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--engine", "train"], "--engine: invalid choice: 'train'"),
+        (["--max_length", "many"], "--max_length.*invalid int value: 'many'"),
+        (["--max_length", "1"], "use 2 or more"),
+        (["--max_train_samples", "0"], "zero training rows: use 1 or more"),
+        (["--throughput_steps", "-1"], "use 0 or more"),
+        (["--dataset_name", "a", "--train_file", "b"], "exclude each other: pass one"),
+        (["--dataset_config_name", "a"], "needs --dataset_name"),
+        (["--strategy", "zero_3"], "Did you mean 'zero3'"),
+    ],
+)
+def test_mistakes_in_our_flags(flags, says):
+    with pytest.raises(UsageError, match=says):
+        parse_own(flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--learning_rte", "1"], "no flag --learning_rte. Did you mean --learning_rate"),
+        (["--max_len", "1"], "no flag --max_len. Did you mean --max_length"),
+        (["--zzz"], "no flag --zzz. See --help"),
+        (["20"], "'20' belongs to no flag"),
+        (["--max_steps", "x"], "--max_steps.*invalid int value: 'x'"),
+        (["--optim", "magic"], "--optim: invalid choice: 'magic'"),
+    ],
+)
+def test_mistakes_in_the_other_flags(flags, says):
+    with pytest.raises(UsageError, match=says):
+        values(*flags)
+
+
+def test_arguments_that_contradict_each_other(tmp_path):
+    with pytest.raises(UsageError, match="do not fit together.*logging_steps"):
+        parse(["--output_dir", str(tmp_path), "--logging_steps", "0"])
+
+
+def test_help_lists_both_kinds_of_flags_with_our_defaults(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse_own(["--help"])
+    assert ended.value.code == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "--throughput_steps" in printed
+    assert "20 without --num_train_epochs" in printed
+
+
+# The folder of a run
+
+
+PRINT_OUTPUT_DIR = """
+from toolkit.training.arguments import RunArguments, _default_output_dir
+print(_default_output_dir(RunArguments(strategy="zero2")))
+"""
+LAUNCH_TWO = f"""
+import os, subprocess, sys, time
+for rank in range(2):
+    time.sleep(1.1 * rank)
+    subprocess.run([sys.executable, "-c", {PRINT_OUTPUT_DIR!r}], check=True,
+                   env=os.environ | {{"WORLD_SIZE": "2", "RANK": str(rank)}})
+"""
+
+
+def test_ranks_of_one_launch_agree_on_a_folder_that_no_other_launch_has():
+    launches = [
+        subprocess.Popen([sys.executable, "-c", LAUNCH_TWO], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    names = [launch.communicate(timeout=60)[0].split() for launch in launches]
+    assert [len(name) for name in names] == [2, 2]
+    assert all(first == second for first, second in names)
+    assert names[0] != names[1]
+    assert re.fullmatch(r"runs/zero2-\d{8}-\d{6}-\d+", names[0][0])
+
+
+def test_several_machines_need_a_name(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="several machines needs --output_dir"):
+        values()

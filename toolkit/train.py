@@ -1,0 +1,420 @@
+"""Fine-tune a causal LM under whatever backend `accelerate launch` was told to use.
+
+    accelerate launch --config_file accelerate_configs/zero2.yaml -m toolkit.train --max_steps 20
+
+Runs in every rank: flags -> trainer or loop -> record. Without enough GPUs it rehearses.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit import environment
+from toolkit.configs.requested import (
+    DEEPSPEED_FILE,
+    read_deepspeed_config,
+    requested_processes,
+    requested_strategy,
+    same_features,
+)
+from toolkit.errors import UsageError
+from toolkit.launching.status import STATUS_DIR, StatusFile, guard, status_folder
+from toolkit.rehearse import (
+    die_with_launcher,
+    quiet,
+    rehearse_if_needed,
+    told,
+    use_deepspeed_config,
+)
+from toolkit.results import RECORD_FILE, SCHEMA, write_json
+from toolkit.strategies import Strategy, get_strategy
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase, TrainingArguments
+
+    from toolkit.measuring.recorder import Recorder
+    from toolkit.training.arguments import ModelArguments, RunArguments
+    from toolkit.training.data import TrainingData
+    from toolkit.training.model import ModelFacts
+
+NOT_ASKED = {"None", "False", "no", "none", "0", "0.0", "[]"}
+"""What a flag holds that asks for nothing."""
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_REFUSED = 3
+
+
+def main() -> None:
+    """Train in this rank, and leave with 0, 1 (failed), 2 (usage) or 3 (refused)."""
+    die_with_launcher()
+    quiet()
+    from toolkit.measuring.attestation import Refused
+
+    code = 0
+    try:
+        _main(sys.argv[1:], refused_by=Refused)
+    except UsageError as error:
+        code = told(EXIT_USAGE, str(error))
+    except Refused as error:
+        code = told(EXIT_REFUSED, f"refused: {error}")
+    except Exception:
+        traceback.print_exc()
+        code = EXIT_FAILED
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A rank that is done sometimes aborts in the interpreter's own exit, about 1 launch in 44,
+    # and one that failed may wait there for its neighbours. Everything is on disk by now.
+    os._exit(code)
+
+
+def _main(argv: list[str], *, refused_by: type[BaseException]) -> None:
+    if STATUS_DIR in os.environ:  # a launcher that listens hears of mistakes too
+        status = StatusFile(Path(os.environ[STATUS_DIR]), _rank())
+        with guard(status, refused_by=(refused_by,)):
+            train(checked_job(argv), status)
+        return
+    job = checked_job(argv)  # without one, a mistake leaves nothing behind
+    status = StatusFile(status_folder(Path(job.args.output_dir)), _rank())
+    with guard(status, refused_by=(refused_by,)):
+        train(job, status)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One rank's training, with everything that can be wrong before it checked."""
+
+    strategy: Strategy
+    rehearsal: bool
+    model: ModelArguments
+    run: RunArguments
+    facts: ModelFacts
+    data: TrainingData
+    rows: Dataset
+    """In the order of training: the ragged rows of `steps`, then the packed ones."""
+
+    steps: int
+    global_batch_size: int
+    max_length: int
+    tokenizer: PreTrainedTokenizerBase
+    args: TrainingArguments
+    deepspeed_changes: list[str]
+
+
+def checked_job(argv: list[str]) -> Job:
+    """Return what the flags and the launcher ask for. A rehearsal begins here.
+
+    Raises:
+        UsageError: the flags, the config, the model or the data don't fit; nothing was written.
+    """
+    from toolkit.training.arguments import parse_own, training_arguments, training_values
+    from toolkit.training.data import count_steps, training_rows
+    from toolkit.training.model import load_tokenizer, resolve_tokenizer
+    from toolkit.training.prepare import model_and_data
+
+    model, data_arguments, run, rest = parse_own(argv)
+    strategy = asked_strategy(run.strategy)
+    # First of all: looking at the defaults of the arguments below already wakes CUDA.
+    rehearsal = rehearse_if_needed()
+    values = training_values(rest, model=model, run=run)
+    _refuse_what_would_be_ignored(values, run)
+    if (Path(values["output_dir"]) / RECORD_FILE).exists():
+        raise UsageError(
+            f"{values['output_dir']} holds the record of another run. Choose another --output_dir."
+        )
+    facts, data = model_and_data(model, data_arguments)
+    tokenizer = load_tokenizer(resolve_tokenizer(model), trust_remote_code=model.trust_remote_code)
+    changes = _fit_deepspeed(facts, values, rehearsal=rehearsal)
+    global_batch = (
+        values["per_device_train_batch_size"]
+        * values["gradient_accumulation_steps"]
+        * requested_processes(os.environ)
+    )
+    steps = count_steps(
+        data.rows,
+        global_batch=global_batch,
+        max_steps=values["max_steps"],
+        num_train_epochs=values["num_train_epochs"],
+    )
+    rows = training_rows(
+        data.load(),
+        steps=steps,
+        global_batch=global_batch,
+        seed=values["seed"],
+        throughput_steps=run.throughput_steps,
+        max_length=data_arguments.max_length,
+    )
+    args = training_arguments(rest, model=model, run=run)
+    args.max_steps = steps + run.throughput_steps
+    return Job(
+        strategy=strategy,
+        rehearsal=rehearsal,
+        model=model,
+        run=run,
+        facts=facts,
+        data=data,
+        rows=rows,
+        steps=steps,
+        global_batch_size=global_batch,
+        max_length=data_arguments.max_length,
+        tokenizer=tokenizer,
+        args=args,
+        deepspeed_changes=changes,
+    )
+
+
+def asked_strategy(name: str | None) -> Strategy:
+    """Return what the launcher's config asks for, held against `--strategy`.
+
+    Raises:
+        UsageError: the two differ.
+    """
+    requested = requested_strategy(os.environ)
+    if name is None:
+        return requested
+    strategy = get_strategy(name)
+    if not same_features(strategy, requested):
+        raise UsageError(
+            f"--strategy {name} was asked, but the launcher's config file is for "
+            f"{requested.name} ({requested.summary}). Pass the file of {name}: "
+            f"accelerate launch --config_file accelerate_configs/{name}.yaml ..."
+        )
+    return strategy
+
+
+def train(job: Job, status: StatusFile) -> None:
+    """Load the model, train it, save it, and write the record.
+
+    Raises:
+        Refused: what engaged is not what was asked.
+    """
+    import torch
+
+    from toolkit.measuring.attestation import Refused
+    from toolkit.training.data import Collator
+    from toolkit.training.model import load_model
+
+    if job.args.tf32 is None and job.args.mixed_precision == "no":
+        torch.backends.cuda.matmul.fp32_precision = "ieee"  # parity in fp32 means fp32
+    torch.manual_seed(job.args.seed)
+    model = load_model(job.model, job.facts.path)
+    collate = Collator(pad_token_id=job.tokenizer.pad_token_id)
+    recorder = _recorder(job, status)
+    try:
+        if job.run.engine == "trainer":
+            _train_with_trainer(job, model, collate, recorder)
+        else:
+            _train_in_loop(job, model, collate, recorder)
+        measured = recorder.finish(throughput_steps=job.run.throughput_steps)
+    except Refused as error:
+        if _rank() == 0:
+            refused = _described(job) | {"final": None} | recorder.refused(error)
+            write_json(Path(job.args.output_dir) / RECORD_FILE, refused)
+        raise
+    if _rank() == 0:
+        write_json(Path(job.args.output_dir) / RECORD_FILE, _described(job) | measured)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _train_with_trainer(job: Job, model: Any, collate: Any, recorder: Recorder) -> None:
+    from transformers import TrainerCallback
+
+    from toolkit.training.trainer import ToolkitTrainer
+
+    class RunTrainer(ToolkitTrainer):
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            # The packed rows come after the training that was asked for.
+            return super().create_scheduler(min(num_training_steps, job.steps), optimizer)
+
+        def finish_record(self) -> None:
+            """Left to `train`, which knows how many steps were packed rows."""
+
+    class SaveAtTheEnd(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step > job.steps:
+                control.should_log = False  # it would wait for the GPU within a timed step
+            if state.global_step == job.steps:
+                _save(job, trainer.accelerator, trainer.model_wrapped, recorder)
+
+    trainer = RunTrainer(
+        model=model,
+        args=job.args,
+        train_dataset=job.rows,
+        data_collator=collate,
+        processing_class=job.tokenizer,
+        recorder=recorder,
+    )
+    trainer.add_callback(SaveAtTheEnd())
+    trainer.train()
+
+
+def _train_in_loop(job: Job, model: Any, collate: Any, recorder: Recorder) -> None:
+    from toolkit.training.loop import train_loop
+
+    def on_step(step: int, accelerator: Any, wrapped: Any) -> None:
+        if step == job.steps:
+            _save(job, accelerator, wrapped, recorder)
+
+    train_loop(
+        model,
+        job.args,
+        job.rows,
+        collate,
+        recorder=recorder,
+        scheduled_steps=job.steps,
+        on_step=on_step,
+    )
+
+
+def _save(job: Job, accelerator: Any, model: Any, recorder: Recorder) -> None:
+    from toolkit.training.saving import save_model
+
+    recorder.peaks()
+    save_model(accelerator, model, Path(job.args.output_dir) / "final", tokenizer=job.tokenizer)
+    recorder.mark()
+
+
+def _recorder(job: Job, status: StatusFile) -> Recorder:
+    from toolkit.measuring.attestation import Asked
+    from toolkit.measuring.recorder import Recorder
+
+    asked = Asked(
+        strategy=job.strategy,
+        num_processes=requested_processes(os.environ),
+        precision=job.args.mixed_precision,
+        gradient_clipping=float(job.args.max_grad_norm or 0),
+        gradient_accumulation_steps=job.args.gradient_accumulation_steps,
+        optimizer_classes=_optimizer_classes(job.strategy, str(job.args.optim.value)),
+        dtype=job.model.dtype,
+    )
+    return Recorder(
+        asked,
+        rehearsal=job.rehearsal,
+        notes=job.deepspeed_changes,
+        steps_file=Path(job.args.output_dir) / "steps.jsonl",
+        status=status,
+    )
+
+
+def _described(job: Job) -> dict[str, Any]:
+    """The part of the record that was known before the first step."""
+    import torch
+
+    from toolkit.training.model import BUILT_IN_MODEL
+
+    args = job.args
+    same_name = (
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "seed",
+        "learning_rate",
+        "max_grad_norm",
+        "weight_decay",
+    )
+    return {
+        "schema": SCHEMA,
+        "strategy": job.strategy.name,
+        "engine": job.run.engine,
+        "precision": args.mixed_precision,
+        "status": "ok",
+        "reason": None,
+        "model": {
+            "name": job.model.model_name_or_path or BUILT_IN_MODEL,
+            "path": job.facts.path,
+            "parameters": job.facts.parameters,
+        },
+        "data": job.data.facts(),
+        "training": {name: getattr(args, name) for name in same_name}
+        | {
+            "global_batch_size": job.global_batch_size,
+            "max_steps": job.steps,
+            "throughput_steps": job.run.throughput_steps,
+            "max_length": job.max_length,
+            "optimizer": str(args.optim.value),
+            "lr_scheduler_type": str(args.lr_scheduler_type.value),
+            "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
+        },
+        "final": "final",
+        "environment": environment.snapshot(),
+    }
+
+
+def _refuse_what_would_be_ignored(values: dict[str, Any], run: RunArguments) -> None:
+    """Raise UsageError for flags that this script or its loop takes and would not obey, all."""
+    ignored = ["resume_from_checkpoint"]
+    if run.engine == "loop":
+        ignored += [
+            "gradient_checkpointing",
+            "activation_checkpointing",
+            "torch_compile",
+            "save_strategy",
+            "eval_strategy",
+            "report_to",
+            "label_smoothing_factor",
+            "neftune_noise_alpha",
+        ]
+    found = [f"--{flag}" for flag in ignored if _plain(values.get(flag)) not in NOT_ASKED]
+    if found:
+        raise UsageError(
+            f"{', '.join(found)}: toolkit.train with --engine {run.engine} does not do that. "
+            "Leave it out, or use --engine trainer where the Trainer can."
+        )
+
+
+def _fit_deepspeed(facts: ModelFacts, values: dict[str, Any], *, rehearsal: bool) -> list[str]:
+    if DEEPSPEED_FILE not in os.environ:
+        return []
+    config = read_deepspeed_config(os.environ)
+    written = {
+        "gradient_accumulation_steps": config.get("gradient_accumulation_steps", "auto"),
+        "per_device_train_batch_size": config.get("train_micro_batch_size_per_gpu", "auto"),
+        "max_grad_norm": config.get("gradient_clipping", "auto"),
+        "bf16": config.get("bf16", {}).get("enabled", "auto"),
+        "fp16": config.get("fp16", {}).get("enabled", "auto"),
+    }
+    contradictions = [
+        f"--{flag} is {values[flag]!r} and the DeepSpeed file says {value!r} for it"
+        for flag, value in written.items()
+        if value != "auto" and value != values[flag]
+    ]
+    if contradictions:
+        raise UsageError(
+            f'{"; ".join(contradictions)}. Write "auto" in the file, or pass the same value.'
+        )
+    return use_deepspeed_config(
+        config,
+        parameters=facts.parameters,
+        hidden_size=facts.hidden_size,
+        gradient_clipping=float(values["max_grad_norm"] or 0),
+        rehearsal=rehearsal,
+    )
+
+
+def _optimizer_classes(strategy: Strategy, optim: str) -> tuple[str, ...] | None:
+    if optim not in ("adamw_torch", "adamw_torch_fused"):
+        return None
+    swapped = strategy.backend == "deepspeed" and strategy.offload_optimizer != "none"
+    if swapped and read_deepspeed_config(os.environ).get("zero_force_ds_cpu_optimizer", True):
+        return ("DeepSpeedCPUAdam",)
+    return ("AdamW",)
+
+
+def _plain(value: Any) -> str:
+    """One spelling for a flag's value, be it an enum, a list of one or plain."""
+    value = value[0] if isinstance(value, list) and len(value) == 1 else value
+    return str(getattr(value, "value", value))
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,368 @@
+"""The flags of `toolkit.train`: ours, beside those of `transformers.TrainingArguments`.
+
+Ours are read without importing torch, so that a mistake in them is found before anything
+starts. `TrainingArguments` is made last: making it may start the process group.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+import psutil
+import yaml
+from transformers.hf_argparser import HfArgumentParser
+
+from toolkit.errors import UsageError
+from toolkit.strategies import get_strategy
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelArguments:
+    """Which model is fine-tuned, and how its weights are loaded."""
+
+    model_name_or_path: str | None = field(
+        default=None,
+        metadata={"help": "Folder or Hub name of a causal LM; none: the built-in small Llama."},
+    )
+    model_revision: str = field(
+        default="main", metadata={"help": "Branch, tag or commit of a Hub model."}
+    )
+    tokenizer_name: str | None = field(
+        default=None,
+        metadata={"help": "Folder or Hub name of the tokenizer; none: the model's own."},
+    )
+    # transformers 5 loads the dtype that the checkpoint was saved in, often bf16, and optimizer
+    # states in bf16 make backends unequal: the dtype is always said.
+    dtype: Literal["float32", "bfloat16", "float16"] = field(
+        default="float32", metadata={"help": "The dtype that the weights are loaded in."}
+    )
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Run Python code that comes with the model."}
+    )
+    attn_implementation: str | None = field(
+        default=None, metadata={"help": "eager, sdpa, flash_attention_2, ...; none: the best."}
+    )
+
+    @property
+    def is_built_in(self) -> bool:
+        return self.model_name_or_path is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataArguments:
+    """Which rows are trained on; with neither a data set nor a file, the built-in ones."""
+
+    dataset_name: str | None = field(
+        default=None, metadata={"help": "A data set on the Hub, or a folder with one."}
+    )
+    dataset_config_name: str | None = field(
+        default=None, metadata={"help": "Configuration of the Hub data set."}
+    )
+    dataset_split: str = field(default="train", metadata={"help": "Split of the Hub data set."})
+    train_file: str | None = field(
+        default=None, metadata={"help": "A jsonl, json, csv, tsv, parquet or txt file."}
+    )
+    text_column: str | None = field(
+        default=None,
+        metadata={
+            "help": "The column to train on; none: prompt and completion if they exist, else text."
+        },
+    )
+    max_length: int = field(
+        default=128,
+        metadata={
+            "help": "Longer rows are cut to this many tokens.",
+            "aliases": ["--block_size", "--block-size"],
+        },
+    )
+    max_train_samples: int | None = field(
+        default=None, metadata={"help": "Use only the first rows of the data."}
+    )
+
+    def __post_init__(self) -> None:
+        if self.dataset_name is not None and self.train_file is not None:
+            raise UsageError("--dataset_name and --train_file exclude each other: pass one.")
+        if self.dataset_config_name is not None and self.dataset_name is None:
+            raise UsageError("--dataset_config_name needs --dataset_name.")
+        if self.max_length < 2:
+            raise UsageError(
+                f"--max_length {self.max_length} leaves no token to predict: use 2 or more."
+            )
+        if self.max_train_samples is not None and self.max_train_samples < 1:
+            raise UsageError(
+                f"--max_train_samples {self.max_train_samples} leaves zero training rows: "
+                "use 1 or more, or leave it out."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunArguments:
+    """How the run goes."""
+
+    engine: Literal["trainer", "loop"] = field(
+        default="trainer", metadata={"help": "The HF Trainer, or the Accelerate loop."}
+    )
+    strategy: str | None = field(
+        default=None,
+        metadata={"help": "What the launch is meant to be; the run stops when it is not."},
+    )
+    throughput_steps: int = field(
+        default=0,
+        metadata={"help": "Steps on packed rows after the others, for tokens per second."},
+    )
+
+    def __post_init__(self) -> None:
+        if self.strategy is not None:
+            get_strategy(self.strategy)
+        if self.throughput_steps < 0:
+            raise UsageError(f"--throughput_steps {self.throughput_steps}: use 0 or more.")
+
+
+OUR_DEFAULTS: dict[str, Any] = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "logging_steps": 1,
+    "report_to": "none",
+    # The Trainer's filter logs a loss that is not finite as 0.0.
+    "logging_nan_inf_filter": False,
+    # Left to the Trainer this is True, a search through the graph in every step.
+    "ddp_find_unused_parameters": False,
+    "remove_unused_columns": False,
+    "optim": "adamw_torch",
+    "seed": 42,
+    "average_tokens_across_devices": True,
+    # The rows come in the order they are trained in.
+    "train_sampling_strategy": "sequential",
+}
+"""What differs from `TrainingArguments`, or must not move with it, whatever the run."""
+
+DEFAULT_MAX_STEPS = 20
+
+ALIASES = {"max_train_steps": "max_steps", "num_warmup_steps": "warmup_steps"}
+"""Names that HF's scripts without a Trainer use."""
+
+
+def parse(
+    argv: Sequence[str],
+) -> tuple[ModelArguments, DataArguments, RunArguments, TrainingArguments]:
+    """Return every argument of a run, from its flags or from one JSON or YAML file.
+
+    Raises:
+        UsageError: a flag is unknown, has a bad value or contradicts another.
+    """
+    model, data, run, rest = parse_own(argv)
+    return model, data, run, training_arguments(rest, model=model, run=run)
+
+
+def parse_own(
+    argv: Sequence[str],
+) -> tuple[ModelArguments, DataArguments, RunArguments, list[str]]:
+    """Return our arguments, and the flags left for `TrainingArguments`, unchecked.
+
+    Raises:
+        UsageError: one of our flags has a bad value, or the file of arguments can't be read.
+    """
+    flags = _flags_of_file(argv[0]) if _is_one_file(argv) else list(argv)
+    if {"-h", "--help"} & set(flags):
+        _full_parser().print_help()
+        raise SystemExit(0)
+    parser = _Parser((ModelArguments, DataArguments, RunArguments), **_PARSER_OPTIONS)
+    namespace, rest = parser.parse_known_args(flags)
+    values = vars(namespace)
+    model, data, run = (
+        kind(**{entry.name: values[entry.name] for entry in fields(kind)})
+        for kind in (ModelArguments, DataArguments, RunArguments)
+    )
+    return model, data, run, rest
+
+
+def training_values(
+    rest: Sequence[str], *, model: ModelArguments, run: RunArguments
+) -> dict[str, Any]:
+    """Return the values that `TrainingArguments` is made from, without making it.
+
+    The user's value wins over ours, and ours over that of `TrainingArguments`.
+
+    Raises:
+        UsageError: a flag is unknown or has a bad value.
+    """
+    from transformers.training_args import TrainingArguments
+
+    parser = _Parser(TrainingArguments, **_PARSER_OPTIONS)
+    library = {
+        entry.name: _default(entry) for entry in fields(TrainingArguments) if entry.init
+    } | OUR_DEFAULTS
+    # None stands for "not passed" where our default depends on other flags.
+    depends = (
+        "output_dir",
+        "max_steps",
+        "num_train_epochs",
+        "learning_rate",
+        "save_strategy",
+        "save_steps",
+        "disable_tqdm",
+        "dataloader_pin_memory",
+    )
+    parser.set_defaults(**OUR_DEFAULTS | dict.fromkeys(depends))
+    namespace, unknown = parser.parse_known_args(_canonical(rest))
+    if unknown:
+        raise UsageError(_unknown_sentence(unknown))
+    values = vars(namespace)
+    passed = {name for name in depends if values[name] is not None}
+
+    ours = {
+        "output_dir": values["output_dir"] or _default_output_dir(run),
+        "max_steps": library["max_steps"] if "num_train_epochs" in passed else DEFAULT_MAX_STEPS,
+        "learning_rate": 1e-3 if model.is_built_in else 5e-5,
+        "save_strategy": "steps" if "save_steps" in passed else "no",
+        "disable_tqdm": not sys.stderr.isatty(),
+        "dataloader_pin_memory": _has_cuda(),
+    }
+    return values | {name: (library | ours)[name] for name in depends if name not in passed}
+
+
+def training_arguments(
+    rest: Sequence[str], *, model: ModelArguments, run: RunArguments
+) -> TrainingArguments:
+    """Return the arguments of the HF Trainer, which both engines obey.
+
+    Making them may start the process group: a rehearsal has to be set up before.
+
+    Raises:
+        UsageError: a flag is unknown, has a bad value or contradicts another.
+    """
+    from transformers.training_args import TrainingArguments
+
+    values = training_values(rest, model=model, run=run)
+    try:
+        return TrainingArguments(**values)
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"The training arguments do not fit together: {reason}") from error
+
+
+class _Parser(HfArgumentParser):
+    """An `HfArgumentParser` whose errors are sentences, not a wall of usage and an exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message[:1].upper()}{message[1:]}.")
+
+
+# An abbreviation that one parser took could be the other one's flag.
+_PARSER_OPTIONS: dict[str, Any] = {"allow_abbrev": False, "add_help": False}
+
+
+def _full_parser() -> HfArgumentParser:
+    from transformers.training_args import TrainingArguments
+
+    parser = _Parser(
+        (ModelArguments, DataArguments, RunArguments, TrainingArguments),
+        prog="toolkit.train",
+        allow_abbrev=False,
+    )
+    in_words = {
+        "output_dir": "runs/<strategy>-<time>-<process>",
+        "max_steps": f"{DEFAULT_MAX_STEPS} without --num_train_epochs",
+        "learning_rate": "0.001 for the built-in model, else 5e-05",
+        "save_strategy": "no without --save_steps",
+        "dataloader_pin_memory": "with a GPU",
+        "disable_tqdm": "without a terminal",
+    }
+    parser.set_defaults(**OUR_DEFAULTS | in_words)
+    return parser
+
+
+def _is_one_file(argv: Sequence[str]) -> bool:
+    return len(argv) == 1 and Path(argv[0]).suffix in {".json", ".yaml", ".yml"}
+
+
+def _flags_of_file(path: str) -> list[str]:
+    """Return the flags that say what the file of arguments says."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"The file of arguments {path} can't be read: {error.strerror}."
+        ) from error
+    try:
+        values = json.loads(text) if path.endswith(".json") else yaml.safe_load(text)
+    except (json.JSONDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"The file of arguments {path} can't be parsed: {reason}.") from error
+    if not isinstance(values, dict):
+        raise UsageError(f"The file of arguments {path} must map names of flags to values.")
+
+    flags: list[str] = []
+    for name, value in values.items():
+        if value is None or value == []:
+            continue
+        if isinstance(value, list):
+            flags += [f"--{name}", *map(str, value)]
+        else:
+            # With "=", since a value may start with a dash.
+            flags.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else value}")
+    return flags
+
+
+def _canonical(rest: Sequence[str]) -> list[str]:
+    flags: list[str] = []
+    for word in rest:
+        name, equals, value = word.partition("=")
+        alias = ALIASES.get(name[2:].replace("-", "_")) if name.startswith("--") else None
+        flags.append(f"--{alias}{equals}{value}" if alias else word)
+    return flags
+
+
+def _unknown_sentence(unknown: list[str]) -> str:
+    from transformers.training_args import TrainingArguments
+
+    flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+    if not flags:
+        return f"{unknown[0]!r} belongs to no flag. Write flags as --name value."
+    known = [
+        entry.name
+        for kind in (ModelArguments, DataArguments, RunArguments, TrainingArguments)
+        for entry in fields(kind)
+        if entry.init
+    ]
+    close = difflib.get_close_matches(flags[0].lstrip("-").replace("-", "_"), known, n=1)
+    hint = f" Did you mean --{close[0]}?" if close else " See --help for those there are."
+    return f"There is no flag {', '.join(flags)}.{hint}"
+
+
+def _default(entry: Field[Any]) -> Any:
+    return entry.default if entry.default is not MISSING else None
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _default_output_dir(run: RunArguments) -> str:
+    """Return a new folder's name, the same on all ranks, before they can talk to each other.
+
+    Ranks of one launch share their launcher, and differ in it from every other launch: its
+    start time and process id make the name.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE") or 1)
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
+    if local_world_size != world_size:
+        raise UsageError(
+            "A run on several machines needs --output_dir: they have no name in common by default."
+        )
+    owner = psutil.Process(os.getppid() if world_size > 1 else os.getpid())
+    started = time.strftime("%Y%m%d-%H%M%S", time.localtime(owner.create_time()))
+    return str(Path("runs") / f"{run.strategy or 'run'}-{started}-{owner.pid}")

@@ -1,0 +1,165 @@
+"""The same training without the Trainer: a loop over an Accelerator, to read and to change.
+
+Losses and gradient norms equal the Trainer's: the loss is weighted by tokens over the whole
+optimizer step and all ranks, and the parameters decay in the same groups.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
+from accelerate.utils import DistributedType, GradientAccumulationPlugin
+from torch.utils.data import DataLoader, Dataset
+from transformers import PreTrainedModel, Trainer, TrainingArguments, get_scheduler
+from transformers.trainer_pt_utils import get_parameter_names
+
+from toolkit.errors import UsageError
+from toolkit.measuring.recorder import Recorder
+
+NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+"""Names that the Trainer keeps out of weight decay (transformers 5.23, trainer.py)."""
+
+OnStep = Callable[[int, Accelerator, Any], None]
+
+
+def train_loop(
+    model: PreTrainedModel,
+    args: TrainingArguments,
+    dataset: Dataset[Any],
+    collate: Callable[[list[Any]], dict[str, torch.Tensor]],
+    *,
+    recorder: Recorder,
+    scheduled_steps: int,
+    on_step: OnStep,
+) -> None:
+    """Train for `args.max_steps` optimizer steps.
+
+    Args:
+        model: As loaded; the Accelerator wraps it.
+        args: The Trainer's arguments; this loop obeys those that concern training.
+        dataset: Rows in the order in which they are trained.
+        collate: Makes a padded batch with `labels` and `sample_id`.
+        recorder: Records the run.
+        scheduled_steps: Steps until the learning rate has decayed.
+        on_step: Called after each optimizer step with its number, on every rank.
+    """
+    accelerator = Accelerator(
+        mixed_precision=args.mixed_precision,
+        deepspeed_plugin=args.deepspeed_plugin,
+        # A window is drawn whole before its first micro-batch is trained. By default the end of the
+        # data, known by then, would make each micro-batch of the last one a step of its own.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=args.gradient_accumulation_steps, sync_with_dataloader=False
+        ),
+        # A prepared scheduler would step once per process (huggingface/accelerate#1382).
+        step_scheduler_with_optimizer=False,
+        dataloader_config=DataLoaderConfiguration(even_batches=True),
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(
+                find_unused_parameters=bool(args.ddp_find_unused_parameters)
+            )
+        ],
+    )
+    loader = DataLoader(
+        dataset,
+        batch_size=args.per_device_train_batch_size,
+        collate_fn=collate,
+        num_workers=args.dataloader_num_workers,
+        pin_memory=args.dataloader_pin_memory,
+    )
+    model.train()
+    optimizer = build_optimizer(model, args)
+    wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    scheduler = get_scheduler(
+        args.lr_scheduler_type,
+        optimizer=optimizer,
+        num_warmup_steps=args.get_warmup_steps(scheduled_steps),
+        num_training_steps=scheduled_steps,
+        scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+    )
+    recorder.prepared(accelerator, wrapped, optimizer)
+
+    step, epoch = 0, 0
+    while step < args.max_steps:
+        if epoch and not step:
+            raise UsageError(
+                f"The data don't fill one optimizer step: {len(dataset)} rows for "
+                f"{accelerator.num_processes} processes, batches of "
+                f"{args.per_device_train_batch_size}, {args.gradient_accumulation_steps} a step."
+            )
+        loader.set_epoch(epoch)
+        batches = iter(loader)
+        while step < args.max_steps and (window := take(batches, accelerator)):
+            loss = _optimizer_step(accelerator, wrapped, optimizer, window, args, recorder)
+            step += 1
+            skipped = accelerator.optimizer_step_was_skipped
+            learning_rate = float(optimizer.param_groups[0]["lr"])
+            if not skipped:
+                scheduler.step()
+            recorder.step_done(learning_rate=learning_rate, skipped=skipped)
+            if step % args.logging_steps == 0 and step <= scheduled_steps:
+                mean = accelerator.reduce(loss, "mean").item()
+                recorder.logged(step, loss=mean, learning_rate=learning_rate)
+                accelerator.print(f"step {step}/{args.max_steps} loss {mean:.6f}", flush=True)
+            on_step(step, accelerator, wrapped)
+        epoch += 1
+
+
+def _optimizer_step(
+    accelerator: Accelerator,
+    model: Any,
+    optimizer: Any,
+    window: list[dict[str, torch.Tensor]],
+    args: TrainingArguments,
+    recorder: Recorder,
+) -> torch.Tensor:
+    """Run one optimizer step over its micro-batches, and return this rank's share of the loss."""
+    items = sum((batch["labels"][:, 1:] != -100).sum() for batch in window)
+    items = accelerator.reduce(items.to(accelerator.device), "sum")
+    total = torch.zeros((), device=accelerator.device)
+    for batch in window:
+        ids = batch.pop("sample_id", None)
+        with accelerator.accumulate(model):
+            loss = model(**batch, num_items_in_batch=items).loss
+            # The ranks' gradients are averaged, so each counts as many times as there are ranks.
+            loss = loss * accelerator.num_processes
+            # The token count has divided by the accumulation steps. DeepSpeed can be told so;
+            # left to itself, 0.19.0 divides twice. Accelerate can't, so the loss is raised.
+            if accelerator.distributed_type == DistributedType.DEEPSPEED:
+                accelerator.backward(loss, scale_wrt_gas=False)
+            else:
+                accelerator.backward(loss * len(window))
+            recorder.micro_batch(loss, tokens=batch["input_ids"].numel(), sample_ids=ids)
+            if accelerator.sync_gradients:
+                limit = args.max_grad_norm or float("inf")
+                accelerator.clip_grad_norm_(model.parameters(), limit)
+            optimizer.step()
+            optimizer.zero_grad()
+        total += loss.detach()
+    return total
+
+
+def take(batches: Any, accelerator: Accelerator) -> list[dict[str, torch.Tensor]]:
+    """Return the micro-batches of one optimizer step; none where the data end within it."""
+    steps = accelerator.gradient_accumulation_steps
+    window = list(itertools.islice(batches, steps))
+    return window if len(window) == steps else []
+
+
+def build_optimizer(model: PreTrainedModel, args: TrainingArguments) -> torch.optim.Optimizer:
+    """Return the optimizer that the Trainer would make: same class, options and decay groups."""
+    decayed = set(get_parameter_names(model, [torch.nn.LayerNorm], NO_DECAY))
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    groups = [
+        {
+            "params": [p for n, p in trained.items() if n in decayed],
+            "weight_decay": args.weight_decay,
+        },
+        {"params": [p for n, p in trained.items() if n not in decayed], "weight_decay": 0.0},
+    ]
+    return kind(groups, **options)

@@ -1,0 +1,344 @@
+"""The model and its tokenizer: a small Llama that is built here, or any causal LM.
+
+Every strategy loads them by `from_pretrained` from a local folder, the built-in model as well,
+so that sharded loading and `zero.Init` do what they do with any other model.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import platform
+import struct
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.environment import cache_root
+from toolkit.errors import UsageError
+from toolkit.training.arguments import ModelArguments
+from toolkit.training.cache import build_once
+from toolkit.training.data import TrainingData, standard_library_hash, standard_library_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+BUILT_IN_MODEL = "small-llama"
+
+_RECIPE = 1
+"""To be raised with any change to the built-in model or its tokenizer."""
+
+_SEED = 20
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 2048,
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+_SPECIAL_TOKENS = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What can be said of a model without loading its weights."""
+
+    path: str
+    hidden_size: int | None
+    vocab_size: int | None
+    max_positions: int | None
+    parameters: int | None
+    """Counted from the headers of the safetensors files; None where there are none."""
+
+    decoder_layer: str | None
+    """Class of a layer, as the model's `_no_split_modules` names it; None for remote code."""
+
+    def facts(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def resolve_model(arguments: ModelArguments) -> str:
+    """Return the local folder of the model: built, found, or downloaded first.
+
+    Raises:
+        UsageError: there is no such folder, or the Hub can't give it.
+    """
+    if arguments.model_name_or_path is None:
+        return str(build_model())
+    return _local_folder(
+        arguments.model_name_or_path,
+        flag="--model_name_or_path",
+        needs="config.json",
+        revision=arguments.model_revision,
+    )
+
+
+def resolve_tokenizer(arguments: ModelArguments) -> str:
+    """Return the local folder of the tokenizer: that of the model, unless another is named.
+
+    Raises:
+        UsageError: there is no such folder, or the Hub can't give it.
+    """
+    if arguments.tokenizer_name is None:
+        return resolve_model(arguments)
+    return _local_folder(arguments.tokenizer_name, flag="--tokenizer_name", needs="tokenizer*")
+
+
+def build_model() -> Path:
+    """Return the folder of the built-in model, building it first where it is not cached.
+
+    A Llama with a byte-level BPE tokenizer trained on the built-in data. The same data give the
+    same files everywhere.
+    """
+
+    def build(folder: Path) -> None:
+        logger.info("Building the built-in model, once")
+        rows = standard_library_rows()
+        _write_tokenizer(folder, [row["prompt"] + row["completion"] for row in rows])
+        _write_weights(folder)
+
+    key = f"{_RECIPE}-{standard_library_hash()[:12]}"
+    return build_once(cache_root() / f"{BUILT_IN_MODEL}-{platform.python_version()}-{key}", build)
+
+
+def load_model(arguments: ModelArguments, folder: str | Path) -> PreTrainedModel:
+    """Return the model in `folder`, ready to be trained.
+
+    Under ZeRO-3 the `TrainingArguments` or the `Accelerator` have to exist by now, for the
+    weights to be sharded while they are loaded.
+
+    Raises:
+        UsageError: the folder doesn't hold a causal LM that can be loaded.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    options: dict[str, Any] = {"trust_remote_code": arguments.trust_remote_code}
+    if arguments.attn_implementation is not None:
+        options["attn_implementation"] = arguments.attn_implementation
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(folder), dtype=getattr(torch, arguments.dtype), **options
+        )
+    except (OSError, ValueError) as error:
+        raise UsageError(f"No causal LM can be loaded from {folder}: {_sentence(error)}") from error
+    # A cache of keys and values is of use in generation only.
+    model.config.use_cache = False
+    return model
+
+
+def load_tokenizer(
+    folder: str | Path, *, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer in `folder`, with a padding token.
+
+    Without one of its own, the end-of-text token pads. That is safe since `Collator` masks
+    padding by its position.
+
+    Raises:
+        UsageError: there is no tokenizer, or it has neither token.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"No tokenizer can be loaded from {folder}: {_sentence(error)} "
+            "Pass --tokenizer_name with one that fits the model."
+        ) from error
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise UsageError(
+                f"The tokenizer in {folder} has no pad token, and no end-of-text token to take "
+                'its place. Set "pad_token" in its tokenizer_config.json, or pass --tokenizer_name '
+                "with one that has it."
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def model_facts(folder: str | Path) -> ModelFacts:
+    """Return what config.json and the headers of the weights say, without loading weights."""
+    folder = Path(folder)
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise UsageError(
+            f"{folder} has no readable config.json, so it is not a model: {_sentence(error)}"
+        ) from error
+    # Models of text and images keep the part that matters here below this name.
+    text = config.get("text_config", config)
+    return ModelFacts(
+        path=str(folder),
+        hidden_size=_first(text, "hidden_size", "n_embd", "d_model"),
+        vocab_size=_first(text, "vocab_size"),
+        max_positions=_first(text, "max_position_embeddings", "n_positions", "max_seq_len"),
+        parameters=_count_parameters(folder),
+        decoder_layer=_decoder_layer(config),
+    )
+
+
+def check_length(model: ModelFacts, max_length: int) -> None:
+    """Check that the model has a position for each token of the longest rows.
+
+    Raises:
+        UsageError: it has fewer.
+    """
+    if model.max_positions is not None and max_length > model.max_positions:
+        raise UsageError(
+            f"--max_length {max_length} is more than the {model.max_positions} positions of the "
+            f"model in {model.path}. Pass --max_length {model.max_positions} or less."
+        )
+
+
+def check_vocabulary(model: ModelFacts, data: TrainingData) -> None:
+    """Check that the model knows every token of the data.
+
+    Raises:
+        UsageError: the tokenizer is not the model's.
+    """
+    if model.vocab_size is not None and data.largest_id >= model.vocab_size:
+        raise UsageError(
+            f"The tokenizer gives the id {data.largest_id} and the model in {model.path} has only "
+            f"{model.vocab_size} ids. Pass --tokenizer_name with the tokenizer of that model."
+        )
+
+
+def _local_folder(name: str, *, flag: str, needs: str, revision: str = "main") -> str:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not any(path.glob(needs)):
+            raise UsageError(
+                f"{flag} {name} is a folder without {needs}: pass a folder that `save_pretrained` "
+                "wrote, or a Hub name."
+            )
+        return str(path.absolute())
+    if path.is_file():
+        raise UsageError(f"{flag} {name} is a file: pass the folder that it is in.")
+    # A Hub name is `name` or `owner/name`; anything else can only be meant as a path.
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:
+        raise UsageError(
+            f"{flag} {name} is not there: check the path (this is {Path.cwd()}), or pass a Hub "
+            "name."
+        )
+    return _download(name, flag=flag, revision=revision)
+
+
+_SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt"]
+
+
+def _download(name: str, *, flag: str, revision: str) -> str:
+    """Return the folder of a Hub model in the Hub's own cache, which locks and resumes."""
+    from huggingface_hub import snapshot_download
+
+    def fetch(patterns: list[str]) -> Path:
+        # Folders below hold the same weights for other libraries.
+        return Path(
+            snapshot_download(
+                name, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]
+            )
+        )
+
+    weights = flag == "--model_name_or_path"
+    try:
+        folder = fetch([*_SMALL_FILES, *(["*.safetensors"] if weights else [])])
+        if weights and not any(folder.glob("*.safetensors")):
+            folder = fetch(["*.bin"])
+    # Not found, gated, offline and a malformed name have no narrower common base.
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{flag} {name} is no folder here, and the Hub does not give it: {_sentence(error)} "
+            "Check the name and the network, or pass a local folder."
+        ) from error
+    return str(folder)
+
+
+def _sentence(error: BaseException) -> str:
+    text = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def _first(config: dict[str, Any], *names: str) -> int | None:
+    return next((config[name] for name in names if isinstance(config.get(name), int)), None)
+
+
+def _count_parameters(folder: Path) -> int | None:
+    files = list(folder.glob("*.safetensors"))
+    if not files:
+        return None
+    total = 0
+    for path in files:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+        total += sum(
+            math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"
+        )
+    return total
+
+
+def _decoder_layer(config: dict[str, Any]) -> str | None:
+    import transformers
+
+    # A lazy module: unknown names (remote code) are only missing attributes.
+    model_class = getattr(transformers, next(iter(config.get("architectures") or []), ""), None)
+    layers = getattr(model_class, "_no_split_modules", None)
+    return min(layers) if layers else None
+
+
+def _write_tokenizer(folder: Path, texts: list[str]) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=_SHAPE["vocab_size"],
+            special_tokens=list(_SPECIAL_TOKENS.values()),
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        ),
+    )
+    bos = _SPECIAL_TOKENS["bos_token"]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_max_length=_SHAPE["max_position_embeddings"],
+        padding_side="right",
+        clean_up_tokenization_spaces=False,
+        **_SPECIAL_TOKENS,
+    ).save_pretrained(folder)
+
+
+def _write_weights(folder: Path) -> None:
+    import numpy as np
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    names = list(_SPECIAL_TOKENS)
+    config = LlamaConfig(**_SHAPE, **{f"{name}_id": names.index(name) for name in names})
+    with torch.random.fork_rng(devices=[]):
+        model = LlamaForCausalLM(config).to(torch.float32)
+    # numpy's PCG64 gives the same numbers on every processor; torch's normal_ rounds differently
+    # with and without vector instructions.
+    numbers = np.random.Generator(np.random.PCG64(_SEED))
+    with torch.no_grad():
+        for _, weight in sorted(model.named_parameters()):
+            if weight.dim() > 1:
+                drawn = numbers.standard_normal(tuple(weight.shape), dtype=np.float32)
+                weight.copy_(torch.from_numpy(drawn * np.float32(config.initializer_range)))
+            else:
+                weight.fill_(1.0)
+    model.save_pretrained(folder)
