@@ -1,0 +1,95 @@
+"""Requested is not engaged: the known silent fallbacks are refused, and both are shown."""
+
+import json
+
+import pytest
+import torch
+from places import SCRIPTS
+
+from toolkit.measuring.attestation import Asked, compare
+from toolkit.strategies import STRATEGIES
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("fallbacks")
+
+
+@pytest.fixture(scope="module")
+def outcomes(launch, folder):
+    done = launch("ddp", SCRIPTS / "fallbacks.py", folder, GLOO_SOCKET_IFNAME="lo")
+    assert done.returncode == 0, done.stdout
+    return [json.loads((folder / f"outcomes-{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "zero2", "fsdp_sharded"])
+def test_what_engaged_as_asked_is_not_refused_and_leaves_a_model(outcomes, folder, name):
+    from transformers import AutoModelForCausalLM
+
+    _, report = AutoModelForCausalLM.from_pretrained(folder / name, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    for rank in outcomes:
+        assert rank[name]["ended"] == "trained", rank[name]
+        assert rank[name]["engaged"]["num_processes"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("ddp_alone", "distributed_type: asked MULTI_GPU, engaged NO"),
+        ("fsdp_alone", "distributed_type: asked FSDP, engaged NO"),
+        ("fsdp_on_cpu", "distributed_type: asked FSDP, engaged MULTI_CPU"),
+        ("zero2_on_cpu", "distributed_type: asked DEEPSPEED, engaged MULTI_CPU"),
+        ("fsdp_use_cpu", "distributed_type: asked FSDP, engaged MULTI_CPU"),
+        ("fsdp_no_wrap", "layers_wrapped: asked True, engaged False"),
+    ],
+)
+def test_a_silent_fallback_is_refused_on_every_rank_and_both_are_shown(outcomes, name, said):
+    for rank in outcomes:
+        assert rank[name]["ended"] == "refused", rank[name]
+        assert said in rank[name]["text"]
+
+
+def test_a_fact_that_was_not_asked_for_is_not_compared():
+    asked = Asked(strategy=STRATEGIES["zero3"], num_processes=2).after_first_step()
+    assert "gradient_dtypes" not in asked
+    assert "gradient_clipping" not in asked
+
+
+def test_every_difference_is_listed_with_its_rank():
+    asked = Asked(strategy=STRATEGIES["zero3"], num_processes=2, precision="bf16")
+    wanted = asked.before_first_step()
+    engaged = wanted | {"zero_stage": 2, "sharded_fraction": 0.53, "parameter_dtypes": ["float32"]}
+    found = compare(wanted, engaged, rank=1)
+    assert [str(mismatch) for mismatch in found] == [
+        "zero_stage: asked 3, engaged 2 (rank 1)",
+        "parameter_dtypes: asked ['bfloat16'], engaged ['float32'] (rank 1)",
+    ]
+
+
+def test_a_fact_that_nobody_saw_is_a_difference():
+    asked = Asked(strategy=STRATEGIES["ddp"], num_processes=2, precision="no").after_first_step()
+    found = {mismatch.what: mismatch.engaged for mismatch in compare(asked, {}, rank=0)}
+    assert found == {"reduce_dtype": "unknown", "gradient_dtypes": "unknown"}
+
+
+def test_a_bare_process_on_two_gpus_is_refused_with_the_way_out(tmp_path):
+    """Where the Trainer would turn to nn.DataParallel; two GPUs are told to its arguments."""
+    from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+    from toolkit import ToolkitTrainer, UsageError
+
+    args = TrainingArguments(output_dir=str(tmp_path), report_to="none")
+    assert args.device == torch.device("cpu")
+    args._n_gpu = 2
+    config = LlamaConfig(
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+    )
+    with pytest.raises(UsageError, match="nn.DataParallel") as caught:
+        ToolkitTrainer(model=LlamaForCausalLM(config), args=args)
+    assert "accelerate launch" in str(caught.value)

@@ -1,0 +1,152 @@
+"""Scripts that know nothing of the toolkit, under configs made for GPUs, on a machine without."""
+
+import ast
+import inspect
+import json
+import re
+
+import pytest
+from places import SCRIPTS
+
+STRATEGIES = ("ddp", "zero3", "fsdp")
+ENGAGED = {
+    "ddp": "distributed_type MULTI_GPU, num_processes 2, zero_stage 0, sharded_fraction 1.0",
+    "zero3": "distributed_type DEEPSPEED, num_processes 2, zero_stage 3, sharded_fraction 0.5",
+    "fsdp": "distributed_type FSDP, num_processes 2, zero_stage 0, sharded_fraction 0.5",
+}
+
+
+def losses_of(done, marker="LOSSES "):
+    line = next(line for line in done.stdout.splitlines() if line.startswith(marker))
+    return json.loads(line.removeprefix(marker))
+
+
+@pytest.fixture(scope="module")
+def accelerator_runs(launch):
+    script = SCRIPTS / "plain_accelerator.py"
+    runs = {name: launch(name, "-m", "toolkit.rehearse", script, "1.0") for name in STRATEGIES}
+    return runs | {"unclipped": launch("zero3", "-m", "toolkit.rehearse", script)}
+
+
+@pytest.fixture(scope="module")
+def trainer_runs(launch, tmp_path_factory):
+    script = SCRIPTS / "plain_trainer.py"
+    folder = tmp_path_factory.mktemp("trainer")
+    return folder, {
+        name: launch(name, "-m", "toolkit.rehearse", script, folder / name) for name in STRATEGIES
+    }
+
+
+@pytest.fixture(scope="module")
+def sft_runs(launch, launch_environment, tmp_path_factory):
+    """TRL's own script, on a data set folder, with the built-in model."""
+    import os
+    import subprocess
+    import sys
+
+    build = "from toolkit.training.model import build_model; print(build_model())"
+    built = subprocess.run(
+        [sys.executable, "-c", build],
+        env=os.environ | launch_environment,
+        text=True,
+        capture_output=True,
+        check=True,
+    )
+    folder = tmp_path_factory.mktemp("sft")
+    data = folder / "data"
+    data.mkdir()
+    rows = [
+        {"prompt": f"def f{i}(x, y):\n", "completion": f"Add x and y, {i} times over.\n"}
+        for i in range(64)
+    ]
+    (data / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = {
+        "--model_name_or_path": built.stdout.splitlines()[-1],
+        "--dtype": "float32",
+        "--dataset_name": str(data),
+        "--max_steps": "4",
+        "--per_device_train_batch_size": "2",
+        "--logging_steps": "1",
+        "--report_to": "none",
+        "--bf16": "False",
+        "--save_strategy": "no",
+    }
+    words = [word for pair in flags.items() for word in pair]
+    return {
+        name: launch(
+            *(name, "-m", "toolkit.rehearse", "-m", "trl.scripts.sft", *words),
+            *("--output_dir", folder / name),
+        )
+        for name in STRATEGIES
+    }
+
+
+def test_a_plain_accelerator_script_engages_what_was_asked(accelerator_runs):
+    for name in STRATEGIES:
+        done = accelerator_runs[name]
+        assert done.returncode == 0, done.stdout
+        assert f"attested {name}: {ENGAGED[name]}" in done.stdout, done.stdout
+        assert "rehearsal: 2 ranks" in done.stdout
+
+
+def test_a_plain_accelerator_script_learns_the_same_everywhere(accelerator_runs):
+    control = losses_of(accelerator_runs["ddp"])
+    assert len(control) == 8
+    for name in ("zero3", "fsdp"):
+        assert losses_of(accelerator_runs[name]) == pytest.approx(control, abs=1e-5), name
+
+
+def test_what_a_script_clips_is_named_and_what_deepspeed_clips_instead(accelerator_runs):
+    assert "toolkit: the script clips at 1.0" in accelerator_runs["fsdp"].stdout
+    assert "toolkit: DeepSpeed clips at 1.0" in accelerator_runs["zero3"].stdout
+    said = "the script does not clip, DeepSpeed does, at 1.0"
+    assert said in accelerator_runs["unclipped"].stdout
+
+
+def test_a_plain_trainer_script_engages_what_was_asked_and_learns_the_same(trainer_runs):
+    folder, runs = trainer_runs
+    control = losses_of(runs["ddp"])
+    assert len(control) == 6
+    for name, done in runs.items():
+        assert done.returncode == 0, done.stdout
+        assert f"attested {name}: {ENGAGED[name]}" in done.stdout, done.stdout
+        assert losses_of(done) == pytest.approx(control, abs=1e-5), name
+        # The bundled files let a stock Trainer save a whole model under every backend.
+        assert (folder / name / "saved" / "model.safetensors").stat().st_size > 500_000
+
+
+def test_trls_sft_script_engages_what_was_asked_and_learns_the_same(sft_runs):
+    def losses(done):
+        logged = re.findall(r"\{'loss': .*?\}", done.stdout)
+        return [float(ast.literal_eval(entry)["loss"]) for entry in logged]
+
+    control = losses(sft_runs["ddp"])
+    assert len(control) == 4, sft_runs["ddp"].stdout
+    for name, done in sft_runs.items():
+        assert done.returncode == 0, done.stdout
+        assert f"attested {name}: {ENGAGED[name]}" in done.stdout, done.stdout
+        # The script prints four digits.
+        assert losses(done) == pytest.approx(control, abs=2e-3), name
+
+
+def test_a_script_that_is_not_there_is_one_sentence(launch):
+    done = launch("single", "-m", "toolkit.rehearse", "no_such_script.py")
+    assert "There is no script no_such_script.py here" in done.stdout
+    assert done.returncode != 0
+
+
+def test_the_places_inside_accelerate_that_a_rehearsal_changes_are_still_there():
+    """Fails when accelerate moves what `toolkit/rehearse.py` hooks into."""
+    from accelerate.state import PartialState
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from transformers import training_args
+
+    assert list(inspect.signature(PartialState._prepare_backend).parameters) == [
+        "self",
+        "cpu",
+        "sagemaker_dp",
+        "backend",
+    ]
+    assert "ACCELERATE_TORCH_DEVICE" in inspect.getsource(PartialState.__init__)
+    assert "cpu_offload" in inspect.getsource(FullyShardedDataParallelPlugin.set_cpu_offload)
+    assert callable(training_args.is_torch_bf16_gpu_available)

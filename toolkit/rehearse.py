@@ -1,0 +1,277 @@
+"""Run any script, ours or not, under a config made for GPUs on a machine without them.
+
+    accelerate launch --config_file zero3.yaml -m toolkit.rehearse script.py --its --own flags
+
+The processes, the collectives (gloo) and the engines are real; only the device is the CPU.
+Left alone, Accelerate 1.15 starts the same ranks without a GPU and lets each believe that it
+is alone (`DistributedType.NO`), or runs plain DDP for every backend when asked for the CPU
+(state.py, `_prepare_backend`). With as many GPUs as ranks, nothing here changes anything.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import importlib.util
+import json
+import os
+import runpy
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from toolkit.configs import fit_to_run
+from toolkit.configs.requested import DEEPSPEED_FILE, read_deepspeed_config
+from toolkit.environment import has_compiler
+from toolkit.errors import UsageError
+from toolkit.launching.builds import clear_stale_locks, unbuilt
+from toolkit.launching.ranks import die_with_parent
+from toolkit.launching.status import STATUS_DIR, StatusFile, guard
+
+USAGE = (
+    "Usage: accelerate launch --config_file FILE -m toolkit.rehearse SCRIPT.py [ARGS], "
+    "or -m toolkit.rehearse -m MODULE [ARGS]"
+)
+
+RANK_0_SPEAKS_SECONDS = 5.0
+
+
+def main() -> None:
+    """Run the script named on the command line in this rank.
+
+    Leaves with the script's own status; 2 for a mistake of the user's, 3 when refused.
+    """
+    die_with_launcher()
+    quiet()
+    from toolkit.measuring.attestation import Refused
+
+    code = 0
+    try:
+        run_script = _script(sys.argv[1:])
+        folder = os.environ.get(STATUS_DIR)
+        rank = int(os.environ.get("RANK", "0"))
+        status = None if folder is None else StatusFile(Path(folder), rank)
+        with guard(status, refused_by=(Refused,)) if status else contextlib.nullcontext():
+            rehearsal = rehearse_if_needed()
+            if not rehearsal and DEEPSPEED_FILE in os.environ and local_rank() == 0:
+                _say_builds(read_deepspeed_config(os.environ))
+            from toolkit.measuring.foreign import watch
+
+            with watch(rehearsal=rehearsal):
+                run_script()
+    except UsageError as error:
+        code = told(2, str(error))
+    except Refused as error:
+        code = told(3, f"refused: {error}")
+    if code:
+        raise SystemExit(code)
+
+
+def told(code: int, text: str) -> int:
+    """Say on rank 0 why all ranks leave, and return the status to leave with."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"toolkit: {text}", file=sys.stderr, flush=True)  # noqa: T201
+    else:
+        # The first rank to leave has the launcher end the others: rank 0 speaks before.
+        time.sleep(RANK_0_SPEAKS_SECONDS)
+    return code
+
+
+def _script(arguments: list[str]) -> Callable[[], object]:
+    """Return the call that runs the script as `python SCRIPT` or `python -m MODULE` would."""
+    if arguments[:1] == ["-m"]:
+        name = arguments[1] if len(arguments) > 1 else ""
+        try:
+            found = bool(name) and importlib.util.find_spec(name) is not None
+        except ModuleNotFoundError:
+            found = False
+        if not found:
+            raise UsageError(f"There is no module {name!r} to rehearse. {USAGE}")
+
+        def run_module() -> object:
+            sys.argv = arguments[1:]
+            return runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+        return run_module
+    if not arguments:
+        raise UsageError(f"Name the script to rehearse. {USAGE}")
+    script = Path(arguments[0])
+    if not script.is_file():
+        raise UsageError(f"There is no script {script} here ({Path.cwd()}). {USAGE}")
+
+    def run_path() -> object:
+        sys.argv = arguments
+        sys.path[0] = str(script.parent.resolve())
+        return runpy.run_path(str(script), run_name="__main__")
+
+    return run_path
+
+
+def die_with_launcher() -> None:
+    """Don't outlive the launcher. A process that no launcher started may outlive its shell."""
+    if {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys():
+        die_with_parent()
+
+
+def rehearse_if_needed() -> bool:
+    """Move this rank to the CPU when the machine has fewer GPUs than ranks.
+
+    Must run before anything in the process asks CUDA or Accelerate for a device.
+
+    Returns:
+        Whether this is a rehearsal.
+    """
+    import torch
+
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    found = torch.accelerator.device_count()
+    if found >= ranks:
+        return False
+    if local_rank() == 0:
+        hidden = f" The {found} found stay hidden." if found else ""
+        many = "rank" if ranks == 1 else "ranks"
+        _say(f"rehearsal: {ranks} {many}, {found} GPUs. Training runs on the CPU.{hidden}")
+    os.environ |= {
+        "CUDA_VISIBLE_DEVICES": "",
+        "ACCELERATE_TORCH_DEVICE": "cpu",
+        "ACCELERATE_BYPASS_DEVICE_MAP": "true",  # DDP gets no device_ids
+        "DS_ACCELERATOR": "cpu",
+    }
+    on_one_machine = os.environ.get("WORLD_SIZE", "1") == str(ranks)
+    if on_one_machine and "lo" in {name for _, name in socket.if_nameindex()}:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if DEEPSPEED_FILE in os.environ:
+        use_deepspeed_config(read_deepspeed_config(os.environ), rehearsal=True)
+    _patch_accelerate()
+    _patch_transformers()
+    return True
+
+
+def use_deepspeed_config(config: dict[str, Any], **fit: Any) -> list[str]:
+    """Hand this rank's Accelerate a fitted config, and return what was changed."""
+    launch = f"launch-{os.getppid()}"  # the launcher is the parent of all its ranks
+    fitted = fit_to_run(config, can_build=has_compiler(), launch=launch, **fit)
+    text = json.dumps(fitted.config).encode()
+    os.environ[DEEPSPEED_FILE] = base64.urlsafe_b64encode(text).decode()
+    if local_rank() == 0:
+        for change in fitted.changes:
+            _say(f"deepspeed: {change}")
+        _say_builds(fitted.config)
+    return fitted.changes
+
+
+def _say_builds(config: dict[str, Any]) -> None:
+    """Name what DeepSpeed is about to compile, and clear the locks that it would wait for."""
+    for lock in clear_stale_locks():
+        _say(f"removed the lock of a build that was killed: {lock}")
+    zero = config.get("zero_optimization", {})
+    devices = [zero.get(key, {}).get("device") for key in ("offload_optimizer", "offload_param")]
+    parts = ["async_io", "pin_memory"] if "nvme" in devices else []
+    if devices[0] in ("cpu", "nvme") and config.get("zero_force_ds_cpu_optimizer", True):
+        parts.append("cpu_adam")
+    if missing := unbuilt(parts):
+        _say(f"DeepSpeed compiles {' and '.join(missing)} now, once; it takes some minutes")
+
+
+def quiet() -> None:
+    """Silence what a rank would say N times and a user can do nothing about."""
+    warnings.filterwarnings(
+        "ignore",
+        # DeepSpeed 0.19.8 calls names that torch 2.13 deprecates.
+        message=r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated",
+        category=FutureWarning,
+    )
+
+
+def _patch_accelerate() -> None:
+    """Let Accelerate 1.15 take gloo ranks for GPU ranks; every engine then follows its own path.
+
+    A public way is missing: huggingface/accelerate#2741 (a CPU launch starts one process) and
+    state.py's `not cpu` before FSDP and DeepSpeed. tests/test_rehearse.py fails when this moves.
+    """
+    import torch
+    from accelerate import Accelerator
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import get_fsdp2_grad_scaler
+
+    original = PartialState._prepare_backend
+
+    def prepare_backend(
+        self: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
+    ) -> tuple[str | None, DistributedType]:
+        if cpu or "LOCAL_RANK" not in os.environ:
+            return original(self, cpu, sagemaker_dp, backend)
+        if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+            _patch_deepspeed()
+        return "gloo", DistributedType.MULTI_GPU
+
+    PartialState._prepare_backend = prepare_backend
+
+    set_cpu_offload = FullyShardedDataParallelPlugin.set_cpu_offload
+
+    def set_cpu_offload_unpinned(self: Any) -> None:
+        set_cpu_offload(self)
+        # CPUOffloadPolicy pins memory by default, which needs a GPU.
+        if getattr(self.cpu_offload, "pin_memory", False):
+            from torch.distributed.fsdp import CPUOffloadPolicy
+
+            self.cpu_offload = CPUOffloadPolicy(pin_memory=False)
+
+    FullyShardedDataParallelPlugin.set_cpu_offload = set_cpu_offload_unpinned
+
+    init = Accelerator.__init__
+
+    def init_with_fp16(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        # On a CPU Accelerate silently computes in fp32 when fp16 is asked, though torch can do it.
+        if self.state.mixed_precision == "fp16" and self.device.type == "cpu":
+            self.native_amp = True
+            self.scaler = (
+                get_fsdp2_grad_scaler(device="cpu")
+                if self.is_fsdp2
+                else torch.amp.GradScaler("cpu")
+            )
+
+    Accelerator.__init__ = init_with_fp16
+
+
+def _patch_deepspeed() -> None:
+    """Skip DeepSpeed's shared-memory op: a minute of compiling for inference alone.
+
+    `deepspeed/comm/torch.py` builds it for every CPU process group and uses it in
+    `inference_all_reduce` only; training's collectives stay on gloo.
+    """
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def _patch_transformers() -> None:
+    """Let `TrainingArguments(bf16=True)` through: a CPU computes in bf16, only slower."""
+    import transformers.training_args
+    import transformers.utils
+    import transformers.utils.import_utils
+
+    for module in (
+        transformers.utils,
+        transformers.utils.import_utils,
+        transformers.training_args,
+    ):
+        module.is_torch_bf16_gpu_available = lambda: True
+
+
+def local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _say(text: str) -> None:
+    print(f"toolkit: {text}", flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
