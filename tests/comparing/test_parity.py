@@ -1,0 +1,281 @@
+import math
+
+import numpy as np
+import pytest
+
+from toolkit.comparing.parity import (
+    GATED_STEPS,
+    GATES,
+    broken_sentence,
+    first_common_step,
+    judge,
+    judge_control,
+)
+
+ALL_GATES = {"loss": True, "grad_norm": True, "weights": True, "data": True}
+START = {"a": np.zeros((2, 3), np.float32)}
+
+
+@pytest.fixture
+def compare(tmp_path, make_record, write_weights):
+    """Judge a run whose record has `changes` against a control of one process."""
+    start = write_weights(tmp_path / "start", START)
+
+    def judged(*, weights=1.0, control=None, first_step=1, steps=4, ranks=2, **changes):
+        write_weights(tmp_path / "run" / "final", {"a": np.full((2, 3), weights, np.float32)})
+        write_weights(tmp_path / "control" / "final", {"a": np.ones((2, 3), np.float32)})
+        reference = make_record(strategy="single", ranks=1, steps=steps, start=start)
+        record = make_record(steps=steps, ranks=ranks, start=start) | changes
+        return judge(
+            record,
+            reference | (control or {}),
+            folder=tmp_path / "run",
+            control_folder=tmp_path / "control",
+            first_step=first_step,
+        )
+
+    return judged
+
+
+def losses_with(change, *, at, steps=4):
+    losses = [5.0 - step / 10 for step in range(steps)]
+    losses[at - 1] += change
+    return losses
+
+
+def only_broken(judgement, gate):
+    assert judgement.gates == ALL_GATES | {gate: False}
+    (broken,) = judgement.broken
+    assert broken["gate"] == gate
+    return broken
+
+
+def test_an_equal_run_holds_every_gate(compare):
+    judgement = compare()
+    assert judgement.gates == ALL_GATES
+    assert judgement.broken == []
+    assert judgement.loss_gap == {"max": 0.0, "mean": 0.0}
+    assert judgement.grad_norm_gap == judgement.weight_gap == 0.0
+
+
+def test_rounding_holds_every_gate(compare):
+    judgement = compare(
+        losses=losses_with(1.4e-6, at=3), grad_norms=[2.0 + 9e-5] * 4, weights=1 + 5.6e-5
+    )
+    assert judgement.gates == ALL_GATES
+    assert judgement.loss_gap["max"] == pytest.approx(1.4e-6, rel=1e-3)
+    assert judgement.loss_gap["mean"] == pytest.approx(1.4e-6 / 4, rel=1e-3)
+    assert judgement.grad_norm_gap == pytest.approx(4.5e-5, rel=1e-3)
+    assert judgement.weight_gap == pytest.approx(5.6e-5, rel=1e-2)
+
+
+def test_the_mean_gap_has_a_sign(compare):
+    below = [loss - 1e-6 for loss in losses_with(0, at=1)]
+    assert compare(losses=below).loss_gap["mean"] == pytest.approx(-1e-6, rel=1e-3)
+
+
+def test_a_loss_apart_breaks_its_gate_at_its_step(compare):
+    broken = only_broken(compare(losses=losses_with(2e-5, at=3)), "loss")
+    assert broken["first_step"] == 3
+    assert broken["value"] == pytest.approx(2e-5, rel=1e-3)
+    assert broken["limit"] == 1e-5
+    assert broken_sentence(broken) == (
+        "ddp-trainer: the loss gate broke at step 3: "
+        "loss apart from the control's (is 2.00e-05, limit 1.00e-05)."
+    )
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_shown_as_what_it_is(compare, loss):
+    losses = losses_with(0, at=1)
+    losses[1] = loss
+    judgement = compare(losses=losses)
+    broken = only_broken(judgement, "loss")
+    assert broken["first_step"] == 2
+    assert str(broken["value"]) == str(loss)
+    assert not math.isfinite(judgement.loss_gap["max"])
+
+
+def test_losses_that_are_not_finite_on_both_sides_are_no_agreement(compare):
+    losses = [5.0, math.inf, 4.8, 4.7]
+    assert compare(losses=losses, control={"losses": losses}).gates["loss"] is False
+
+
+def test_doubled_gradients_break_the_gradient_gate_and_no_other(compare):
+    broken = only_broken(
+        compare(grad_norms=[4.0] * 4, losses=losses_with(4.8e-7, at=4)), "grad_norm"
+    )
+    assert (broken["first_step"], broken["value"], broken["limit"]) == (1, 1.0, 5e-4)
+
+
+def test_weights_apart_break_their_gate(compare):
+    broken = only_broken(compare(weights=1 + 8.6e-4), "weights")
+    assert broken["first_step"] is None
+    assert broken["value"] == pytest.approx(8.6e-4, rel=1e-2)
+
+
+def test_weights_are_not_gated_after_many_steps_but_the_gap_stands(compare):
+    judgement = compare(steps=GATED_STEPS + 1, weights=2.0)
+    assert judgement.weight_gap == pytest.approx(1.0)
+    assert "weights" not in judgement.gates
+    assert "21 steps" in judgement.not_measured["gates.weights"]
+
+
+def test_later_steps_are_reported_and_not_gated(compare):
+    steps = GATED_STEPS + 10
+    judgement = compare(
+        steps=steps,
+        losses=losses_with(0.5, at=GATED_STEPS + 1, steps=steps),
+        grad_norms=[2.0] * GATED_STEPS + [3.0] * 10,
+    )
+    assert judgement.gates["loss"]
+    assert judgement.gates["grad_norm"]
+    assert judgement.loss_gap["max"] == pytest.approx(0.5)
+    assert judgement.grad_norm_gap == pytest.approx(0.5)
+
+
+def test_the_last_gated_step_is_gated(compare):
+    losses = losses_with(0.5, at=GATED_STEPS, steps=GATED_STEPS + 10)
+    judgement = compare(steps=GATED_STEPS + 10, losses=losses)
+    assert judgement.broken[0]["first_step"] == GATED_STEPS
+
+
+def test_the_same_rows_on_both_ranks_break_the_data_gate(compare):
+    ids = [[[0, 1, 2, 3], [0, 1, 2, 3]]] * 4
+    broken = only_broken(compare(sample_ids=ids), "data")
+    assert broken["first_step"] == 1
+    assert "read by 2 ranks" in broken["reason"]
+
+
+def test_the_rows_of_another_step_break_the_data_gate(compare, make_record):
+    ids = make_record()["sample_ids"]
+    ids[2] = [[0, 1, 2, 3], [4, 5, 6, 99]]
+    broken = only_broken(compare(sample_ids=ids), "data")
+    assert broken["first_step"] == 3
+    assert "7" in broken["reason"]
+    assert "99" in broken["reason"]
+
+
+def test_another_split_of_the_same_rows_is_the_same_data(compare):
+    assert compare(sample_ids=[[[7, 5, 3, 1], [0, 2, 4, 6]]] * 4).gates == ALL_GATES
+
+
+def test_the_rows_of_one_rank_alone_break_the_data_gate(compare):
+    broken = only_broken(compare(sample_ids=[[list(range(8))]] * 4), "data")
+    assert "1 ranks were recorded, there are 2" in broken["reason"]
+
+
+def test_other_data_break_the_data_gate(compare):
+    data = {"name": "stdlib", "hash": "other", "rows": 100}
+    assert "other data" in only_broken(compare(data=data), "data")["reason"]
+
+
+def test_later_rows_that_differ_are_noted(compare, make_record):
+    steps = GATED_STEPS + 2
+    ids = make_record(steps=steps)["sample_ids"]
+    ids[-1] = [[0, 1, 2, 3], [4, 5, 6, 99]]
+    judgement = compare(steps=steps, sample_ids=ids)
+    assert judgement.gates["data"]
+    assert judgement.notes[0].startswith(f"step {steps}:")
+
+
+def test_a_run_that_stopped_early_holds_no_step_gate(compare):
+    judgement = compare(losses=[5.0, 4.9], grad_norms=[2.0, 2.0], sample_ids=[[[0], [1]]] * 2)
+    assert (
+        judgement.gates["loss"] is judgement.gates["grad_norm"] is judgement.gates["data"] is False
+    )
+    assert judgement.broken[0]["first_step"] == 3
+    assert "2 steps, the control 4" in judgement.broken[0]["reason"]
+
+
+def test_two_runs_that_both_stopped_early_hold_no_gate(compare):
+    short = {"losses": [5.0], "grad_norms": [2.0]}
+    judgement = compare(**short, control=short)
+    assert judgement.gates["loss"] is False
+    assert "asked were 4" in judgement.broken[0]["reason"]
+
+
+def test_gradient_norms_that_only_the_control_has_are_no_pass(compare):
+    assert only_broken(compare(grad_norms=None), "grad_norm")["first_step"] == 1
+    assert only_broken(compare(grad_norms=[2.0, None, 2.0, 2.0]), "grad_norm")["first_step"] == 2
+
+
+def test_gradient_norms_that_the_control_lacks_cannot_be_judged(compare):
+    judgement = compare(control={"grad_norms": None})
+    assert "grad_norm" not in judgement.gates
+    assert "the control has no gradient norms" in judgement.not_measured["gates.grad_norm"]
+
+
+def test_sample_ids_that_are_missing_are_no_pass(compare):
+    assert "no sample ids" in only_broken(compare(sample_ids=None), "data")["reason"]
+    judgement = compare(control={"sample_ids": None})
+    assert "data" not in judgement.gates
+    assert "gates.data" in judgement.not_measured
+
+
+def test_weights_that_the_run_did_not_save_are_no_pass(compare):
+    assert "saved no weights" in only_broken(compare(final=None), "weights")["reason"]
+
+
+def test_weights_without_a_known_start_cannot_be_judged(compare):
+    model = {"name": "tiny", "path": None, "parameters": 6}
+    judgement = compare(model=model, control={"model": model})
+    assert "weights" not in judgement.gates
+    assert judgement.weight_gap is None
+    assert "starting weights" in judgement.not_measured["weight_gap"]
+
+
+def test_another_start_breaks_the_weights_gate(compare):
+    model = {"name": "tiny", "path": "/elsewhere", "parameters": 6}
+    assert "started from /elsewhere" in only_broken(compare(model=model), "weights")["reason"]
+
+
+def test_fp16_is_compared_from_the_first_step_that_no_run_skipped(compare, make_record):
+    records = [make_record(skipped_steps=steps) for steps in ([1], [1, 2], [])]
+    assert first_common_step(records) == 3
+    losses = [math.inf, 9.0, 4.8, 4.7]
+    norms = [math.inf, math.inf, 2.0, 2.0]
+    fp16 = {"precision": "fp16", "losses": losses, "grad_norms": norms, "skipped_steps": [1, 2]}
+    judgement = compare(**fp16, control={"skipped_steps": [1, 2]}, first_step=3)
+    assert judgement.gates == ALL_GATES
+    assert judgement.loss_gap["max"] == pytest.approx(0.0)
+
+
+def test_fp16_runs_that_skipped_different_steps_have_no_comparable_weights(compare):
+    judgement = compare(precision="fp16", skipped_steps=[1], first_step=2, weights=9.0)
+    assert "weights" not in judgement.gates
+    assert "skipped different steps" in judgement.not_measured["gates.weights"]
+
+
+def test_fp16_runs_that_skipped_different_steps_are_shown_and_not_gated(compare):
+    apart = [5.0, 4.9, 9.9, 9.9]
+    judgement = compare(precision="fp16", skipped_steps=[1], losses=apart, first_step=2)
+    assert not {"loss", "grad_norm"} & judgement.gates.keys()
+    assert not judgement.broken
+    assert judgement.loss_gap["max"] > 1
+    assert "[1] and []" in judgement.not_measured["gates.loss"]
+
+
+def test_fp16_that_diverged_is_no_pass_whatever_it_skipped(compare):
+    lost = [5.0, 4.9, math.nan, math.nan]
+    judgement = compare(precision="fp16", skipped_steps=[3, 4], losses=lost, first_step=1)
+    assert judgement.gates["loss"] is False
+
+
+def test_fp16_that_skipped_every_gated_step_is_no_pass(compare):
+    judgement = compare(precision="fp16", skipped_steps=[1, 2, 3, 4], first_step=5)
+    assert judgement.gates["loss"] is judgement.gates["grad_norm"] is False
+
+
+def test_every_precision_has_gates():
+    assert set(GATES) == {"no", "bf16", "fp16"}
+    assert (GATES["no"].loss, GATES["no"].grad_norm, GATES["no"].weights) == (1e-5, 5e-4, 3e-4)
+
+
+def test_the_control_answers_for_itself(make_record):
+    assert judge_control(make_record(strategy="single", ranks=1)).gates == {}
+    bad = judge_control(make_record(losses=[5.0, math.nan, 4.0, 4.0]))
+    assert bad.gates == {"loss": False}
+    assert bad.broken[0]["first_step"] == 2
+    doubled = judge_control(make_record(sample_ids=[[[0, 1], [0, 1]]] * 4))
+    assert doubled.gates == {"data": False}

@@ -1,0 +1,162 @@
+import pytest
+
+from toolkit.comparing.plan import CompareOptions, build_plan, check_train_flags
+from toolkit.errors import UsageError
+
+
+def plan_of(*strategies, gpus=0, missing=lambda strategy: None, **options):
+    chosen = {"strategies": strategies} if strategies else {}
+    return build_plan(CompareOptions(**chosen, **options), gpus=gpus, missing=missing)
+
+
+def flag_of(run, name):
+    return run.flags[run.flags.index(f"--{name}") + 1]
+
+
+def test_the_default_is_six_strategies_under_the_trainer():
+    plan = plan_of()
+    assert [run.name for run in plan.runs] == [
+        "single-trainer",
+        "ddp-trainer",
+        "zero1-trainer",
+        "zero2-trainer",
+        "zero3-trainer",
+        "fsdp-trainer",
+    ]
+    assert plan.rehearsal
+
+
+def test_every_run_sees_the_same_global_batch():
+    plan = plan_of("single", "ddp", "fsdp_hybrid", global_batch_size=32)
+    for run in plan.runs:
+        rows = run.per_device_train_batch_size * run.gradient_accumulation_steps
+        assert rows * run.num_processes == 32
+
+
+def test_single_reads_the_micro_batches_of_the_ranks_one_after_the_other():
+    single, ddp = plan_of("single", "ddp").runs
+    assert single.per_device_train_batch_size == ddp.per_device_train_batch_size == 4
+    assert single.gradient_accumulation_steps == 2 * ddp.gradient_accumulation_steps
+    assert flag_of(single, "gradient_accumulation_steps") == "4"
+
+
+def test_fsdp_hybrid_gets_four_processes():
+    assert plan_of("single", "fsdp_hybrid").runs[1].num_processes == 4
+
+
+def test_single_is_added_as_the_control_and_said():
+    plan = plan_of("zero2", "fsdp")
+    assert [run.strategy.name for run in plan.runs] == ["single", "zero2", "fsdp"]
+    assert "single is added" in plan.notes[0]
+    assert [run.name for run in plan.fallbacks] == [
+        "single-trainer",
+        "ddp-trainer",
+        "zero1-trainer",
+    ]
+
+
+def test_both_engines_have_one_control():
+    plan = plan_of("ddp", engine="both")
+    assert [run.name for run in plan.runs] == [
+        "single-trainer",
+        "single-loop",
+        "ddp-trainer",
+        "ddp-loop",
+    ]
+    assert {run.engine for run in plan.fallbacks} == {"trainer"}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_precision_goes_to_every_run(precision):
+    for run in plan_of(precision=precision).runs:
+        assert flag_of(run, precision) == "True"
+
+
+def test_a_batch_that_does_not_divide_names_what_would():
+    with pytest.raises(UsageError) as caught:
+        plan_of("ddp", global_batch_size=18)
+    text = str(caught.value)
+    assert "18 rows does not divide" in text
+    assert "--global_batch_size 16 or 20" in text
+    assert "--gradient_accumulation_steps 1 or 3 or 9" in text
+
+
+def test_a_batch_must_divide_for_the_strategy_with_more_processes_too():
+    with pytest.raises(UsageError, match="by 2 and by 4 processes"):
+        plan_of("ddp", "fsdp_hybrid", global_batch_size=4)
+
+
+def test_one_process_is_single_and_nothing_else():
+    assert plan_of("single", num_processes=1).runs[0].num_processes == 1
+    with pytest.raises(UsageError, match="--num_processes 2"):
+        plan_of("ddp", num_processes=1)
+
+
+def test_an_uneven_number_of_processes_does_not_make_two_groups():
+    with pytest.raises(UsageError, match="--num_processes 6"):
+        plan_of("fsdp_hybrid", num_processes=5, global_batch_size=10)
+
+
+def test_an_unknown_strategy_names_the_closest():
+    with pytest.raises(UsageError, match="Did you mean 'zero2'"):
+        plan_of("zero_2")
+
+
+def test_wrong_options_are_named_together():
+    with pytest.raises(UsageError, match="--max_steps.*--engine.*--precision"):
+        CompareOptions(max_steps=0, engine="both of them", precision="fp8")
+
+
+@pytest.mark.parametrize(
+    ("flag", "instead"),
+    [
+        ("--per_device_train_batch_size", "--global_batch_size"),
+        ("--per-device-train-batch-size=8", "--global_batch_size"),
+        ("--output_dir", "--output"),
+        ("--engine", "--engine"),
+        ("--strategy=ddp", "--strategies"),
+        ("--max_steps", "--max_steps"),
+        ("--bf16", "--precision"),
+        ("--fp16=True", "--precision"),
+        ("--tf32", "TF32 off"),
+        ("--dtype", "--precision"),
+        ("--throughput_steps", "--throughput_steps"),
+        ("--save_total_limit", "final weights"),
+        ("--resume_from_checkpoint", "--output"),
+        ("--deepspeed", "--strategies"),
+    ],
+)
+def test_a_flag_that_compare_owns_is_refused_with_its_own_name(flag, instead):
+    with pytest.raises(UsageError) as caught:
+        check_train_flags(["--seed", "1", flag, "8"])
+    assert instead in str(caught.value)
+    assert flag.partition("=")[0].replace("-", "_").lstrip("_") in str(caught.value)
+
+
+def test_other_flags_reach_every_run_as_they_stand():
+    flags = ["--learning_rate", "3e-4", "--seed", "7"]
+    for run in plan_of(train_flags=flags).runs:
+        assert list(run.flags[-4:]) == flags
+
+
+def test_fp16_under_deepspeed_is_skipped_in_a_rehearsal_only():
+    rehearsed = {run.strategy.name: run.skipped for run in plan_of(precision="fp16").runs}
+    assert rehearsed["ddp"] is None
+    assert "fp16 on a CPU" in rehearsed["zero2"]
+    assert all(run.skipped is None for run in plan_of(precision="fp16", gpus=2).runs)
+
+
+def test_what_a_machine_lacks_is_the_reason_to_skip():
+    plan = plan_of("ddp", "zero3_nvme", missing=lambda s: "no libaio" if "nvme" in s.name else None)
+    assert [run.skipped for run in plan.runs] == [None, None, "no libaio"]
+
+
+def test_with_two_gpus_the_strategy_of_four_is_skipped_and_the_others_use_them():
+    plan = plan_of("ddp", "fsdp_hybrid", gpus=2)
+    assert not plan.rehearsal
+    assert plan.runs[1].skipped is None
+    assert "needs 4 GPUs" in plan.runs[2].skipped
+
+
+def test_one_gpu_is_not_enough_for_two_ranks_so_the_control_rehearses_too():
+    assert plan_of("ddp", gpus=1).rehearsal

@@ -1,0 +1,99 @@
+import json
+import math
+import struct
+
+import numpy as np
+import pytest
+
+from toolkit.comparing import weights
+from toolkit.comparing.weights import WeightsError, open_weights, weight_gap
+
+RANDOM = np.random.default_rng(0)
+START = {
+    "embed.weight": RANDOM.normal(size=(5, 3)).astype(np.float32),
+    "norm.weight": np.ones(3, np.float32),
+    "bias": RANDOM.normal(size=4).astype(np.float32),
+}
+
+
+def moved(by, tensors=START):
+    return {name: (tensor + by).astype(tensor.dtype) for name, tensor in tensors.items()}
+
+
+def test_the_gap_is_relative_to_the_way_of_the_control(tmp_path, write_weights):
+    run = write_weights(tmp_path / "run", moved(0.11))
+    control = write_weights(tmp_path / "control", moved(0.10))
+    start = write_weights(tmp_path / "start", START)
+    assert weight_gap(run, control, start) == pytest.approx(0.1, rel=1e-4)
+    assert weight_gap(control, control, start) == 0.0
+
+
+@pytest.mark.parametrize("piece", [1, 4, 1 << 22])
+def test_shards_and_pieces_change_nothing(tmp_path, write_weights, monkeypatch, piece):
+    monkeypatch.setattr(weights, "PIECE", piece)
+    run = write_weights(tmp_path / "run", moved(0.11), shards=2)
+    control = write_weights(tmp_path / "control", moved(0.10))
+    start = write_weights(tmp_path / "start", START, shards=3)
+    assert weight_gap(run, control, start) == pytest.approx(0.1, rel=1e-4)
+
+
+def test_bfloat16_is_read(tmp_path, write_weights):
+    # The upper halves of these float32 numbers are the bfloat16 ones.
+    exact = np.array([1.5, -0.0078125, 3e38, np.inf], np.float32).view(np.uint32) >> 16
+    header = {"a": {"dtype": "BF16", "shape": [4], "data_offsets": [0, 8]}}
+    text = json.dumps(header).encode()
+    run = tmp_path / "run"
+    run.mkdir()
+    file = run / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(text)) + text + exact.astype("<u2").tobytes())
+
+    (numbers,) = open_weights(run)["a"].pieces()
+
+    assert numbers.dtype == np.float64
+    assert numbers.tolist() == (exact.astype(np.uint32) << 16).view(np.float32).tolist()
+
+
+def test_tied_weights_may_be_stored_once_or_twice(tmp_path, write_weights):
+    twice = moved(0.1) | {"lm_head.weight": moved(0.1)["embed.weight"].copy()}
+    run = write_weights(tmp_path / "run", twice)
+    control = write_weights(tmp_path / "control", moved(0.1))
+    start = write_weights(tmp_path / "start", START)
+    assert weight_gap(run, control, start) == 0.0
+    assert weight_gap(control, run, start) == 0.0
+
+
+def test_a_second_matrix_with_numbers_of_its_own_is_no_tied_copy(tmp_path, write_weights):
+    run = write_weights(tmp_path / "run", moved(0.1) | {"lm_head.weight": np.ones((5, 3), "f4")})
+    control = write_weights(tmp_path / "control", moved(0.1))
+    with pytest.raises(WeightsError, match="the control lacks lm_head.weight"):
+        weight_gap(run, control, control)
+
+
+def test_a_missing_tensor_is_named(tmp_path, write_weights):
+    part = {name: tensor for name, tensor in moved(0.1).items() if name != "bias"}
+    run = write_weights(tmp_path / "run", part)
+    control = write_weights(tmp_path / "control", moved(0.1))
+    with pytest.raises(WeightsError, match="the run lacks bias"):
+        weight_gap(run, control, control)
+
+
+def test_a_weight_that_is_not_a_number_gives_a_gap_that_is_none(tmp_path, write_weights):
+    run = write_weights(tmp_path / "run", moved(np.float32(np.nan)))
+    control = write_weights(tmp_path / "control", moved(0.1))
+    start = write_weights(tmp_path / "start", START)
+    assert math.isnan(weight_gap(run, control, start))
+
+
+def test_a_control_that_went_nowhere_is_no_measure(tmp_path, write_weights):
+    start = write_weights(tmp_path / "start", START)
+    with pytest.raises(WeightsError, match="ended where it started"):
+        weight_gap(start, start, start)
+
+
+@pytest.mark.parametrize("cut", [4, 60, -8])
+def test_a_file_that_is_cut_off_is_named(tmp_path, write_weights, cut):
+    start = write_weights(tmp_path / "start", START)
+    torn = write_weights(tmp_path / "torn", START) / "model.safetensors"
+    torn.write_bytes(torn.read_bytes()[:cut])
+    with pytest.raises(WeightsError, match="model.safetensors"):
+        weight_gap(torn.parent, start, start)

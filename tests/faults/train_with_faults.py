@@ -1,0 +1,334 @@
+"""Train one small model many times in one process group: as it should be, then with faults.
+
+    accelerate launch --config_file ddp.yaml tests/faults/train_with_faults.py MODEL OUTPUT NAME ...
+
+Each NAME, `clean` or a key of FAULTS, leaves OUTPUT/NAME/record.json and OUTPUT/NAME/final/. The
+training is the product's own: its data, collator, loop, recorder and save. A fault is put where
+such bugs live, in what the loop calls, and is gone again before the next run.
+"""
+
+from __future__ import annotations
+
+import os
+
+# A control of one process would take the only GPU of a machine, and the others its CPU.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import accelerate.accelerator
+import torch
+from accelerate import Accelerator
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import AcceleratorState, GradientState
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from transformers import AutoModelForCausalLM, TrainingArguments
+
+from toolkit import environment
+from toolkit.measuring.attestation import Asked
+from toolkit.measuring.recorder import Recorder
+from toolkit.rehearse import die_with_launcher, rehearse_if_needed
+from toolkit.results import SCHEMA, write_json
+from toolkit.strategies import get_strategy
+from toolkit.training import loop
+from toolkit.training.arguments import DataArguments, parse
+from toolkit.training.data import Collator, TrainingData, prepare_data, training_rows
+from toolkit.training.model import load_tokenizer
+from toolkit.training.saving import save_model
+
+STEPS = 20
+ROWS = 16
+MICRO_BATCHES = 4
+"""Of one optimizer step, over all ranks: each of two ranks accumulates over two."""
+
+MAX_LENGTH = 64
+MAX_GRAD_NORM = 0.2
+SEED = 42
+
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))
+RANK = int(os.environ.get("RANK", "0"))
+
+
+def main() -> None:
+    """Train once for each name on the command line."""
+    die_with_launcher()
+    model, output, names = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+    rehearse_if_needed()
+    data = prepare_data(DataArguments(max_length=MAX_LENGTH), model)
+    for name in names:
+        folder = output / name
+        if RANK == 0:
+            folder.mkdir(parents=True)
+        run = Run(model_folder=model, data=data, args=arguments(model, folder))
+        with nullcontext() if name == "clean" else FAULTS[name](run):
+            run.go(folder)
+        # Accelerate keeps one state a process, and a new Accelerator would go on with it.
+        GradientState._reset_state()
+        AcceleratorState._reset_state()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # as toolkit.train leaves: a rank that is done sometimes aborts in its exit
+
+
+def arguments(model: str, folder: Path) -> TrainingArguments:
+    flags = {
+        "model_name_or_path": model,
+        "output_dir": folder,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": ROWS // MICRO_BATCHES,
+        "gradient_accumulation_steps": MICRO_BATCHES // RANKS,
+        "max_grad_norm": MAX_GRAD_NORM,
+        "learning_rate": 1e-3,
+        "weight_decay": 0.01,
+        "seed": SEED,
+    }
+    return parse([text for name, value in flags.items() for text in (f"--{name}", str(value))])[-1]
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """One training, and what a fault may change of it."""
+
+    model_folder: str
+    data: TrainingData
+    args: TrainingArguments
+    order_seed: int = SEED
+    load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
+
+    def go(self, folder: Path) -> None:
+        """Train, and leave the record and the final weights in `folder`."""
+        tokenizer = load_tokenizer(self.model_folder)
+        recorder = Recorder(
+            Asked(strategy=get_strategy("ddp" if RANKS > 1 else "single"), num_processes=RANKS),
+            rehearsal=True,
+        )
+        rows = training_rows(
+            self.data.load(),
+            steps=STEPS,
+            global_batch=ROWS,
+            seed=self.order_seed,
+            max_length=MAX_LENGTH,
+        )
+        torch.manual_seed(SEED)
+        model = self.load(self.model_folder, dtype=torch.float32)
+        kept: list[tuple[Accelerator, Any]] = []
+        loop.train_loop(
+            model,
+            self.args,
+            rows,
+            Collator(pad_token_id=tokenizer.pad_token_id),
+            recorder=recorder,
+            scheduled_steps=STEPS,
+            on_step=lambda step, *what: kept.append(what) if step == STEPS else None,
+        )
+        accelerator, wrapped = kept[0]
+        measured = recorder.finish()
+        save_model(accelerator, wrapped, folder / "final", tokenizer=tokenizer)
+        if RANK == 0:
+            write_json(folder / "record.json", self.described(recorder) | measured)
+        accelerator.free_memory()
+
+    def described(self, recorder: Recorder) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "strategy": recorder.asked.strategy.name,
+            "engine": "loop",
+            "precision": "no",
+            "status": "ok",
+            "reason": None,
+            "model": {"name": "small", "path": self.model_folder, "parameters": None},
+            "data": self.data.facts(),
+            "training": {"max_steps": STEPS, "max_grad_norm": MAX_GRAD_NORM},
+            "final": "final",
+            "environment": environment.snapshot(),
+        }
+
+
+# The faults
+
+
+@contextmanager
+def same_data_on_both_ranks(run: Run) -> Iterator[None]:
+    original = accelerate.accelerator.prepare_data_loader
+
+    def not_sharded(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs | {"process_index": 0})
+
+    with patch.object(accelerate.accelerator, "prepare_data_loader", not_sharded):
+        yield
+
+
+@contextmanager
+def other_data_order(run: Run) -> Iterator[None]:
+    run.order_seed += 1
+    yield
+
+
+@contextmanager
+def other_initial_weights(run: Run) -> Iterator[None]:
+    def built_anew(folder: str, **options: Any) -> Any:
+        loaded = AutoModelForCausalLM.from_pretrained(folder, **options)
+        torch.manual_seed(SEED + 1)
+        return type(loaded)(loaded.config)
+
+    run.load = built_anew
+    yield
+
+
+@contextmanager
+def gradients_not_synchronised(run: Run) -> Iterator[None]:
+    original = Accelerator.accumulate
+
+    @contextmanager
+    def accumulate(self: Accelerator, *models: Any) -> Iterator[None]:
+        with original(self, *models), models[0].no_sync():
+            yield
+
+    with patch.object(Accelerator, "accumulate", accumulate):
+        yield
+
+
+@contextmanager
+def adam_for_adamw(run: Run) -> Iterator[None]:
+    original = loop.Trainer.get_optimizer_cls_and_kwargs
+
+    def adam(*args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+        return torch.optim.Adam, original(*args)[1]
+
+    with patch.object(loop.Trainer, "get_optimizer_cls_and_kwargs", adam):
+        yield
+
+
+@contextmanager
+def learning_rate_doubled(run: Run) -> Iterator[None]:
+    run.args.learning_rate *= 2
+    yield
+
+
+@contextmanager
+def dropout_with_a_seed_per_rank(run: Run) -> Iterator[None]:
+    def with_dropout(folder: str, **options: Any) -> Any:
+        model = AutoModelForCausalLM.from_pretrained(folder, attention_dropout=0.1, **options)
+        torch.manual_seed(SEED + RANK)
+        return model
+
+    run.load = with_dropout
+    yield
+
+
+@contextmanager
+def scheduler_stepped_by_every_rank(run: Run) -> Iterator[None]:
+    original = loop.get_scheduler
+
+    def prepared(*args: Any, optimizer: Any, **kwargs: Any) -> AcceleratedScheduler:
+        return AcceleratedScheduler(original(*args, optimizer=optimizer, **kwargs), optimizer)
+
+    with patch.object(loop, "get_scheduler", prepared):
+        yield
+
+
+@contextmanager
+def not_clipped(run: Run) -> Iterator[None]:
+    """The norm is measured as ever, and then not used."""
+    original = Accelerator.clip_grad_norm_
+
+    def measure_only(self: Accelerator, parameters: Any, max_norm: float, *args: Any) -> Any:
+        return original(self, parameters, math.inf, *args)
+
+    with patch.object(Accelerator, "clip_grad_norm_", measure_only):
+        yield
+
+
+@contextmanager
+def clipped_by_the_norm_of_a_shard(run: Run) -> Iterator[None]:
+    """Each rank takes the norm of its own shard for that of all: here the shards lie side by
+    side, as FSDP cuts them, and the first rank's norm is what the loop gets to see."""
+
+    def clip(self: Accelerator, parameters: Any, max_norm: float, *args: Any) -> torch.Tensor:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        shards = zip(*(gradient.chunk(RANKS) for gradient in gradients), strict=True)
+        norms = []
+        for shard in shards:
+            norms.append(torch.nn.utils.get_total_norm(shard))
+            for piece in shard:
+                piece.mul_((max_norm / (norms[-1] + 1e-6)).clamp(max=1.0))
+        return norms[0]
+
+    with patch.object(Accelerator, "clip_grad_norm_", clip):
+        yield
+
+
+@contextmanager
+def adam_epsilon_1e_6(run: Run) -> Iterator[None]:
+    run.args.adam_epsilon = 1e-6
+    yield
+
+
+@contextmanager
+def no_weight_decay(run: Run) -> Iterator[None]:
+    run.args.weight_decay = 0.0
+    yield
+
+
+@contextmanager
+def gradients_rounded_to_bf16(run: Run) -> Iterator[None]:
+    """Only what goes over the wire; PyTorch's own hook for this refuses a CPU."""
+    original = Accelerator.prepare_model
+
+    # DDP compares annotations with classes, and here they are strings.
+    def hook(state, bucket):
+        bucket.set_buffer(bucket.buffer().bfloat16().float())
+        return allreduce_hook(torch.distributed.group.WORLD, bucket)
+
+    def prepare_model(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+        model = original(self, *args, **kwargs)
+        model.register_comm_hook(None, hook)
+        return model
+
+    with patch.object(Accelerator, "prepare_model", prepare_model):
+        yield
+
+
+@contextmanager
+def gradients_doubled(run: Run) -> Iterator[None]:
+    original = Accelerator.backward
+
+    def backward(self: Accelerator, loss: torch.Tensor, **kwargs: Any) -> None:
+        original(self, loss * 2, **kwargs)
+
+    with patch.object(Accelerator, "backward", backward):
+        yield
+
+
+FAULTS: dict[str, Callable[[Run], AbstractContextManager[None]]] = {
+    fault.__name__: fault
+    for fault in (
+        same_data_on_both_ranks,
+        other_data_order,
+        other_initial_weights,
+        gradients_not_synchronised,
+        adam_for_adamw,
+        learning_rate_doubled,
+        dropout_with_a_seed_per_rank,
+        scheduler_stepped_by_every_rank,
+        not_clipped,
+        clipped_by_the_norm_of_a_shard,
+        adam_epsilon_1e_6,
+        no_weight_decay,
+        gradients_rounded_to_bf16,
+        gradients_doubled,
+    )
+}
+
+
+if __name__ == "__main__":
+    main()

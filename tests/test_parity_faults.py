@@ -1,0 +1,123 @@
+"""The gates of a comparison catch what makes a run another training, and let a sound one through.
+
+The 14 faults are those of which the size was measured before the gates were set: from reading
+the same rows on both ranks down to doubled gradients, which move the loss by 5e-7. Clipping is
+active in every step, since it hides the faults of scale.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from toolkit.comparing.parity import Judgement, judge
+from toolkit.configs import ConfigOptions, write_configs
+from toolkit.launching.launch import launch_command
+from toolkit.results import Record, read_record
+from toolkit.strategies import get_strategy
+
+SCRIPT = Path(__file__).parent / "faults" / "train_with_faults.py"
+
+ALL = {"loss", "grad_norm", "weights"}
+FAULTS = {
+    "same_data_on_both_ranks": ALL | {"data"},
+    "other_data_order": ALL | {"data"},
+    "other_initial_weights": ALL,
+    "gradients_not_synchronised": ALL,
+    "adam_for_adamw": ALL,
+    "learning_rate_doubled": ALL,
+    "dropout_with_a_seed_per_rank": ALL,
+    "scheduler_stepped_by_every_rank": ALL,
+    "not_clipped": ALL,
+    "clipped_by_the_norm_of_a_shard": ALL,
+    "adam_epsilon_1e_6": {"loss", "weights"},
+    "no_weight_decay": {"weights"},
+    "gradients_rounded_to_bf16": {"weights"},
+    "gradients_doubled": {"grad_norm"},
+}
+"""Each fault, and the gates that break for it by a margin; others may break as well."""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """Return the folder with the run of each fault, of `clean`, and of `control/clean`."""
+    folder = tmp_path_factory.mktemp("faults")
+    model = write_model(folder / "model")
+    start("single", folder, [model, folder / "control", "clean"])
+    start("ddp", folder, [model, folder, "clean", *FAULTS])
+    return folder
+
+
+def write_model(folder: Path) -> Path:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from toolkit.training.model import build_model, load_tokenizer
+
+    built_in = build_model()
+    load_tokenizer(built_in).save_pretrained(folder)
+    config = AutoConfig.from_pretrained(
+        built_in, hidden_size=64, intermediate_size=160, num_hidden_layers=2
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+def start(strategy: str, folder: Path, arguments: list[object]) -> None:
+    files = write_configs(
+        get_strategy(strategy),
+        folder / f"{strategy}-config",
+        options=ConfigOptions(num_processes=1 if strategy == "single" else 2),
+    )
+    launch = subprocess.run(
+        launch_command(files.accelerate, [str(SCRIPT), *map(str, arguments)]),
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+    )
+    assert launch.returncode == 0, launch.stdout[-6000:]
+
+
+@pytest.fixture(scope="module")
+def control(runs: Path) -> Record:
+    return read_record(runs / "control" / "clean")
+
+
+@pytest.fixture(scope="module")
+def judged(runs: Path, control: Record):
+    def judged(name: str) -> Judgement:
+        return judge(
+            read_record(runs / name),
+            control,
+            folder=runs / name,
+            control_folder=runs / "control" / "clean",
+        )
+
+    return judged
+
+
+def test_clipping_is_active_in_every_step(control: Record) -> None:
+    limit = control["training"]["max_grad_norm"]
+    assert len(control["grad_norms"]) == 20
+    assert min(control["grad_norms"]) > 2 * limit
+
+
+def test_a_sound_run_passes_every_gate(judged) -> None:
+    judgement = judged("clean")
+    assert judgement.gates == dict.fromkeys(("loss", "grad_norm", "weights", "data"), True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "gates"),
+    [pytest.param(*each, id=f"{each[0]}-{'+'.join(sorted(each[1]))}") for each in FAULTS.items()],
+)
+def test_a_fault_breaks_the_gates(judged, fault: str, gates: set[str]) -> None:
+    judgement = judged(fault)
+    assert {gate for gate, held in judgement.gates.items() if not held} >= gates, judgement

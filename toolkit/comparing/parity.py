@@ -1,0 +1,457 @@
+"""Parity: is a run the same training as the control?
+
+Pure functions over two records and two folders of final weights. Loss alone is blind: doubled
+gradients under Adam with clipping move it by less than rounding does. So gradient norms before
+clipping, the weights that came out, and the rows that went in are judged beside it. What cannot
+be judged is not a pass: it is left out of `gates` and its reason stands in `not_measured`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from toolkit.comparing.weights import WeightsError, check_same_names, open_weights, weight_gap
+from toolkit.results import Broken, Gap, Record
+
+GATED_STEPS: Final = 20
+"""Gates end here: rounding grows with every step, and at 200 zero3 had drifted past them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gates:
+    """The largest distances from the control that count as the same training."""
+
+    loss: float
+    """Absolute, per step."""
+
+    grad_norm: float
+    """Relative, per step, before clipping."""
+
+    weights: float
+    """||w - w_control|| / ||w_control - w_start||"""
+
+
+GATES: Final[dict[str, Gates]] = {
+    # Clean runs reach 1.4e-6, 4.6e-5 and 5.6e-5.
+    "no": Gates(loss=1e-5, grad_norm=5e-4, weights=3e-4),
+    # Clean runs of the built-in model reach 1.1e-3 (FSDP2, whose loss is itself rounded to bf16:
+    # 3.2e-2), 2.2e-3 and 5.7e-2.
+    "bf16": Gates(loss=7e-2, grad_norm=1e-2, weights=0.2),
+    # Measured for ddp alone, on a CPU: 2.5e-5, 1.3e-5 and 2.9e-3.
+    "fp16": Gates(loss=2e-2, grad_norm=1e-2, weights=0.2),
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class Judgement:
+    """How far a run is from the control, and which gates held."""
+
+    loss_gap: Gap | None = None
+    grad_norm_gap: float | None = None
+    weight_gap: float | None = None
+    gates: dict[str, bool] = field(default_factory=dict[str, bool])
+    broken: list[Broken] = field(default_factory=list[Broken])
+    not_measured: dict[str, str] = field(default_factory=dict[str, str])
+    notes: list[str] = field(default_factory=list[str])
+
+
+def judge(
+    record: Record, control: Record, *, folder: Path, control_folder: Path, first_step: int = 1
+) -> Judgement:
+    """Compare a run with the control.
+
+    Args:
+        record: The run.
+        control: The control.
+        folder: Where the run's record lies; its final weights lie below.
+        control_folder: The same for the control.
+        first_step: Compare from this step on, see `first_common_step`.
+    """
+    judgement = Judgement()
+    limits = GATES[record["precision"]]
+    judge_losses(judgement, record, control, limit=limits.loss, first_step=first_step)
+    judge_grad_norms(judgement, record, control, limit=limits.grad_norm, first_step=first_step)
+    judge_weights(
+        judgement,
+        record,
+        control,
+        limit=limits.weights,
+        folder=folder,
+        control_folder=control_folder,
+    )
+    judge_data(judgement, record, control)
+    trained = first_step <= min(len(record["losses"]), GATED_STEPS)
+    finite = all(map(math.isfinite, record["losses"]))
+    if trained and finite and sorted(record["skipped_steps"]) != sorted(control["skipped_steps"]):
+        _leave_ungated(judgement, record, control)
+    return judgement
+
+
+def _leave_ungated(judgement: Judgement, record: Record, control: Record) -> None:
+    """Other steps skipped than in the control leave other weights, which no gate can tell from
+    a fault."""
+    for gate in ("loss", "grad_norm"):
+        judgement.gates.pop(gate, None)
+        judgement.not_measured[f"gates.{gate}"] = (
+            f"the run and the control skipped different steps ({record['skipped_steps']} and "
+            f"{control['skipped_steps']}): their weights differ from there on"
+        )
+    judgement.broken = [one for one in judgement.broken if one["gate"] not in ("loss", "grad_norm")]
+
+
+def judge_control(record: Record) -> Judgement:
+    """Judge what can be said of the control by itself."""
+    judgement = Judgement()
+    reason = "this run is the control"
+    judgement.not_measured = dict.fromkeys(
+        ("loss_gap", "grad_norm_gap", "weight_gap", "gates.grad_norm", "gates.weights"), reason
+    )
+    wrong = next((i for i, loss in enumerate(record["losses"], 1) if not math.isfinite(loss)), None)
+    if wrong is not None:
+        _break(
+            judgement,
+            record,
+            "loss",
+            first_step=wrong,
+            value=record["losses"][wrong - 1],
+            limit=None,
+            reason="the loss of the control is not finite",
+        )
+    elif _is_short(record):
+        _break(judgement, record, "loss", reason=_short(record))
+    else:
+        judgement.not_measured["gates.loss"] = reason
+
+    for step, ranks in enumerate(record["sample_ids"] or [], 1):
+        problem = _rank_problem(ranks, record["num_processes"])
+        if problem:
+            _break(judgement, record, "data", first_step=step, reason=problem)
+            break
+    else:
+        judgement.not_measured["gates.data"] = reason
+    return judgement
+
+
+def first_common_step(records: Sequence[Record]) -> int:
+    """Return the first step that no run skipped.
+
+    fp16 starts with a loss scale that overflows; until it has come down a run trains nothing,
+    and backends need not skip the same number of steps.
+    """
+    skipped = {step for record in records for step in record["skipped_steps"]}
+    step = 1
+    while step in skipped:
+        step += 1
+    return step
+
+
+def judge_losses(
+    judgement: Judgement, record: Record, control: Record, *, limit: float, first_step: int = 1
+) -> None:
+    """Gate the loss of every step by its absolute distance."""
+    losses, wanted = record["losses"], control["losses"]
+    steps = range(first_step, min(len(losses), len(wanted)) + 1)
+    if steps:
+        apart = [losses[step - 1] - wanted[step - 1] for step in steps]
+        judgement.loss_gap = Gap(max=_largest(apart), mean=sum(apart) / len(apart))
+    else:
+        judgement.not_measured["loss_gap"] = "the two runs have no step in common"
+
+    for step in steps:
+        if step > GATED_STEPS:
+            break
+        gap = abs(losses[step - 1] - wanted[step - 1])
+        if not gap <= limit:
+            finite = math.isfinite(losses[step - 1])
+            _break(
+                judgement,
+                record,
+                "loss",
+                first_step=step,
+                value=gap if finite else losses[step - 1],
+                limit=limit,
+                reason="loss apart from the control's" if finite else "the loss is not finite",
+            )
+            return
+    if not _same_length(judgement, record, control, "loss", len(losses), len(wanted)):
+        return
+    if first_step > GATED_STEPS or not steps:
+        _break(judgement, record, "loss", limit=limit, reason="no gated step was compared")
+        return
+    judgement.gates["loss"] = True
+
+
+def judge_grad_norms(
+    judgement: Judgement, record: Record, control: Record, *, limit: float, first_step: int = 1
+) -> None:
+    """Gate the gradient norm of every step, before clipping, by its relative distance."""
+    norms, wanted = record["grad_norms"], control["grad_norms"]
+    if wanted is None:
+        reason = control["not_measured"].get("grad_norms", "no reason given")
+        judgement.not_measured["grad_norm_gap"] = f"the control has no gradient norms: {reason}"
+        judgement.not_measured["gates.grad_norm"] = judgement.not_measured["grad_norm_gap"]
+        return
+    if norms is None:
+        reason = record["not_measured"].get("grad_norms", "no reason given")
+        judgement.not_measured["grad_norm_gap"] = f"the run has no gradient norms: {reason}"
+        _break(
+            judgement,
+            record,
+            "grad_norm",
+            first_step=first_step,
+            limit=limit,
+            reason="the run recorded no gradient norms, the control did",
+        )
+        return
+
+    skipped = {*record["skipped_steps"], *control["skipped_steps"]}
+    gaps: dict[int, float] = {}
+    for step in range(first_step, min(len(norms), len(wanted)) + 1):
+        ours, theirs = norms[step - 1], wanted[step - 1]
+        if step in skipped or theirs is None:
+            continue
+        gaps[step] = math.nan if ours is None else _relative(ours, theirs)
+    if gaps:
+        judgement.grad_norm_gap = _largest(gaps.values())
+    else:
+        judgement.not_measured["grad_norm_gap"] = "the two runs have no step in common"
+
+    for step, gap in gaps.items():
+        if step <= GATED_STEPS and not gap <= limit:
+            ours = norms[step - 1]
+            finite = ours is not None and math.isfinite(ours)
+            _break(
+                judgement,
+                record,
+                "grad_norm",
+                first_step=step,
+                value=gap if finite else ours,
+                limit=limit,
+                reason=(
+                    "gradient norm apart from the control's"
+                    if finite
+                    else "the gradient norm is missing or not finite"
+                ),
+            )
+            return
+    if not _same_length(judgement, record, control, "grad_norm", len(norms), len(wanted)):
+        return
+    if not any(step <= GATED_STEPS for step in gaps):
+        _break(judgement, record, "grad_norm", limit=limit, reason="no gated step was compared")
+        return
+    judgement.gates["grad_norm"] = True
+
+
+def judge_weights(
+    judgement: Judgement,
+    record: Record,
+    control: Record,
+    *,
+    limit: float,
+    folder: Path,
+    control_folder: Path,
+) -> None:
+    """Gate the distance of the final weights, in units of the control's own update."""
+
+    def leave_open(reason: str) -> None:
+        judgement.not_measured["weight_gap"] = reason
+        judgement.not_measured["gates.weights"] = reason
+
+    if control["final"] is None:
+        leave_open("the control saved no weights")
+        return
+    reference = control_folder / control["final"]
+    try:
+        open_weights(reference)
+    except WeightsError as error:
+        leave_open(f"the control's weights cannot be read: {error}")
+        return
+
+    try:
+        if record["final"] is None:
+            raise WeightsError("the run saved no weights")
+        check_same_names(folder / record["final"], reference)
+    except WeightsError as error:
+        judgement.not_measured["weight_gap"] = str(error)
+        _break(judgement, record, "weights", limit=limit, reason=str(error))
+        return
+
+    start = control["model"]["path"]
+    if start is None:
+        leave_open("the folder of the starting weights is not known")
+        return
+    if record["model"]["path"] != start:
+        reason = f"the run started from {record['model']['path']}, the control from {start}"
+        judgement.not_measured["weight_gap"] = reason
+        _break(judgement, record, "weights", limit=limit, reason=reason)
+        return
+    try:
+        gap = weight_gap(folder / record["final"], reference, Path(start))
+    except WeightsError as error:
+        leave_open(str(error))
+        return
+
+    judgement.weight_gap = gap
+    if len(control["losses"]) > GATED_STEPS:
+        judgement.not_measured["gates.weights"] = (
+            f"after {len(control['losses'])} steps; weights are gated up to {GATED_STEPS}"
+        )
+    elif sorted(record["skipped_steps"]) != sorted(control["skipped_steps"]):
+        judgement.not_measured["gates.weights"] = (
+            "the run and the control skipped different steps, so they made different updates"
+        )
+    elif gap <= limit:
+        judgement.gates["weights"] = True
+    else:
+        _break(
+            judgement,
+            record,
+            "weights",
+            value=gap,
+            limit=limit,
+            reason="final weights apart from the control's, in units of its update",
+        )
+
+
+def judge_data(judgement: Judgement, record: Record, control: Record) -> None:
+    """Gate the rows: the same in each global step, and no row on two ranks."""
+    ids, wanted = record["sample_ids"], control["sample_ids"]
+    if not wanted:
+        judgement.not_measured["gates.data"] = "the control recorded no sample ids"
+        return
+    if not ids:
+        _break(judgement, record, "data", first_step=1, reason="the run recorded no sample ids")
+        return
+    if record["data"]["hash"] != control["data"]["hash"]:
+        _break(judgement, record, "data", first_step=1, reason="the run read other data")
+        return
+
+    problems = (
+        (step, _rank_problem(ours, record["num_processes"]) or _row_problem(ours, theirs))
+        for step, (ours, theirs) in enumerate(zip(ids, wanted, strict=False), 1)
+    )
+    step, problem = next(((step, text) for step, text in problems if text), (None, None))
+    if step is None and len(ids) != len(wanted):
+        step = min(len(ids), len(wanted)) + 1
+        problem = f"the run recorded the rows of {len(ids)} steps, the control of {len(wanted)}"
+    if step is None or problem is None:
+        judgement.gates["data"] = True
+    elif step > GATED_STEPS:
+        judgement.gates["data"] = True
+        judgement.notes.append(f"step {step}: {problem}")
+    else:
+        _break(judgement, record, "data", first_step=step, reason=problem)
+
+
+def broken_sentence(broken: Broken) -> str:
+    """Say which gate broke, where, and by how much."""
+    where = f" at step {broken['first_step']}" if broken["first_step"] is not None else ""
+    sizes = [
+        f"{name} {size:.2e}"
+        for name, size in (("is", broken["value"]), ("limit", broken["limit"]))
+        if size is not None
+    ]
+    measured = f" ({', '.join(sizes)})" if sizes else ""
+    return (
+        f"{broken['strategy']}-{broken['engine']}: the {broken['gate']} gate broke{where}: "
+        f"{broken['reason']}{measured}."
+    )
+
+
+def _same_length(
+    judgement: Judgement, record: Record, control: Record, gate: str, ours: int, theirs: int
+) -> bool:
+    asked = _asked_steps(record)
+    if ours == theirs and (asked is None or ours == asked):
+        return True
+    reason = f"the run recorded {ours} steps, the control {theirs}"
+    if asked is not None:
+        reason += f", asked were {asked}"
+    _break(judgement, record, gate, first_step=min(ours, theirs) + 1, reason=reason)
+    return False
+
+
+def _asked_steps(record: Record) -> int | None:
+    steps = record["training"].get("max_steps")
+    return steps if isinstance(steps, int) else None
+
+
+def _is_short(record: Record) -> bool:
+    asked = _asked_steps(record)
+    return not record["losses"] or (asked is not None and len(record["losses"]) != asked)
+
+
+def _short(record: Record) -> str:
+    return f"the control recorded {len(record['losses'])} of {_asked_steps(record)} steps"
+
+
+def _rank_problem(ranks: list[list[Any]], num_processes: int) -> str | None:
+    if len(ranks) != num_processes:
+        return f"rows of {len(ranks)} ranks were recorded, there are {num_processes}"
+    if not any(ranks):
+        return "no row was read"
+    owners = Counter(row for rank in ranks for row in set(rank))
+    shared = [row for row, count in owners.items() if count > 1]
+    if shared:
+        return f"row {shared[0]!r} was read by {owners[shared[0]]} ranks"
+    return None
+
+
+def _row_problem(ours: list[list[Any]], theirs: list[list[Any]]) -> str | None:
+    read = Counter(row for rank in ours for row in rank)
+    wanted = Counter(row for rank in theirs for row in rank)
+    if read == wanted:
+        return None
+    extra, missing = (
+        sorted((read - wanted).elements(), key=str),
+        sorted((wanted - read).elements(), key=str),
+    )
+    parts = [
+        f"{len(rows)} rows {what}, such as {rows[0]!r}"
+        for rows, what in ((missing, "of the control's were not read"), (extra, "too many"))
+        if rows
+    ]
+    return "; ".join(parts)
+
+
+def _relative(value: float, reference: float) -> float:
+    if value == reference:
+        return 0.0
+    if reference == 0.0:
+        return math.inf
+    return abs(value - reference) / abs(reference)
+
+
+def _largest(gaps: Any) -> float:
+    """Largest absolute value, or NaN where one of them is: `max` would lose it."""
+    sizes = [abs(gap) for gap in gaps]
+    return math.nan if any(math.isnan(size) for size in sizes) else max(sizes)
+
+
+def _break(
+    judgement: Judgement,
+    record: Record,
+    gate: str,
+    *,
+    reason: str,
+    first_step: int | None = None,
+    value: float | None = None,
+    limit: float | None = None,
+) -> None:
+    judgement.gates[gate] = False
+    judgement.broken.append(
+        Broken(
+            strategy=record["strategy"],
+            engine=record["engine"],
+            gate=gate,
+            first_step=first_step,
+            value=value,
+            limit=limit,
+            reason=reason,
+        )
+    )

@@ -1,0 +1,196 @@
+"""Final weights, read tensor by tensor: how far two runs ended from each other.
+
+safetensors' numpy reader knows no bfloat16, and a whole model in float64 would not fit where
+the model itself did, so the files are mapped and compared in pieces.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+NUMPY_TYPES: Final = {
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "BF16": "<u2",
+    "I64": "<i8",
+    "I32": "<i4",
+    "I16": "<i2",
+    "I8": "|i1",
+    "U8": "|u1",
+    "BOOL": "|b1",
+}
+
+PIECE: Final = 1 << 22
+"""Numbers that are held in float64 at once."""
+
+
+class WeightsError(ValueError):
+    """Weights that cannot be read, or that are not those of the same model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """Where one tensor lies."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    """Bytes from the start of the file."""
+
+    def pieces(self) -> Iterator[NDArray[np.float64]]:
+        """Yield the numbers in order, in float64."""
+        import numpy as np
+
+        count = math.prod(self.shape)
+        if count == 0:
+            return
+        stored = np.memmap(
+            self.file, dtype=NUMPY_TYPES[self.dtype], mode="r", offset=self.offset, shape=(count,)
+        )
+        for begin in range(0, count, PIECE):
+            piece = stored[begin : begin + PIECE]
+            if self.dtype == "BF16":
+                # A bfloat16 is the upper half of a float32.
+                piece = (piece.astype(np.uint32) << 16).view(np.float32)
+            yield piece.astype(np.float64)
+
+
+Weights = dict[str, StoredTensor]
+
+
+def open_weights(folder: Path) -> Weights:
+    """Find every tensor of the model in `folder`, in one file or in several with an index.
+
+    Raises:
+        WeightsError: no safetensors there, or a file that is torn.
+    """
+    index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    if single.is_file():
+        names = [single.name]
+    elif index.is_file():
+        try:
+            weight_map = cast("dict[str, str]", json.loads(index.read_text())["weight_map"])
+        except (ValueError, KeyError) as error:
+            raise WeightsError(f"{index} cannot be read: {error}") from None
+        names = sorted(set(weight_map.values()))
+    else:
+        raise WeightsError(f"{folder} has no model.safetensors")
+
+    weights: Weights = {}
+    for name in names:
+        weights.update(_tensors(folder / name))
+    return weights
+
+
+def weight_gap(folder: Path, control: Path, start: Path) -> float:
+    """Return ||w - w_control|| / ||w_control - w_start|| over all tensors together.
+
+    Measured against the way the control went, not against its own length: at a small learning
+    rate a model is nearly all start, and a run without weight decay would pass.
+
+    Raises:
+        WeightsError: not the same tensors, or nothing to divide by.
+    """
+    run, reference, origin = (open_weights(each) for each in (folder, control, start))
+    names = _same_names(run, reference, "the run", "the control")
+    missing = sorted(names - origin.keys())
+    if missing:
+        raise WeightsError(f"the starting model in {start} lacks {_listed(missing)}")
+
+    apart = 0.0
+    moved = 0.0
+    for name in sorted(names):
+        tensors = (run[name], reference[name], origin[name])
+        if len({tensor.shape for tensor in tensors}) != 1:
+            shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
+            raise WeightsError(f"{name} has other shapes in run, control and start: {shapes}")
+        for ours, theirs, first in zip(*(each.pieces() for each in tensors), strict=True):
+            apart += float(((ours - theirs) ** 2).sum())
+            moved += float(((theirs - first) ** 2).sum())
+    if moved == 0.0:
+        raise WeightsError("the control ended where it started, there is no update to compare")
+    return math.sqrt(apart / moved)
+
+
+def check_same_names(folder: Path, control: Path) -> None:
+    """Raise WeightsError, naming the tensors, unless both folders hold the same ones."""
+    _same_names(open_weights(folder), open_weights(control), "the run", "the control")
+
+
+def _same_names(run: Weights, control: Weights, run_name: str, control_name: str) -> set[str]:
+    common = run.keys() & control.keys()
+    problems: list[str] = []
+    for ours, theirs, where in ((run, control, control_name), (control, run, run_name)):
+        extra = sorted(
+            name for name in ours.keys() - theirs.keys() if not _is_tied_copy(name, common, ours)
+        )
+        if extra:
+            problems.append(f"{where} lacks {_listed(extra)}")
+    if problems:
+        raise WeightsError("; ".join(problems))
+    return set(common)
+
+
+def _is_tied_copy(name: str, common: set[str], weights: Weights) -> bool:
+    """Whether `name` repeats a matrix that both sides have.
+
+    Tied weights are stored once or twice, as the backend gathered them.
+    """
+    tensor = weights[name]
+    if len(tensor.shape) != 2:
+        return False
+    same_shape = [
+        weights[other]
+        for other in common
+        if weights[other].shape == tensor.shape and weights[other].dtype == tensor.dtype
+    ]
+    return any(_equal(tensor, other) for other in same_shape)
+
+
+def _equal(one: StoredTensor, other: StoredTensor) -> bool:
+    return all(bool((a == b).all()) for a, b in zip(one.pieces(), other.pieces(), strict=True))
+
+
+def _tensors(file: Path) -> Weights:
+    try:
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            header = cast("dict[str, dict[str, Any]]", json.loads(opened.read(length)))
+        size = file.stat().st_size
+    except (OSError, struct.error, ValueError, MemoryError, OverflowError) as error:
+        raise WeightsError(f"{file} cannot be read: {error}") from None
+
+    weights: Weights = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        begin, end = entry["data_offsets"]
+        if entry["dtype"] not in NUMPY_TYPES:
+            raise WeightsError(f"{file}: {name} is {entry['dtype']}, which is not compared")
+        if 8 + length + end > size:
+            raise WeightsError(f"{file} is cut off: {name} ends after the file does")
+        weights[name] = StoredTensor(
+            file=file,
+            dtype=entry["dtype"],
+            shape=tuple(entry["shape"]),
+            offset=8 + length + begin,
+        )
+    return weights
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:5])
+    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown
