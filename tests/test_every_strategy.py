@@ -1,0 +1,183 @@
+"""Two real processes train under every strategy; four under `fsdp_hybrid`."""
+
+import pytest
+from safetensors import safe_open
+
+from toolkit import environment
+from toolkit.comparing.report import load_results
+from toolkit.results import read_record
+from toolkit.strategies import STRATEGIES
+
+USUAL = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp")
+OTHERS = tuple(name for name in STRATEGIES if name not in USUAL)
+
+
+@pytest.fixture(scope="module")
+def usual(toolkit, tmp_path_factory):
+    """The six under both engines, parity on ragged rows and speed on packed ones."""
+    folder = tmp_path_factory.mktemp("usual") / "runs"
+    done = toolkit(
+        *("compare", "--strategies", ",".join(USUAL), "--engine", "both", "--output", folder),
+        *("--max_steps", 10, "--throughput_steps", 4),
+    )
+    return done, folder, load_results(folder)
+
+
+@pytest.fixture(scope="module")
+def others(toolkit, tmp_path_factory):
+    """The other six. Their control is added by the comparison."""
+    folder = tmp_path_factory.mktemp("others") / "runs"
+    done = toolkit(
+        *("compare", "--strategies", ",".join(OTHERS), "--output", folder),
+        *("--max_steps", 10, "--throughput_steps", 0),
+    )
+    return done, folder, load_results(folder)
+
+
+def rows(comparison):
+    return {(row["strategy"], row["engine"]): row for row in comparison[2]["runs"]}
+
+
+def test_six_strategies_and_both_engines_are_twelve_rows_with_every_gate_held(usual):
+    done, _, results = usual
+    assert done.returncode == 0, done.stdout
+    found = rows(usual)
+    assert set(found) == {(name, engine) for name in USUAL for engine in ("trainer", "loop")}
+    for key, row in found.items():
+        assert row["status"] == "ok", (key, row["reason"])
+        assert row["gates"].keys() >= {"loss", "grad_norm", "weights", "data"} or key == (
+            "single",
+            "trainer",
+        )
+        assert all(row["gates"].values()), (key, row["broken"])
+        assert row["tokens_per_second"] > 0
+    assert results["control"]["strategy"] == "single"
+
+
+def test_the_other_six_train_too_or_say_truly_why_not(others):
+    done, _, _ = others
+    assert done.returncode == 0, done.stdout
+    found = rows(others)
+    assert {name for name, _ in found} == {*OTHERS, "single"}
+    for (name, _), row in found.items():
+        missing = environment.missing_for(STRATEGIES[name])
+        if missing is not None:
+            assert row["status"] == "skipped"
+            assert row["reason"] == missing
+            continue
+        assert row["status"] == "ok", (name, row["reason"], row["tail"])
+        assert all(row["gates"].values()), (name, row["broken"])
+    assert found["fsdp_hybrid", "trainer"]["num_processes"] == 4
+
+
+def test_each_strategy_proves_what_engaged(usual, others):
+    for (name, _), row in {**rows(usual), **rows(others)}.items():
+        if row["status"] == "skipped":
+            continue
+        strategy = STRATEGIES[name]
+        engaged = row["attestation"]["engaged"]
+        ranks = row["num_processes"]
+        assert engaged["ranks"] == list(range(ranks))
+        assert engaged["zero_stage"] == strategy.zero_stage
+        assert engaged["replicas"] == strategy.replicas
+        shards = ranks // strategy.replicas
+        wanted = 1 / shards if strategy.shards_parameters else 1
+        assert engaged["sharded_fraction"] == pytest.approx(wanted, abs=0.01)
+        # A small model must not stay whole below a threshold made for large ones.
+        assert engaged["resident_fraction"] == pytest.approx(wanted, abs=0.01)
+        assert (engaged["offload_optimizer"], engaged["offload_parameters"]) == (
+            strategy.offload_optimizer,
+            strategy.offload_parameters,
+        )
+        if strategy.backend == "fsdp":
+            assert engaged["reshard_after_forward"] is strategy.reshard_after_forward
+        assert engaged["gradient_clipping"] == 1.0
+        assert row["attestation"]["held"] is True
+
+
+def test_state_bytes_equal_their_formula(usual):
+    """fp32: parameters 4, masters 4 under DeepSpeed, gradients 4, AdamW 8, halved where sharded."""
+    found = rows(usual)
+    folder = usual[1] / "single-trainer-1"
+    parameters = read_record(folder)["model"]["parameters"]
+    tensors = len(_keys(folder / "final" / "model.safetensors"))
+    for engine in ("trainer", "loop"):
+        bytes_of = {name: found[name, engine]["memory"] for name in USUAL}
+        whole = 4 * parameters
+        for name in ("single", "ddp"):
+            assert bytes_of[name]["parameters_bytes"] == whole
+            assert bytes_of[name]["gradients_bytes"] == whole
+            assert bytes_of[name]["optimizer_bytes"] == 2 * whole + 4 * tensors
+            assert bytes_of[name]["master_bytes"] == 0
+        assert bytes_of["fsdp"]["parameters_bytes"] == whole // 2
+        assert bytes_of["fsdp"]["gradients_bytes"] == whole // 2
+        assert bytes_of["fsdp"]["optimizer_bytes"] == whole + 4 * tensors
+        for name in ("zero1", "zero2"):
+            assert bytes_of[name]["parameters_bytes"] == whole
+        for name in ("zero1", "zero2", "zero3"):
+            assert bytes_of[name]["master_bytes"] == whole // 2
+            # One step counter for each of the two groups: decayed and not.
+            assert bytes_of[name]["optimizer_bytes"] == whole + 2 * 4
+        assert bytes_of["zero3"]["gradients_bytes"] == whole // 2
+        # Half of everything, and the norms, which stay whole beside their halves.
+        persistent = 4 * sum(
+            size for size in _sizes(folder / "final" / "model.safetensors") if size <= 192
+        )
+        assert bytes_of["zero3"]["parameters_bytes"] == whole // 2 + persistent
+        # Sharded gradients, each group padded to DeepSpeed's alignment.
+        for name in ("zero1", "zero2"):
+            assert 0 <= bytes_of[name]["gradients_bytes"] - whole // 2 <= 1024
+
+
+def test_every_final_folder_loads_as_the_model_that_was_trained(usual, others):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    for _, folder, results in (usual, others):
+        for row in results["runs"]:
+            if row["status"] == "skipped":
+                continue
+            final = folder / f"{row['strategy']}-{row['engine']}-1" / "final"
+            model, report = AutoModelForCausalLM.from_pretrained(final, output_loading_info=True)
+            assert not report["missing_keys"], row["strategy"]
+            assert not report["unexpected_keys"], row["strategy"]
+            tokenizer = AutoTokenizer.from_pretrained(final)
+            prompt = tokenizer("def add(a, b):\n", return_tensors="pt")
+            assert model.generate(**prompt, max_new_tokens=3, do_sample=False).shape[1] > 3
+
+
+def test_a_run_folder_holds_the_command_that_anyone_can_run_again(usual):
+    folder = usual[1] / "zero2-loop-1"
+    command = (folder / "command.txt").read_text()
+    assert "accelerate launch --config_file " in command
+    assert "-m toolkit.train" in command
+    for name in ("spec.json", "stdout.log", "steps.jsonl", "zero2.yaml", "zero2.json"):
+        assert (folder / name).stat().st_size > 0, name
+
+
+def test_the_report_has_no_empty_cell(usual):
+    text = (usual[1] / "report.md").read_text()
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(table) > 12
+    for line in table:
+        assert all(cell.strip() for cell in line.strip("|").split("|")), line
+
+
+def test_the_same_comparison_again_runs_nothing(usual, toolkit):
+    _, folder, before = usual
+    again = toolkit(
+        *("compare", "--strategies", ",".join(USUAL), "--engine", "both", "--output", folder),
+        *("--max_steps", 10, "--throughput_steps", 4),
+        timeout=60,
+    )
+    assert again.returncode == 0, again.stdout
+    assert load_results(folder)["runs"] == before["runs"]
+
+
+def _keys(path):
+    with safe_open(path, "pt") as file:
+        return list(file.keys())
+
+
+def _sizes(path):
+    with safe_open(path, "pt") as file:
+        return [file.get_tensor(key).numel() for key in file.keys()]  # noqa: SIM118

@@ -1,0 +1,92 @@
+"""Real trainings in which a rank dies: the run ends soon, with that rank's own error."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from places import ROOT, SCRIPTS
+
+from toolkit.launching.launch import launch_command, run
+from toolkit.launching.status import read_statuses
+
+
+@pytest.fixture
+def train_and_fail(launch_environment, tmp_path, monkeypatch):
+    def start(how, strategy="ddp"):
+        monkeypatch.chdir(ROOT)
+        script = [str(SCRIPTS / "train_and_fail.py"), how]
+        script += ["--output_dir", str(tmp_path / "out"), "--max_steps", "200"]
+        config = ROOT / "accelerate_configs" / f"{strategy}.yaml"
+        return run(
+            launch_command(config, script, num_processes=2),
+            folder=tmp_path,
+            timeout=120,
+            num_processes=2,
+            environment=launch_environment,
+            loopback=True,
+        )
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("how", "strategy", "said"),
+    [
+        ("raise", "zero2", "ArithmeticError: the third step went wrong on rank 1"),
+        ("kill", "ddp", "SIGKILL"),
+        ("leave", "fsdp", "status 0"),
+    ],
+)
+def test_the_first_rank_to_fail_is_named_with_its_own_error(
+    train_and_fail, tmp_path, how, strategy, said
+):
+    outcome = train_and_fail(how, strategy)
+    ended = time.time()
+    assert outcome.status == "failed"
+    assert "rank 1" in outcome.reason
+    assert said in outcome.reason, outcome.reason
+    statuses = {status.rank: status for status in read_statuses(tmp_path / "status")}
+    assert statuses[1].step == 3
+    assert ended - statuses[1].time < 30
+    assert not _alive(str(tmp_path))
+
+
+def test_a_killed_comparison_leaves_no_process_behind(launch_environment, tmp_path):
+    """SIGKILL of the command that the user started, with ranks in the middle of training."""
+    command = [sys.executable, "-m", "toolkit.cli", "compare", "--strategies", "zero1"]
+    command += ["--max_steps", "500", "--output", str(tmp_path / "runs")]
+    started = subprocess.Popen(
+        command, cwd=tmp_path, env=launch_environment, stdout=subprocess.DEVNULL
+    )
+    try:
+        # The control runs first, then the ranks of zero1 under the launcher.
+        _until(lambda: len(_alive("toolkit.train", str(tmp_path))) >= 1, seconds=120)
+        _until(lambda: _steps(tmp_path) >= 2, seconds=120)
+    finally:
+        os.kill(started.pid, signal.SIGKILL)
+        started.wait()
+    _until(lambda: not _alive(str(tmp_path)), seconds=10)
+
+
+def _steps(folder):
+    return sum(len(path.read_text().splitlines()) for path in folder.glob("runs/*/steps.jsonl"))
+
+
+def _alive(*words):
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        line = " ".join(process.info["cmdline"] or ())
+        if process.info["status"] != psutil.STATUS_ZOMBIE and all(word in line for word in words):
+            found.append(process)
+    return found
+
+
+def _until(holds, *, seconds):
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, f"not so within {seconds} s"
+        time.sleep(0.2)
