@@ -29,7 +29,7 @@ from toolkit.configs.requested import DEEPSPEED_FILE, read_deepspeed_config
 from toolkit.environment import has_compiler
 from toolkit.errors import UsageError
 from toolkit.launching.builds import clear_stale_locks, unbuilt
-from toolkit.launching.ranks import die_with_parent
+from toolkit.launching.ranks import die_with_parent, leave
 from toolkit.launching.status import STATUS_DIR, StatusFile, guard
 
 USAGE = (
@@ -50,6 +50,7 @@ def main() -> None:
     from toolkit.measuring.attestation import Refused
 
     code = 0
+    rehearsal = False
     try:
         run_script = _script(sys.argv[1:])
         folder = os.environ.get(STATUS_DIR)
@@ -62,13 +63,24 @@ def main() -> None:
             from toolkit.measuring.foreign import watch
 
             with watch(rehearsal=rehearsal):
-                run_script()
+                _run(run_script)
     except UsageError as error:
         code = told(2, str(error))
     except Refused as error:
         code = told(3, f"refused: {error}")
     if code:
         raise SystemExit(code)
+    if rehearsal:
+        leave()
+
+
+def _run(script: Callable[[], object]) -> None:
+    """Run the script; that it ended well by `sys.exit()` is no different from its last line."""
+    try:
+        script()
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            raise
 
 
 def told(code: int, text: str) -> int:

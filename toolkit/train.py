@@ -23,6 +23,7 @@ from toolkit.configs.requested import (
     same_features,
 )
 from toolkit.errors import UsageError
+from toolkit.launching.ranks import leave
 from toolkit.launching.status import STATUS_DIR, StatusFile, guard, status_folder
 from toolkit.rehearse import (
     die_with_launcher,
@@ -67,11 +68,11 @@ def main() -> None:
     except Exception:
         traceback.print_exc()
         code = EXIT_FAILED
+    if code == 0:
+        leave()
     sys.stdout.flush()
     sys.stderr.flush()
-    # A rank that is done sometimes aborts in the interpreter's own exit, about 1 launch in 44,
-    # and one that failed may wait there for its neighbours. Everything is on disk by now.
-    os._exit(code)
+    os._exit(code)  # a rank that failed would wait in its exit handlers for its neighbours
 
 
 def _main(argv: list[str], *, refused_by: type[BaseException]) -> None:
