@@ -43,12 +43,35 @@ def test_what_engaged_as_asked_is_not_refused_and_leaves_a_model(outcomes, folde
         ("zero2_on_cpu", "distributed_type: asked DEEPSPEED, engaged MULTI_CPU"),
         ("fsdp_use_cpu", "distributed_type: asked FSDP, engaged MULTI_CPU"),
         ("fsdp_no_wrap", "layers_wrapped: asked True, engaged False"),
+        ("loop_no_accumulation", "gradient_accumulation_steps: asked 2, engaged 1"),
+        ("loop_exported_accumulation", "gradient_accumulation_steps: asked 2, engaged 4"),
+        ("loop_bf16_auto", "precision: asked bf16, engaged no"),
+        ("loop_clipping_auto", "gradient_clipping: asked 0.0, engaged 1.0"),
     ],
 )
 def test_a_silent_fallback_is_refused_on_every_rank_and_both_are_shown(outcomes, name, said):
     for rank in outcomes:
         assert rank[name]["ended"] == "refused", rank[name]
         assert said in rank[name]["text"]
+
+
+def test_what_is_set_otherwise_on_the_way_and_does_no_harm_is_not_refused(outcomes):
+    for rank in outcomes:
+        assert rank["loop"]["ended"] == "trained", rank["loop"]
+        assert rank["loop"]["notes"] == []
+        trained = rank["exported_accumulation"]
+        assert trained["ended"] == "trained", trained  # with 2, not with the 4 that is exported
+        assert trained["engaged"]["gradient_accumulation_steps"] == 2
+        assert rank["zero2_no_bf16"]["ended"] == "trained", rank["zero2_no_bf16"]
+        assert rank["zero2_no_bf16"]["engaged"]["precision"] == "bf16"
+
+
+def test_parameters_that_zero3_keeps_whole_are_named(outcomes):
+    for rank in outcomes:
+        assert rank["loop_persistent"]["ended"] == "trained", rank["loop_persistent"]
+        assert rank["loop_persistent"]["engaged"]["sharded_fraction"] == 0.5
+        (note,) = rank["loop_persistent"]["notes"]
+        assert "stage3_param_persistence_threshold" in note
 
 
 def test_a_fact_that_was_not_asked_for_is_not_compared():

@@ -79,12 +79,20 @@ def test_mistakes_leave_with_status_2_and_nothing_written(launch_environment, tm
         ("--engine", "loop", "--torch_compile", "True"): "--torch_compile",
         ("--resume_from_checkpoint", "last"): "--resume_from_checkpoint",
     }
+    inline = {  # what the launcher exports of a YAML that names no DeepSpeed file
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
+        "ACCELERATE_GRADIENT_CLIPPING": "1.0",
+    }
+    accumulates = ("--gradient_accumulation_steps", "2")
+    cases[accumulates] = "--gradient_accumulation_steps is 2 and the launcher's config says '4'"
     before = sorted(tmp_path.rglob("*"))
     for flags, said in cases.items():
+        exported = inline if flags == accumulates else {}
         done = subprocess.run(
             [sys.executable, "-m", "toolkit.train", *flags],
             cwd=tmp_path,
-            env=os.environ | launch_environment | {"PYTHONPATH": str(ROOT)},
+            env=os.environ | launch_environment | exported | {"PYTHONPATH": str(ROOT)},
             text=True,
             capture_output=True,
             check=False,

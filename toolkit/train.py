@@ -131,7 +131,7 @@ def checked_job(argv: list[str]) -> Job:
         )
     facts, data = model_and_data(model, data_arguments)
     tokenizer = load_tokenizer(resolve_tokenizer(model), trust_remote_code=model.trust_remote_code)
-    changes = _fit_deepspeed(facts, values, rehearsal=rehearsal)
+    changes = _fit_deepspeed(strategy, facts, values, rehearsal=rehearsal)
     global_batch = (
         values["per_device_train_batch_size"]
         * values["gradient_accumulation_steps"]
@@ -369,26 +369,29 @@ def _refuse_what_would_be_ignored(values: dict[str, Any], run: RunArguments) -> 
         )
 
 
-def _fit_deepspeed(facts: ModelFacts, values: dict[str, Any], *, rehearsal: bool) -> list[str]:
-    if DEEPSPEED_FILE not in os.environ:
+def _fit_deepspeed(
+    strategy: Strategy, facts: ModelFacts, values: dict[str, Any], *, rehearsal: bool
+) -> list[str]:
+    if strategy.backend != "deepspeed":
+        return []
+    if DEEPSPEED_FILE not in os.environ:  # the YAML itself holds what DeepSpeed needs
+        _refuse_contradictions(
+            values,
+            "the launcher's config",
+            gradient_accumulation_steps=os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
+            max_grad_norm=os.environ.get("ACCELERATE_GRADIENT_CLIPPING"),
+        )
         return []
     config = read_deepspeed_config(os.environ)
-    written = {
-        "gradient_accumulation_steps": config.get("gradient_accumulation_steps", "auto"),
-        "per_device_train_batch_size": config.get("train_micro_batch_size_per_gpu", "auto"),
-        "max_grad_norm": config.get("gradient_clipping", "auto"),
-        "bf16": config.get("bf16", {}).get("enabled", "auto"),
-        "fp16": config.get("fp16", {}).get("enabled", "auto"),
-    }
-    contradictions = [
-        f"--{flag} is {values[flag]!r} and the DeepSpeed file says {value!r} for it"
-        for flag, value in written.items()
-        if value != "auto" and value != values[flag]
-    ]
-    if contradictions:
-        raise UsageError(
-            f'{"; ".join(contradictions)}. Write "auto" in the file, or pass the same value.'
-        )
+    _refuse_contradictions(
+        values,
+        "the DeepSpeed file",
+        gradient_accumulation_steps=config.get("gradient_accumulation_steps"),
+        per_device_train_batch_size=config.get("train_micro_batch_size_per_gpu"),
+        max_grad_norm=config.get("gradient_clipping"),
+        bf16=config.get("bf16", {}).get("enabled"),
+        fp16=config.get("fp16", {}).get("enabled"),
+    )
     return use_deepspeed_config(
         config,
         parameters=facts.parameters,
@@ -396,6 +399,26 @@ def _fit_deepspeed(facts: ModelFacts, values: dict[str, Any], *, rehearsal: bool
         gradient_clipping=float(values["max_grad_norm"] or 0),
         rehearsal=rehearsal,
     )
+
+
+def _refuse_contradictions(values: dict[str, Any], where: str, **written: Any) -> None:
+    """Raise UsageError for what the launcher's files say otherwise than the flags, all of it."""
+    contradictions = [
+        f"--{flag} is {values[flag]!r} and {where} says {value!r} for it"
+        for flag, value in written.items()
+        if value not in (None, "auto") and not _same(value, values[flag])
+    ]
+    if contradictions:
+        raise UsageError(
+            f'{"; ".join(contradictions)}. Write "auto" in the file, or pass the same value.'
+        )
+
+
+def _same(written: Any, asked: Any) -> bool:
+    try:
+        return float(written) == float(asked)
+    except (TypeError, ValueError):
+        return bool(written == asked)
 
 
 def _optimizer_classes(strategy: Strategy, optim: str) -> tuple[str, ...] | None:

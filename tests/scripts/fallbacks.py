@@ -1,8 +1,10 @@
 """The known ways in which a backend silently turns into another one, one after the other.
 
-Runs as 2 ranks with the trainer that a user would import; says what became of each case.
+Runs as 2 ranks with the trainer that a user would import, and with a loop of the user's own
+that a recorder watches; says what became of each case.
 """
 
+import base64
 import json
 import os
 import sys
@@ -11,11 +13,14 @@ from pathlib import Path
 os.environ |= {"DS_ACCELERATOR": "cpu"}
 
 import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-from toolkit.measuring.attestation import Refused
-from toolkit.rehearse import _patch_accelerate, _patch_deepspeed
+from toolkit.configs.requested import requested_strategy
+from toolkit.measuring.attestation import Asked, Refused
+from toolkit.measuring.recorder import Recorder
+from toolkit.rehearse import _patch_accelerate, _patch_deepspeed, _patch_transformers
 from toolkit.training.trainer import ToolkitTrainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,18 +41,47 @@ def zero(name):
     }
 
 
-def train(name, asked, *, rehearsed=True, **arguments):
-    """Train 2 steps under what `asked` would make the launcher set, and tell how that ended."""
+def changed(name, changes):
+    """A bundled DeepSpeed file with some keys set otherwise; None takes one out."""
+    config = json.loads((ROOT / "deepspeed_configs" / f"{name}.json").read_text())
+    for key, value in changes.items():
+        config |= {key: value}
+        if value is None:
+            del config[key]
+    text = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
+    return zero(name) | {"ACCELERATE_DEEPSPEED_CONFIG_FILE": text}
+
+
+def start(asked, *, rehearsed=True):
+    """Forget the case before, and set what the launcher would set."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    for key in {**FSDP, **zero("zero2"), "ACCELERATE_USE_CPU": "", "ACCELERATE_TORCH_DEVICE": ""}:
-        os.environ.pop(key, None)
+    for key in set(os.environ) - UNTOUCHED:
+        del os.environ[key]
     os.environ |= asked
     if rehearsed:
         os.environ |= {"ACCELERATE_TORCH_DEVICE": "cpu", "ACCELERATE_BYPASS_DEVICE_MAP": "true"}
         PartialState._prepare_backend = REHEARSED
     else:
         PartialState._prepare_backend = ORIGINAL
+
+
+def small_model():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+        )
+    )
+
+
+def train(name, asked, *, rehearsed=True, **arguments):
+    """Train 2 steps under what `asked` would make the launcher set, and tell how that ended."""
+    start(asked, rehearsed=rehearsed)
     try:
         args = TrainingArguments(
             output_dir=str(FOLDER / f"{name}-{os.environ['RANK']}"),
@@ -60,16 +94,7 @@ def train(name, asked, *, rehearsed=True, **arguments):
             disable_tqdm=True,
             **arguments,
         )
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=64,
-                hidden_size=32,
-                intermediate_size=64,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-            )
-        )
+        model = small_model()
         rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 64, (32, 8))]
         trainer = ToolkitTrainer(model=model, args=args, train_dataset=rows)
         trainer.train()
@@ -79,10 +104,39 @@ def train(name, asked, *, rehearsed=True, **arguments):
         return {"ended": "refused", "text": str(error)}
 
 
+def loop(asked, **wanted):
+    """Train 1 step in a stock loop that accumulates 2 micro-batches and never clips."""
+    start(asked)
+    strategy = requested_strategy(os.environ)
+    recorder = Recorder(Asked(strategy=strategy, num_processes=2, **wanted), rehearsal=True)
+    try:
+        accelerator = Accelerator(gradient_accumulation_steps=2)
+        model = small_model()
+        optimizer = torch.optim.AdamW(model.parameters())
+        loader = torch.utils.data.DataLoader(torch.randint(0, 64, (32, 8)), batch_size=2)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        recorder.prepared(accelerator, model, optimizer)
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(input_ids=batch, labels=batch).loss
+                accelerator.backward(loss)
+                recorder.micro_batch(loss, tokens=batch.numel())
+                optimizer.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                recorder.step_done(learning_rate=1e-3)
+                break
+        return {"ended": "trained", **recorder.finish()["attestation"]}
+    except Refused as error:
+        return {"ended": "refused", "text": str(error)}
+
+
 torch.distributed.init_process_group("gloo")
+UNTOUCHED = set(os.environ)
 ORIGINAL = PartialState._prepare_backend
 _patch_accelerate()
 _patch_deepspeed()
+_patch_transformers()
 REHEARSED = PartialState._prepare_backend
 
 CPU = {"ACCELERATE_USE_CPU": "true"}
@@ -102,6 +156,27 @@ outcomes = {
     "fsdp_use_cpu": train("fsdp_use_cpu", FSDP, use_cpu=True),
     # A config without a wrapping policy shards the root alone: nothing is freed on the way.
     "fsdp_no_wrap": train("fsdp_no_wrap", FSDP | {"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}),
+    # The control of those below.
+    "loop": loop(zero("zero2"), gradient_accumulation_steps=2, precision="no"),
+    # Without the key DeepSpeed steps after each micro-batch, whatever the Accelerator was told.
+    "loop_no_accumulation": loop(
+        changed("zero2", {"gradient_accumulation_steps": None}), gradient_accumulation_steps=2
+    ),
+    # What the launcher exports goes before what the script says.
+    "loop_exported_accumulation": loop(
+        {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, gradient_accumulation_steps=2
+    ),
+    # "auto" is filled in by the Trainer; in a loop it means no bf16, and clipping at 1.0.
+    "loop_bf16_auto": loop(zero("zero2"), precision="bf16"),
+    "loop_clipping_auto": loop(zero("zero2"), gradient_clipping=0.0),
+    # Below its threshold ZeRO-3 keeps each parameter whole on every rank, here all of them.
+    "loop_persistent": loop(zero("zero3")),
+    # The Trainer goes by its arguments alone.
+    "exported_accumulation": train(
+        "exported_accumulation", FSDP | {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
+    ),
+    # A file without the section: Accelerate adds it.
+    "zero2_no_bf16": train("zero2_no_bf16", changed("zero2", {"bf16": None}), bf16=True),
 }
 (FOLDER / f"outcomes-{os.environ['RANK']}.json").write_text(json.dumps(outcomes))
 torch.distributed.barrier()

@@ -184,6 +184,18 @@ def compare(asked: dict[str, Any], engaged: dict[str, Any], *, rank: int) -> lis
     ]
 
 
+def kept_whole(engaged: dict[str, Any]) -> list[str]:
+    """Say when ZeRO-3 holds more than its share: what is below its threshold stays gathered."""
+    resident, sharded = engaged["resident_fraction"], engaged["sharded_fraction"]
+    if engaged["zero_stage"] < 3 or resident - sharded <= FRACTION_TOLERANCE:
+        return []
+    return [
+        f"each rank holds {resident:.0%} of the parameters between steps, where its share is "
+        f"{sharded:.0%}: ZeRO-3 keeps those whole that have fewer elements than "
+        "stage3_param_persistence_threshold. Lower it to save that memory."
+    ]
+
+
 def require(mismatches: list[Mismatch]) -> None:
     """Refuse on every rank what any rank refuses.
 

@@ -76,8 +76,12 @@ def _report(recorder: Recorder, watched: list[tuple[Any, Any]]) -> Iterator[str]
         yield f"{name} engaged, and the script ended before its first optimizer step"
         return
     shown = ("distributed_type", "num_processes", "zero_stage", "sharded_fraction")
-    shown += ("optimizer_fraction", "optimizer_class", "parameter_dtypes")
+    shown += ("optimizer_fraction", "optimizer_class", "parameter_dtypes", "precision")
     yield f"attested {name}: " + ", ".join(f"{key} {facts[key]}" for key in shown if key in facts)
+    yield from recorder.notes
+    exported = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if exported not in ("no", facts["precision"]):
+        yield f"the launcher asks for {exported}, the script computes in {facts['precision']}"
     clipping = recorder.clip
     if zero_optimizer(model) is None:
         yield "the script does not clip" if clipping is None else f"the script clips at {clipping}"

@@ -208,6 +208,7 @@ class Recorder:
         open_one = 1 if zero_optimizer(model) is not None else 0
         self.engaged["gradient_accumulation_steps"] = len(self._step) + open_one
         self._bytes |= memory.state_bytes(model, optimizer)
+        self.notes += attestation.kept_whole(self.engaged)
         self._require(self.asked.after_first_step())
 
     def _require(self, asked: dict[str, Any]) -> None:

@@ -39,7 +39,7 @@ class ToolkitTrainer(Trainer):
                 "(accelerate launch --config_file accelerate_configs/ddp.yaml ...), or show it "
                 "one GPU only (CUDA_VISIBLE_DEVICES=0)."
             )
-        self.recorder = _recorder_for(self.args) if recorder is None else recorder
+        self.recorder = _recorder_for(self.args, self.model) if recorder is None else recorder
         self.record: dict[str, Any] | None = None
         self.add_callback(_Watch(self))
 
@@ -124,10 +124,13 @@ class _Watch(TrainerCallback):
         )
 
 
-def _recorder_for(args: TrainingArguments) -> Recorder:
+def _recorder_for(args: TrainingArguments, model: Any) -> Recorder:
+    trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     asked = Asked(
         strategy=_strategy_of(args),
         num_processes=int(os.environ.get("WORLD_SIZE", "1")),
+        precision=args.mixed_precision,
+        dtype="float32" if trained == {torch.float32} else "another",
         gradient_clipping=float(args.max_grad_norm or 0),
         # The Trainer itself shortens the last window of an epoch; only DeepSpeed has its own say.
         gradient_accumulation_steps=args.gradient_accumulation_steps
