@@ -141,7 +141,7 @@ def main() -> int:
 
     def say(line: str) -> None:
         lines.append(line)
-        print(line, flush=True)  # noqa: T201
+        print(line, flush=True)
 
     with _folder(arguments.keep) as folder:
         models = {case.model: model_folder(case.model, folder) for case in cases}

@@ -52,6 +52,7 @@ MAX_LENGTH = 64
 MAX_GRAD_NORM = 0.2
 SEED = 42
 
+PRECISION = os.environ.get("FAULTS_PRECISION", "no")
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -90,7 +91,7 @@ def arguments(model: str, folder: Path) -> TrainingArguments:
         "learning_rate": 1e-3,
         "weight_decay": 0.01,
         "seed": SEED,
-    }
+    } | ({} if PRECISION == "no" else {PRECISION: True})
     return parse([text for name, value in flags.items() for text in (f"--{name}", str(value))])[-1]
 
 
@@ -142,7 +143,7 @@ class Run:
             "schema": SCHEMA,
             "strategy": recorder.asked.strategy.name,
             "engine": "loop",
-            "precision": "no",
+            "precision": PRECISION,
             "status": "ok",
             "reason": None,
             "model": {"name": "small", "path": self.model_folder, "parameters": None},

@@ -1,0 +1,111 @@
+"""Which gate catches which fault, in fp32 and in bf16: the 14 faults of the test suite, twice.
+
+    python benchmarks/faults_by_precision.py
+
+The suite holds the fp32 gates to every fault. In bf16 rounding alone moves a sound run further
+than the small faults do, so those can't be seen there: this prints which, beside the distances.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from toolkit import environment
+from toolkit.comparing.parity import GATES, Judgement, judge
+from toolkit.configs import ConfigOptions, write_configs
+from toolkit.launching.launch import launch_command
+from toolkit.results import read_record
+from toolkit.strategies import get_strategy
+
+SCRIPT = Path(__file__).resolve().parents[1] / "tests" / "faults" / "train_with_faults.py"
+sys.path.insert(0, str(SCRIPT.parent))
+sys.path.insert(0, str(SCRIPT.parents[1]))
+
+PRECISIONS = ("no", "bf16")
+CONTROL = "control"
+
+
+def main() -> None:
+    from test_parity_faults import FAULTS, write_model
+
+    started = time.time()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        model = write_model(folder / "model")
+        judged = {
+            precision: run(folder, model, precision, list(FAULTS)) for precision in PRECISIONS
+        }
+    versions = environment.snapshot()["versions"]
+    print(f"{os.cpu_count()} CPU cores, 2 ranks (gloo), ddp, loop; ", end="")
+    print(", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers", "accelerate")))
+    print(f"{time.time() - started:.0f} s; `loss / norm / weights`, the broken ones in bold\n")
+    print("| fault | " + " | ".join(f"{named(p)}: gates {limits(p)}" for p in PRECISIONS) + " |")
+    print("|---|" + "---|" * len(PRECISIONS))
+    for name in ("clean", *FAULTS):
+        cells = (cell(judged[precision][name]) for precision in PRECISIONS)
+        print(f"| {name.replace('_', ' ')} | " + " | ".join(cells) + " |")
+
+
+def run(folder: Path, model: Path, precision: str, faults: list[str]) -> dict[str, Judgement]:
+    """Train the control, the clean run and every fault, and judge each against the control."""
+    output = folder / precision
+    start("single", output, [model, output / CONTROL, "clean"], precision)
+    start("ddp", output, [model, output, "clean", *faults], precision)
+    control = output / CONTROL / "clean"
+    return {
+        name: judge(
+            read_record(output / name),
+            read_record(control),
+            folder=output / name,
+            control_folder=control,
+        )
+        for name in ("clean", *faults)
+    }
+
+
+def start(strategy: str, folder: Path, arguments: list[object], precision: str) -> None:
+    files = write_configs(
+        get_strategy(strategy),
+        folder / f"{strategy}-config",
+        options=ConfigOptions(num_processes=1 if strategy == "single" else 2),
+    )
+    subprocess.run(
+        launch_command(files.accelerate, [str(SCRIPT), *map(str, arguments)]),
+        env=os.environ | {"OMP_NUM_THREADS": "1", "FAULTS_PRECISION": precision},
+        stdout=subprocess.DEVNULL,
+        check=True,
+    )
+
+
+def cell(judgement: Judgement) -> str:
+    gap = judgement.loss_gap
+    found = {
+        "loss": None if gap is None else gap["max"],
+        "grad_norm": judgement.grad_norm_gap,
+        "weights": judgement.weight_gap,
+    }
+    shown = []
+    for gate, value in found.items():
+        text = "?" if value is None else f"{value:.1e}"
+        shown.append(text if judgement.gates.get(gate) else f"**{text}**")
+    data = "" if judgement.gates.get("data") else ", **data**"
+    caught = "" if all(judgement.gates.values()) else "caught: "
+    return caught + " / ".join(shown) + data
+
+
+def limits(precision: str) -> str:
+    gates = GATES[precision]
+    return f"{gates.loss:g} / {gates.grad_norm:g} / {gates.weights:g}"
+
+
+def named(precision: str) -> str:
+    return "fp32" if precision == "no" else precision
+
+
+if __name__ == "__main__":
+    main()
