@@ -1,0 +1,252 @@
+"""From the contents of a config.json to every parameter that transformers builds from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.errors import UsageError
+from toolkit.planning.parts import ALWAYS, Family, Part
+from toolkit.planning.reading import MOST, ConfigReader
+from toolkit.planning.recognising import recognise
+from toolkit.planning.shape import ModelShape, Tensor
+
+
+def shape_from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
+    """Return the shape of the model that `AutoModelForCausalLM.from_config` would build.
+
+    Of a multimodal Gemma 3 it is the text part, and `note` says so.
+
+    Raises:
+        UsageError: the architecture is unknown or no causal LM, the weights are quantised, or a
+            value is missing or absurd.
+    """
+    family, config, note = recognise(config, name=name)
+    reader = ConfigReader(config, name, defaults=family.defaults, aliases=family.aliases)
+    widths = _widths(family, reader, name)
+    flags = {ALWAYS, *(key for key in family.flags if reader.flag(key))}
+    if family.model_type == "falcon":
+        flags |= _falcon_norms(reader, flags)
+        widths |= _attention_widths(widths, kv_heads=_falcon_kv_heads(widths, flags))
+    if family.model_type == "opt":
+        projected = reader.whole_or_none("word_embed_proj_dim", most=MOST["hidden"])
+        widths["embedding"] = projected or widths["hidden"]
+        flags |= _opt_extras(widths, flags)
+    tied = reader.flag("tie_word_embeddings")
+    sparse = _sparse_layers(family, reader, widths)
+    tensors = _tensors(family, widths, flags, sparse=sparse, tied=tied)
+    return ModelShape(
+        name=name,
+        architecture=family.architecture,
+        note=note,
+        tensors=tensors,
+        layers=widths["layers"],
+        hidden_size=widths["hidden"],
+        heads=widths["heads"],
+        kv_heads=widths["kv_heads"],
+        head_dim=widths["head_dim"],
+        intermediate_size=_passed_width(widths, sparse),
+        gated=family.gated,
+        vocab_size=widths["vocab"],
+        max_positions=widths.get("positions"),
+        tied=tied,
+        experts=widths["experts"] if any(sparse) else 0,
+        active_experts=widths["active_experts"] if any(sparse) else 0,
+        norms_per_layer=_norms_per_layer(family, flags),
+        qk_norm=family.qk_norm in flags,
+        dropout=reader.any_dropout(family.dropout),
+        logit_softcap=bool(family.softcap) and reader.get(family.softcap) is not None,
+    )
+
+
+def _widths(family: Family, reader: ConfigReader, name: str) -> dict[str, int]:
+    keys = family.keys
+    if all(reader.absent(keys[role]) for role in ("hidden", "layers")):
+        # Transformers would build its default, mostly a 7B. Nobody means that.
+        raise UsageError(
+            f"{name}: config.json gives neither {keys['hidden']} nor {keys['layers']}. "
+            "It doesn't describe a model."
+        )
+    widths = {
+        role: reader.whole(keys[role], most=MOST[role])
+        for role in ("hidden", "layers", "heads", "vocab")
+    }
+    hidden, heads = widths["hidden"], widths["heads"]
+    head_dim = _optional(family, reader, "head_dim")
+    if head_dim is None and hidden % heads:
+        raise UsageError(
+            f"{name}: config.json says {keys['hidden']} = {hidden} and {keys['heads']} = {heads}, "
+            "which doesn't divide it."
+        )
+    kv_heads = _optional(family, reader, "kv_heads") or heads
+    if heads % kv_heads:
+        raise UsageError(
+            f"{name}: config.json says {keys['heads']} = {heads} and {keys['kv_heads']} = "
+            f"{kv_heads}, which doesn't divide it."
+        )
+    positions = _optional(family, reader, "positions")
+    if positions is not None:
+        widths["positions"] = positions
+        widths["position_rows"] = positions + family.position_offset
+    elif any("position_rows" in part.dims for part in family.before):
+        raise reader.wrong(keys["positions"], "It should say how many positions there are.")
+    widths |= {
+        "one": 1,
+        "head_dim": head_dim or hidden // heads,
+        # What some modules take, whatever head_dim says.
+        "own_head_dim": hidden // heads,
+        "own_keys": kv_heads * (hidden // heads),
+        "ffn": _optional(family, reader, "ffn") or 4 * hidden,
+        "embedding": hidden,
+    }
+    widths["two_ffn"] = 2 * widths["ffn"]
+    widths |= _attention_widths(widths, kv_heads=kv_heads)
+    return widths | _expert_widths(family, reader, name)
+
+
+def _optional(family: Family, reader: ConfigReader, role: str) -> int | None:
+    key = family.keys.get(role)
+    return None if key is None else reader.whole_or_none(key, most=MOST[role])
+
+
+def _attention_widths(widths: Mapping[str, int], *, kv_heads: int) -> dict[str, int]:
+    queries = widths["heads"] * widths["head_dim"]
+    keys = kv_heads * widths["head_dim"]
+    return {
+        "kv_heads": kv_heads,
+        "queries": queries,
+        "keys": keys,
+        "queries_keys_values": queries + 2 * keys,
+    }
+
+
+def _expert_widths(family: Family, reader: ConfigReader, name: str) -> dict[str, int]:
+    keys = family.keys
+    if "experts" not in keys:
+        return {"experts": 0, "active_experts": 0, "expert_ffn": 0, "shared_ffn": 0}
+    # Qwen's families build plain layers where there are no experts.
+    least = 0 if "decoder_sparse_step" in family.defaults else 1
+    experts = reader.whole(keys["experts"], least=least, most=MOST["experts"])
+    active = reader.whole(keys["active_experts"], most=MOST["experts"])
+    if experts and active > experts:
+        raise UsageError(
+            f"{name}: config.json says {keys['active_experts']} = {active}, of only "
+            f"{keys['experts']} = {experts}."
+        )
+    expert_ffn = reader.whole(keys["expert_ffn"], most=MOST["ffn"])
+    shared = reader.whole(keys["shared_ffn"], most=MOST["ffn"]) if "shared_ffn" in keys else 0
+    return {
+        "experts": experts,
+        "active_experts": active,
+        "expert_ffn": expert_ffn,
+        "two_expert_ffn": 2 * expert_ffn,
+        "shared_ffn": shared,
+    }
+
+
+def _sparse_layers(
+    family: Family, reader: ConfigReader, widths: Mapping[str, int]
+) -> tuple[bool, ...]:
+    """Which layers hold experts."""
+    layers, experts = widths["layers"], widths["experts"]
+    if "decoder_sparse_step" not in family.defaults:
+        return (experts > 0,) * layers
+    step = reader.whole("decoder_sparse_step", most=MOST["layers"])
+    dense = reader.indices("mlp_only_layers")
+    return tuple(
+        experts > 0 and layer not in dense and (layer + 1) % step == 0 for layer in range(layers)
+    )
+
+
+def _passed_width(widths: Mapping[str, int], sparse: Iterable[bool]) -> int:
+    """The width of the MLPs that one token passes in its widest layer."""
+    passed = {
+        True: widths["active_experts"] * widths["expert_ffn"] + widths["shared_ffn"],
+        False: widths["ffn"],
+    }
+    return max(passed[kind] for kind in set(sparse))
+
+
+def _norms_per_layer(family: Family, flags: set[str]) -> int:
+    counted = sum(
+        part.kind == "norm"
+        and not part.name.startswith("self_attn.")
+        and part.name.endswith(".weight")
+        for part in family.layer
+        if part.when in flags
+    )
+    return counted or family.norms_without_weight
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    name: str
+    shape: tuple[int, ...]
+    part: Part
+
+
+def _rows(parts: Iterable[Part], widths: Mapping[str, int], flags: set[str]) -> list[_Row]:
+    return [
+        _Row(part.name, tuple(widths[dim] for dim in part.dims), part)
+        for part in parts
+        if part.when in flags
+    ]
+
+
+def _tensors(
+    family: Family,
+    widths: Mapping[str, int],
+    flags: set[str],
+    *,
+    sparse: tuple[bool, ...],
+    tied: bool,
+) -> tuple[Tensor, ...]:
+    def outside(parts: Iterable[Part]) -> list[Tensor]:
+        return [
+            Tensor(f"{family.stem}.{row.name}", row.shape, row.part.kind)
+            for row in _rows(parts, widths, flags)
+        ]
+
+    layer_rows = {
+        kind: _rows(family.layer, widths, flags | {"sparse" if kind else "dense"})
+        for kind in set(sparse)
+    }
+    tensors = outside(family.before)
+    for index, kind in enumerate(sparse):
+        stem = f"{family.stem}.{family.stack}.{index}."
+        tensors += [
+            Tensor(stem + row.name, row.shape, row.part.kind, index) for row in layer_rows[kind]
+        ]
+    tensors += outside(family.after)
+    if not tied:
+        tensors.append(Tensor("lm_head.weight", (widths["vocab"], widths["embedding"]), "head"))
+    if family.head_bias:
+        tensors.append(Tensor("lm_head.bias", (widths["vocab"],), "bias"))
+    return tuple(tensors)
+
+
+def _falcon_norms(reader: ConfigReader, flags: set[str]) -> set[str]:
+    """Falcon-7B normalises once before attention and MLP, 40B for each, older ones in turn."""
+    if "parallel_attn" not in flags:
+        return {"sequential"}
+    own = reader.whole_or_none("num_ln_in_parallel_attn", most=2)
+    if own is None:
+        own = 2 if "new_decoder_architecture" in flags else 1
+    return {"two_norms" if own == 2 else "one_norm"}
+
+
+def _falcon_kv_heads(widths: Mapping[str, int], flags: set[str]) -> int:
+    if "new_decoder_architecture" in flags:
+        return widths["kv_heads"]
+    return 1 if "multi_query" in flags else widths["heads"]
+
+
+def _opt_extras(widths: Mapping[str, int], flags: set[str]) -> set[str]:
+    extras: set[str] = set()
+    if widths["embedding"] != widths["hidden"]:
+        extras.add("projected")
+    affine = {"do_layer_norm_before", "layer_norm_elementwise_affine"} <= flags
+    if affine and "_remove_final_layer_norm" not in flags:
+        extras.add("last_norm")
+    return extras

@@ -1,0 +1,173 @@
+"""From what a user calls a model to its shape: a folder, a count, the Hub's cache, or the table."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import UsageError
+from toolkit.planning.architectures import shape_from_config
+from toolkit.planning.counts import looks_like_count, shape_from_count
+from toolkit.planning.reading import shown
+from toolkit.planning.shape import ModelShape
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+_LONGEST_NAME = 200
+_LARGEST_CONFIG = 4 * 2**20
+"""Bytes. The longest published ones have some 100 KiB, of labels."""
+
+
+@dataclass(frozen=True, slots=True)
+class WellKnown:
+    """Models of one shape, as the Hub calls them."""
+
+    ids: tuple[str, ...]
+    config: Mapping[str, Any]
+    source: str
+
+
+def resolve_model(name: str | Path) -> ModelShape:
+    """Return the shape of the model that `name` means.
+
+    In this order: a folder with a config.json or the path of such a file, a parameter count, a Hub
+    model whose config.json is in the Hub's cache on this machine, a well-known model, with its
+    organisation or without where that is unambiguous, in any case. Nothing is downloaded.
+
+    Raises:
+        UsageError: there is no such model here, or its config can't be planned with.
+    """
+    text = str(name)
+    if not text.strip() or len(text) > 4096 or not text.isprintable():
+        raise UsageError(f"{shown(text)} names no model. Give a folder, a Hub name, or 7b.")
+    local = _local_config(text)
+    if local is not None:
+        return shape_from_config(_read(local), name=text)
+    if isinstance(name, Path) or text.startswith((".", "/", "~")) or "\\" in text:
+        raise UsageError(
+            f"There is no model at {text}: it should be a folder with a config.json, or that file."
+        )
+    if looks_like_count(text):
+        return shape_from_count(text)
+    if _HUB_NAME.fullmatch(text) and len(text) <= _LONGEST_NAME:
+        cached = _cached_config(text)
+        if cached is not None:
+            return shape_from_config(_read(cached), name=text)
+        known = _by_name().get(text.lower())
+        if known is not None:
+            return _well_known_shape(known, text)
+    raise _not_found(text)
+
+
+@lru_cache(maxsize=1)
+def well_known() -> tuple[WellKnown, ...]:
+    """The models that are shipped as shapes."""
+    table = json.loads(Path(__file__).with_name("wellknown.json").read_text(encoding="utf-8"))
+    return tuple(
+        WellKnown(tuple(entry["ids"]), entry["config"], entry["source"])
+        for entry in table["models"]
+    )
+
+
+@lru_cache(maxsize=1)
+def _by_name() -> dict[str, int]:
+    """Places in the table, by lower-case Hub id, and by what follows the slash if that is one."""
+    places: dict[str, int] = {}
+    short: dict[str, set[int]] = {}
+    for place, entry in enumerate(well_known()):
+        for name in entry.ids:
+            places[name.lower()] = place
+            short.setdefault(name.lower().rpartition("/")[2], set()).add(place)
+    for name, found in short.items():
+        if len(found) == 1:
+            places.setdefault(name, *found)
+    return places
+
+
+@lru_cache(maxsize=256)
+def _well_known_shape(place: int, name: str) -> ModelShape:
+    return shape_from_config(well_known()[place].config, name=name)
+
+
+def _local_config(text: str) -> Path | None:
+    try:
+        path = Path(text).expanduser()
+        if path.is_file() and path.suffix == ".json":
+            return path
+        inside = path / "config.json"
+        return inside if inside.is_file() else None
+    # A name longer than a file system takes, a home that isn't there, no permission.
+    except (OSError, RuntimeError):
+        return None
+
+
+def _cached_config(name: str) -> Path | None:
+    """The config.json of a Hub model's main branch, where a library has fetched it before.
+
+    The layout is that of huggingface_hub's cache: `models--org--name/refs/main` holds the commit
+    whose files are in `snapshots/<commit>`.
+    """
+    folder = hub_cache() / f"models--{name.replace('/', '--')}"
+    try:
+        commit = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
+        config = folder / "snapshots" / commit / "config.json"
+        # A damaged reference must not lead out of the cache.
+        return config if re.fullmatch(r"[0-9A-Za-z]+", commit) and config.is_file() else None
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def hub_cache() -> Path:
+    """Where huggingface_hub keeps what it has downloaded, by the same variables."""
+    explicit = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    if explicit:
+        return _expanded(explicit)
+    home = os.environ.get("HF_HOME")
+    if home:
+        return _expanded(home) / "hub"
+    return _expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface" / "hub"
+
+
+def _expanded(path: str) -> Path:
+    return Path(os.path.expandvars(os.path.expanduser(path)))
+
+
+def _read(path: Path) -> Any:
+    try:
+        if path.stat().st_size > _LARGEST_CONFIG:
+            raise UsageError(
+                f"{path} has {path.stat().st_size:,} bytes, so it is no model's config.json."
+            )
+        return json.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise UsageError(f"{path} can't be read: {error.strerror or error}.") from error
+    # Malformed JSON and UTF-8, a number of more digits than Python reads, and deep nesting.
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, UsageError):
+            raise
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UsageError(f"{path} is no JSON that can be read: {reason}.") from error
+
+
+def _not_found(name: str) -> UsageError:
+    # Needed for a mistake only.
+    import difflib
+
+    hub = _HUB_NAME.fullmatch(name) and len(name) <= _LONGEST_NAME
+    ids = [known for entry in well_known() for known in entry.ids]
+    names = {known.lower().rpartition("/")[2]: known for known in reversed(ids)}
+    names |= {known.lower(): known for known in ids}
+    close = difflib.get_close_matches(name.lower()[:_LONGEST_NAME], names, n=3, cutoff=0.7)
+    near = list(dict.fromkeys(names[match] for match in close))
+    hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    fetch = f"fetch its config (hf download {name} config.json), " if hub and "/" in name else ""
+    return UsageError(
+        f"There is no model {shown(name)} here: no folder with a config.json, nothing in the Hub's "
+        f"cache ({hub_cache()}), nothing in the table of well-known models.{hint} You can {fetch}"
+        "give the folder of a model, or a parameter count such as 7b."
+    )

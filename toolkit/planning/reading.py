@@ -1,0 +1,118 @@
+"""Numbers out of a config.json that may be broken or hostile: each is checked before it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+from toolkit.errors import UsageError
+
+MOST = {
+    "layers": 2_000,
+    "hidden": 1_000_000,
+    "heads": 100_000,
+    "kv_heads": 100_000,
+    "head_dim": 100_000,
+    "ffn": 10_000_000,
+    "vocab": 100_000_000,
+    "positions": 10**12,
+    "experts": 100_000,
+}
+"""Ten times what any published model has and more: above it a config is broken, and a table of
+its tensors could fill the memory."""
+
+
+def shown(value: object) -> str:
+    """A value in a sentence: whole where it is short, its size where it is not."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**20:
+        # Beyond 4300 digits Python refuses to print a number.
+        return f"a number of {value.bit_length()} bits"
+    if isinstance(value, dict):
+        return f"an object of {len(cast('dict[Any, Any]', value))} keys"
+    if isinstance(value, list):
+        return f"a list of {len(cast('list[Any]', value))}"
+    text = str(value).lower() if isinstance(value, bool) else repr(value)
+    if value is None:
+        text = "null"
+    return text if len(text) <= 60 else f"{text[:50]}... ({len(text)} characters)"
+
+
+class ConfigReader:
+    """A config.json with the defaults of its config class behind it."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        name: str,
+        *,
+        defaults: Mapping[str, object],
+        aliases: Mapping[str, str],
+    ) -> None:
+        self._config = config
+        self._name = name
+        self._defaults = defaults
+        self._aliases = aliases
+
+    def get(self, key: str) -> object:
+        """The value of `key`, under its alias too, or what transformers fills in for it."""
+        if key in self._config:
+            return self._config[key]
+        alias = self._aliases.get(key)
+        if alias is not None and alias in self._config:
+            return self._config[alias]
+        return self._defaults.get(key)
+
+    def absent(self, key: str) -> bool:
+        """Whether config.json leaves `key` out, under its alias too."""
+        return key not in self._config and self._aliases.get(key) not in self._config
+
+    def whole(self, key: str, *, least: int = 1, most: int) -> int:
+        """A whole number that has to be there.
+
+        Raises:
+            UsageError: it is missing without a default, or is no such number.
+        """
+        value = self.get(key)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self.wrong(key, f"It should be a whole number from {least:,} to {most:,}.")
+        return value
+
+    def whole_or_none(self, key: str, *, most: int) -> int | None:
+        """A whole number, or None where it is null or left out without a default."""
+        return None if self.get(key) is None else self.whole(key, most=most)
+
+    def flag(self, key: str) -> bool:
+        """True or false; null counts as false, as in the modelling files."""
+        value = self.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.wrong(key, "It should be true or false.")
+        return bool(value)
+
+    def any_dropout(self, keys: Iterable[str]) -> bool:
+        """Whether one of these probabilities is above zero."""
+        return max(map(self._probability, keys), default=0.0) > 0
+
+    def indices(self, key: str) -> frozenset[int]:
+        """A list of layers, empty where it is null or left out."""
+        value = self.get(key)
+        if value is None:
+            return frozenset()
+        layers = cast("list[object]", value) if isinstance(value, list) else [None]
+        if not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers):
+            raise self.wrong(key, "It should be a list of layers, by number.")
+        return frozenset(cast("list[int]", layers))
+
+    def wrong(self, key: str, what: str) -> UsageError:
+        value = self.get(key)
+        if value is None and key not in self._config:
+            return UsageError(f"{self._name}: config.json lacks {key!r}. {what}")
+        return UsageError(f"{self._name}: config.json says {key} = {shown(value)}. {what}")
+
+    def _probability(self, key: str) -> float:
+        value = self.get(key)
+        if value is None:
+            return 0.0
+        # NaN fails the comparison as well.
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise self.wrong(key, "It should be a probability, from 0 to 1.")
+        return float(value)
