@@ -1,0 +1,276 @@
+"""The table of GPUs: what it says, what it is called, and how others are added."""
+
+import json
+
+import pytest
+
+from toolkit.errors import UsageError
+from toolkit.planning.gpus import GPUS, gpu, read_gpus
+
+GIB = 1 << 30
+
+ASKED_FOR = [
+    "T4",
+    "V100-16GB",
+    "V100-32GB",
+    "A10G",
+    "L4",
+    "L40S",
+    "RTX 3090",
+    "RTX 4090",
+    "RTX 5090",
+    "A100-40GB",
+    "A100-80GB",
+    "H100",
+    "H200",
+    "B200",
+]
+
+
+def test_the_table_has_what_people_rent():
+    assert set(ASKED_FOR) <= set(GPUS)
+
+
+@pytest.mark.parametrize("card", GPUS.values(), ids=GPUS)
+def test_every_entry_is_sourced_and_hangs_together(card):
+    assert card.source
+    assert card.memory_source
+    assert (card.matmul_share is None) == (card.matmul_source == "")
+    assert card.has_bf16 == (card.compute_capability >= (8, 0)) == (card.bf16_flops is not None)
+    assert card.fp32_flops < card.fp16_flops
+    if card.bf16_flops is not None:
+        # Tensor cores take bf16 and fp16 at one rate, TF32 at half of it, on every card here.
+        assert card.bf16_flops == card.fp16_flops
+        assert card.tf32_flops / card.bf16_flops == pytest.approx(0.5, rel=0.02)
+    if card.nvlink_bandwidth is not None:
+        assert card.nvlink_bandwidth > card.pcie_bandwidth
+    assert card.pcie_bandwidth < card.memory_bandwidth
+    assert card.dollars_per_hour is None
+
+
+@pytest.mark.parametrize(
+    ("name", "dense"),
+    # Datasheets print 242, 733, 1979 and 1513 TFLOPS, with sparsity.
+    [
+        ("L4", 121e12),
+        ("L40S", 362e12),
+        ("H100", 989e12),
+        ("H100 PCIe", 756e12),
+        ("A100-80GB", 312e12),
+    ],
+)
+def test_rates_are_without_sparsity(name, dense):
+    assert gpu(name).flops("bf16") == gpu(name).flops("fp16") == dense
+
+
+@pytest.mark.parametrize(
+    ("name", "seen"),
+    # GiB that torch names in out-of-memory messages.
+    [
+        ("T4", 14.56),
+        ("L4", 22.03),
+        ("L40S", 44.39),
+        ("A100-80GB", 79.14),
+        ("H100", 79.10),
+        ("H200", 139.80),
+        ("B200", 178.35),
+        ("V100-32GB", 31.73),
+        ("A100-40GB", 39.38),
+    ],
+)
+def test_memory_is_less_than_torch_has_seen_and_not_much_less(name, seen):
+    assert seen - 0.02 < gpu(name).memory_bytes / GIB < seen
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    {
+        "l4": "L4",
+        "L4": "L4",
+        "nvidia l4": "L4",
+        "NVIDIA L4": "L4",
+        "rtx4090": "RTX 4090",
+        "4090": "RTX 4090",
+        "NVIDIA GeForce RTX 4090": "RTX 4090",
+        "h100": "H100",
+        "NVIDIA H100 80GB HBM3": "H100",
+        "NVIDIA H100 PCIe": "H100 PCIe",
+        "Tesla T4": "T4",
+        "Tesla V100-SXM2-16GB": "V100-16GB",
+        "NVIDIA A100-SXM4-80GB": "A100-80GB",
+        "NVIDIA A100 80GB PCIe": "A100-80GB PCIe",
+        "NVIDIA A100-PCIE-40GB": "A100-40GB PCIe",
+        "NVIDIA A10G": "A10G",
+        "NVIDIA RTX 6000 Ada Generation": "RTX 6000 Ada",
+        "NVIDIA GH200 480GB": "GH200-96GB",
+        "NVIDIA B200": "B200",
+    }.items(),
+)
+def test_names_are_found_as_people_and_drivers_write_them(asked, name):
+    assert gpu(asked).name == name
+
+
+def test_no_name_means_two_gpus():
+    words = [word for card in GPUS.values() for word in {card.name, *card.aliases}]
+    assert all(gpu(word).name for word in words)
+    for card in GPUS.values():
+        assert {gpu(word).name for word in (card.name, *card.aliases)} == {card.name}
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [("a100", ["A100-40GB", "A100-80GB", "A100-80GB PCIe"]), ("v100", ["V100-16GB", "V100-32GB"])],
+)
+def test_an_ambiguous_name_is_refused_with_all_that_it_could_be(asked, named):
+    with pytest.raises(UsageError) as refusal:
+        gpu(asked)
+    assert all(name in str(refusal.value) for name in named)
+
+
+@pytest.mark.parametrize("asked", ["L40", "A1000", "mi300x", "", "   ", "🙂", "x" * 10_000])
+def test_an_unknown_gpu_is_refused_in_two_sentences(asked):
+    with pytest.raises(UsageError, match="There is no GPU") as refusal:
+        gpu(asked)
+    assert "memory_mib" in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_close_name_is_proposed():
+    with pytest.raises(UsageError, match="Did you mean L40S"):
+        gpu("L40")
+
+
+def test_native_bf16_starts_with_ampere():
+    assert {card.name for card in GPUS.values() if not card.has_bf16} == {
+        "T4",
+        "V100-16GB",
+        "V100-32GB",
+    }
+    with pytest.raises(UsageError, match="T4 has no bf16 .* Ask for precision fp16"):
+        gpu("t4").flops("bf16")
+
+
+OWN = {
+    "name": "RTX 3060",
+    "memory_mib": 11900,
+    "compute_capability": "8.6",
+    "bf16_tflops": 25.6,
+    "fp16_tflops": 25.6,
+    "fp32_tflops": 12.7,
+    "memory_gb_per_second": 360,
+    "pcie": "4.0 x16",
+    "dollars_per_hour": 0.1,
+}
+
+YAML = """
+name: RTX 3060
+memory_mib: 11900
+compute_capability: 8.6
+bf16_tflops: 25.6
+fp16_tflops: 25.6
+fp32_tflops: 12.7
+memory_gb_per_second: 360
+pcie: 4.0 x16
+dollars_per_hour: 0.1
+"""
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("own.json", json.dumps(OWN)),
+        ("own.json", json.dumps([OWN])),
+        ("own.json", json.dumps({"gpus": [OWN]})),
+        ("own.yaml", YAML),
+    ],
+)
+def test_users_add_their_own(tmp_path, file, text):
+    (tmp_path / file).write_text(text)
+    added = gpu("nvidia geforce rtx 3060", file=tmp_path / file)
+    assert added.memory_bytes == 11900 << 20
+    assert added.flops("bf16") == 25.6e12
+    assert added.pcie_bandwidth == pytest.approx(31.5e9, rel=0.001)
+    assert added.nvlink_bandwidth is None
+    assert added.dollars_per_hour == 0.1
+    assert gpu("l4", file=tmp_path / file) == gpu("l4")
+
+
+def test_an_own_entry_goes_before_a_built_in_one(tmp_path):
+    file = tmp_path / "own.json"
+    file.write_text(json.dumps(OWN | {"name": "L4"}))
+    assert gpu("L4", file=file).memory_bytes == 11900 << 20
+    assert gpu("L4").memory_bytes > 20 * GIB
+
+
+BROKEN = [
+    ("memory_mib", "24GB"),
+    ("memory_mib", 0),
+    ("memory_mib", -1),
+    ("memory_mib", True),
+    ("memory_mib", 1e300),
+    ("memory_mib", None),
+    ("fp16_tflops", [1]),
+    ("fp32_tflops", 0),
+    ("memory_gb_per_second", "fast"),
+    ("compute_capability", "ampere"),
+    ("compute_capability", [8, 6]),
+    ("pcie", "16x"),
+    ("pcie", "9.0 x16"),
+    ("pcie", 4),
+    ("matmul_share", 1.5),
+    ("dollars_per_hour", -2),
+    ("nvlink_gb_per_second", {"a": 1}),
+    ("aliases", "3060"),
+    ("source", 5),
+    ("bf16_tflops", None),
+    ("colour", "green"),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), BROKEN)
+def test_a_broken_entry_names_file_gpu_key_and_value(tmp_path, key, value):
+    file = tmp_path / "own.json"
+    file.write_text(json.dumps(OWN | {key: value}))
+    with pytest.raises(UsageError) as refusal:
+        read_gpus(file)
+    text = str(refusal.value)
+    assert str(file) in text
+    assert "RTX 3060" in text
+    assert key in text
+    assert value is None or key == "colour" or repr(value) in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("own.json", "{"),
+        ("own.json", "[]"),
+        ("own.json", "5"),
+        ("own.json", '["L4"]'),
+        ("own.json", '{"gpus": 5}'),
+        ("own.json", '[{"name": 7}]'),
+        ("own.json", "[" * 100_000),
+        ("own.yaml", "a: [1"),
+        ("own.yaml", "!!python/object/apply:os.system [ls]"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path, file, text):
+    path = tmp_path / file
+    path.write_text(text)
+    with pytest.raises(UsageError) as refusal:
+        read_gpus(path)
+    assert str(path) in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(UsageError, match="No such file"):
+        gpu("l4", file=tmp_path / "nowhere.json")
+
+
+def test_the_same_gpu_twice_in_a_file_is_refused(tmp_path):
+    file = tmp_path / "own.json"
+    file.write_text(json.dumps([OWN, OWN]))
+    with pytest.raises(UsageError, match="two GPUs called 'RTX 3060'"):
+        read_gpus(file)

@@ -1,0 +1,142 @@
+"""What DeepSpeed is really told: a JSON file with every `auto` and default filled in, as numbers.
+
+For the bundled files the same two functions that write them and fit them to a run are called, so
+a plan and a run cannot disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, cast
+
+from toolkit.configs.deepspeed import deepspeed_config
+from toolkit.configs.effective import fit_to_run
+from toolkit.errors import UsageError
+from toolkit.planning.job import Job
+from toolkit.planning.shape import ModelShape
+from toolkit.strategies import Strategy
+
+PARAMETER_BUFFERS = 5
+PARAMETER_BUFFER_ELEMENTS = 100_000_000
+OPTIMIZER_BUFFERS = 4
+MAX_IN_CPU = 1_000_000_000
+"""Elements of a partition that stay in RAM before parameters go to NVMe. These four are DeepSpeed's
+defaults (zero/offload_config.py, 0.19.8), which our files leave."""
+
+SWAPPED_FROM_BYTES = 1 << 20
+"""Smaller tensors are not worth a file and stay in RAM (swap_tensor/utils.py, MIN_AIO_BYTES)."""
+
+_DEFAULTS = {
+    "reduce_bucket_size": 500_000_000,
+    "allgather_bucket_size": 500_000_000,
+    "stage3_prefetch_bucket_size": 50_000_000,
+    "stage3_param_persistence_threshold": 100_000,
+    "stage3_max_live_parameters": 1_000_000_000,
+    "stage3_max_reuse_distance": 1_000_000_000,
+    "sub_group_size": 1_000_000_000,
+}
+"""Elements, where a file is silent (zero/config.py, deepspeed 0.19.8)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroSettings:
+    """Sizes are elements, as DeepSpeed counts them."""
+
+    reduce_bucket: int
+    allgather_bucket: int
+    overlaps: bool
+    """Reduces while backward goes on; stages 1 and 2 then hold two buckets."""
+
+    prefetch_bucket: int
+    persistence_threshold: int
+    """ZeRO-3 keeps tensors of up to so many elements gathered."""
+
+    max_live: int
+    """ZeRO-3 gathers no further ahead than this many live elements, and keeps what is used again
+    within as many."""
+
+    max_reuse: int
+    """ZeRO-3 keeps gathered what the step uses again within so many elements."""
+
+    sub_group: int
+    """Elements of a partition that are stepped on at once."""
+
+    master_size: int = 4
+    """Bytes of an element of the master weights."""
+
+    state_size: int = 4
+    """Bytes of an element of the optimizer's states."""
+
+    autocast: bool = False
+    """torch's autocast runs on top of weights that are cast already."""
+
+
+def zero_settings(job: Job) -> ZeroSettings:
+    """Return what a run of `job` under DeepSpeed uses, `auto` and fitting included.
+
+    Raises:
+        UsageError: the job brings a file of its own with sizes that are no numbers.
+    """
+    if job.deepspeed is None:
+        return _bundled(job.strategy, job.model)
+    return _settings(job.deepspeed, job.model)
+
+
+@lru_cache(maxsize=1024)
+def _bundled(strategy: Strategy, model: ModelShape) -> ZeroSettings:
+    fitted = fit_to_run(
+        deepspeed_config(strategy), parameters=model.parameters, hidden_size=model.hidden_size
+    )
+    return _settings(fitted.config, model)
+
+
+def _settings(config: Mapping[str, Any], model: ModelShape) -> ZeroSettings:
+    zero = _section(config, "zero_optimization")
+    bf16 = _section(config, "bf16")
+    stage = zero.get("stage", 0)
+    overlaps = zero.get("overlap_comm")
+    size = {key: _elements(zero, key, model) for key in _DEFAULTS}
+    masters = bool(bf16.get("bf16_master_weights_and_grads"))
+    states = masters and bool(bf16.get("bf16_optimizer_states"))
+    return ZeroSettings(
+        reduce_bucket=size["reduce_bucket_size"],
+        allgather_bucket=size["allgather_bucket_size"],
+        overlaps=stage == 3 if overlaps is None else bool(overlaps),
+        prefetch_bucket=size["stage3_prefetch_bucket_size"],
+        persistence_threshold=size["stage3_param_persistence_threshold"],
+        max_live=max(size["stage3_max_live_parameters"], size["stage3_max_reuse_distance"]),
+        max_reuse=size["stage3_max_reuse_distance"],
+        sub_group=size["sub_group_size"],
+        master_size=2 if masters else 4,
+        state_size=2 if states else 4,
+        autocast=bool(_section(config, "torch_autocast").get("enabled")),
+    )
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = config.get(name, {})
+    if not isinstance(section, Mapping):
+        raise UsageError(f"{name!r} in the DeepSpeed file is {section!r}, and holds settings.")
+    return cast("Mapping[str, Any]", section)
+
+
+def _elements(zero: Mapping[str, Any], key: str, model: ModelShape) -> int:
+    value = zero.get(key, _DEFAULTS[key])
+    if value == "auto":
+        return _filled_in(key, model)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e15:
+        raise UsageError(f"{key} in the DeepSpeed file is {value!r}: a number of elements is due.")
+    return int(value)
+
+
+def _filled_in(key: str, model: ModelShape) -> int:
+    """What transformers writes for `auto` (integrations/deepspeed.py), and DeepSpeed elsewhere."""
+    hidden = model.hidden_size
+    filled = {
+        "reduce_bucket_size": hidden * hidden,
+        "stage3_prefetch_bucket_size": hidden * hidden * 9 // 10,
+        "stage3_param_persistence_threshold": 10 * hidden,
+    }
+    return filled.get(key, _DEFAULTS[key])

@@ -1,0 +1,315 @@
+"""GPUs that people train on: memory, rates, bandwidths and links, each with its source.
+
+Rates are dense, in FLOP/s, with fp32 accumulation, which is what torch asks for; datasheets of the
+Ada and Hopper generations print twice as much, with sparsity. Memory is what torch sees of a card
+and not what is printed on its box: the smallest total that anyone's out-of-memory message names
+for it, less the 0.005 GiB that two decimals can hide. The CUDA context is not taken off.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from toolkit.errors import UsageError
+
+if TYPE_CHECKING:
+    GPUS: Mapping[str, Gpu]
+    """The built-in table, by name."""
+
+MIB = 1 << 20
+TERA = 1e12
+GIGA = 1e9
+
+PCIE_GB_PER_LANE = {"3.0": 0.985, "4.0": 1.969, "5.0": 3.938, "6.0": 7.563}
+"""GB/s of one lane in one direction, after encoding (stas00/ml-engineering network/README.md)."""
+
+MOST = {"memory_mib": 1 << 24, "dollars_per_hour": 1e4, "matmul_share": 1, "matmul_share_low": 1}
+"""Largest values that are believed; any other number may be up to a million."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    name: str
+    memory_bytes: int
+    """What torch can see of its memory, a CUDA context of a few hundred MiB included."""
+
+    compute_capability: tuple[int, int]
+    bf16_flops: float | None
+    """FLOP/s of dense bf16 matrix products; None without native bf16."""
+
+    fp16_flops: float
+    tf32_flops: float | None
+    fp32_flops: float
+    """Outside of the tensor cores: torch leaves TF32 off for matrix products."""
+
+    memory_bandwidth: float
+    """Bytes per second."""
+
+    nvlink_bandwidth: float | None
+    """Bytes per second in one direction, all links together; None without."""
+
+    pcie_bandwidth: float
+    """Bytes per second in one direction."""
+
+    watts: float | None = None
+    matmul_share: float | None = None
+    """Share of the dense rate that the best shape of a large product reaches, where known."""
+
+    matmul_share_low: float | None = None
+    source: str = ""
+    memory_source: str = ""
+    matmul_source: str = ""
+    unchecked: tuple[str, ...] = ()
+    """Keys of the table whose value no second source confirms."""
+
+    dollars_per_hour: float | None = None
+    """Of one GPU."""
+
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def has_bf16(self) -> bool:
+        """Native, in tensor cores. Older cards emulate it slowly, so they train in fp16."""
+        return self.compute_capability >= (8, 0)
+
+    def flops(self, dtype: str) -> float:
+        """FLOP/s of dense matrix products whose operands are `bf16`, `fp16` or `fp32`.
+
+        Raises:
+            UsageError: the GPU has no bf16.
+        """
+        if dtype == "fp32":
+            return self.fp32_flops
+        if dtype == "fp16":
+            return self.fp16_flops
+        if self.bf16_flops is None or not self.has_bf16:
+            raise UsageError(
+                f"{self.name} has no bf16 (compute capability "
+                f"{'.'.join(map(str, self.compute_capability))}). Ask for precision fp16."
+            )
+        return self.bf16_flops
+
+
+def __getattr__(name: str) -> Any:
+    # The table is read when someone asks for it.
+    if name == "GPUS":
+        return _built_in()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def gpu(name: str, *, file: Path | None = None) -> Gpu:
+    """Return the GPU called `name`, in any case, with or without its vendor, as torch names it too.
+
+    Args:
+        name: `l4`, `RTX 4090`, `NVIDIA A100-SXM4-80GB`.
+        file: JSON or YAML with further GPUs, which go before built-in ones of the same name.
+
+    Raises:
+        UsageError: no such GPU, several that it could be, or a broken file.
+    """
+    return _find(name, file) if file is not None else _find_built_in(name)
+
+
+@lru_cache(maxsize=256)
+def _find_built_in(name: str) -> Gpu:
+    return _find(name, None)
+
+
+def _find(name: str, file: Path | None) -> Gpu:
+    table = dict(_built_in())
+    if file is not None:
+        table |= read_gpus(file)
+    by_word = {_word(alias): entry for entry in table.values() for alias in entry.aliases}
+    by_word |= {_word(entry.name): entry for entry in table.values()}
+    wanted = _word(name)
+    if wanted in by_word:
+        return by_word[wanted]
+    family = [entry.name for entry in table.values() if _word(entry.name).startswith(wanted)]
+    if wanted and len(family) > 1:
+        raise UsageError(f"{name!r} could be any of {', '.join(family)}: name one of them.")
+    close = difflib.get_close_matches(wanted, by_word, n=3, cutoff=0.5)
+    hint = " or ".join(dict.fromkeys(by_word[word].name for word in close))
+    raise UsageError(
+        f"There is no GPU {name[:60]!r} in the table."
+        + (f" Did you mean {hint}?" if hint else f" It has {', '.join(table)}.")
+        + " Others can be added in a JSON or YAML file with the keys "
+        + f"{', '.join(_REQUIRED)} (--gpu-file)."
+    )
+
+
+def _word(name: str) -> str:
+    """What a name is compared by."""
+    word = name.lower()
+    for vendor in ("nvidia", "geforce", "tesla"):
+        word = word.replace(vendor, "")
+    return "".join(letter for letter in word if letter.isalnum())
+
+
+@lru_cache(maxsize=1)
+def _built_in() -> Mapping[str, Gpu]:
+    return read_gpus(Path(__file__).with_name("gpus.json"))
+
+
+_REQUIRED = (
+    "name",
+    "memory_mib",
+    "compute_capability",
+    "fp16_tflops",
+    "fp32_tflops",
+    "memory_gb_per_second",
+    "pcie",
+)
+_NUMBERS = (
+    "bf16_tflops",
+    "tf32_tflops",
+    "nvlink_gb_per_second",
+    "watts",
+    "matmul_share",
+    "matmul_share_low",
+    "dollars_per_hour",
+)
+_TEXTS = ("source", "memory_source", "matmul_source")
+_LISTS = ("aliases", "unchecked")
+
+
+def read_gpus(file: Path) -> dict[str, Gpu]:
+    """Return the GPUs of a JSON or YAML file: one entry, a list of them, or a list under `gpus`.
+
+    Raises:
+        UsageError: the file can't be read, or an entry is broken; names file, key and value.
+    """
+    contents = _parse(file)
+    if isinstance(contents, dict):
+        mapping = cast("dict[str, Any]", contents)
+        contents = mapping.get("gpus", [mapping])
+    if not isinstance(contents, list) or not contents:
+        raise UsageError(f"{file} holds no GPUs: a list of entries under the key gpus.")
+    gpus = [_entry(entry, file) for entry in cast("list[Any]", contents)]
+    names = [entry.name for entry in gpus]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UsageError(f"{file} has two GPUs called {twice!r}: rename one of them.")
+    return {entry.name: entry for entry in gpus}
+
+
+def _parse(file: Path) -> object:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UsageError(f"Can't read the GPU file {file}: {reason}.") from None
+    if file.suffix.lower() not in (".yaml", ".yml"):
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{file} is no JSON: {error}.") from None
+    import yaml
+
+    try:
+        return cast("object", yaml.safe_load(text))
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        problem = " ".join(str(error).split())
+        raise UsageError(f"{file} is no YAML: {problem}.") from None
+
+
+def _entry(entry: object, file: Path) -> Gpu:
+    if not isinstance(entry, dict):
+        raise UsageError(f"{file}: {entry!r} is no GPU, which is a mapping with a name and more.")
+    values = cast("dict[str, Any]", entry)
+    allowed = {*_REQUIRED, *_NUMBERS, *_TEXTS, *_LISTS}
+    name = values.get("name")
+    if not isinstance(name, str) or not _word(name):
+        raise UsageError(f"{file}: name is {name!r}. It is the GPU's name.")
+    where = f"{file}, {name}"
+    for key in values:
+        if key not in allowed:
+            raise UsageError(f"{where}: there is no key {key!r}. The keys are {_all(allowed)}.")
+    for key in _REQUIRED:
+        if values.get(key) is None:
+            raise UsageError(f"{where}: {key} is missing.")
+
+    def number(key: str, scale: float = 1) -> float | None:
+        return None if values.get(key) is None else _number(values[key], key, where) * scale
+
+    def required(key: str, scale: float = 1) -> float:
+        return _number(values[key], key, where) * scale
+
+    capability = _capability(values["compute_capability"], where)
+    if capability >= (8, 0) and values.get("bf16_tflops") is None:
+        raise UsageError(f"{where}: bf16_tflops is missing; from compute capability 8.0 it is due.")
+    texts = {key: _text(values.get(key), key, where) for key in _TEXTS}
+    return Gpu(
+        name=name,
+        memory_bytes=int(required("memory_mib")) * MIB,
+        compute_capability=capability,
+        bf16_flops=number("bf16_tflops", TERA) if capability >= (8, 0) else None,
+        fp16_flops=required("fp16_tflops", TERA),
+        tf32_flops=number("tf32_tflops", TERA),
+        fp32_flops=required("fp32_tflops", TERA),
+        memory_bandwidth=required("memory_gb_per_second", GIGA),
+        nvlink_bandwidth=number("nvlink_gb_per_second", GIGA),
+        pcie_bandwidth=_pcie(values["pcie"], where),
+        watts=number("watts"),
+        matmul_share=number("matmul_share"),
+        matmul_share_low=number("matmul_share_low"),
+        dollars_per_hour=number("dollars_per_hour"),
+        aliases=_words(values.get("aliases"), "aliases", where),
+        unchecked=_words(values.get("unchecked"), "unchecked", where),
+        source=texts["source"],
+        memory_source=texts["memory_source"],
+        matmul_source=texts["matmul_source"],
+    )
+
+
+def _number(value: object, key: str, where: str) -> float:
+    most = MOST.get(key, 1e6)
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not math.isfinite(value)
+        or not 0 < value <= most
+    ):
+        raise UsageError(f"{where}: {key} is {value!r}. It is a number above 0, up to {most:g}.")
+    return float(value)
+
+
+def _capability(value: object, where: str) -> tuple[int, int]:
+    major, _, minor = str(value).partition(".")
+    # YAML reads 8.0 as a number.
+    if isinstance(value, bool) or not (major.isdecimal() and minor.isdecimal()):
+        raise UsageError(f"{where}: compute_capability is {value!r}. It looks like 8.6.")
+    return min(int(major), 999), min(int(minor), 999)
+
+
+def _pcie(value: object, where: str) -> float:
+    generation, _, lanes = str(value).replace(" ", "").lower().partition("x")
+    if "." not in generation:
+        generation += ".0"
+    if generation not in PCIE_GB_PER_LANE or lanes not in ("1", "2", "4", "8", "16"):
+        raise UsageError(f"{where}: pcie is {value!r}. It looks like 4.0 x16.")
+    return PCIE_GB_PER_LANE[generation] * int(lanes) * GIGA
+
+
+def _text(value: object, key: str, where: str) -> str:
+    if value is not None and not isinstance(value, str):
+        raise UsageError(f"{where}: {key} is {value!r}. It is a text.")
+    return value or ""
+
+
+def _words(value: object, key: str, where: str) -> tuple[str, ...]:
+    words = cast("list[Any]", value) if isinstance(value, list) else []
+    if (value is not None and not isinstance(value, list)) or not all(
+        isinstance(word, str) for word in words
+    ):
+        raise UsageError(f"{where}: {key} is {value!r}. It is a list of texts.")
+    return tuple(words)
+
+
+def _all(keys: Iterable[str]) -> str:
+    return ", ".join(sorted(keys))

@@ -1,0 +1,144 @@
+"""What is to be trained, and how: everything that the formulas read, and nothing they work out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from toolkit.errors import UsageError
+from toolkit.planning.shape import ModelShape
+from toolkit.strategies import Strategy
+
+Method = Literal["full", "lora", "qlora"]
+Precision = Literal["no", "bf16", "fp16"]
+Optimizer = Literal[
+    "adamw",
+    "adamw_fused",
+    "adamw_8bit",
+    "paged_adamw",
+    "paged_adamw_8bit",
+    "adafactor",
+    "sgd",
+    "sgd_momentum",
+    "lion",
+]
+Attention = Literal["flash", "eager"]
+Checkpointing = Literal["none", "full", "selective"]
+
+MOST_GPUS = 100_000
+MOST_TOKENS = 100_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One fine-tune under one strategy."""
+
+    model: ModelShape
+    strategy: Strategy
+    gpus: int = 2
+    """Ranks in all, one a GPU."""
+
+    nodes: int = 1
+    """Machines they are spread over, evenly."""
+
+    method: Method = "full"
+    lora_rank: int = 16
+    """Rank of the adapters on every linear layer but the head (peft's `all-linear`)."""
+
+    batch: int = 1
+    """Rows of one micro-batch on one GPU."""
+
+    sequence: int = 2048
+    """Tokens of a row."""
+
+    accumulation: int = 1
+    """Micro-batches of one optimizer step."""
+
+    precision: Precision = "bf16"
+    """What is computed in. `bf16` and `fp16` are mixed: the weights are loaded in `weights`."""
+
+    weights: Literal["float32", "bfloat16", "float16"] = "float32"
+    """The dtype that trained weights are loaded in; frozen ones of LoRA are loaded in what is
+    computed in."""
+
+    optimizer: Optimizer = "adamw"
+    """`adamw` is torch's with `foreach`, as in `toolkit.train` and the Trainer's `adamw_torch`;
+    `adamw_fused` is torch's fused one or DeepSpeed's FusedAdam, which need no temporaries."""
+
+    checkpointing: Checkpointing = "none"
+    """`full`: each decoder layer keeps its input alone and is computed again in backward.
+    `selective`: it keeps every second matrix product and the attention's output as well, which is
+    torchtitan's policy by operation."""
+
+    attention: Attention = "flash"
+    """`flash` never holds the s x s scores: FlashAttention, or torch's SDPA with its kernels."""
+
+    chunked_loss: bool = False
+    """The head and the cross-entropy are fused and run in chunks (Liger and the like)."""
+
+    raises_logits: bool = True
+    """Logits are raised to fp32 for the loss, as transformers does."""
+
+    keeps_logits: bool = False
+    """The script holds on to a step's logits until the next step has its own. The Trainer and our
+    loop drop them before backward; a loop that writes `outputs = model(...)` doesn't."""
+
+    gradient_clipping: float = 1.0
+    gradient_as_bucket_view: bool = False
+    """DDP: gradients live in the buckets. The Trainer has no argument for it and leaves it off."""
+
+    reduce_in_fp32: bool = False
+    """FSDP: gradients are raised to fp32 before they are reduced. Accelerate reduces in what is
+    computed in; torchtitan and transformers' own FSDP in fp32."""
+
+    deepspeed: Mapping[str, Any] | None = None
+    """Contents of a DeepSpeed JSON to plan with; None is the bundled one, fitted as a run fits it.
+    """
+
+    zeroes_gradients: bool = False
+    """Gradients are filled with zeros after a step instead of let go: torch's way before 2.0."""
+
+    zero_init: bool = True
+    """ZeRO-3: the model is built under `zero.Init`, as ours is, which also puts a linear layer in
+    place that does not hold on to gathered weights until backward."""
+
+    def __post_init__(self) -> None:
+        for what, most in (
+            ("gpus", MOST_GPUS),
+            ("nodes", MOST_GPUS),
+            ("batch", MOST_TOKENS),
+            ("sequence", MOST_TOKENS),
+            ("accumulation", MOST_TOKENS),
+            ("lora_rank", self.model.hidden_size),
+        ):
+            value = getattr(self, what)
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+                raise UsageError(f"{what} is {value!r}. It is a whole number from 1 to {most:,}.")
+        if self.gpus % self.nodes:
+            raise UsageError(
+                f"{self.gpus} GPUs don't spread evenly over {self.nodes} nodes. "
+                "Choose a number of GPUs that the nodes divide."
+            )
+        if self.strategy.backend == "single" and self.gpus != 1:
+            raise UsageError("single runs on one GPU. Ask for gpus=1, or for ddp.")
+        if self.gpus % self.strategy.replicas:
+            raise UsageError(
+                f"{self.strategy.name} keeps {self.strategy.replicas} replicas, which don't divide "
+                f"{self.gpus} GPUs."
+            )
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share one copy of whatever is sharded."""
+        return self.gpus // self.strategy.replicas
+
+    @property
+    def micro_tokens(self) -> int:
+        """Tokens of one micro-batch on one GPU."""
+        return self.batch * self.sequence
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of one optimizer step on all GPUs."""
+        return self.micro_tokens * self.accumulation * self.gpus

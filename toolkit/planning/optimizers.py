@@ -1,0 +1,92 @@
+"""Bytes of optimizer state, optimizer by optimizer."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from toolkit.planning.job import Optimizer
+from toolkit.planning.weights import Tensors
+
+STEP = 4
+"""torch's AdamW counts its steps in a tensor of its own for each tensor that it steps on."""
+
+EIGHT_BIT_FROM = 4096
+"""Smaller tensors keep states of 32 bits (bitsandbytes `min_8bit_size`)."""
+
+EIGHT_BIT_BLOCK = 256
+"""Values that share an fp32 scale (bitsandbytes 0.50, optimizer.py)."""
+
+CODE_BOOKS = 2 * 256 * 4
+"""The maps of both 8-bit states, once for the optimizer."""
+
+PAGED_FROM = 100_000
+"""Smaller states are not paged (bitsandbytes, `get_state_buffer`)."""
+
+FORMULAS: dict[Optimizer, str] = {
+    "adamw": "(4 + 4) * elements + 4 * tensors",
+    "adamw_fused": "(4 + 4) * elements + 4 * tensors",
+    "adamw_8bit": "(1 + 1) * elements + (4 + 4) * elements / 256",
+    "paged_adamw": "(4 + 4) * elements",
+    "paged_adamw_8bit": "(1 + 1) * elements + (4 + 4) * elements / 256",
+    "adafactor": "4 * (rows + columns) of each matrix, 4 * elements of each vector",
+    "sgd": "0: plain SGD, without momentum",
+    "sgd_momentum": "4 * elements",
+    "lion": "4 * elements",
+}
+
+
+@lru_cache(maxsize=4096)
+def of_tensors(optimizer: Optimizer, tensors: Tensors, size: int) -> int:
+    """Bytes of the states of whole tensors.
+
+    Args:
+        optimizer: Which one.
+        tensors: What it steps on.
+        size: Bytes of an element of a parameter; torch's states take its dtype.
+    """
+    if optimizer in ("adafactor", "adamw_8bit", "paged_adamw_8bit"):
+        total = sum(
+            _factored(shape) * size
+            if optimizer == "adafactor"
+            else _eight_bit(shape[0] if len(shape) == 1 else elements)
+            for shape, elements in zip(tensors.shapes, tensors.sizes, strict=True)
+        )
+        return total + (0 if optimizer == "adafactor" else CODE_BOOKS)
+    return of_elements(optimizer, tensors.elements, size, tensors=len(tensors.sizes))
+
+
+def of_elements(optimizer: Optimizer, elements: int, size: int, *, tensors: int) -> int:
+    """Bytes of the states of `elements` that lie in `tensors` flat tensors, as ZeRO's do."""
+    match optimizer:
+        case "adamw" | "adamw_fused":
+            return 2 * size * elements + STEP * tensors
+        case "paged_adamw":
+            return 8 * elements
+        case "adamw_8bit" | "paged_adamw_8bit":
+            return tensors * _eight_bit(-(-elements // max(1, tensors))) + CODE_BOOKS
+        case "adafactor" | "sgd_momentum":
+            # A flat partition has no rows and columns to be factored by.
+            return size * elements
+        case "lion":
+            return 4 * elements
+        case "sgd":
+            return 0
+
+
+def is_paged(optimizer: Optimizer) -> bool:
+    return optimizer in ("paged_adamw", "paged_adamw_8bit")
+
+
+def _factored(shape: tuple[int, ...]) -> int:
+    if len(shape) < 2:
+        return shape[0] + 1 if shape else 2
+    rows = 1
+    for width in shape[:-2]:
+        rows *= width
+    return rows * (shape[-2] + shape[-1]) + 1
+
+
+def _eight_bit(elements: int) -> int:
+    if elements < EIGHT_BIT_FROM:
+        return 8 * elements
+    return 2 * elements + 8 * -(-elements // EIGHT_BIT_BLOCK)

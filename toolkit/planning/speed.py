@@ -1,0 +1,162 @@
+"""How fast a job trains on a GPU, as an interval: step time by its terms, tokens per second, cost.
+
+A roofline of each part (products at a share of the dense rate, everything else at a share of the
+memory bandwidth), launches as a floor under it, collectives by the alpha-beta model of a ring, and
+what overlaps with what. The ends of each term come from `rates`: nothing here is fitted to a run.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from toolkit.errors import UsageError
+from toolkit.planning import rates
+from toolkit.planning.computing import SpeedTerm, computing, total
+from toolkit.planning.flops import CONVENTION, model_flops
+from toolkit.planning.gpus import Gpu
+from toolkit.planning.job import Job
+from toolkit.planning.terms import Interval
+from toolkit.planning.transfers import communicating, stepping
+
+_PURE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+"""What is computed in where precision isn't mixed: the dtype of the weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    gpu: str
+    gpus: int
+    step_tokens: int
+    """Of all GPUs together, in one optimizer step."""
+
+    terms: tuple[SpeedTerm, ...]
+    """They add up to the time of the step."""
+
+    step_seconds: Interval
+    tokens_per_second: Interval
+    """Of all GPUs together."""
+
+    model_flops_per_token: float
+    mfu: Interval
+    """Model FLOPs utilisation: `model_flops_per_token` achieved, as a share of the dense rate."""
+
+    convention: str = CONVENTION
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    steps: int
+    tokens: int
+    hours: Interval
+    dollars: Interval | None
+    """None without a price."""
+
+
+def estimate_speed(job: Job, gpu: Gpu, *, internode_bytes_per_second: float | None = None) -> Speed:
+    """Return how fast `job` trains on `job.gpus` GPUs of this kind.
+
+    Args:
+        job: What is trained, and how.
+        gpu: What it is trained on.
+        internode_bytes_per_second: Of a node's network cards together, in one direction.
+
+    Raises:
+        UsageError: the GPU can't compute in the job's precision, or the bandwidth is no bandwidth.
+    """
+    network = _network(internode_bytes_per_second)
+    rate = gpu.flops(job.precision if job.precision != "no" else _PURE[job.weights])
+    once = computing(job, gpu, rate)
+    micro = total(once)
+    terms = [_repeated(term, job.accumulation) for term in once]
+    terms += communicating(job, gpu, network, micro)
+    terms += stepping(job, gpu, micro)
+    step = total(terms)
+    per_token = model_flops(job.model, job.sequence)
+    share = job.step_tokens * per_token / (job.gpus * rate)
+    notes: list[str] = []
+    if job.nodes > 1 and internode_bytes_per_second is None:
+        notes.append(
+            "The network between the nodes is not known: from 10 Gb/s Ethernet to eight cards of "
+            "400 Gb/s in each."
+        )
+    if gpu.matmul_share is None or "matmul_share" in gpu.unchecked:
+        notes.append(
+            f"What large products reach of the rate of a {gpu.name} is not known: the interval is "
+            "wide for it."
+        )
+    return Speed(
+        gpu=gpu.name,
+        gpus=job.gpus,
+        step_tokens=job.step_tokens,
+        terms=tuple(terms),
+        step_seconds=step,
+        tokens_per_second=Interval(job.step_tokens / step.high, job.step_tokens / step.low),
+        model_flops_per_token=per_token,
+        mfu=Interval(share / step.high, share / step.low),
+        notes=tuple(notes),
+    )
+
+
+def cost(
+    speed: Speed,
+    *,
+    tokens: int | None = None,
+    steps: int | None = None,
+    dollars_per_hour: float | None = None,
+) -> Cost:
+    """Return the hours and the price of so many tokens or optimizer steps.
+
+    Args:
+        speed: Of the job.
+        tokens: Rounded up to whole steps.
+        steps: Instead of tokens.
+        dollars_per_hour: Of one GPU.
+
+    Raises:
+        UsageError: neither or both of tokens and steps, or a number below 1 or no number.
+    """
+    if (tokens is None) == (steps is None):
+        raise UsageError("Ask for the cost of either a number of tokens or a number of steps.")
+    if steps is None:
+        steps = -(-_whole("tokens", tokens) // speed.step_tokens)
+    steps = _whole("steps", steps)
+    if dollars_per_hour is not None and not (
+        math.isfinite(dollars_per_hour) and dollars_per_hour >= 0
+    ):
+        raise UsageError(f"dollars_per_hour is {dollars_per_hour!r}. It is the price of one GPU.")
+    hours = speed.step_seconds.times(steps / 3600)
+    return Cost(
+        steps=steps,
+        tokens=steps * speed.step_tokens,
+        hours=hours,
+        dollars=None if dollars_per_hour is None else hours.times(dollars_per_hour * speed.gpus),
+    )
+
+
+def _whole(what: str, value: int | None) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{what} is {value!r}. It is a whole number from 1.")
+    return value
+
+
+def _network(given: float | None) -> Interval:
+    if given is None:
+        return rates.UNKNOWN_NETWORK
+    if not (math.isfinite(given) and given > 0):
+        raise UsageError(
+            f"The bandwidth between nodes is {given!r}. It is bytes per second of a node, above 0."
+        )
+    return Interval.exactly(given)
+
+
+def _repeated(term: SpeedTerm, times: int) -> SpeedTerm:
+    if times == 1:
+        return term
+    return SpeedTerm(
+        name=term.name,
+        seconds=term.seconds.times(times),
+        formula=f"({term.formula}) * micro-batches",
+        inputs={**term.inputs, "micro-batches": times},
+    )

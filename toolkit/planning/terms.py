@@ -1,0 +1,71 @@
+"""The words of an estimate: intervals, and terms that carry their formula and its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+Place = Literal["gpu", "host", "nvme"]
+Phase = Literal["loss", "backward", "step"]
+PHASES: tuple[Phase, ...] = ("loss", "backward", "step")
+"""The moments at which a rank's memory can peak: when the loss is taken, while gradients appear,
+while the optimizer steps. A term counts in those in which it is alive."""
+
+Category = Literal[
+    "parameters",
+    "master",
+    "gradients",
+    "optimizer",
+    "adapters",
+    "activations",
+    "logits",
+    "gathered",
+    "buckets",
+    "temporaries",
+    "context",
+    "allocator",
+]
+
+
+CATEGORIES: tuple[Category, ...] = get_args(Category)
+"""In the order in which they are stacked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """From the least to the most that is to be expected."""
+
+    low: float
+    high: float
+
+    @classmethod
+    def exactly(cls, value: float) -> Interval:
+        return cls(value, value)
+
+    @property
+    def middle(self) -> float:
+        return (self.low + self.high) / 2
+
+    def __add__(self, other: Interval) -> Interval:
+        return Interval(self.low + other.low, self.high + other.high)
+
+    def times(self, factor: float) -> Interval:
+        return Interval(self.low * factor, self.high * factor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """One summand of an estimate, in bytes on the rank that holds the most."""
+
+    category: Category
+    name: str
+    """What it is, in a few words: `fp32 master partitions`."""
+
+    bytes: Interval
+    formula: str
+    """With the names of its inputs: `4 * parameters / shards`."""
+
+    inputs: Mapping[str, float | str] = field(default_factory=dict[str, "float | str"])
+    place: Place = "gpu"
+    phases: tuple[Phase, ...] = PHASES

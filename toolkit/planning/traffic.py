@@ -1,0 +1,367 @@
+"""What crosses the wire on one rank in one optimizer step, collective by collective, to the byte.
+
+Read in, and counted at the c10d calls of two and four gloo processes with, torch 2.15, accelerate
+1.15, transformers 5.23 and deepspeed 0.19.8; what the textbook says stands beside it in
+`textbook_elements`. Where the libraries do something else than the papers:
+
+- DeepSpeed's ZeRO-1 and ZeRO-2 all-reduce gradients and all-gather parameters, so 3 psi cross the
+  wire where the paper has 2: `use_multi_rank_bucket_allreduce` is on by default
+  (stage_1_and_2.py, `average_tensor`). ZeRO-1 does it once a step, ZeRO-2 every micro-batch.
+- ZeRO-3 gathers the last `stage3_max_live_parameters` elements of a model (1e9) once a micro-batch,
+  not twice, so smaller models are gathered once. Of larger ones the figure is an estimate.
+- accelerate gathers the last norm and the head once: their FSDP2 unit isn't resharded
+  (fsdp_utils.py). The embedding is gathered again for backward, where nothing needs it.
+- Trainer and loop leave gradients unreduced until the last micro-batch, under FSDP2 as under DDP
+  (`set_requires_gradient_sync`); the gathers of every micro-batch remain.
+
+Not counted, being bookkeeping of some bytes: DDP's broadcast of buffers (the rotary frequencies),
+the Trainer's count of tokens, the loss that is logged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+
+from toolkit.planning.collective import Collective
+from toolkit.planning.effective import zero_settings
+from toolkit.planning.job import Job
+from toolkit.planning.shape import ModelShape
+from toolkit.planning.weights import COMPUTE_SIZE, SIZE, Tensors, trained_size, weights_of
+from toolkit.planning.zero3_trace import gathered_elements
+
+DDP_BUCKET_BYTES = 25 << 20
+"""DDP's default; the first bucket is of 1 MiB (torch/nn/parallel/distributed.py)."""
+
+FLAT_ALIGNMENT = 2
+"""ZeRO-1 and 2 pad each flat group to this many elements a rank (`nccl_start_alignment_factor`)."""
+
+_COMMUNICATED = {"fp32": (4, "float32"), "fp16": (2, "float16"), "bf16": (2, "bfloat16")}
+"""What a DeepSpeed file can name as `communication_data_type` (runtime/config.py)."""
+
+_DTYPE = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_SIZED = {4: "float32", 2: "16 bit"}
+
+
+def collectives(job: Job) -> tuple[Collective, ...]:
+    """Return what one rank of `job` sends and receives in one optimizer step.
+
+    Raises:
+        UsageError: the job's precision and weights don't go together.
+    """
+    if job.gpus == 1:
+        return ()
+    if job.strategy.backend == "fsdp":
+        return _fsdp(job)
+    if job.strategy.zero_stage == 3:
+        return _zero3(job)
+    if job.strategy.backend == "deepspeed":
+        return _zero12(job)
+    return _ddp(job)
+
+
+def textbook_elements(job: Job) -> int:
+    """Return the elements that the papers have a rank send in a step of one micro-batch, N large.
+
+    2 psi for data parallelism and ZeRO-1/2, 3 psi where parameters are sharded and gathered twice
+    (ZeRO, arXiv 1910.02054, section 7), 2 psi where they stay gathered; times the element's size
+    and (N - 1) / N. Frozen parameters are gathered and have no gradients.
+    """
+    trained = weights_of(job).trained.elements
+    if job.gpus == 1:
+        return 0
+    if not job.strategy.shards_parameters:
+        return 2 * trained
+    gathers = 1 if job.strategy.name == "fsdp_grad_op" else 2
+    everything = job.model.parameters + (trained if job.method != "full" else 0)
+    return gathers * everything + trained
+
+
+def _ddp(job: Job) -> tuple[Collective, ...]:
+    trained = weights_of(job).trained
+    size = trained_size(job)
+    return (
+        Collective(
+            kind="all_reduce",
+            purpose="gradients",
+            elements=trained.elements,
+            element_size=size,
+            dtype=_SIZED[size],
+            times=1,
+            calls=1 + trained.elements * size // DDP_BUCKET_BYTES,
+            ranks=job.gpus,
+            nodes=job.nodes,
+            formula="trained * size, once a step, in the dtype of the weights",
+            inputs={"trained": trained.elements, "size": size},
+        ),
+    )
+
+
+def _zero12(job: Job) -> tuple[Collective, ...]:
+    weights = weights_of(job)
+    size = trained_size(job)
+    settings = zero_settings(job)
+    every = job.accumulation if job.strategy.zero_stage == 2 else 1
+    flat = sum(_flat_elements(group, job.gpus) for group in weights.groups)
+    trained = weights.trained.elements
+    reduced, reduced_dtype = _reduced(job, size)
+    shared: dict[str, Any] = {"ranks": job.gpus, "nodes": job.nodes}
+    return (
+        Collective(
+            kind="all_reduce",
+            purpose="gradients",
+            elements=trained,
+            element_size=reduced,
+            dtype=reduced_dtype,
+            times=every,
+            calls=-(-trained // settings.reduce_bucket),
+            formula="trained * size * times: every micro-batch under ZeRO-2, once under ZeRO-1",
+            inputs={"trained": trained, "size": reduced, "times": every},
+            **shared,
+        ),
+        Collective(
+            kind="all_gather",
+            purpose="parameters",
+            elements=flat,
+            element_size=size,
+            dtype=_DTYPE[job.precision],
+            times=1,
+            calls=len(weights.groups),
+            formula="flat * size, each group of the optimizer padded to 2 * ranks",
+            inputs={"flat": flat, "size": size, "ranks": job.gpus},
+            **shared,
+        ),
+        _norm(job, len(weights.groups), 4),
+    )
+
+
+def _zero3(job: Job) -> tuple[Collective, ...]:
+    weights = weights_of(job)
+    size = trained_size(job)
+    settings = zero_settings(job)
+    how = (
+        job.checkpointing,
+        settings.persistence_threshold,
+        settings.max_reuse,
+        settings.max_live,
+        job.gpus,
+    )
+    first, again = gathered_elements(job.model, job.method == "full", *how)
+    persistent = _persistent(job.model, settings.persistence_threshold, job.gpus)
+    gathered = first + again
+    if job.method != "full":
+        # Adapters of a few thousand elements persist like norms; the others come and go with the
+        # layers that they stand in, like 4-bit weights.
+        small = _small_adapters(weights.trained, settings.persistence_threshold, job.gpus)
+        persistent += small
+        adapters = weights.trained.partitioned(job.gpus) * job.gpus - small
+        _, as_trained = gathered_elements(job.model, True, *how)
+        gathered += round(adapters * (1 + as_trained / first))
+        gathered -= round(_packed_savings(job, weights.packed) * (1 + again / first))
+    gradients = weights.trained.partitioned(job.gpus) * job.gpus
+    reduced, reduced_dtype = _reduced(job, size)
+    shared: dict[str, Any] = {"ranks": job.gpus, "nodes": job.nodes}
+    return (
+        Collective(
+            kind="all_gather",
+            purpose="parameters",
+            elements=gathered,
+            element_size=size,
+            dtype=_DTYPE[job.precision],
+            times=job.accumulation,
+            calls=-(-gathered // max(1, settings.prefetch_bucket)),
+            formula=(
+                "(forward + backward) * size * micro-batches; backward gathers again what isn't "
+                "among the last max_live elements, nor used again within max_reuse"
+            ),
+            inputs={
+                "forward": first,
+                "backward": again,
+                "size": size,
+                "micro-batches": job.accumulation,
+                "max_live": settings.max_live,
+                "max_reuse": settings.max_reuse,
+            },
+            exact=not again,
+            **shared,
+        ),
+        Collective(
+            kind="all_gather",
+            purpose="parameters",
+            elements=persistent,
+            element_size=size,
+            dtype=_DTYPE[job.precision],
+            times=1,
+            calls=max(1, job.model.layers * 2),
+            formula="persistent * size: what is never released, gathered after each step",
+            inputs={"persistent": persistent, "size": size},
+            **shared,
+        ),
+        Collective(
+            kind="reduce_scatter",
+            purpose="gradients",
+            elements=gradients,
+            element_size=reduced,
+            dtype=reduced_dtype,
+            times=job.accumulation,
+            calls=-(-gradients // settings.reduce_bucket),
+            formula="trained * size * micro-batches, each tensor padded to the ranks",
+            inputs={"trained": gradients, "size": reduced, "micro-batches": job.accumulation},
+            **shared,
+        ),
+        _norm(job, len(weights.groups), 8),
+    )
+
+
+def _reduced(job: Job, size: int) -> tuple[int, str]:
+    """Bytes and dtype of a gradient on the wire: the weights' own unless a file names another."""
+    named = None if job.deepspeed is None else job.deepspeed.get("communication_data_type")
+    return _COMMUNICATED.get(str(named).lower(), (size, _DTYPE[job.precision]))
+
+
+def _fsdp(job: Job) -> tuple[Collective, ...]:
+    weights = weights_of(job)
+    # accelerate's mixed precision computes and reduces in the same 16 bits; without, both are as
+    # the weights are.
+    size = COMPUTE_SIZE[job.precision] if job.precision != "no" else trained_size(job)
+    base_size = size if job.method != "full" or job.precision != "no" else SIZE[job.weights]
+    dtype = _DTYPE[job.precision] if job.precision != "no" else _SIZED[size]
+    shards = job.shards
+    reduced = 4 if job.reduce_in_fp32 else size
+    once, again = _fsdp_units(job.model, shards)
+    if job.method != "full":
+        again += weights.trained.chunked(shards) * shards
+    again -= _packed_savings(job, weights.packed)
+    gathered = once + again * (2 if job.strategy.reshard_after_forward else 1)
+    gradients = weights.trained.chunked(shards) * shards
+    per_node = job.gpus // job.nodes
+    units = job.model.layers + 2
+    inside: dict[str, Any] = {
+        "ranks": shards,
+        "nodes": max(1, -(-shards // per_node)),
+        "rings": max(1, per_node // shards) if shards > per_node else 1,
+    }
+    found = (
+        Collective(
+            kind="all_gather",
+            purpose="parameters",
+            elements=gathered,
+            element_size=base_size,
+            dtype=dtype,
+            times=job.accumulation,
+            calls=units * 2,
+            formula=(
+                "(once + twice * gathers) * size * micro-batches: head, last norm and what no unit "
+                "holds once, layers and embedding twice if they are resharded after forward"
+            ),
+            inputs={
+                "once": once,
+                "twice": again,
+                "gathers": 2 if job.strategy.reshard_after_forward else 1,
+                "size": base_size,
+                "micro-batches": job.accumulation,
+            },
+            **inside,
+        ),
+        Collective(
+            kind="reduce_scatter",
+            purpose="gradients",
+            elements=gradients,
+            element_size=reduced,
+            dtype="float32" if reduced == 4 else dtype,
+            times=1,
+            calls=units,
+            formula="trained * size, once a step, rows padded to the shards",
+            inputs={"trained": gradients, "size": reduced, "shards": shards},
+            **inside,
+        ),
+        _norm(job, 1, 4),
+    )
+    # A group of one shard has nothing to gather or scatter.
+    kept = found if shards > 1 else found[2:]
+    if job.strategy.replicas == 1:
+        return kept
+    return (
+        Collective(
+            kind="all_reduce",
+            purpose="gradients",
+            elements=gradients // shards,
+            element_size=reduced,
+            dtype="float32" if reduced == 4 else dtype,
+            times=1,
+            calls=units,
+            ranks=job.strategy.replicas,
+            nodes=min(job.nodes, job.strategy.replicas),
+            rings=min(per_node, shards) if job.nodes > 1 else 1,
+            formula="trained / shards * size, once a step, between the replicas",
+            inputs={"trained": gradients, "shards": shards, "size": reduced},
+        ),
+        *kept,
+    )
+
+
+def _norm(job: Job, numbers: int, size: int) -> Collective:
+    """The squared norms of a rank's gradients, added up before they are clipped."""
+    return Collective(
+        kind="all_reduce",
+        purpose="norm",
+        elements=numbers,
+        element_size=size,
+        dtype="float32" if size == 4 else "float64",
+        times=1,
+        calls=numbers,
+        ranks=job.gpus,
+        nodes=job.nodes,
+        formula="one number for each group of the optimizer",
+        inputs={"groups": numbers},
+    )
+
+
+def _flat_elements(group: Tensors, ranks: int) -> int:
+    whole = FLAT_ALIGNMENT * ranks
+    return -(-group.elements // whole) * whole
+
+
+def _packed_savings(job: Job, packed: Tensors) -> int:
+    """Elements of the storage dtype by which 4-bit values are fewer than the weights they hold."""
+    if not packed.sizes:
+        return 0
+    held = 2 * COMPUTE_SIZE[job.precision]
+    return _packed_elements(packed, job.shards, held, job.strategy.backend == "fsdp")
+
+
+@lru_cache(maxsize=512)
+def _packed_elements(packed: Tensors, shards: int, held: int, rows: bool) -> int:
+    whole = (packed.chunked(shards) if rows else packed.partitioned(shards)) * shards
+    return whole - sum(-(-(size // held) // shards) * shards for size in packed.sizes)
+
+
+@lru_cache(maxsize=512)
+def _fsdp_units(model: ModelShape, shards: int) -> tuple[int, int]:
+    """Padded elements of the units that are gathered once a micro-batch, and of all others."""
+    once = again = 0
+    for tensor in model.tensors:
+        rows = tensor.shape[0] if tensor.shape else 1
+        padded = -(-rows // shards) * shards * (tensor.elements // rows)
+        resharded = tensor.layer is not None or (tensor.kind == "embedding" and not model.tied)
+        if resharded:
+            again += padded
+        else:
+            once += padded
+    return once, again
+
+
+@lru_cache(maxsize=512)
+def _persistent(model: ModelShape, threshold: int, ranks: int) -> int:
+    """Padded elements of the model's own tensors that are never released."""
+    return _padded_small([tensor.elements for tensor in model.tensors], threshold, ranks)
+
+
+@lru_cache(maxsize=512)
+def _small_adapters(trained: Tensors, threshold: int, ranks: int) -> int:
+    return _padded_small(trained.sizes, threshold, ranks)
+
+
+def _padded_small(sizes: Iterable[int], threshold: int, ranks: int) -> int:
+    return sum(-(-size // ranks) * ranks for size in sizes if size <= threshold)

@@ -1,0 +1,206 @@
+"""Seconds of a step outside of forward and backward: collectives, the optimizer, and offloads."""
+
+from __future__ import annotations
+
+from toolkit.planning import rates
+from toolkit.planning.collective import Collective
+from toolkit.planning.computing import SpeedTerm, at, shown
+from toolkit.planning.effective import zero_settings
+from toolkit.planning.gpus import Gpu
+from toolkit.planning.job import Job
+from toolkit.planning.terms import Interval
+from toolkit.planning.traffic import collectives
+from toolkit.planning.weights import COMPUTE_SIZE, trained_size, weights_of
+
+
+def communicating(job: Job, gpu: Gpu, network: Interval, micro: Interval) -> list[SpeedTerm]:
+    """What collectives add to a step beyond what computing hides."""
+    overlaps = job.strategy.backend != "deepspeed" or zero_settings(job).overlaps
+    terms: list[SpeedTerm] = []
+    # Gathers go on beside everything, reductions beside backward, two thirds of a micro-batch.
+    everything = micro.times(job.accumulation)
+    for found in collectives(job):
+        taken = collective_seconds(found, gpu, network)
+        window = Interval(0, 0)
+        if overlaps and found.purpose != "norm":
+            window = everything if found.kind == "all_gather" else micro.times(2 / 3 * found.times)
+        # The first gather and the last reduction have nothing beside them.
+        least = 1 / max(1, found.calls * found.times) if overlaps else 1
+        hidden = Interval(window.low * rates.OVERLAP.high, window.high * rates.OVERLAP.low)
+        terms.append(
+            SpeedTerm(
+                name=f"{found.kind.replace('_', '-')} of {found.purpose}",
+                seconds=Interval(
+                    max(taken.low * least, taken.low - hidden.low),
+                    max(taken.high * least, taken.high - hidden.high),
+                ),
+                formula="calls * latency + wire bytes / (bandwidth * share), less what is hidden",
+                inputs={
+                    "wire bytes": found.wire_bytes,
+                    "calls": found.calls * found.times,
+                    "ranks": found.ranks,
+                    "scope": found.scope,
+                    "seconds": shown(taken),
+                    "hidden": shown(hidden),
+                },
+            )
+        )
+        if overlaps and found.kind == "all_gather" and found.purpose != "norm":
+            # What hides one gather doesn't hide the next.
+            everything = Interval(
+                max(0, everything.low - taken.low), max(0, everything.high - taken.high)
+            )
+    return terms
+
+
+def collective_seconds(found: Collective, gpu: Gpu, network: Interval) -> Interval:
+    """Return the seconds of all calls of a step, nothing beside them: alpha-beta, on a ring."""
+    link = gpu.nvlink_bandwidth or gpu.pcie_bandwidth
+    share = rates.NVLINK_SHARE if gpu.nvlink_bandwidth else rates.PCIE_SHARE
+    moving = at(Interval.exactly(found.wire_bytes), link, share)
+    hops = (found.ranks - 1) * (2 if found.kind == "all_reduce" else 1)
+    hop = rates.HOP_SECONDS
+    if found.nodes > 1:
+        hop = rates.NODE_HOP_SECONDS
+        shared = found.wire_bytes * found.rings
+        between = Interval(
+            shared / (network.high * rates.NETWORK_SHARE.high),
+            shared / (network.low * rates.NETWORK_SHARE.low),
+        )
+        moving = Interval(max(moving.low, between.low), max(moving.high, between.high))
+    calls = found.calls * found.times
+    latency = rates.LATENCY_SECONDS
+    return Interval(
+        moving.low + calls * (latency.low + hops * hop),
+        moving.high + calls * (latency.high + hops * hop),
+    )
+
+
+def stepping(job: Job, gpu: Gpu, micro: Interval) -> list[SpeedTerm]:
+    """The optimizer's step, wherever it is taken, and the copies that it needs."""
+    own = weights_of(job).trained.elements
+    if job.strategy.shards_optimizer:
+        own = -(-own // job.shards)
+    terms = [
+        SpeedTerm(
+            name="host work of a step",
+            seconds=rates.STEP_SECONDS,
+            formula="clipping, logging, data",
+        )
+    ]
+    moved = _optimizer_bytes(job)
+    if job.strategy.offload_optimizer == "none":
+        passes = rates.OPTIMIZER_PASSES if job.optimizer == "adamw" else Interval.exactly(1)
+        amount = passes.times(moved * own)
+        terms.append(
+            SpeedTerm(
+                name="optimizer",
+                seconds=at(amount, gpu.memory_bandwidth, rates.MEMORY_SHARE),
+                formula="bytes a parameter * parameters * passes / (memory bandwidth * share)",
+                inputs={
+                    "bytes": moved,
+                    "parameters": own,
+                    "passes": shown(passes),
+                    "memory bandwidth": gpu.memory_bandwidth,
+                },
+            )
+        )
+        return terms
+    return terms + _offloading(job, gpu, micro, own, moved)
+
+
+def _optimizer_bytes(job: Job) -> float:
+    """Bytes per parameter that one step reads and writes, gradients and clipping included."""
+    size = 4 if job.strategy.backend == "deepspeed" else trained_size(job)
+    states = {
+        "adamw_8bit": 4.0,
+        "paged_adamw_8bit": 4.0,
+        "lion": 2.0 * size,
+        "sgd_momentum": 2.0 * size,
+        "sgd": 0.0,
+    }.get(job.optimizer, 4.0 * size)
+    # The gradient is read for its norm, scaled, and read for the step; the weight read and written.
+    moved = states + 6 * size
+    # DeepSpeed makes fp32 gradients of its 16-bit ones, and 16-bit weights of its fp32 masters.
+    return moved + (12 if job.strategy.backend == "deepspeed" and job.precision != "no" else 0)
+
+
+def _offloading(job: Job, gpu: Gpu, micro: Interval, own: int, moved: float) -> list[SpeedTerm]:
+    per_node = job.gpus // job.nodes
+    size = trained_size(job)
+    down, up = _copied_bytes(job, own, size)
+    copying = Interval(
+        (down + up) / (gpu.pcie_bandwidth * rates.HOST_COPY_SHARE.high),
+        (down + up) / (gpu.pcie_bandwidth * rates.HOST_COPY_SHARE.low),
+    )
+    hidden = micro.low * job.accumulation * rates.OVERLAP.high
+    # DeepSpeed brings an optimizer for CPUs; FSDP2 steps with whatever the job asks for.
+    unfused = job.strategy.backend == "fsdp" and job.optimizer == "adamw"
+    passes = rates.UNFUSED_ON_CPU if unfused else Interval.exactly(1)
+    stepping = passes.times(moved * own * per_node)
+    terms = [
+        SpeedTerm(
+            name="copies to and from the host",
+            seconds=Interval(max(0, copying.low - hidden), copying.high),
+            formula="bytes / (PCIe bandwidth * share); at best beside the computing",
+            inputs={
+                "bytes to the host": down,
+                "bytes from the host": up,
+                "PCIe bandwidth": gpu.pcie_bandwidth,
+                "share": shown(rates.HOST_COPY_SHARE),
+            },
+        ),
+        SpeedTerm(
+            name="optimizer on the CPU",
+            seconds=Interval(
+                stepping.low / rates.HOST_BANDWIDTH.high, stepping.high / rates.HOST_BANDWIDTH.low
+            ),
+            formula="bytes a parameter * parameters of a node * passes / host memory bandwidth",
+            inputs={
+                "bytes": moved,
+                "parameters of a node": own * per_node,
+                "passes": shown(passes),
+                "host memory bandwidth": shown(rates.HOST_BANDWIDTH),
+            },
+        ),
+    ]
+    if job.strategy.offload_optimizer == "nvme":
+        # Master, both states and the gradient come from the disk, the first three go back; the
+        # 16-bit weights come for each gather and go back once.
+        amount = (16 + 12 + size * (1 + 2 * job.accumulation)) * own * per_node
+        terms.append(
+            SpeedTerm(
+                name="reading and writing the disk",
+                seconds=Interval(
+                    amount / rates.NVME_BANDWIDTH.high, amount / rates.NVME_BANDWIDTH.low
+                ),
+                formula="(28 + size * (1 + 2 * micro-batches)) * parameters of a node / bandwidth",
+                inputs={
+                    "size": size,
+                    "parameters of a node": own * per_node,
+                    "bandwidth": shown(rates.NVME_BANDWIDTH),
+                },
+            )
+        )
+    return terms
+
+
+def _copied_bytes(job: Job, own: int, size: int) -> tuple[float, float]:
+    """Bytes that one rank sends to the host and gets from it in an optimizer step.
+
+    DeepSpeed adds each micro-batch's partition of the gradients up in host memory, over the GPU
+    (stage_1_and_2.py, `async_accumulate_grad_in_cpu_via_gpu`; stage3.py, `partition_grads`), and
+    sends fp32 gradients once more at the end. FSDP2 copies fp32 shards up for each gather and
+    reduced gradients down (`CPUOffloadPolicy`).
+    """
+    weights = weights_of(job)
+    computed = COMPUTE_SIZE[job.precision]
+    held = weights.trained.elements * size + weights.frozen.elements * computed
+    gathered = 2 * job.accumulation * (held + weights.packed.elements / 2) / job.shards
+    if job.strategy.backend == "fsdp":
+        return size * own, gathered
+    down = size * own * job.accumulation + 4 * own
+    up = size * own * job.accumulation
+    if job.strategy.offload_parameters != "none":
+        up += gathered
+    return down, up

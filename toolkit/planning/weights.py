@@ -1,0 +1,196 @@
+"""What a job trains and what it leaves as it is, tensor by tensor, with their dtypes."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
+
+from toolkit.errors import UsageError
+from toolkit.planning.job import Job, Method
+from toolkit.planning.shape import ModelShape, Tensor
+
+SIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+COMPUTE_SIZE = {"no": 4, "bf16": 2, "fp16": 2}
+"""Bytes of an element in the dtype that is computed in."""
+
+NF4_BLOCK = 64
+"""Weights that share one scale in 4-bit loading (bitsandbytes 0.50, functional.py)."""
+
+NESTED_BLOCK = 256
+"""Scales that share one scale of their own, with double quantisation."""
+
+NF4_TABLES = 4 * (16 + 256 + 1)
+"""Bytes beside the scales of each tensor: the code book, that of the nested scales, the offset."""
+
+_UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+"""Names that the Trainer keeps out of weight decay (transformers 5.23), as in training/loop.py."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tensors:
+    """Tensors in the order in which libraries walk them, with the sums that partitions need."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...]
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Where each tensor ends when all stand one behind the other."""
+        return tuple(accumulate(self.sizes))
+
+    @cached_property
+    def elements(self) -> int:
+        return sum(self.sizes)
+
+    @cached_property
+    def largest(self) -> int:
+        return max(self.sizes, default=0)
+
+    def whole_between(self, start: int, stop: int) -> int:
+        """Elements of all tensors that have a part in [start, stop), whole ones."""
+        if start >= min(stop, self.elements):
+            return 0
+        first = bisect_right(self.ends, start)
+        last = bisect_left(self.ends, min(stop, self.elements))
+        before = self.ends[first - 1] if first else 0
+        return self.ends[last] - before
+
+    @lru_cache(maxsize=64)  # noqa: B019 - a few models live as long as the process
+    def partitioned(self, shards: int) -> int:
+        """Elements of one ZeRO-3 partition: each tensor is cut by itself, rounded up."""
+        return sum(-(-size // shards) for size in self.sizes)
+
+    @lru_cache(maxsize=64)  # noqa: B019
+    def chunked(self, shards: int) -> int:
+        """Elements of one FSDP2 shard with its padding: rows are dealt out, rounded up."""
+        return sum(
+            -(-shape[0] // shards) * (size // shape[0]) if shape else size
+            for shape, size in zip(self.shapes, self.sizes, strict=True)
+        )
+
+    @lru_cache(maxsize=256)  # noqa: B019
+    def chunk_of(self, shards: int, rank: int) -> int:
+        """Elements of a rank's FSDP2 shard without padding: the last ranks can have fewer rows."""
+        total = 0
+        for shape, size in zip(self.shapes, self.sizes, strict=True):
+            rows = -(-shape[0] // shards)
+            total += max(0, min(rows, shape[0] - rank * rows)) * (size // shape[0])
+        return total
+
+    @lru_cache(maxsize=64)  # noqa: B019
+    def at_most(self, threshold: int, shards: int) -> int:
+        """Elements of the tensors of up to `threshold`, each padded to the shards."""
+        return sum(-(-size // shards) * shards for size in self.sizes if size <= threshold)
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """The tensors of a model, as a method loads and trains them."""
+
+    trained: Tensors
+    decayed: Tensors
+    """The trained ones of the first group of the optimizer."""
+
+    undecayed: Tensors
+    """Those of the second; a group without tensors is not there."""
+
+    frozen: Tensors
+    """Loaded in the dtype that is computed in, 4-bit ones left out."""
+
+    packed: Tensors
+    """Frozen ones that are held in 4 bits."""
+
+    @property
+    def groups(self) -> tuple[Tensors, ...]:
+        return tuple(group for group in (self.decayed, self.undecayed) if group.sizes)
+
+    @cached_property
+    def quantised_bytes(self) -> int:
+        """The 4-bit values alone: two in a byte."""
+        return sum(-(-size // 2) for size in self.packed.sizes)
+
+    @cached_property
+    def quantisation_bytes(self) -> int:
+        """Scales with double quantisation, their own scales, and the tables of each tensor."""
+        total = 0
+        for size in self.packed.sizes:
+            blocks = -(-size // NF4_BLOCK)
+            total += blocks + 4 * -(-blocks // NESTED_BLOCK) + NF4_TABLES
+        return total
+
+
+def weights_of(job: Job) -> Weights:
+    """Return what `job` trains and freezes; the same object for the same model and method."""
+    return _weights(job.model, job.method, 0 if job.method == "full" else job.lora_rank)
+
+
+def trained_size(job: Job) -> int:
+    """Bytes of an element of a trained parameter, as a rank keeps it.
+
+    DeepSpeed casts the model to what is computed in and keeps fp32 masters; Accelerate raises
+    trained weights to fp32 for FSDP2 where precision is mixed (fsdp_utils.py, accelerate 1.15);
+    peft keeps adapters in fp32. DDP leaves what was loaded.
+
+    Raises:
+        UsageError: DeepSpeed is to compute in fp32 with weights of 16 bits, which it refuses.
+    """
+    if job.strategy.backend == "deepspeed":
+        if job.precision == "no" and job.weights != "float32" and job.method == "full":
+            raise UsageError(
+                f"{job.strategy.name} computes in fp32 with weights in fp32 only, and these are "
+                f"loaded in {job.weights}. Ask for precision bf16 or fp16, or for float32 weights."
+            )
+        return COMPUTE_SIZE[job.precision]
+    if job.method != "full" or (job.strategy.backend == "fsdp" and job.precision != "no"):
+        return 4
+    return SIZE[job.weights]
+
+
+@lru_cache(maxsize=512)
+def _weights(model: ModelShape, method: Method, lora_rank: int) -> Weights:
+    trained = list(model.tensors)
+    frozen: list[Tensor] = []
+    packed: list[Tensor] = []
+    if method != "full":
+        trained = [a for tensor in model.tensors for a in _adapters(tensor, lora_rank)]
+        packed = [t for t in model.tensors if method == "qlora" and t.kind == "linear"]
+        kept = set(packed)
+        frozen = [t for t in model.tensors if t not in kept]
+    return Weights(
+        trained=_tensors(trained),
+        decayed=_tensors(t for t in trained if not _is_undecayed(t)),
+        undecayed=_tensors(t for t in trained if _is_undecayed(t)),
+        frozen=_tensors(frozen),
+        packed=_tensors(packed),
+    )
+
+
+def _tensors(tensors: Iterable[Tensor]) -> Tensors:
+    shapes = tuple(tensor.shape for tensor in tensors)
+    sizes: list[int] = []
+    for shape in shapes:
+        size = 1
+        for width in shape:
+            size *= width
+        sizes.append(size)
+    return Tensors(shapes, tuple(sizes))
+
+
+def _adapters(tensor: Tensor, rank: int) -> tuple[Tensor, ...]:
+    if tensor.kind != "linear" or len(tensor.shape) != 2:
+        return ()
+    rows, columns = tensor.shape
+    name = tensor.name.removesuffix(".weight")
+    return (
+        Tensor(f"{name}.lora_A.default.weight", (rank, columns), "linear", tensor.layer),
+        Tensor(f"{name}.lora_B.default.weight", (rows, rank), "linear", tensor.layer),
+    )
+
+
+def _is_undecayed(tensor: Tensor) -> bool:
+    # The Trainer also leaves out whatever belongs to a LayerNorm, whatever it is called (`ln_1`).
+    return tensor.kind == "norm" or _UNDECAYED.search(tensor.name.lower()) is not None
