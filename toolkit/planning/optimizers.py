@@ -25,9 +25,9 @@ PAGED_FROM = 100_000
 FORMULAS: dict[Optimizer, str] = {
     "adamw": "(4 + 4) * elements + 4 * tensors",
     "adamw_fused": "(4 + 4) * elements + 4 * tensors",
-    "adamw_8bit": "(1 + 1) * elements + (4 + 4) * elements / 256",
+    "adamw_8bit": "(1 + 1) * elements + (4 + 4) * elements / 256, 8 * elements of embeddings",
     "paged_adamw": "(4 + 4) * elements",
-    "paged_adamw_8bit": "(1 + 1) * elements + (4 + 4) * elements / 256",
+    "paged_adamw_8bit": "(1 + 1) * elements + (4 + 4) * elements / 256, 8 * elements of embeddings",
     "adafactor": "4 * (rows + columns) of each matrix, 4 * elements of each vector",
     "sgd": "0: plain SGD, without momentum",
     "sgd_momentum": "4 * elements",
@@ -44,14 +44,12 @@ def of_tensors(optimizer: Optimizer, tensors: Tensors, size: int) -> int:
         tensors: What it steps on.
         size: Bytes of an element of a parameter; torch's states take its dtype.
     """
-    if optimizer in ("adafactor", "adamw_8bit", "paged_adamw_8bit"):
-        total = sum(
-            _factored(shape) * size
-            if optimizer == "adafactor"
-            else _eight_bit(shape[0] if len(shape) == 1 else elements)
-            for shape, elements in zip(tensors.shapes, tensors.sizes, strict=True)
-        )
-        return total + (0 if optimizer == "adafactor" else CODE_BOOKS)
+    if optimizer == "adafactor":
+        return size * sum(_factored(shape) for shape in tensors.shapes)
+    if optimizer in ("adamw_8bit", "paged_adamw_8bit"):
+        # The Trainer has bitsandbytes keep the states of embeddings in 32 bits (trainer.py).
+        pairs = zip(tensors.sizes, tensors.embedding, strict=True)
+        return CODE_BOOKS + sum(8 * n if embedding else _eight_bit(n) for n, embedding in pairs)
     return of_elements(optimizer, tensors.elements, size, tensors=len(tensors.sizes))
 
 

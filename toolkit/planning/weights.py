@@ -36,6 +36,8 @@ class Tensors:
 
     shapes: tuple[tuple[int, ...], ...]
     sizes: tuple[int, ...]
+    embedding: tuple[bool, ...]
+    """Which of them are weights of an `nn.Embedding`."""
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
@@ -170,14 +172,12 @@ def _weights(model: ModelShape, method: Method, lora_rank: int) -> Weights:
 
 
 def _tensors(tensors: Iterable[Tensor]) -> Tensors:
-    shapes = tuple(tensor.shape for tensor in tensors)
-    sizes: list[int] = []
-    for shape in shapes:
-        size = 1
-        for width in shape:
-            size *= width
-        sizes.append(size)
-    return Tensors(shapes, tuple(sizes))
+    listed = list(tensors)
+    return Tensors(
+        shapes=tuple(tensor.shape for tensor in listed),
+        sizes=tuple(tensor.elements for tensor in listed),
+        embedding=tuple(tensor.kind in ("embedding", "positions") for tensor in listed),
+    )
 
 
 def _adapters(tensor: Tensor, rank: int) -> tuple[Tensor, ...]:

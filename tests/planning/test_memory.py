@@ -1,0 +1,175 @@
+"""The estimate as a whole: what its terms add up to, and how they answer to the job."""
+
+import time
+from dataclasses import replace
+
+import pytest
+from shapes_for_tests import gpt2, llama
+
+from toolkit.errors import UsageError
+from toolkit.planning.job import Job
+from toolkit.planning.memory import estimate_memory
+from toolkit.strategies import STRATEGIES
+
+LLAMA_7B = llama(
+    hidden=4096, intermediate=11008, layers=32, heads=32, kv_heads=32, vocab=32000, positions=4096
+)
+GIB = 2**30
+
+
+def job(strategy="zero2", **changes):
+    chosen = STRATEGIES[strategy]
+    settings = {"model": LLAMA_7B, "gpus": 1 if strategy == "single" else chosen.num_processes}
+    return Job(strategy=chosen, **settings | changes)
+
+
+def term(estimate, name):
+    return next(t for t in estimate.terms if name in t.name)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_categories_at_the_peak_add_up_to_the_total(strategy, method, checkpointing):
+    estimate = estimate_memory(job(strategy, method=method, checkpointing=checkpointing))
+    parts = estimate.by_category().values()
+    assert sum(p.low for p in parts) == pytest.approx(estimate.total.low, rel=1e-9)
+    assert sum(p.high for p in parts) == pytest.approx(estimate.total.high, rel=1e-9)
+    assert estimate.allocated.low <= estimate.allocated.high <= estimate.reserved.high
+    assert estimate.at_rest.low <= estimate.allocated.high
+    assert all(t.formula for t in estimate.terms)
+    assert all(0 <= t.bytes.low <= t.bytes.high for t in estimate.terms)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_states_in_the_terms_are_the_exact_ones(strategy):
+    estimate = estimate_memory(job(strategy))
+    exact = [
+        t.bytes.low
+        for t in estimate.terms
+        if t.place == "gpu"
+        and (t.category in ("parameters", "master", "optimizer") or t.name == "gradients")
+    ]
+    assert sum(exact) == estimate.states.total.gpu
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_more_of_anything_never_needs_less(strategy):
+    small = estimate_memory(job(strategy, batch=1, sequence=512)).total
+    for more in ({"batch": 2}, {"sequence": 1024}, {"attention": "eager"}):
+        large = estimate_memory(job(strategy, **{"batch": 1, "sequence": 512} | more)).total
+        assert large.high >= small.high
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_checkpointing_and_adapters_save_memory(strategy):
+    plain = estimate_memory(job(strategy, batch=4)).total.high
+    assert estimate_memory(job(strategy, batch=4, checkpointing="full")).total.high < plain
+    lora = estimate_memory(job(strategy, batch=4, method="lora")).total.high
+    assert lora <= plain
+    assert estimate_memory(job(strategy, batch=4, method="qlora")).total.high < plain
+
+
+def test_cross_entropy_takes_12_bytes_for_each_logit():
+    """TRL PR #6858 measured 47.55 GiB at 16,384 tokens, 248,320 words, hidden 2048."""
+    model = llama(hidden=2048, layers=1, heads=16, kv_heads=16, vocab=248_320)
+    logits = term(estimate_memory(job("zero3", model=model, batch=1, sequence=16_384)), "logits")
+    assert logits.bytes.low == 12 * 16_384 * 248_320
+    head = 2 * 248_320 * 2048
+    assert (logits.bytes.low + 2 * head + 2 * 2 * 16_384 * 2048) / GIB == pytest.approx(
+        47.55, rel=0.01
+    )
+
+
+def test_a_fused_loss_never_holds_all_logits():
+    whole = term(estimate_memory(job(sequence=8192)), "logits").bytes.high
+    chunked = term(estimate_memory(job(sequence=8192, chunked_loss=True)), "logits").bytes.high
+    assert chunked < whole / 4
+
+
+def test_ddp_pays_for_its_buckets_unless_gradients_live_in_them():
+    apart = estimate_memory(job("ddp"))
+    inside = estimate_memory(job("ddp", gradient_as_bucket_view=True))
+    assert apart.allocated.high - inside.allocated.high > 3 * LLAMA_7B.parameters
+    assert term(apart, "buckets").bytes.low == 4 * LLAMA_7B.parameters
+
+
+def test_ddp_under_autocast_holds_16_bit_copies_of_its_weights():
+    estimate = estimate_memory(job("ddp"))
+    linear = sum(t.elements for t in LLAMA_7B.of_kind("linear", "head"))
+    assert term(estimate, "autocast").bytes.low == 2 * linear
+    assert not any("autocast" in t.name for t in estimate_memory(job("fsdp")).terms)
+
+
+def test_fsdp_sums_up_whole_gradients_between_micro_batches():
+    """Mixtral on 8 A100s ran with 1 micro-batch and not with 2 (accelerate's documentation)."""
+    one = estimate_memory(job("fsdp", gpus=8))
+    two = estimate_memory(job("fsdp", gpus=8, accumulation=2))
+    assert two.allocated.low - one.allocated.low > 0.5 * 2 * LLAMA_7B.parameters
+    assert term(two, "without sync").bytes.low == 2 * LLAMA_7B.parameters
+
+
+def test_zero_buckets_are_those_of_the_file_that_a_run_would_use():
+    assert term(estimate_memory(job("zero2")), "buckets").bytes.low == 2 * 50_000_000
+    small = llama()
+    fitted = estimate_memory(job("zero2", model=small))
+    assert term(fitted, "buckets").bytes.low == 2 * small.parameters
+    filled_in = {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}
+    automatic = estimate_memory(job("zero2", deepspeed=filled_in))
+    assert term(automatic, "buckets").bytes.low == 2 * 4096**2
+    silent = estimate_memory(job("zero2", deepspeed={"zero_optimization": {"stage": 2}}))
+    assert term(silent, "buckets").bytes.low == 2 * 500_000_000
+
+
+@pytest.mark.parametrize("value", ["many", -1, True, 1e99])
+def test_a_bucket_that_is_no_number_is_refused(value):
+    broken = {"zero_optimization": {"stage": 2, "reduce_bucket_size": value}}
+    with pytest.raises(UsageError, match="reduce_bucket_size"):
+        estimate_memory(job("zero2", deepspeed=broken))
+
+
+def test_one_gpu_has_no_nccl():
+    assert not any(t.name == "NCCL" for t in estimate_memory(job("single")).terms)
+    assert any(t.name == "NCCL" for t in estimate_memory(job("ddp")).terms)
+
+
+def test_offloads_ask_a_node_for_what_all_of_its_ranks_keep_there():
+    one = estimate_memory(job("zero3_offload", gpus=8, nodes=1)).host_bytes
+    two = estimate_memory(job("zero3_offload", gpus=8, nodes=2)).host_bytes
+    assert two.high == pytest.approx(one.high / 2)
+    # 2 weights, 2 gradients, 4 gradients in fp32, 4 masters, 8 moments; pinned ones rounded up.
+    assert one.low >= 20 * LLAMA_7B.parameters
+    assert one.high <= 29 * LLAMA_7B.parameters + 8 * 3 * GIB
+    assert estimate_memory(job("zero3")).host_bytes.high == 0
+
+
+def test_nvme_offload_keeps_states_on_disk_and_buffers_in_ram():
+    estimate = estimate_memory(job("zero3_nvme"))
+    assert estimate.nvme_bytes.low > 16 * LLAMA_7B.parameters
+    assert estimate.host_bytes.high < estimate_memory(job("zero3_offload")).host_bytes.high
+
+
+def test_dropout_keeps_masks():
+    with_masks = gpt2()
+    without = replace(with_masks, dropout=False)
+    kept = [
+        term(estimate_memory(job("single", model=m, sequence=512)), "kept").bytes.low
+        for m in (with_masks, without)
+    ]
+    # Two masks of a byte an element in each layer, after attention and after the MLP.
+    assert kept[0] - kept[1] == 2 * 12 * 512 * 768
+
+
+def test_an_unknown_architecture_is_said_to_be_unknown():
+    unknown = replace(llama(), architecture="NovelForCausalLM")
+    with pytest.raises(UsageError, match="NovelForCausalLM"):
+        estimate_memory(job("zero2", model=unknown))
+
+
+def test_an_estimate_takes_less_than_a_millisecond_once_the_model_is_known():
+    jobs = [job("zero3", batch=b, sequence=1024) for b in range(1, 51)]
+    estimate_memory(jobs[0])
+    start = time.process_time()
+    for each in jobs:
+        estimate_memory(each)
+    assert (time.process_time() - start) / len(jobs) < 1e-3

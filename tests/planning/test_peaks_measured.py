@@ -1,0 +1,93 @@
+"""The peak of a whole step of a real model, counted tensor by tensor, against the estimate."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from live_bytes import LiveBytes
+from shapes_for_tests import llama
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from toolkit.planning.job import Job
+from toolkit.planning.memory import WORKSPACES, estimate_memory
+from toolkit.strategies import STRATEGIES
+
+NARROW = {"hidden": 128, "intermediate": 344, "layers": 3, "heads": 4, "kv_heads": 2, "vocab": 256}
+WORDY = {"hidden": 64, "intermediate": 172, "layers": 3, "heads": 4, "kv_heads": 4, "vocab": 4096}
+WIDE = {"hidden": 256, "intermediate": 688, "layers": 3, "heads": 8, "kv_heads": 4, "vocab": 1024}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small tensors are faster with one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def measure_peak(widths, *, batch, sequence, precision, checkpointing, accumulation):
+    """Bytes at the peak of the second step."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=widths["vocab"],
+            hidden_size=widths["hidden"],
+            intermediate_size=widths["intermediate"],
+            num_hidden_layers=widths["layers"],
+            num_attention_heads=widths["heads"],
+            num_key_value_heads=widths["kv_heads"],
+            tie_word_embeddings=False,
+            attn_implementation="sdpa",
+            use_cache=False,
+        )
+    ).train()
+    if checkpointing == "full":
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)  # as on a GPU
+    ids = torch.randint(0, widths["vocab"], (batch, sequence))
+
+    def step():
+        for _ in range(accumulation):
+            cast = torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else nullcontext()
+            with cast:
+                loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    states = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    with LiveBytes(*model.parameters(), *model.buffers(), *states) as live:
+        step()
+    return live.peak
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize(
+    ("widths", "settings", "phase"),
+    [
+        (NARROW, {"batch": 4, "sequence": 128, "accumulation": 1}, None),
+        (NARROW, {"batch": 2, "sequence": 128, "accumulation": 3}, None),
+        (WORDY, {"batch": 2, "sequence": 128, "accumulation": 1}, "loss"),
+        (WIDE, {"batch": 1, "sequence": 32, "accumulation": 1}, "step"),
+    ],
+    ids=["activations", "accumulation", "logits", "states"],
+)
+def test_the_peak_of_a_step_is_met_and_not_undercut(
+    widths, settings, phase, precision, checkpointing
+):
+    job = Job(
+        model=llama(**widths),
+        strategy=STRATEGIES["single"],
+        gpus=1,
+        precision=precision,
+        checkpointing=checkpointing,
+        **settings,
+    )
+    estimate = estimate_memory(job)
+    measured = measure_peak(widths, precision=precision, checkpointing=checkpointing, **settings)
+    predicted = estimate.allocated.low - WORKSPACES.low
+    assert 0.99 * measured <= predicted <= 1.06 * measured
+    assert phase in (None, estimate.peak_phase)

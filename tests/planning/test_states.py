@@ -1,0 +1,186 @@
+"""State bytes, to the byte: numbers worked out by hand, and the rules of each library.
+
+tests/test_every_strategy.py holds them against real runs.
+"""
+
+from dataclasses import replace
+
+import pytest
+from shapes_for_tests import gpt2, llama
+
+from toolkit.errors import UsageError
+from toolkit.planning.job import Job
+from toolkit.planning.states import Held, most_loaded, state_bytes
+from toolkit.planning.weights import weights_of
+from toolkit.strategies import STRATEGIES
+
+SMALL = llama()
+"""The built-in model: 2,410,176 parameters in 39 tensors, 1,728 of them norms."""
+
+# Odd on purpose: no dimension is divided by 2 or 3.
+ODD = llama(
+    hidden=101,
+    intermediate=267,
+    layers=3,
+    heads=3,
+    kv_heads=1,
+    head_dim=26,
+    vocab=2051,
+    bias=True,
+)
+LARGE = llama(
+    hidden=4096, intermediate=11008, layers=32, heads=32, kv_heads=32, vocab=32000, positions=4096
+)
+
+
+def job(strategy, *, model=SMALL, gpus=2, precision="no", **changes):
+    return Job(
+        model=model, strategy=STRATEGIES[strategy], gpus=gpus, precision=precision, **changes
+    )
+
+
+# As counted in rehearsals of two ranks on the built-in model (deepspeed 0.19.8, torch 2.13).
+@pytest.mark.parametrize(
+    ("strategy", "precision", "parameters", "master", "gradients", "optimizer"),
+    [
+        ("ddp", "no", 9_640_704, 0, 9_640_704, 19_281_564),
+        ("zero1", "no", 9_640_704, 4_820_352, 4_820_736, 9_640_712),
+        ("zero2", "no", 9_640_704, 4_820_352, 4_820_736, 9_640_712),
+        ("zero2_offload", "no", 9_640_704, 4_820_352, 4_820_352, 9_640_704),
+        ("zero3", "no", 4_827_264, 4_820_352, 4_820_352, 9_640_712),
+        ("zero3_offload", "no", 4_827_264, 4_820_352, 9_640_704, 9_640_704),
+        ("fsdp", "no", 4_820_352, 0, 4_820_352, 9_640_860),
+        ("zero2", "bf16", 4_820_352, 4_820_352, 2_410_368, 9_640_712),
+        ("zero3", "bf16", 2_413_632, 4_820_352, 2_410_176, 9_640_712),
+        ("fsdp", "bf16", 4_820_352, 0, 4_820_352, 9_640_860),
+    ],
+)
+def test_the_built_in_model_on_two_ranks(
+    strategy, precision, parameters, master, gradients, optimizer
+):
+    assert state_bytes(job(strategy, precision=precision)).counted() == {
+        "parameters_bytes": parameters,
+        "master_bytes": master,
+        "gradients_bytes": gradients,
+        "optimizer_bytes": optimizer,
+    }
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("strategy", [name for name, s in STRATEGIES.items() if s.shards_optimizer])
+def test_the_ranks_together_hold_each_state_once_and_the_padding(strategy, precision):
+    chosen = STRATEGIES[strategy]
+    gpus = 4 if chosen.replicas > 1 else 3
+    ranks = [
+        state_bytes(job(strategy, model=ODD, gpus=gpus, precision=precision), rank).total
+        for rank in range(gpus)
+    ]
+    moments = 8 * ODD.parameters * chosen.replicas
+    held = sum(rank.in_memory + rank.nvme for rank in ranks)
+    assert held > moments
+    optimizer = sum(
+        sum(
+            getattr(
+                state_bytes(job(strategy, model=ODD, gpus=gpus, precision=precision), r).optimizer,
+                place,
+            )
+            for place in ("gpu", "host", "nvme")
+        )
+        for r in range(gpus)
+    )
+    assert moments <= optimizer <= 1.01 * moments
+
+
+def test_fsdp_deals_out_rows_so_the_last_ranks_can_hold_fewer():
+    ranks = [state_bytes(job("fsdp", model=ODD, gpus=8), rank) for rank in range(8)]
+    assert ranks[0].optimizer.gpu > ranks[7].optimizer.gpu
+    assert ranks[0].parameters == ranks[7].parameters  # padded alike
+
+
+def test_zero_2_copies_the_tensors_at_a_rank_s_borders_whole():
+    model = llama(layers=3)
+    middle = state_bytes(job("zero2", model=model, gpus=3), 1).gradients.gpu
+    assert middle > 4 * model.parameters / 3
+    assert most_loaded(job("zero2", model=model, gpus=3)).gradients.gpu == max(
+        state_bytes(job("zero2", model=model, gpus=3), rank).gradients.gpu for rank in range(3)
+    )
+
+
+def test_norms_and_biases_are_a_group_of_their_own():
+    weights = weights_of(job("ddp", model=gpt2(hidden=66, layers=3, heads=3)))
+    assert weights.decayed.elements + weights.undecayed.elements == weights.trained.elements
+    # Two norms a layer and a last one, with biases, and four biases of linear layers.
+    assert weights.undecayed.elements == 3 * (4 * 66 + 66 * (3 + 1 + 4 + 1)) + 2 * 66
+
+
+def test_offloads_keep_nothing_of_the_states_on_the_gpu_but_what_stays_gathered():
+    offloaded = state_bytes(job("zero3_offload", precision="bf16"))
+    assert offloaded.parameters.gpu == 2 * 1728
+    assert offloaded.optimizer.gpu == offloaded.master.gpu == offloaded.gradients.gpu == 0
+    assert state_bytes(job("fsdp_offload")).total.gpu == 0
+    zero2 = state_bytes(job("zero2_offload", precision="bf16"))
+    assert zero2.parameters.gpu == 2 * SMALL.parameters
+    assert zero2.total.gpu == zero2.parameters.gpu
+
+
+def test_nvme_takes_states_in_pieces_and_parameters_past_a_billion():
+    large = state_bytes(job("zero3_nvme", model=LARGE, precision="bf16"))
+    elements = weights_of(job("ddp", model=LARGE)).decayed.partitioned(2)
+    assert large.master.nvme == 4 * elements
+    assert large.optimizer.nvme == 8 * elements
+    # One piece is just above a billion, so it finds no room in the billion that RAM may keep.
+    assert large.parameters.nvme > 4e9
+    small = state_bytes(job("zero3_nvme", precision="bf16"))
+    assert small.parameters.nvme == 0
+
+
+def test_lora_pays_for_adapters_and_holds_the_base_once():
+    full = state_bytes(job("ddp", precision="bf16", model=LARGE))
+    lora = state_bytes(job("ddp", precision="bf16", model=LARGE, method="lora"))
+    adapters = 16 * 32 * (4 * 2 * 4096 + 3 * (4096 + 11008))
+    assert lora.gradients == Held(gpu=4 * adapters)
+    assert lora.parameters.gpu == 2 * LARGE.parameters + 4 * adapters
+    assert full.gradients.gpu == 4 * LARGE.parameters
+
+
+def test_qlora_holds_linear_layers_in_4_bits_with_their_constants():
+    qlora = state_bytes(job("ddp", precision="bf16", model=LARGE, method="qlora"))
+    linear = sum(t.elements for t in LARGE.of_kind("linear"))
+    others = LARGE.parameters - linear
+    adapters = 16 * 32 * (4 * 2 * 4096 + 3 * (4096 + 11008))
+    per_weight = (qlora.parameters.gpu - 2 * others - 4 * adapters) / linear
+    # Half a byte; a byte for 64 weights; 4 bytes for 256 of those; tables.
+    assert per_weight == pytest.approx(0.5 + 1 / 64 + 4 / (64 * 256), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "per_parameter"),
+    [
+        ("adamw", 8),
+        ("adamw_fused", 8),
+        ("sgd", 0),
+        ("sgd_momentum", 4),
+        ("lion", 4),
+        ("adafactor", 0.0017),
+    ],
+)
+def test_optimizers_differ_in_what_they_keep(optimizer, per_parameter):
+    states = state_bytes(job("single", model=LARGE, gpus=1, optimizer=optimizer)).optimizer
+    assert states.gpu / LARGE.parameters == pytest.approx(per_parameter, rel=0.02)
+
+
+def test_8_bit_adam_keeps_scales_beside_its_bytes_and_embeddings_in_fp32():
+    states = state_bytes(job("single", model=LARGE, gpus=1, optimizer="adamw_8bit")).optimizer
+    embeddings = LARGE.embedding_parameters
+    expected = (2 + 8 / 256) * (LARGE.parameters - embeddings) + 8 * embeddings
+    assert states.gpu == pytest.approx(expected, rel=1e-4)
+
+
+def test_paged_states_live_in_ram():
+    states = state_bytes(job("single", model=LARGE, gpus=1, optimizer="paged_adamw")).optimizer
+    assert states == Held(host=8 * LARGE.parameters)
+
+
+def test_deepspeed_in_fp32_wants_weights_in_fp32():
+    with pytest.raises(UsageError, match="float32 weights"):
+        state_bytes(replace(job("zero2"), weights="bfloat16"))

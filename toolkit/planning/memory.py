@@ -1,0 +1,286 @@
+"""How much memory a job needs: every term of it, and the most at any moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from toolkit.planning import optimizers
+from toolkit.planning.activations import (
+    Activations,
+    activation_terms,
+    activations_of,
+    dequantised_term,
+)
+from toolkit.planning.hosts import host_terms
+from toolkit.planning.job import Job
+from toolkit.planning.moving import moving_terms
+from toolkit.planning.states import StateBytes, most_loaded
+from toolkit.planning.stepping import step_terms
+from toolkit.planning.terms import PHASES, Category, Interval, Phase, Term
+from toolkit.planning.weights import trained_size, weights_of
+
+MIB = 1 << 20
+
+WORKSPACES = Interval(2 * 8.125 * MIB, 2 * 32 * MIB)
+"""cuBLAS workspaces, one for the thread of forward and one for autograd's: 8.1 MiB each, 32 on
+Hopper (torch, CUDABlas.cpp). They are torch's own allocations."""
+
+CONTEXT = Interval(0.47e9, 1343 * MIB)
+"""CUDA context: 0.47 GB with lazy loading on an A100 with torch 2.1, 1343 MiB on a V100 in 2022
+(Hugging Face's documentation, ml-engineering)."""
+
+COMMUNICATOR = Interval(544e6, 1.6e9)
+"""A group of ranks in NCCL: 544 MB for two ranks on A100s with NVLink, 688 MB for more (nccl#964),
+1.6 GB for a first one (nccl#864). Outside of torch's allocator."""
+
+RESERVED = Interval(1.02, 1.38)
+"""What the caching allocator reserves for each byte that is allocated: 1.36 and 1.27 in torchtitan
+on H100s, 1.20 to 1.36 in others of its runs, 1.1 in single-GPU runs of the Trainer and in QLoRA;
+what is freed comes back in other sizes than it is asked for."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MemoryEstimate:
+    """What the rank that holds the most needs, in bytes."""
+
+    terms: tuple[Term, ...]
+    states: StateBytes
+    peak_phase: Phase
+    allocated: Interval
+    """At the peak: what `torch.cuda.max_memory_allocated` shows."""
+
+    reserved: Interval
+    """What torch's allocator takes from the GPU for it: `max_memory_reserved`."""
+
+    total: Interval
+    """With the CUDA context and NCCL: what `nvidia-smi` shows."""
+
+    at_rest: Interval
+    """Between two steps: what `torch.cuda.memory_allocated` shows after a step."""
+
+    host_bytes: Interval
+    """RAM of a node for what is offloaded; 0 without offload."""
+
+    nvme_bytes: Interval
+    """Disk of a node for what is offloaded there."""
+
+    def by_category(self) -> dict[Category, Interval]:
+        """The GPU's bytes at the peak, whose sum is `total`; categories without any left out."""
+        found: dict[Category, Interval] = {}
+        for term in self.at_peak:
+            found[term.category] = found.get(term.category, Interval(0, 0)) + term.bytes
+        return found
+
+    @cached_property
+    def at_peak(self) -> tuple[Term, ...]:
+        """The terms on the GPU that are alive at the peak."""
+        return tuple(t for t in self.terms if t.place == "gpu" and self.peak_phase in t.phases)
+
+
+def estimate_memory(job: Job) -> MemoryEstimate:
+    """Return what `job` needs on each GPU, and on each node for what it offloads.
+
+    Raises:
+        UsageError: the job's precision and weights don't go together, or nobody knows how this
+            architecture computes a layer.
+    """
+    states = most_loaded(job)
+    parts = activations_of(job)
+    ends_full = _ends_full(job, states, parts)
+    terms = [
+        *_state_terms(job, states, ends_full=ends_full),
+        *activation_terms(job, parts, ends_full=ends_full),
+        *dequantised_term(job),
+        *moving_terms(job),
+        *step_terms(job),
+        Term(
+            category="temporaries",
+            name="cuBLAS workspaces",
+            bytes=WORKSPACES,
+            formula="2 * 8.1 MiB, 32 MiB on Hopper",
+        ),
+    ]
+    phase, allocated = _peak(terms)
+    reserved = Interval(allocated.low * RESERVED.low, allocated.high * RESERVED.high)
+    outside = list(_outside_terms(job))
+    terms += [
+        Term(
+            category="allocator",
+            name="reserved by the allocator and not in use",
+            bytes=Interval(reserved.low - allocated.low, reserved.high - allocated.high),
+            formula=f"{RESERVED.low - 1:.2f} to {RESERVED.high - 1:.2f} * allocated",
+            inputs={"allocated": allocated.middle},
+        ),
+        *outside,
+        *host_terms(job, states),
+    ]
+    return MemoryEstimate(
+        terms=tuple(terms),
+        states=states,
+        peak_phase=phase,
+        allocated=allocated,
+        reserved=reserved,
+        total=reserved + _sum(outside),
+        at_rest=_at_rest(job, states, terms),
+        host_bytes=_sum(t for t in terms if t.place == "host"),
+        nvme_bytes=_sum(t for t in terms if t.place == "nvme"),
+    )
+
+
+def _sum(terms: Iterable[Term]) -> Interval:
+    low = high = 0.0
+    for term in terms:
+        low += term.bytes.low
+        high += term.bytes.high
+    return Interval(low, high)
+
+
+def _peak(terms: Iterable[Term]) -> tuple[Phase, Interval]:
+    """The phase that can need the most, and what it needs."""
+    on_gpu = [term for term in terms if term.place == "gpu"]
+    sums = {phase: _sum(t for t in on_gpu if phase in t.phases) for phase in PHASES}
+    phase = max(PHASES, key=lambda name: sums[name].high)
+    return phase, sums[phase]
+
+
+def _ends_full(job: Job, states: StateBytes, parts: Activations) -> bool:
+    """Whether backward holds more at its end, with all gradients, than at its beginning.
+
+    In between, each layer's gradients come as its activations go.
+    """
+    first = parts.kept + parts.at_work + parts.loss.handed_back * job.micro_tokens
+    grown = 0.0 if _gradients_always(job) else _gradient_growth(job, states)
+    return parts.last + grown > first
+
+
+def _gradients_always(job: Job) -> bool:
+    """Whether the gradients of the rank are held through forward as well."""
+    strategy = job.strategy
+    if strategy.zero_stage == 3:
+        return True
+    if strategy.backend == "fsdp" or (strategy.zero_stage and strategy.offloads):
+        return False
+    if strategy.backend == "ddp" and job.gradient_as_bucket_view:
+        return True
+    return job.accumulation > 1 or job.zeroes_gradients
+
+
+def _gradient_growth(job: Job, states: StateBytes) -> float:
+    grown = float(states.gradients.gpu)
+    if job.strategy.zero_stage == 1:
+        grown += weights_of(job).trained.elements * trained_size(job)
+    return grown
+
+
+def _state_terms(job: Job, states: StateBytes, *, ends_full: bool) -> Iterator[Term]:
+    weights, size = weights_of(job), trained_size(job)
+    shards = job.shards if job.strategy.shards_parameters else 1
+    counted: dict[str, float | str] = {
+        "trained parameters": weights.trained.elements,
+        "size": size,
+        "shards": shards,
+    }
+
+    def exact(category: Category, name: str, held: int, formula: str) -> Iterator[Term]:
+        if held:
+            yield Term(
+                category=category,
+                name=name,
+                bytes=Interval.exactly(held),
+                formula=formula,
+                inputs=counted,
+            )
+
+    own = states.parameters.gpu
+    if job.method == "full":
+        yield from exact("parameters", "weights", own, "size * trained parameters / shards, padded")
+    else:
+        adapters = min(own, weights.trained.elements * size // shards)
+        base = own - adapters
+        constants = min(base, weights.quantisation_bytes)
+        yield from exact("adapters", "adapters", adapters, "size * trained parameters / shards")
+        yield from exact("parameters", "frozen weights", base - constants, "as loaded, sharded")
+        yield from exact(
+            "parameters",
+            "constants of the 4-bit weights, whole on every rank",
+            constants,
+            "a byte for 64 weights, 4 for 256 of those, tables",
+        )
+    yield from exact("master", "fp32 partitions to step on", states.master.gpu, "4 * partition")
+    yield from exact(
+        "optimizer",
+        f"states of {job.optimizer}",
+        states.optimizer.gpu,
+        optimizers.FORMULAS[job.optimizer],
+    )
+    yield from _gradient_terms(job, states, counted, ends_full=ends_full)
+
+
+def _gradient_terms(
+    job: Job, states: StateBytes, inputs: dict[str, float | str], *, ends_full: bool
+) -> Iterator[Term]:
+    whole = Term(
+        category="gradients",
+        name="gradients",
+        bytes=Interval.exactly(states.gradients.gpu),
+        formula="size * trained parameters / shards, padded",
+        inputs=inputs,
+    )
+    if _gradients_always(job):
+        yield whole
+    elif states.gradients.gpu:
+        yield replace(whole, phases=("backward", "step") if ends_full else ("step",))
+        if not ends_full and job.strategy.backend in ("single", "ddp") and job.method == "full":
+            head = job.model.vocab_size * job.model.hidden_size * trained_size(job)
+            yield replace(
+                whole,
+                name="gradient of the head, the first to come",
+                bytes=Interval.exactly(min(head, states.gradients.gpu)),
+                formula="size * vocabulary * hidden",
+                phases=("backward",),
+            )
+    if job.strategy.zero_stage == 1:
+        size = trained_size(job)
+        unsharded = weights_of(job).trained.elements * size
+        always = job.accumulation > 1
+        if always or ends_full:
+            yield replace(
+                whole,
+                name="whole gradients, until they are reduced",
+                bytes=Interval.exactly(unsharded),
+                formula="size * trained parameters",
+                phases=("loss", "backward") if always else ("backward",),
+            )
+    if job.strategy.zero_stage == 2 and job.accumulation > 1 and not job.strategy.offloads:
+        yield replace(whole, name="gradients of one micro-batch", phases=("backward",))
+
+
+def _outside_terms(job: Job) -> Iterator[Term]:
+    yield Term(category="context", name="CUDA context", bytes=CONTEXT, formula="measured elsewhere")
+    if job.gpus > 1:
+        groups = 2 if job.strategy.replicas > 1 else 1
+        yield Term(
+            category="context",
+            name="NCCL",
+            bytes=COMMUNICATOR.times(groups),
+            formula="groups of ranks * measured elsewhere",
+            inputs={"groups of ranks": groups},
+        )
+
+
+def _at_rest(job: Job, states: StateBytes, terms: Iterable[Term]) -> Interval:
+    """States without gradients, and what is never given back."""
+    kept = states.parameters.gpu + states.master.gpu + states.optimizer.gpu
+    in_buckets = job.strategy.backend == "ddp" and job.gradient_as_bucket_view
+    if job.strategy.zero_stage == 3 or in_buckets or job.zeroes_gradients:
+        kept += states.gradients.gpu
+    lasting = _sum(
+        t
+        for t in terms
+        if t.place == "gpu"
+        and (t.name == "cuBLAS workspaces" or (t.category == "buckets" and t.phases == PHASES))
+    )
+    held = next((t.bytes for t in terms if t.name == "logits that the script holds"), None)
+    return Interval.exactly(kept) + lasting + (held or Interval(0, 0))

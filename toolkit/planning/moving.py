@@ -1,0 +1,251 @@
+"""What strategies hold beside the states: gathered weights, gradients on their way, buckets.
+
+Read in torch 2.13 (_fully_shard, DDP's reducer) and deepspeed 0.19.8; each function says what stays
+for how long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from toolkit.planning.effective import ZeroSettings, zero_settings
+from toolkit.planning.job import Job
+from toolkit.planning.shape import ModelShape
+from toolkit.planning.states import partition_elements, sub_groups
+from toolkit.planning.terms import Interval, Phase, Term
+from toolkit.planning.weights import COMPUTE_SIZE, Weights, trained_size, weights_of
+
+ALWAYS: tuple[Phase, ...] = ("loss", "backward", "step")
+RUNNING: tuple[Phase, ...] = ("loss", "backward")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Units:
+    """Elements of what FSDP2 gathers at once, as Accelerate 1.15 cuts a model."""
+
+    layer: int
+    """The largest decoder layer."""
+
+    tail: int
+    """Last norm and head, with a tied embedding, and what belongs to no other unit: these stay
+    gathered from the end of forward into backward."""
+
+    embedding: int
+    """An untied embedding, a unit of its own."""
+
+    largest: int
+    total: int
+
+
+@lru_cache(maxsize=1024)
+def units_of(model: ModelShape) -> Units:
+    embedding = 0
+    if not model.tied:
+        embedding = max((t.elements for t in model.of_kind("embedding")), default=0)
+    layer = max(model.layer_parameters, default=0)
+    tail = model.outside_parameters - embedding
+    return Units(
+        layer=layer,
+        tail=tail,
+        embedding=embedding,
+        largest=max(layer, tail, embedding),
+        total=model.parameters,
+    )
+
+
+def moving_terms(job: Job) -> Iterator[Term]:
+    """Yield the terms of a job's strategy."""
+    weights = weights_of(job)
+    match job.strategy.backend:
+        case "single":
+            return
+        case "ddp":
+            yield from _ddp(job, weights)
+        case "fsdp":
+            yield from _fsdp(job, weights)
+        case "deepspeed" if job.strategy.zero_stage == 3:
+            yield from _zero3(job, weights, zero_settings(job))
+        case "deepspeed":
+            yield from _zero12(job, weights, zero_settings(job))
+
+
+def packed_size(job: Job, weights: Weights) -> float:
+    """Bytes of an element as it is gathered: half of one where most weights have 4 bits."""
+    if not weights.packed.sizes:
+        return COMPUTE_SIZE[job.precision]
+    whole = weights.packed.elements + weights.frozen.elements + weights.trained.elements
+    others = weights.frozen.elements + weights.trained.elements
+    return (weights.packed.elements / 2 + others * COMPUTE_SIZE[job.precision]) / whole
+
+
+def _ddp(job: Job, weights: Weights) -> Iterator[Term]:
+    if not job.gradient_as_bucket_view:
+        size = trained_size(job)
+        elements = weights.trained.elements
+        yield Term(
+            category="buckets",
+            name="DDP's buckets, a copy of all gradients",
+            bytes=Interval.exactly(elements * size),
+            formula="gradient size * trained parameters",
+            inputs={"gradient size": size, "trained parameters": elements},
+        )
+
+
+def _fsdp(job: Job, weights: Weights) -> Iterator[Term]:
+    units = units_of(job.model)
+    size = packed_size(job, weights)
+    compute = COMPUTE_SIZE[job.precision]
+    reduce = 4 if job.reduce_in_fp32 else compute
+    tail = units.tail * compute  # never packed
+    inputs = {"size": size, "layer": units.layer, "tail": units.tail}
+    if not job.strategy.reshard_after_forward:
+        yield Term(
+            category="gathered",
+            name="gathered weights, kept until backward is through",
+            bytes=Interval.exactly(units.total * size),
+            formula="size * parameters",
+            inputs={"size": size, "parameters": units.total},
+            phases=RUNNING,
+        )
+    else:
+        yield Term(
+            category="gathered",
+            name="head and last norm, gathered from forward into backward",
+            bytes=Interval.exactly(tail),
+            formula="size * tail",
+            inputs=inputs | {"size": compute},
+            phases=RUNNING,
+        )
+        yield Term(
+            category="gathered",
+            name="the layer at work, the one after it, and a buffer of the all-gather",
+            # Forward holds on to the last all-gather's buffer; backward gathers one ahead.
+            bytes=Interval(2 * units.layer * size, 3 * units.layer * size),
+            formula="2 to 3 * size * layer",
+            inputs=inputs,
+            phases=RUNNING,
+        )
+    if job.method == "full":
+        own = units.largest if job.accumulation == 1 else units.layer
+        yield Term(
+            category="gradients",
+            name="whole gradients of a unit, and what they are reduced in",
+            # A unit's own gradients, and the input of a reduce-scatter, its own or the last one's.
+            bytes=Interval(own * (compute + reduce), own * compute + 2 * own * reduce),
+            formula="unit * (size + 1 to 2 * reduce size)",
+            inputs={"unit": own, "size": compute, "reduce size": reduce},
+            phases=("backward",),
+        )
+    if job.accumulation > 1:
+        whole = weights.trained.elements
+        yield Term(
+            category="gradients",
+            name="whole gradients, summed up without sync",
+            bytes=Interval.exactly(whole * reduce),
+            formula="reduce size * trained parameters",
+            inputs={"reduce size": reduce, "trained parameters": whole},
+            phases=RUNNING,
+        )
+
+
+def _zero12(job: Job, weights: Weights, settings: ZeroSettings) -> Iterator[Term]:
+    size = trained_size(job)
+    largest = weights.trained.largest
+    count = 2 if settings.overlaps else 1
+    yield Term(
+        category="buckets",
+        name="buckets that gradients are reduced in",
+        bytes=Interval.exactly(count * settings.reduce_bucket * size),
+        formula=f"{count} * size * reduce_bucket_size",
+        inputs={"size": size, "reduce_bucket_size": settings.reduce_bucket},
+        phases=("backward",),
+    )
+    flat = min(max(settings.reduce_bucket, largest), weights.trained.elements)
+    yield Term(
+        category="buckets",
+        name="a bucket flattened for its all-reduce, and the gradient that is on its way",
+        # Only tensors larger than a bucket are flattened by themselves.
+        bytes=Interval(largest * size, (flat + largest) * size),
+        formula="size * (up to the larger of bucket and tensor, and the largest tensor)",
+        inputs={"size": size, "bucket": settings.reduce_bucket, "largest tensor": largest},
+        phases=("backward",),
+    )
+    if job.strategy.offload_optimizer != "none":
+        yield Term(
+            category="buckets",
+            name="a buffer for gradients to and from the host",
+            bytes=Interval.exactly(largest * size),
+            formula="size * largest tensor",
+            inputs={"size": size, "largest tensor": largest},
+        )
+
+
+def _zero3(job: Job, weights: Weights, settings: ZeroSettings) -> Iterator[Term]:
+    size = trained_size(job)
+    largest = weights.trained.largest
+    yield Term(
+        category="buckets",
+        name="the bucket that gradients are reduced in",
+        bytes=Interval.exactly(settings.reduce_bucket * size),
+        formula="size * reduce_bucket_size",
+        inputs={"size": size, "reduce_bucket_size": settings.reduce_bucket},
+    )
+    bucket = min(settings.reduce_bucket, weights.trained.elements)
+    yield Term(
+        category="gradients",
+        name="the largest gradient on its way, and a copy laid out for its reduce-scatter",
+        # A tensor larger than a bucket goes by itself, uncopied where the ranks divide it.
+        bytes=Interval((largest + bucket) * size, (largest + max(bucket, largest)) * size),
+        formula="size * (largest tensor + the bucket, or the larger of bucket and tensor)",
+        inputs={"size": size, "bucket": settings.reduce_bucket, "largest tensor": largest},
+        phases=("backward",),
+    )
+    if job.shards == 1 and job.strategy.offload_parameters == "none":
+        return
+    yield from _live(job, weights, settings)
+
+
+def _live(job: Job, weights: Weights, settings: ZeroSettings) -> Iterator[Term]:
+    """Gathered weights that ZeRO-3 keeps because they are used again soon (max_reuse_distance).
+
+    At the end of forward that is what forward and backward pass within that distance; with
+    checkpointing each layer is met a third time in between.
+    """
+    element = packed_size(job, weights)
+    total = job.model.parameters
+    meetings = 2 if job.checkpointing == "none" else 3
+    kept = min(total, settings.max_live // meetings + units_of(job.model).largest)
+    if not job.zero_init and job.checkpointing == "none":
+        # A plain linear layer keeps a view of its gathered weight until backward.
+        kept = total
+    yield Term(
+        category="gathered",
+        name="gathered weights",
+        bytes=Interval.exactly(kept * element),
+        formula=f"size * min(parameters, max_live / {meetings} + largest layer)",
+        inputs={"size": element, "parameters": total, "max_live": settings.max_live},
+        phases=RUNNING,
+    )
+    if kept < total:
+        ahead = settings.prefetch_bucket
+        yield Term(
+            category="gathered",
+            name="weights fetched ahead, as they arrive and as they are used",
+            bytes=Interval(ahead * element, 2 * ahead * element),
+            formula="1 to 2 * size * prefetch_bucket_size",
+            inputs={"size": element, "prefetch_bucket_size": ahead},
+            phases=RUNNING,
+        )
+
+
+def stepped_at_once(job: Job, weights: Weights) -> int:
+    """Elements that the optimizer steps on at one time, on one rank."""
+    if job.strategy.zero_stage == 3:
+        return max(sub_groups(weights, job.shards, zero_settings(job).sub_group), default=0)
+    if job.strategy.backend == "deepspeed":
+        return max((partition_elements(g, job.shards) for g in weights.groups), default=0)
+    if job.strategy.backend == "fsdp":
+        return weights.trained.chunked(job.shards)
+    return weights.trained.elements

@@ -1,0 +1,272 @@
+"""Model states of one rank, to the byte, as the libraries allocate them.
+
+Read in deepspeed 0.19.8 (runtime/zero/stage_1_and_2.py, stage3.py, partition_parameters.py), torch
+2.11 to 2.15 (distributed/fsdp/_fully_shard) and accelerate 1.15; `measuring/memory.py` counts the
+same bytes in a run, and a test holds the two against each other under every strategy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from toolkit.planning import optimizers
+from toolkit.planning.effective import (
+    MAX_IN_CPU,
+    SWAPPED_FROM_BYTES,
+    ZeroSettings,
+    zero_settings,
+)
+from toolkit.planning.job import Job
+from toolkit.planning.weights import COMPUTE_SIZE, Tensors, Weights, trained_size, weights_of
+
+FLAT_ALIGNMENT = 2
+"""ZeRO-1 and 2 pad each flat group to this many elements a rank (`nccl_start_alignment_factor`)."""
+
+LISTED_RANKS = 1024
+"""Ranks that are looked at one by one for the one that holds the most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes by the place they are in."""
+
+    gpu: int = 0
+    host: int = 0
+    nvme: int = 0
+
+    @property
+    def in_memory(self) -> int:
+        return self.gpu + self.host
+
+    def __add__(self, other: Held) -> Held:
+        return Held(self.gpu + other.gpu, self.host + other.host, self.nvme + other.nvme)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBytes:
+    """What one rank holds of a model in training."""
+
+    parameters: Held
+    """After an optimizer step, what stays gathered included."""
+
+    master: Held
+    """The fp32 partitions that DeepSpeed steps on; others step on the parameters themselves."""
+
+    gradients: Held
+    """At their peak: after the last backward of a step, before the optimizer."""
+
+    optimizer: Held
+
+    @property
+    def total(self) -> Held:
+        return self.parameters + self.master + self.gradients + self.optimizer
+
+    def counted(self) -> dict[str, int]:
+        """The bytes in memory, GPU and host together, under the names that records have."""
+        return {f"{f.name}_bytes": getattr(self, f.name).in_memory for f in fields(self)}
+
+
+def state_bytes(job: Job, rank: int = 0) -> StateBytes:
+    """Return what `rank` holds.
+
+    Raises:
+        UsageError: the job's precision and weights don't go together.
+    """
+    weights = weights_of(job)
+    size = trained_size(job)
+    fixed = _frozen_bytes(job, weights)
+    if job.strategy.backend == "fsdp":
+        return _fsdp(job, weights, size, fixed, rank)
+    if job.strategy.zero_stage == 3:
+        return _zero3(job, weights, size, fixed)
+    if job.strategy.backend == "deepspeed":
+        return _zero12(job, weights, size, fixed, rank)
+    whole = weights.trained.elements * size
+    return StateBytes(
+        parameters=Held(gpu=whole + fixed),
+        master=Held(),
+        gradients=Held(gpu=whole),
+        optimizer=_optimizer(job, optimizers.of_tensors(job.optimizer, weights.trained, size)),
+    )
+
+
+def most_loaded(job: Job) -> StateBytes:
+    """Return the states of the rank that holds the most; padding falls on the first ones."""
+    if job.strategy.zero_stage not in (1, 2) or job.strategy.offloads:
+        return state_bytes(job)
+    groups = weights_of(job).groups
+    ranks = range(min(job.shards, LISTED_RANKS))
+    most = max(ranks, key=lambda rank: _gradient_elements(groups, job.shards, rank))
+    return state_bytes(job, most)
+
+
+def _frozen_bytes(job: Job, weights: Weights) -> int:
+    """Bytes of what is loaded and never trained, on one rank."""
+    if not weights.frozen.sizes and not weights.packed.sizes:
+        return 0
+    size = COMPUTE_SIZE[job.precision]
+    if not job.strategy.shards_parameters:
+        return weights.frozen.elements * size + weights.quantised_bytes + weights.quantisation_bytes
+    cut = Tensors.chunked if job.strategy.backend == "fsdp" else Tensors.partitioned
+    # The values are sharded as one column of the storage dtype; the scales are no parameters, so
+    # nothing shards them.
+    values = sum(-(-n // (2 * size) // job.shards) * size for n in weights.packed.sizes)
+    return cut(weights.frozen, job.shards) * size + values + weights.quantisation_bytes
+
+
+def _optimizer(job: Job, size: int) -> Held:
+    if optimizers.is_paged(job.optimizer):
+        return Held(host=size)
+    return Held(gpu=size)
+
+
+def _fsdp(job: Job, weights: Weights, size: int, fixed: int, rank: int) -> StateBytes:
+    position = rank % job.shards
+    padded = weights.trained.chunked(job.shards)
+    own = weights.trained.chunk_of(job.shards, position)
+    parameters = padded * size + fixed
+    states = _of_shards(job, weights.trained, own, size)
+    if job.strategy.offload_parameters != "none":
+        return StateBytes(
+            parameters=Held(host=parameters),
+            master=Held(),
+            gradients=Held(host=padded * size),
+            optimizer=Held(host=states),
+        )
+    return StateBytes(
+        parameters=Held(gpu=parameters),
+        master=Held(),
+        gradients=Held(gpu=padded * size),
+        optimizer=_optimizer(job, states),
+    )
+
+
+def _of_shards(job: Job, trained: Tensors, own: int, size: int) -> int:
+    """Bytes of optimizer state for FSDP2 shards, which keep their rows and columns."""
+    if job.optimizer in ("adafactor", "adamw_8bit", "paged_adamw_8bit"):
+        whole = optimizers.of_tensors(job.optimizer, trained, size)
+        return -(-whole // job.shards) if job.optimizer != "adafactor" else whole
+    return optimizers.of_elements(job.optimizer, own, size, tensors=len(trained.sizes))
+
+
+def _zero12(job: Job, weights: Weights, size: int, fixed: int, rank: int) -> StateBytes:
+    settings = zero_settings(job)
+    groups = weights.groups
+    own = sum(partition_elements(group, job.shards) for group in groups)
+    states = optimizers.of_elements(job.optimizer, own, settings.state_size, tensors=len(groups))
+    parameters = Held(gpu=own * job.shards * size + fixed)
+    masters = own * settings.master_size
+    if job.strategy.offload_optimizer != "none":
+        return StateBytes(
+            parameters=parameters,
+            master=Held(host=masters),
+            gradients=Held(host=masters),
+            optimizer=Held(host=_on_cpu(job, own, states)),
+        )
+    return StateBytes(
+        parameters=parameters,
+        master=Held(gpu=masters),
+        gradients=Held(gpu=_gradient_elements(groups, job.shards, rank) * size),
+        optimizer=_optimizer(job, states),
+    )
+
+
+def partition_elements(group: Tensors, shards: int) -> int:
+    """Elements of one rank's part of a flat group of ZeRO-1 and 2, padding included."""
+    alignment = FLAT_ALIGNMENT * shards
+    return -(-group.elements // alignment) * FLAT_ALIGNMENT
+
+
+def _gradient_elements(groups: tuple[Tensors, ...], shards: int, rank: int) -> int:
+    """Elements in the buffers of a rank's gradients under ZeRO-1 and 2.
+
+    The tensors at its borders are copied whole, though only a part of them is the rank's own; what
+    pads the last partition is a tensor of its own.
+    """
+    total = 0
+    for group in groups:
+        partition = partition_elements(group, shards)
+        start = rank * partition
+        inside = max(0, min(start + partition, group.elements) - start)
+        total += group.whole_between(start, start + partition) + partition - inside
+    return total
+
+
+def _on_cpu(job: Job, elements: int, states: int) -> int:
+    """Bytes of the states of the optimizer that steps on the CPU: DeepSpeedCPUAdam for AdamW."""
+    if job.optimizer in ("adamw", "adamw_fused", "paged_adamw", "adamw_8bit", "paged_adamw_8bit"):
+        return 8 * elements
+    return states
+
+
+def _zero3(job: Job, weights: Weights, size: int, fixed: int) -> StateBytes:
+    settings = zero_settings(job)
+    shards = job.shards
+    groups = sub_groups(weights, shards, settings.sub_group)
+    own = sum(groups)
+    gathered = _persistent_bytes(weights, shards, size, settings)
+    masters = own * settings.master_size
+    states = optimizers.of_elements(job.optimizer, own, settings.state_size, tensors=len(groups))
+    if job.strategy.offload_parameters == "nvme":
+        return _zero3_nvme(weights, shards, size, groups, gathered, fixed)
+    if job.strategy.offload_optimizer != "none":
+        # Beside the gradients in the model's dtype stand those that the masters are stepped with.
+        return StateBytes(
+            parameters=Held(gpu=gathered, host=own * size + fixed),
+            master=Held(host=masters),
+            gradients=Held(host=own * size + masters),
+            optimizer=Held(host=_on_cpu(job, own, states)),
+        )
+    return StateBytes(
+        parameters=Held(gpu=own * size + gathered + fixed),
+        master=Held(gpu=masters),
+        gradients=Held(gpu=own * size),
+        optimizer=_optimizer(job, states),
+    )
+
+
+def sub_groups(weights: Weights, shards: int, limit: int) -> tuple[int, ...]:
+    """Elements of the pieces in which ZeRO-3 steps: whole tensors, until `limit` is reached."""
+    pieces: list[int] = []
+    for group in weights.groups:
+        if group.partitioned(shards) <= limit:
+            pieces.append(group.partitioned(shards))
+            continue
+        open_piece = 0
+        for size in group.sizes:
+            open_piece += -(-size // shards)
+            if open_piece >= limit:
+                pieces.append(open_piece)
+                open_piece = 0
+        if open_piece:
+            pieces.append(open_piece)
+    return tuple(pieces)
+
+
+def _persistent_bytes(weights: Weights, shards: int, size: int, settings: ZeroSettings) -> int:
+    """Bytes of what stays gathered beside its partition; alone, a rank's partition is the whole."""
+    if shards == 1:
+        return 0
+    parts = (weights.trained, weights.frozen)
+    return size * sum(t.at_most(settings.persistence_threshold, shards) for t in parts)
+
+
+def _zero3_nvme(
+    weights: Weights, shards: int, size: int, groups: tuple[int, ...], gathered: int, fixed: int
+) -> StateBytes:
+    """States and gradients go to files, but for pieces too small for one; so do parameters past
+    the first `MAX_IN_CPU` elements."""
+    own = sum(groups)
+    kept, room = 0, MAX_IN_CPU
+    for piece in groups:
+        if piece <= room:
+            kept += piece
+            room -= piece
+    small = sum(piece for piece in groups if 4 * piece < SWAPPED_FROM_BYTES)
+    filed = own - small
+    return StateBytes(
+        parameters=Held(gpu=gathered, host=kept * size + fixed, nvme=(own - kept) * size),
+        master=Held(host=4 * small, nvme=4 * filed),
+        gradients=Held(host=own * size + 4 * small, nvme=4 * filed),
+        optimizer=Held(host=8 * small, nvme=8 * filed),
+    )

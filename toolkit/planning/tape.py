@@ -1,0 +1,217 @@
+"""What autograd keeps: a layer written down operation by operation, and played backwards.
+
+A tensor is so many elements for each token. An operation keeps what its derivative needs, and a
+tensor that several operations keep is held once, as torch holds a storage once. Read in torch 2.13
+(derivatives.yaml); a test counts what real models keep, family by family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+FP32 = 4
+
+
+@dataclass(eq=False, slots=True)
+class Value:
+    """One tensor of the forward pass."""
+
+    width: float
+    """Elements for each token."""
+
+    size: float
+    """Bytes of an element."""
+
+    needs_grad: bool = True
+
+    @property
+    def bytes(self) -> float:
+        """Bytes for each token."""
+        return self.width * self.size
+
+
+@dataclass(slots=True)
+class _Operation:
+    inputs: tuple[Value, ...]
+    output: Value
+    kept: tuple[Value, ...]
+    temporary: float
+    """Bytes for each token that backward holds besides its gradients."""
+
+
+@dataclass(slots=True)
+class Tape:
+    """Records a forward pass; `kept_bytes` and `backward_peak` read it.
+
+    Attributes:
+        compute: Bytes of an element in what is computed in.
+        autocast: Whether torch's autocast casts the inputs of each operation, activations anew
+            for every operation that takes them.
+    """
+
+    compute: int
+    autocast: bool = False
+    trains: bool = True
+    """Whether the weights of linear layers and norms have gradients: not so with adapters."""
+
+    adapters: int = 0
+    """Rank of a pair of low-rank matrices beside each linear layer, 0 for none."""
+
+    adapter_size: int = FP32
+    """Bytes of an element of those, as they are computed with."""
+
+    operations: list[_Operation] = field(default_factory=list["_Operation"])
+    products: list[Value] = field(default_factory=list["Value"])
+    """Results of linear layers, in their order."""
+
+    # Reading
+
+    @property
+    def kept(self) -> list[Value]:
+        """Each tensor that is held between forward and backward, once."""
+        seen: dict[int, Value] = {}
+        for operation in self.operations:
+            for value in operation.kept:
+                seen[id(value)] = value
+        return list(seen.values())
+
+    @property
+    def kept_bytes(self) -> float:
+        """Bytes for each token."""
+        return sum(value.bytes for value in self.kept)
+
+    def backward_peak(self) -> float:
+        """The most bytes for each token while this is played backwards, kept tensors included.
+
+        It begins with the gradient of the last output; each gradient goes when it has been used,
+        each kept tensor with the last operation that kept it.
+        """
+        users: dict[int, int] = {}
+        for operation in self.operations:
+            for key in {id(value) for value in operation.kept}:
+                users[key] = users.get(key, 0) + 1
+        kept = self.kept_bytes
+        gradients: dict[int, float] = {}
+        if self.operations:
+            last = self.operations[-1].output
+            gradients[id(last)] = last.bytes
+        peak = kept + sum(gradients.values())
+        for operation in reversed(self.operations):
+            own = gradients.get(id(operation.output), 0.0)
+            fresh = {id(v): v.bytes for v in operation.inputs if v.needs_grad}
+            held = sum(gradients.values()) + sum(fresh.values())
+            if not operation.kept and len(fresh) <= 1 and own in fresh.values():
+                held -= own  # handed on as it is
+            peak = max(peak, kept + held + operation.temporary)
+            gradients.pop(id(operation.output), None)
+            for key, size in fresh.items():
+                gradients[key] = size
+            for value in {id(v): v for v in operation.kept}.values():
+                users[id(value)] -= 1
+                if not users[id(value)]:
+                    kept -= value.bytes
+        return peak
+
+    # Writing
+
+    def new(self, width: float, size: float) -> Value:
+        return Value(width, size)
+
+    def record(
+        self,
+        inputs: Iterable[Value],
+        output: Value,
+        kept: Iterable[Value] = (),
+        *,
+        temporary: float = 0.0,
+    ) -> Value:
+        self.operations.append(_Operation(tuple(inputs), output, tuple(kept), temporary))
+        return output
+
+    def cast(self, value: Value, size: float) -> Value:
+        """A copy in another dtype; the same tensor where it has that dtype already."""
+        if value.size == size:
+            return value
+        return self.record([value], Value(value.width, size))
+
+    def lowered(self, value: Value) -> Value:
+        """As an operation gets it that computes in 16 bits."""
+        return self.cast(value, self.compute) if self.autocast else value
+
+    def linear(self, value: Value, width: float, *, adapted: bool = True) -> Value:
+        """A linear layer, which keeps its input for the gradient of its weight."""
+        inside = self.lowered(value)
+        base = self.record([inside], Value(width, self.compute), self._if_trained(inside))
+        self.products.append(base)
+        if not (self.adapters and adapted):
+            return base
+        # peft casts its input to the adapters' dtype; autocast lowers that again, to a new copy.
+        entered = self.lowered(self.cast(value, self.adapter_size))
+        down = self.record([entered], Value(self.adapters, self.compute), [entered])
+        up = self.record([down], Value(width, self.compute), [down])
+        scaled = self.record([up], Value(width, self.compute))
+        return self.add(base, scaled)
+
+    def add(self, left: Value, right: Value) -> Value:
+        return self.record([left, right], Value(left.width, max(left.size, right.size)))
+
+    def multiply(self, left: Value, right: Value) -> Value:
+        return self.record(
+            [left, right], Value(left.width, max(left.size, right.size)), [left, right]
+        )
+
+    def keeping_output(self, value: Value) -> Value:
+        """An operation on each element that keeps its result: softmax, tanh, sigmoid, relu."""
+        output = Value(value.width, value.size)
+        return self.record([value], output, [output])
+
+    def rms_norm(
+        self, value: Value, *, rows: float = 1, weight_size: float, lowers_late: bool = False
+    ) -> Value:
+        """As transformers writes it: raised to fp32, and back before or after the weight.
+
+        Args:
+            value: What is normalised.
+            rows: Means for each token: 1, or as many as there are heads.
+            weight_size: Bytes of an element of the weight, which can raise the result.
+            lowers_late: The weight is multiplied in fp32.
+        """
+        raised = self.cast(value, FP32)
+        squares = self.record([raised], Value(raised.width, FP32), [raised])
+        scale = Value(rows, FP32)
+        self.record([squares], scale, [scale])
+        normed = self.record([raised, scale], Value(raised.width, FP32), [raised, scale])
+        if lowers_late:
+            weighted = self.record([normed], Value(normed.width, FP32), self._if_trained(normed))
+            return self.cast(weighted, value.size)
+        lowered = self.cast(normed, value.size)
+        output = Value(value.width, max(value.size, weight_size))
+        return self.record([lowered], output, self._if_trained(lowered))
+
+    def layer_norm(self, value: Value) -> Value:
+        """torch's kernel: keeps its input, with mean and deviation; fp32 under autocast."""
+        inside = self.cast(value, FP32) if self.autocast else value
+        return self.keeping(inside, also=[Value(2, FP32)])
+
+    def keeping(self, value: Value, *, also: Iterable[Value] = ()) -> Value:
+        """An operation on each element that keeps its input."""
+        return self.record([value], Value(value.width, value.size), [value, *also])
+
+    def gelu_new(self, value: Value) -> Value:
+        """GPT-2's own, in torch operations: 0.5 x (1 + tanh(c (x + 0.04 x^3)))."""
+        base = self.cast(value, FP32) if self.autocast else value
+        cubed = self.keeping(base)
+        inner = self.add(value, cubed)
+        tanh = Value(inner.width, inner.size)
+        self.record([inner], tanh, [tanh])
+        factor = self.record([tanh], Value(tanh.width, tanh.size))
+        half = self.record([value], Value(value.width, value.size))
+        return self.multiply(half, factor)
+
+    def dropout(self, value: Value) -> Value:
+        """On a GPU a mask of a byte an element is kept (native_dropout)."""
+        return self.record([value], Value(value.width, value.size), [Value(value.width, 1)])
+
+    def _if_trained(self, value: Value) -> list[Value]:
+        return [value] if self.trains else []
