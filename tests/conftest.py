@@ -55,7 +55,7 @@ def launch(launch_environment):
 def toolkit(launch_environment, tmp_path_factory):
     """Run the `toolkit` command in a folder of its own."""
 
-    def run(*arguments, timeout=1200):
+    def run(*arguments, timeout=2400):  # DeepSpeed compiles for minutes, once
         here = tmp_path_factory.mktemp("here")
         return _run(["toolkit", *arguments], cwd=here, env=launch_environment, timeout=timeout)
 

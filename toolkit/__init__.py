@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from toolkit.comparing.schedule import compare as compare
     from toolkit.configs import write_configs as write_configs
     from toolkit.errors import UsageError as UsageError
+    from toolkit.planning.plan import plan as plan
+    from toolkit.planning.recommend import recommend as recommend
     from toolkit.strategies import STRATEGIES as STRATEGIES
     from toolkit.strategies import Strategy as Strategy
     from toolkit.training.trainer import ToolkitTrainer as ToolkitTrainer
@@ -25,6 +27,8 @@ _HOMES = {
     "ToolkitTrainer": "toolkit.training.trainer",
     "UsageError": "toolkit.errors",
     "compare": "toolkit.comparing.schedule",
+    "plan": "toolkit.planning.plan",
+    "recommend": "toolkit.planning.recommend",
     "write_configs": "toolkit.configs",
 }
 

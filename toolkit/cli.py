@@ -43,10 +43,52 @@ class OffloadDevice(StrEnum):
     nvme = "nvme"
 
 
+class Method(StrEnum):
+    full = "full"
+    lora = "lora"
+    qlora = "qlora"
+
+
+class Attention(StrEnum):
+    flash = "flash"
+    eager = "eager"
+
+
+class Goal(StrEnum):
+    speed = "speed"
+    memory = "memory"
+
+
+class Optimizer(StrEnum):
+    adamw = "adamw"
+    adamw_fused = "adamw_fused"
+    adamw_8bit = "adamw_8bit"
+    paged_adamw = "paged_adamw"
+    paged_adamw_8bit = "paged_adamw_8bit"
+    adafactor = "adafactor"
+    sgd = "sgd"
+    sgd_momentum = "sgd_momentum"
+    lion = "lion"
+
+
 StrategyName = Annotated[str, typer.Argument(help=f"One of: {', '.join(STRATEGIES)}.")]
 NumProcesses = Annotated[
     int | None, typer.Option("--num-processes", "--num_processes", help="Ranks in all.")
 ]
+
+ModelName = Annotated[
+    str, typer.Argument(help="A Hub id, a folder with a config.json, or a count such as 7b.")
+]
+Gpus = Annotated[int, typer.Option(help="GPUs in all, one rank each.")]
+GpuName = Annotated[str | None, typer.Option(help="L4, A100-80, H100, ...; or one of --gpu-file.")]
+GpuFile = Annotated[Path | None, typer.Option("--gpu-file", help="JSON or YAML with further GPUs.")]
+Nodes = Annotated[int, typer.Option(help="Machines that the GPUs are spread over.")]
+Sequence = Annotated[int, typer.Option("--seq", "--sequence", help="Tokens of a row.")]
+HostGib = Annotated[float | None, typer.Option("--host-gib", help="RAM of a node, for offloads.")]
+Network = Annotated[
+    float | None, typer.Option("--internode-gbps", help="Network of a node, in Gbit/s.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 
 
 @configs.command("list")
@@ -194,6 +236,168 @@ def compare(
         train_flags=tuple(train_flags or ()),
     )
     raise typer.Exit(run(options, console=Console()))
+
+
+@app.command()
+def plan(
+    model: ModelName,
+    gpus: Gpus = 2,
+    gpu: GpuName = None,
+    nodes: Nodes = 1,
+    strategy: Annotated[
+        str | None, typer.Option(help="One strategy, or several with commas between.")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="All strategies, not the usual six.")] = (
+        False
+    ),
+    method: Annotated[Method, typer.Option(help="What is trained.")] = Method.full,
+    lora_rank: Annotated[int, typer.Option("--lora-rank", help="Rank of the adapters.")] = 16,
+    batch: Annotated[int, typer.Option(help="Rows of a micro-batch on one GPU.")] = 1,
+    sequence: Sequence = 2048,
+    accumulate: Annotated[int, typer.Option(help="Micro-batches of an optimizer step.")] = 1,
+    precision: Annotated[
+        Precision | None, typer.Option(help="bf16 if left out, fp16 on GPUs without it.")
+    ] = None,
+    optimizer: Annotated[Optimizer, typer.Option(help="Whose states are kept.")] = Optimizer.adamw,
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="Compute activations again in backward.")
+    ] = False,
+    attention: Annotated[Attention, typer.Option(help="Whether scores are held.")] = (
+        Attention.flash
+    ),
+    chunked_loss: Annotated[
+        bool, typer.Option("--chunked-loss", help="Head and loss fused, as Liger does.")
+    ] = False,
+    host_gib: HostGib = None,
+    internode_gbps: Network = None,
+    gpu_file: GpuFile = None,
+    tokens: Annotated[float | None, typer.Option(help="To be trained: gives hours and cost.")] = (
+        None
+    ),
+    dollars_per_hour: Annotated[
+        float | None, typer.Option("--dollars-per-hour", help="Price of one GPU.")
+    ] = None,
+    as_json: AsJson = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Each formula and its inputs.")] = (
+        False
+    ),
+    plot: Annotated[Path | None, typer.Option(help="Draw into this .svg or .png.")] = None,
+) -> None:
+    """Will it fit, how fast, at what cost: before a GPU is rented."""
+    from toolkit.planning.plan import USUAL
+    from toolkit.planning.plan import plan as make_plan
+
+    names = "all" if every else USUAL if strategy is None else tuple(_names(strategy))
+    found = make_plan(
+        model,
+        gpus=gpus,
+        gpu=gpu,
+        nodes=nodes,
+        strategies=names,
+        method=method.value,
+        lora_rank=lora_rank,
+        batch=batch,
+        sequence=sequence,
+        accumulation=accumulate,
+        precision=None if precision is None else precision.value,
+        optimizer=optimizer.value,
+        checkpointing=checkpointing,
+        attention=attention.value,
+        chunked_loss=chunked_loss,
+        host_gib=host_gib,
+        internode_gbps=internode_gbps,
+        gpu_file=gpu_file,
+        tokens=tokens,
+        dollars_per_hour=dollars_per_hour,
+    )
+    if plot is not None:
+        found.plot(plot)
+    if as_json:
+        _print_json(found.to_dict())
+        return
+    from rich.console import Console
+
+    from toolkit.planning.shown import table
+
+    console = Console()
+    table.show_plan(found, console)
+    if explain:
+        table.explain(found, console)
+
+
+@app.command()
+def recommend(
+    model: ModelName,
+    gpu: Annotated[str, typer.Option(help="L4, A100-80, H100, ...; or one of --gpu-file.")],
+    gpus: Gpus = 2,
+    nodes: Nodes = 1,
+    goal: Annotated[Goal, typer.Option(help="Fastest, or with the least memory.")] = Goal.speed,
+    method: Annotated[
+        Method | None, typer.Option(help="Else the first of these that fits.")
+    ] = None,
+    global_batch: Annotated[
+        int, typer.Option("--global-batch", help="Rows of an optimizer step; kept.")
+    ] = 32,
+    sequence: Sequence = 2048,
+    precision: Annotated[
+        Precision | None, typer.Option(help="bf16 if left out, fp16 on GPUs without it.")
+    ] = None,
+    optimizer: Annotated[Optimizer, typer.Option(help="Whose states are kept.")] = Optimizer.adamw,
+    learning_rate: Annotated[
+        float, typer.Option("--learning-rate", help="Chosen for --base-batch.")
+    ] = 2e-5,
+    base_batch: Annotated[
+        int | None, typer.Option("--base-batch", help="Global batch the rate was chosen for.")
+    ] = None,
+    host_gib: HostGib = None,
+    internode_gbps: Network = None,
+    gpu_file: GpuFile = None,
+    write: Annotated[
+        Path | None, typer.Option(help="Folder for the files to launch the choice with.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Which strategy, with reasons, and the files to launch it."""
+    from toolkit.planning.recommend import recommend as make
+
+    found = make(
+        model,
+        gpu=gpu,
+        gpus=gpus,
+        nodes=nodes,
+        goal=goal.value,
+        method=None if method is None else method.value,
+        global_batch=global_batch,
+        sequence=sequence,
+        precision=None if precision is None else precision.value,
+        optimizer=optimizer.value,
+        learning_rate=learning_rate,
+        base_batch=base_batch,
+        host_gib=host_gib,
+        internode_gbps=internode_gbps,
+        gpu_file=gpu_file,
+    )
+    from toolkit.planning.shown import recommended
+
+    line = None
+    if write is not None and found.choice is not None:
+        line = recommended.shown_command(recommended.write_recommendation(found, write))
+    if as_json:
+        _print_json(found.to_dict() | {"command": line})
+    else:
+        from rich.console import Console
+
+        recommended.show_recommendation(found, Console())
+        if line is not None:
+            typer.echo(line)
+    if write is not None and line is None:
+        raise typer.Exit(1)
+
+
+def _print_json(value: object) -> None:
+    import json
+
+    typer.echo(json.dumps(value, indent=2))
 
 
 def _names(text: str) -> list[str]:

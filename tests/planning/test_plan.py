@@ -1,0 +1,211 @@
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from toolkit.errors import UsageError
+from toolkit.planning.plan import plan
+from toolkit.planning.shown import table
+from toolkit.planning.terms import CATEGORIES
+from toolkit.strategies import STRATEGIES
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def found():
+    return plan("7b", gpus=2, gpu="L4", strategies="all", batch=2, tokens=1e9, dollars_per_hour=0.7)
+
+
+def printed(show, *arguments, width=200):
+    console = Console(file=StringIO(), width=width, force_terminal=False)
+    show(*arguments, console)
+    return console.file.getvalue()
+
+
+def test_every_strategy_has_a_row_or_a_reason(found):
+    names = {row.strategy.name for row in found.rows}
+    assert names | set(found.left_out) == set(STRATEGIES)
+    assert all(found.left_out.values())
+
+
+def test_single_runs_on_one_gpu_whatever_was_asked(found):
+    assert found.row("single").job.gpus == 1
+    assert found.row("ddp").job.gpus == 2
+
+
+def test_the_terms_that_live_at_the_peak_make_up_the_total(found):
+    for row in found.rows:
+        memory = row.memory
+        alive = [t for t in memory.terms if t.place == "gpu" and memory.peak_phase in t.phases]
+        assert sum(t.bytes.high for t in alive) == pytest.approx(memory.total.high)
+        assert sum(t.bytes.low for t in alive) == pytest.approx(memory.total.low)
+        parts = memory.by_category()
+        assert set(parts) <= set(CATEGORIES)
+        assert sum(part.high for part in parts.values()) == pytest.approx(memory.total.high)
+
+
+def test_more_of_anything_never_needs_less_memory():
+    def needed(**options):
+        return [
+            plan("1b", strategies=name, **{"batch": 2, "sequence": 1024} | options)
+            .rows[0]
+            .memory.total
+            for name in ("ddp", "zero2", "zero3", "fsdp")
+        ]
+
+    base = needed()
+    for more in ({"batch": 3}, {"sequence": 1100}, {"attention": "eager"}, {"accumulation": 2}):
+        for before, after in zip(base, needed(**more), strict=True):
+            assert after.high >= before.high, more
+    for less in ({"checkpointing": True}, {"method": "lora"}, {"chunked_loss": True}, {"gpus": 4}):
+        for before, after in zip(base, needed(**less), strict=True):
+            assert after.high <= before.high, less
+
+
+def test_json_holds_every_term_with_its_formula(found):
+    data = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert data["schema"] == 1
+    assert data["model"]["parameters"] == found.model.parameters
+    for row, known in zip(data["rows"], found.rows, strict=True):
+        assert len(row["memory"]["terms"]) == len(known.memory.terms) > 5
+        assert all(term["formula"] for term in row["memory"]["terms"])
+        assert row["memory"]["total"]["high"] == known.memory.total.high
+        assert row["memory"]["states"]["optimizer"]["gpu"] == known.memory.states.optimizer.gpu
+        assert row["cost"]["dollars"]["high"] > row["cost"]["dollars"]["low"] > 0
+        assert row["verdict"]["answer"] == known.verdict.answer
+
+
+def test_json_says_why_something_is_null():
+    (row,) = plan("1b", strategies="ddp").to_dict()["rows"]
+    for field in ("verdict", "speed", "largest_batch", "longest_sequence", "cost"):
+        assert row[field] is None
+        assert "--gpu" in row["not_planned"][field]
+
+
+def test_the_table_has_no_empty_cell_and_the_bars_reach_the_limit(found):
+    text = printed(table.show_plan, found)
+    for name in STRATEGIES:
+        assert name in text
+    assert "does not fit" in text
+    bars = [line for line in text.splitlines() if line.startswith("zero3 ") and "|" in line]
+    assert len(bars) == 1
+    assert "O" in bars[0]
+
+
+def test_one_strategy_alone_shows_limits_and_remedies():
+    text = printed(table.show_plan, plan("7b", gpus=2, gpu="L4", strategies="zero2", batch=4))
+    assert "does not fit: needs" in text
+    assert "activation checkpointing: " in text
+    assert "Costs: " in text
+    assert "For sure fit: 0 rows" in text
+    small = printed(table.show_plan, plan("125m", gpu="H100", strategies="ddp", tokens=1_000_000))
+    assert "fits: needs" in small
+    assert "1,000,000 tokens take" in small
+
+
+def test_explain_prints_each_formula_with_its_inputs(found):
+    text = printed(table.explain, found, width=400)
+    for row in found.rows:
+        for term in row.memory.terms:
+            assert term.formula in text
+        for term in row.speed.terms:
+            assert term.formula in text
+
+
+def test_a_plan_without_a_gpu_says_what_a_gpu_would_add():
+    assert "--gpu" in printed(table.show_plan, plan("7b"))
+
+
+@pytest.mark.parametrize("name", ["memory.svg", "memory.png"])
+def test_the_figure_is_drawn(found, tmp_path, name):
+    found.plot(tmp_path / name)
+    if name.endswith("png"):
+        assert (tmp_path / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+        return
+    text = (tmp_path / name).read_text()
+    ET.fromstring(text)
+    for said in ("zero3_offload", "L4: ", "GiB on the fullest GPU", "by number of GPUs"):
+        assert said in text
+
+
+def test_a_figure_of_another_kind_is_refused(found, tmp_path):
+    with pytest.raises(UsageError, match=r"\.svg"):
+        found.plot(tmp_path / "memory.pdf")
+    with pytest.raises(UsageError, match="can't be written"):
+        found.plot(tmp_path / "nowhere" / "memory.svg")
+
+
+def test_a_notebook_sees_a_table_and_no_markup_of_a_users(tmp_path):
+    import shutil
+
+    folder = tmp_path / "<b>evil"
+    folder.mkdir()
+    config = tmp_path / "config.json"
+    config.write_text(
+        json.dumps(
+            {
+                "architectures": ["GPT2LMHeadModel"],
+                "model_type": "gpt2",
+                "n_embd": 64,
+                "n_layer": 2,
+                "n_head": 2,
+                "vocab_size": 100,
+                "n_positions": 64,
+            }
+        )
+    )
+    shutil.copy(config, folder)
+    html = plan(folder)._repr_html_()
+    assert "<table>" in html
+    assert "<b>evil" not in html
+    assert "&lt;b&gt;evil" in html
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"model": "no/such-model"}, "no/such-model"),
+        ({"gpu": "L5"}, "L5"),
+        ({"gpus": 0}, "gpus is 0"),
+        ({"gpus": 3, "nodes": 2}, "3 GPUs don't spread evenly over 2 nodes"),
+        ({"batch": -1}, "batch is -1"),
+        ({"sequence": 10**12}, "sequence is"),
+        ({"strategies": "zero4"}, "zero4"),
+        ({"host_gib": -5.0}, "host_gib"),
+        ({"tokens": 0.0}, "tokens is 0"),
+        ({"internode_gbps": float("nan")}, "internode_gbps"),
+        ({"gpu": "T4", "precision": "bf16"}, "no bf16"),
+    ],
+)
+def test_a_mistake_is_one_sentence(options, said):
+    with pytest.raises(UsageError, match=said):
+        plan(**{"model": "1b"} | options)
+
+
+def test_the_command_answers_without_torch_and_with_status_2_for_a_mistake(tmp_path):
+    script = (
+        "import sys; sys.argv = ['toolkit', *sys.argv[1:]]\n"
+        "from toolkit.cli import app\n"
+        "app(standalone_mode=False)\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'matplotlib', 'huggingface_hub'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    for words in (["plan", "7b", "--gpus", "2"], ["plan", "7b", "--gpu", "L4", "--all", "--json"]):
+        done = subprocess.run(
+            [sys.executable, "-c", script, *words], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["rows"]
+    done = subprocess.run(
+        [sys.executable, "-m", "toolkit.cli", "plan", "7b", "--gpu", "nothing"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1

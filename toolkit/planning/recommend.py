@@ -1,0 +1,415 @@
+"""Which strategy: a search over what fits, under the global batch that was asked for.
+
+The tree that people walk by hand (does it fit on one GPU? on all of them whole? how much is
+missing?) becomes a search with reasons. What only may fit is never recommended.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from toolkit.configs.accelerate import check_num_processes
+from toolkit.errors import UsageError
+from toolkit.planning.gpus import Gpu
+from toolkit.planning.job import Attention, Job, Method, Optimizer, Precision
+from toolkit.planning.memory import MemoryEstimate, estimate_memory
+from toolkit.planning.plan import GIB, plan, positive
+from toolkit.planning.shape import ModelShape
+from toolkit.planning.speed import Speed, estimate_speed
+from toolkit.planning.verdict import Room, Verdict, judge
+from toolkit.strategies import STRATEGIES
+
+Goal = Literal["speed", "memory"]
+
+WHOLE = ("single", "ddp")
+SHARDED = ("zero1", "zero2", "fsdp_grad_op", "fsdp", "zero3", "fsdp_hybrid")
+OFFLOADED = ("zero2_offload", "fsdp_offload", "zero3_offload")
+METHODS: tuple[Method, ...] = ("full", "lora", "qlora")
+HOST_PER_GPU_BYTE = 2
+"""RAM of a node per byte of its GPUs' memory, where nobody says: the least of the machine types of
+AWS (g5.12xlarge 192 GiB beside 4 x 24, p4d 1152 beside 8 x 40) and Google (g2-standard-24 96 GiB
+beside 2 x 24, a2-ultragpu-2g 340 beside 2 x 80), from their public lists."""
+
+MOST_ROWS = 64
+"""Of a micro-batch: what fits beyond it makes no GPU faster."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One way to train that was looked at."""
+
+    job: Job
+    gpu: Gpu
+    room: Room
+    internode_bytes_per_second: float | None = None
+
+    @cached_property
+    def memory(self) -> MemoryEstimate:
+        return estimate_memory(self.job)
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        return judge(self.memory, self.room)
+
+    @cached_property
+    def speed(self) -> Speed:
+        return estimate_speed(
+            self.job, self.gpu, internode_bytes_per_second=self.internode_bytes_per_second
+        )
+
+    @property
+    def fits(self) -> bool:
+        return self.verdict.answer == "fits"
+
+    @property
+    def tokens_per_second(self) -> float:
+        """What to rank by: the ends' geometric mean. Measured rates lie in the lower half."""
+        rate = self.speed.tokens_per_second
+        return math.sqrt(rate.low * rate.high)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearningRate:
+    """A learning rate carried from the batch it was chosen for to the batch of the run."""
+
+    base: float
+    base_batch: int
+    batch: int
+
+    @property
+    def linear(self) -> float:
+        """The linear rule: in proportion to the batch (Goyal et al., arXiv 1706.02677)."""
+        return self.base * self.batch / self.base_batch
+
+    @property
+    def square_root(self) -> float:
+        """The square-root rule, the usual one for Adam (Krizhevsky, arXiv 1404.5997)."""
+        return self.base * (self.batch / self.base_batch) ** 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recommendation:
+    """The choice, why, and what comes next to it."""
+
+    model: ModelShape
+    gpu: Gpu
+    goal: Goal
+    choice: Candidate | None
+    """None where nothing fits for sure."""
+
+    closest: Candidate | None
+    """Where nothing fits: what misses the least."""
+
+    runners_up: tuple[Candidate, ...]
+    """The best under two other strategies."""
+
+    reasons: tuple[str, ...]
+    learning_rate: LearningRate
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as `--json` prints it."""
+        from toolkit.planning.shown.recommended import recommendation_as_json
+
+        return recommendation_as_json(self)
+
+    def _repr_html_(self) -> str:
+        from toolkit.planning.shown.recommended import recommendation_as_html
+
+        return recommendation_as_html(self)
+
+
+def recommend(
+    model: str | Path | ModelShape,
+    *,
+    gpu: str | Gpu,
+    gpus: int = 2,
+    nodes: int = 1,
+    goal: Goal = "speed",
+    method: Method | None = None,
+    global_batch: int = 32,
+    sequence: int = 2048,
+    precision: Precision | None = None,
+    optimizer: Optimizer = "adamw",
+    attention: Attention = "flash",
+    learning_rate: float = 2e-5,
+    base_batch: int | None = None,
+    host_gib: float | None = None,
+    gpu_file: Path | None = None,
+    internode_gbps: float | None = None,
+) -> Recommendation:
+    """Choose strategy, batch, accumulation, checkpointing and method.
+
+    Args:
+        model: As `plan` takes it.
+        gpu: A name of the table, or of `gpu_file`.
+        gpus: Ranks in all.
+        nodes: Machines that they are spread over.
+        goal: `speed`, or `memory` for the least of it.
+        method: `full`, `lora` or `qlora`; None takes the first of these that fits.
+        global_batch: Rows of one optimizer step on all GPUs; it is kept.
+        sequence: Tokens of a row.
+        precision: None takes bf16 where the GPU has it, else fp16.
+        optimizer: As `plan` takes it.
+        attention: `flash` or `eager`.
+        learning_rate: The rate that was chosen for `base_batch`.
+        base_batch: The global batch it was chosen for; None for the one asked here.
+        host_gib: RAM of one node in GiB; None assumes twice the memory of its GPUs.
+        gpu_file: A JSON or YAML file with further GPUs.
+        internode_gbps: Network of a node in Gbit/s.
+
+    Raises:
+        UsageError: something is not there, or the batch can't be spread over the GPUs.
+    """
+    start = plan(
+        model,
+        gpus=gpus,
+        gpu=gpu,
+        nodes=nodes,
+        strategies="single" if gpus == 1 else "ddp",
+        method=method or "full",
+        sequence=sequence,
+        precision=precision,
+        optimizer=optimizer,
+        attention=attention,
+        host_gib=host_gib,
+        gpu_file=gpu_file,
+        internode_gbps=internode_gbps,
+    )
+    if isinstance(global_batch, bool) or global_batch < 1 or global_batch % gpus:
+        raise UsageError(
+            f"A global batch of {global_batch} rows can't be spread over {gpus} GPUs. "
+            f"Choose a multiple of {gpus}."
+        )
+    positive("learning_rate", learning_rate)
+    positive("base_batch", global_batch if base_batch is None else base_batch)
+    row = start.rows[0]
+    if row.gpu is None or row.room is None:
+        raise UsageError("A recommendation needs a GPU: name one.")
+    room = row.room
+    host_bytes = room.host_bytes or HOST_PER_GPU_BYTE * room.gpu_bytes * (gpus // nodes)
+    room = replace(room, host_bytes=host_bytes)
+    search = _Search(row.job, row.gpu, room, row.internode_bytes_per_second, global_batch)
+    found: list[Candidate] = []
+    looked_at: list[Candidate] = []
+    for chosen in METHODS if method is None else (method,):
+        for names in (WHOLE + SHARDED, OFFLOADED):
+            found, looked = search.under(names, chosen)
+            looked_at += looked
+            if found:
+                break
+        if found:
+            break
+    ranked = rank(found, goal)
+    choice = ranked[0] if ranked else None
+    closest = None
+    if choice is None:
+        closest = max(looked_at, key=lambda one: one.verdict.margin_bytes)
+    reasons = [*_reasons(search, choice, closest, ranked, looked_at, goal), *start.notes]
+    if host_gib is None and any(one.job.strategy.offloads for one in looked_at):
+        reasons.append(
+            f"{host_bytes / GIB:.0f} GiB of RAM a node are assumed, twice the memory of its "
+            "GPUs: say what there is with --host-gib."
+        )
+    return Recommendation(
+        model=start.model,
+        gpu=row.gpu,
+        goal=goal,
+        choice=choice,
+        closest=closest,
+        runners_up=tuple(ranked[1:3]),
+        reasons=tuple(reasons),
+        learning_rate=LearningRate(
+            base=learning_rate, base_batch=base_batch or global_batch, batch=global_batch
+        ),
+    )
+
+
+class _Search:
+    """All the ways to train one job, under one global batch."""
+
+    def __init__(
+        self, job: Job, gpu: Gpu, room: Room, internode: float | None, global_batch: int
+    ) -> None:
+        self.job = job
+        self.gpu = gpu
+        self.room = room
+        self.internode = internode
+        self.rows = global_batch // job.gpus
+
+    def candidate(self, **changes: Any) -> Candidate:
+        return Candidate(
+            job=replace(self.job, **changes),
+            gpu=self.gpu,
+            room=self.room,
+            internode_bytes_per_second=self.internode,
+        )
+
+    def under(
+        self, names: Iterable[str], method: Method
+    ) -> tuple[list[Candidate], list[Candidate]]:
+        """Return all that fit for sure, and all that were looked at."""
+        fit: list[Candidate] = []
+        looked_at: list[Candidate] = []
+        for name in names:
+            if not self._possible(name):
+                continue
+            for checkpointing in ("none", "full"):
+                # From one row up: what does not fit will not with more of them.
+                for batch in self._batches():
+                    one = self.candidate(
+                        strategy=STRATEGIES[name],
+                        method=method,
+                        batch=batch,
+                        accumulation=self.rows // batch,
+                        checkpointing=checkpointing,
+                    )
+                    looked_at.append(one)
+                    if not one.fits:
+                        break
+                    fit.append(one)
+        return fit, looked_at
+
+    def _batches(self) -> list[int]:
+        return [rows for rows in range(1, MOST_ROWS + 1) if self.rows % rows == 0]
+
+    def _possible(self, name: str) -> bool:
+        strategy = STRATEGIES[name]
+        if strategy.replicas > 1 and self.job.nodes == 1:
+            return False  # it pays where a group lies inside a node, and the other beyond it
+        try:
+            check_num_processes(strategy, self.job.gpus)
+        except UsageError:
+            return False
+        return True
+
+
+def rank(found: Sequence[Candidate], goal: Goal) -> list[Candidate]:
+    """Return the best candidate of each strategy, the best strategy first."""
+    best: dict[str, Candidate] = {}
+    for one in sorted(found, key=lambda one: _worth(one, goal), reverse=True):
+        best.setdefault(one.job.strategy.name, one)
+    ranked = list(best.values())
+    if goal == "speed":
+        # Whole on every GPU without computing anything twice: nothing is faster than leaving it so.
+        ranked.sort(key=lambda one: not _whole_and_plain(one))
+    return ranked
+
+
+def _worth(one: Candidate, goal: Goal) -> tuple[float, float]:
+    if goal == "speed":
+        return one.tokens_per_second, one.verdict.margin_bytes
+    return -one.verdict.needed.high, one.tokens_per_second
+
+
+def _whole_and_plain(one: Candidate) -> bool:
+    return one.job.strategy.name in WHOLE and one.job.checkpointing == "none"
+
+
+def _reasons(
+    search: _Search,
+    choice: Candidate | None,
+    closest: Candidate | None,
+    ranked: Sequence[Candidate],
+    looked_at: Sequence[Candidate],
+    goal: Goal,
+) -> Iterable[str]:
+    yield _on_one_gpu(search)
+    leanest = _leanest_by_strategy(looked_at)
+    if choice is None:
+        assert closest is not None
+        yield (
+            f"Nothing fits for sure. {_named(closest)} misses the least: "
+            f"{-closest.verdict.margin_bytes / GIB:.1f} GiB short at the upper end."
+        )
+        return
+    for method in METHODS:
+        if method == choice.job.method:
+            break
+        if (method, "") in leanest:
+            yield f"Under any strategy, {_METHOD_NAMES[method]} {leanest[method, '']}."
+    for name in (*WHOLE, *SHARDED):
+        if name == choice.job.strategy.name:
+            break
+        short = leanest.get((choice.job.method, name))
+        if short is not None:
+            yield f"{name} {short}."
+    yield _why(choice, ranked, goal)
+    job = choice.job
+    if job.checkpointing == "full":
+        yield (
+            "Activation checkpointing is on: without it less fits, or too few rows at once."
+            if goal == "speed"
+            else "Activation checkpointing is on, which saves the most memory of all."
+        )
+    yield (
+        f"{job.batch} rows a GPU x {job.gpus} GPUs x {job.accumulation} accumulated keep the "
+        f"global batch of {job.batch * job.gpus * job.accumulation}."
+    )
+    if job.method != "full":
+        yield "Adapters are another training than the whole model: compare their quality too."
+
+
+def _on_one_gpu(search: _Search) -> str:
+    alone = search.candidate(strategy=STRATEGIES["single"], gpus=1, nodes=1, batch=1)
+    needed = alone.verdict.needed.high / GIB
+    usable = alone.room.gpu_bytes / GIB
+    answer = "fits" if alone.fits else "does not fit"
+    return (
+        f"One row at a time, {_METHOD_NAMES[alone.job.method]} {answer} on one "
+        f"{search.gpu.name}: up to {needed:.1f} GiB of {usable:.1f}."
+    )
+
+
+def _why(choice: Candidate, ranked: Sequence[Candidate], goal: Goal) -> str:
+    name = choice.job.strategy.name
+    if goal == "memory":
+        return f"{name} needs the least memory of what fits."
+    if not _whole_and_plain(choice):
+        return f"{name} is the fastest of what fits, by the estimate."
+    said = f"The model fits whole, so {name} comes first: sharding adds traffic and waiting."
+    faster = [one for one in ranked[1:] if one.tokens_per_second > choice.tokens_per_second]
+    if faster:
+        ahead = max(faster, key=lambda one: one.tokens_per_second)
+        gain = ahead.tokens_per_second / choice.tokens_per_second - 1
+        said += (
+            f" By the estimate {ahead.job.strategy.name} is {gain:.0%} ahead, since it steps on a "
+            "share and sends 16 bits where DDP sends 32: toolkit compare tells."
+        )
+    return said
+
+
+def _leanest_by_strategy(looked_at: Sequence[Candidate]) -> dict[tuple[str, str], str]:
+    """By how much each strategy and each method misses at best; those that fit have no entry."""
+    best: dict[tuple[str, str], Candidate] = {}
+    for one in looked_at:
+        for key in ((one.job.method, one.job.strategy.name), (one.job.method, "")):
+            if key not in best or one.verdict.margin_bytes > best[key].verdict.margin_bytes:
+                best[key] = one
+    return {key: _short(one) for key, one in best.items() if not one.fits}
+
+
+def _short(one: Candidate) -> str:
+    missing = f"{-one.verdict.margin_bytes / GIB:.1f} GiB short at the upper end"
+    if one.verdict.host_short:
+        return "does not fit: a node has too little RAM"
+    return (
+        f"may not fit: {missing}" if one.verdict.answer == "tight" else f"does not fit: {missing}"
+    )
+
+
+def _named(one: Candidate) -> str:
+    job = one.job
+    checkpointing = " with checkpointing" if job.checkpointing == "full" else ""
+    return f"{job.strategy.name}, {_METHOD_NAMES[job.method]}, batch {job.batch}{checkpointing}"
+
+
+_METHOD_NAMES: dict[str, str] = {
+    "full": "a full fine-tune",
+    "lora": "LoRA",
+    "qlora": "QLoRA",
+}

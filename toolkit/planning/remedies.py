@@ -1,0 +1,202 @@
+"""What would make a job fit, in the order of what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from toolkit.planning.job import Job
+from toolkit.planning.memory import estimate_memory
+from toolkit.planning.verdict import Room, Verdict, judge, largest_batch
+from toolkit.strategies import STRATEGIES
+
+STAGES = ("ddp", "zero1", "zero2", "zero3", "fsdp")
+OFFLOADS = ("zero2_offload", "fsdp_offload", "zero3_offload")
+MOST_GPUS = 1024
+GPUS_PER_NODE = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remedy:
+    """One change to a job, or several together."""
+
+    what: str
+    """`activation checkpointing`, `zero3`, `8 GPUs`"""
+
+    cost: str
+    """What it costs, in words."""
+
+    job: Job
+    """The job with the change."""
+
+    verdict: Verdict
+
+
+Change = Callable[[Job, Room], tuple[str, str, Job] | None]
+"""From a job to what is changed, what it costs and the changed job; None where it has no place."""
+
+
+def remedies(job: Job, room: Room) -> list[Remedy]:
+    """List the changes that save memory, the cheapest first, each with what it alone brings."""
+    made = (change(job, room) for change in CHANGES)
+    return [_remedy([one], one[2], room) for one in made if one is not None]
+
+
+def together(job: Job, room: Room) -> Remedy | None:
+    """Return the cheapest changes that make a job fit when they are made together.
+
+    They are added in the order of their cost until it fits, and then each is taken back that
+    turns out not to be needed.
+
+    Returns:
+        None where all of them are not enough.
+    """
+    chosen: list[Change] = []
+    for change in CHANGES:
+        if change(_after(chosen, job, room)[1], room) is None:
+            continue
+        chosen.append(change)
+        if _fits(chosen, job, room):
+            break
+    else:
+        return None
+    for change in list(chosen):
+        fewer = [kept for kept in chosen if kept is not change]
+        if fewer and _fits(fewer, job, room):
+            chosen = fewer
+    made, changed = _after(chosen, job, room)
+    return _remedy(made, changed, room)
+
+
+def _after(
+    changes: Sequence[Change], job: Job, room: Room
+) -> tuple[list[tuple[str, str, Job]], Job]:
+    made: list[tuple[str, str, Job]] = []
+    for change in changes:
+        one = change(job, room)
+        if one is not None:
+            made.append(one)
+            job = one[2]
+    return made, job
+
+
+def _fits(changes: Sequence[Change], job: Job, room: Room) -> bool:
+    return _verdict(_after(changes, job, room)[1], room).answer == "fits"
+
+
+def _verdict(job: Job, room: Room) -> Verdict:
+    return judge(estimate_memory(job), room)
+
+
+def _remedy(made: Sequence[tuple[str, str, Job]], job: Job, room: Room) -> Remedy:
+    return Remedy(
+        what=" + ".join(what for what, _, _ in made),
+        cost="; ".join(cost for _, cost, _ in made),
+        job=job,
+        verdict=_verdict(job, room),
+    )
+
+
+def _flash_attention(job: Job, room: Room) -> tuple[str, str, Job] | None:
+    if job.attention == "flash":
+        return None
+    return "flash attention", "nothing: it is faster too", replace(job, attention="flash")
+
+
+def _checkpointing(job: Job, room: Room) -> tuple[str, str, Job] | None:
+    if job.checkpointing == "full":
+        return None
+    cost = "about a third more computing: each layer runs forward twice"
+    return "activation checkpointing", cost, replace(job, checkpointing="full")
+
+
+def _smaller_batch(job: Job, room: Room) -> tuple[str, str, Job] | None:
+    if job.batch == 1:
+        return None
+    rows = job.batch * job.accumulation
+    batch = max(1, min(largest_batch(job, room), job.batch - 1))
+    accumulation = -(-rows // batch)
+    cost = "more and smaller kernels"
+    if batch * accumulation != rows:
+        cost += f", and {batch * accumulation * job.gpus} rows a step, not {rows * job.gpus}"
+    what = f"batch {batch} with {accumulation} accumulated"
+    return what, cost, replace(job, batch=batch, accumulation=accumulation)
+
+
+def _next_stage(job: Job, room: Room) -> tuple[str, str, Job] | None:
+    strategy = job.strategy
+    if strategy.offloads or strategy.shards_parameters or job.gpus == 1:
+        return None
+    changed = _first_that_fits(job, STAGES[strategy.zero_stage + 1 :], room)
+    gathers = changed.strategy.shards_parameters
+    cost = "half as many bytes again on the wire" if gathers else "little: the same bytes, later"
+    return changed.strategy.name, cost, changed
+
+
+def _offload(job: Job, room: Room) -> tuple[str, str, Job] | None:
+    if job.strategy.offloads or job.gpus == 1:
+        return None
+    changed = _first_that_fits(job, OFFLOADS, room)
+    cost = "each step waits for PCIe and the CPU, and it needs host RAM"
+    return changed.strategy.name, cost, changed
+
+
+def _lora(job: Job, room: Room) -> tuple[str, str, Job] | None:
+    if job.method != "full":
+        return None
+    return (
+        "LoRA",
+        "adapters are trained, not the model: another result",
+        replace(job, method="lora"),
+    )
+
+
+def _qlora(job: Job, room: Room) -> tuple[str, str, Job] | None:
+    if job.method == "qlora":
+        return None
+    cost = "adapters over a base that is rounded to 4 bits: slower and less exact"
+    return "QLoRA", cost, replace(job, method="qlora")
+
+
+def _more_gpus(job: Job, room: Room) -> tuple[str, str, Job] | None:
+    """The fewest GPUs, doubled and doubled again, with which the job fits; sharded from here on."""
+    strategy = job.strategy if job.strategy.shards_parameters else STRATEGIES["fsdp"]
+    per_node = max(GPUS_PER_NODE, job.gpus // job.nodes)
+    gpus = job.gpus * 2
+    while gpus <= MOST_GPUS:
+        changed = replace(
+            job,
+            gpus=gpus,
+            nodes=max(job.nodes, -(-gpus // per_node)),
+            strategy=strategy,
+            accumulation=max(1, job.accumulation * job.gpus // gpus),
+        )
+        if _verdict(changed, room).answer == "fits":
+            name = "" if strategy is job.strategy else f" with {strategy.name}"
+            return f"{gpus} GPUs{name}", f"{gpus / job.gpus:g} times the price an hour", changed
+        gpus *= 2
+    return None
+
+
+def _first_that_fits(job: Job, names: Sequence[str], room: Room) -> Job:
+    """The job under the first of these strategies that is enough, else under the leanest."""
+    jobs = [replace(job, strategy=STRATEGIES[name]) for name in names]
+    verdicts = [_verdict(changed, room) for changed in jobs]
+    for changed, verdict in zip(jobs, verdicts, strict=True):
+        if verdict.answer == "fits":
+            return changed
+    leanest = min(range(len(jobs)), key=lambda place: verdicts[place].needed.high)
+    return jobs[leanest]
+
+
+CHANGES: tuple[Change, ...] = (
+    _flash_attention,
+    _checkpointing,
+    _smaller_batch,
+    _next_stage,
+    _offload,
+    _lora,
+    _qlora,
+    _more_gpus,
+)
+"""In the order of what they cost."""

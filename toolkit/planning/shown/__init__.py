@@ -1,0 +1,1 @@
+"""A plan for eyes and for programs: tables, bars, figures, HTML and JSON."""

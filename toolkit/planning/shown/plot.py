@@ -1,0 +1,157 @@
+"""A plan as a figure: memory by strategy with the GPU's limit, and memory by number of GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from toolkit.errors import UsageError
+from toolkit.planning.memory import estimate_memory
+from toolkit.planning.terms import CATEGORIES, Category
+
+if TYPE_CHECKING:
+    from toolkit.planning.job import Job
+    from toolkit.planning.plan import Plan
+
+GIB = 2**30
+FORMATS = (".svg", ".png")
+GPU_COUNTS = (1, 2, 4, 8, 16, 32, 64)
+
+COLOURS: dict[Category, str] = {
+    "parameters": "#4477aa",
+    "master": "#66ccee",
+    "gradients": "#228833",
+    "optimizer": "#ccbb44",
+    "adapters": "#99ddaa",
+    "activations": "#aa3377",
+    "logits": "#ee99bb",
+    "gathered": "#88aadd",
+    "buckets": "#99ccdd",
+    "temporaries": "#eecc88",
+    "context": "#bbbbbb",
+    "allocator": "#dddddd",
+}
+"""From Paul Tol's bright scheme and tints of it, which are safe for the colour-blind."""
+
+
+def plot_plan(plan: Plan, file: Path) -> None:
+    """Write the figure.
+
+    Raises:
+        UsageError: the file's name ends in neither .svg nor .png, or it can't be written.
+    """
+    if file.suffix.lower() not in FORMATS:
+        raise UsageError(f"{file}: a plot is an .svg or a .png. Choose such a name.")
+    import matplotlib as untyped
+    from matplotlib.figure import Figure
+
+    mpl, figure = cast("Any", untyped), cast("Any", Figure(figsize=(11, 4.8), layout="constrained"))
+    # Text stays text, and the same plan gives the same bytes.
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "toolkit"}):
+        left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+        _by_strategy(left, plan)
+        _by_gpus(right, plan)
+        figure.suptitle(_title(plan), fontsize=10)
+        try:
+            figure.savefig(
+                file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None
+            )
+        except OSError as error:
+            raise UsageError(f"{file} can't be written: {error.strerror}.") from None
+
+
+def _by_strategy(axes: Any, plan: Plan) -> None:
+    names = [row.strategy.name for row in plan.rows]
+    parts = [row.memory.by_category() for row in plan.rows]
+    bottoms = [0.0] * len(names)
+    for category in CATEGORIES:
+        heights = [part[category].high / GIB if category in part else 0.0 for part in parts]
+        if not any(heights):
+            continue
+        axes.bar(names, heights, bottom=bottoms, color=COLOURS[category], label=category)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    spreads = [row.memory.total for row in plan.rows]
+    # The whisker reaches from the upper end, where the bar ends, down to the lower one.
+    axes.errorbar(
+        names,
+        [total.high / GIB for total in spreads],
+        yerr=[[(total.high - total.low) / GIB for total in spreads], [0.0] * len(names)],
+        fmt="none",
+        ecolor="#333333",
+        capsize=4,
+    )
+    _limit(axes, plan)
+    axes.set_ylabel("GiB on the fullest GPU")
+    axes.set_title("by strategy", fontsize=10)
+    axes.tick_params(axis="x", rotation=30 if len(names) > 4 else 0)
+    axes.legend(fontsize=7, ncols=2)
+
+
+def _by_gpus(axes: Any, plan: Plan) -> None:
+    for row in plan.rows:
+        counts = [count for count in GPU_COUNTS if _possible(row.job, count)]
+        if len(counts) < 2:
+            continue
+        totals = [estimate_memory(_on(row.job, count)).total for count in counts]
+        (line,) = axes.plot(
+            counts,
+            [total.high / GIB for total in totals],
+            marker="o",
+            markersize=3,
+            label=row.strategy.name,
+        )
+        axes.fill_between(
+            counts,
+            [total.low / GIB for total in totals],
+            [total.high / GIB for total in totals],
+            color=line.get_color(),
+            alpha=0.15,
+            linewidth=0,
+        )
+    _limit(axes, plan)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(GPU_COUNTS, [str(count) for count in GPU_COUNTS])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("GPUs")
+    axes.set_title("by number of GPUs, the same batch on each", fontsize=10)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=7)
+
+
+def _possible(job: Job, gpus: int) -> bool:
+    strategy = job.strategy
+    if strategy.backend == "single":
+        return False
+    return gpus % (2 * strategy.replicas) == 0 if strategy.replicas > 1 else gpus > 1
+
+
+def _on(job: Job, gpus: int) -> Job:
+    per_node = max(8, job.gpus // job.nodes)
+    return replace(job, gpus=gpus, nodes=max(1, gpus // per_node))
+
+
+def _limit(axes: Any, plan: Plan) -> None:
+    if plan.gpu is None:
+        return
+    limit = plan.gpu.memory_bytes / GIB
+    axes.axhline(limit, color="#cc3311", linestyle="--", linewidth=1)
+    axes.annotate(
+        f"{plan.gpu.name}: {limit:.1f} GiB",
+        (0.01, limit),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, 2),
+        textcoords="offset points",
+        color="#cc3311",
+        fontsize=8,
+        bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 1},
+    )
+
+
+def _title(plan: Plan) -> str:
+    job = plan.rows[0].job
+    return (
+        f"{plan.model.name}, {plan.model.parameters:,} parameters: {job.method}, "
+        f"{'fp32' if job.precision == 'no' else job.precision}, {job.optimizer}, "
+        f"batch {job.batch} x {job.sequence:,} tokens"
+    )

@@ -1,0 +1,277 @@
+"""A plan in the terminal: the table, the stacked bars, and each formula with its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+from rich.table import Table
+from rich.text import Text
+
+from toolkit.planning.terms import CATEGORIES, Category, Interval, Term
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from toolkit.planning.plan import Plan, Row
+    from toolkit.planning.remedies import Remedy
+    from toolkit.planning.verdict import Verdict
+
+GIB = 2**30
+BAR_WIDTH = 60
+
+LETTERS: dict[Category, tuple[str, str]] = {
+    "parameters": ("P", "blue"),
+    "master": ("M", "cyan"),
+    "gradients": ("G", "green"),
+    "optimizer": ("O", "yellow"),
+    "adapters": ("R", "bright_green"),
+    "activations": ("A", "magenta"),
+    "logits": ("L", "bright_magenta"),
+    "gathered": ("U", "bright_blue"),
+    "buckets": ("B", "bright_cyan"),
+    "temporaries": ("T", "bright_yellow"),
+    "context": ("C", "white"),
+    "allocator": (".", "bright_black"),
+}
+"""The letter that fills a category's part of a bar, so that it reads without colour too."""
+
+ANSWER_STYLES = {"fits": "green", "tight": "yellow", "does not fit": "red"}
+
+
+def show_plan(plan: Plan, console: Console) -> None:
+    """Print a plan: a table of its strategies and a bar for each, and more where it is one."""
+    console.print(_heading(plan), highlight=False)
+    console.print(_table(plan))
+    for bar in bars(plan):
+        console.print(bar, no_wrap=True, highlight=False)
+    console.print(_legend(plan), highlight=False)
+    if len(plan.rows) == 1:
+        show_row(plan, plan.rows[0], console)
+    for name, reason in plan.left_out.items():
+        console.print(f"{name} is left out: {reason}", highlight=False)
+    for note in plan.notes:
+        console.print(f"note: {note}", highlight=False)
+    if plan.gpu is None:
+        console.print("Name a GPU (--gpu L4) for verdict, speed and cost.", highlight=False)
+
+
+def show_row(plan: Plan, row: Row, console: Console) -> None:
+    """Print what is known of one strategy alone: limits, remedies, time and money."""
+    say = partial(console.print, highlight=False, soft_wrap=True)
+    if row.verdict is not None:
+        say(verdict_sentence(row.verdict))
+        say(
+            f"For sure fit: {row.largest_batch} rows of {row.job.sequence:,} tokens, or rows of "
+            f"{row.longest_sequence:,} tokens by {row.job.batch}."
+        )
+    for remedy in row.remedies:
+        say(f"  {remedy_sentence(remedy)}")
+    if row.together is not None:
+        say(f"Fits with: {remedy_sentence(row.together)}")
+    elif row.remedies:
+        say("None of these, nor all of them together, make it fit.")
+    if row.speed is not None and plan.tokens is not None:
+        from toolkit.planning.speed import cost
+
+        bill = cost(row.speed, tokens=plan.tokens, dollars_per_hour=plan.dollars_per_hour)
+        said = f"{plan.tokens:,.0f} tokens take {span(bill.hours)} hours"
+        if bill.dollars is not None:
+            said += f" and {span(bill.dollars)} dollars"
+        say(said + ".")
+
+
+def verdict_sentence(verdict: Verdict) -> str:
+    """Say the answer and by how much."""
+    usable = verdict.usable_bytes / GIB
+    said = (
+        f"{verdict.answer}: needs {gib_span(verdict.needed)} of {usable:.2f} GiB, "
+        f"{abs(verdict.margin_bytes) / GIB:.2f} GiB "
+        + ("to spare" if verdict.margin_bytes >= 0 else "short")
+        + " at the upper end."
+    )
+    if verdict.host_needed.high > 0:
+        said += f" Each node needs {gib_span(verdict.host_needed)} GiB of RAM"
+        if verdict.host_bytes is not None:
+            said += f" and has {verdict.host_bytes / GIB:.0f}"
+        said += "."
+    return said
+
+
+def remedy_sentence(remedy: Remedy) -> str:
+    needed = gib_span(remedy.verdict.needed)
+    return f"{remedy.what}: {remedy.verdict.answer}, {needed} GiB. Costs: {remedy.cost}."
+
+
+def explain(plan: Plan, console: Console) -> None:
+    """Print every term of every strategy: its formula, its inputs and what it comes to."""
+    for row in plan.rows:
+        console.rule(row.strategy.name)
+        console.print(f"peak while: {row.memory.peak_phase}", highlight=False)
+        for term in row.memory.terms:
+            console.print(_explained(term, row.memory.peak_phase), highlight=False, soft_wrap=True)
+        if row.speed is not None:
+            for one in row.speed.terms:
+                inputs = _inputs(one.inputs)
+                console.print(
+                    f"{one.name}: {span(one.seconds)} s = {one.formula}{inputs}",
+                    highlight=False,
+                    soft_wrap=True,
+                )
+
+
+def bars(plan: Plan) -> Iterator[Text]:
+    """Yield one stacked bar a strategy, all to one scale, with the GPU's limit marked."""
+    limit = None if plan.gpu is None else plan.gpu.memory_bytes
+    longest = max((row.memory.total.high for row in plan.rows), default=1.0)
+    # What is far beyond the limit would press all else to nothing.
+    scale = max(longest, limit or 0) if limit is None else min(max(longest, limit), 4 * limit)
+    width = max(len(row.strategy.name) for row in plan.rows) if plan.rows else 0
+    for row in plan.rows:
+        bar = _bar(row, scale)
+        if limit is not None:
+            place = min(BAR_WIDTH, round(limit / scale * BAR_WIDTH))
+            bar = bar[:place] + Text("|", style="bold red") + bar[place:]
+        yield Text(f"{row.strategy.name:<{width}} ") + bar
+
+
+def _bar(row: Row, scale: float) -> Text:
+    filled = Text()
+    drawn, upto = 0, 0.0
+    parts = row.memory.by_category()
+    for category in CATEGORIES:
+        value = parts.get(category)
+        if value is None:
+            continue
+        upto += value.high
+        cells = min(BAR_WIDTH, round(upto / scale * BAR_WIDTH)) - drawn
+        letter, style = LETTERS[category]
+        filled.append(letter * cells, style=style)
+        drawn += cells
+    if upto > scale * (1 + 1e-9):
+        filled.right_crop(1)
+        filled.append(">")
+    return filled + Text(" " * (BAR_WIDTH - len(filled)))
+
+
+def _legend(plan: Plan) -> Text:
+    used = {name for row in plan.rows for name, v in row.memory.by_category().items() if v.high}
+    legend = Text()
+    for category in CATEGORIES:
+        if category in used:
+            letter, style = LETTERS[category]
+            legend.append(f"{letter} ", style=style)
+            legend.append(f"{category}  ")
+    if plan.gpu is not None:
+        legend.append("| ", style="bold red")
+        legend.append(f"{plan.gpu.name}, {plan.gpu.memory_bytes / GIB:.2f} GiB usable")
+    return legend
+
+
+def _heading(plan: Plan) -> str:
+    model, job = plan.model, plan.rows[0].job if plan.rows else None
+    said = f"{model.name}: {model.parameters:,} parameters"
+    if model.active_parameters != model.parameters:
+        said += f", {model.active_parameters:,} active"
+    if job is not None:
+        where = f" on {plan.gpu.name}" if plan.gpu is not None else ""
+        said += (
+            f"; {job.method}, {job.precision if job.precision != 'no' else 'fp32'}, "
+            f"{job.optimizer}, batch {job.batch} x {job.sequence:,} tokens"
+            f"{f' x {job.accumulation} accumulated' if job.accumulation > 1 else ''}"
+            f"{', checkpointing' if job.checkpointing == 'full' else ''}{where}"
+        )
+    return said
+
+
+def _table(plan: Plan) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    rows = [_cells(row) for row in plan.rows]
+    for header in _HEADERS:
+        # A column that says nothing of any row takes the room of those that do.
+        if any(header in cells for cells in rows):
+            table.add_column(header, justify=_HEADERS[header], no_wrap=True)
+    shown = [str(column.header) for column in table.columns]
+    for cells in rows:
+        table.add_row(*(cells.get(header, "none") for header in shown))
+    return table
+
+
+_HEADERS: dict[str, Literal["left", "right"]] = {
+    "strategy": "left",
+    "GPUs": "right",
+    "GiB a GPU": "right",
+    "verdict": "left",
+    "margin": "right",
+    "rows": "right",
+    "tokens/s": "right",
+    "host GiB": "right",
+    "NVMe GiB": "right",
+}
+"""`rows`: the largest micro-batch that fits for sure; host and NVMe are those of one node."""
+
+
+def _cells(row: Row) -> dict[str, Text | str]:
+    memory, verdict, speed = row.memory, row.verdict, row.speed
+    cells: dict[str, Text | str] = {
+        "strategy": row.strategy.name,
+        "GPUs": str(row.job.gpus),
+        "GiB a GPU": gib_span(memory.total),
+    }
+    if memory.host_bytes.high:
+        cells["host GiB"] = gib_span(memory.host_bytes)
+    if memory.nvme_bytes.high:
+        cells["NVMe GiB"] = gib_span(memory.nvme_bytes)
+    if verdict is not None:
+        cells["verdict"] = Text(verdict.answer, style=ANSWER_STYLES[verdict.answer])
+        cells["margin"] = _short(verdict.margin_bytes / GIB, signed=True)
+        cells["rows"] = str(row.largest_batch)
+    if speed is not None:
+        cells["tokens/s"] = span(speed.tokens_per_second)
+    return cells
+
+
+def _explained(term: Term, peak: str) -> str:
+    where = "" if term.place == "gpu" else f" [{term.place}]"
+    when = "" if peak in term.phases else f" (not at the peak: {', '.join(term.phases)})"
+    size = gib_span(term.bytes, digits=3)
+    formula = f"{term.formula}{_inputs(term.inputs)}{when}"
+    return f"{term.category}: {term.name}{where}: {size} GiB = {formula}"
+
+
+def _inputs(inputs: Mapping[str, float | str]) -> str:
+    if not inputs:
+        return ""
+    return "  with " + ", ".join(f"{key} = {_number(value)}" for key, value in inputs.items())
+
+
+def _number(value: object) -> str:
+    if isinstance(value, float) and not value.is_integer():
+        return f"{value:.4g}"
+    return f"{value:,.0f}" if isinstance(value, int | float) else str(value)
+
+
+def gib_span(value: Interval, *, digits: int | None = None) -> str:
+    """GiB, from the least to the most; one number where they are the same."""
+    return span(value.times(1 / GIB), digits=digits)
+
+
+def span(value: Interval, *, digits: int | None = None) -> str:
+    """Both ends, with as many digits after the point or in the way of an estimate."""
+    if digits is None:
+        low, high = _short(value.low), _short(value.high)
+    else:
+        low, high = f"{value.low:,.{digits}f}", f"{value.high:,.{digits}f}"
+    return low if low == high else f"{low}-{high}"
+
+
+def _short(value: float, *, signed: bool = False) -> str:
+    """A number with two figures before the point or three, as much as an estimate has."""
+    size = abs(value)
+    sign = "+" if signed else ""
+    if size >= 10_000:
+        return f"{value / 1000:{sign},.0f}k"
+    if size >= 10:
+        return f"{value:{sign},.0f}"
+    return f"{value:{sign}.1f}" if size >= 1 or not size else f"{value:{sign}.2g}"

@@ -1,0 +1,105 @@
+"""Does it fit, by how much, and how far could it go.
+
+The answer is cautious: `fits` needs the upper end of the estimate to be under what the GPU has
+for use. Between the ends it is `tight`, which a run may survive or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from toolkit.planning.job import MOST_TOKENS, Job
+from toolkit.planning.memory import MemoryEstimate, estimate_memory
+from toolkit.planning.terms import Interval
+
+Answer = Literal["fits", "tight", "does not fit"]
+
+MOST_BATCH = 4096
+"""Where the search for the largest batch ends: more rows make no GPU faster."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Whether a job fits a GPU, and by how much."""
+
+    answer: Answer
+    needed: Interval
+    """Bytes on the GPU that holds the most, context and communication included."""
+
+    usable_bytes: int
+    """What the GPU has for one process."""
+
+    host_needed: Interval
+    """Bytes of RAM on each node."""
+
+    host_bytes: int | None = None
+    """What each node has, None where nobody said."""
+
+    @property
+    def margin_bytes(self) -> float:
+        """What is left at the upper end of the estimate; negative where it is missing."""
+        return self.usable_bytes - self.needed.high
+
+    @property
+    def host_short(self) -> bool:
+        """Whether a node's RAM is known to be too small."""
+        return self.host_bytes is not None and self.host_needed.high > self.host_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What a job may use: a GPU's memory, and a node's where it is known."""
+
+    gpu_bytes: int
+    host_bytes: int | None = None
+
+
+def judge(memory: MemoryEstimate, room: Room) -> Verdict:
+    """Hold an estimate against what there is."""
+    needed, host = memory.total, memory.host_bytes
+    over_low = needed.low > room.gpu_bytes
+    over_high = needed.high > room.gpu_bytes
+    if room.host_bytes is not None:
+        over_low |= host.low > room.host_bytes
+        over_high |= host.high > room.host_bytes
+    return Verdict(
+        answer="does not fit" if over_low else "tight" if over_high else "fits",
+        needed=needed,
+        usable_bytes=room.gpu_bytes,
+        host_needed=host,
+        host_bytes=room.host_bytes,
+    )
+
+
+def fits(job: Job, room: Room) -> bool:
+    """Whether a job fits for sure."""
+    return judge(estimate_memory(job), room).answer == "fits"
+
+
+def largest_batch(job: Job, room: Room) -> int:
+    """The most rows of a micro-batch that fit for sure, 0 where not even one does."""
+    return _largest(lambda batch: fits(replace(job, batch=batch), room), MOST_BATCH)
+
+
+def longest_sequence(job: Job, room: Room) -> int:
+    """The most tokens of a row that fit for sure, 0 where not even one does; no more than the
+    model has positions for."""
+    most = job.model.max_positions or MOST_TOKENS
+    return _largest(lambda length: fits(replace(job, sequence=length), room), most)
+
+
+def _largest(holds: Callable[[int], bool], most: int) -> int:
+    """The largest of 1..most that holds, where a larger one never holds if a smaller doesn't."""
+    good, bad = 0, 1
+    while bad <= most and holds(bad):
+        good, bad = bad, bad * 2
+    bad = min(bad, most + 1)
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        if holds(middle):
+            good = middle
+        else:
+            bad = middle
+    return good
