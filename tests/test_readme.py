@@ -23,6 +23,7 @@ SHELL = [text.strip() for language, text in BLOCKS if language == "sh"]
 COMMANDS = [line.split(" #")[0].strip() for block in SHELL for line in block.splitlines()]
 CONFIGS = [line for line in COMMANDS if line.startswith("toolkit configs ")]
 COMPARE = [line for line in COMMANDS if line.startswith("toolkit compare ")]
+PLAN = [line for line in COMMANDS if line.startswith(("toolkit plan ", "toolkit recommend "))]
 LAUNCH = [line for line in COMMANDS if line.startswith("accelerate launch ")]
 
 TEST_COMMAND = "pip install '.[test]' && pytest"
@@ -39,14 +40,15 @@ def test_ci_runs_the_test_command_as_it_stands():
 
 
 def test_every_command_is_of_a_kind_that_is_checked_here():
-    assert set(COMMANDS) == {*SHELL[:2], *CONFIGS, *COMPARE, *LAUNCH}
+    assert set(COMMANDS) == {*SHELL[:2], *CONFIGS, *PLAN, *COMPARE, *LAUNCH}
     assert CONFIGS
+    assert PLAN
     assert COMPARE
     assert LAUNCH
 
 
-@pytest.mark.parametrize("line", CONFIGS)
-def test_a_configs_command_runs(line, tmp_path, monkeypatch):
+@pytest.mark.parametrize("line", [*CONFIGS, *PLAN])
+def test_a_command_without_ranks_runs(line, tmp_path, monkeypatch):
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, shlex.split(line)[1:], catch_exceptions=False)
@@ -105,7 +107,8 @@ def test_every_flag_in_the_text_exists():
         for name in kind.__dataclass_fields__
     }
     root = typer.main.get_command(app)
-    for command in (root.commands["compare"], *root.commands["configs"].commands.values()):
+    ours = (root.commands[name] for name in ("compare", "plan", "recommend"))
+    for command in (*ours, *root.commands["configs"].commands.values()):
         known |= {name for option in command.params for name in option.opts}
     text = re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL)
     assert set(re.findall(r"`(--[\w-]+)", text)) <= known
