@@ -11,6 +11,7 @@ from toolkit.errors import UsageError
 from toolkit.planning.plan import plan
 from toolkit.planning.shown import table
 from toolkit.planning.terms import CATEGORIES
+from toolkit.planning.traffic import collectives
 from toolkit.strategies import STRATEGIES
 
 GIB = 2**30
@@ -115,6 +116,9 @@ def test_explain_prints_each_formula_with_its_inputs(found):
             assert term.formula in text
         for term in row.speed.terms:
             assert term.formula in text
+        for one in collectives(row.job):
+            assert f"{one.kind} of {one.purpose}: " in text
+    assert text.count("model states by the course's formula") == len(found.rows)
 
 
 def test_a_plan_without_a_gpu_says_what_a_gpu_would_add():

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Literal
 from rich.table import Table
 from rich.text import Text
 
-from toolkit.planning.terms import CATEGORIES, Category, Interval, Term
+from toolkit.planning.terms import CATEGORIES, Category, Interval, Phase, Term
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from toolkit.planning.job import Job
     from toolkit.planning.plan import Plan, Row
     from toolkit.planning.remedies import Remedy
     from toolkit.planning.verdict import Verdict
@@ -37,6 +38,12 @@ LETTERS: dict[Category, tuple[str, str]] = {
 }
 """The letter that fills a category's part of a bar, so that it reads without colour too."""
 
+PEAKS: dict[Phase, str] = {
+    "loss": "when the loss is taken",
+    "backward": "while gradients appear",
+    "step": "while the optimizer steps",
+}
+
 ANSWER_STYLES = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 
 
@@ -59,6 +66,8 @@ def show_plan(plan: Plan, console: Console) -> None:
 
 def show_row(plan: Plan, row: Row, console: Console) -> None:
     """Print what is known of one strategy alone: limits, remedies, time and money."""
+    from toolkit.planning.traffic import collectives
+
     say = partial(console.print, highlight=False, soft_wrap=True)
     if row.verdict is not None:
         say(verdict_sentence(row.verdict))
@@ -72,6 +81,9 @@ def show_row(plan: Plan, row: Row, console: Console) -> None:
         say(f"Fits with: {remedy_sentence(row.together)}")
     elif row.remedies:
         say("None of these, nor all of them together, make it fit.")
+    sent = sum(one.wire_bytes for one in collectives(row.job))
+    if sent:
+        say(f"Each GPU sends {sent / GIB:.2f} GiB a step.")
     if row.speed is not None and plan.tokens is not None:
         from toolkit.planning.speed import cost
 
@@ -106,19 +118,36 @@ def remedy_sentence(remedy: Remedy) -> str:
 
 def explain(plan: Plan, console: Console) -> None:
     """Print every term of every strategy: its formula, its inputs and what it comes to."""
+    from toolkit.planning.traffic import collectives
+
     for row in plan.rows:
         console.rule(row.strategy.name)
-        console.print(f"peak while: {row.memory.peak_phase}", highlight=False)
+        console.print(f"peak: {PEAKS[row.memory.peak_phase]}", highlight=False)
+        say = partial(console.print, highlight=False, soft_wrap=True)
         for term in row.memory.terms:
-            console.print(_explained(term, row.memory.peak_phase), highlight=False, soft_wrap=True)
+            say(_explained(term, row.memory.peak_phase))
+        for line in _beside_the_course(row.job):
+            say(line)
+        for one in collectives(row.job):
+            size = f"{one.payload_bytes / GIB:.3f} GiB a step, {one.wire_bytes / GIB:.3f} sent"
+            say(f"{one.kind} of {one.purpose}: {size} = {one.formula}{_inputs(one.inputs)}")
         if row.speed is not None:
-            for one in row.speed.terms:
-                inputs = _inputs(one.inputs)
-                console.print(
-                    f"{one.name}: {span(one.seconds)} s = {one.formula}{inputs}",
-                    highlight=False,
-                    soft_wrap=True,
-                )
+            for part in row.speed.terms:
+                said = f"{part.name}: {span(part.seconds)} s = {part.formula}"
+                say(said + _inputs(part.inputs))
+
+
+def _beside_the_course(job: Job) -> Iterator[str]:
+    """The formula that courses teach, what is really held, and what lies between the two."""
+    from toolkit.planning.formulas import compare
+
+    found = compare(job)
+    yield (
+        f"model states by the course's formula: {found.course / GIB:.3f} GiB = {found.formula}; "
+        f"in fact {found.implementation / GIB:.3f} GiB"
+    )
+    for one in found.differences:
+        yield f"  {one.bytes / GIB:+.3f} GiB: {one.name}"
 
 
 def bars(plan: Plan) -> Iterator[Text]:
