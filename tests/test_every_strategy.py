@@ -1,10 +1,18 @@
 """Two real processes train under every strategy; four under `fsdp_hybrid`."""
 
+import json
+from collections import Counter
+
 import pytest
 from safetensors import safe_open
 
 from toolkit import environment
+from toolkit.comparing.predicted import STATES, job_of, predicted_states
 from toolkit.comparing.report import load_results
+from toolkit.planning.architectures import shape_from_config
+from toolkit.planning.job import Job
+from toolkit.planning.memory import estimate_memory
+from toolkit.planning.traffic import collectives, textbook_elements
 from toolkit.results import read_record
 from toolkit.strategies import STRATEGIES
 
@@ -127,6 +135,72 @@ def test_state_bytes_equal_their_formula(usual):
         # Sharded gradients, each group padded to DeepSpeed's alignment.
         for name in ("zero1", "zero2"):
             assert 0 <= bytes_of[name]["gradients_bytes"] - whole // 2 <= 1024
+
+
+def test_bytes_on_the_wire_equal_the_planner_and_the_rest_is_listed_apart(usual, others):
+    config = json.loads((usual[1] / "single-trainer-1" / "final" / "config.json").read_text())
+    model = shape_from_config(config, name="built in")
+    for (name, engine), row in {**rows(usual), **rows(others)}.items():
+        if row["status"] == "skipped":
+            continue
+        job = Job(
+            model=model,
+            strategy=STRATEGIES[name],
+            gpus=row["num_processes"],
+            accumulation=row["gradient_accumulation_steps"],
+            precision="no",
+        )
+        found = row["traffic"]
+        assert found["disagreements"] == []
+        assert (found["step"], found["micro_batches"]) == (2, job.accumulation)
+        assert found["textbook_elements"] == textbook_elements(job)
+        counted, wanted = Counter(), Counter()
+        for each in found["collectives"]:
+            if each["purpose"] in ("parameters", "gradients"):
+                key = (each["kind"], each["purpose"], each["dtype"], each["ranks"])
+                counted[key] += each["payload_bytes"]
+        for each in collectives(job):
+            if each.purpose in ("parameters", "gradients"):
+                key = (each.kind, each.purpose, "float32", each.ranks)
+                wanted[key] += each.payload_bytes
+        assert counted == wanted, (name, engine)
+        purposes = {each["purpose"] for each in found["collectives"]}
+        assert purposes.isdisjoint({"other", "bitmap"}), (name, engine)
+        assert ("buffers" in purposes) is (name == "ddp")
+
+
+def test_what_is_sent_differs_from_the_papers_in_what_is_known_to_differ(usual, others):
+    psi = read_record(usual[1] / "single-trainer-1")["model"]["parameters"]
+    found = {**rows(usual), **rows(others)}
+    for engine in ("trainer", "loop"):
+        traffic = {name: found[name, engine]["traffic"] for name in USUAL}
+        assert traffic["ddp"]["sent_elements"] == traffic["ddp"]["textbook_elements"] == 2 * psi
+        # DeepSpeed all-reduces where the paper reduce-scatters, ZeRO-2 for each of 2 micro-batches.
+        assert traffic["zero1"]["sent_elements"] == 2 * psi + psi
+        assert traffic["zero1"]["textbook_elements"] == 2 * psi
+        assert traffic["zero2"]["sent_elements"] == 2 * 2 * psi + psi
+    # Gathered once for each micro-batch.
+    kept = found["fsdp_grad_op", "trainer"]["traffic"]
+    assert kept["sent_elements"] == 2 * psi + psi
+    assert kept["textbook_elements"] == psi + psi
+
+
+def test_the_planner_predicts_the_states_of_every_rank_to_the_byte(usual, others):
+    for _, folder, results in (usual, others):
+        for row in results["runs"]:
+            if row["status"] == "skipped":
+                continue
+            record = read_record(folder / f"{row['strategy']}-{row['engine']}-1")
+            counted = [{name: rank["memory"][name] for name in STATES} for rank in row["per_rank"]]
+            assert predicted_states(record) == counted, row["strategy"]
+            assert row["predicted"]["errors"] == dict.fromkeys(STATES, 0), row["strategy"]
+            # The states of a model this size are more than the buffers that it is trained with.
+            buffers = (
+                term.bytes.high
+                for term in estimate_memory(job_of(record)).terms
+                if term.category == "buckets" and "reduced in" in term.name
+            )
+            assert sum(counted[0].values()) > 2 * sum(buffers)
 
 
 def test_every_final_folder_loads_as_the_model_that_was_trained(usual, others):

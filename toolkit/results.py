@@ -11,7 +11,7 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any, Final, Literal, TypedDict, cast
+from typing import Any, Final, Literal, NotRequired, TypedDict, cast
 
 from toolkit.errors import UsageError
 
@@ -63,6 +63,50 @@ class RankMemory(TypedDict):
     device: str
 
 
+class CountedCollective(TypedDict):
+    """Calls of one kind in one optimizer step, as one rank asked for them."""
+
+    kind: str
+    """`all_reduce`, `all_gather`, `reduce_scatter`, `broadcast`, ..."""
+
+    purpose: str
+    """`parameters`, `gradients`, `norm`, `buffers`, `buckets`, `bitmap`, `metrics` or `other`."""
+
+    dtype: str
+    ranks: int
+    """In the group."""
+
+    calls: int
+    elements: int
+    """Of the whole buffers, padding included: what an all-reduce takes, an all-gather gives, a
+    reduce-scatter takes."""
+
+    payload_bytes: int
+    wire_bytes: float
+    """What one rank sends with the ring algorithm."""
+
+
+class Traffic(TypedDict):
+    """Every collective of one optimizer step, metric gathers before it included."""
+
+    step: int
+    micro_batches: int
+    transport: str | None
+    """The backend of the process group; null for one process."""
+
+    collectives: list[CountedCollective]
+    """Of each row the most that any rank counted."""
+
+    sent_elements: int
+    """Elements of parameters and gradients that a rank sends, N large."""
+
+    textbook_elements: int
+    """The same by the papers, for a step of one micro-batch."""
+
+    disagreements: list[str]
+    """Rows that ranks counted differently."""
+
+
 class Model(TypedDict):
     name: str
     path: str | None
@@ -107,6 +151,7 @@ class Record(TypedDict):
     first_step_seconds: float | None
     memory: Memory
     per_rank: list[RankMemory]
+    traffic: NotRequired[Traffic | None]
     attestation: dict[str, Any]
     final: str | None
     """Folder of the final model, relative to the record."""
@@ -130,6 +175,22 @@ class Broken(TypedDict):
     reason: str
 
 
+class Prediction(TypedDict):
+    """What the planner says of a run, and how far that is from what was counted."""
+
+    memory: dict[str, int] | None
+    """State bytes of the rank that holds the most, by the names of `Memory`."""
+
+    peak_bytes: dict[str, int] | None
+    """`low` and `high` of the device's peak."""
+
+    errors: dict[str, float]
+    """Predicted less measured, as a share of the measured; of the peak, 0 inside its interval."""
+
+    reason: str | None
+    """Why there is no prediction."""
+
+
 class Row(TypedDict):
     """One run in a comparison."""
 
@@ -150,6 +211,8 @@ class Row(TypedDict):
     step_seconds: StepSeconds | None
     memory: Memory | None
     per_rank: list[RankMemory] | None
+    traffic: NotRequired[Traffic | None]
+    predicted: NotRequired[Prediction | None]
     attestation: dict[str, Any] | None
     seconds: float | None
     not_measured: dict[str, str]

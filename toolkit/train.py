@@ -218,6 +218,8 @@ def train(job: Job, status: StatusFile) -> None:
             refused = _described(job) | {"final": None} | recorder.refused(error)
             write_json(Path(job.args.output_dir) / RECORD_FILE, refused)
         raise
+    finally:
+        recorder.close()
     if _rank() == 0:
         write_json(Path(job.args.output_dir) / RECORD_FILE, _described(job) | measured)
     if torch.distributed.is_initialized():
@@ -339,6 +341,11 @@ def _described(job: Job) -> dict[str, Any]:
             "throughput_steps": job.run.throughput_steps,
             "max_length": job.max_length,
             "optimizer": str(args.optim.value),
+            "dtype": job.model.dtype,
+            # transformers 5.23 renames it, and keeps the old name as an alias.
+            "activation_checkpointing": bool(
+                getattr(args, "activation_checkpointing", False) or args.gradient_checkpointing
+            ),
             "lr_scheduler_type": str(args.lr_scheduler_type.value),
             "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
         },

@@ -43,7 +43,9 @@ def measure_peak(widths, *, batch, sequence, precision, checkpointing, accumulat
         )
     ).train()
     if checkpointing == "full":
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        # transformers before 5.23 knows the older name alone.
+        new, old = "activation_checkpointing_enable", "gradient_checkpointing_enable"
+        getattr(model, new if hasattr(model, new) else old)({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)  # as on a GPU
     ids = torch.randint(0, widths["vocab"], (batch, sequence))
 

@@ -17,6 +17,7 @@ from toolkit.comparing.parity import GATED_STEPS, GATES, broken_sentence
 from toolkit.results import (
     Control,
     Memory,
+    Prediction,
     Results,
     Row,
     read_results,
@@ -415,9 +416,13 @@ def _gate(row: Row, gate: str, control: Control | None) -> str:
 def _memory(results: Results) -> str:
     header = ["strategy", "engine", *(name.removesuffix("_bytes") for name in CATEGORIES)]
     rows = [
-        [row["strategy"], row["engine"], *_sizes(row["memory"])]
+        cells
         for row in results["runs"]
         if row["status"] == "ok"
+        for cells in (
+            [row["strategy"], row["engine"], *_sizes(row["memory"])],
+            ["", "predicted", *_predicted_sizes(row.get("predicted"))],
+        )
     ]
     if not rows:
         return "No run was measured."
@@ -429,7 +434,8 @@ def _memory(results: Results) -> str:
     )
     text = (
         "Counted from the tensors that a rank holds: gradients at their peak before the step, the "
-        "others after it; `master` is an fp32 copy that DeepSpeed keeps."
+        "others after it; `master` is an fp32 copy that DeepSpeed keeps. Below each run stands "
+        "what `toolkit plan` predicts, with its error where it has one."
     )
     return "\n\n".join(
         filter(
@@ -447,6 +453,22 @@ def _sizes(memory: Memory | None) -> list[str]:
     if memory is None:
         return [NOT_AVAILABLE] * len(CATEGORIES)
     return [size(memory.get(name)) for name in CATEGORIES]
+
+
+def _predicted_sizes(predicted: Prediction | None) -> list[str]:
+    """The planner's word on each category; of the peak, both ends."""
+    if predicted is None or predicted["memory"] is None:
+        return [NOT_AVAILABLE] * len(CATEGORIES)
+    cells: list[str] = []
+    for name in CATEGORIES:
+        error = predicted["errors"].get(name)
+        if name == "peak_bytes" and predicted["peak_bytes"] is not None:
+            low, high = predicted["peak_bytes"]["low"], predicted["peak_bytes"]["high"]
+            shown = f"{size(low)} to {size(high)}" if error is not None else NOT_AVAILABLE
+        else:
+            shown = size(predicted["memory"].get(name))
+        cells.append(f"{shown} ({error:+.2%})" if error else shown)
+    return cells
 
 
 def _facts(facts: dict[str, Any]) -> str:

@@ -31,6 +31,7 @@ from toolkit.comparing.parity import (
     judge_control,
 )
 from toolkit.comparing.plan import CompareOptions, Plan, Run, build_plan
+from toolkit.comparing.predicted import predict
 from toolkit.comparing.progress import Progress, build_progress, plain
 from toolkit.comparing.report import print_report, write_report
 from toolkit.configs import ConfigOptions, render_configs, write_configs
@@ -79,6 +80,8 @@ NOT_MEASURED_FIELDS: Final = (
     "step_seconds",
     "memory",
     "per_rank",
+    "traffic",
+    "predicted",
     "attestation",
     "seconds",
 )
@@ -400,6 +403,8 @@ class Comparison:
             step_seconds=None,
             memory=None,
             per_rank=None,
+            traffic=None,
+            predicted=None,
             attestation=None,
             seconds=None,
             not_measured=dict.fromkeys(NOT_MEASURED_FIELDS, why),
@@ -426,6 +431,8 @@ class Comparison:
         row["step_seconds"] = record["step_seconds"]
         row["memory"] = record["memory"]
         row["per_rank"] = record["per_rank"]
+        row["traffic"] = record.get("traffic")
+        row["predicted"] = predict(record)
         row["attestation"] = record["attestation"]
         row["seconds"] = record["seconds"]
         row["rehearsal"] = record["rehearsal"]

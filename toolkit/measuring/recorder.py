@@ -20,7 +20,7 @@ import psutil
 import torch
 
 from toolkit.launching.status import StatusFile
-from toolkit.measuring import attestation, memory
+from toolkit.measuring import attestation, memory, traffic
 from toolkit.measuring.attestation import Asked, Mismatch, Refused, gather_objects
 from toolkit.measuring.engine import optimizer_of, zero_optimizer
 
@@ -58,6 +58,10 @@ class Recorder:
 
         self._grad_norm: Any = None
         self._bytes: dict[str, int | None] = {}
+        self._model: Any = None
+        self._ledger = traffic.Ledger()
+        self._traffic: dict[str, Any] | None = None
+        self._probed: list[int] = []
         self._undo: list[Callable[[], None]] = []
 
     # What a training loop calls
@@ -74,6 +78,7 @@ class Recorder:
         self._require(self.asked.before_first_step())
         self._watch_clipping(accelerator)
         self._watch_first_step(model, optimizer)
+        self._model = model
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         self.mark()
@@ -85,7 +90,8 @@ class Recorder:
         self._step.append(_MicroBatch(loss.detach(), tokens, sample_ids))
 
     def step_done(self, *, learning_rate: float, skipped: bool = False) -> None:
-        """Close an optimizer step."""
+        """Close an optimizer step. The one after the first is the probe that counts traffic."""
+        self._end_probe(skipped=skipped)
         self._marks.append(_Mark())
         self._steps.append(
             _Step(self._step, self._grad_norm, learning_rate, skipped, self._marks[-2:])
@@ -93,6 +99,9 @@ class Recorder:
         self._step, self._grad_norm = [], None
         if self._status is not None:
             self._status.running(len(self._steps))
+        attested = "optimizer_class" in self.engaged
+        if attested and self._traffic is None and self._model is not None:
+            self._ledger.start(self._model)
 
     def mark(self) -> None:
         """Restart the clock, after anything that doesn't belong to a step."""
@@ -107,8 +116,14 @@ class Recorder:
 
     def peaks(self) -> None:
         """Take the peaks now: before the save, which is no part of training."""
+        self.close()
         self._bytes["peak_bytes"] = memory.device_peak_bytes()
         self._bytes["host_peak_bytes"] = memory.host_peak_bytes()
+
+    def close(self) -> None:
+        """Leave no mode and no hook behind, whatever became of the step that is open."""
+        self._ledger.stop()
+        self._model = None
 
     def finish(self, *, throughput_steps: int = 0) -> dict[str, Any]:
         """Gather what every rank recorded; the same on each of them.
@@ -144,6 +159,7 @@ class Recorder:
             "first_step_seconds": None,
             "memory": dict.fromkeys(memory.CATEGORIES),
             "per_rank": [],
+            "traffic": None,
             "attestation": self._attestation(error.mismatches),
             "seconds": None,
             "not_measured": {},
@@ -164,7 +180,8 @@ class Recorder:
         original = accelerator.clip_grad_norm_
 
         def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
-            norm = original(parameters, max_norm, *args, **kwargs)
+            with self._ledger.within("clipping"):
+                norm = original(parameters, max_norm, *args, **kwargs)
             self.clip = 0.0 if math.isinf(max_norm) else float(max_norm)
             self._grad_norm = norm
             return norm
@@ -211,6 +228,26 @@ class Recorder:
         self.notes += attestation.kept_whole(self.engaged)
         self._require(self.asked.after_first_step())
 
+    # The step after it
+
+    def _end_probe(self, *, skipped: bool) -> None:
+        if not self._ledger.running:
+            return
+        self._ledger.stop()
+        step = len(self._steps) + 1
+        self._probed.append(step)
+        if skipped:
+            return  # fp16 left out the update, and what is gathered after it
+        ranks = self.asked.num_processes
+        self._traffic = {
+            "step": step,
+            "micro_batches": len(self._step),
+            "transport": traffic.transport(),
+            "collectives": self._ledger.counted(),
+            "textbook_elements": traffic.textbook_elements(self._model, self.asked.strategy, ranks),
+        }
+        self._model = None
+
     def _require(self, asked: dict[str, Any]) -> None:
         attestation.require(attestation.compare(asked, self.engaged, rank=self._rank))
 
@@ -227,6 +264,7 @@ class Recorder:
             "tokens": [step.tokens() for step in self._steps],
             "step_seconds": [step.seconds() for step in self._steps],
             "memory": {key: self._bytes.get(key) for key in memory.CATEGORIES},
+            "traffic": self._traffic,
             "device": self._device,
             # Imports, process groups and the save included: what the user waited for.
             "seconds": time.time() - psutil.Process().create_time(),
@@ -322,6 +360,9 @@ def _merge(
             not_measured[f"memory.{key}"] = (
                 REHEARSED_PEAK if key == "peak_bytes" else "the run ended before its first step"
             )
+    counted = traffic.merged([rank["traffic"] for rank in ranks])
+    if counted is None:
+        not_measured["traffic"] = traffic.NOT_COUNTED
     per_rank = [
         {key: rank[key] for key in ("rank", "memory", "device", "seconds")} for rank in ranks
     ]
@@ -336,7 +377,13 @@ def _merge(
         else [list(step) for step in zip(*ids, strict=True)],
         "final_loss": losses[count - 1] if count else None,
         "tokens_per_second": tokens_per_second,
-        "step_seconds": _spread(seconds[timed]),
+        "step_seconds": _spread(
+            [
+                taken
+                for step, taken in list(enumerate(seconds, 1))[timed]
+                if step not in recorder._probed
+            ]
+        ),
         "first_step_seconds": seconds[0] if seconds else None,
         "memory": {
             key: None
@@ -345,6 +392,7 @@ def _merge(
             for key in memory.CATEGORIES
         },
         "per_rank": per_rank,
+        "traffic": counted,
         "attestation": recorder._attestation([]),
         "rehearsal": recorder.rehearsal,
         "seconds": max(rank["seconds"] for rank in ranks),

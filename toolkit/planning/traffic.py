@@ -21,6 +21,7 @@ the Trainer's count of tokens, the loss that is logged.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -210,7 +211,7 @@ def _zero3(job: Job) -> tuple[Collective, ...]:
             inputs={"trained": gradients, "size": reduced, "micro-batches": job.accumulation},
             **shared,
         ),
-        _norm(job, len(weights.groups), 8),
+        _norm(job, len(weights.groups), 8 if job.strategy.offload_optimizer == "none" else 4),
     )
 
 
@@ -276,7 +277,11 @@ def _fsdp(job: Job) -> tuple[Collective, ...]:
             inputs={"trained": gradients, "size": reduced, "shards": shards},
             **inside,
         ),
-        _norm(job, 1, 4),
+        replace(
+            _norm(job, len(weights_of(job).trained.sizes), 4),
+            calls=1,
+            formula="one number for each trained tensor, at once",
+        ),
     )
     # A group of one shard has nothing to gather or scatter.
     kept = found if shards > 1 else found[2:]
@@ -314,7 +319,7 @@ def _norm(job: Job, numbers: int, size: int) -> Collective:
         ranks=job.gpus,
         nodes=job.nodes,
         formula="one number for each group of the optimizer",
-        inputs={"groups": numbers},
+        inputs={"numbers": numbers},
     )
 
 

@@ -44,7 +44,10 @@ class ToolkitTrainer(Trainer):
         self.add_callback(_Watch(self))
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().train(*args, **kwargs)
+        try:
+            output = super().train(*args, **kwargs)
+        finally:
+            self.recorder.close()
         self.finish_record()
         return output
 

@@ -1,0 +1,93 @@
+import json
+
+import pytest
+
+from toolkit.comparing.predicted import job_of, predict, predicted_states
+
+
+@pytest.fixture
+def record(tmp_path):
+    """What a run of two ranks under ddp tells, of a small Llama in fp32."""
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "vocab_size": 128,
+        "tie_word_embeddings": False,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    layer = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
+    parameters = 2 * layer + 2 * 64 * 128 + 64
+    states = {
+        "parameters_bytes": 4 * parameters,
+        "master_bytes": 0,
+        "gradients_bytes": 4 * parameters,
+        "optimizer_bytes": 8 * parameters + 4 * (2 * 9 + 3),
+        "peak_bytes": None,
+        "host_peak_bytes": 10**9,
+    }
+    return {
+        "strategy": "ddp",
+        "num_processes": 2,
+        "precision": "no",
+        "model": {"name": "small", "path": str(tmp_path), "parameters": parameters},
+        "training": {
+            "optimizer": "adamw_torch",
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "max_length": 64,
+            "max_grad_norm": 1.0,
+        },
+        "memory": states,
+        "per_rank": [{"rank": 0, "memory": states}, {"rank": 1, "memory": states}],
+    }
+
+
+def test_states_are_predicted_to_the_byte_and_a_rehearsal_has_no_peak(record):
+    found = predict(record)
+    assert found["reason"] is None
+    assert found["errors"] == dict.fromkeys(
+        ("parameters_bytes", "master_bytes", "gradients_bytes", "optimizer_bytes"), 0
+    )
+    assert len(predicted_states(record)) == 2
+    assert found["peak_bytes"]["low"] > sum(found["memory"].values())
+
+
+def test_an_error_is_a_share_of_what_was_measured(record):
+    record["memory"]["gradients_bytes"] *= 2
+    assert predict(record)["errors"]["gradients_bytes"] == -0.5
+
+
+def test_a_peak_inside_its_interval_has_no_error_and_one_outside_has_its_distance(record):
+    low, high = (predict(record)["peak_bytes"][end] for end in ("low", "high"))
+    for measured, error in (((low + high) // 2, 0), (high * 2, -0.5), (low / 2, 1.0)):
+        record["memory"]["peak_bytes"] = measured
+        assert predict(record)["errors"]["peak_bytes"] == pytest.approx(error, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"strategy": "custom"}, "none of the toolkit's own"),
+        ({"training": {}}, "doesn't say gradient_accumulation_steps"),
+        ({"model": {"name": "m", "path": "/nowhere", "parameters": 1}}, "/nowhere"),
+        ({"model": {"name": "m", "path": None, "parameters": 1}}, "no folder"),
+    ],
+)
+def test_what_cannot_be_predicted_says_why(record, change, said):
+    found = predict(record | change)
+    assert found["memory"] is None
+    assert said in found["reason"]
+
+
+def test_the_job_is_the_one_that_ran(record):
+    record["training"]["activation_checkpointing"] = True
+    record["training"]["dtype"] = "bfloat16"
+    record["precision"] = "bf16"
+    job = job_of(record)
+    assert (job.batch, job.accumulation, job.sequence, job.gpus) == (4, 2, 64, 2)
+    assert (job.checkpointing, job.weights, job.precision) == ("full", "bfloat16", "bf16")

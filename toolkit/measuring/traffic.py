@@ -1,0 +1,357 @@
+"""Traffic: every collective that one rank asks for in one optimizer step, counted at its call.
+
+A dispatch mode sees the `c10d` calls of DDP (its C++ reducer's too), `fully_shard` and DeepSpeed
+alike, reads sizes and dtypes and nothing else: no value, so nobody waits for a device, and losses
+stay the same to the last bit. It stays for one step; the others run without it.
+
+The mode belongs to a thread. Backward on a GPU runs in a thread of autograd's own, which takes over
+the modes of the thread that called it (`at::ThreadLocalState`, as it does autocast), so its
+collectives are counted as well. What a library asks for in threads that it started itself is not.
+
+A call counts by what it names: whether a ring, a tree or, for gloo's reduce-scatter, an all-reduce
+carried it, is the transport's own affair.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from toolkit.measuring.engine import elements_of, tensors_in, zero_optimizer
+from toolkit.strategies import Strategy
+
+Phase = Literal["forward", "backward", "clipping", "step"]
+
+NOT_COUNTED = (
+    "counted in the optimizer step after the first that updated, and the run ended before it, or "
+    "had only packed rows left"
+)
+
+NAMESPACES = {"c10d", "_c10d_functional", "c10d_functional", "_dtensor"}
+
+CALLS = {
+    "allreduce_": ("all_reduce", 0),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "all_reduce": ("all_reduce", 0),
+    "all_reduce_": ("all_reduce", 0),
+    "all_reduce_coalesced": ("all_reduce", 0),
+    "all_reduce_coalesced_": ("all_reduce", 0),
+    "allgather_": ("all_gather", 0),
+    "_allgather_base_": ("all_gather", 0),
+    "allgather_coalesced_": ("all_gather", 0),
+    "allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "all_gather_into_tensor": ("all_gather", 0),
+    "all_gather_into_tensor_out": ("all_gather", 0),
+    "all_gather_into_tensor_coalesced": ("all_gather", 0),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor": ("reduce_scatter", 0),
+    "reduce_scatter_tensor_out": ("reduce_scatter", 0),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 0),
+    "alltoall_": ("all_to_all", 1),
+    "alltoall_base_": ("all_to_all", 1),
+    "all_to_all_single": ("all_to_all", 0),
+    "shard_dim_alltoall": ("all_to_all", 0),
+    "broadcast_": ("broadcast", 0),
+    "broadcast": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
+    "gather_": ("gather", 1),
+    "scatter_": ("scatter", 0),
+    "send": ("send", 0),
+    "isend": ("send", 0),
+    "recv_": ("receive", 0),
+    "irecv": ("receive", 0),
+    "recv_any_source_": ("receive", 0),
+    "barrier": ("barrier", None),
+    "monitored_barrier_": ("barrier", None),
+}
+"""Operation -> kind, and the argument whose tensors are counted (torch 2.11 to 2.15)."""
+
+PARTS = {
+    "all_gather_into_tensor",
+    "all_gather_into_tensor_out",
+    "all_gather_into_tensor_coalesced",
+    "gather_",
+    "scatter_",
+}
+"""Operations of which that argument is the part of one rank, on every rank of the group."""
+
+NO_TRAFFIC = {"wait_tensor", "check_for_nan", "_wrap_tensor_autograd"}
+
+
+class Row(NamedTuple):
+    """What calls have in common that are counted together."""
+
+    kind: str
+    purpose: str
+    dtype: str
+    ranks: int
+
+
+class Ledger(TorchDispatchMode):
+    """Counts calls and elements from `start` to `stop`, and leaves nothing behind."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[Row] = Counter()
+        self.elements: Counter[Row] = Counter()
+        self._sizes: dict[str, int] = {}
+        self._phase: Phase | None = None
+        self._buffers: set[torch.dtype] = set()
+        self._undo: list[Callable[[], None]] = []
+
+    @property
+    def running(self) -> bool:
+        return bool(self._undo)
+
+    def start(self, model: Any) -> None:
+        """Count from now on, from zero.
+
+        Args:
+            model: As `Accelerator.prepare` returned it; its passes tell purposes apart.
+        """
+        self.calls.clear()
+        self.elements.clear()
+        self._buffers = {buffer.dtype for buffer in model.buffers()}
+        self._undo = [
+            model.register_forward_pre_hook(self._forward_begins, prepend=True).remove,
+            model.register_forward_hook(self._forward_ended, always_call=True).remove,
+        ]
+        if zero_optimizer(model) is not None:
+            # ZeRO-1 and 2 reduce their last bucket when autograd is done.
+            self._undo += [self._told_of(model, name) for name in ("backward", "step")]
+        self.__enter__()
+
+    def stop(self) -> None:
+        """Count no longer. A second call does nothing."""
+        if not self.running:
+            return
+        self.__exit__(None, None, None)
+        for undo in self._undo:
+            undo()
+        self._undo, self._phase = [], None
+
+    @contextmanager
+    def within(self, phase: Phase) -> Iterator[None]:
+        """Say what part of a step runs inside; costs nothing while nothing is counted."""
+        before, self._phase = self._phase, phase
+        try:
+            yield
+        finally:
+            self._phase = before
+
+    def counted(self) -> list[dict[str, Any]]:
+        """Return one row for each kind, purpose, dtype and size of group, in a stable order."""
+        return [
+            row._asdict()
+            | {
+                "calls": self.calls[row],
+                "elements": self.elements[row],
+                "payload_bytes": self.elements[row] * self._sizes[row.dtype],
+                "wire_bytes": self.elements[row]
+                * self._sizes[row.dtype]
+                * ring_factor(row.kind, row.ranks),
+            }
+            for row in sorted(self.calls, key=lambda row: (_ORDER.index(row.purpose), row))
+        ]
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile keep its compiled graphs under the mode, where it would fall back."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it turns into plain tensors and collectives, which come here
+        kwargs = kwargs or {}
+        if getattr(func, "namespace", None) in NAMESPACES:
+            self._count(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _count(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        name = func._schema.name.partition("::")[2]
+        if name in NO_TRAFFIC:
+            return
+        names = [argument.name for argument in func._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        ranks = _ranks_of(given)
+        # An operation that is not known, from a later torch, is shown under its own name.
+        kind, position = CALLS.get(name, (name.strip("_"), 0))
+        tensors = list(tensors_in(given[names[position or 0]]))
+        times = 0 if position is None else ranks if name in PARTS else 1
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            elements = times * sum(t.numel() for t in tensors if t.dtype == dtype)
+            row = Row(kind, self._purpose(kind, dtype, elements, ranks), _name(dtype), ranks)
+            self._sizes[row.dtype] = dtype.itemsize
+            self.calls[row] += 1
+            self.elements[row] += elements
+
+    def _purpose(self, kind: str, dtype: torch.dtype, elements: int, ranks: int) -> str:
+        """Say what a call was for, as far as its place in the step tells."""
+        phase = self._phase
+        if phase != "clipping" and torch._C._current_graph_task_id() != -1:
+            phase = "backward"
+        if phase == "clipping":
+            return "norm"
+        if phase is None:
+            each = elements // ranks if kind in ("all_gather", "gather") else elements
+            return "metrics" if each == 1 else "other"
+        if (phase, kind) == ("forward", "broadcast"):
+            if dtype in self._buffers:
+                return "buffers"
+            return "buckets" if dtype == torch.int32 else "other"
+        return _PURPOSES.get((phase, kind, dtype.is_floating_point), "other")
+
+    # What tells the phases
+
+    def _forward_begins(self, module: Any, *_: Any) -> None:
+        # An evaluation between two steps is not part of either.
+        self._phase = "forward" if module.training else None
+
+    def _forward_ended(self, *_: Any) -> None:
+        self._phase = None
+
+    def _told_of(self, model: Any, method: Literal["backward", "step"]) -> Callable[[], None]:
+        """Have one of DeepSpeed's methods name its phase; return what takes that back."""
+        own = model.__dict__.get(method)
+        original = getattr(model, method)
+
+        @functools.wraps(original)
+        def told(*args: Any, **kwargs: Any) -> Any:
+            with self.within(method):
+                return original(*args, **kwargs)
+
+        setattr(model, method, told)
+        if own is None:
+            return lambda: delattr(model, method)
+        return lambda: setattr(model, method, own)
+
+
+def merged(ranks: list[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Put the counts of all ranks together: of each row the most that any rank has.
+
+    Args:
+        ranks: For each rank what `Recorder` keeps of its `counted()`; None where it has none.
+
+    Returns:
+        The record's `traffic`; where ranks differ, `disagreements` says in what.
+    """
+    known = [rank for rank in ranks if rank is not None]
+    if not known or len(known) < len(ranks):
+        return None
+    by_row = [{_row(counted): counted for counted in rank["collectives"]} for rank in known]
+    most: dict[Row, dict[str, Any]] = {}
+    disagreements: list[str] = []
+    for row in dict.fromkeys(row for rows in by_row for row in rows):
+        found = [rows.get(row) for rows in by_row]
+        most[row] = max((each for each in found if each), key=lambda each: each["elements"])
+        if any(each != found[0] for each in found):
+            counts = ", ".join(
+                f"rank {rank} {'none' if each is None else each['elements']}"
+                for rank, each in enumerate(found)
+            )
+            disagreements.append(
+                f"{row.kind} of {row.purpose} in {row.dtype} over {row.ranks} ranks, "
+                f"elements: {counts}"
+            )
+    return known[0] | {
+        "collectives": list(most.values()),
+        "sent_elements": sent_elements(most.values()),
+        "disagreements": disagreements,
+    }
+
+
+def sent_elements(counted: Iterable[dict[str, Any]]) -> int:
+    """Elements of parameters and gradients that a rank sends, N large: a ring all-reduces in two
+    passes. To be read beside `textbook_elements`.
+    """
+    return sum(
+        row["elements"] * (2 if row["kind"] == "all_reduce" else 1)
+        for row in counted
+        if row["purpose"] in ("parameters", "gradients")
+    )
+
+
+def textbook_elements(model: Any, strategy: Strategy, ranks: int) -> int:
+    """Elements that the papers have a rank send in a step of one micro-batch, N large.
+
+    As `toolkit.planning.traffic.textbook_elements`, for the model that is there: 2 psi for data
+    parallelism and ZeRO-1/2, 3 psi where parameters are gathered twice, 2 psi where once.
+    """
+    if ranks == 1:
+        return 0
+    trained = sum(elements_of(p) for p in model.parameters() if p.requires_grad)
+    if not strategy.shards_parameters:
+        return 2 * trained
+    keeps = strategy.backend == "fsdp" and not strategy.reshard_after_forward
+    return (1 if keeps else 2) * sum(map(elements_of, model.parameters())) + trained
+
+
+def transport() -> str | None:
+    """The backend that carries the collectives, None where there are no ranks to send to."""
+    if not torch.distributed.is_initialized():
+        return None
+    return str(torch.distributed.get_backend())
+
+
+def ring_factor(kind: str, ranks: int) -> float:
+    """What one rank of a ring sends of a payload, on average over the ranks."""
+    if kind in ("send", "receive"):
+        return 1.0 if kind == "send" else 0.0
+    once = (ranks - 1) / ranks
+    return 2 * once if kind == "all_reduce" else once
+
+
+def _ranks_of(given: dict[str, Any]) -> int:
+    if "group_size" in given:
+        return int(given["group_size"])
+    group = given.get("process_group", given.get("group_name"))
+    if isinstance(group, str):
+        group = torch.distributed.distributed_c10d._resolve_process_group(group)
+    if isinstance(group, torch.ScriptObject):
+        group = ProcessGroup.unbox(group)
+    return group.size()
+
+
+def _row(counted: dict[str, Any]) -> Row:
+    return Row(*(counted[name] for name in Row._fields))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_ORDER = (
+    "parameters",
+    "gradients",
+    "norm",  # all of clipping, and DeepSpeed's look for overflows
+    "buffers",
+    "buckets",  # what DDP puts into each, told once, when its second step begins
+    "bitmap",  # which parameters a rank has used, under DDP's find_unused_parameters
+    "metrics",  # one number a rank, outside of all passes: token counts, losses
+    "other",  # what no place in the step explains; a save or an evaluation between two steps
+)
+
+_PURPOSES = {
+    ("forward", "all_gather", True): "parameters",
+    ("forward", "all_gather", False): "parameters",  # 4-bit weights are stored as integers
+    ("backward", "all_gather", True): "parameters",
+    ("backward", "all_gather", False): "parameters",
+    ("backward", "all_reduce", True): "gradients",
+    ("backward", "all_reduce", False): "bitmap",
+    ("backward", "reduce_scatter", True): "gradients",
+    ("step", "all_gather", True): "parameters",
+    ("step", "all_reduce", True): "norm",
+    ("step", "all_reduce", False): "norm",
+}
