@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import environment
-from toolkit.planning.models import resolve_model, well_known
+from toolkit.planning.models.resolve import resolve_model, well_known
+from toolkit.planning.models.shape import ModelShape
 from toolkit.planning.plan import plan
-from toolkit.planning.shape import ModelShape
 
 MODELS = ("HuggingFaceTB/SmolLM2-135M", "meta-llama/Llama-3.2-1B", "meta-llama/Llama-2-7b-hf")
 GPUS = 2

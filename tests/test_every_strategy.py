@@ -9,10 +9,10 @@ from safetensors import safe_open
 from toolkit import environment
 from toolkit.comparing.predicted import STATES, job_of, predicted_states
 from toolkit.comparing.report import load_results
-from toolkit.planning.architectures import shape_from_config
 from toolkit.planning.job import Job
-from toolkit.planning.memory import estimate_memory
-from toolkit.planning.traffic import collectives, textbook_elements
+from toolkit.planning.memory.estimate import estimate_memory
+from toolkit.planning.models.architectures import shape_from_config
+from toolkit.planning.speed.traffic import collectives, textbook_elements
 from toolkit.results import read_record
 from toolkit.strategies import STRATEGIES
 

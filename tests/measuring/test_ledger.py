@@ -19,9 +19,9 @@ from toolkit.measuring import traffic
 from toolkit.measuring.attestation import Asked
 from toolkit.measuring.recorder import Recorder
 from toolkit.measuring.traffic import Ledger, merged
-from toolkit.planning.architectures import shape_from_config
 from toolkit.planning.job import Job
-from toolkit.planning.traffic import collectives
+from toolkit.planning.models.architectures import shape_from_config
+from toolkit.planning.speed.traffic import collectives
 from toolkit.strategies import STRATEGIES
 
 PART, WHOLE = 5, 20

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from shapes_for_tests import llama
 
-from toolkit.planning.blocks import BLOCKS, Block
 from toolkit.planning.job import Job
-from toolkit.planning.shape import ModelShape, Tensor
+from toolkit.planning.models.blocks import BLOCKS, Block
+from toolkit.planning.models.shape import ModelShape, Tensor
 from toolkit.strategies import STRATEGIES
 
 GIB = 2**30

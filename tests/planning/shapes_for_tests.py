@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit.planning.shape import ModelShape, Tensor
+from toolkit.planning.models.shape import ModelShape, Tensor
 
 
 def llama(

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from toolkit.planning.architectures import shape_from_config
-from toolkit.planning.layers import Regime, kept_of_layer
+from toolkit.planning.memory.layers import Regime, kept_of_layer
+from toolkit.planning.models.architectures import shape_from_config
 
 SEQUENCE = 32
 WIDTHS = {

@@ -10,9 +10,9 @@ from functools import cache
 import pytest
 
 from toolkit.errors import UsageError
-from toolkit.planning.architectures import shape_from_config
-from toolkit.planning.families import FAMILIES
-from toolkit.planning.models import resolve_model, well_known
+from toolkit.planning.models.architectures import shape_from_config
+from toolkit.planning.models.families import FAMILIES
+from toolkit.planning.models.resolve import resolve_model, well_known
 
 # One model of each family, as the Hub has it, to be varied.
 REPRESENTATIVES = {

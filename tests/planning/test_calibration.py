@@ -17,7 +17,7 @@ from calibration_cases import (
     trainer_guide,
 )
 
-from toolkit.planning.memory import estimate_memory
+from toolkit.planning.memory.estimate import estimate_memory
 
 
 def assert_within(interval, measured):

@@ -7,7 +7,7 @@ from shapes_for_tests import gpt2, llama
 
 from toolkit.errors import UsageError
 from toolkit.planning.job import Job
-from toolkit.planning.memory import estimate_memory
+from toolkit.planning.memory.estimate import estimate_memory
 from toolkit.strategies import STRATEGIES
 
 LLAMA_7B = llama(

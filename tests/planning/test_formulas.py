@@ -3,7 +3,8 @@
 import pytest
 from shapes_for_tests import llama
 
-from toolkit.planning.formulas import (
+from toolkit.planning.job import Job
+from toolkit.planning.memory.formulas import (
     RULE_OF_THUMB,
     compare,
     rule_of_thumb,
@@ -11,7 +12,6 @@ from toolkit.planning.formulas import (
     zero_bytes,
     zero_paper_bytes,
 )
-from toolkit.planning.job import Job
 from toolkit.strategies import STRATEGIES
 
 GB = 1e9

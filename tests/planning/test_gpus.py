@@ -5,7 +5,7 @@ import json
 import pytest
 
 from toolkit.errors import UsageError
-from toolkit.planning.gpus import GPUS, gpu, read_gpus
+from toolkit.planning.speed.gpus import GPUS, gpu, read_gpus
 
 GIB = 1 << 30
 

@@ -10,8 +10,8 @@ import pytest
 from places import ROOT
 
 from toolkit.errors import UsageError
-from toolkit.planning.counts import shape_from_count
-from toolkit.planning.models import hub_cache, resolve_model, well_known
+from toolkit.planning.models.counts import shape_from_count
+from toolkit.planning.models.resolve import hub_cache, resolve_model, well_known
 
 TINY = {
     "model_type": "llama",
@@ -311,7 +311,7 @@ def test_one_model_is_one_object_so_that_what_is_worked_out_of_it_can_be_kept():
 
 def test_resolving_imports_nothing_heavy():
     script = (
-        "import sys; from toolkit.planning.models import resolve_model; resolve_model('gpt2')\n"
+        "import sys; from toolkit.planning.models import resolve; resolve.resolve_model('gpt2')\n"
         "print([m for m in ('torch', 'transformers', 'numpy', 'huggingface_hub', 'rich')"
         " if m in sys.modules])"
     )
@@ -323,4 +323,4 @@ def test_resolving_imports_nothing_heavy():
 
 def test_the_table_is_declared_as_part_of_the_package():
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert "*.json" in declared["tool"]["setuptools"]["package-data"]["toolkit.planning"]
+    assert "*.json" in declared["tool"]["setuptools"]["package-data"]["toolkit.planning.models"]

@@ -9,7 +9,7 @@ from shapes_for_tests import llama
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from toolkit.planning.job import Job
-from toolkit.planning.memory import WORKSPACES, estimate_memory
+from toolkit.planning.memory.estimate import WORKSPACES, estimate_memory
 from toolkit.strategies import STRATEGIES
 
 NARROW = {"hidden": 128, "intermediate": 344, "layers": 3, "heads": 4, "kv_heads": 2, "vocab": 256}

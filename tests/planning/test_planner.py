@@ -10,8 +10,8 @@ from rich.console import Console
 from toolkit.errors import UsageError
 from toolkit.planning.plan import plan
 from toolkit.planning.shown import table
+from toolkit.planning.speed.traffic import collectives
 from toolkit.planning.terms import CATEGORIES
-from toolkit.planning.traffic import collectives
 from toolkit.strategies import STRATEGIES
 
 GIB = 2**30

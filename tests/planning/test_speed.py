@@ -6,11 +6,11 @@ import pytest
 from shapes_for_tests import llama
 
 from toolkit.errors import UsageError
-from toolkit.planning.flops import attention_flops, linear_flops, model_flops
-from toolkit.planning.gpus import gpu
 from toolkit.planning.job import Job
-from toolkit.planning.shape import ModelShape, Tensor
-from toolkit.planning.speed import cost, estimate_speed
+from toolkit.planning.models.shape import ModelShape, Tensor
+from toolkit.planning.speed.estimate import cost, estimate_speed
+from toolkit.planning.speed.flops import attention_flops, linear_flops, model_flops
+from toolkit.planning.speed.gpus import gpu
 from toolkit.strategies import STRATEGIES
 
 

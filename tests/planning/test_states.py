@@ -10,8 +10,8 @@ from shapes_for_tests import gpt2, llama
 
 from toolkit.errors import UsageError
 from toolkit.planning.job import Job
-from toolkit.planning.states import Held, most_loaded, state_bytes
-from toolkit.planning.weights import weights_of
+from toolkit.planning.memory.states import Held, most_loaded, state_bytes
+from toolkit.planning.memory.weights import weights_of
 from toolkit.strategies import STRATEGIES
 
 SMALL = llama()

@@ -8,9 +8,9 @@ import pytest
 from shapes_for_tests import gpt2, llama
 
 from toolkit.configs.deepspeed import deepspeed_config
-from toolkit.planning.collective import Collective
 from toolkit.planning.job import Job
-from toolkit.planning.traffic import collectives, textbook_elements
+from toolkit.planning.speed.collective import Collective
+from toolkit.planning.speed.traffic import collectives, textbook_elements
 from toolkit.strategies import STRATEGIES
 
 LLAMA = llama(hidden=256, intermediate=385, layers=3, vocab=1003)

@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from toolkit.planning.counts import shape_from_count
 from toolkit.planning.job import Job
-from toolkit.planning.memory import estimate_memory
+from toolkit.planning.memory.estimate import estimate_memory
+from toolkit.planning.models.counts import shape_from_count
 from toolkit.planning.remedies import CHANGES, remedies, together
 from toolkit.planning.verdict import Room, fits, judge, largest_batch, longest_sequence
 from toolkit.strategies import STRATEGIES

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from toolkit.errors import UsageError
-from toolkit.planning.architectures import shape_from_config
 from toolkit.planning.job import Job
-from toolkit.planning.memory import estimate_memory
-from toolkit.planning.states import state_bytes
+from toolkit.planning.memory.estimate import estimate_memory
+from toolkit.planning.memory.states import state_bytes
+from toolkit.planning.models.architectures import shape_from_config
 from toolkit.planning.terms import Interval
 from toolkit.results import Prediction, Record
 from toolkit.strategies import STRATEGIES

@@ -286,7 +286,7 @@ def sent_elements(counted: Iterable[dict[str, Any]]) -> int:
 def textbook_elements(model: Any, strategy: Strategy, ranks: int) -> int:
     """Elements that the papers have a rank send in a step of one micro-batch, N large.
 
-    As `toolkit.planning.traffic.textbook_elements`, for the model that is there: 2 psi for data
+    As in `toolkit.planning.speed.traffic`, for the model that is there: 2 psi for data
     parallelism and ZeRO-1/2, 3 psi where parameters are gathered twice, 2 psi where once.
     """
     if ranks == 1:

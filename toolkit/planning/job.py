@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from toolkit.errors import UsageError
-from toolkit.planning.shape import ModelShape
+from toolkit.planning.models.shape import ModelShape
 from toolkit.strategies import Strategy
 
 Method = Literal["full", "lora", "qlora"]

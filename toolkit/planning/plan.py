@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 from toolkit.configs.accelerate import check_num_processes
 from toolkit.errors import UsageError
 from toolkit.planning.job import Attention, Job, Method, Optimizer, Precision
-from toolkit.planning.memory import MemoryEstimate, estimate_memory
-from toolkit.planning.models import resolve_model
-from toolkit.planning.shape import ModelShape
+from toolkit.planning.memory.estimate import MemoryEstimate, estimate_memory
+from toolkit.planning.models.resolve import resolve_model
+from toolkit.planning.models.shape import ModelShape
 from toolkit.planning.verdict import Room, Verdict, judge, largest_batch, longest_sequence
 from toolkit.strategies import STRATEGIES, Strategy, get_strategy
 
 if TYPE_CHECKING:  # a plan without a GPU needs none of them, and answers at once
-    from toolkit.planning.gpus import Gpu
     from toolkit.planning.remedies import Remedy
-    from toolkit.planning.speed import Speed
+    from toolkit.planning.speed.estimate import Speed
+    from toolkit.planning.speed.gpus import Gpu
 
 SCHEMA = 1
 USUAL = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp")
@@ -54,7 +54,7 @@ class Row:
         """None without a GPU whose rates are known."""
         if self.gpu is None:
             return None
-        from toolkit.planning.speed import estimate_speed
+        from toolkit.planning.speed.estimate import estimate_speed
 
         return estimate_speed(
             self.job, self.gpu, internode_bytes_per_second=self.internode_bytes_per_second
@@ -271,7 +271,7 @@ def positive(what: str, value: float) -> float:
 def _gpu(named: str | Gpu | None, file: Path | None) -> Gpu | None:
     if not isinstance(named, str):
         return named
-    from toolkit.planning.gpus import gpu
+    from toolkit.planning.speed.gpus import gpu
 
     return gpu(named, file=file)
 

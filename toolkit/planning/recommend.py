@@ -15,12 +15,12 @@ from typing import Any, Literal
 
 from toolkit.configs.accelerate import check_num_processes
 from toolkit.errors import UsageError
-from toolkit.planning.gpus import Gpu
 from toolkit.planning.job import Attention, Job, Method, Optimizer, Precision
-from toolkit.planning.memory import MemoryEstimate, estimate_memory
+from toolkit.planning.memory.estimate import MemoryEstimate, estimate_memory
+from toolkit.planning.models.shape import ModelShape
 from toolkit.planning.plan import GIB, plan, positive
-from toolkit.planning.shape import ModelShape
-from toolkit.planning.speed import Speed, estimate_speed
+from toolkit.planning.speed.estimate import Speed, estimate_speed
+from toolkit.planning.speed.gpus import Gpu
 from toolkit.planning.verdict import Room, Verdict, judge
 from toolkit.strategies import STRATEGIES
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from toolkit.planning.job import Job
-from toolkit.planning.memory import estimate_memory
+from toolkit.planning.memory.estimate import estimate_memory
 from toolkit.planning.verdict import Room, Verdict, judge, largest_batch
 from toolkit.strategies import STRATEGIES
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from toolkit.planning.job import MOST_TOKENS, Job
-from toolkit.planning.memory import MemoryEstimate, estimate_memory
+from toolkit.planning.memory.estimate import MemoryEstimate, estimate_memory
 from toolkit.planning.terms import Interval
 
 Answer = Literal["fits", "tight", "does not fit"]

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from toolkit.planning.terms import Interval, Term
 
 if TYPE_CHECKING:
-    from toolkit.planning.gpus import Gpu
     from toolkit.planning.job import Job
-    from toolkit.planning.memory import MemoryEstimate
+    from toolkit.planning.memory.estimate import MemoryEstimate
+    from toolkit.planning.models.shape import ModelShape
     from toolkit.planning.plan import Plan, Row
     from toolkit.planning.remedies import Remedy
-    from toolkit.planning.shape import ModelShape
-    from toolkit.planning.speed import Speed
-    from toolkit.planning.traffic import Collective
+    from toolkit.planning.speed.estimate import Speed
+    from toolkit.planning.speed.gpus import Gpu
+    from toolkit.planning.speed.traffic import Collective
     from toolkit.planning.verdict import Verdict
 
 NO_GPU = "no GPU was named (--gpu)"
@@ -38,8 +38,8 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
 
 def row_as_json(row: Row, plan: Plan) -> dict[str, Any]:
     """Return one strategy's part."""
-    from toolkit.planning.speed import cost
-    from toolkit.planning.traffic import collectives
+    from toolkit.planning.speed.estimate import cost
+    from toolkit.planning.speed.traffic import collectives
 
     verdict, speed = row.verdict, row.speed
     not_planned: dict[str, str] = {}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.errors import UsageError
-from toolkit.planning.memory import estimate_memory
+from toolkit.planning.memory.estimate import estimate_memory
 from toolkit.planning.terms import CATEGORIES, Category
 
 if TYPE_CHECKING:

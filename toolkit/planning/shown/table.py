@@ -66,7 +66,7 @@ def show_plan(plan: Plan, console: Console) -> None:
 
 def show_row(plan: Plan, row: Row, console: Console) -> None:
     """Print what is known of one strategy alone: limits, remedies, time and money."""
-    from toolkit.planning.traffic import collectives
+    from toolkit.planning.speed.traffic import collectives
 
     say = partial(console.print, highlight=False, soft_wrap=True)
     if row.verdict is not None:
@@ -85,7 +85,7 @@ def show_row(plan: Plan, row: Row, console: Console) -> None:
     if sent:
         say(f"Each GPU sends {sent / GIB:.2f} GiB a step.")
     if row.speed is not None and plan.tokens is not None:
-        from toolkit.planning.speed import cost
+        from toolkit.planning.speed.estimate import cost
 
         bill = cost(row.speed, tokens=plan.tokens, dollars_per_hour=plan.dollars_per_hour)
         said = f"{plan.tokens:,.0f} tokens take {span(bill.hours)} hours"
@@ -118,7 +118,7 @@ def remedy_sentence(remedy: Remedy) -> str:
 
 def explain(plan: Plan, console: Console) -> None:
     """Print every term of every strategy: its formula, its inputs and what it comes to."""
-    from toolkit.planning.traffic import collectives
+    from toolkit.planning.speed.traffic import collectives
 
     for row in plan.rows:
         console.rule(row.strategy.name)
@@ -139,7 +139,7 @@ def explain(plan: Plan, console: Console) -> None:
 
 def _beside_the_course(job: Job) -> Iterator[str]:
     """The formula that courses teach, what is really held, and what lies between the two."""
-    from toolkit.planning.formulas import compare
+    from toolkit.planning.memory.formulas import compare
 
     found = compare(job)
     yield (

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from toolkit.planning import optimizers
-from toolkit.planning.effective import (
+from toolkit.planning.job import Job
+from toolkit.planning.memory import optimizers
+from toolkit.planning.memory.effective import (
     MAX_IN_CPU,
     SWAPPED_FROM_BYTES,
     ZeroSettings,
     zero_settings,
 )
-from toolkit.planning.job import Job
-from toolkit.planning.weights import COMPUTE_SIZE, Tensors, Weights, trained_size, weights_of
+from toolkit.planning.memory.weights import COMPUTE_SIZE, Tensors, Weights, trained_size, weights_of
 
 FLAT_ALIGNMENT = 2
 """ZeRO-1 and 2 pad each flat group to this many elements a rank (`nccl_start_alignment_factor`)."""

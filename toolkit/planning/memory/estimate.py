@@ -6,20 +6,20 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from toolkit.planning import optimizers
-from toolkit.planning.activations import (
+from toolkit.planning.job import Job
+from toolkit.planning.memory import optimizers
+from toolkit.planning.memory.activations import (
     Activations,
     activation_terms,
     activations_of,
     dequantised_term,
 )
-from toolkit.planning.hosts import host_terms
-from toolkit.planning.job import Job
-from toolkit.planning.moving import moving_terms
-from toolkit.planning.states import StateBytes, most_loaded
-from toolkit.planning.stepping import step_terms
+from toolkit.planning.memory.hosts import host_terms
+from toolkit.planning.memory.moving import moving_terms
+from toolkit.planning.memory.states import StateBytes, most_loaded
+from toolkit.planning.memory.stepping import step_terms
+from toolkit.planning.memory.weights import trained_size, weights_of
 from toolkit.planning.terms import PHASES, Category, Interval, Phase, Term
-from toolkit.planning.weights import trained_size, weights_of
 
 MIB = 1 << 20
 

@@ -8,9 +8,9 @@ from decimal import Decimal
 from functools import lru_cache
 
 from toolkit.errors import UsageError
-from toolkit.planning.architectures import shape_from_config
-from toolkit.planning.reading import shown
-from toolkit.planning.shape import ModelShape
+from toolkit.planning.models.architectures import shape_from_config
+from toolkit.planning.models.reading import shown
+from toolkit.planning.models.shape import ModelShape
 
 LEAST, MOST = 10**6, 10**13
 

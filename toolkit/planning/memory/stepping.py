@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from toolkit.planning.effective import zero_settings
 from toolkit.planning.job import Job
-from toolkit.planning.moving import stepped_at_once
+from toolkit.planning.memory.effective import zero_settings
+from toolkit.planning.memory.moving import stepped_at_once
+from toolkit.planning.memory.weights import trained_size, weights_of
 from toolkit.planning.terms import Interval, Term
-from toolkit.planning.weights import trained_size, weights_of
 
 NORM_SIZE = 8
 """DeepSpeed takes the norm of each gradient in fp64 (zero/utils.py, get_norm_dtype)."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from toolkit.planning.blocks import Block, block_of
-from toolkit.planning.effective import zero_settings
 from toolkit.planning.job import Job
-from toolkit.planning.shape import ModelShape
-from toolkit.planning.tape import FP32, Tape, Value
-from toolkit.planning.weights import COMPUTE_SIZE, trained_size
+from toolkit.planning.memory.effective import zero_settings
+from toolkit.planning.memory.tape import FP32, Tape, Value
+from toolkit.planning.memory.weights import COMPUTE_SIZE, trained_size
+from toolkit.planning.models.blocks import Block, block_of
+from toolkit.planning.models.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

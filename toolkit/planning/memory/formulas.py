@@ -1,18 +1,18 @@
 """The formulas of the field, and how far the implementations are from them.
 
-They leave out whatever does not grow with the parameters; `memory.py` doesn't. They are here to be
-recognised, checked against their sources, and held beside what a run does.
+They leave out whatever does not grow with the parameters, which an estimate doesn't. They are here
+to be recognised, checked against their sources, and held beside what a run does.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from toolkit.planning.effective import zero_settings
 from toolkit.planning.job import Job
-from toolkit.planning.optimizers import STEP
-from toolkit.planning.states import most_loaded, sub_groups
-from toolkit.planning.weights import trained_size, weights_of
+from toolkit.planning.memory.effective import zero_settings
+from toolkit.planning.memory.optimizers import STEP
+from toolkit.planning.memory.states import most_loaded, sub_groups
+from toolkit.planning.memory.weights import trained_size, weights_of
 
 RULE_OF_THUMB = 24
 """Bytes a parameter, fp32 with Adam: 4 for the weight, 4 for its gradient, 8 for Adam's moments,

@@ -6,7 +6,7 @@ import math
 from functools import lru_cache
 
 from toolkit.planning.job import Checkpointing
-from toolkit.planning.shape import ModelShape
+from toolkit.planning.models.shape import ModelShape
 
 
 @lru_cache(maxsize=512)

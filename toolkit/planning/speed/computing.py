@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from toolkit.planning import rates
-from toolkit.planning.flops import attention_flops, linear_flops
-from toolkit.planning.gpus import Gpu
 from toolkit.planning.job import Job
-from toolkit.planning.shape import ModelShape
+from toolkit.planning.memory.weights import weights_of
+from toolkit.planning.models.shape import ModelShape
+from toolkit.planning.speed import rates
+from toolkit.planning.speed.flops import attention_flops, linear_flops
+from toolkit.planning.speed.gpus import Gpu
 from toolkit.planning.terms import Interval
-from toolkit.planning.weights import weights_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,13 +11,13 @@ import math
 from dataclasses import dataclass
 
 from toolkit.errors import UsageError
-from toolkit.planning import rates
-from toolkit.planning.computing import SpeedTerm, computing, total
-from toolkit.planning.flops import CONVENTION, model_flops
-from toolkit.planning.gpus import Gpu
 from toolkit.planning.job import Job
+from toolkit.planning.speed import rates
+from toolkit.planning.speed.computing import SpeedTerm, computing, total
+from toolkit.planning.speed.flops import CONVENTION, model_flops
+from toolkit.planning.speed.gpus import Gpu
+from toolkit.planning.speed.transfers import communicating, stepping
 from toolkit.planning.terms import Interval
-from toolkit.planning.transfers import communicating, stepping
 
 _PURE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """What is computed in where precision isn't mixed: the dtype of the weights."""

@@ -15,7 +15,7 @@ from toolkit.configs.deepspeed import deepspeed_config
 from toolkit.configs.effective import fit_to_run
 from toolkit.errors import UsageError
 from toolkit.planning.job import Job
-from toolkit.planning.shape import ModelShape
+from toolkit.planning.models.shape import ModelShape
 from toolkit.strategies import Strategy
 
 PARAMETER_BUFFERS = 5

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from toolkit.planning.job import Job
-from toolkit.planning.layers import layer_bytes, regime_of
-from toolkit.planning.losses import LossBytes, loss_bytes
-from toolkit.planning.moving import RUNNING
+from toolkit.planning.memory.layers import layer_bytes, regime_of
+from toolkit.planning.memory.losses import LossBytes, loss_bytes
+from toolkit.planning.memory.moving import RUNNING
+from toolkit.planning.memory.weights import COMPUTE_SIZE, weights_of
 from toolkit.planning.terms import Interval, Phase, Term
-from toolkit.planning.weights import COMPUTE_SIZE, weights_of
 
 START: tuple[Phase, ...] = ("loss",)
 BACK: tuple[Phase, ...] = ("backward",)

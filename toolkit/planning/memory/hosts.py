@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from toolkit.planning import optimizers
-from toolkit.planning.effective import (
+from toolkit.planning.job import Job
+from toolkit.planning.memory import optimizers
+from toolkit.planning.memory.effective import (
     MAX_IN_CPU,
     OPTIMIZER_BUFFERS,
     PARAMETER_BUFFER_ELEMENTS,
     PARAMETER_BUFFERS,
 )
-from toolkit.planning.job import Job
-from toolkit.planning.moving import stepped_at_once
-from toolkit.planning.states import StateBytes
+from toolkit.planning.memory.moving import stepped_at_once
+from toolkit.planning.memory.states import StateBytes
+from toolkit.planning.memory.weights import trained_size, weights_of
 from toolkit.planning.terms import Interval, Place, Term
-from toolkit.planning.weights import trained_size, weights_of
 
 PINNED = Interval(1, 2)
 """torch's cache of pinned memory rounds each buffer up to a power of two."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 from toolkit.planning.job import Job
-from toolkit.planning.shape import ModelShape
-from toolkit.planning.weights import weights_of
+from toolkit.planning.memory.weights import weights_of
+from toolkit.planning.models.shape import ModelShape
 
 CONVENTION = "PaLM: 6 N + 12 L H Q T, embedding lookups not in N, no causal discount"
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import UsageError
-from toolkit.planning.architectures import shape_from_config
-from toolkit.planning.counts import looks_like_count, shape_from_count
-from toolkit.planning.reading import shown
-from toolkit.planning.shape import ModelShape
+from toolkit.planning.models.architectures import shape_from_config
+from toolkit.planning.models.counts import looks_like_count, shape_from_count
+from toolkit.planning.models.reading import shown
+from toolkit.planning.models.shape import ModelShape
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _LONGEST_NAME = 200

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from toolkit.planning.shape import TensorKind
+from toolkit.planning.models.shape import TensorKind
 
 Default = int | float | bool | None
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from toolkit.errors import UsageError
-from toolkit.planning.families import FAMILIES
-from toolkit.planning.parts import Family
-from toolkit.planning.reading import shown
+from toolkit.planning.models.families import FAMILIES
+from toolkit.planning.models.parts import Family
+from toolkit.planning.models.reading import shown
 
 _ARCHITECTURES = {family.architecture: family.model_type for family in FAMILIES.values()}
 _TEXT_PARTS = {"gemma3": "gemma3_text"}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from toolkit.planning.blocks import Block
+from toolkit.planning.models.blocks import Block
 
 TensorKind = Literal[
     "embedding", "positions", "linear", "experts", "router", "norm", "bias", "head"

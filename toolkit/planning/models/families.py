@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from toolkit.planning.older_families import OLDER
-from toolkit.planning.parts import (
+from toolkit.planning.models.older_families import OLDER
+from toolkit.planning.models.parts import (
     ALWAYS,
     KEYS,
     Family,

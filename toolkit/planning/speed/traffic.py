@@ -25,12 +25,12 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from toolkit.planning.collective import Collective
-from toolkit.planning.effective import zero_settings
 from toolkit.planning.job import Job
-from toolkit.planning.shape import ModelShape
-from toolkit.planning.weights import COMPUTE_SIZE, SIZE, Tensors, trained_size, weights_of
-from toolkit.planning.zero3_trace import gathered_elements
+from toolkit.planning.memory.effective import zero_settings
+from toolkit.planning.memory.weights import COMPUTE_SIZE, SIZE, Tensors, trained_size, weights_of
+from toolkit.planning.models.shape import ModelShape
+from toolkit.planning.speed.collective import Collective
+from toolkit.planning.speed.zero3_trace import gathered_elements
 
 DDP_BUCKET_BYTES = 25 << 20
 """DDP's default; the first bucket is of 1 MiB (torch/nn/parallel/distributed.py)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from toolkit.planning.parts import (
+from toolkit.planning.models.parts import (
     ALWAYS,
     KEYS,
     Family,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from toolkit.planning.blocks import block_of
 from toolkit.planning.job import Job
-from toolkit.planning.layers import LayerWriter, Regime, regime_of
-from toolkit.planning.shape import ModelShape
-from toolkit.planning.tape import FP32, Tape, Value
+from toolkit.planning.memory.layers import LayerWriter, Regime, regime_of
+from toolkit.planning.memory.tape import FP32, Tape, Value
+from toolkit.planning.models.blocks import block_of
+from toolkit.planning.models.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.errors import UsageError
-from toolkit.planning.parts import ALWAYS, Family, Part
-from toolkit.planning.reading import MOST, ConfigReader
-from toolkit.planning.recognising import recognise
-from toolkit.planning.shape import ModelShape, Tensor
+from toolkit.planning.models.parts import ALWAYS, Family, Part
+from toolkit.planning.models.reading import MOST, ConfigReader
+from toolkit.planning.models.recognising import recognise
+from toolkit.planning.models.shape import ModelShape, Tensor
 
 
 def shape_from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from toolkit.planning.job import Optimizer
-from toolkit.planning.weights import Tensors
+from toolkit.planning.memory.weights import Tensors
 
 STEP = 4
 """torch's AdamW counts its steps in a tensor of its own for each tensor that it steps on."""

@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from toolkit.errors import UsageError
 from toolkit.planning.job import Job, Method
-from toolkit.planning.shape import ModelShape, Tensor
+from toolkit.planning.models.shape import ModelShape, Tensor
 
 SIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 COMPUTE_SIZE = {"no": 4, "bf16": 2, "fp16": 2}

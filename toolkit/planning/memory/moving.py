@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from toolkit.planning.effective import ZeroSettings, zero_settings
 from toolkit.planning.job import Job
-from toolkit.planning.shape import ModelShape
-from toolkit.planning.states import partition_elements, sub_groups
+from toolkit.planning.memory.effective import ZeroSettings, zero_settings
+from toolkit.planning.memory.states import partition_elements, sub_groups
+from toolkit.planning.memory.weights import COMPUTE_SIZE, Weights, trained_size, weights_of
+from toolkit.planning.models.shape import ModelShape
 from toolkit.planning.terms import Interval, Phase, Term
-from toolkit.planning.weights import COMPUTE_SIZE, Weights, trained_size, weights_of
 
 ALWAYS: tuple[Phase, ...] = ("loss", "backward", "step")
 RUNNING: tuple[Phase, ...] = ("loss", "backward")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from toolkit.planning import rates
-from toolkit.planning.collective import Collective
-from toolkit.planning.computing import SpeedTerm, at, shown
-from toolkit.planning.effective import zero_settings
-from toolkit.planning.gpus import Gpu
 from toolkit.planning.job import Job
+from toolkit.planning.memory.effective import zero_settings
+from toolkit.planning.memory.weights import COMPUTE_SIZE, trained_size, weights_of
+from toolkit.planning.speed import rates
+from toolkit.planning.speed.collective import Collective
+from toolkit.planning.speed.computing import SpeedTerm, at, shown
+from toolkit.planning.speed.gpus import Gpu
+from toolkit.planning.speed.traffic import collectives
 from toolkit.planning.terms import Interval
-from toolkit.planning.traffic import collectives
-from toolkit.planning.weights import COMPUTE_SIZE, trained_size, weights_of
 
 
 def communicating(job: Job, gpu: Gpu, network: Interval, micro: Interval) -> list[SpeedTerm]:

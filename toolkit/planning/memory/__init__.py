@@ -1,0 +1,1 @@
+"""What a rank holds: model states to the byte, and the rest term by term."""

@@ -1,0 +1,1 @@
+"""How fast: GPUs, bytes on the wire, FLOPs, and the time of a step."""
