@@ -49,6 +49,12 @@ class Method(StrEnum):
     qlora = "qlora"
 
 
+class Dtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
 class Attention(StrEnum):
     flash = "flash"
     eager = "eager"
@@ -83,7 +89,9 @@ Gpus = Annotated[int, typer.Option(help="GPUs in all, one rank each.")]
 GpuName = Annotated[str | None, typer.Option(help="L4, A100-80, H100, ...; or one of --gpu-file.")]
 GpuFile = Annotated[Path | None, typer.Option("--gpu-file", help="JSON or YAML with further GPUs.")]
 Nodes = Annotated[int, typer.Option(help="Machines that the GPUs are spread over.")]
-Sequence = Annotated[int, typer.Option("--seq", "--sequence", help="Tokens of a row.")]
+Sequence = Annotated[
+    int | None, typer.Option("--seq", "--sequence", help="Tokens of a row; 2,048 if left out.")
+]
 HostGib = Annotated[float | None, typer.Option("--host-gib", help="RAM of a node, for offloads.")]
 Network = Annotated[
     float | None, typer.Option("--internode-gbps", help="Network of a node, in Gbit/s.")
@@ -253,7 +261,7 @@ def plan(
     method: Annotated[Method, typer.Option(help="What is trained.")] = Method.full,
     lora_rank: Annotated[int, typer.Option("--lora-rank", help="Rank of the adapters.")] = 16,
     batch: Annotated[int, typer.Option(help="Rows of a micro-batch on one GPU.")] = 1,
-    sequence: Sequence = 2048,
+    sequence: Sequence = None,
     accumulate: Annotated[int, typer.Option(help="Micro-batches of an optimizer step.")] = 1,
     precision: Annotated[
         Precision | None, typer.Option(help="bf16 if left out, fp16 on GPUs without it.")
@@ -268,6 +276,9 @@ def plan(
     chunked_loss: Annotated[
         bool, typer.Option("--chunked-loss", help="Head and loss fused, as Liger does.")
     ] = False,
+    dtype: Annotated[Dtype, typer.Option(help="What trained weights are loaded in.")] = (
+        Dtype.float32
+    ),
     host_gib: HostGib = None,
     internode_gbps: Network = None,
     gpu_file: GpuFile = None,
@@ -287,6 +298,8 @@ def plan(
     from toolkit.planning.plan import USUAL
     from toolkit.planning.plan import plan as make_plan
 
+    if every and strategy is not None:
+        raise UsageError("--all and --strategy contradict each other. Leave one of them out.")
     names = "all" if every else USUAL if strategy is None else tuple(_names(strategy))
     found = make_plan(
         model,
@@ -304,6 +317,7 @@ def plan(
         checkpointing=checkpointing,
         attention=attention.value,
         chunked_loss=chunked_loss,
+        dtype=dtype.value,
         host_gib=host_gib,
         internode_gbps=internode_gbps,
         gpu_file=gpu_file,
@@ -338,7 +352,7 @@ def recommend(
     global_batch: Annotated[
         int, typer.Option("--global-batch", help="Rows of an optimizer step; kept.")
     ] = 32,
-    sequence: Sequence = 2048,
+    sequence: Sequence = None,
     precision: Annotated[
         Precision | None, typer.Option(help="bf16 if left out, fp16 on GPUs without it.")
     ] = None,
@@ -380,18 +394,16 @@ def recommend(
     from toolkit.planning.shown import recommended
 
     line = None
-    if write is not None and found.choice is not None:
+    if write is not None:
         line = recommended.shown_command(recommended.write_recommendation(found, write))
     if as_json:
         _print_json(found.to_dict() | {"command": line})
-    else:
-        from rich.console import Console
+        return
+    from rich.console import Console
 
-        recommended.show_recommendation(found, Console())
-        if line is not None:
-            typer.echo(line)
-    if write is not None and line is None:
-        raise typer.Exit(1)
+    recommended.show_recommendation(found, Console())
+    if line is not None:
+        typer.echo(line)
 
 
 def _print_json(value: object) -> None:

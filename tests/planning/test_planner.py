@@ -100,13 +100,47 @@ def test_the_table_has_no_empty_cell_and_the_bars_reach_the_limit(found):
 
 def test_one_strategy_alone_shows_limits_and_remedies():
     text = printed(table.show_plan, plan("7b", gpus=2, gpu="L4", strategies="zero2", batch=4))
-    assert "does not fit: needs" in text
+    assert "does not fit: a GPU needs" in text
     assert "activation checkpointing: " in text
     assert "Costs: " in text
-    assert "For sure fit: 0 rows" in text
+    assert "For sure fits no batch at all" in text
     small = printed(table.show_plan, plan("125m", gpu="H100", strategies="ddp", tokens=1_000_000))
-    assert "fits: needs" in small
+    assert "fits: a GPU needs" in small
     assert "1,000,000 tokens take" in small
+
+
+def test_a_narrow_terminal_cuts_no_number(found):
+    wide, narrow = (printed(table.show_plan, found, width=width) for width in (300, 40))
+    row = next(line for line in wide.splitlines() if line.startswith("zero3 "))
+    assert row.rstrip() in narrow
+    assert "…" not in narrow
+
+
+def test_rows_longer_than_the_model_knows_are_noted_and_the_default_is_no_longer():
+    assert plan("gpt2").rows[0].job.sequence == 1024
+    assert "positions" in " ".join(plan("meta-llama/Llama-2-7b-hf", sequence=8192).notes)
+    assert not plan("meta-llama/Llama-2-7b-hf").notes
+
+
+def test_hours_and_dollars_stand_in_the_table_once_tokens_are_given(found):
+    text = printed(table.show_plan, found)
+    header = next(line for line in text.splitlines() if line.startswith("strategy"))
+    assert header.split()[-2:] == ["hours", "dollars"]
+
+
+def test_ram_that_is_missing_is_the_margin_that_is_shown():
+    (row,) = plan("7b", gpu="A100-80", strategies="zero3_offload", host_gib=64).rows
+    assert row.verdict.answer == "does not fit"
+    assert row.verdict.margin_bytes > 0 > row.verdict.worst_margin_bytes
+    said = table.verdict_sentence(row.verdict)
+    assert "to spare at the upper end" in said
+    assert "of 64," in said
+    assert said.endswith("GiB short.")
+
+
+def test_the_course_is_compared_only_with_what_it_teaches():
+    lora = plan("1b", strategies="ddp", method="lora")
+    assert "course" not in printed(table.explain, lora, width=400)
 
 
 def test_explain_prints_each_formula_with_its_inputs(found):
@@ -180,6 +214,9 @@ def test_a_notebook_sees_a_table_and_no_markup_of_a_users(tmp_path):
         ({"batch": -1}, "batch is -1"),
         ({"sequence": 10**12}, "sequence is"),
         ({"strategies": "zero4"}, "zero4"),
+        ({"strategies": ()}, "Name a strategy"),
+        ({"model": "gpt2", "sequence": 2048}, "learned positions for 1,024"),
+        ({"model": "7,5b"}, "7,5b"),
         ({"host_gib": -5.0}, "host_gib"),
         ({"tokens": 0.0}, "tokens is 0"),
         ({"internode_gbps": float("nan")}, "internode_gbps"),

@@ -5,7 +5,7 @@ import pytest
 
 from toolkit.errors import UsageError
 from toolkit.planning.plan import plan
-from toolkit.planning.recommend import SHARDED, WHOLE, LearningRate, recommend
+from toolkit.planning.recommend import SAME_SPEED, SHARDED, WHOLE, LearningRate, recommend
 from toolkit.planning.shown.recommended import write_recommendation
 
 GRID = [
@@ -168,6 +168,36 @@ def test_the_flags_of_the_command_are_flags_of_the_script(tmp_path, monkeypatch)
         args = parse([word for word in flags if word not in ("--bf16", "True")])[-1]
         assert args.per_device_train_batch_size == found.choice.job.batch
         assert args.gradient_accumulation_steps == found.choice.job.accumulation
+
+
+def test_nodes_meet_at_a_port_and_a_count_is_no_model(tmp_path):
+    found = recommend("7b", gpu="A100-80", gpus=16, nodes=2)
+    line = shlex.join(write_recommendation(found, tmp_path))
+    assert "--num_machines 2 --machine_rank RANK --main_process_ip ADDRESS" in line
+    assert "--main_process_port 29500" in line
+    assert "--model_name_or_path MODEL" in line
+    assert f"--strategy {found.choice.job.strategy.name}" in line
+
+
+def test_without_known_ram_adapters_come_before_offload():
+    assumed = recommend("7b", gpu="L4", gpus=2)
+    assert assumed.choice.job.method == "lora"
+    known = recommend("7b", gpu="L4", gpus=2, host_gib=1000)
+    assert known.choice.job.strategy.offloads
+    assert known.choice.job.method == "full"
+
+
+def test_close_calls_go_to_the_simpler_strategy_and_ddp_is_never_passed_over_in_silence(answers):
+    for asked, found in answers.items():
+        if found.choice is None or asked[2] == 1:
+            continue
+        job = found.choice.job
+        for other in found.runners_up:
+            assert other.tokens_per_second * SAME_SPEED <= found.choice.tokens_per_second or (
+                job.strategy.name in WHOLE
+            )
+        if job.strategy.name != "ddp":
+            assert any(reason.startswith("ddp ") for reason in found.reasons), asked
 
 
 def test_every_optimizer_has_a_flag():

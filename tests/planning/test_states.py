@@ -144,9 +144,14 @@ def test_lora_pays_for_adapters_and_holds_the_base_once():
 
 
 def test_qlora_holds_linear_layers_in_4_bits_with_their_constants():
-    qlora = state_bytes(job("ddp", precision="bf16", model=LARGE, method="qlora"))
+    asked = job("ddp", precision="bf16", model=LARGE, method="qlora", raises_frozen=False)
+    qlora = state_bytes(asked)
+    raised = state_bytes(replace(asked, raises_frozen=True))
+    sharded = replace(asked, strategy=STRATEGIES["fsdp"])
+    assert state_bytes(replace(sharded, raises_frozen=True)) == state_bytes(sharded)
     linear = sum(t.elements for t in LARGE.of_kind("linear"))
     others = LARGE.parameters - linear
+    assert raised.parameters.gpu - qlora.parameters.gpu == 2 * others
     adapters = 16 * 32 * (4 * 2 * 4096 + 3 * (4096 + 11008))
     per_weight = (qlora.parameters.gpu - 2 * others - 4 * adapters) / linear
     # Half a byte; a byte for 64 weights; 4 bytes for 256 of those; tables.

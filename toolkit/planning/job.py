@@ -84,6 +84,10 @@ class Job:
     """The script holds on to a step's logits until the next step has its own. The Trainer and our
     loop drop them before backward; a loop that writes `outputs = model(...)` doesn't."""
 
+    raises_frozen: bool = True
+    """QLoRA: what is not in 4 bits is raised to fp32, as peft's `prepare_model_for_kbit_training`
+    does; nobody calls it where weights are sharded (trl, sft_trainer.py)."""
+
     gradient_clipping: float = 1.0
     gradient_as_bucket_view: bool = False
     """DDP: gradients live in the buckets. The Trainer has no argument for it and leaves it off."""
@@ -127,6 +131,12 @@ class Job:
                 f"{self.strategy.name} keeps {self.strategy.replicas} replicas, which don't divide "
                 f"{self.gpus} GPUs."
             )
+
+    @property
+    def frozen_in_fp32(self) -> bool:
+        """Whether embeddings, norms and head of a 4-bit model are held in fp32."""
+        sharded = self.strategy.shards_parameters
+        return self.method == "qlora" and self.raises_frozen and not sharded
 
     @property
     def shards(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from toolkit.configs.accelerate import check_num_processes
 from toolkit.errors import UsageError
@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # a plan without a GPU needs none of them, and answers at onc
 
 SCHEMA = 1
 USUAL = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp")
+SEQUENCE = 2048
 GIB = 2**30
 
 
@@ -149,7 +150,7 @@ def plan(
     strategies: str | Sequence[str] = USUAL,
     method: Method = "full",
     batch: int = 1,
-    sequence: int = 2048,
+    sequence: int | None = None,
     accumulation: int = 1,
     precision: Precision | None = None,
     optimizer: Optimizer = "adamw",
@@ -157,6 +158,7 @@ def plan(
     attention: Attention = "flash",
     chunked_loss: bool = False,
     lora_rank: int = 16,
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     host_gib: float | None = None,
     gpu_file: Path | None = None,
     internode_gbps: float | None = None,
@@ -173,7 +175,7 @@ def plan(
         strategies: One name, several, or `all`.
         method: `full`, `lora` or `qlora`.
         batch: Rows of a micro-batch on one GPU.
-        sequence: Tokens of a row.
+        sequence: Tokens of a row; None takes 2,048, or what the model has positions for.
         accumulation: Micro-batches of an optimizer step.
         precision: `no`, `bf16` or `fp16`; None takes bf16 where the GPU has it, else fp16.
         optimizer: By its name in `planning.job.Optimizer`.
@@ -181,6 +183,8 @@ def plan(
         attention: `flash` or `eager`.
         chunked_loss: Whether head and loss are fused and chunked.
         lora_rank: Rank of the adapters.
+        dtype: What trained weights are loaded in; `toolkit.train` takes float32, a stock Trainer
+            with transformers 5 what the model was saved in.
         host_gib: RAM of one node in GiB, judged too where it is given.
         gpu_file: A JSON or YAML file with further GPUs.
         internode_gbps: Network of a node in Gbit/s.
@@ -200,6 +204,18 @@ def plan(
             notes.append(f"{chosen.name} has no bf16: planned in fp16, with loss scaling")
     elif precision == "bf16" and chosen is not None and not chosen.has_bf16:
         raise UsageError(f"{chosen.name} has no bf16 of its own. Plan it in fp16.")
+    if sequence is None:
+        sequence = min(SEQUENCE, shape.max_positions or SEQUENCE)
+    elif shape.max_positions and sequence > shape.max_positions:
+        if any(shape.of_kind("positions")):
+            raise UsageError(
+                f"sequence is {sequence:,}, and {shape.name} has learned positions for "
+                f"{shape.max_positions:,} tokens. Choose no more."
+            )
+        notes.append(
+            f"{shape.name} was trained with up to {shape.max_positions:,} positions: longer rows "
+            "need its rotary embedding scaled"
+        )
     if shape.note:
         notes.append(shape.note)
     host = None if host_gib is None else int(positive("host_gib", host_gib) * GIB)
@@ -225,6 +241,7 @@ def plan(
         checkpointing="full" if checkpointing else "none",
         attention=attention,
         chunked_loss=chunked_loss,
+        weights=dtype,
     )
     for strategy in asked:
         where = {"gpus": 1, "nodes": 1} if strategy.backend == "single" else {}
@@ -279,4 +296,7 @@ def _gpu(named: str | Gpu | None, file: Path | None) -> Gpu | None:
 def _strategies(names: str | Sequence[str]) -> list[Strategy]:
     if names == "all":
         return list(STRATEGIES.values())
-    return [get_strategy(name) for name in ([names] if isinstance(names, str) else names)]
+    listed = dict.fromkeys([names] if isinstance(names, str) else names)
+    if not listed:
+        raise UsageError(f"Name a strategy. Choose from: {', '.join(STRATEGIES)}, or all.")
+    return [get_strategy(name) for name in listed]

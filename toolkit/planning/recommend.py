@@ -7,7 +7,7 @@ missing?) becomes a search with reasons. What only may fit is never recommended.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +30,13 @@ WHOLE = ("single", "ddp")
 SHARDED = ("zero1", "zero2", "fsdp_grad_op", "fsdp", "zero3", "fsdp_hybrid")
 OFFLOADED = ("zero2_offload", "fsdp_offload", "zero3_offload")
 METHODS: tuple[Method, ...] = ("full", "lora", "qlora")
+ORDER = (*WHOLE, "zero1", "zero2", "fsdp", "zero3", "fsdp_grad_op", "fsdp_hybrid", *OFFLOADED)
+"""From the simplest to set up and to understand."""
+
+SAME_SPEED = 0.85
+"""Share of the best rate down to which candidates are not told apart: the intervals of the estimate
+are several times as wide."""
+
 HOST_PER_GPU_BYTE = 2
 """RAM of a node per byte of its GPUs' memory, where nobody says: the least of the machine types of
 AWS (g5.12xlarge 192 GiB beside 4 x 24, p4d 1152 beside 8 x 40) and Google (g2-standard-24 96 GiB
@@ -132,7 +139,7 @@ def recommend(
     goal: Goal = "speed",
     method: Method | None = None,
     global_batch: int = 32,
-    sequence: int = 2048,
+    sequence: int | None = None,
     precision: Precision | None = None,
     optimizer: Optimizer = "adamw",
     attention: Attention = "flash",
@@ -152,7 +159,7 @@ def recommend(
         goal: `speed`, or `memory` for the least of it.
         method: `full`, `lora` or `qlora`; None takes the first of these that fits.
         global_batch: Rows of one optimizer step on all GPUs; it is kept.
-        sequence: Tokens of a row.
+        sequence: Tokens of a row; None takes 2,048, or what the model has positions for.
         precision: None takes bf16 where the GPU has it, else fp16.
         optimizer: As `plan` takes it.
         attention: `flash` or `eager`.
@@ -196,19 +203,16 @@ def recommend(
     search = _Search(row.job, row.gpu, room, row.internode_bytes_per_second, global_batch)
     found: list[Candidate] = []
     looked_at: list[Candidate] = []
-    for chosen in METHODS if method is None else (method,):
-        for names in (WHOLE + SHARDED, OFFLOADED):
-            found, looked = search.under(names, chosen)
-            looked_at += looked
-            if found:
-                break
+    for names, chosen in _in_turn(METHODS if method is None else (method,), host_gib is not None):
+        found, looked = search.under(names, chosen)
+        looked_at += looked
         if found:
             break
     ranked = rank(found, goal)
     choice = ranked[0] if ranked else None
     closest = None
     if choice is None:
-        closest = max(looked_at, key=lambda one: one.verdict.margin_bytes)
+        closest = max(looked_at, key=lambda one: one.verdict.worst_margin_bytes)
     reasons = [*_reasons(search, choice, closest, ranked, looked_at, goal), *start.notes]
     if host_gib is None and any(one.job.strategy.offloads for one in looked_at):
         reasons.append(
@@ -227,6 +231,22 @@ def recommend(
             base=learning_rate, base_batch=base_batch or global_batch, batch=global_batch
         ),
     )
+
+
+def _in_turn(methods: Sequence[Method], host_known: bool) -> Iterator[tuple[Sequence[str], Method]]:
+    """What to look at, until something fits.
+
+    A whole model in host RAM is trained before adapters on the GPU, where that RAM is known; else
+    it comes last, since it counts on something that nobody said.
+    """
+    if not host_known:
+        for names in (WHOLE + SHARDED, OFFLOADED):
+            for method in methods:
+                yield names, method
+        return
+    for method in methods:
+        yield WHOLE + SHARDED, method
+        yield OFFLOADED, method
 
 
 class _Search:
@@ -294,15 +314,23 @@ def rank(found: Sequence[Candidate], goal: Goal) -> list[Candidate]:
     for one in sorted(found, key=lambda one: _worth(one, goal), reverse=True):
         best.setdefault(one.job.strategy.name, one)
     ranked = list(best.values())
-    if goal == "speed":
-        # Whole on every GPU without computing anything twice: nothing is faster than leaving it so.
-        ranked.sort(key=lambda one: not _whole_and_plain(one))
+    if goal == "speed" and ranked:
+        # What is nearer than the estimate can tell goes to the simpler strategy; and whole on every
+        # GPU without computing anything twice, nothing is faster than leaving it so.
+        close = SAME_SPEED * ranked[0].tokens_per_second
+        ranked.sort(
+            key=lambda one: (
+                not _whole_and_plain(one),
+                one.tokens_per_second < close,
+                ORDER.index(one.job.strategy.name) if one.tokens_per_second >= close else 0,
+            )
+        )
     return ranked
 
 
 def _worth(one: Candidate, goal: Goal) -> tuple[float, float]:
     if goal == "speed":
-        return one.tokens_per_second, one.verdict.margin_bytes
+        return one.tokens_per_second, one.verdict.worst_margin_bytes
     return -one.verdict.needed.high, one.tokens_per_second
 
 
@@ -324,7 +352,8 @@ def _reasons(
         assert closest is not None
         yield (
             f"Nothing fits for sure. {_named(closest)} misses the least: "
-            f"{-closest.verdict.margin_bytes / GIB:.1f} GiB short at the upper end."
+            f"{-closest.verdict.worst_margin_bytes / GIB:.1f} GiB "
+            f"{'of RAM ' if closest.verdict.host_short else ''}short at the upper end."
         )
         return
     for method in METHODS:
@@ -332,12 +361,14 @@ def _reasons(
             break
         if (method, "") in leanest:
             yield f"Under any strategy, {_METHOD_NAMES[method]} {leanest[method, '']}."
-    for name in (*WHOLE, *SHARDED):
-        if name == choice.job.strategy.name:
-            break
-        short = leanest.get((choice.job.method, name))
-        if short is not None:
-            yield f"{name} {short}."
+    slower = {one.job.strategy.name: one for one in ranked[1:]}
+    for name in ORDER[: ORDER.index(choice.job.strategy.name)]:
+        if (choice.job.method, name) in leanest:
+            yield f"{name} {leanest[choice.job.method, name]}."
+        elif name in slower and goal == "speed":
+            how = " with checkpointing" if slower[name].job.checkpointing == "full" else ""
+            share = slower[name].tokens_per_second / choice.tokens_per_second
+            yield f"{name} fits{how}, at about {share:.0%} of the choice's rate by the estimate."
     yield _why(choice, ranked, goal)
     job = choice.job
     if job.checkpointing == "full":
@@ -347,11 +378,15 @@ def _reasons(
             else "Activation checkpointing is on, which saves the most memory of all."
         )
     yield (
-        f"{job.batch} rows a GPU x {job.gpus} GPUs x {job.accumulation} accumulated keep the "
-        f"global batch of {job.batch * job.gpus * job.accumulation}."
+        f"Batch {job.batch} x {job.gpus} GPU{'s' if job.gpus > 1 else ''} x {job.accumulation} "
+        f"accumulated keeps the global batch of {job.batch * job.gpus * job.accumulation}."
     )
     if job.method != "full":
-        yield "Adapters are another training than the whole model: compare their quality too."
+        yield (
+            "Adapters are another training than the whole model: compare their quality too. They "
+            "take a higher learning rate, about ten times (LoRA Without Regret, 2025)."
+        )
+        yield "toolkit.train has no adapters yet: the files are for a script of your own."
 
 
 def _on_one_gpu(search: _Search) -> str:
@@ -370,7 +405,7 @@ def _why(choice: Candidate, ranked: Sequence[Candidate], goal: Goal) -> str:
     if goal == "memory":
         return f"{name} needs the least memory of what fits."
     if not _whole_and_plain(choice):
-        return f"{name} is the fastest of what fits, by the estimate."
+        return f"{name} is the fastest of what fits, by the estimate, or as fast and simpler."
     said = f"The model fits whole, so {name} comes first: sharding adds traffic and waiting."
     faster = [one for one in ranked[1:] if one.tokens_per_second > choice.tokens_per_second]
     if faster:
@@ -388,18 +423,20 @@ def _leanest_by_strategy(looked_at: Sequence[Candidate]) -> dict[tuple[str, str]
     best: dict[tuple[str, str], Candidate] = {}
     for one in looked_at:
         for key in ((one.job.method, one.job.strategy.name), (one.job.method, "")):
-            if key not in best or one.verdict.margin_bytes > best[key].verdict.margin_bytes:
+            if (
+                key not in best
+                or one.verdict.worst_margin_bytes > best[key].verdict.worst_margin_bytes
+            ):
                 best[key] = one
     return {key: _short(one) for key, one in best.items() if not one.fits}
 
 
 def _short(one: Candidate) -> str:
-    missing = f"{-one.verdict.margin_bytes / GIB:.1f} GiB short at the upper end"
-    if one.verdict.host_short:
-        return "does not fit: a node has too little RAM"
-    return (
-        f"may not fit: {missing}" if one.verdict.answer == "tight" else f"does not fit: {missing}"
-    )
+    missing = f"{-one.verdict.worst_margin_bytes / GIB:.1f} GiB "
+    missing += "of RAM short" if one.verdict.host_short else "short at the upper end"
+    how = " with checkpointing" if one.job.checkpointing == "full" else ""
+    may = "may not fit" if one.verdict.answer == "tight" else "does not fit"
+    return f"{may}: {missing}, batch {one.job.batch}{how}"
 
 
 def _named(one: Candidate) -> str:

@@ -43,9 +43,20 @@ class Verdict:
         return self.usable_bytes - self.needed.high
 
     @property
+    def host_margin_bytes(self) -> float | None:
+        """What is left of a node's RAM at the upper end; None where nobody said what there is."""
+        return None if self.host_bytes is None else self.host_bytes - self.host_needed.high
+
+    @property
+    def worst_margin_bytes(self) -> float:
+        """The smaller of the two margins."""
+        host = self.host_margin_bytes
+        return self.margin_bytes if host is None else min(self.margin_bytes, host)
+
+    @property
     def host_short(self) -> bool:
-        """Whether a node's RAM is known to be too small."""
-        return self.host_bytes is not None and self.host_needed.high > self.host_bytes
+        """Whether a node's RAM is known to be too small at the upper end."""
+        return self.host_margin_bytes is not None and self.host_margin_bytes < 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

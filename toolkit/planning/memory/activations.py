@@ -10,6 +10,7 @@ from toolkit.planning.memory.layers import layer_bytes, regime_of
 from toolkit.planning.memory.losses import LossBytes, loss_bytes
 from toolkit.planning.memory.moving import RUNNING
 from toolkit.planning.memory.weights import COMPUTE_SIZE, weights_of
+from toolkit.planning.models.shape import TensorKind
 from toolkit.planning.terms import Interval, Phase, Term
 
 START: tuple[Phase, ...] = ("loss",)
@@ -145,6 +146,8 @@ def activation_terms(job: Job, parts: Activations, *, ends_full: bool) -> Iterat
 def _cast_weights(job: Job) -> Iterator[Term]:
     """Autocast's copies of fp32 weights, which the graph holds until backward has used them."""
     regime = regime_of(job)
+    if job.frozen_in_fp32 and job.precision != "no":
+        yield _cast_head(job)
     if not regime.autocast or regime.norm_weight == regime.compute:
         return
     model = job.model
@@ -158,6 +161,21 @@ def _cast_weights(job: Job) -> Iterator[Term]:
         formula="size * elements of linear layers",
         inputs={"size": regime.compute, "elements": elements},
         phases=START if job.checkpointing == "full" else RUNNING,
+    )
+
+
+def _cast_head(job: Job) -> Term:
+    """The fp32 head of a 4-bit model, cast for its product; autocast keeps no copy of it."""
+    kinds: tuple[TensorKind, ...] = ("embedding",) if job.model.tied else ("head",)
+    elements = max((tensor.elements for tensor in job.model.of_kind(*kinds)), default=0)
+    size = COMPUTE_SIZE[job.precision]
+    return Term(
+        category="gathered",
+        name="head cast by autocast",
+        bytes=Interval.exactly(elements * size),
+        formula="size * elements of the head",
+        inputs={"size": size, "elements": elements},
+        phases=START,
     )
 
 

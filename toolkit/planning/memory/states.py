@@ -104,7 +104,7 @@ def _frozen_bytes(job: Job, weights: Weights) -> int:
     """Bytes of what is loaded and never trained, on one rank."""
     if not weights.frozen.sizes and not weights.packed.sizes:
         return 0
-    size = COMPUTE_SIZE[job.precision]
+    size = 4 if job.frozen_in_fp32 else COMPUTE_SIZE[job.precision]
     if not job.strategy.shards_parameters:
         return weights.frozen.elements * size + weights.quantised_bytes + weights.quantisation_bytes
     cut = Tensors.chunked if job.strategy.backend == "fsdp" else Tensors.partitioned

@@ -14,7 +14,12 @@ from toolkit.planning.models.shape import ModelShape
 
 LEAST, MOST = 10**6, 10**13
 
-_COUNT = re.compile(r"([0-9][0-9_,]{0,30}(?:\.[0-9]{1,10})?)\s?([kmbt]?)", re.IGNORECASE)
+_COUNT = re.compile(
+    # Digits in threes, or without marks: 7,5b would be a tenfold mistake.
+    r"((?:[0-9]{1,3}(?:,[0-9]{3}){1,5}|[0-9]{1,3}(?:_[0-9]{3}){1,5}|[0-9]{1,20})"
+    r"(?:\.[0-9]{1,10})?)\s?([kmbt]?)",
+    re.IGNORECASE,
+)
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 _PROPORTIONS = (

@@ -129,6 +129,7 @@ def verdict_as_json(verdict: Verdict) -> dict[str, Any]:
         "margin_bytes": verdict.margin_bytes,
         "host_needed_bytes": interval(verdict.host_needed),
         "host_bytes": verdict.host_bytes,
+        "host_margin_bytes": verdict.host_margin_bytes,
     }
 
 

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from toolkit.planning.job import Job
     from toolkit.planning.recommend import Candidate, LearningRate, Recommendation
 
+PORT = 29500
+"""Where nodes meet: a free port of one of them, which 0 asks for, the others would not know."""
+
 OPTIMIZER_FLAGS = {
     "adamw": "adamw_torch",
     "adamw_fused": "adamw_torch_fused",
@@ -77,7 +80,7 @@ def write_recommendation(found: Recommendation, folder: Path, *, force: bool = F
     from toolkit.errors import UsageError
 
     if found.choice is None:
-        raise UsageError("Nothing fits for sure, so there is nothing to write.")
+        raise UsageError(f"Nothing fits for sure, so nothing was written. {found.reasons[1]}")
     job = found.choice.job
     files = write_configs(
         job.strategy,
@@ -93,9 +96,9 @@ def command(job: Job, config: Path, *, rate: float) -> list[str]:
     words = ["accelerate", "launch", "--config_file", str(config)]
     if job.nodes > 1:
         words += ["--num_machines", str(job.nodes), "--machine_rank", "RANK"]
-        words += ["--main_process_ip", "ADDRESS"]
+        words += ["--main_process_ip", "ADDRESS", "--main_process_port", str(PORT)]
     flags: dict[str, object] = {
-        "model_name_or_path": job.model.name,
+        "model_name_or_path": job.model.name if job.model.exact else "MODEL",
         "max_length": job.sequence,
         "per_device_train_batch_size": job.batch,
         "gradient_accumulation_steps": job.accumulation,
@@ -108,7 +111,9 @@ def command(job: Job, config: Path, *, rate: float) -> list[str]:
         flags[job.precision] = True
     if job.checkpointing == "full":
         flags["gradient_checkpointing"] = True
-    script = ["-m", "toolkit.train"] if job.method == "full" else ["YOUR_SCRIPT.py"]
+    script = ["YOUR_SCRIPT.py"]
+    if job.method == "full":
+        script = ["-m", "toolkit.train", "--strategy", job.strategy.name]
     return (
         words + script + [word for key, value in flags.items() for word in (f"--{key}", str(value))]
     )

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from toolkit.planning.job import Job
     from toolkit.planning.plan import Plan, Row
     from toolkit.planning.remedies import Remedy
+    from toolkit.planning.speed.estimate import Speed
     from toolkit.planning.verdict import Verdict
 
 GIB = 2**30
 BAR_WIDTH = 60
+WIDEST = 1000
 
 LETTERS: dict[Category, tuple[str, str]] = {
     "parameters": ("P", "blue"),
@@ -50,7 +52,13 @@ ANSWER_STYLES = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 def show_plan(plan: Plan, console: Console) -> None:
     """Print a plan: a table of its strategies and a bar for each, and more where it is one."""
     console.print(_heading(plan), highlight=False)
-    console.print(_table(plan))
+    table = _table(plan)
+    # A terminal that is too narrow wraps lines; cut numbers would say something else.
+    wide = console.options.update(max_width=WIDEST)
+    own = console.width
+    console.width = max(own, console.measure(table, options=wide).maximum)
+    console.print(table)
+    console.width = own
     for bar in bars(plan):
         console.print(bar, no_wrap=True, highlight=False)
     console.print(_legend(plan), highlight=False)
@@ -58,10 +66,16 @@ def show_plan(plan: Plan, console: Console) -> None:
         show_row(plan, plan.rows[0], console)
     for name, reason in plan.left_out.items():
         console.print(f"{name} is left out: {reason}", highlight=False)
-    for note in plan.notes:
+    for note in dict.fromkeys((*plan.notes, *_speed_notes(plan))):
         console.print(f"note: {note}", highlight=False)
     if plan.gpu is None:
         console.print("Name a GPU (--gpu L4) for verdict, speed and cost.", highlight=False)
+
+
+def _speed_notes(plan: Plan) -> Iterator[str]:
+    for row in plan.rows:
+        if row.speed is not None:
+            yield from row.speed.notes
 
 
 def show_row(plan: Plan, row: Row, console: Console) -> None:
@@ -72,8 +86,10 @@ def show_row(plan: Plan, row: Row, console: Console) -> None:
     if row.verdict is not None:
         say(verdict_sentence(row.verdict))
         say(
-            f"For sure fit: {row.largest_batch} rows of {row.job.sequence:,} tokens, or rows of "
-            f"{row.longest_sequence:,} tokens by {row.job.batch}."
+            f"For sure fits a batch of up to {row.largest_batch} x {row.job.sequence:,} tokens, or "
+            f"of {row.job.batch} x up to {row.longest_sequence:,}."
+            if row.largest_batch or row.longest_sequence
+            else "For sure fits no batch at all."
         )
     for remedy in row.remedies:
         say(f"  {remedy_sentence(remedy)}")
@@ -84,31 +100,43 @@ def show_row(plan: Plan, row: Row, console: Console) -> None:
     sent = sum(one.wire_bytes for one in collectives(row.job))
     if sent:
         say(f"Each GPU sends {sent / GIB:.2f} GiB a step.")
-    if row.speed is not None and plan.tokens is not None:
-        from toolkit.planning.speed.estimate import cost
+    if row.speed is None:
+        return
+    say(
+        f"{span(row.speed.step_seconds)} s a step, MFU {row.speed.mfu.low:.0%} to "
+        f"{row.speed.mfu.high:.0%} ({row.speed.convention})."
+    )
+    if plan.tokens is not None:
+        say(_bill_sentence(plan, row.speed, plan.tokens))
 
-        bill = cost(row.speed, tokens=plan.tokens, dollars_per_hour=plan.dollars_per_hour)
-        said = f"{plan.tokens:,.0f} tokens take {span(bill.hours)} hours"
-        if bill.dollars is not None:
-            said += f" and {span(bill.dollars)} dollars"
-        say(said + ".")
+
+def _bill_sentence(plan: Plan, speed: Speed, tokens: int) -> str:
+    from toolkit.planning.speed.estimate import cost
+
+    bill = cost(speed, tokens=tokens, dollars_per_hour=plan.dollars_per_hour)
+    said = f"{tokens:,} tokens take {span(bill.hours)} hours"
+    if bill.dollars is None:
+        return f"{said}; name a price (--dollars-per-hour) for the cost."
+    return f"{said} and {span(bill.dollars)} dollars."
 
 
 def verdict_sentence(verdict: Verdict) -> str:
     """Say the answer and by how much."""
     usable = verdict.usable_bytes / GIB
     said = (
-        f"{verdict.answer}: needs {gib_span(verdict.needed)} of {usable:.2f} GiB, "
-        f"{abs(verdict.margin_bytes) / GIB:.2f} GiB "
-        + ("to spare" if verdict.margin_bytes >= 0 else "short")
-        + " at the upper end."
+        f"{verdict.answer}: a GPU needs {gib_span(verdict.needed)} of {usable:.2f} GiB, "
+        f"{_spare(verdict.margin_bytes)} at the upper end."
     )
     if verdict.host_needed.high > 0:
         said += f" Each node needs {gib_span(verdict.host_needed)} GiB of RAM"
-        if verdict.host_bytes is not None:
-            said += f" and has {verdict.host_bytes / GIB:.0f}"
+        if verdict.host_bytes is not None and verdict.host_margin_bytes is not None:
+            said += f" of {verdict.host_bytes / GIB:.0f}, {_spare(verdict.host_margin_bytes)}"
         said += "."
     return said
+
+
+def _spare(margin: float) -> str:
+    return f"{abs(margin) / GIB:.2f} GiB {'to spare' if margin >= 0 else 'short'}"
 
 
 def remedy_sentence(remedy: Remedy) -> str:
@@ -141,6 +169,8 @@ def _beside_the_course(job: Job) -> Iterator[str]:
     """The formula that courses teach, what is really held, and what lies between the two."""
     from toolkit.planning.memory.formulas import compare
 
+    if job.method != "full" or job.optimizer not in ("adamw", "adamw_fused"):
+        return  # courses teach full training with Adam
     found = compare(job)
     yield (
         f"model states by the course's formula: {found.course / GIB:.3f} GiB = {found.formula}; "
@@ -216,7 +246,7 @@ def _heading(plan: Plan) -> str:
 
 def _table(plan: Plan) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    rows = [_cells(row) for row in plan.rows]
+    rows = [_cells(plan, row) for row in plan.rows]
     for header in _HEADERS:
         # A column that says nothing of any row takes the room of those that do.
         if any(header in cells for cells in rows):
@@ -235,13 +265,15 @@ _HEADERS: dict[str, Literal["left", "right"]] = {
     "margin": "right",
     "rows": "right",
     "tokens/s": "right",
-    "host GiB": "right",
+    "RAM GiB": "right",
     "NVMe GiB": "right",
+    "hours": "right",
+    "dollars": "right",
 }
-"""`rows`: the largest micro-batch that fits for sure; host and NVMe are those of one node."""
+"""`rows`: the largest micro-batch that fits for sure; RAM and NVMe are those of one node."""
 
 
-def _cells(row: Row) -> dict[str, Text | str]:
+def _cells(plan: Plan, row: Row) -> dict[str, Text | str]:
     memory, verdict, speed = row.memory, row.verdict, row.speed
     cells: dict[str, Text | str] = {
         "strategy": row.strategy.name,
@@ -249,15 +281,22 @@ def _cells(row: Row) -> dict[str, Text | str]:
         "GiB a GPU": gib_span(memory.total),
     }
     if memory.host_bytes.high:
-        cells["host GiB"] = gib_span(memory.host_bytes)
+        cells["RAM GiB"] = gib_span(memory.host_bytes)
     if memory.nvme_bytes.high:
         cells["NVMe GiB"] = gib_span(memory.nvme_bytes)
     if verdict is not None:
         cells["verdict"] = Text(verdict.answer, style=ANSWER_STYLES[verdict.answer])
-        cells["margin"] = _short(verdict.margin_bytes / GIB, signed=True)
+        cells["margin"] = _short(verdict.worst_margin_bytes / GIB, signed=True)
         cells["rows"] = str(row.largest_batch)
     if speed is not None:
         cells["tokens/s"] = span(speed.tokens_per_second)
+        if plan.tokens is not None:
+            from toolkit.planning.speed.estimate import cost
+
+            bill = cost(speed, tokens=plan.tokens, dollars_per_hour=plan.dollars_per_hour)
+            cells["hours"] = span(bill.hours)
+            if bill.dollars is not None:
+                cells["dollars"] = span(bill.dollars)
     return cells
 
 
