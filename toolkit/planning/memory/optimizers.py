@@ -19,9 +19,6 @@ EIGHT_BIT_BLOCK = 256
 CODE_BOOKS = 2 * 256 * 4
 """The maps of both 8-bit states, once for the optimizer."""
 
-PAGED_FROM = 100_000
-"""Smaller states are not paged (bitsandbytes, `get_state_buffer`)."""
-
 FORMULAS: dict[Optimizer, str] = {
     "adamw": "(4 + 4) * elements + 4 * tensors",
     "adamw_fused": "(4 + 4) * elements + 4 * tensors",
