@@ -14,6 +14,7 @@ SECONDS = 0.5
 PLAIN_ANSWERS = [
     ("--help",),
     ("compare", "--help"),
+    ("report", "--help"),
     ("configs", "--help"),
     ("configs", "list"),
     ("configs", "show", "zero3"),
@@ -67,7 +68,13 @@ def cpu_seconds_of_children():
 
 @pytest.mark.parametrize(
     "words",
-    [(), ("compare",), ("configs",), *(("configs", n) for n in ("list", "show", "write", "path"))],
+    [
+        (),
+        ("compare",),
+        ("report",),
+        ("configs",),
+        *(("configs", n) for n in ("list", "show", "write", "path")),
+    ],
     ids=" ".join,
 )
 @pytest.mark.parametrize("flag", ["--help", "-h"])

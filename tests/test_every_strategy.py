@@ -193,14 +193,13 @@ def test_the_planner_predicts_the_states_of_every_rank_to_the_byte(usual, others
             record = read_record(folder / f"{row['strategy']}-{row['engine']}-1")
             counted = [{name: rank["memory"][name] for name in STATES} for rank in row["per_rank"]]
             assert predicted_states(record) == counted, row["strategy"]
-            assert row["predicted"]["errors"] == dict.fromkeys(STATES, 0), row["strategy"]
-            # The states of a model this size are more than the buffers that it is trained with.
-            buffers = (
-                term.bytes.high
-                for term in estimate_memory(job_of(record)).terms
-                if term.category == "buckets" and "reduced in" in term.name
-            )
-            assert sum(counted[0].values()) > 2 * sum(buffers)
+            exact = dict.fromkeys((*STATES, "traffic_bytes"), 0)
+            assert row["predicted"]["errors"] == exact, row["strategy"]
+            # Buffers don't hide what is sharded: the states of a model this size are more.
+            estimate = estimate_memory(job_of(record))
+            held = estimate.states.total
+            reduced_in = sum(t.bytes.high for t in estimate.terms if "reduced in" in t.name)
+            assert held.in_memory + held.nvme > 2 * reduced_in, row["strategy"]
 
 
 def test_every_final_folder_loads_as_the_model_that_was_trained(usual, others):
@@ -232,6 +231,9 @@ def test_the_report_has_no_empty_cell(usual):
     text = (usual[1] / "report.md").read_text()
     table = [line for line in text.splitlines() if line.startswith("|")]
     assert len(table) > 12
+    assert "predicted" in text
+    # Every row's traffic is what the planner said.
+    assert text.count("| equal |") == 12
     for line in table:
         assert all(cell.strip() for cell in line.strip("|").split("|")), line
 

@@ -247,6 +247,20 @@ def compare(
 
 
 @app.command()
+def report(
+    folder: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="Folder that toolkit compare wrote.")
+    ],
+) -> None:
+    """Make a comparison's reports again: table, report.md, report.html, results.csv."""
+    from rich.console import Console
+
+    from toolkit.comparing.remake import remake
+
+    remake(folder, console=Console())
+
+
+@app.command()
 def plan(
     model: ModelName,
     gpus: Gpus = 2,

@@ -184,6 +184,9 @@ class Prediction(TypedDict):
     peak_bytes: dict[str, int] | None
     """`low` and `high` of the device's peak."""
 
+    traffic_bytes: int | None
+    """Payload of the collectives of parameters and gradients in one optimizer step."""
+
     errors: dict[str, float]
     """Predicted less measured, as a share of the measured; of the peak, 0 inside its interval."""
 

@@ -151,3 +151,91 @@ def make_results(make_row):
         } | changes
 
     return make
+
+
+def collective(kind, purpose, payload):
+    return {
+        "kind": kind,
+        "purpose": purpose,
+        "dtype": "float32",
+        "ranks": 2,
+        "calls": 1,
+        "elements": payload // 4,
+        "payload_bytes": payload,
+        "wire_bytes": float(payload),
+    }
+
+
+@pytest.fixture
+def full_results(make_results, make_row):
+    """A comparison with everything in it: measured, predicted, failed, skipped."""
+
+    def make(*, rehearsal=True) -> Results:
+        def memory(parameters):
+            states = {"parameters_bytes": parameters, "optimizer_bytes": 2 * parameters}
+            peak = None if rehearsal else 5 * parameters
+            return MEMORY | states | {"gradients_bytes": parameters, "peak_bytes": peak}
+
+        def measured(parameters, *, sent, **changes):
+            held = memory(parameters)
+            moved = [collective("all_reduce", "gradients", sent)] if sent else []
+            predicted = {
+                "memory": {name: held[name] for name in list(MEMORY)[1:5]},
+                "peak_bytes": {"low": 4 * parameters, "high": 6 * parameters},
+                "traffic_bytes": sent,
+                "errors": {},
+                "reason": None,
+            }
+            traffic = {
+                "step": 2,
+                "micro_batches": 2,
+                "transport": "gloo",
+                "collectives": [*moved, collective("all_reduce", "metrics", 16)],
+                "sent_elements": 2 * sent // 4,
+                "textbook_elements": 2 * sent // 4,
+                "disagreements": [],
+            }
+            ranks = [{"rank": rank, "memory": held, "device": "cpu"} for rank in range(2)]
+            return {
+                "memory": held,
+                "per_rank": ranks,
+                "predicted": predicted,
+                "traffic": traffic,
+                "losses": [5.0, 4.5, 4.25, 4.0],
+                "rehearsal": rehearsal,
+                "not_measured": {"memory.peak_bytes": "a CPU"} if rehearsal else {},
+            } | changes
+
+        failed = {
+            "status": "oom",
+            "reason": "rank 1 failed at step 2: OutOfMemoryError",
+            "losses": None,
+            "final_loss": None,
+            "loss_gap": None,
+            "grad_norm_gap": None,
+            "weight_gap": None,
+            "gates": {},
+            "tokens_per_second": None,
+            "step_seconds": None,
+            "memory": None,
+            "per_rank": None,
+            "attestation": None,
+            "tail": ["Traceback", "torch.OutOfMemoryError: CUDA out of memory"],
+            "fix": "Use a smaller batch.",
+            "not_measured": dict.fromkeys(
+                ["tokens_per_second", "step_seconds", "memory", "losses", "loss_gap", "traffic"],
+                "oom: rank 1 failed at step 2: OutOfMemoryError",
+            ),
+            "rehearsal": rehearsal,
+        }
+        results = make_results(
+            make_row(**measured(2**28, sent=2**28, losses=[5.0, 4.5000001, 4.25, 4.00001])),
+            make_row(**measured(2**27, sent=2**29), strategy="fsdp", tokens_per_second=700.0),
+            make_row(**measured(2**28, sent=2**28), engine="loop"),
+            make_row(strategy="zero3", **failed),
+            rehearsal=rehearsal,
+        )
+        results["runs"][0] |= measured(2**28, sent=0)
+        return results
+
+    return make

@@ -93,7 +93,9 @@ def test_two_good_runs_exit_0_and_leave_their_files(world):
     folder = world.output / "ddp-trainer-1"
     names = {path.name for path in folder.iterdir()}
     assert names >= {"spec.json", "command.txt", "stdout.log", "status", "record.json", "final"}
-    assert (world.output / "report.md").is_file()
+    for name in ("report.md", "report.html", "results.csv"):
+        assert (world.output / name).is_file()
+        assert f"runs/one/{name}" in world.printed
     command = (folder / "command.txt").read_text()
     assert command.startswith("CUDA_VISIBLE_DEVICES='' ")
     assert f"--output_dir {folder}" in command
@@ -280,7 +282,8 @@ def test_ctrl_c_keeps_what_is_finished_and_says_how_to_go_on(world):
     assert world.statuses() == {"single": "ok"}
     assert not world.results()["complete"]
     assert "--output runs/one goes on from there" in world.printed
-    assert "Not finished" in (world.output / "report.md").read_text()
+    for name in ("report.md", "report.html"):
+        assert "Not finished" in (world.output / name).read_text()
 
     assert world.compare("single", "ddp", "fsdp") == 0
     assert world.statuses() == {"single": "ok", "ddp": "ok", "fsdp": "ok"}

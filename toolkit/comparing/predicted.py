@@ -11,11 +11,14 @@ from toolkit.planning.job import Job
 from toolkit.planning.memory.estimate import estimate_memory
 from toolkit.planning.memory.states import state_bytes
 from toolkit.planning.models.architectures import shape_from_config
+from toolkit.planning.speed.traffic import collectives
 from toolkit.planning.terms import Interval
-from toolkit.results import Prediction, Record
+from toolkit.results import Prediction, Record, Traffic
 from toolkit.strategies import STRATEGIES
 
 STATES: Final = ("parameters_bytes", "master_bytes", "gradients_bytes", "optimizer_bytes")
+MOVED: Final = ("parameters", "gradients")
+
 OPTIMIZERS: Final = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw_fused"}
 """From `--optim` to the planner's names; what the tests have held against counts."""
 
@@ -39,7 +42,9 @@ def predict(record: Record) -> Prediction:
         states = predicted_states(record)
         peak = estimate_memory(job).allocated
     except (UsageError, OSError) as error:
-        return Prediction(memory=None, peak_bytes=None, errors={}, reason=str(error))
+        return Prediction(
+            memory=None, peak_bytes=None, traffic_bytes=None, errors={}, reason=str(error)
+        )
     memory = {name: max(rank[name] for rank in states) for name in STATES}
     errors: dict[str, float] = {}
     for name in STATES:
@@ -49,9 +54,15 @@ def predict(record: Record) -> Prediction:
     measured = record["memory"]["peak_bytes"]
     if measured:
         errors["peak_bytes"] = _beyond(peak, measured) / measured
+    sent = sum(one.payload_bytes for one in collectives(job) if one.purpose in MOVED)
+    traffic = record.get("traffic")
+    if traffic is not None:
+        counted = moved_bytes(traffic)
+        errors["traffic_bytes"] = (sent - counted) / counted if counted else float(sent)
     return Prediction(
         memory=memory,
         peak_bytes={"low": round(peak.low), "high": round(peak.high)},
+        traffic_bytes=sent,
         errors=errors,
         reason=None,
     )
@@ -61,6 +72,11 @@ def predicted_states(record: Record) -> list[dict[str, int]]:
     """Return the state bytes of every rank, in the order of `per_rank`."""
     job = job_of(record)
     return [state_bytes(job, rank["rank"]).counted() for rank in record["per_rank"]]
+
+
+def moved_bytes(traffic: Traffic) -> int:
+    """Return the payload of the collectives that move parameters and gradients."""
+    return sum(one["payload_bytes"] for one in traffic["collectives"] if one["purpose"] in MOVED)
 
 
 def job_of(record: Record) -> Job:

@@ -9,12 +9,17 @@ from __future__ import annotations
 import html
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from toolkit.comparing.parity import GATED_STEPS, GATES, broken_sentence
+from toolkit.comparing.predicted import MOVED
+from toolkit.comparing.presentable import presentable
+from toolkit.errors import UsageError
 from toolkit.results import (
+    RESULTS_FILE,
     Control,
     Memory,
     Prediction,
@@ -52,29 +57,49 @@ CATEGORIES: Final = (
 )
 
 NOT_AVAILABLE: Final = "n/a"
+BROKEN: Final = "broken"
+
+LATER_FIELDS: Final = {"traffic", "predicted"}
+"""Of a row, what the first toolkits did not write."""
 
 SAME_SPEED: Final = 0.05
 """Runs of one start each that are nearer than this are not told apart."""
 
 REHEARSAL: Final = (
     "This was a rehearsal on the CPU: its speed says nothing about GPUs. "
-    "What each rank holds in memory, and the losses, carry over."
+    "What each rank holds in memory, what it sends to the others, and the losses carry over."
 )
+
+
+class Section(NamedTuple):
+    """A part of the report as plain text, before a page is made of it."""
+
+    text: str
+    header: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    notes: Sequence[str] = ()
 
 
 def load_results(folder: Path) -> Results:
     """Read the comparison in `folder`.
 
     Raises:
-        UsageError: there is none, or a newer toolkit wrote it.
+        UsageError: there is none, a newer toolkit wrote it, or its rows lack fields.
     """
-    return read_results(folder)
+    results = read_results(folder)
+    needed = Row.__annotations__.keys() - LATER_FIELDS
+    for row in cast("list[Any]", results["runs"]):
+        lacking = needed - cast("dict[str, Any]", row).keys() if isinstance(row, dict) else needed
+        if lacking:
+            listed = ", ".join(sorted(lacking))
+            raise UsageError(f"{folder / RESULTS_FILE} is not complete: a run lacks {listed}.")
+    return results
 
 
 def write_report(folder: Path) -> Path:
     """Render `report.md` from the `results.json` beside it, and return its path."""
     path = folder / REPORT_FILE
-    write_text(path, render_markdown(load_results(folder)))
+    write_text(path, render_markdown(presentable(load_results(folder))))
     return path
 
 
@@ -88,7 +113,7 @@ def print_report(results: Results, *, console: Console) -> None:
     for column in COLUMNS:
         numeric = column in COLUMNS[3:]
         table.add_column(
-            _heading(column, results),
+            heading(column, results),
             justify="right" if numeric else "left",
             no_wrap=column in COLUMNS[:2],
             overflow="fold",
@@ -114,17 +139,19 @@ def render_markdown(results: Results) -> str:
     name = results.get("name", "comparison")
     parts = [
         f"# Comparison {_escape(name)}",
-        _escape(verdict(results)),
         *([REHEARSAL] if results.get("rehearsal") else []),
+        _escape(verdict(results)),
         _table(
-            [_heading(column, results) for column in COLUMNS],
+            [heading(column, results) for column in COLUMNS],
             [_listed(cells(row, results["control"]), COLUMNS) for row in results["runs"]],
         ),
         _notes(results),
         "## Agreement with the control",
-        _agreement(results),
+        _section(agreement(results)),
         "## Memory, the worst rank",
-        _memory(results),
+        _section(held(results)),
+        "## Traffic of one optimizer step",
+        _section(sent(results)),
         "## What was the same in every run",
         _facts(results.get("fixed", {})),
         "## Environment",
@@ -134,7 +161,7 @@ def render_markdown(results: Results) -> str:
         *_failures(results),
         *_missing(results),
         "## Limits",
-        _limits(results),
+        _bullets(limits(results)),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -153,7 +180,7 @@ def verdict(results: Results) -> str:
     sentences: list[str] = []
     if not results.get("complete", True):
         sentences.append("Not finished: some runs are outstanding.")
-    others = [row for row in good if not _is_control(row, control)]
+    others = [row for row in good if not is_control(row, control)]
     if broken:
         names = dict.fromkeys(f"{each['strategy']}-{each['engine']}" for each in broken)
         sentences.append(
@@ -178,14 +205,14 @@ def cells(row: Row, control: Control | None) -> dict[str, str]:
     return {
         "strategy": row["strategy"],
         "engine": row["engine"],
-        "status": _status(row),
+        "status": status_of(row),
         "tokens/s": _number(row["tokens_per_second"], "{:,.0f}"),
         "step time": _number(median, "{:.3f} s"),
-        "peak memory": size(_peak(row)),
+        "peak memory": size(peak_of(row)),
         "final loss": _number(row["final_loss"], "{:.4f}"),
         "gap": (
             "control"
-            if _is_control(row, control)
+            if is_control(row, control)
             else _number(None if gap is None else gap["max"], "{:.1e}")
         ),
     }
@@ -206,7 +233,7 @@ def missing_reasons(results: Results) -> list[str]:
         for column, field in fields.items():
             if shown[column] != NOT_AVAILABLE:
                 continue
-            by_run = grouped.setdefault(_reason(row, field), {})
+            by_run = grouped.setdefault(reason_for(row, field), {})
             by_run.setdefault(run_name(row), []).append(column)
     return [
         f"n/a: {'; '.join(f'{name} ({_columns(columns)})' for name, columns in by_run.items())}: "
@@ -231,20 +258,20 @@ def size(count: int | None) -> str:
     return f"{gib:.2f} GiB" if gib >= 0.1 else f"{count / 2**20:.1f} MiB"
 
 
-def _status(row: Row) -> str:
+def status_of(row: Row) -> str:
     if row["status"] == "ok" and not all(row["gates"].values()):
         return "gate broken"
     return row["status"]
 
 
-def _peak(row: Row) -> int | None:
+def peak_of(row: Row) -> int | None:
     memory = row["memory"]
     if memory is None:
         return None
     return memory["host_peak_bytes"] if row["rehearsal"] else memory["peak_bytes"]
 
 
-def _heading(column: str, results: Results) -> str:
+def heading(column: str, results: Results) -> str:
     if column == "peak memory":
         return "peak host memory" if results.get("rehearsal") else "peak memory"
     if column == "gap":
@@ -252,7 +279,7 @@ def _heading(column: str, results: Results) -> str:
     return column
 
 
-def _reason(row: Row, field: str) -> str:
+def reason_for(row: Row, field: str) -> str:
     if field == "memory":
         field = next(
             (
@@ -276,7 +303,7 @@ def _columns(columns: Sequence[str]) -> str:
     return "all" if len(columns) == len(COLUMNS) - 3 else ", ".join(columns)
 
 
-def _is_control(row: Row, control: Control | None) -> bool:
+def is_control(row: Row, control: Control | None) -> bool:
     return control is not None and (row["strategy"], row["engine"]) == (
         control["strategy"],
         control["engine"],
@@ -323,7 +350,7 @@ def _speed_sentences(good: Sequence[Row], *, rehearsal: bool) -> list[str]:
         else:
             sentences.append(f"{run_name(best)} was the fastest ({first:,.0f} tokens/s).")
 
-    held = [(states, row) for row in good if (states := _states(row["memory"])) is not None]
+    held = [(states, row) for row in good if (states := states_of(row["memory"])) is not None]
     if len(held) > 1:
         least, row = min(held, key=lambda pair: pair[0])
         most, other = max(held, key=lambda pair: pair[0])
@@ -335,7 +362,7 @@ def _speed_sentences(good: Sequence[Row], *, rehearsal: bool) -> list[str]:
     return sentences
 
 
-def _states(memory: Memory | None) -> int | None:
+def states_of(memory: Memory | None) -> int | None:
     """Parameters, master weights, gradients and optimizer states of the worst rank together."""
     if memory is None:
         return None
@@ -362,8 +389,9 @@ def _notes(results: Results) -> str:
     return _bullets(lines)
 
 
-def _agreement(results: Results) -> str:
-    limits = GATES.get(results.get("precision", "no"), GATES["no"])
+def agreement(results: Results) -> Section:
+    """Return the gaps of every run to the control, and whether its gates held."""
+    gates = GATES.get(results.get("precision", "no"), GATES["no"])
     header = ["strategy", "engine", "largest loss gap", "mean loss gap", "grad norm gap"]
     header += ["weight gap", *(f"gate: {gate.replace('_', ' ')}" for gate in GATE_NAMES)]
     rows = [
@@ -376,26 +404,24 @@ def _agreement(results: Results) -> str:
         for row in results["runs"]
     ]
     text = (
-        f"Gates over the first {GATED_STEPS} steps: loss within {limits.loss:g} of the control, "
-        f"gradient norm before clipping within {limits.grad_norm:g} relative, final weights "
-        f"within {limits.weights:g} of the control's own update, the same rows in each step and "
+        f"Gates over the first {GATED_STEPS} steps: loss within {gates.loss:g} of the control, "
+        f"gradient norm before clipping within {gates.grad_norm:g} relative, final weights "
+        f"within {gates.weights:g} of the control's own update, the same rows in each step and "
         "no row on two ranks. The gaps are over all steps."
     )
     reasons = [
         f"{run_name(row)}, {field.removeprefix('gates.')}: {reason}"
         for row in results["runs"]
-        if row["status"] == "ok" and not _is_control(row, results["control"])
+        if row["status"] == "ok" and not is_control(row, results["control"])
         for field, reason in row["not_measured"].items()
         if field.startswith("gates.") or field.endswith("_gap")
     ]
     notes = [f"{run_name(row)}: {note}" for row in results["runs"] for note in row["notes"]]
-    broken = [f"**{_escape(line)}**" for line in broken_lines(results)]
-    listed = [*broken, *(_escape(line) for line in (*reasons, *notes))]
-    return "\n\n".join(filter(None, (text, _table(header, rows), _bullets(listed))))
+    return Section(text, header, rows, [*broken_lines(results), *reasons, *notes])
 
 
 def _gaps(row: Row, control: Control | None) -> list[str]:
-    if _is_control(row, control):
+    if is_control(row, control):
         return ["control"] * 4
     gap = row["loss_gap"]
     values = (
@@ -409,11 +435,12 @@ def _gaps(row: Row, control: Control | None) -> list[str]:
 
 def _gate(row: Row, gate: str, control: Control | None) -> str:
     if gate in row["gates"]:
-        return "held" if row["gates"][gate] else "**broken**"
-    return "control" if _is_control(row, control) else "not judged"
+        return "held" if row["gates"][gate] else BROKEN
+    return "control" if is_control(row, control) else "not judged"
 
 
-def _memory(results: Results) -> str:
+def held(results: Results) -> Section:
+    """Return the bytes of every category that the fullest rank holds, beside the planner's."""
     header = ["strategy", "engine", *(name.removesuffix("_bytes") for name in CATEGORIES)]
     rows = [
         cells
@@ -421,11 +448,11 @@ def _memory(results: Results) -> str:
         if row["status"] == "ok"
         for cells in (
             [row["strategy"], row["engine"], *_sizes(row["memory"])],
-            ["", "predicted", *_predicted_sizes(row.get("predicted"))],
+            [row["strategy"], "predicted", *_predicted_sizes(row.get("predicted"))],
         )
     ]
     if not rows:
-        return "No run was measured."
+        return Section("No run was measured.")
     reasons = dict.fromkeys(
         f"{name.removeprefix('memory.').removesuffix('_bytes')}: {reason}"
         for row in results["runs"]
@@ -437,22 +464,68 @@ def _memory(results: Results) -> str:
         "others after it; `master` is an fp32 copy that DeepSpeed keeps. Below each run stands "
         "what `toolkit plan` predicts, with its error where it has one."
     )
-    return "\n\n".join(
-        filter(
-            None,
-            (
-                text,
-                _table([name.replace("_", " ") for name in header], rows),
-                _bullets([_escape(reason) for reason in reasons]),
-            ),
-        )
-    )
+    notes = [*reasons, *_not_predicted(results)]
+    notes.append("predicted host peak: the planner has no figure for it")
+    return Section(text, [name.replace("_", " ") for name in header], rows, notes)
+
+
+def _not_predicted(results: Results, field: str = "memory") -> list[str]:
+    """Say why runs have no prediction of that, the same reason once."""
+    reasons: dict[str, list[str]] = {}
+    for row in results["runs"]:
+        predicted = row.get("predicted")
+        if row["status"] != "ok" or (predicted and predicted.get(field) is not None):
+            continue
+        reason = None if predicted is None else predicted["reason"]
+        reasons.setdefault(reason or "its record has no prediction", []).append(run_name(row))
+    return [f"predicted, {', '.join(names)}: {reason}" for reason, names in reasons.items()]
 
 
 def _sizes(memory: Memory | None) -> list[str]:
     if memory is None:
         return [NOT_AVAILABLE] * len(CATEGORIES)
     return [size(memory.get(name)) for name in CATEGORIES]
+
+
+def sent(results: Results) -> Section:
+    """Return what a rank asked its collectives to move, beside the planner's and the papers'."""
+    rows: list[list[str]] = []
+    for row in results["runs"]:
+        traffic = row.get("traffic")
+        if row["status"] != "ok" or traffic is None:
+            continue
+        predicted = row.get("predicted")
+        error = None if predicted is None else predicted["errors"].get("traffic_bytes")
+        moved = Counter[str]()
+        for one in traffic["collectives"]:
+            known = one["purpose"] in MOVED
+            moved[one["purpose"] if known else "other"] += one["payload_bytes"]
+        papers = traffic["textbook_elements"]
+        rows.append(
+            [
+                row["strategy"],
+                row["engine"],
+                *(size(moved[purpose]) for purpose in (*MOVED, "other")),
+                NOT_AVAILABLE if error is None else f"{error:+.2%}" if error else "equal",
+                f"{traffic['sent_elements'] / papers:.2f}" if papers else "nothing to send",
+            ]
+        )
+    if not rows:
+        return Section("No run took a second step on ragged rows, in which it is counted.")
+    header = ["strategy", "engine", *MOVED, "other", "planner's error", "times the papers'"]
+    text = (
+        "Payload of the collectives in the step after the first, as the calls name it: the worst "
+        "rank. `other` are norms, counts, buffers and logged losses. The last column sets the "
+        "elements sent against the papers' 2 psi (DDP, ZeRO-1/2) and 3 psi (ZeRO-3, FSDP) for a "
+        "step of one micro-batch: DeepSpeed all-reduces where ZeRO's paper reduce-scatters, and "
+        "ZeRO-2, ZeRO-3 and FSDP send again for each micro-batch."
+    )
+    notes = [
+        f"{run_name(row)}: {reason_for(row, 'traffic')}"
+        for row in results["runs"]
+        if row["status"] == "ok" and row.get("traffic") is None
+    ]
+    return Section(text, header, rows, [*notes, *_not_predicted(results, "traffic_bytes")])
 
 
 def _predicted_sizes(predicted: Prediction | None) -> list[str]:
@@ -471,20 +544,29 @@ def _predicted_sizes(predicted: Prediction | None) -> list[str]:
     return cells
 
 
-def _facts(facts: dict[str, Any]) -> str:
-    lines: list[str] = []
-    for name, value in facts.items():
-        shown = size(value) if name.endswith("_bytes") and isinstance(value, int) else _flat(value)
-        lines.append(f"{_escape(name.removesuffix('_bytes').replace('_', ' '))}: {_escape(shown)}")
+def facts(recorded: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return names and values as they are shown."""
+    return [
+        (
+            name.removesuffix("_bytes").replace("_", " "),
+            size(value) if name.endswith("_bytes") and isinstance(value, int) else flat(value),
+        )
+        for name, value in recorded.items()
+    ]
+
+
+def _facts(recorded: dict[str, Any]) -> str:
+    lines = [f"{_escape(name)}: {_escape(shown)}" for name, shown in facts(recorded)]
     return _bullets(lines) or "Nothing was recorded."
 
 
-def _flat(value: Any) -> str:
+def flat(value: Any) -> str:
+    """Return a recorded value in one line, whatever it holds."""
     if isinstance(value, dict):
         items = cast("dict[str, Any]", value).items()
-        return ", ".join(f"{name} {_flat(item)}" for name, item in items) or "none"
+        return ", ".join(f"{name} {flat(item)}" for name, item in items) or "none"
     if isinstance(value, list):
-        return "; ".join(map(_flat, cast("list[Any]", value))) or "none"
+        return "; ".join(map(flat, cast("list[Any]", value))) or "none"
     return "none" if value is None else str(value)
 
 
@@ -502,7 +584,7 @@ def _failures(results: Results) -> list[str]:
         if row["fix"]:
             text.append(f"What helps: {_escape(row['fix'])}")
         if row["status"] == "refused" and row["attestation"]:
-            text.append(_mismatches(row["attestation"]))
+            text.append(_section(mismatches(row["attestation"])))
         if row["tail"]:
             text.append(_fenced("\n".join(row["tail"])))
         if row["folder"]:
@@ -511,27 +593,31 @@ def _failures(results: Results) -> list[str]:
     return ["## Failures", *parts] if parts else []
 
 
-def _mismatches(attestation: dict[str, Any]) -> str:
+def mismatches(attestation: dict[str, Any]) -> Section:
+    """Return what was asked beside what engaged, where they differ."""
     found = cast("list[dict[str, Any]]", attestation.get("mismatches") or [])
-    return _table(
-        ["what", "asked", "engaged"],
-        [[_flat(each.get(name)) for name in ("what", "asked", "engaged")] for each in found],
-    )
+    header = ["what", "asked", "engaged"]
+    return Section("", header, [[flat(each.get(name)) for name in header] for each in found])
 
 
-def _missing(results: Results) -> list[str]:
+def not_measured(results: Results) -> list[str]:
     """Name what the sections on agreement and memory have not named already."""
-    lines = [
+    return [
         f"{run_name(row)}, {field}: {reason}"
         for row in results["runs"]
         if row["status"] == "ok"
         for field, reason in row["not_measured"].items()
         if not field.startswith(("gates.", "memory")) and not field.endswith("_gap")
     ]
+
+
+def _missing(results: Results) -> list[str]:
+    lines = not_measured(results)
     return ["## Not measured", _bullets([_escape(line) for line in lines])] if lines else []
 
 
-def _limits(results: Results) -> str:
+def limits(results: Results) -> list[str]:
+    """Return what the numbers do not say."""
     lines = [
         f"One run each: differences in speed under {SAME_SPEED:.0%} are taken for none; "
         "that figure was chosen, not measured.",
@@ -542,7 +628,7 @@ def _limits(results: Results) -> str:
             "On a CPU the host's peak holds libraries, activations and the states together; it is "
             "not what a GPU would need."
         )
-    return _bullets(lines)
+    return lines
 
 
 def _count(rows: Sequence[Row]) -> str:
@@ -571,7 +657,16 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    return text if text == "**broken**" else _escape(text) or NOT_AVAILABLE
+    return f"**{text}**" if text == BROKEN else _escape(text) or NOT_AVAILABLE
+
+
+def _section(section: Section) -> str:
+    parts = (
+        section.text,
+        _table(section.header, section.rows),
+        _bullets([_escape(note) for note in section.notes]),
+    )
+    return "\n\n".join(filter(None, parts))
 
 
 def _bullets(lines: Sequence[str]) -> str:

@@ -33,6 +33,7 @@ from toolkit.comparing.parity import (
 from toolkit.comparing.plan import CompareOptions, Plan, Run, build_plan
 from toolkit.comparing.predicted import predict
 from toolkit.comparing.progress import Progress, build_progress, plain
+from toolkit.comparing.remake import write_reports
 from toolkit.comparing.report import print_report, write_report
 from toolkit.configs import ConfigOptions, render_configs, write_configs
 from toolkit.errors import UsageError
@@ -116,15 +117,17 @@ def compare(options: CompareOptions, *, console: Console) -> int:
                 comparison.run_all(progress)
             except (KeyboardInterrupt, SystemExit):
                 comparison.save()
+                write_reports(folder)
                 progress.say(
                     f"Interrupted. What is finished stands in {_shown(folder)}; the same command "
                     f"with --output {shlex.quote(_shown(folder))} goes on from there."
                 )
                 return INTERRUPTED
         results = comparison.results()
+        written = [_shown(folder / RESULTS_FILE), *map(_shown, write_reports(folder))]
     print_report(results, console=console)
     console.print(
-        f"Written: {_shown(folder / RESULTS_FILE)} and {_shown(folder / 'report.md')}",
+        f"Written: {', '.join(written[:-1])} and {written[-1]}",
         markup=False,
         highlight=False,
         soft_wrap=True,

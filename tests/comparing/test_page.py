@@ -1,0 +1,237 @@
+"""`report.html`: what is in it, in which order, and what can never get into it."""
+
+import copy
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from toolkit.comparing.figures import draw_all
+from toolkit.comparing.page import render_page
+from toolkit.comparing.presentable import presentable
+from toolkit.comparing.report import REHEARSAL
+
+FIGURES = ["speed", "memory", "traffic", "losses", "steps"]
+VOID = {"meta", "link", "br", "hr", "img", "input"}
+OUTSIDE = re.compile(r"(?:https?:)?//|@import|javascript:", re.IGNORECASE)
+
+
+class Page(HTMLParser):
+    """The page as a browser reads it: tags with attributes, ids in order, text, cells."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.open, self.words, self.cells, self.figures = [], [], [], [], {}
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag in ("td", "th", "dd", "dt"):
+            self.cells.append("")
+        if tag == "figure":
+            self.figures[dict(attrs)["id"].removeprefix("figure-")] = []
+        if self.figures:
+            self.figures[list(self.figures)[-1]].append((tag, dict(attrs)))
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.handle_endtag(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+        if self.open and self.open[-1] in ("td", "th", "dd", "dt", "span") and self.cells:
+            self.cells[-1] += data
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.words).split())
+
+    @property
+    def ids(self):
+        return [attrs["id"] for _, attrs in self.tags if "id" in attrs]
+
+
+@pytest.fixture(params=[True, False], ids=["rehearsal", "gpus"])
+def results(request, full_results):
+    return full_results(rehearsal=request.param)
+
+
+def test_the_page_reads_in_order(full_results):
+    page = Page(render_page(full_results()))
+    wanted = ["rehearsal", "verdict", "table", "figures", *(f"figure-{each}" for each in FIGURES)]
+    wanted += ["agreement", "memory", "spread", "traffic", "fixed", "environment", "commands"]
+    wanted += ["failures", "limits"]
+    assert [each for each in page.ids if each in wanted] == wanted
+    assert page.text.index(REHEARSAL) < page.text.index("trained as single-trainer did")
+
+
+def test_on_gpus_nothing_is_said_of_a_rehearsal(full_results):
+    page = Page(render_page(full_results(rehearsal=False)))
+    assert "rehearsal" not in page.ids
+    assert REHEARSAL not in page.text
+
+
+def test_control_and_baseline_are_named(results):
+    text = Page(render_page(results)).text
+    assert "single-trainer control" in text
+    assert "ddp-trainer baseline" in text
+    assert "Control: single-trainer; gaps are measured from it." in text
+    assert "Baseline of speed: ddp-trainer" in text
+
+
+def test_every_figure_is_there_with_a_name_a_caption_and_a_size(results):
+    page = Page(render_page(results))
+    assert list(page.figures) == FIGURES
+    for name, tags in page.figures.items():
+        (svg,) = [attrs for tag, attrs in tags if tag == "svg"]
+        assert svg["role"] == "img", name
+        assert svg["aria-label"]
+        assert min(float(svg["width"]), float(svg["height"])) > 100
+        assert {"title", "figcaption", "h3"} <= {tag for tag, _ in tags}
+    for figure in draw_all(results):
+        assert re.search(r"[Bb]ytes|[Ss]econd|nats", figure.caption), figure.name
+
+
+def test_predictions_stand_as_ticks_beside_what_was_counted(results):
+    memory, traffic = draw_all(results)[1:3]
+    for figure in (memory, traffic):
+        assert "predicted by the planner" in [key.text for key in figure.keys]
+        assert not any("No tick" in note for note in figure.notes)
+    assert ("peak on the device" in [key.text for key in memory.keys]) != results["rehearsal"]
+
+
+def test_without_a_prediction_it_is_said_why(full_results):
+    results = full_results()
+    for row in results["runs"]:
+        row["predicted"] = None
+    results["runs"][1]["predicted"] = {
+        **{"memory": None, "peak_bytes": None, "traffic_bytes": None, "errors": {}},
+        "reason": "not predicted: the optimizer is lion",
+    }
+    notes = draw_all(results)[1].notes
+    assert "No tick for ddp-trainer: not predicted: the optimizer is lion" in notes
+    assert any("its record has no prediction" in note for note in notes)
+
+
+def test_a_run_that_is_not_drawn_has_its_reason(results):
+    for figure in draw_all(results):
+        assert figure.notes == [
+            "Not drawn for zero3-trainer: oom: rank 1 failed at step 2: OutOfMemoryError"
+        ]
+
+
+def test_with_nothing_to_draw_every_figure_says_so(make_results, make_row):
+    failed = {"status": "failed", "reason": "no disk", "memory": None, "losses": None}
+    failed |= {"tokens_per_second": None, "step_seconds": None, "final_loss": None}
+    failed |= {"loss_gap": None, "not_measured": {}}
+    results = make_results(control=None)
+    results["runs"] = [make_row(**failed)]
+    page = Page(render_page(results))
+    assert list(page.figures) == FIGURES
+    assert page.text.count("Nothing to draw.") == len(FIGURES)
+    assert page.text.count("Not drawn for any run: failed: no disk") == len(FIGURES)
+
+
+def test_a_comparison_without_a_run_still_makes_a_page(make_results):
+    results = make_results(runs=[], control=None, complete=False)
+    assert "No run has ended yet." in Page(render_page(results)).text
+
+
+def test_no_cell_is_empty(results):
+    page = Page(render_page(results))
+    assert len(page.cells) > 60
+    assert all(cell.strip() for cell in page.cells)
+
+
+def test_the_page_needs_no_network_and_no_script(results):
+    text = render_page(results)
+    page = Page(text)
+    assert not {"script", "iframe", "object", "img", "form"} & {tag for tag, _ in page.tags}
+    for tag, attributes in page.tags:
+        assert not any(name.startswith("on") for name in attributes), tag
+        for name in ("src", "href", "xlink:href"):
+            assert re.match(r"#|data:,$", attributes.get(name, "#")), (tag, attributes)
+    assert not OUTSIDE.search(text)
+    assert "default-src 'none'" in text
+    assert 'name="viewport"' in text
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_figures_take_their_colours_from_the_page(results):
+    for figure in draw_all(results):
+        assert "var(--ink)" in figure.svg
+        assert not re.search(r"#[0-9a-f]{6}", figure.svg), figure.name
+
+
+def test_no_id_stands_twice(results):
+    page = Page(render_page(results))
+    assert len(set(page.ids)) == len(page.ids)
+    refer = [attrs["href"] for tag, attrs in page.tags if tag == "use"]
+    assert refer
+    assert {each.removeprefix("#") for each in refer} <= set(page.ids)
+
+
+def test_the_same_data_give_the_same_bytes(results):
+    assert render_page(results) == render_page(copy.deepcopy(results))
+
+
+EVIL = "<script>alert(1)</script>\"'&{{7*7}}$x_{$ \x1b[31mred\x1b]0;t\x07 \ud800 \u202e 日本 _=1+1"
+
+
+def poisoned(value, text):
+    """Put `text` wherever a run or a user could have put words."""
+    if isinstance(value, dict):
+        return {
+            key: each
+            if key in ("engine", "status", "errors", "collectives")
+            else poisoned(each, text)
+            for key, each in value.items()
+        }
+    if isinstance(value, list):
+        return [poisoned(each, text) for each in value]
+    return f"{value}{text}" if isinstance(value, str) else value
+
+
+def test_what_a_run_says_cannot_become_part_of_the_page(results):
+    evil = poisoned(results, EVIL)
+    for name in ("fixed", "environment"):
+        evil[name][EVIL] = {EVIL: [EVIL]}
+    evil["runs"][-1]["tail"] += ["</pre></main><style>*{display:none}</style>", "<!--", "]]>"]
+    plain, page = Page(render_page(results)), Page(render_page(presentable(evil)))
+    # Words, and not one tag that isn't the page's own.
+    assert {tag for tag, _ in page.tags} == {tag for tag, _ in plain.tags}
+    assert list(page.figures) == FIGURES
+    assert "<script>alert(1)</script>" in page.text
+    assert "{{7*7}}" in page.text
+    assert "\x1b" not in page.text
+    assert page.ids.count("limits") == 1
+
+
+def test_names_alone_that_are_hostile_do_not_break_a_figure(results):
+    for number, row in enumerate(results["runs"]):
+        row["strategy"] = ("_hidden", "$\\frac{$", "<b>&amp;" * 40, "日本", "\n")[number]
+    results["control"]["strategy"] = results["runs"][0]["strategy"]
+    page = Page(render_page(presentable(results)))
+    assert list(page.figures) == FIGURES
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), 0.0, -1.0])
+def test_numbers_that_are_odd_are_drawn_or_left_out(results, odd):
+    row = results["runs"][1]
+    row |= {"losses": [odd] * 4, "final_loss": odd, "tokens_per_second": odd}
+    row["step_seconds"] = {"median": odd, "p90": None}
+    page = Page(render_page(results))
+    assert list(page.figures) == FIGURES
+
+
+def test_runs_of_different_lengths_are_compared_as_far_as_both_go(results):
+    results["runs"][1]["losses"] = [5.0]
+    assert "<svg" in draw_all(results)[3].svg

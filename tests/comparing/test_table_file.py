@@ -1,0 +1,50 @@
+import csv
+import io
+
+import pytest
+
+from toolkit.comparing.table_file import render_table
+
+
+def read(results):
+    return list(csv.DictReader(io.StringIO(render_table(results))))
+
+
+def test_a_run_is_a_line_of_plain_numbers(full_results):
+    results = full_results()
+    lines = read(results)
+    assert [line["strategy"] for line in lines] == [row["strategy"] for row in results["runs"]]
+    ddp = lines[1]
+    assert float(ddp["tokens_per_second"]) == 1000.0
+    assert float(ddp["speed_times_baseline"]) == 1.0
+    assert int(ddp["states_bytes"]) == 2**30
+    assert int(ddp["sent_gradients_bytes"]) == int(ddp["predicted_sent_bytes"]) == 2**28
+    assert float(ddp["loss_gap_max"]) == 1.2e-6
+    assert (ddp["gate_loss"], ddp["baseline"], ddp["control"]) == ("true", "true", "false")
+
+
+def test_what_is_empty_has_its_reason_at_the_end(full_results):
+    failed = read(full_results())[-1]
+    assert failed["tokens_per_second"] == ""
+    assert "tokens_per_second: oom: rank 1 failed" in failed["not_measured"]
+
+
+@pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@x", "\t=1", "  =1", "|x", "%x"])
+def test_no_text_is_a_formula(make_results, make_row, text):
+    line = read(make_results(make_row(strategy=text, reason=text)))[1]
+    assert line["strategy"].startswith("'")
+    assert line["reason"].startswith("'")
+
+
+def test_negative_numbers_stay_numbers(make_results, make_row):
+    row = make_row(loss_gap={"max": 1e-6, "mean": -1e-7})
+    assert read(make_results(row))[1]["loss_gap_mean"] == "-1e-07"
+
+
+def test_a_line_stays_a_line(make_results, make_row):
+    text = render_table(make_results(make_row(reason='two\nlines, "quoted"')))
+    assert len(text.splitlines()) == 3
+
+
+def test_without_runs_there_is_still_a_header(make_results):
+    assert render_table(make_results(runs=[], control=None)).startswith("strategy,engine,status")

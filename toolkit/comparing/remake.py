@@ -1,0 +1,57 @@
+"""Every report of a comparison, made from its `results.json` alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toolkit.comparing.page import PAGE_FILE, render_page
+from toolkit.comparing.presentable import presentable
+from toolkit.comparing.report import REPORT_FILE, load_results, print_report, render_markdown
+from toolkit.comparing.table_file import TABLE_FILE, render_table
+from toolkit.errors import UsageError
+from toolkit.results import RECORD_FILE, RESULTS_FILE, write_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def write_reports(folder: Path) -> list[Path]:
+    """Write `report.md`, `report.html` and `results.csv` beside `results.json`.
+
+    Raises:
+        UsageError: there are no results to read, or the folder takes no files.
+    """
+    results = presentable(load_results(folder))
+    made = {
+        REPORT_FILE: render_markdown(results),
+        PAGE_FILE: render_page(results),
+        TABLE_FILE: render_table(results),
+    }
+    try:
+        for name, text in made.items():
+            write_text(folder / name, text)
+    except OSError as error:
+        raise UsageError(f"{folder} takes no reports: {error.strerror}.") from None
+    return [folder / name for name in made]
+
+
+def remake(folder: Path, *, console: Console) -> None:
+    """Print the table and write every report again.
+
+    Raises:
+        UsageError: the folder holds no comparison.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder. Name the folder of a comparison.")
+    if not (folder / RESULTS_FILE).is_file():
+        one = (folder / RECORD_FILE).is_file() or (folder / "spec.json").is_file()
+        raise UsageError(
+            f"{folder} is one run of a comparison. Name the folder above it."
+            if one
+            else f"{folder} holds no {RESULTS_FILE}. Name a folder that toolkit compare wrote."
+        )
+    written = write_reports(folder)
+    print_report(presentable(load_results(folder)), console=console)
+    for path in written:
+        console.print(f"Written: {path}", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,108 @@
+"""SVG: from a matplotlib figure to a part of a page, in the page's own colours.
+
+matplotlib knows no themes, so figures are drawn in colours that stand for others: each is replaced
+by the CSS variable that the page sets for light and for dark.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, Final, cast
+
+INK: Final = "#010203"
+FAINT: Final = "#010204"
+PAPER: Final = "#010205"
+
+SERIES: Final = tuple(f"#0102{number:02x}" for number in range(0x10, 0x18))
+"""Runs, told apart by hue."""
+
+PARTS: Final = tuple(f"#0102{number:02x}" for number in range(0x20, 0x25))
+"""Parts of a bar."""
+
+VARIABLES: Final = {
+    INK: "var(--ink)",
+    FAINT: "var(--faint)",
+    PAPER: "var(--paper)",
+    **{colour: f"var(--series-{number})" for number, colour in enumerate(SERIES)},
+    **{colour: f"var(--part-{number})" for number, colour in enumerate(PARTS)},
+}
+
+SETTINGS: Final[dict[str, Any]] = {
+    "svg.fonttype": "none",
+    "svg.id": None,
+    "text.parse_math": False,
+    "font.size": 9,
+    "axes.labelsize": 9,
+    "axes.titlesize": 9,
+    "xtick.labelsize": 8.5,
+    "ytick.labelsize": 8.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.linewidth": 0.6,
+    "grid.color": FAINT,
+    "axes.linewidth": 0.8,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    **dict.fromkeys(
+        ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK
+    ),
+}
+
+
+@contextmanager
+def drawing(name: str) -> Generator[None]:
+    """Within, figures are drawn for the page: the same data give the same bytes."""
+    import matplotlib as untyped
+
+    settings = SETTINGS | {"svg.hashsalt": name}
+    with cast("Any", untyped).rc_context(settings), warnings.catch_warnings():
+        # The reader's fonts count; those here only measure, and need not hold every letter.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        yield
+
+
+def inline(figure: Any, *, name: str, title: str) -> str:
+    """Return the figure as an `<svg>` for a page, named for those who cannot see it.
+
+    Args:
+        name: Put before every id, since a page has many figures and one space of ids.
+    """
+    stream = io.StringIO()
+    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    figure.savefig(stream, format="svg", metadata=nothing)
+    root = ElementTree.fromstring(stream.getvalue())
+    for element in root.iter():
+        element.tag = element.tag.partition("}")[2] or element.tag
+        attributes = {key.partition("}")[2] or key: text for key, text in element.attrib.items()}
+        element.attrib.clear()
+        element.attrib.update({key: _attribute(key, attributes[key], name) for key in attributes})
+    for defs in [each for each in root if each.tag == "defs"]:
+        for style in defs.findall("style"):  # it would hold for all of the page
+            defs.remove(style)
+    width, height = (float(text) for text in root.attrib["viewBox"].split()[2:])
+    root.attrib.update({"role": "img", "aria-label": title, "width": f"{width:g}"})
+    root.attrib["height"] = f"{height:g}"
+    label = ElementTree.Element("title")
+    label.text = title
+    root.insert(0, label)
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def _attribute(key: str, text: str, name: str) -> str:
+    if key == "id":
+        return f"{name}-{text}"
+    if key == "href":
+        return text.replace("#", f"#{name}-", 1)
+    if key == "style":
+        for colour, variable in VARIABLES.items():
+            text = text.replace(colour, variable)
+        # The page chooses the font.
+        return re.sub(r"font: (?:\w+ )?([\d.]+px)[^;]*", r"font-size: \1", text)
+    return re.sub(r"url\(#", f"url(#{name}-", text)
