@@ -81,9 +81,10 @@ def test_the_lock_is_where_torch_puts_it():
     assert spec
     assert spec.origin
     utils = Path(spec.origin).parent / "utils"
-    assert "FileBaton(os.path.join(build_directory, 'lock'))" in (
-        utils / "cpp_extension.py"
-    ).read_text(encoding="utf-8")
+    takes = (utils / "cpp_extension.py").read_text(encoding="utf-8")
+    if "FileLock(os.path.join(build_directory, 'lock'))" in takes:
+        return  # torch 2.15: the system's own lock on that file, which dies with its process
+    assert "FileBaton(os.path.join(build_directory, 'lock'))" in takes
     assert "self.fd = os.open(self.lock_file_path, os.O_CREAT | os.O_EXCL)" in (
         utils / "file_baton.py"
     ).read_text(encoding="utf-8")

@@ -32,7 +32,7 @@ def test_a_good_run_is_ok_and_tells_its_steps_and_lines(ranks, tmp_path):
 with guard(status):
     for step in range(1, 4):
         status.running(step)
-        print(f"rank {rank} step {step}")
+        sys.stdout.write(f"rank {rank} step {step}\\n")
         time.sleep(0.25)
     sys.stdout.write("10%\\r100%\\r\\nlast words, no newline")
 """)
@@ -57,7 +57,8 @@ def test_the_ranks_get_their_environment(ranks, tmp_path):
     lines = []
     command = ranks("""
 with guard(status):
-    print(sorted((k, os.environ[k]) for k in ("GLOO_SOCKET_IFNAME", "PYTHONUNBUFFERED", "MINE")))
+    kept = sorted((k, os.environ[k]) for k in ("GLOO_SOCKET_IFNAME", "PYTHONUNBUFFERED", "MINE"))
+    sys.stdout.write(f"{kept}\\n")  # at once: two ranks print into one pipe
 """)
     run(
         command,

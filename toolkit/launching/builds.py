@@ -2,7 +2,8 @@
 
 DeepSpeed compiles its C++ parts at first use through torch, which takes an empty file `lock` in
 the part's folder as its baton. A build that is killed leaves the file, and every later run waits
-for it in silence, for ever.
+for it in silence, for ever. (torch 2.15 has the system lock that file instead, which ends with the
+process; removing a file that nobody holds does no harm there.)
 """
 
 from __future__ import annotations
