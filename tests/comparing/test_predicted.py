@@ -84,6 +84,18 @@ def test_what_cannot_be_predicted_says_why(record, change, said):
     assert said in found["reason"]
 
 
+def test_a_torn_config_leaves_a_run_without_a_prediction_and_no_more(record, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": ')
+    found = predict(record)
+    assert found["memory"] is None
+    assert found["reason"]
+
+
+def test_a_prediction_of_what_is_not_there_is_wholly_wrong(record):
+    record["memory"]["optimizer_bytes"] = 0
+    assert predict(record)["errors"]["optimizer_bytes"] == 1
+
+
 def test_the_job_is_the_one_that_ran(record):
     record["training"]["activation_checkpointing"] = True
     record["training"]["dtype"] = "bfloat16"

@@ -189,3 +189,10 @@ def test_paged_states_live_in_ram():
 def test_deepspeed_in_fp32_wants_weights_in_fp32():
     with pytest.raises(UsageError, match="float32 weights"):
         state_bytes(replace(job("zero2"), weights="bfloat16"))
+
+
+def test_the_planner_and_the_loop_leave_the_same_names_out_of_decay():
+    from toolkit.planning.memory.weights import _UNDECAYED
+    from toolkit.training.loop import NO_DECAY
+
+    assert _UNDECAYED.pattern == "|".join(NO_DECAY)

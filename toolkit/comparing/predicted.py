@@ -41,7 +41,7 @@ def predict(record: Record) -> Prediction:
         job = job_of(record)
         states = predicted_states(record)
         peak = estimate_memory(job).allocated
-    except (UsageError, OSError) as error:
+    except (UsageError, OSError, ValueError) as error:  # torn JSON is a ValueError
         return Prediction(
             memory=None, peak_bytes=None, traffic_bytes=None, errors={}, reason=str(error)
         )
@@ -50,15 +50,14 @@ def predict(record: Record) -> Prediction:
     for name in STATES:
         counted = record["memory"].get(name)
         if counted is not None:
-            errors[name] = (memory[name] - counted) / counted if counted else float(memory[name])
+            errors[name] = _share(memory[name], counted)
     measured = record["memory"]["peak_bytes"]
     if measured:
         errors["peak_bytes"] = _beyond(peak, measured) / measured
     sent = sum(one.payload_bytes for one in collectives(job) if one.purpose in MOVED)
     traffic = record.get("traffic")
     if traffic is not None:
-        counted = moved_bytes(traffic)
-        errors["traffic_bytes"] = (sent - counted) / counted if counted else float(sent)
+        errors["traffic_bytes"] = _share(sent, moved_bytes(traffic))
     return Prediction(
         memory=memory,
         peak_bytes={"low": round(peak.low), "high": round(peak.high)},
@@ -112,6 +111,11 @@ def job_of(record: Record) -> Job:
         gradient_clipping=float(training["max_grad_norm"] or 0),
         **chosen,
     )
+
+
+def _share(predicted: int, counted: int) -> float:
+    """The error as a share of what was counted; of the prediction where nothing was."""
+    return (predicted - counted) / (counted or predicted or 1)
 
 
 def _beyond(expected: Interval, measured: float) -> float:

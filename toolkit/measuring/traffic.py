@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.measuring.engine import elements_of, tensors_in, zero_optimizer
+from toolkit.planning.speed.traffic import textbook
 from toolkit.strategies import Strategy
 
 Phase = Literal["forward", "backward", "clipping", "step"]
@@ -284,18 +285,11 @@ def sent_elements(counted: Iterable[dict[str, Any]]) -> int:
 
 
 def textbook_elements(model: Any, strategy: Strategy, ranks: int) -> int:
-    """Elements that the papers have a rank send in a step of one micro-batch, N large.
-
-    As in `toolkit.planning.speed.traffic`, for the model that is there: 2 psi for data
-    parallelism and ZeRO-1/2, 3 psi where parameters are gathered twice, 2 psi where once.
-    """
-    if ranks == 1:
-        return 0
-    trained = sum(elements_of(p) for p in model.parameters() if p.requires_grad)
-    if not strategy.shards_parameters:
-        return 2 * trained
-    keeps = strategy.backend == "fsdp" and not strategy.reshard_after_forward
-    return (1 if keeps else 2) * sum(map(elements_of, model.parameters())) + trained
+    """What `textbook` has a rank send, for the model that is there."""
+    parameters = list(model.parameters())
+    trained = sum(elements_of(p) for p in parameters if p.requires_grad)
+    everything = sum(map(elements_of, parameters))
+    return textbook(strategy, trained=trained, everything=everything, ranks=ranks)
 
 
 def transport() -> str | None:

@@ -14,6 +14,7 @@ from toolkit.planning.job import Attention, Job, Method, Optimizer, Precision
 from toolkit.planning.memory.estimate import MemoryEstimate, estimate_memory
 from toolkit.planning.models.resolve import resolve_model
 from toolkit.planning.models.shape import ModelShape
+from toolkit.planning.terms import GIB
 from toolkit.planning.verdict import Room, Verdict, judge, largest_batch, longest_sequence
 from toolkit.strategies import STRATEGIES, Strategy, get_strategy
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:  # a plan without a GPU needs none of them, and answers at onc
 SCHEMA = 1
 USUAL = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp")
 SEQUENCE = 2048
-GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)

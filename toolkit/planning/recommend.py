@@ -18,9 +18,10 @@ from toolkit.errors import UsageError
 from toolkit.planning.job import Attention, Job, Method, Optimizer, Precision
 from toolkit.planning.memory.estimate import MemoryEstimate, estimate_memory
 from toolkit.planning.models.shape import ModelShape
-from toolkit.planning.plan import GIB, plan, positive
+from toolkit.planning.plan import plan, positive
 from toolkit.planning.speed.estimate import Speed, estimate_speed
 from toolkit.planning.speed.gpus import Gpu
+from toolkit.planning.terms import GIB
 from toolkit.planning.verdict import Room, Verdict, judge
 from toolkit.strategies import STRATEGIES
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+GIB = 2**30
+
 Place = Literal["gpu", "host", "nvme"]
 Phase = Literal["loss", "backward", "step"]
 PHASES: tuple[Phase, ...] = ("loss", "backward", "step")

@@ -6,12 +6,12 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from toolkit.planning.shown.table import gib_span, span
+from toolkit.planning.terms import GIB
 
 if TYPE_CHECKING:
     from toolkit.planning.plan import Plan, Row
 
 HEADERS = ("strategy", "GPUs", "GiB a GPU", "verdict", "margin, GiB", "s a step", "tokens/s")
-GIB = 2**30
 
 
 def plan_as_html(plan: Plan) -> str:

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.errors import UsageError
 from toolkit.planning.memory.estimate import estimate_memory
-from toolkit.planning.terms import CATEGORIES, Category
+from toolkit.planning.terms import CATEGORIES, GIB, Category
 
 if TYPE_CHECKING:
     from toolkit.planning.job import Job
     from toolkit.planning.plan import Plan
 
-GIB = 2**30
 FORMATS = (".svg", ".png")
 GPU_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 

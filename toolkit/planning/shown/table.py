@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from rich.table import Table
 from rich.text import Text
 
-from toolkit.planning.terms import CATEGORIES, Category, Interval, Phase, Term
+from toolkit.planning.terms import CATEGORIES, GIB, Category, Interval, Phase, Term
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from toolkit.planning.speed.estimate import Speed
     from toolkit.planning.verdict import Verdict
 
-GIB = 2**30
 BAR_WIDTH = 60
 WIDEST = 1000
 

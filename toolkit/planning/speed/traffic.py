@@ -27,16 +27,15 @@ from typing import Any
 
 from toolkit.planning.job import Job
 from toolkit.planning.memory.effective import zero_settings
+from toolkit.planning.memory.states import FLAT_ALIGNMENT
 from toolkit.planning.memory.weights import COMPUTE_SIZE, SIZE, Tensors, trained_size, weights_of
 from toolkit.planning.models.shape import ModelShape
 from toolkit.planning.speed.collective import Collective
 from toolkit.planning.speed.zero3_trace import gathered_elements
+from toolkit.strategies import Strategy
 
 DDP_BUCKET_BYTES = 25 << 20
 """DDP's default; the first bucket is of 1 MiB (torch/nn/parallel/distributed.py)."""
-
-FLAT_ALIGNMENT = 2
-"""ZeRO-1 and 2 pad each flat group to this many elements a rank (`nccl_start_alignment_factor`)."""
 
 _COMMUNICATED = {"fp32": (4, "float32"), "fp16": (2, "float16"), "bf16": (2, "bfloat16")}
 """What a DeepSpeed file can name as `communication_data_type` (runtime/config.py)."""
@@ -63,20 +62,31 @@ def collectives(job: Job) -> tuple[Collective, ...]:
 
 
 def textbook_elements(job: Job) -> int:
+    """Return what `textbook` has a rank of `job` send."""
+    trained = weights_of(job).trained.elements
+    everything = job.model.parameters + (trained if job.method != "full" else 0)
+    return textbook(job.strategy, trained=trained, everything=everything, ranks=job.gpus)
+
+
+def textbook(strategy: Strategy, *, trained: int, everything: int, ranks: int) -> int:
     """Return the elements that the papers have a rank send in a step of one micro-batch, N large.
 
     2 psi for data parallelism and ZeRO-1/2, 3 psi where parameters are sharded and gathered twice
     (ZeRO, arXiv 1910.02054, section 7), 2 psi where they stay gathered; times the element's size
     and (N - 1) / N. Frozen parameters are gathered and have no gradients.
+
+    Args:
+        strategy: What shards them.
+        trained: Elements that have gradients.
+        everything: All elements.
+        ranks: How many share the work.
     """
-    trained = weights_of(job).trained.elements
-    if job.gpus == 1:
+    if ranks == 1:
         return 0
-    if not job.strategy.shards_parameters:
+    if not strategy.shards_parameters:
         return 2 * trained
-    gathers = 1 if job.strategy.name == "fsdp_grad_op" else 2
-    everything = job.model.parameters + (trained if job.method != "full" else 0)
-    return gathers * everything + trained
+    stays_gathered = strategy.backend == "fsdp" and not strategy.reshard_after_forward
+    return (1 if stays_gathered else 2) * everything + trained
 
 
 def _ddp(job: Job) -> tuple[Collective, ...]:
