@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from toolkit.errors import UsageError
+from toolkit.planning.choices import Attention, Dtype, Goal, Method, Optimizer
 from toolkit.strategies import STRATEGIES
 
 app = typer.Typer(
@@ -41,40 +42,6 @@ class OffloadDevice(StrEnum):
     none = "none"
     cpu = "cpu"
     nvme = "nvme"
-
-
-class Method(StrEnum):
-    full = "full"
-    lora = "lora"
-    qlora = "qlora"
-
-
-class Dtype(StrEnum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-class Attention(StrEnum):
-    flash = "flash"
-    eager = "eager"
-
-
-class Goal(StrEnum):
-    speed = "speed"
-    memory = "memory"
-
-
-class Optimizer(StrEnum):
-    adamw = "adamw"
-    adamw_fused = "adamw_fused"
-    adamw_8bit = "adamw_8bit"
-    paged_adamw = "paged_adamw"
-    paged_adamw_8bit = "paged_adamw_8bit"
-    adafactor = "adafactor"
-    sgd = "sgd"
-    sgd_momentum = "sgd_momentum"
-    lion = "lion"
 
 
 StrategyName = Annotated[str, typer.Argument(help=f"One of: {', '.join(STRATEGIES)}.")]
@@ -272,7 +239,7 @@ def plan(
     every: Annotated[bool, typer.Option("--all", help="All strategies, not the usual six.")] = (
         False
     ),
-    method: Annotated[Method, typer.Option(help="What is trained.")] = Method.full,
+    method: Annotated[Method, typer.Option(help="What is trained.")] = "full",
     lora_rank: Annotated[int, typer.Option("--lora-rank", help="Rank of the adapters.")] = 16,
     batch: Annotated[int, typer.Option(help="Rows of a micro-batch on one GPU.")] = 1,
     sequence: Sequence = None,
@@ -280,19 +247,15 @@ def plan(
     precision: Annotated[
         Precision | None, typer.Option(help="bf16 if left out, fp16 on GPUs without it.")
     ] = None,
-    optimizer: Annotated[Optimizer, typer.Option(help="Whose states are kept.")] = Optimizer.adamw,
+    optimizer: Annotated[Optimizer, typer.Option(help="Whose states are kept.")] = "adamw",
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing", help="Compute activations again in backward.")
     ] = False,
-    attention: Annotated[Attention, typer.Option(help="Whether scores are held.")] = (
-        Attention.flash
-    ),
+    attention: Annotated[Attention, typer.Option(help="Whether scores are held.")] = ("flash"),
     chunked_loss: Annotated[
         bool, typer.Option("--chunked-loss", help="Head and loss fused, as Liger does.")
     ] = False,
-    dtype: Annotated[Dtype, typer.Option(help="What trained weights are loaded in.")] = (
-        Dtype.float32
-    ),
+    dtype: Annotated[Dtype, typer.Option(help="What trained weights are loaded in.")] = ("float32"),
     host_gib: HostGib = None,
     internode_gbps: Network = None,
     gpu_file: GpuFile = None,
@@ -321,17 +284,17 @@ def plan(
         gpu=gpu,
         nodes=nodes,
         strategies=names,
-        method=method.value,
+        method=method,
         lora_rank=lora_rank,
         batch=batch,
         sequence=sequence,
         accumulation=accumulate,
         precision=None if precision is None else precision.value,
-        optimizer=optimizer.value,
+        optimizer=optimizer,
         checkpointing=checkpointing,
-        attention=attention.value,
+        attention=attention,
         chunked_loss=chunked_loss,
-        dtype=dtype.value,
+        dtype=dtype,
         host_gib=host_gib,
         internode_gbps=internode_gbps,
         gpu_file=gpu_file,
@@ -359,7 +322,7 @@ def recommend(
     gpu: Annotated[str, typer.Option(help="L4, A100-80, H100, ...; or one of --gpu-file.")],
     gpus: Gpus = 2,
     nodes: Nodes = 1,
-    goal: Annotated[Goal, typer.Option(help="Fastest, or with the least memory.")] = Goal.speed,
+    goal: Annotated[Goal, typer.Option(help="Fastest, or with the least memory.")] = "speed",
     method: Annotated[
         Method | None, typer.Option(help="Else the first of these that fits.")
     ] = None,
@@ -370,7 +333,7 @@ def recommend(
     precision: Annotated[
         Precision | None, typer.Option(help="bf16 if left out, fp16 on GPUs without it.")
     ] = None,
-    optimizer: Annotated[Optimizer, typer.Option(help="Whose states are kept.")] = Optimizer.adamw,
+    optimizer: Annotated[Optimizer, typer.Option(help="Whose states are kept.")] = "adamw",
     learning_rate: Annotated[
         float, typer.Option("--learning-rate", help="Chosen for --base-batch.")
     ] = 2e-5,
@@ -393,12 +356,12 @@ def recommend(
         gpu=gpu,
         gpus=gpus,
         nodes=nodes,
-        goal=goal.value,
-        method=None if method is None else method.value,
+        goal=goal,
+        method=method,
         global_batch=global_batch,
         sequence=sequence,
         precision=None if precision is None else precision.value,
-        optimizer=optimizer.value,
+        optimizer=optimizer,
         learning_rate=learning_rate,
         base_batch=base_batch,
         host_gib=host_gib,

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from toolkit.errors import UsageError
+from toolkit.planning.choices import (
+    Attention,
+    Checkpointing,
+    Dtype,
+    Method,
+    Optimizer,
+    Precision,
+)
 from toolkit.planning.models.shape import ModelShape
 from toolkit.strategies import Strategy
-
-Method = Literal["full", "lora", "qlora"]
-Precision = Literal["no", "bf16", "fp16"]
-Optimizer = Literal[
-    "adamw",
-    "adamw_fused",
-    "adamw_8bit",
-    "paged_adamw",
-    "paged_adamw_8bit",
-    "adafactor",
-    "sgd",
-    "sgd_momentum",
-    "lion",
-]
-Attention = Literal["flash", "eager"]
-Checkpointing = Literal["none", "full", "selective"]
 
 MOST_GPUS = 100_000
 MOST_TOKENS = 100_000_000
@@ -58,7 +50,7 @@ class Job:
     precision: Precision = "bf16"
     """What is computed in. `bf16` and `fp16` are mixed: the weights are loaded in `weights`."""
 
-    weights: Literal["float32", "bfloat16", "float16"] = "float32"
+    weights: Dtype = "float32"
     """The dtype that trained weights are loaded in; frozen ones of LoRA are loaded in what is
     computed in."""
 

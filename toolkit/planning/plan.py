@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from toolkit.configs.accelerate import check_num_processes
 from toolkit.errors import UsageError
-from toolkit.planning.job import Attention, Job, Method, Optimizer, Precision
+from toolkit.planning.choices import Attention, Dtype, Method, Optimizer, Precision
+from toolkit.planning.job import Job
 from toolkit.planning.memory.estimate import MemoryEstimate, estimate_memory
 from toolkit.planning.models.resolve import resolve_model
 from toolkit.planning.models.shape import ModelShape
@@ -158,7 +159,7 @@ def plan(
     attention: Attention = "flash",
     chunked_loss: bool = False,
     lora_rank: int = 16,
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    dtype: Dtype = "float32",
     host_gib: float | None = None,
     gpu_file: Path | None = None,
     internode_gbps: float | None = None,

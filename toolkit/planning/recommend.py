@@ -11,11 +11,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from toolkit.configs.accelerate import check_num_processes
 from toolkit.errors import UsageError
-from toolkit.planning.job import Attention, Job, Method, Optimizer, Precision
+from toolkit.planning.choices import Attention, Goal, Method, Optimizer, Precision
+from toolkit.planning.job import Job
 from toolkit.planning.memory.estimate import MemoryEstimate, estimate_memory
 from toolkit.planning.models.shape import ModelShape
 from toolkit.planning.plan import plan, positive
@@ -24,8 +25,6 @@ from toolkit.planning.speed.gpus import Gpu
 from toolkit.planning.terms import GIB
 from toolkit.planning.verdict import Room, Verdict, judge
 from toolkit.strategies import STRATEGIES
-
-Goal = Literal["speed", "memory"]
 
 WHOLE = ("single", "ddp")
 SHARDED = ("zero1", "zero2", "fsdp_grad_op", "fsdp", "zero3", "fsdp_hybrid")

@@ -71,3 +71,5 @@ class Term:
     inputs: Mapping[str, float | str] = field(default_factory=dict[str, "float | str"])
     place: Place = "gpu"
     phases: tuple[Phase, ...] = PHASES
+    lasting: bool = False
+    """Whether it stays when a step is over, beside the states."""

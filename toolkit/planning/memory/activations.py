@@ -135,6 +135,7 @@ def activation_terms(job: Job, parts: Activations, *, ends_full: bool) -> Iterat
         yield Term(
             category="logits",
             name="logits that the script holds",
+            lasting=True,
             bytes=Interval.exactly(loss.kept_after * tokens),
             formula="size * tokens * vocabulary",
             inputs=inputs,

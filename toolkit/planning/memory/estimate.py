@@ -99,6 +99,7 @@ def estimate_memory(job: Job) -> MemoryEstimate:
             category="temporaries",
             name="cuBLAS workspaces",
             bytes=WORKSPACES,
+            lasting=True,
             formula="2 * 8.1 MiB, 32 MiB on Hopper",
         ),
     ]
@@ -276,11 +277,8 @@ def _at_rest(job: Job, states: StateBytes, terms: Iterable[Term]) -> Interval:
     in_buckets = job.strategy.backend == "ddp" and job.gradient_as_bucket_view
     if job.strategy.zero_stage == 3 or in_buckets or job.zeroes_gradients:
         kept += states.gradients.gpu
-    lasting = _sum(
+    return Interval.exactly(kept) + _sum(
         t
         for t in terms
-        if t.place == "gpu"
-        and (t.name == "cuBLAS workspaces" or (t.category == "buckets" and t.phases == PHASES))
+        if t.place == "gpu" and (t.lasting or (t.category == "buckets" and t.phases == PHASES))
     )
-    held = next((t.bytes for t in terms if t.name == "logits that the script holds"), None)
-    return Interval.exactly(kept) + lasting + (held or Interval(0, 0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from toolkit.planning.job import Optimizer
+from toolkit.planning.choices import Optimizer
 from toolkit.planning.memory.weights import Tensors
 
 STEP = 4

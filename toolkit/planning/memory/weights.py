@@ -10,7 +10,8 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from toolkit.errors import UsageError
-from toolkit.planning.job import Job, Method
+from toolkit.planning.choices import Method
+from toolkit.planning.job import Job
 from toolkit.planning.models.shape import ModelShape, Tensor
 
 SIZE = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-from toolkit.planning.job import Checkpointing
+from toolkit.planning.choices import Checkpointing
 from toolkit.planning.models.shape import ModelShape
 
 
