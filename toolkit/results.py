@@ -42,11 +42,50 @@ class StepSeconds(TypedDict):
     p90: float | None
 
 
+class Phases(TypedDict):
+    """Parts of one optimizer step, after warm-up; of each step the mean over the ranks."""
+
+    data: StepSeconds
+    """Waiting for the rows, and moving them to the device."""
+
+    forward: StepSeconds
+    """The loss included."""
+
+    backward: StepSeconds
+    """With the collectives that it waits for."""
+
+    optimizer: StepSeconds
+    """Clipping, update, and what is gathered after it."""
+
+    other: StepSeconds
+    """The rest: counting tokens, scheduling, callbacks."""
+
+
+class WarmUp(TypedDict):
+    """What a run takes before its clock counts."""
+
+    start_seconds: float
+    """From the start of the process to its first step: imports, model, wrapping."""
+
+    build_seconds: float | None
+    """Of these: compiling or loading the C++ parts of DeepSpeed; null where it needs none."""
+
+    first_step_seconds: float
+    compile_seconds: float | None
+    """torch.compile, in whatever step; null without it."""
+
+    steps: int
+    """Steps that are left out of every timing."""
+
+
 class Memory(TypedDict):
     """Bytes, counted from the tensors that a rank really holds."""
 
     peak_bytes: int | None
-    """Peak on the device; null in a rehearsal."""
+    """Most that the allocator had given out on the device; null in a rehearsal."""
+
+    peak_reserved_bytes: NotRequired[int | None]
+    """Most that the allocator had taken from the device; null in a rehearsal."""
 
     parameters_bytes: int | None
     master_bytes: int | None
@@ -55,12 +94,28 @@ class Memory(TypedDict):
 
     optimizer_bytes: int | None
     host_peak_bytes: int | None
+    nvme_bytes: NotRequired[int | None]
+    """In the files that DeepSpeed swaps to; 0 where it swaps nothing."""
+
+
+class Peak(TypedDict):
+    """The fullest moment of one optimizer step, counted from the tensors that were alive."""
+
+    step: int
+    phase: str
+    """`forward`, `backward` or `optimizer`."""
+
+    total_bytes: int
+    categories: dict[str, int]
+    """Adds up to the total: `parameters` (gathered ones included), `master`, `gradients`,
+    `optimizer`, `activations` (what backward keeps), `other` (buffers, inputs, temporaries)."""
 
 
 class RankMemory(TypedDict):
     rank: int
     memory: Memory
     device: str
+    peak: NotRequired[Peak | None]
 
 
 class CountedCollective(TypedDict):
@@ -149,7 +204,21 @@ class Record(TypedDict):
     tokens_per_second: float | None
     step_seconds: StepSeconds | None
     first_step_seconds: float | None
+    timed_seconds: NotRequired[list[float]]
+    """Of each step that `step_seconds` is made from."""
+
+    supervised_tokens_per_second: NotRequired[float | None]
+    """Like `tokens_per_second`, of tokens that are trained on."""
+
+    phases: NotRequired[Phases | None]
+    warm_up: NotRequired[WarmUp | None]
+    save_seconds: NotRequired[float | None]
+    """Gathering, writing and verifying the final model."""
+
     memory: Memory
+    peak: NotRequired[Peak | None]
+    """Of the rank that held the most."""
+
     per_rank: list[RankMemory]
     traffic: NotRequired[Traffic | None]
     attestation: dict[str, Any]
@@ -175,6 +244,75 @@ class Broken(TypedDict):
     reason: str
 
 
+class Difference(TypedDict):
+    """The largest of all differences between two sets of weights."""
+
+    value: float
+    tensor: str
+    """Name of the parameter that has it."""
+
+
+class Repeat(TypedDict):
+    """One start of a run."""
+
+    folder: str
+    tokens_per_second: float | None
+    step_seconds: StepSeconds | None
+    timed_seconds: list[float]
+    seconds: float | None
+
+
+class Spread(TypedDict):
+    """Tokens a second over the repeats."""
+
+    least: float
+    most: float
+    share: float
+    """most less least, as a share of the median."""
+
+
+class Compute(TypedDict):
+    """Arithmetic that was achieved."""
+
+    tflops_per_gpu: float
+    mfu: float | None
+    """Model FLOPs utilisation; null where the GPU's peak is not known."""
+
+    convention: str
+    gpu: str
+
+
+class Cost(TypedDict):
+    gpu_hours: float
+    """Of the whole run, start and save included, all GPUs together."""
+
+    dollars: float | None
+    dollars_per_million_tokens: float | None
+    """At the speed after warm-up; null without a price."""
+
+
+class RankEnd(TypedDict):
+    """The last that a rank of a failed run said."""
+
+    rank: int
+    state: str
+    step: int
+    error: str | None
+    peak_bytes: int | None
+    """Most memory of its device, or of the host in a rehearsal, that it knew of."""
+
+
+class Noise(TypedDict):
+    """What two runs of the same thing differ by in speed."""
+
+    share: float
+    """Of the slower run's tokens/s: a smaller difference means nothing, at 95 % confidence."""
+
+    basis: Literal["repeats", "steps"]
+    repeats: int
+    """Starts of each run."""
+
+
 class Prediction(TypedDict):
     """What the planner says of a run, and how far that is from what was counted."""
 
@@ -193,6 +331,13 @@ class Prediction(TypedDict):
     reason: str | None
     """Why there is no prediction."""
 
+    room_bytes: NotRequired[int | None]
+    """Memory of the smallest device that it had; null in a rehearsal."""
+
+    over_bytes: NotRequired[dict[str, int] | None]
+    """`low` and `high` of what the peak is beyond that room, below 0 where it fits; null without a
+    room."""
+
 
 class Row(TypedDict):
     """One run in a comparison."""
@@ -207,13 +352,34 @@ class Row(TypedDict):
     loss_gap: Gap | None
     grad_norm_gap: float | None
     weight_gap: float | None
+    weight_difference: NotRequired[Difference | None]
+    """Absolute, from the control's final weights."""
+
     gates: dict[str, bool]
     """Only what could be judged; the rest has its reason in `not_measured`."""
 
     tokens_per_second: float | None
+    """The median over the repeats."""
+
+    supervised_tokens_per_second: NotRequired[float | None]
     step_seconds: StepSeconds | None
+    """Over the timed steps of all repeats."""
+
+    phases: NotRequired[Phases | None]
+    warm_up: NotRequired[WarmUp | None]
+    save_seconds: NotRequired[float | None]
+    repeats: NotRequired[list[Repeat]]
+    """Starts that came to their end; all else in the row is of the first of them."""
+
+    spread: NotRequired[Spread | None]
+    compute: NotRequired[Compute | None]
+    cost: NotRequired[Cost | None]
     memory: Memory | None
+    peak: NotRequired[Peak | None]
     per_rank: list[RankMemory] | None
+    ends: NotRequired[list[RankEnd]]
+    """Of a run that failed; empty else."""
+
     traffic: NotRequired[Traffic | None]
     predicted: NotRequired[Prediction | None]
     attestation: dict[str, Any] | None
@@ -261,6 +427,10 @@ class Results(TypedDict):
     precision: str
     fixed: dict[str, Any]
     """What was the same in every run."""
+
+    noise: NotRequired[Noise | None]
+    dollars_per_hour: NotRequired[float | None]
+    """Price of one GPU."""
 
 
 def read_record(folder: Path) -> Record:

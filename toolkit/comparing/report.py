@@ -59,7 +59,9 @@ CATEGORIES: Final = (
 NOT_AVAILABLE: Final = "n/a"
 BROKEN: Final = "broken"
 
-LATER_FIELDS: Final = {"traffic", "predicted"}
+LATER_FIELDS: Final = {
+    name for name, kind in Row.__annotations__.items() if "NotRequired" in str(kind)
+}
 """Of a row, what the first toolkits did not write."""
 
 SAME_SPEED: Final = 0.05
