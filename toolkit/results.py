@@ -158,6 +158,11 @@ class Traffic(TypedDict):
     textbook_elements: int
     """The same by the papers, for a step of one micro-batch."""
 
+    trained_elements: NotRequired[int]
+    """Of the model, padding left out."""
+
+    all_elements: NotRequired[int]
+
     disagreements: list[str]
     """Rows that ranks counted differently."""
 

@@ -244,7 +244,7 @@ class Recorder:
             "micro_batches": len(self._step),
             "transport": traffic.transport(),
             "collectives": self._ledger.counted(),
-            "textbook_elements": traffic.textbook_elements(self._model, self.asked.strategy, ranks),
+            **traffic.by_the_papers(self._model, self.asked.strategy, ranks),
         }
         self._model = None
 

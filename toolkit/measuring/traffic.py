@@ -284,12 +284,13 @@ def sent_elements(counted: Iterable[dict[str, Any]]) -> int:
     )
 
 
-def textbook_elements(model: Any, strategy: Strategy, ranks: int) -> int:
-    """What `textbook` has a rank send, for the model that is there."""
+def by_the_papers(model: Any, strategy: Strategy, ranks: int) -> dict[str, int]:
+    """What `textbook` has a rank send, for the model that is there, and what it is made from."""
     parameters = list(model.parameters())
     trained = sum(elements_of(p) for p in parameters if p.requires_grad)
     everything = sum(map(elements_of, parameters))
-    return textbook(strategy, trained=trained, everything=everything, ranks=ranks)
+    sent = textbook(strategy, trained=trained, everything=everything, ranks=ranks)
+    return {"textbook_elements": sent, "trained_elements": trained, "all_elements": everything}
 
 
 def transport() -> str | None:
