@@ -279,9 +279,8 @@ def _train_in_loop(job: Job, model: Any, collate: Any, recorder: Recorder) -> No
 def _save(job: Job, accelerator: Any, model: Any, recorder: Recorder) -> None:
     from toolkit.training.saving import save_model
 
-    recorder.peaks()
-    save_model(accelerator, model, Path(job.args.output_dir) / "final", tokenizer=job.tokenizer)
-    recorder.mark()
+    with recorder.saving():
+        save_model(accelerator, model, Path(job.args.output_dir) / "final", tokenizer=job.tokenizer)
 
 
 def _recorder(job: Job, status: StatusFile) -> Recorder:

@@ -9,7 +9,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
 from toolkit.measuring.attestation import Asked, Refused
-from toolkit.measuring.recorder import WARMUP_STEPS, Recorder
+from toolkit.measuring.merging import WARMUP_STEPS
+from toolkit.measuring.recorder import Recorder
 from toolkit.strategies import STRATEGIES
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,9 @@ import torch
 from toolkit.launching.status import StatusFile
 from toolkit.measuring import attestation, memory, traffic
 from toolkit.measuring.attestation import Asked, Mismatch, Refused, gather_objects
+from toolkit.measuring.clock import Clock
 from toolkit.measuring.engine import optimizer_of, zero_optimizer
-
-WARMUP_STEPS = 2
-"""Steps before the clock counts: the first of a shape pays for kernels and allocations."""
-
-REHEARSED_PEAK = "a rehearsal runs on the CPU, where the GPU's peak has no counterpart"
+from toolkit.measuring.merging import merge
 
 
 class Recorder:
@@ -50,7 +47,8 @@ class Recorder:
         self._status = status
         self._rank = 0
         self._device = "cpu"
-        self._marks: list[_Mark] = []
+        self._clock = Clock()
+        self._save_seconds: float | None = None
         self._step: list[_MicroBatch] = []
         self._steps: list[_Step] = []
         self.clip: float | None = None
@@ -61,6 +59,8 @@ class Recorder:
         self._model: Any = None
         self._ledger = traffic.Ledger()
         self._traffic: dict[str, Any] | None = None
+        if asked.strategy.backend == "deepspeed":
+            self._clock.watch_builds()
         self._probed: list[int] = []
         self._undo: list[Callable[[], None]] = []
 
@@ -77,25 +77,44 @@ class Recorder:
         self.engaged = attestation.engaged_before(accelerator, model)
         self._require(self.asked.before_first_step())
         self._watch_clipping(accelerator)
+        self._clock.watch_compiles()
+        self._clock.prepared(model, optimizer)
         self._watch_first_step(model, optimizer)
         self._model = model
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
+        if self._status is not None:
+            self._status.running()
         self.mark()
 
+    def waiting_for_data(self) -> AbstractContextManager[None]:
+        """Time what happens inside as waiting for rows."""
+        return self._clock.within("data")
+
     def micro_batch(
-        self, loss: torch.Tensor, *, tokens: int, sample_ids: torch.Tensor | None = None
+        self,
+        loss: torch.Tensor,
+        *,
+        tokens: int,
+        supervised: torch.Tensor | None = None,
+        sample_ids: torch.Tensor | None = None,
     ) -> None:
-        """Keep one micro-batch: its share of the step's loss, as tensors, without reading them."""
-        self._step.append(_MicroBatch(loss.detach(), tokens, sample_ids))
+        """Keep one micro-batch, after its backward, as tensors, without reading them.
+
+        Args:
+            loss: Its share of the step's loss, a scalar.
+            tokens: All of its tokens, padding included.
+            supervised: How many of them are trained on, a scalar.
+            sample_ids: Of its rows.
+        """
+        self._clock.begin("other")
+        self._step.append(_MicroBatch(loss.detach(), tokens, supervised, sample_ids))
 
     def step_done(self, *, learning_rate: float, skipped: bool = False) -> None:
         """Close an optimizer step. The one after the first is the probe that counts traffic."""
         self._end_probe(skipped=skipped)
-        self._marks.append(_Mark())
-        self._steps.append(
-            _Step(self._step, self._grad_norm, learning_rate, skipped, self._marks[-2:])
-        )
+        self._clock.step_done()
+        self._steps.append(_Step(self._step, self._grad_norm, learning_rate, skipped))
         self._step, self._grad_norm = [], None
         if self._status is not None:
             self._status.running(len(self._steps))
@@ -105,7 +124,16 @@ class Recorder:
 
     def mark(self) -> None:
         """Restart the clock, after anything that doesn't belong to a step."""
-        self._marks.append(_Mark())
+        self._clock.restart()
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Take the peaks, then time what happens inside as the save: no part of any step."""
+        self.peaks()
+        begun = time.perf_counter()
+        yield
+        self._save_seconds = time.perf_counter() - begun
+        self.mark()
 
     def logged(self, step: int, **values: Any) -> None:
         """Append one line to `steps.jsonl`: what is known of a run that may yet die."""
@@ -116,12 +144,16 @@ class Recorder:
 
     def peaks(self) -> None:
         """Take the peaks now: before the save, which is no part of training."""
-        self.close()
+        self._stop_ledgers()
         self._bytes["peak_bytes"] = memory.device_peak_bytes()
         self._bytes["host_peak_bytes"] = memory.host_peak_bytes()
 
     def close(self) -> None:
         """Leave no mode and no hook behind, whatever became of the step that is open."""
+        self._stop_ledgers()
+        self._clock.close()
+
+    def _stop_ledgers(self) -> None:
         self._ledger.stop()
         self._model = None
 
@@ -139,7 +171,12 @@ class Recorder:
         if "host_peak_bytes" not in self._bytes:
             self.peaks()
         ranks = gather_objects(self._of_this_rank())
-        return _merge(ranks, throughput_steps, self)
+        return merge(
+            ranks,
+            throughput_steps=throughput_steps,
+            probed=self._probed,
+            rehearsal=self.rehearsal,
+        ) | {"attestation": self._attestation([])}
 
     def refused(self, error: Refused) -> dict[str, Any]:
         """Return the measured part of the record of a run that was refused: what was seen."""
@@ -155,7 +192,12 @@ class Recorder:
             "sample_ids": None,
             "final_loss": None,
             "tokens_per_second": None,
+            "supervised_tokens_per_second": None,
             "step_seconds": None,
+            "timed_seconds": [],
+            "phases": None,
+            "warm_up": None,
+            "save_seconds": None,
             "first_step_seconds": None,
             "memory": dict.fromkeys(memory.CATEGORIES),
             "per_rank": [],
@@ -180,6 +222,7 @@ class Recorder:
         original = accelerator.clip_grad_norm_
 
         def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
+            self._clock.begin("optimizer")
             with self._ledger.within("clipping"):
                 norm = original(parameters, max_norm, *args, **kwargs)
             self.clip = 0.0 if math.isinf(max_norm) else float(max_norm)
@@ -262,7 +305,10 @@ class Recorder:
             "skipped": [number for number, s in enumerate(self._steps, 1) if s.skipped],
             "sample_ids": [step.sample_ids() for step in self._steps],
             "tokens": [step.tokens() for step in self._steps],
-            "step_seconds": [step.seconds() for step in self._steps],
+            "supervised": [step.supervised() for step in self._steps],
+            "phases": self._clock.seconds(),
+            "warm_up": self._clock.warm_up(),
+            "save_seconds": self._save_seconds,
             "memory": {key: self._bytes.get(key) for key in memory.CATEGORIES},
             "traffic": self._traffic,
             "device": self._device,
@@ -271,27 +317,17 @@ class Recorder:
         }
 
 
-class _Mark:
-    """A moment: on a GPU an event in its stream, read later, so that nobody waits now."""
-
-    def __init__(self) -> None:
-        self.time = time.perf_counter()
-        self.event: torch.cuda.Event | None = None
-        if torch.cuda.is_available():
-            self.event = torch.cuda.Event(enable_timing=True)
-            self.event.record()
-
-    def seconds_until(self, later: _Mark) -> float:
-        if self.event is None or later.event is None:
-            return later.time - self.time
-        later.event.synchronize()
-        return self.event.elapsed_time(later.event) / 1000
-
-
 class _MicroBatch:
-    def __init__(self, loss: torch.Tensor, tokens: int, sample_ids: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        loss: torch.Tensor,
+        tokens: int,
+        supervised: torch.Tensor | None,
+        sample_ids: torch.Tensor | None,
+    ) -> None:
         self.loss = loss
         self.tokens = tokens
+        self.supervised = supervised
         self.sample_ids = sample_ids
 
 
@@ -302,13 +338,11 @@ class _Step:
         grad_norm: Any,
         learning_rate: float,
         skipped: bool,
-        marks: list[_Mark],
     ) -> None:
         self.batches = batches
         self.grad_norm = grad_norm
         self.learning_rate = learning_rate
         self.skipped = skipped
-        self.marks = marks
 
     def loss(self) -> float:
         return float(sum(batch.loss.double().item() for batch in self.batches))
@@ -321,8 +355,10 @@ class _Step:
             return None
         return [int(i) for batch in self.batches for i in batch.sample_ids.tolist()]
 
-    def seconds(self) -> float:
-        return self.marks[0].seconds_until(self.marks[-1])
+    def supervised(self) -> int | None:
+        counts = [batch.supervised for batch in self.batches]
+        known = [int(count) for count in counts if count is not None]
+        return sum(known) if len(known) == len(counts) else None
 
 
 def _plain(value: Any) -> Any:
@@ -330,86 +366,3 @@ def _plain(value: Any) -> Any:
         value = value.full_tensor() if hasattr(value, "full_tensor") else value
         return float(value)
     return value
-
-
-def _merge(
-    ranks: list[dict[str, Any]], throughput_steps: int, recorder: Recorder
-) -> dict[str, Any]:
-    count = len(ranks[0]["losses"]) - throughput_steps
-    losses = [statistics.fmean(values) for values in _by_step(ranks, "losses")]
-    seconds = [max(values) for values in _by_step(ranks, "step_seconds")]
-    tokens = [sum(values) for values in _by_step(ranks, "tokens")]
-    not_measured: dict[str, str] = {}
-    timed = slice(count + WARMUP_STEPS if throughput_steps else WARMUP_STEPS, None)
-    tokens_per_second = None
-    if throughput_steps > WARMUP_STEPS:
-        # Total over total: a mean of rates would let one short step outweigh a long one.
-        tokens_per_second = sum(tokens[timed]) / sum(seconds[timed])
-    else:
-        not_measured["tokens_per_second"] = (
-            f"read from packed rows after {WARMUP_STEPS} warm-up steps: "
-            f"pass --throughput_steps {WARMUP_STEPS + 1} or more"
-        )
-    ids = [r["sample_ids"][:count] for r in ranks]
-    if any(step is None for rank in ids for step in rank):
-        not_measured["sample_ids"] = "the data set has no sample_id column"
-    if all(norm is None for norm in ranks[0]["grad_norms"]):
-        not_measured["grad_norms"] = "nothing asked for the gradient norm"
-    for key in memory.CATEGORIES:
-        if any(rank["memory"][key] is None for rank in ranks):
-            not_measured[f"memory.{key}"] = (
-                REHEARSED_PEAK if key == "peak_bytes" else "the run ended before its first step"
-            )
-    counted = traffic.merged([rank["traffic"] for rank in ranks])
-    if counted is None:
-        not_measured["traffic"] = traffic.NOT_COUNTED
-    per_rank = [
-        {key: rank[key] for key in ("rank", "memory", "device", "seconds")} for rank in ranks
-    ]
-    return {
-        "num_processes": len(ranks),
-        "losses": losses[:count],
-        "grad_norms": ranks[0]["grad_norms"][:count],
-        "learning_rates": ranks[0]["learning_rates"][:count],
-        "skipped_steps": [step for step in ranks[0]["skipped"] if step <= count],
-        "sample_ids": None
-        if "sample_ids" in not_measured
-        else [list(step) for step in zip(*ids, strict=True)],
-        "final_loss": losses[count - 1] if count else None,
-        "tokens_per_second": tokens_per_second,
-        "step_seconds": _spread(
-            [
-                taken
-                for step, taken in list(enumerate(seconds, 1))[timed]
-                if step not in recorder._probed
-            ]
-        ),
-        "first_step_seconds": seconds[0] if seconds else None,
-        "memory": {
-            key: None
-            if f"memory.{key}" in not_measured
-            else max(rank["memory"][key] for rank in ranks)
-            for key in memory.CATEGORIES
-        },
-        "per_rank": per_rank,
-        "traffic": counted,
-        "attestation": recorder._attestation([]),
-        "rehearsal": recorder.rehearsal,
-        "seconds": max(rank["seconds"] for rank in ranks),
-        "not_measured": not_measured,
-    }
-
-
-def _by_step(ranks: list[dict[str, Any]], what: str) -> Iterator[tuple[Any, ...]]:
-    """Yield every rank's value of each step."""
-    return zip(*(rank[what] for rank in ranks), strict=True)
-
-
-def _spread(seconds: list[float]) -> dict[str, float] | None:
-    if not seconds:
-        return None
-    ordered = sorted(seconds)
-    return {
-        "median": statistics.median(ordered),
-        "p90": ordered[math.ceil(0.9 * len(ordered)) - 1],
-    }

@@ -93,7 +93,7 @@ def train_loop(
             )
         loader.set_epoch(epoch)
         batches = iter(loader)
-        while step < args.max_steps and (window := take(batches, accelerator)):
+        while step < args.max_steps and (window := take(batches, accelerator, recorder)):
             loss = _optimizer_step(accelerator, wrapped, optimizer, window, args, recorder)
             step += 1
             skipped = accelerator.optimizer_step_was_skipped
@@ -118,10 +118,10 @@ def _optimizer_step(
     recorder: Recorder,
 ) -> torch.Tensor:
     """Run one optimizer step over its micro-batches, and return this rank's share of the loss."""
-    items = sum((batch["labels"][:, 1:] != -100).sum() for batch in window)
-    items = accelerator.reduce(items.to(accelerator.device), "sum")
+    supervised = [(batch["labels"][:, 1:] != -100).sum() for batch in window]
+    items = accelerator.reduce(torch.stack(supervised).sum().to(accelerator.device), "sum")
     total = torch.zeros((), device=accelerator.device)
-    for batch in window:
+    for batch, count in zip(window, supervised, strict=True):
         ids = batch.pop("sample_id", None)
         with accelerator.accumulate(model):
             loss = model(**batch, num_items_in_batch=items).loss
@@ -133,7 +133,8 @@ def _optimizer_step(
                 accelerator.backward(loss, scale_wrt_gas=False)
             else:
                 accelerator.backward(loss * len(window))
-            recorder.micro_batch(loss, tokens=batch["input_ids"].numel(), sample_ids=ids)
+            tokens = batch["input_ids"].numel()
+            recorder.micro_batch(loss, tokens=tokens, supervised=count, sample_ids=ids)
             if accelerator.sync_gradients:
                 limit = args.max_grad_norm or float("inf")
                 accelerator.clip_grad_norm_(model.parameters(), limit)
@@ -143,10 +144,13 @@ def _optimizer_step(
     return total
 
 
-def take(batches: Any, accelerator: Accelerator) -> list[dict[str, torch.Tensor]]:
+def take(
+    batches: Any, accelerator: Accelerator, recorder: Recorder
+) -> list[dict[str, torch.Tensor]]:
     """Return the micro-batches of one optimizer step; none where the data end within it."""
     steps = accelerator.gradient_accumulation_steps
-    window = list(itertools.islice(batches, steps))
+    with recorder.waiting_for_data():
+        window = list(itertools.islice(batches, steps))
     return window if len(window) == steps else []
 
 

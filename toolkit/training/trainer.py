@@ -63,9 +63,14 @@ class ToolkitTrainer(Trainer):
     ) -> torch.Tensor:
         ids = inputs.pop("sample_id", None)
         tokens = inputs["input_ids"].numel() if "input_ids" in inputs else 0
+        supervised = (inputs["labels"][..., 1:] != -100).sum() if "labels" in inputs else None
         loss = super().training_step(model, inputs, num_items_in_batch)
-        self.recorder.micro_batch(loss, tokens=tokens, sample_ids=ids)
+        self.recorder.micro_batch(loss, tokens=tokens, supervised=supervised, sample_ids=ids)
         return loss
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        with self.recorder.waiting_for_data():
+            return super().get_batch_samples(*args, **kwargs)
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         inputs.pop("sample_id", None)
@@ -119,6 +124,12 @@ class _Watch(TrainerCallback):
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         # The scheduler moves on before the step ends.
         self.learning_rate = float(self.trainer.optimizer.param_groups[0]["lr"])
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        self.trainer.recorder.mark()
+
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        self.trainer.recorder.mark()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self.trainer.recorder.step_done(

@@ -1,0 +1,207 @@
+"""Time: where the seconds of an optimizer step go, without a wait for the device.
+
+A clock notes moments: on a GPU an event in its stream, read when the device has passed it. A step
+is cut at the forward of the wrapped model, at the end of backward and around clipping and update;
+what is left is `other`. On a GPU the seconds are therefore those of the device: `data` is the time
+in which it had nothing to do because rows were missing, and a collective belongs to the part that
+waits for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import psutil
+import torch
+
+from toolkit.measuring.engine import optimizer_of, zero_optimizer
+
+Phase = Literal["data", "forward", "backward", "optimizer", "other"]
+
+PHASES: tuple[Phase, ...] = ("data", "forward", "backward", "optimizer", "other")
+
+
+class Clock:
+    """Times the optimizer steps of one rank, part by part."""
+
+    def __init__(self) -> None:
+        self._moments: list[tuple[Phase, _Moment]] = []
+        self._steps: list[_Step] = []
+        self._read = 0
+        self._undo: list[Callable[[], None]] = []
+        self._builds: list[float] = []
+        self._compiles: list[float] = []
+        self.start_seconds: float | None = None
+        """From the start of the process until training could begin."""
+
+    def prepared(self, model: Any, optimizer: Any) -> None:
+        """Follow what `Accelerator.prepare` returned, from now on."""
+        self.start_seconds = time.time() - psutil.Process().create_time()
+        self._undo += [
+            model.register_forward_pre_hook(self._forward_begins, prepend=True).remove,
+            model.register_forward_hook(self._forward_ends).remove,
+        ]
+        if zero_optimizer(model) is None:
+            inner = optimizer_of(model, optimizer)
+            self._undo += [
+                inner.register_step_pre_hook(lambda *_: self.begin("optimizer")).remove,
+                inner.register_step_post_hook(lambda *_: self.begin("other")).remove,
+            ]
+        else:
+            self._undo.append(self._follow_engine(model))
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the open step: what was done in it belongs to none."""
+        self._moments = [("other", _Moment())]
+
+    def begin(self, phase: Phase) -> None:
+        """Say what the rank does from now on."""
+        if self._moments:
+            self._moments.append((phase, _Moment()))
+
+    @contextmanager
+    def within(self, phase: Phase) -> Iterator[None]:
+        """Say what the rank does inside, and that something else follows."""
+        self.begin(phase)
+        try:
+            yield
+        finally:
+            self.begin("other")
+
+    def step_done(self) -> None:
+        """Close an optimizer step; the next one begins at the same moment."""
+        end = _Moment()
+        self._steps.append(_Step([*self._moments, ("other", end)]))
+        self._moments = [("other", end)]
+        # Events that the device has passed are read and given back.
+        while self._read < len(self._steps) and self._steps[self._read].passed:
+            self._steps[self._read].seconds()
+            self._read += 1
+
+    def seconds(self) -> list[dict[str, float]]:
+        """Return the seconds of each step by phase; waits for the device once."""
+        return [step.seconds() for step in self._steps]
+
+    def warm_up(self) -> dict[str, float | None]:
+        """Return what the start took, as far as this rank knows."""
+        return {
+            "start_seconds": self.start_seconds,
+            "build_seconds": sum(self._builds) if self._builds else None,
+            "compile_seconds": sum(self._compiles) if self._compiles else None,
+        }
+
+    def close(self) -> None:
+        """Leave no hook behind."""
+        while self._undo:
+            self._undo.pop()()
+        self._moments = []
+
+    def watch_builds(self) -> None:
+        """Time the builds of DeepSpeed's C++ parts, and loading those that were built before.
+
+        It has no public hook (deepspeed 0.19, op_builder/builder.py); tests/measuring/test_clock.py
+        fails when the method moves.
+        """
+        from deepspeed.ops.op_builder.builder import OpBuilder
+
+        original = OpBuilder.jit_load
+
+        @functools.wraps(original)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begun = time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._builds.append(time.perf_counter() - begun)
+
+        OpBuilder.jit_load = timed
+        self._undo.append(lambda: setattr(OpBuilder, "jit_load", original))
+
+    def watch_compiles(self) -> None:
+        """Time torch.compile, of forward and of backward, where anything is compiled at all."""
+        if "torch._dynamo" not in sys.modules:
+            return
+        from torch._dynamo.callback import callback_handler
+
+        begun: list[float] = []
+
+        def begins(_: Any) -> None:
+            begun.append(time.perf_counter())
+
+        def ends(_: Any) -> None:
+            if begun:
+                self._compiles.append(time.perf_counter() - begun.pop())
+
+        callback_handler.register_start_callback(begins)
+        callback_handler.register_end_callback(ends)
+        self._undo += [
+            lambda: callback_handler.remove_start_callback(begins),
+            lambda: callback_handler.remove_end_callback(ends),
+        ]
+
+    def _forward_begins(self, module: Any, *_: Any) -> None:
+        if module.training:
+            self.begin("forward")
+
+    def _forward_ends(self, module: Any, *_: Any) -> None:
+        if module.training:
+            self.begin("backward")
+
+    def _follow_engine(self, engine: Any) -> Callable[[], None]:
+        """Time DeepSpeed's step, which Accelerate calls at the end of backward."""
+        original = engine.step
+
+        @functools.wraps(original)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            with self.within("optimizer"):
+                return original(*args, **kwargs)
+
+        engine.step = step
+        return lambda: delattr(engine, "step")
+
+
+class _Moment:
+    def __init__(self) -> None:
+        self.time = time.perf_counter()
+        self.event: torch.cuda.Event | None = None
+        if torch.cuda.is_available():
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record()
+
+    @property
+    def passed(self) -> bool:
+        return self.event is None or self.event.query()
+
+    def seconds_until(self, later: _Moment) -> float:
+        if self.event is None or later.event is None:
+            return later.time - self.time
+        later.event.synchronize()
+        return self.event.elapsed_time(later.event) / 1000
+
+
+class _Step:
+    """One step's moments, until they are read."""
+
+    def __init__(self, moments: list[tuple[Phase, _Moment]]) -> None:
+        self._moments = moments
+        self._seconds: dict[str, float] | None = None
+
+    @property
+    def passed(self) -> bool:
+        return self._seconds is not None or self._moments[-1][1].passed
+
+    def seconds(self) -> dict[str, float]:
+        if self._seconds is None:
+            found: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+            for (phase, begun), (_, ended) in zip(
+                self._moments[:-1], self._moments[1:], strict=True
+            ):
+                found[phase] += begun.seconds_until(ended)
+            self._seconds, self._moments = found, []
+        return self._seconds
