@@ -1,0 +1,163 @@
+"""Folders that are whole or not there: written aside, listed in a manifest, then put in place.
+
+Whoever looks at a committed folder, at whatever moment a process or a machine died, finds the old
+content or all of the new one. The old one is deleted only when the new one stands.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, cast
+
+from toolkit.errors import UsageError
+from toolkit.results import read_json, write_json
+
+MANIFEST: Final = "manifest.json"
+SCHEMA: Final = 1
+
+_AT_FDCWD: Final = -100
+_RENAME_EXCHANGE: Final = 2
+_CANNOT_EXCHANGE: Final = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
+"""Of kernels and file systems that have no exchange, some of the networked ones among them."""
+
+
+class Damaged(ValueError):
+    """A folder that was never committed, or has changed since."""
+
+
+@contextmanager
+def committing(folder: Path, **facts: Any) -> Generator[Path]:
+    """Yield an empty folder to write into, and put it in place of `folder` at the end.
+
+    When the body raises, what it wrote is removed and `folder` stays as it was.
+
+    Args:
+        folder: Where the files go; what is there now is replaced as a whole.
+        facts: Put into the manifest beside sizes and sha256 of the files.
+    """
+    settle(folder)
+    draft = _draft(folder)
+    draft.mkdir(parents=True)
+    try:
+        yield draft
+        for path in _files(draft):
+            _sync(path)
+        write_json(draft / MANIFEST, {"schema": SCHEMA, **facts, "files": _listed(draft)})
+        _sync(draft)
+        _put_in_place(draft, folder)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def check(folder: Path) -> dict[str, Any]:
+    """Return the manifest of a committed folder, after reading every byte that it lists.
+
+    Files that the manifest does not know are none of its business.
+
+    Raises:
+        Damaged: naming the first file that is missing, cut off or changed.
+    """
+    settle(folder)
+    try:
+        manifest = cast("dict[str, Any]", read_json(folder / MANIFEST))
+        listed = cast("dict[str, dict[str, Any]]", manifest["files"])
+    except (UsageError, OSError, KeyError, TypeError) as error:
+        raise Damaged(f"{folder} has no manifest that can be read: {error}") from None
+    for name, wanted in listed.items():
+        path = folder / name
+        if not path.is_file():
+            raise Damaged(f"{path} is missing")
+        size = path.stat().st_size
+        if size != wanted["bytes"]:
+            raise Damaged(f"{path} has {size} bytes, it was saved with {wanted['bytes']}")
+        if _sha256(path) != wanted["sha256"]:
+            raise Damaged(f"{path} has changed since it was saved")
+    return manifest
+
+
+def settle(folder: Path) -> None:
+    """Finish what a commit that died has left: one place for `folder`, and no drafts beside it."""
+    aside = _aside(folder)
+    if aside.exists():
+        if folder.exists():
+            shutil.rmtree(aside)
+        else:
+            aside.rename(folder)
+    for draft in folder.parent.glob(f".{folder.name}.draft-*"):
+        if not _is_alive(draft):
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def _put_in_place(draft: Path, folder: Path) -> None:
+    if not folder.exists():
+        draft.rename(folder)
+    elif _exchanged(draft, folder):
+        _sync(folder.parent)
+        shutil.rmtree(draft)
+    else:
+        # Two moves: between them `settle` finds the old folder aside.
+        folder.rename(_aside(folder))
+        draft.rename(folder)
+        _sync(folder.parent)
+        shutil.rmtree(_aside(folder))
+    _sync(folder.parent)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Let two folders change places in one move; False where the system has no such move."""
+    exchange = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if exchange is None:
+        return False
+    paths = os.fsencode(one), os.fsencode(other)
+    if exchange(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _CANNOT_EXCHANGE:
+        return False
+    raise OSError(number, os.strerror(number), str(other))
+
+
+def _listed(folder: Path) -> dict[str, dict[str, Any]]:
+    return {
+        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        for path in _files(folder)
+    }
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Have the system write a file or the names in a folder to the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _draft(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.draft-{os.getpid()}")
+
+
+def _aside(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.aside")
+
+
+def _is_alive(draft: Path) -> bool:
+    number = draft.name.rpartition("-")[2]
+    return number.isdigit() and int(number) != os.getpid() and Path("/proc", number).exists()
