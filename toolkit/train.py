@@ -280,7 +280,15 @@ def _save(job: Job, accelerator: Any, model: Any, recorder: Recorder) -> None:
     from toolkit.training.saving import save_model
 
     with recorder.saving():
-        save_model(accelerator, model, Path(job.args.output_dir) / "final", tokenizer=job.tokenizer)
+        save_model(
+            accelerator,
+            model,
+            Path(job.args.output_dir) / "final",
+            tokenizer=job.tokenizer,
+            strategy=job.strategy.name,
+            num_processes=accelerator.num_processes,
+            step=job.steps,
+        )
 
 
 def _recorder(job: Job, status: StatusFile) -> Recorder:

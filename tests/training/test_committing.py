@@ -41,14 +41,25 @@ def content(folder):
 
 def test_a_folder_is_replaced_as_a_whole_and_leaves_nothing_beside_it(tmp_path):
     folder = tmp_path / "final"
-    commit(folder, "old", step=1)
-    (folder / "extra").write_text("of the old one")
+    with committing(folder, step=1) as draft:
+        (draft / "weights-of-another-shape").write_text("old")
     commit(folder, "new", step=2, strategy="zero2")
     assert content(folder) == {"weights": "new", "state": "newnew"}
     assert check(folder)["step"] == 2
     assert check(folder)["strategy"] == "zero2"
     assert list(check(folder)["files"]) == ["deep/state", "weights"]
     assert os.listdir(tmp_path) == ["final"]
+
+
+def test_what_others_put_into_a_folder_stays(tmp_path):
+    folder = tmp_path / "output"
+    (folder / "checkpoint-5").mkdir(parents=True)
+    (folder / "checkpoint-5" / "trainer_state.json").write_text("{}")
+    commit(folder, "old")
+    commit(folder, "new")
+    assert content(folder) == {"weights": "new", "state": "newnew", "trainer_state.json": "{}"}
+    check(folder)
+    assert os.listdir(tmp_path) == ["output"]
 
 
 def test_a_body_that_fails_leaves_the_old_folder(tmp_path):

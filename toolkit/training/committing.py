@@ -1,7 +1,9 @@
 """Folders that are whole or not there: written aside, listed in a manifest, then put in place.
 
 Whoever looks at a committed folder, at whatever moment a process or a machine died, finds the old
-content or all of the new one. The old one is deleted only when the new one stands.
+content or all of the new one. The old one is deleted only when the new one stands. A folder that
+holds other things as well cannot be replaced: there the files come in one by one and the manifest
+last, and a commit that died in between is seen by `check`.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ def committing(folder: Path, **facts: Any) -> Generator[Path]:
     When the body raises, what it wrote is removed and `folder` stays as it was.
 
     Args:
-        folder: Where the files go; what is there now is replaced as a whole.
+        folder: Where the files go. What an earlier commit put there is replaced as a whole; what
+            others put there stays, and only files of the same name are replaced.
         facts: Put into the manifest beside sizes and sha256 of the files.
     """
     settle(folder)
@@ -99,6 +102,8 @@ def settle(folder: Path) -> None:
 def _put_in_place(draft: Path, folder: Path) -> None:
     if not folder.exists():
         draft.rename(folder)
+    elif _has_others(folder):
+        _move_in(draft, folder)
     elif _exchanged(draft, folder):
         _sync(folder.parent)
         shutil.rmtree(draft)
@@ -109,6 +114,26 @@ def _put_in_place(draft: Path, folder: Path) -> None:
         _sync(folder.parent)
         shutil.rmtree(_aside(folder))
     _sync(folder.parent)
+
+
+def _has_others(folder: Path) -> bool:
+    try:
+        listed = set(read_json(folder / MANIFEST)["files"])
+    except (UsageError, OSError, KeyError, TypeError):
+        listed = set[str]()
+    return bool({str(path.relative_to(folder)) for path in _files(folder)} - listed - {MANIFEST})
+
+
+def _move_in(draft: Path, folder: Path) -> None:
+    (folder / MANIFEST).unlink(missing_ok=True)
+    for path in _files(draft):
+        if path != draft / MANIFEST:
+            target = folder / path.relative_to(draft)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.replace(target)
+    _sync(folder)
+    (draft / MANIFEST).replace(folder / MANIFEST)
+    shutil.rmtree(draft)
 
 
 def _exchanged(one: Path, other: Path) -> bool:

@@ -1,22 +1,47 @@
-"""One folder at the end that `from_pretrained` loads, under every strategy."""
+"""One folder at the end that `from_pretrained` loads, under every strategy.
+
+The weights come one by one, each whole, whatever shards them, and rank 0 holds no more of them than
+one file takes. What is written is read again and compared before the folder is put in place.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-import shutil
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+from toolkit.measuring.attestation import gather_objects
+from toolkit.training.committing import committing
+
+SHARD_BYTES: Final = 4 << 30
+"""Of one file of weights."""
+
+INDEX_FILE: Final = "model.safetensors.index.json"
 
 
 class SaveError(RuntimeError):
     """What was written does not load as the model that was trained."""
 
 
-def save_model(accelerator: Any, model: Any, folder: Path, *, tokenizer: Any = None) -> None:
-    """Gather the weights, write them, load them again, and only then put the folder in place.
+def save_model(
+    accelerator: Any,
+    model: Any,
+    folder: Path,
+    *,
+    tokenizer: Any = None,
+    shard_bytes: int = SHARD_BYTES,
+    **facts: Any,
+) -> None:
+    """Gather the weights, write and verify them, and only then put the folder in place.
 
     A collective: every rank calls it. Stock `Trainer.save_model` (transformers 5.23) leaves
     nothing at all under FSDP with SHARDED_STATE_DICT, and no weights under ZeRO-3 without
@@ -25,91 +50,169 @@ def save_model(accelerator: Any, model: Any, folder: Path, *, tokenizer: Any = N
     Args:
         accelerator: The Accelerator that prepared the model.
         model: The wrapped model.
-        folder: Where the model goes; in a folder already there its files replace those of the
-            same name once they are all written and verified, and others stay.
-        tokenizer: Saved along, so that the folder is complete.
+        folder: Where the model goes, as `committing` puts it there.
+        tokenizer: Saved along, with its chat template, so that the folder is complete.
+        shard_bytes: The largest file of weights, unless one tensor is larger.
+        facts: For the manifest.
 
     Raises:
-        SaveError: the files don't load, or not as the weights that were gathered.
+        SaveError: on every rank, when rank 0 could not write, or the files don't load, or not as
+            the weights that were gathered.
     """
-    weights = full_state_dict(accelerator, model)
+    unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
+    weights = whole_weights(accelerator, model, unwrapped)
     error: str | None = None
     if accelerator.is_main_process:
-        draft = folder.with_name(f".{folder.name}.{os.getpid()}")
         try:
-            _write(accelerator.unwrap_model(model), weights, draft, tokenizer)
-            verify(draft, weights)
-            _replace(draft, folder)
+            with committing(folder, **facts) as draft:
+                dtype = _write_weights(unwrapped, weights, draft, shard_bytes)
+                with outside_of_engines():
+                    _write_all_but_weights(unwrapped, draft, tokenizer, dtype)
+                    check_loads(draft)
         except (OSError, SaveError, ValueError, RuntimeError) as failure:
             error = f"{folder}: {failure}"
-            shutil.rmtree(draft, ignore_errors=True)
-    for found in _everyones(error):
+    for _ in weights:
+        pass  # the other ranks, and rank 0 where it could not go on, only take part
+    for found in gather_objects(error):
         if found is not None:
             raise SaveError(found)
 
 
-def full_state_dict(accelerator: Any, model: Any) -> dict[str, torch.Tensor]:
-    """Return the whole model's weights on rank 0, whatever shards them; a collective."""
-    if getattr(model, "zero_optimization_stage", lambda: 0)() == 3:
-        weights = _gathered_zero3(model)
-    else:
-        weights = accelerator.get_state_dict(model)
-    return dict(weights or {})
+def whole_weights(
+    accelerator: Any, model: Any, unwrapped: Any
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Yield every weight by name, whole and on the CPU; a collective, and None but on rank 0.
+
+    A weight that stands under two names comes once. In mixed precision it is what the optimizer
+    steps on: DeepSpeed's fp32 masters, where its parameters are a copy of 16 bits.
+    """
+    main = accelerator.is_main_process
+    for name, parameter in unwrapped.named_parameters():
+        tensor = _whole(model, parameter, accelerator.device, main)
+        yield name.replace("_orig_mod.", ""), tensor if main else None
+    persistent = unwrapped.state_dict().keys()
+    for name, buffer in unwrapped.named_buffers():
+        if name in persistent:
+            yield name.replace("_orig_mod.", ""), buffer.detach().cpu() if main else None
 
 
-def _gathered_zero3(engine: Any) -> dict[str, torch.Tensor]:
-    # The engine's own gathering (`_zero3_consolidated_16bit_state_dict`) refuses to work when
-    # the config file doesn't say so; GatheredParameters is public and always does.
-    import deepspeed
+def _whole(model: Any, parameter: Any, device: Any, main: bool) -> torch.Tensor | None:
+    masters = _fp32_masters(model, parameter)
+    if masters:
+        from deepspeed.utils import safe_get_full_fp32_param
 
-    weights: dict[str, torch.Tensor] = {}
-    main = torch.distributed.get_rank() == 0
-    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+        master = safe_get_full_fp32_param(parameter)
+        return master.detach().cpu() if main and master is not None else None
+    if hasattr(parameter, "ds_id"):
+        import deepspeed
+
+        # The engine's own gathering (`_zero3_consolidated_16bit_state_dict`) refuses to work when
+        # the config file doesn't say so; GatheredParameters is public and always does.
         with deepspeed.zero.GatheredParameters([parameter]):
-            if main:
-                weights[name] = parameter.detach().cpu().clone()
-    persistent = engine.module.state_dict().keys()
-    for name, buffer in engine.module.named_buffers():
-        if main and name in persistent:
-            weights[name] = buffer.detach().cpu().clone()
-    return weights
+            return parameter.detach().cpu().clone() if main else None
+    tensor = parameter.detach()
+    if isinstance(tensor, DTensor):
+        # An offloaded shard travels by the device's own transport.
+        tensor = tensor.to(device).full_tensor()
+    return tensor.cpu() if main else None
 
 
-def _write(model: Any, weights: dict[str, torch.Tensor], folder: Path, tokenizer: Any) -> None:
-    empty = [name for name, tensor in weights.items() if tensor.numel() == 0]
-    if empty:
-        raise SaveError(f"{len(empty)} gathered weights are empty, {empty[0]} among them")
-    folder.mkdir(parents=True)
-    with outside_of_engines():
-        model.save_pretrained(folder, state_dict=weights)
+def _fp32_masters(model: Any, parameter: Any) -> bool:
+    return (
+        hasattr(model, "zero_optimization_stage")
+        and model.zero_optimization_stage() > 0
+        and parameter.requires_grad
+        and parameter.dtype != torch.float32
+    )
+
+
+def full_state_dict(accelerator: Any, model: Any) -> dict[str, torch.Tensor]:
+    """Return the whole model's weights on rank 0, all at once; a collective."""
+    unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
+    found = whole_weights(accelerator, model, unwrapped)
+    return {name: tensor for name, tensor in found if tensor is not None}
+
+
+def _write_all_but_weights(model: Any, folder: Path, tokenizer: Any, dtype: str) -> None:
+    from transformers.dynamic_module_utils import custom_object_save
+
+    config = model.config
+    config.dtype = dtype  # in which `dtype="auto"` loads it
+    # FSDP2 gives the model's class another name.
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    if model.is_remote_code():
+        custom_object_save(model, folder, config=config)
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 
 
-def verify(folder: Path, weights: dict[str, torch.Tensor]) -> None:
-    """Load a folder as a user would, and compare it with the weights it should hold.
+def _write_weights(
+    model: Any, weights: Iterator[tuple[str, torch.Tensor | None]], folder: Path, limit: int
+) -> str:
+    """Write the weights in files of at most `limit` bytes, and return the dtype that most have."""
+    files: list[dict[str, int]] = []
+    dtypes = Counter[torch.dtype]()
+    held: dict[str, torch.Tensor] = {}
+    for name, tensor in weights:
+        if tensor is None or tensor.numel() == 0:
+            raise SaveError(f"{name} was gathered empty")
+        if held and _bytes_of(held) + tensor.nbytes > limit:
+            files.append(_write_shard(model, held, folder / _part(len(files))))
+            held = {}
+        held[name] = tensor
+        dtypes[tensor.dtype] += tensor.numel() if tensor.is_floating_point() else 0
+    dtype = str(dtypes.most_common(1)[0][0]).removeprefix("torch.")
+    files.append(_write_shard(model, held, folder / _part(len(files))))
+    if len(files) == 1:
+        (folder / _part(0)).rename(folder / "model.safetensors")
+        return dtype
+    weight_map: dict[str, str] = {}
+    for number, sizes in enumerate(files):
+        file = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
+        (folder / _part(number)).rename(folder / file)
+        weight_map |= dict.fromkeys(sizes, file)
+    index = {
+        "metadata": {"total_size": sum(sum(sizes.values()) for sizes in files)},
+        "weight_map": weight_map,
+    }
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return dtype
+
+
+def _write_shard(model: Any, held: dict[str, torch.Tensor], file: Path) -> dict[str, int]:
+    """Write one file, read it again, and return the bytes of each of its tensors."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    # Some families fuse weights when they load (experts, above all); each is taken apart by itself.
+    converted = {
+        name: tensor.contiguous()
+        for name, tensor in revert_weight_conversion(model, dict(held)).items()
+    }
+    save_file(converted, file, metadata={"format": "pt"})
+    with safe_open(file, "pt") as written:
+        for name, tensor in converted.items():
+            if not _same_bytes(written.get_tensor(name), tensor):
+                raise SaveError(f"{name} came back with other values")
+    return {name: tensor.nbytes for name, tensor in converted.items()}
+
+
+def check_loads(folder: Path) -> None:
+    """Have transformers match the files' names and shapes with the model's, without reading them.
 
     Raises:
-        SaveError: naming the first thing that differs.
+        SaveError: naming the first thing that is missing, left over or of another shape.
     """
     from transformers import AutoModelForCausalLM
 
-    with outside_of_engines():
-        loaded, report = AutoModelForCausalLM.from_pretrained(
-            folder, dtype="auto", output_loading_info=True
-        )
+    _, report = AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", device_map="meta", output_loading_info=True
+    )
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report[kind]:
             raise SaveError(f"{kind} after loading it again: {sorted(map(str, report[kind]))[:3]}")
-    found = loaded.state_dict()
-    for name, tensor in weights.items():
-        if name not in found:
-            raise SaveError(f"{name} was not saved")
-        loaded_again, gathered = found[name].to(tensor.dtype), tensor.detach().cpu()
-        # NaN equals nothing, itself included; a run that diverged is told by its losses.
-        same_nans = torch.equal(loaded_again.isnan(), gathered.isnan())
-        if not same_nans or not torch.equal(loaded_again.nan_to_num(), gathered.nan_to_num()):
-            raise SaveError(f"{name} came back with other values")
 
 
 @contextmanager
@@ -124,24 +227,24 @@ def outside_of_engines() -> Any:
     registered = deepspeed._hf_deepspeed_config_weak_ref
     fsdp = os.environ.pop("ACCELERATE_USE_FSDP", None)
     deepspeed.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        deepspeed._hf_deepspeed_config_weak_ref = registered
+    with ExitStack() as undo:
+        undo.callback(setattr, deepspeed, "_hf_deepspeed_config_weak_ref", registered)
         if fsdp is not None:
-            os.environ["ACCELERATE_USE_FSDP"] = fsdp
+            undo.callback(os.environ.__setitem__, "ACCELERATE_USE_FSDP", fsdp)
+        yield
 
 
-def _replace(draft: Path, folder: Path) -> None:
-    if not folder.exists():
-        draft.rename(folder)
-        return
-    for file in sorted(draft.iterdir()):
-        file.replace(folder / file.name)
-    draft.rmdir()
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same to the bit, NaN included."""
+    same_kind = one.dtype == other.dtype and one.shape == other.shape
+    return same_kind and torch.equal(
+        one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
+    )
 
 
-def _everyones(value: Any) -> list[Any]:
-    from toolkit.measuring.attestation import gather_objects
+def _bytes_of(tensors: dict[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
 
-    return gather_objects(value)
+
+def _part(number: int) -> str:
+    return f"part-{number}.safetensors"

@@ -1,0 +1,152 @@
+"""A saved folder loads as the model that was trained, whatever its family."""
+
+import json
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+
+from toolkit.training import saving
+from toolkit.training.committing import check
+from toolkit.training.saving import SaveError, save_model
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def accelerator():
+    return Accelerator(cpu=True)
+
+
+@pytest.fixture
+def tied():
+    return AutoModelForCausalLM.from_config(LlamaConfig(**SMALL, tie_word_embeddings=True))
+
+
+def same(folder, model):
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    ours, theirs = model.state_dict(), loaded.state_dict()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
+
+
+def stored(folder):
+    return [
+        name
+        for file in sorted(folder.glob("*.safetensors"))
+        for name in safe_open(file, "pt").keys()  # noqa: SIM118
+    ]
+
+
+def test_tied_weights_are_stored_once_and_load_tied(tmp_path, accelerator, tied):
+    save_model(accelerator, tied, tmp_path / "final", strategy="single", step=3)
+    assert same(tmp_path / "final", tied)
+    assert "lm_head.weight" not in stored(tmp_path / "final")
+    manifest = check(tmp_path / "final")
+    assert (manifest["strategy"], manifest["step"]) == ("single", 3)
+    assert {"model.safetensors", "config.json", "generation_config.json"} <= set(manifest["files"])
+
+
+def test_experts_are_stored_as_their_family_stores_them(tmp_path, accelerator):
+    model = AutoModelForCausalLM.from_config(MixtralConfig(**SMALL, num_local_experts=2))
+    save_model(accelerator, model, tmp_path / "final", shard_bytes=20_000)
+    assert same(tmp_path / "final", model)
+    assert "model.layers.0.block_sparse_moe.experts.1.w2.weight" in stored(tmp_path / "final")
+
+
+def test_files_are_no_larger_than_asked_and_an_index_names_them(tmp_path, accelerator, tied):
+    save_model(accelerator, tied, tmp_path / "final", shard_bytes=9_000)
+    files = sorted((tmp_path / "final").glob("*.safetensors"))
+    assert len(files) > 2
+    index = json.loads((tmp_path / "final" / saving.INDEX_FILE).read_text())
+    assert {file.name for file in files} == set(index["weight_map"].values())
+    largest = max(p.nbytes for p in tied.parameters())
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            held = sum(opened.get_tensor(name).nbytes for name in opened.keys())  # noqa: SIM118
+        assert held <= max(9_000, largest)
+    assert same(tmp_path / "final", tied)
+
+
+def test_no_more_than_one_file_is_held(tmp_path, accelerator, tied):
+    alive, most = set(), 0
+    for name, tensor in saving.whole_weights(accelerator, tied, tied):
+        assert tensor is not None, name
+        alive.add(name)
+    written = []
+    original = saving._write_shard
+
+    def watched(model, held, file):
+        nonlocal most
+        most = max(most, sum(tensor.nbytes for tensor in held.values()))
+        written.extend(held)
+        return original(model, held, file)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "_write_shard", watched)
+        save_model(accelerator, tied, tmp_path / "final", shard_bytes=9_000)
+    assert most <= 9_000
+    assert set(written) == alive
+
+
+def test_16_bit_weights_come_back_in_16_bit(tmp_path, accelerator, tied):
+    tied.to(torch.bfloat16)
+    with torch.no_grad():
+        tied.model.norm.weight[0] = torch.nan
+    save_model(accelerator, tied, tmp_path / "final")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype="auto")
+    assert loaded.dtype == torch.bfloat16
+    assert loaded.model.norm.weight[0].isnan()
+    assert torch.equal(loaded.model.embed_tokens.weight, tied.model.embed_tokens.weight)
+
+
+def test_weights_that_come_back_different_leave_the_old_folder(tmp_path, accelerator, tied):
+    folder = tmp_path / "final"
+    save_model(accelerator, tied, folder)
+    before = check(folder)
+    original = saving.save_file
+
+    def one_bit_flips(tensors, file, metadata):
+        original(tensors, file, metadata)
+        with open(file, "r+b") as opened:
+            opened.seek(-1, 2)
+            last = opened.read(1)[0]
+            opened.seek(-1, 2)
+            opened.write(bytes([last ^ 1]))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "save_file", one_bit_flips)
+        with pytest.raises(SaveError, match="came back with other values"):
+            save_model(accelerator, tied, folder)
+    assert check(folder) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+
+
+def test_a_weight_that_is_lost_on_the_way_is_named(tmp_path, accelerator, tied):
+    original = saving.whole_weights
+
+    def without_one(*arguments):
+        for name, tensor in original(*arguments):
+            if name != "model.layers.1.mlp.up_proj.weight":
+                yield name, tensor
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "whole_weights", without_one)
+        with pytest.raises(SaveError, match=r"missing_keys.*layers\.1\.mlp\.up_proj"):
+            save_model(accelerator, tied, tmp_path / "final")
+    assert not (tmp_path / "final").exists()
+
+
+def test_a_weight_that_was_gathered_empty_is_named(tmp_path, accelerator, tied):
+    tied.model.norm.weight.data = torch.empty(0)
+    with pytest.raises(SaveError, match=r"model\.norm\.weight was gathered empty"):
+        save_model(accelerator, tied, tmp_path / "final")
+    assert not (tmp_path / "final").exists()
