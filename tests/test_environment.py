@@ -1,11 +1,15 @@
 """This machine, without asking CUDA."""
 
+import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from places import ROOT
 
 from toolkit import environment
 from toolkit.strategies import STRATEGIES
@@ -99,6 +103,195 @@ def test_gpus_are_those_that_a_process_would_see(monkeypatch):
 def test_a_machine_without_a_driver_has_no_gpus(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", Nvml(loaded=False))
     assert environment.gpus() == []
+
+
+class NvmlError(Exception):
+    def __init__(self, value, said="Not Supported"):
+        super().__init__(said)
+        self.value = value
+
+
+class LinkedNvml(Nvml):
+    """A driver whose GPUs are joined by `links`, and else by PCIe at `level`.
+
+    `links` holds, of each GPU, the other end of each NVLink: a GPU's number, or "switch".
+    """
+
+    NVMLError = NvmlError
+    NVML_NVLINK_MAX_LINKS = 4
+
+    def __init__(self, *, links=((), (), ()), level=50, peers=True, broken=None):
+        super().__init__()
+        self.links, self.level, self.peers, self.broken = links, level, peers, broken
+
+    def _other_end(self, handle, link):
+        if link >= len(self.links[handle]):
+            raise NvmlError(3)
+        return self.links[handle][link]
+
+    def nvmlDeviceGetPciInfo(self, handle):
+        return SimpleNamespace(domain=0, bus=handle, device=0)
+
+    def nvmlDeviceGetNvLinkState(self, handle, link):
+        if self.broken is not None:
+            raise self.broken
+        return self._other_end(handle, link) is not None
+
+    def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle, link):
+        return 2 if self._other_end(handle, link) == "switch" else 0
+
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, handle, link):
+        return self.nvmlDeviceGetPciInfo(self._other_end(handle, link))
+
+    def nvmlDeviceGetTopologyCommonAncestor(self, one, other):
+        return self.level
+
+    def nvmlDeviceGetP2PStatus(self, one, other, kind):
+        return 0 if self.peers else 5
+
+    def nvmlSystemGetDriverVersion(self):
+        return "580.65.06"
+
+    def nvmlDeviceGetMaxPcieLinkGeneration(self, handle):
+        return 4
+
+    def nvmlDeviceGetMaxPcieLinkWidth(self, handle):
+        return 16
+
+
+@pytest.mark.parametrize(
+    ("visible", "driver", "joined"),
+    [
+        ("0", {"links": ((1,), (0,), ())}, []),
+        ("0,1", {"links": ((1, 1, None, 2), (0, 0), (0,))}, ["0-1: NVLink x2"]),
+        # The numbers are places in what is visible, not NVML's own.
+        (
+            "2,0,1",
+            {"links": ((1, 1), (0, 0), ()), "level": 40},
+            ["0-1, 0-2: PCIe, through host bridges of one NUMA node", "1-2: NVLink x2"],
+        ),
+        (
+            "0,1,2",
+            {"links": (("switch",) * 4, ("switch",) * 4, ("switch",) * 3)},
+            ["0-1: NVLink x4, through NVSwitch", "0-2, 1-2: NVLink x3, through NVSwitch"],
+        ),
+        (
+            "0,1",
+            {"links": (("switch",), ("switch",), ()), "peers": False, "level": 10},
+            ["0-1: PCIe, through one switch, without peer access"],
+        ),
+        ("0,1,2", {"level": 30}, ["every pair: PCIe, through the host bridge"]),
+        ("0,1", {"level": 60}, ["0-1: NVML's topology level 60"]),
+        (
+            "0,1",
+            {"broken": NvmlError(15, "GPU is lost")},
+            ["0-1: not known: NVML says GPU is lost"],
+        ),
+    ],
+)
+def test_what_joins_the_visible_gpus_is_said_pair_by_pair(visible, driver, joined, monkeypatch):
+    driver = LinkedNvml(**driver)
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert environment.interconnect() == joined
+    assert not driver.open
+
+
+def test_the_snapshot_of_gpus_has_their_slots_links_and_driver(monkeypatch):
+    driver = LinkedNvml(links=((1,), (0,), ()))
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    shot = environment.snapshot()
+    assert [(gpu["name"], gpu["pcie"]) for gpu in shot["gpus"]] == [
+        ("GPU 0", "gen 4 x16"),
+        ("GPU 1", "gen 4 x16"),
+    ]
+    assert (shot["interconnect"], shot["driver"]) == (["0-1: NVLink x1"], "580.65.06")
+    assert not driver.open
+
+
+def git(folder, *words):
+    command = ["git", "-c", "user.name=n", "-c", "user.email=e@e", "-C", str(folder), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A repository that holds a copy of this module where the package's own checkout has it."""
+    folder = tmp_path / "checkout"
+    (folder / "toolkit").mkdir(parents=True)
+    for name in ("__init__.py", "environment.py", "strategies.py", "errors.py"):
+        shutil.copy(ROOT / "toolkit" / name, folder / "toolkit" / name)
+    (folder / "pyproject.toml").write_text('[project]\nname = "toolkit"\n')
+    (folder / "notes.txt").write_text("a")
+    git(folder, "init", "-q")
+    git(folder, "add", ".")
+    git(folder, "commit", "-q", "-m", "first")
+    return folder
+
+
+def commit_of(folder, **variables):
+    """What the module in `folder` says, asked in a process of its own."""
+    code = "from toolkit import environment as e; print(e.__file__, e.commit(), sep='|')"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"} | variables,
+    )
+    asked, found = done.stdout.strip().split("|")
+    assert Path(asked).is_relative_to(folder)
+    return found
+
+
+def test_a_checkout_says_its_commit_and_whether_it_was_changed(checkout):
+    head = git(checkout, "rev-parse", "HEAD")
+    assert commit_of(checkout) == head
+    (checkout / "notes.txt").write_text("what decides no run")
+    assert commit_of(checkout) == head
+    (checkout / "toolkit" / "another.py").touch()
+    assert commit_of(checkout) == f"{head}+changes"
+
+
+def test_a_hook_of_another_repository_does_not_lend_its_commit(checkout, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    git(other, "init", "-q")
+    git(other, "commit", "-q", "--allow-empty", "-m", "of another")
+    found = commit_of(checkout, GIT_DIR=str(other / ".git"), GIT_WORK_TREE=str(other))
+    assert found == git(checkout, "rev-parse", "HEAD")
+
+
+def test_a_package_that_only_lies_in_a_repository_has_no_commit(checkout):
+    (checkout / ".venv").mkdir()
+    installed = checkout / ".venv" / "site-packages"
+    shutil.copytree(checkout / "toolkit", installed / "toolkit")
+    assert commit_of(installed) == "None"
+    (checkout / "pyproject.toml").write_text('[project]\nname = "of-somebody-else"\n')
+    assert commit_of(checkout) == "None"
+
+
+def test_without_an_answer_of_git_there_is_no_commit(checkout, tmp_path):
+    assert commit_of(checkout, PATH=str(tmp_path)) == "None"
+    shutil.rmtree(checkout / ".git" / "objects")
+    assert commit_of(checkout) == "None"
+
+
+def test_help_and_plan_do_not_ask_git(tmp_path):
+    called = tmp_path / "called"
+    (tmp_path / "git").write_text(f"#!/bin/sh\ntouch {called}\n")
+    (tmp_path / "git").chmod(0o755)
+    variables = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    code = "from toolkit import environment; environment.commit()"
+    for command, calls in (
+        (["-m", "toolkit.cli", "--help"], False),
+        (["-m", "toolkit.cli", "plan", "1b"], False),
+        (["-c", code], True),
+    ):
+        subprocess.run([sys.executable, *command], cwd=ROOT, env=variables, check=True)
+        assert called.exists() is (calls and (ROOT / ".git").exists())
 
 
 def test_a_compiler_needs_this_pythons_headers(monkeypatch, tmp_path):

@@ -1,4 +1,7 @@
-"""This machine: GPUs by NVML, memory, compilers, versions. CUDA is never initialised."""
+"""This machine: GPUs and their links by NVML, memory, compilers, versions, the toolkit's commit.
+
+CUDA is never initialised, and git is asked by `commit` alone.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,45 @@ import os
 import platform
 import shlex
 import shutil
+import subprocess
 import sysconfig
+import tomllib
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from toolkit.strategies import Strategy
 
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "peft", "toolkit")
+
+# What nvml.h calls them. pynvml 13.615 has a tuple for the first of the last three.
+NO_SUCH_LINK: Final = (2, 3)
+"""NVML_ERROR_INVALID_ARGUMENT, NVML_ERROR_NOT_SUPPORTED."""
+
+LINK_TO_SWITCH: Final = 2
+PEER_READ, PEER_NVLINK = 0, 2
+PEER_OK: Final = 0
+
+ANCESTORS: Final = {
+    0: "on one board",
+    10: "PCIe, through one switch",
+    20: "PCIe, through several switches",
+    30: "PCIe, through the host bridge",
+    40: "PCIe, through host bridges of one NUMA node",
+    50: "PCIe, through the link between NUMA nodes",
+}
+"""`nvmlGpuTopologyLevel_t`: the nearest place where the ways of two GPUs meet."""
+
+COMMITTED: Final = ("toolkit", "accelerate_configs", "deepspeed_configs")
+"""Of a checkout, what decides a run."""
+
+GIT_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,22 +63,104 @@ def cache_root() -> Path:
 
 def gpus() -> list[Gpu]:
     """The NVIDIA GPUs that a process started here would see, in CUDA's order by PCI bus."""
+    with _driver() as nvml:
+        return [
+            Gpu(
+                name=str(nvml.nvmlDeviceGetName(handle)),
+                memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
+            )
+            for handle in _handles(nvml)
+        ]
+
+
+def interconnect() -> list[str]:
+    """Say what joins the GPUs of `gpus`, by their places in it; nothing for fewer than two.
+
+    Pairs that are joined alike share a line: `0-1, 2-3: NVLink x4`.
+    """
+    with _driver() as nvml:
+        handles = _handles(nvml)
+        joined: dict[str, list[str]] = {}
+        for one, other in combinations(range(len(handles)), 2):
+            link = _asked(nvml, lambda a=handles[one], b=handles[other]: _joined(nvml, a, b))
+            joined.setdefault(link, []).append(f"{one}-{other}")
+    if len(joined) == 1 and len(handles) > 2:
+        return [f"every pair: {link}" for link in joined]
+    return [f"{', '.join(pairs)}: {link}" for link, pairs in joined.items()]
+
+
+def _joined(nvml: Any, one: Any, other: Any) -> str:
+    """Name the shortest way between two GPUs."""
+    direct, to_switch = _links(nvml, one, to=other)
+    if direct:
+        return f"NVLink x{direct}"
+    to_switch = min(to_switch, _links(nvml, other, to=one)[1])
+    if to_switch and nvml.nvmlDeviceGetP2PStatus(one, other, PEER_NVLINK) == PEER_OK:
+        return f"NVLink x{to_switch}, through NVSwitch"
+    level = int(nvml.nvmlDeviceGetTopologyCommonAncestor(one, other))
+    way = ANCESTORS.get(level, f"NVML's topology level {level}")
+    if nvml.nvmlDeviceGetP2PStatus(one, other, PEER_READ) != PEER_OK:
+        way += ", without peer access"
+    return way
+
+
+def _links(nvml: Any, one: Any, *, to: Any) -> tuple[int, int]:
+    """Count the NVLinks of a GPU that are up: those to another GPU, and those to a switch."""
+    place = _place(nvml.nvmlDeviceGetPciInfo(to))
+    direct = to_switch = 0
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            if not nvml.nvmlDeviceGetNvLinkState(one, link):
+                continue
+            if nvml.nvmlDeviceGetNvLinkRemoteDeviceType(one, link) == LINK_TO_SWITCH:
+                to_switch += 1
+            elif _place(nvml.nvmlDeviceGetNvLinkRemotePciInfo(one, link)) == place:
+                direct += 1
+        except nvml.NVMLError as error:
+            if error.value not in NO_SUCH_LINK:
+                raise
+    return direct, to_switch
+
+
+def _place(pci: Any) -> tuple[int, int, int]:
+    return int(pci.domain), int(pci.bus), int(pci.device)
+
+
+def _pcie(nvml: Any, handle: Any) -> str:
+    """The fastest that card and slot agree on: what they use now falls while a GPU is idle."""
+    generation = nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)
+    return f"gen {generation} x{nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)}"
+
+
+def _asked(nvml: Any, question: Callable[[], str]) -> str:
+    try:
+        return question()
+    except nvml.NVMLError as error:
+        return f"not known: NVML says {error}"
+
+
+@contextmanager
+def _driver() -> Generator[Any]:
+    """Give NVML, None without a driver. Calls may be nested: NVML counts them."""
     nvml: Any = import_module("pynvml")  # it has no types
 
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:
-        return []
+        yield None
+        return
     try:
-        found: list[tuple[str, str, Gpu]] = []
-        for index in range(nvml.nvmlDeviceGetCount()):
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-            gpu = Gpu(name=str(nvml.nvmlDeviceGetName(handle)), memory_bytes=int(memory.total))
-            found.append((str(index), str(nvml.nvmlDeviceGetUUID(handle)), gpu))
+        yield nvml
     finally:
         nvml.nvmlShutdown()
-    return [found[i][2] for i in _visible([(index, uuid) for index, uuid, _ in found])]
+
+
+def _handles(nvml: Any) -> list[Any]:
+    if nvml is None:
+        return []
+    handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+    named = [(str(i), str(nvml.nvmlDeviceGetUUID(handle))) for i, handle in enumerate(handles)]
+    return [handles[position] for position in _visible(named)]
 
 
 def _visible(devices: list[tuple[str, str]]) -> list[int]:
@@ -136,13 +250,69 @@ def versions() -> dict[str, str]:
     return found
 
 
+@cache
+def commit() -> str | None:
+    """Return the commit of the checkout that this package lies in, `+changes` if it has any.
+
+    Changes are those of the package and of the configs, untracked files included. None for an
+    installed package, whatever repository its environment lies in, and where git gives no answer.
+    """
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists() or not _is_ours(root / "pyproject.toml"):
+        return None
+    head = _git(root, "rev-parse", "HEAD")
+    changed = _git(root, "status", "--porcelain", "--", *COMMITTED)
+    if head is None or changed is None:
+        return None
+    return f"{head}+changes" if changed else head
+
+
+def _is_ours(project: Path) -> bool:
+    try:
+        found = tomllib.loads(project.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return found.get("project", {}).get("name") == "toolkit"
+
+
+def _git(root: Path, *words: str) -> str | None:
+    # Within a hook of another repository git's own variables would lead there.
+    variables = {name: value for name, value in os.environ.items() if name[:4] != "GIT_"}
+    # No lock, and no program that the repository's own settings name.
+    options = ("--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(root))
+    try:
+        done = subprocess.run(
+            ("git", *options, *words),
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=GIT_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
 def snapshot() -> dict[str, Any]:
     """What stands under `environment` in a record. No variable, path or host name is in it."""
+    with _driver() as nvml:
+        pcie = [_asked(nvml, lambda at=handle: _pcie(nvml, at)) for handle in _handles(nvml)]
+        found = [
+            {"name": gpu.name, "memory_bytes": gpu.memory_bytes, "pcie": link}
+            for gpu, link in zip(gpus(), pcie, strict=True)
+        ]
+        driver = None if nvml is None else _asked(nvml, lambda: nvml.nvmlSystemGetDriverVersion())
+        joined = interconnect()
     return {
-        "gpus": [{"name": gpu.name, "memory_bytes": gpu.memory_bytes} for gpu in gpus()],
+        "gpus": found,
+        "interconnect": joined,
+        "driver": driver,
         "cpus": os.cpu_count(),
         "memory_bytes": memory_bytes(),
         "platform": platform.platform(),
         "compiler": has_compiler(),
         "versions": versions(),
+        "commit": commit(),
     }
