@@ -20,6 +20,9 @@ SCHEMA: Final = 1
 RECORD_FILE: Final = "record.json"
 RESULTS_FILE: Final = "results.json"
 
+FILLER_ID: Final = -(2**40)
+"""The `sample_id` of every row that only fills a step: it trains nothing, on any rank."""
+
 Status = Literal["ok", "failed", "oom", "timeout", "refused", "skipped"]
 
 NOT_FINITE: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -179,6 +182,20 @@ class Data(TypedDict):
     name: str
     hash: str | None
     rows: int
+    tokens_hash: NotRequired[str]
+    dropped: NotRequired[int]
+    """Rows of the source without a token to train on."""
+
+    python: NotRequired[str | None]
+    format: NotRequired[str]
+    loss_on: NotRequired[str]
+    template: NotRequired[dict[str, str] | None]
+    packing: NotRequired[str]
+    texts: NotRequired[int | None]
+    truncated: NotRequired[int | None]
+    longest: NotRequired[int | None]
+    tokens: NotRequired[int | None]
+    supervised_tokens: NotRequired[int | None]
 
 
 class Record(TypedDict):
@@ -247,6 +264,11 @@ class Broken(TypedDict):
     value: float | None
     limit: float | None
     reason: str
+    name: NotRequired[str]
+    """Of the row."""
+
+    repeat: NotRequired[int]
+    """Which start of the run, from 1; absent where there is one."""
 
 
 class Difference(TypedDict):
@@ -340,12 +362,15 @@ class Prediction(TypedDict):
     """Memory of the smallest device that it had; null in a rehearsal."""
 
     over_bytes: NotRequired[dict[str, int] | None]
-    """`low` and `high` of what the peak is beyond that room, below 0 where it fits; null without a
-    room."""
+    """`low` and `high` of what the device lacks, below 0 where it fits: the peak with what the
+    allocator, the CUDA context and the communication take, less the room; null without a room."""
 
 
 class Row(TypedDict):
     """One run in a comparison."""
+
+    name: NotRequired[str]
+    """Unlike any other row's: `<strategy>-<engine>`, under a scale with `-x<ranks>` behind it."""
 
     strategy: str
     engine: str
@@ -415,6 +440,9 @@ class Control(TypedDict):
     reason: str | None
     """Why it is not `single`."""
 
+    name: NotRequired[str]
+    """Of its row."""
+
 
 class Results(TypedDict):
     """One comparison."""
@@ -436,6 +464,9 @@ class Results(TypedDict):
     noise: NotRequired[Noise | None]
     dollars_per_hour: NotRequired[float | None]
     """Price of one GPU."""
+
+    not_measured: NotRequired[dict[str, str]]
+    """Why there is no `noise`."""
 
 
 def read_record(folder: Path) -> Record:

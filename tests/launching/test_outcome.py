@@ -135,3 +135,20 @@ def test_a_single_rank_dies_under_the_simple_launcher():
     line = "subprocess.CalledProcessError: Command '['python']' died with <Signals.SIGSEGV: 11>."
     ending = Ending(statuses=[said(0)], gone={0: 11.0}, lines=[line], returncode=1)
     assert judge(ending).reason == "rank 0 died at step 3 of SIGSEGV."
+
+
+def test_every_rank_that_ran_out_of_memory_is_named():
+    out = ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB.")
+    echo = ("RuntimeError", "Connection closed by peer")
+    statuses = [
+        said(0, "failed", time=11.0, error=out),
+        said(1, "failed", time=12.0, error=echo),
+        said(3, "failed", time=10.0, error=out),
+    ]
+    outcome = judge(Ending(statuses=statuses, returncode=1))
+    assert outcome.status == "oom"
+    assert outcome.reason
+    assert outcome.reason.startswith("ranks 0 and 3 ran out of memory; rank 3 failed at step 3: ")
+    alone = judge(Ending(statuses=statuses[1:], returncode=1))
+    assert alone.reason
+    assert alone.reason.startswith("rank 3 failed at step 3: ")

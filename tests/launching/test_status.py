@@ -26,7 +26,8 @@ def failed(rank, time, type_="RuntimeError", message="", state="failed"):
 def test_the_file_holds_what_the_contract_names(tmp_path):
     StatusFile(tmp_path, 1).running(7)
     said = json.loads((tmp_path / "rank-1.json").read_text())
-    assert said.keys() == {"schema", "rank", "pid", "state", "step", "time", "error"}
+    names = {"schema", "rank", "pid", "state", "step", "time", "error", "peak_bytes"}
+    assert said.keys() == names
     assert (said["schema"], said["rank"], said["pid"]) == (1, 1, os.getpid())
     assert (said["state"], said["step"], said["error"]) == ("running", 7, None)
 
@@ -150,3 +151,42 @@ def test_without_a_failure_there_is_no_first(tmp_path):
     StatusFile(tmp_path, 0).finished()
     StatusFile(tmp_path, 1).running()
     assert first_failure(read_statuses(tmp_path)) is None
+
+
+def test_a_rank_tells_its_peak_in_its_first_steps_and_when_it_fails_and_reads_it_never_between(
+    tmp_path,
+):
+    status = StatusFile(tmp_path, 0)
+    status.running()
+    assert read_statuses(tmp_path)[0].peak_bytes is None
+    read = []
+    status.peak = lambda: read.append(status.step) or 100 + len(read)
+    told = []
+    for step in range(6):
+        status.running(step)
+        told.append(read_statuses(tmp_path)[0].peak_bytes)
+    assert read == [0, 1, 2]
+    assert told == [101, 102, 103, 103, 103, 103]
+    status.failed(MemoryError("no more"))
+    assert read_statuses(tmp_path)[0].peak_bytes == 104
+
+
+def test_a_device_that_is_lost_does_not_hide_the_error(tmp_path):
+    def lost():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    status = StatusFile(tmp_path, 0)
+    status.peak = lost
+    status.failed(ValueError("the flux is off"))
+    said = read_statuses(tmp_path)[0]
+    assert said.error.message == "the flux is off"
+    assert said.peak_bytes is None
+
+
+def test_a_file_of_an_earlier_toolkit_has_no_peak(tmp_path):
+    StatusFile(tmp_path, 0).running(1)
+    file = tmp_path / "rank-0.json"
+    old = json.loads(file.read_text())
+    del old["peak_bytes"]
+    file.write_text(json.dumps(old))
+    assert read_statuses(tmp_path)[0].peak_bytes is None

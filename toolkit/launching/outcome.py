@@ -80,6 +80,10 @@ def judge(ending: Ending) -> Outcome:
     """
     lines = without_launcher_noise(ending.lines)
     status, reason = _verdict(ending, lines)
+    ranks = out_of_memory(ending.statuses)
+    if status == "oom" and len(ranks) > 1:
+        listed = f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+        reason = f"ranks {listed} ran out of memory; {reason}"
     return Outcome(
         status=status,
         reason=reason,
@@ -87,6 +91,11 @@ def judge(ending: Ending) -> Outcome:
         seconds=ending.seconds,
         statuses=ending.statuses,
     )
+
+
+def out_of_memory(statuses: Iterable[RankStatus]) -> list[int]:
+    """Return the ranks whose own error says that they ran out of memory."""
+    return [s.rank for s in statuses if s.error and OUT_OF_MEMORY.search(str(s.error))]
 
 
 def without_launcher_noise(lines: Iterable[str]) -> list[str]:

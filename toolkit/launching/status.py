@@ -12,7 +12,7 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -23,6 +23,10 @@ State = Literal["running", "finished", "failed", "refused", "usage"]
 Failure = Literal["failed", "refused", "usage"]
 
 STATUS_DIR = "TOOLKIT_STATUS_DIR"
+
+PEAK_STEPS = 2
+"""Up to this step a rank that is well tells its peak: what it holds is there by then, and the steps
+that are timed don't pay for the reading."""
 
 ECHO_PAUSE_SECONDS = 2.0
 """How long a rank that only lost a neighbour stays, so that the neighbour can say its own error.
@@ -72,6 +76,8 @@ class RankStatus:
     """When it was said, in Unix seconds."""
 
     error: RankError | None = None
+    peak_bytes: int | None = None
+    """Most memory that it knew to have held on its device, in a rehearsal on the host."""
 
     @property
     def only_echoes(self) -> bool:
@@ -86,12 +92,18 @@ class StatusFile:
         self.rank = rank
         self.state: State | None = None
         self.step = 0
+        self.peak: Callable[[], int | None] | None = None
+        """Reads the most memory held so far, in bytes; set by whoever knows the device."""
+
+        self._peak_bytes: int | None = None
         # A name per process: two ranks by mistake given one number must not tear each other's file.
         self._draft = folder / f".rank-{rank}.{os.getpid()}.tmp"
         folder.mkdir(parents=True, exist_ok=True)
 
     def running(self, step: int = 0) -> None:
         self.step = step
+        if step <= PEAK_STEPS:
+            self._read_peak()
         self._write("running")
 
     def finished(self) -> None:
@@ -99,8 +111,16 @@ class StatusFile:
         self._write("finished")
 
     def failed(self, error: BaseException, state: Failure = "failed") -> None:
+        self._read_peak()
         text = "".join(traceback.format_exception(error))
         self._write(state, {"type": type(error).__name__, "message": str(error), "traceback": text})
+
+    def _read_peak(self) -> None:
+        if self.peak is None:
+            return
+        # A device that is lost must not hide the error that is on its way.
+        with contextlib.suppress(RuntimeError):
+            self._peak_bytes = self.peak()
 
     def _write(self, state: State, error: dict[str, str] | None = None) -> None:
         self.state = state
@@ -112,6 +132,7 @@ class StatusFile:
             "step": self.step,
             "time": time.time(),
             "error": error,
+            "peak_bytes": self._peak_bytes,
         }
         self._draft.write_text(json.dumps(said), encoding="utf-8")
         os.replace(self._draft, self.path)
@@ -178,7 +199,7 @@ def read_status(path: Path) -> RankStatus | None:
         said = cast(dict[str, Any], json.loads(path.read_text(encoding="utf-8")))
         if said["state"] not in get_args(State):
             return None
-        error = said["error"]
+        error, peak = said["error"], said.get("peak_bytes")
         return RankStatus(
             rank=int(said["rank"]),
             pid=int(said["pid"]),
@@ -188,6 +209,7 @@ def read_status(path: Path) -> RankStatus | None:
             error=RankError(**{name: str(value) for name, value in error.items()})
             if error
             else None,
+            peak_bytes=None if peak is None else int(peak),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
