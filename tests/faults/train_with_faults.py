@@ -4,7 +4,11 @@
 
 Each NAME, `clean` or a key of FAULTS, leaves OUTPUT/NAME/record.json and OUTPUT/NAME/final/. The
 training is the product's own: its data, collator, loop, recorder and save. A fault is put where
-such bugs live, in what the loop calls, and is gone again before the next run.
+such bugs live, in what the loop calls, and is gone again before the next run. A NAME such as
+`bf16/clean` trains under that precision.
+
+With FAULTS_EVIDENCE set, two steps are trained, and OUTPUT/NAME/evidence/ is left in the place of
+the final weights.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 from toolkit import environment
 from toolkit.measuring.attestation import Asked
+from toolkit.measuring.evidence import EvidenceKeeper
 from toolkit.measuring.recorder import Recorder
 from toolkit.rehearse import die_with_launcher, rehearse_if_needed
 from toolkit.results import SCHEMA, write_json
@@ -43,7 +48,8 @@ from toolkit.training.data import Collator, TrainingData, prepare_data, training
 from toolkit.training.model import load_tokenizer
 from toolkit.training.saving import save_model
 
-STEPS = 20
+EVIDENCE = "FAULTS_EVIDENCE" in os.environ
+STEPS = 2 if EVIDENCE else 20
 ROWS = 16
 MICRO_BATCHES = 4
 """Of one optimizer step, over all ranks: each of two ranks accumulates over two."""
@@ -67,8 +73,11 @@ def main() -> None:
         folder = output / name
         if RANK == 0:
             folder.mkdir(parents=True)
-        run = Run(model_folder=model, data=data, args=arguments(model, folder))
-        with nullcontext() if name == "clean" else FAULTS[name](run):
+        precision, _, fault = name.rpartition("/")
+        precision = precision or PRECISION
+        args = arguments(model, folder, precision)
+        run = Run(model_folder=model, data=data, args=args, precision=precision)
+        with nullcontext() if fault == "clean" else FAULTS[fault](run):
             run.go(folder)
         # Accelerate keeps one state a process, and a new Accelerator would go on with it.
         GradientState._reset_state()
@@ -80,7 +89,7 @@ def main() -> None:
     os._exit(0)  # as toolkit.train leaves: a rank that is done sometimes aborts in its exit
 
 
-def arguments(model: str, folder: Path) -> TrainingArguments:
+def arguments(model: str, folder: Path, precision: str) -> TrainingArguments:
     flags = {
         "model_name_or_path": model,
         "output_dir": folder,
@@ -91,7 +100,7 @@ def arguments(model: str, folder: Path) -> TrainingArguments:
         "learning_rate": 1e-3,
         "weight_decay": 0.01,
         "seed": SEED,
-    } | ({} if PRECISION == "no" else {PRECISION: True})
+    } | ({} if precision == "no" else {precision: True})
     return parse([text for name, value in flags.items() for text in (f"--{name}", str(value))])[-1]
 
 
@@ -102,15 +111,25 @@ class Run:
     model_folder: str
     data: TrainingData
     args: TrainingArguments
+    precision: str
     order_seed: int = SEED
     load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
 
     def go(self, folder: Path) -> None:
         """Train, and leave the record and the final weights in `folder`."""
         tokenizer = load_tokenizer(self.model_folder)
+        strategy = get_strategy("ddp" if RANKS > 1 else "single")
         recorder = Recorder(
-            Asked(strategy=get_strategy("ddp" if RANKS > 1 else "single"), num_processes=RANKS),
+            Asked(strategy=strategy, num_processes=RANKS),
             rehearsal=True,
+            evidence=EvidenceKeeper(
+                folder / "evidence",
+                strategy=strategy.name,
+                engine="loop",
+                precision=self.precision,
+            )
+            if EVIDENCE
+            else None,
         )
         rows = training_rows(
             self.data.load(),
@@ -133,7 +152,8 @@ class Run:
         )
         accelerator, wrapped = kept[0]
         measured = recorder.finish()
-        save_model(accelerator, wrapped, folder / "final", tokenizer=tokenizer)
+        if not EVIDENCE:
+            save_model(accelerator, wrapped, folder / "final", tokenizer=tokenizer)
         if RANK == 0:
             write_json(folder / "record.json", self.described(recorder) | measured)
         accelerator.free_memory()
@@ -143,7 +163,7 @@ class Run:
             "schema": SCHEMA,
             "strategy": recorder.asked.strategy.name,
             "engine": "loop",
-            "precision": PRECISION,
+            "precision": self.precision,
             "status": "ok",
             "reason": None,
             "model": {"name": "small", "path": self.model_folder, "parameters": None},
@@ -310,6 +330,89 @@ def gradients_doubled(run: Run) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def gradients_summed_over_the_ranks(run: Run) -> Iterator[None]:
+    original = Accelerator.prepare_model
+
+    def hook(state, bucket):
+        bucket.set_buffer(bucket.buffer() * RANKS)
+        return allreduce_hook(torch.distributed.group.WORLD, bucket)
+
+    def prepare_model(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+        model = original(self, *args, **kwargs)
+        model.register_comm_hook(None, hook)
+        return model
+
+    with patch.object(Accelerator, "prepare_model", prepare_model):
+        yield
+
+
+@contextmanager
+def mean_of_means(run: Run) -> Iterator[None]:
+    """Each micro-batch divides by its own tokens, and the step by the micro-batches."""
+    original = run.load
+
+    def by_itself(folder: str, **options: Any) -> Any:
+        model = original(folder, **options)
+        forward = model.forward
+
+        def averaging(*args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            output.loss = output.loss / MICRO_BATCHES
+            return output
+
+        model.forward = averaging
+        return model
+
+    run.load = by_itself
+    yield
+
+
+@contextmanager
+def divided_by_the_accumulation_twice(run: Run) -> Iterator[None]:
+    original = Accelerator.backward
+
+    def backward(self: Accelerator, loss: torch.Tensor, **kwargs: Any) -> None:
+        original(self, loss / self.gradient_accumulation_steps, **kwargs)
+
+    with patch.object(Accelerator, "backward", backward):
+        yield
+
+
+@contextmanager
+def prompt_learned_in_one_row(run: Run) -> Iterator[None]:
+    original = loop.take
+
+    def take(*args: Any) -> list[dict[str, torch.Tensor]]:
+        window = original(*args)
+        if window and RANK == 0:
+            window[0]["labels"][0, :2] = window[0]["input_ids"][0, :2]
+        return window
+
+    with patch.object(loop, "take", take):
+        yield
+
+
+@contextmanager
+def weights_kept_in_bf16(run: Run) -> Iterator[None]:
+    """The update is added to weights that can't hold it."""
+    original = loop.Trainer.get_optimizer_cls_and_kwargs
+
+    class AdamW(torch.optim.AdamW):
+        def step(self, *args: Any, **kwargs: Any) -> None:
+            super().step(*args, **kwargs)
+            with torch.no_grad():
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        parameter.copy_(parameter.bfloat16().float())
+
+    def rounding(*args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+        return AdamW, original(*args)[1]
+
+    with patch.object(loop.Trainer, "get_optimizer_cls_and_kwargs", rounding):
+        yield
+
+
 FAULTS: dict[str, Callable[[Run], AbstractContextManager[None]]] = {
     fault.__name__: fault
     for fault in (
@@ -327,6 +430,11 @@ FAULTS: dict[str, Callable[[Run], AbstractContextManager[None]]] = {
         no_weight_decay,
         gradients_rounded_to_bf16,
         gradients_doubled,
+        gradients_summed_over_the_ranks,
+        mean_of_means,
+        divided_by_the_accumulation_twice,
+        prompt_learned_in_one_row,
+        weights_kept_in_bf16,
     )
 }
 

@@ -15,7 +15,7 @@ from places import SCRIPTS
 from torch.distributed._functional_collectives import wait_tensor as wait
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from toolkit.measuring import traffic
+from toolkit.measuring import peak, traffic
 from toolkit.measuring.attestation import Asked
 from toolkit.measuring.recorder import Recorder
 from toolkit.measuring.traffic import Ledger, merged
@@ -79,7 +79,7 @@ def test_only_the_second_step_is_counted_and_nothing_stays_behind(outcomes, name
     for rank in outcomes:
         counted, left_alone = rank[name]["with"], rank[name]["without"]
         # Two micro-batches a step.
-        assert counted["modes"] == [0, 0, 1, 1, 0, 0]
+        assert counted["modes"] == [0, 0, 2, 2, 0, 0]  # of collectives, and of storages
         assert left_alone["modes"] == [0] * 6
         assert counted["hooks"][4:] == left_alone["hooks"][4:]
         assert counted["hooks"][2:4] != left_alone["hooks"][2:4]
@@ -100,6 +100,29 @@ def test_ranks_count_the_same(outcomes, name):
     first, second = (rank[name]["with"]["traffic"] for rank in outcomes)
     assert first == second
     assert first["disagreements"] == []
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_the_peak_of_the_fullest_rank_holds_the_states_that_were_counted(outcomes, name):
+    for rank in outcomes:
+        case = rank[name]["with"]
+        fullest, states = case["peak"], case["memory"]
+        categories = fullest["categories"]
+        assert fullest in case["peaks"]
+        assert fullest["total_bytes"] == max(each["total_bytes"] for each in case["peaks"])
+        assert fullest["total_bytes"] == sum(categories.values())
+        assert fullest["step"] == 2
+        for category in ("master", "optimizer"):
+            assert categories[category] == states[f"{category}_bytes"]
+        whole = name.startswith(("ddp", "zero2"))
+        gathered = categories["parameters"] - states["parameters_bytes"]
+        assert gathered == 0 if whole else gathered > 0
+        # DDP copies gradients into its buckets.
+        copies = 2 if name.startswith("ddp") else 1
+        if name != "zero2":  # which holds a part of one micro-batch's
+            assert categories["gradients"] >= copies * states["gradients_bytes"]
+        assert rank[name]["without"]["peak"] is None
+        assert rank[name]["without"]["peaks"] == [None, None]
 
 
 def test_what_is_neither_parameter_nor_gradient_is_listed_apart(outcomes):
@@ -285,11 +308,13 @@ def fresh_accelerate_state():
     GradientState._reset_state()
 
 
-def recorded(*, skipped, before=None):
+def recorded(*, skipped, before=None, compiled=False):
     """Train a step for each of `skipped`, which says whether fp16 left its update out."""
     recorder = Recorder(Asked(strategy=STRATEGIES["single"], num_processes=1), rehearsal=True)
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Linear(4, 1)
+    if compiled:
+        model = torch.compile(model, backend="eager")
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     recorder.prepared(accelerator, model, optimizer)
     counting = []
@@ -311,7 +336,7 @@ def recorded(*, skipped, before=None):
 
 def test_the_step_after_the_first_is_counted_and_no_other():
     run = recorded(skipped=[False] * 4)
-    assert run.counting == [0, 1, 0, 0]
+    assert run.counting == [0, 2, 0, 0]
     assert run.traffic == {
         "step": 2,
         "micro_batches": 1,
@@ -326,8 +351,8 @@ def test_the_step_after_the_first_is_counted_and_no_other():
 
 def test_a_step_whose_update_was_skipped_is_not_counted_but_the_next_and_neither_is_timed():
     run = recorded(skipped=[True, False, True, False, False])
-    assert run.counting == [0, 0, 1, 1, 0]
-    assert run.traffic["step"] == 4
+    assert run.counting == [0, 0, 2, 2, 0]
+    assert run.traffic["step"] == run.peak["step"] == 4
     seconds = run.recorder._steps[4].seconds()
     assert run.step_seconds == {"median": seconds, "p90": seconds}
 
@@ -336,6 +361,16 @@ def test_a_run_of_one_step_says_why_nothing_was_counted():
     run = recorded(skipped=[False])
     assert run.traffic is None
     assert run.not_measured["traffic"] == traffic.NOT_COUNTED
+    assert run.peak is None
+    assert run.not_measured["peak"] == peak.NOT_COUNTED
+
+
+def test_a_compiled_model_has_its_traffic_counted_and_says_why_it_has_no_peak():
+    run = recorded(skipped=[False] * 3, compiled=True)
+    assert run.counting == [0, 1, 0]
+    assert run.traffic["step"] == 2
+    assert run.peak is None
+    assert run.not_measured["peak"] == peak.COMPILED
 
 
 def test_packed_steps_after_the_save_are_not_counted():

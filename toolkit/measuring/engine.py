@@ -8,6 +8,7 @@ tests/test_every_strategy.py, which counts every byte, fails when they move.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,6 +49,65 @@ def parameters_held(model: Any) -> Iterator[torch.Tensor]:
         # A gathered parameter, persistent ones above all, is held beside its partition;
         # a released one is an empty tensor.
         yield parameter.detach()
+
+
+def parameters_gathered(model: Any) -> Iterator[torch.Tensor]:
+    """FSDP2: yield what whole parameters are gathered into, with storages of no size between uses.
+
+    DeepSpeed gathers into the parameters themselves.
+    """
+    for parameter in _fsdp_parameters(model):
+        yield from parameter.all_gather_outputs
+
+
+def gradients_underway(model: Any) -> Iterator[torch.Tensor]:
+    """Yield the whole gradients that wait to be reduced, and what they are reduced in."""
+    for parameter in _fsdp_parameters(model):
+        whole = getattr(parameter, "_unsharded_param", None)  # from its first use on
+        yield from tensors_in([parameter.unsharded_accumulated_grad, getattr(whole, "grad", None)])
+    zero = zero_optimizer(model)
+    for bucket in getattr(zero, "ipg_buckets", {}).values():
+        yield from tensors_in(bucket.buffer)
+    # With offload, on its way to the host.
+    for name in ("temp_grad_buffer_for_gpu_offload", "temp_grad_buffer_for_cpu_offload"):
+        yield from tensors_in(getattr(zero, name, None))
+
+
+def leaves(model: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors to which autograd hands gradients."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and not isinstance(parameter, DTensor):
+            yield parameter
+    for parameter in _fsdp_parameters(model):
+        whole = getattr(parameter, "_unsharded_param", None)
+        if whole is not None and whole.requires_grad:
+            yield whole
+
+
+def swap_files(model: Any) -> Iterator[Path]:
+    """Yield the files that DeepSpeed swaps this rank's parameters and optimizer states to.
+
+    Some may not be written yet. Files of earlier runs may lie in the same folders.
+    """
+    swappers = {
+        id(swapper): swapper
+        for parameter in model.parameters()
+        if (swapper := getattr(parameter, "nvme_swapper", None)) is not None
+    }
+    for swapper in swappers.values():
+        yield from map(Path, swapper.id_to_path.values())
+    swapper = getattr(zero_optimizer(model), "optimizer_swapper", None)
+    if swapper is not None:
+        for kept in swapper.swap_params_info.values():
+            yield from map(Path, [*kept.get_swap_paths(), *kept.get_swap_gradient_paths()])
+
+
+def compiled(model: Any) -> bool:
+    """Whether torch.compile makes graphs of the model or of a part of it."""
+    return any(
+        type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+        for module in model.modules()
+    )
 
 
 def elements_of(parameter: torch.Tensor) -> int:
@@ -108,6 +168,23 @@ def optimizer_of(model: Any, optimizer: Any) -> torch.optim.Optimizer:
             break
         inner = following
     return inner
+
+
+def parameter_groups(model: Any, optimizer: Any) -> list[tuple[dict[str, Any], list[Any]]]:
+    """Return the optimizer's groups, each with the parameters of the model that it steps.
+
+    DeepSpeed's groups hold flat partitions in their place.
+    """
+    groups = optimizer_of(model, optimizer).param_groups
+    zero = zero_optimizer(model)
+    if zero is None:
+        return [(group, list(group["params"])) for group in groups]
+    held: list[list[Any]] = [[] for _ in groups]
+    for number, parameters in enumerate(getattr(zero, "bit16_groups", ())):
+        held[number] += parameters
+    for number, parameters in enumerate(getattr(zero, "fp16_groups", ())):
+        held[zero.sub_group_to_group_id[number]] += parameters
+    return list(zip(groups, held, strict=True))
 
 
 def states_held(model: Any, optimizer: Any) -> Iterator[torch.Tensor]:
@@ -196,6 +273,14 @@ def replicas(model: Any) -> int:
     parameter = next(model.parameters())
     mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
     return mesh.size(0) if mesh is not None and mesh.ndim == 2 else 1
+
+
+def _fsdp_parameters(model: Any) -> Iterator[Any]:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            group = module._get_fsdp_state()._fsdp_param_group
+            if group is not None:
+                yield from group.fsdp_params
 
 
 def _fsdp_group(module: Any) -> Any:

@@ -17,8 +17,13 @@ CATEGORIES = (
     "gradients_bytes",
     "optimizer_bytes",
     "peak_bytes",
+    "peak_reserved_bytes",
     "host_peak_bytes",
+    "nvme_bytes",
 )
+
+OF_THE_ALLOCATOR = ("peak_bytes", "peak_reserved_bytes")
+"""Told by CUDA's allocator alone: a rehearsal has no counterpart."""
 
 
 def state_bytes(model: Any, optimizer: Any) -> dict[str, int]:
@@ -69,3 +74,13 @@ def host_peak_bytes() -> int:
 def device_peak_bytes() -> int | None:
     """The most memory that tensors have occupied on this rank's GPU, None without one."""
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+
+
+def device_peak_reserved_bytes() -> int | None:
+    """The most that the allocator has taken from this rank's GPU, None without one."""
+    return torch.cuda.max_memory_reserved() if torch.cuda.is_available() else None
+
+
+def nvme_bytes(model: Any) -> int:
+    """Bytes in the files that this rank's states are swapped to: call it after a step."""
+    return sum(file.stat().st_size for file in engine.swap_files(model) if file.exists())

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from toolkit.measuring import memory, traffic
+from toolkit.measuring import memory, peak, traffic
 from toolkit.measuring.clock import PHASES
 
 WARMUP_STEPS = 2
@@ -39,6 +39,9 @@ def merge(
         not_measured["sample_ids"] = "the data set has no sample_id column"
     if all(norm is None for norm in ranks[0]["grad_norms"]):
         not_measured["grad_norms"] = "nothing asked for the gradient norm"
+    peaks = [rank["peak"] for rank in ranks]
+    if None in peaks:
+        not_measured["peak"] = next((why for r in ranks if (why := r["no_peak"])), peak.NOT_COUNTED)
     counted = traffic.merged([rank["traffic"] for rank in ranks])
     if counted is None:
         not_measured["traffic"] = traffic.NOT_COUNTED
@@ -56,8 +59,10 @@ def merge(
         **_times(ranks, throughput_steps, probed, not_measured),
         "memory": _most(ranks, not_measured),
         "per_rank": [
-            {key: rank[key] for key in ("rank", "memory", "device", "seconds")} for rank in ranks
+            {key: rank[key] for key in ("rank", "memory", "device", "seconds", "peak")}
+            for rank in ranks
         ],
+        "peak": None if None in peaks else max(peaks, key=lambda each: each["total_bytes"]),
         "traffic": counted,
         "not_measured": not_measured,
     }
@@ -68,7 +73,9 @@ def _most(ranks: list[dict[str, Any]], not_measured: dict[str, str]) -> dict[str
     for key in memory.CATEGORIES:
         if any(rank["memory"][key] is None for rank in ranks):
             not_measured[f"memory.{key}"] = (
-                REHEARSED_PEAK if key == "peak_bytes" else "the run ended before its first step"
+                REHEARSED_PEAK
+                if key in memory.OF_THE_ALLOCATOR
+                else "the run ended before its first step"
             )
     return {
         key: None if f"memory.{key}" in not_measured else max(rank["memory"][key] for rank in ranks)

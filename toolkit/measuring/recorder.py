@@ -23,8 +23,10 @@ from toolkit.launching.status import StatusFile
 from toolkit.measuring import attestation, memory, traffic
 from toolkit.measuring.attestation import Asked, Mismatch, Refused, gather_objects
 from toolkit.measuring.clock import Clock
-from toolkit.measuring.engine import optimizer_of, zero_optimizer
+from toolkit.measuring.engine import compiled, optimizer_of, zero_optimizer
+from toolkit.measuring.evidence import EvidenceKeeper
 from toolkit.measuring.merging import merge
+from toolkit.measuring.peak import COMPILED, PeakLedger
 
 
 class Recorder:
@@ -38,8 +40,10 @@ class Recorder:
         notes: list[str] | None = None,
         steps_file: Path | None = None,
         status: StatusFile | None = None,
+        evidence: EvidenceKeeper | None = None,
     ) -> None:
         self.asked = asked
+        self._evidence = evidence
         self.engaged: dict[str, Any] = {}
         self.notes = list(notes or ())
         self.rehearsal = rehearsal
@@ -59,6 +63,10 @@ class Recorder:
         self._model: Any = None
         self._ledger = traffic.Ledger()
         self._traffic: dict[str, Any] | None = None
+        self._peak_ledger = PeakLedger()
+        self._peak: dict[str, Any] | None = None
+        self._no_peak: str | None = None
+        self._optimizer: Any = None
         if asked.strategy.backend == "deepspeed":
             self._clock.watch_builds()
         self._probed: list[int] = []
@@ -79,8 +87,12 @@ class Recorder:
         self._watch_clipping(accelerator)
         self._clock.watch_compiles()
         self._clock.prepared(model, optimizer)
+        if self._evidence is not None:
+            self._evidence.prepared(accelerator, model, optimizer)
+        # Last: its hook on the optimizer takes itself off while torch goes through them.
         self._watch_first_step(model, optimizer)
-        self._model = model
+        self._model, self._optimizer = model, optimizer
+        self._no_peak = COMPILED if compiled(model) else None
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         if self._status is not None:
@@ -109,18 +121,25 @@ class Recorder:
         """
         self._clock.begin("other")
         self._step.append(_MicroBatch(loss.detach(), tokens, supervised, sample_ids))
+        if self._evidence is not None:
+            self._evidence.micro_batch(sample_ids)
 
     def step_done(self, *, learning_rate: float, skipped: bool = False) -> None:
-        """Close an optimizer step. The one after the first is the probe that counts traffic."""
+        """Close an optimizer step. The one after the first is the probe that carries ledgers."""
         self._end_probe(skipped=skipped)
         self._clock.step_done()
         self._steps.append(_Step(self._step, self._grad_norm, learning_rate, skipped))
         self._step, self._grad_norm = [], None
+        if self._evidence is not None:
+            self._evidence.step_done()
         if self._status is not None:
             self._status.running(len(self._steps))
         attested = "optimizer_class" in self.engaged
         if attested and self._traffic is None and self._model is not None:
             self._ledger.start(self._model)
+            if self._no_peak is None:
+                # Inside of the other, and stopped before it: modes and hooks are a stack.
+                self._peak_ledger.start(self._model, self._optimizer, device=self._device)
 
     def mark(self) -> None:
         """Restart the clock, after anything that doesn't belong to a step."""
@@ -146,16 +165,20 @@ class Recorder:
         """Take the peaks now: before the save, which is no part of training."""
         self._stop_ledgers()
         self._bytes["peak_bytes"] = memory.device_peak_bytes()
+        self._bytes["peak_reserved_bytes"] = memory.device_peak_reserved_bytes()
         self._bytes["host_peak_bytes"] = memory.host_peak_bytes()
 
     def close(self) -> None:
         """Leave no mode and no hook behind, whatever became of the step that is open."""
         self._stop_ledgers()
         self._clock.close()
+        if self._evidence is not None:
+            self._evidence.close()
 
     def _stop_ledgers(self) -> None:
+        self._peak_ledger.stop()
         self._ledger.stop()
-        self._model = None
+        self._model = self._optimizer = None
 
     def finish(self, *, throughput_steps: int = 0) -> dict[str, Any]:
         """Gather what every rank recorded; the same on each of them.
@@ -202,6 +225,7 @@ class Recorder:
             "memory": dict.fromkeys(memory.CATEGORIES),
             "per_rank": [],
             "traffic": None,
+            "peak": None,
             "attestation": self._attestation(error.mismatches),
             "seconds": None,
             "not_measured": {},
@@ -223,7 +247,7 @@ class Recorder:
 
         def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
             self._clock.begin("optimizer")
-            with self._ledger.within("clipping"):
+            with self._ledger.within("clipping"), self._peak_ledger.within("optimizer"):
                 norm = original(parameters, max_norm, *args, **kwargs)
             self.clip = 0.0 if math.isinf(max_norm) else float(max_norm)
             self._grad_norm = norm
@@ -268,6 +292,7 @@ class Recorder:
         open_one = 1 if zero_optimizer(model) is not None else 0
         self.engaged["gradient_accumulation_steps"] = len(self._step) + open_one
         self._bytes |= memory.state_bytes(model, optimizer)
+        self._bytes["nvme_bytes"] = memory.nvme_bytes(model)
         self.notes += attestation.kept_whole(self.engaged)
         self._require(self.asked.after_first_step())
 
@@ -276,6 +301,7 @@ class Recorder:
     def _end_probe(self, *, skipped: bool) -> None:
         if not self._ledger.running:
             return
+        self._peak_ledger.stop()
         self._ledger.stop()
         step = len(self._steps) + 1
         self._probed.append(step)
@@ -289,7 +315,9 @@ class Recorder:
             "collectives": self._ledger.counted(),
             **traffic.by_the_papers(self._model, self.asked.strategy, ranks),
         }
-        self._model = None
+        if self._no_peak is None:
+            self._peak = self._peak_ledger.found(step)
+        self._model = self._optimizer = None
 
     def _require(self, asked: dict[str, Any]) -> None:
         attestation.require(attestation.compare(asked, self.engaged, rank=self._rank))
@@ -311,6 +339,8 @@ class Recorder:
             "save_seconds": self._save_seconds,
             "memory": {key: self._bytes.get(key) for key in memory.CATEGORIES},
             "traffic": self._traffic,
+            "peak": self._peak,
+            "no_peak": self._no_peak,
             "device": self._device,
             # Imports, process groups and the save included: what the user waited for.
             "seconds": time.time() - psutil.Process().create_time(),

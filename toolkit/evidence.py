@@ -1,0 +1,118 @@
+"""Evidence: what one optimizer step was made of and did, in files that outlive the run.
+
+Written inside the ranks, compared without torch. The numbers stand in strict JSON, the tensors
+beside it in safetensors: whole, in fp32, whatever sharded them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final, TypedDict, cast
+
+from toolkit.errors import UsageError
+from toolkit.results import SCHEMA, read_json
+
+EVIDENCE_FILE: Final = "evidence.json"
+BEFORE_FILE: Final = "weights-before.safetensors"
+GRADIENTS_FILE: Final = "gradients.safetensors"
+"""Averaged over the ranks, before clipping."""
+
+AFTER_FILE: Final = "weights-after.safetensors"
+
+
+class RowRead(TypedDict):
+    """One row of a micro-batch, without its padding."""
+
+    sample_id: int | None
+    tokens: str
+    """sha256 of its token ids."""
+
+    labels: str
+    """sha256 of its labels."""
+
+    supervised: int
+    """Tokens that are trained on."""
+
+    loss: float | None
+    """Summed over those tokens, from the logits; null where the model gave none."""
+
+
+class MicroBatch(TypedDict):
+    rows: list[RowRead]
+    loss: float
+    """As the model returned it."""
+
+    applied: float | None
+    """What backward multiplied that loss with, fp16's loss scale taken out."""
+
+    items: int | None
+    """Tokens that the model was told to divide by; null where it was told nothing."""
+
+
+class Clipping(TypedDict):
+    norm: float | None
+    """What clipping took for the norm; null where nobody asked for one."""
+
+    limit: float | None
+    """0 for no limit; null where nobody clipped."""
+
+    factor: float | None
+    """The norm that the optimizer stepped with, by that of the gradients kept."""
+
+
+class Group(TypedDict):
+    """Parameters that share their settings."""
+
+    parameters: list[str]
+    settings: dict[str, Any]
+    learning_rate: float
+    next_learning_rate: float | None
+
+
+class Optimizer(TypedDict):
+    name: str
+    groups: list[Group]
+
+
+class Evidence(TypedDict):
+    """The first optimizer step of a run that updated."""
+
+    schema: int
+    strategy: str
+    engine: str
+    precision: str
+    num_processes: int
+    step: int
+    """From 1; fp16 may have skipped some before it."""
+
+    ranks: list[list[MicroBatch]]
+    gradient_norm: float
+    """Of the gradients kept."""
+
+    gradients_agree: bool | None
+    """Whether ranks that each hold all gradients hold the same; null where none holds all."""
+
+    weights_agree: bool | None
+    """Likewise of the weights after the step."""
+
+    clipping: Clipping
+    optimizer: Optimizer
+
+
+def read_evidence(folder: Path) -> Evidence:
+    """Read the evidence in `folder`.
+
+    Raises:
+        UsageError: there is none, or a newer toolkit wrote it.
+    """
+    file = folder / EVIDENCE_FILE
+    if not file.is_file():
+        raise UsageError(
+            f"{folder} holds no evidence of a step: the run ended, or fp16 skipped every step, "
+            "before one had updated the weights."
+        )
+    data = read_json(file)
+    schema = cast("dict[str, Any]", data).get("schema") if isinstance(data, dict) else None
+    if not isinstance(schema, int) or not 1 <= schema <= SCHEMA:
+        raise UsageError(f"{file} has the schema {schema!r}; this toolkit reads up to {SCHEMA}.")
+    return cast(Evidence, data)

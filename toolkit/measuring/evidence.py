@@ -1,0 +1,367 @@
+"""Evidence of the first step that updates: weights, rows, losses, gradients, rates, settings.
+
+It hangs on the model, the optimizer and the clipping themselves, so it sees what they were given
+by whatever loop there is. It costs gathering the model three times; no other step pays.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.evidence import (
+    AFTER_FILE,
+    BEFORE_FILE,
+    EVIDENCE_FILE,
+    GRADIENTS_FILE,
+    Clipping,
+    Group,
+    MicroBatch,
+    Optimizer,
+    RowRead,
+)
+from toolkit.measuring import engine
+from toolkit.measuring.attestation import gather_objects
+from toolkit.measuring.whole import whole_gradient, whole_weight, write_whole
+from toolkit.results import SCHEMA, write_json
+
+IGNORED = -100
+"""The label of a token that the loss leaves out."""
+
+COMPUTING_ONLY = {"params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable"}
+"""What an optimizer's group holds beside the settings of its rule."""
+
+
+class EvidenceKeeper:
+    """Keeps the evidence of one run in a folder; every rank has one, rank 0 writes.
+
+    Args:
+        folder: Made by rank 0 if it isn't there.
+        described: Strategy, engine and precision of the run.
+    """
+
+    def __init__(self, folder: Path, **described: str) -> None:
+        self.folder = folder
+        self.described = described
+        self._open = False
+        self._step = _Step()
+        self._number = 1
+        self._undo: list[Callable[[], None]] = []
+
+    def prepared(self, accelerator: Any, model: Any, optimizer: Any) -> None:
+        """Keep the initial weights, and watch the model from here on; a collective."""
+        self._accelerator, self._model, self._optimizer = accelerator, model, optimizer
+        self._main = accelerator.is_main_process
+        module = accelerator.unwrap_model(model)
+        self._parameters = dict(module.named_parameters())
+        self._sharded = engine.sharded_fraction(model) < 1.0
+        self._zero = engine.zero_optimizer(model)
+        if self._main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        self._keep_weights(BEFORE_FILE)
+        # First of all hooks: FSDP2's own rounds what the model returned to its output dtype.
+        watched = module.register_forward_hook(self._forward, with_kwargs=True, prepend=True)
+        self._undo.append(watched.remove)
+        self._watch_step()
+        if self._zero is None:
+            self._watch_clipping()
+        self._open = True
+
+    def micro_batch(self, sample_ids: torch.Tensor | None) -> None:
+        """Take the ids of the rows that the last micro-batch had."""
+        if self._open:
+            self._step.sample_ids.append(None if sample_ids is None else sample_ids.tolist())
+
+    def step_done(self) -> None:
+        """Write the evidence if the step updated, else begin anew with the next; a collective."""
+        if not self._open:
+            return
+        if not self._step.updated:
+            self._step = _Step()
+            self._number += 1
+            return
+        for group, (settings, _) in zip(self._step.groups, self._groups(), strict=True):
+            group["next_learning_rate"] = float(settings["lr"])
+        self._write(gather_objects(self._of_this_rank()))
+        self.close()
+
+    def close(self) -> None:
+        """Take every hook off again."""
+        self._open = False
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+
+    # What is watched
+
+    def _forward(self, module: Any, _: Any, inputs: dict[str, Any], output: Any) -> None:
+        loss = getattr(output, "loss", None)
+        if module.training and loss is not None and loss.requires_grad:
+            read = _Read(inputs, output)
+            loss.register_hook(read.backward)
+            self._step.read.append(read)
+
+    def _watch_step(self) -> None:
+        inner = engine.optimizer_of(self._model, self._optimizer)
+        before = inner.register_step_pre_hook(lambda *_: self._stepping(inner))
+        self._undo.append(before.remove)
+        if self._zero is None:
+            self._undo.append(inner.register_step_post_hook(lambda *_: self._stepped()).remove)
+            return
+        # DeepSpeed's step falls inside the last backward, and steps each group by itself.
+        original = self._model.step
+
+        def step(*args: Any, **kwargs: Any) -> None:
+            if not self._open:
+                original(*args, **kwargs)
+                return
+            self._keep_gradients(scale=float(getattr(self._zero, "loss_scale", 1.0)))
+            original(*args, **kwargs)
+            if not getattr(self._zero, "overflow", False):
+                self._step.clip_norm = self._model.get_global_grad_norm()
+                self._step.limit = float(self._model.gradient_clipping())
+                self._stepped()
+
+        self._model.step = step
+        self._undo.append(lambda: _restore(self._model, "step", step, original))
+
+    def _watch_clipping(self) -> None:
+        original = self._accelerator.clip_grad_norm_
+
+        def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
+            if not self._open:
+                return original(parameters, max_norm, *args, **kwargs)
+            scaler = self._accelerator.scaler
+            enabled = scaler is not None and scaler.is_enabled()
+            self._keep_gradients(scale=float(scaler.get_scale()) if enabled else 1.0)
+            self._step.clip_norm = original(parameters, max_norm, *args, **kwargs)
+            self._step.limit = 0.0 if math.isinf(max_norm) else float(max_norm)
+            return self._step.clip_norm
+
+        self._accelerator.clip_grad_norm_ = clip_grad_norm_
+        self._undo.append(
+            lambda: _restore(self._accelerator, "clip_grad_norm_", clip_grad_norm_, original)
+        )
+
+    def _stepping(self, inner: torch.optim.Optimizer) -> None:
+        step = self._step
+        if step.gradient_norm is None:
+            self._keep_gradients(scale=1.0)
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    held = engine.local(parameter.grad)
+                    norm = float(torch.linalg.vector_norm(held, dtype=torch.float64))
+                    # By parameter: a class that calls its parent's step comes here twice.
+                    step.squares[id(parameter)] = norm**2
+
+    def _stepped(self) -> None:
+        self._keep_weights(AFTER_FILE)
+        self._step.weights_digest = _digest(
+            engine.local(each.detach()) for each in self._parameters.values()
+        )
+        self._step.updated = True
+
+    # What is kept
+
+    def _keep_weights(self, name: str) -> None:
+        write_whole(
+            self.folder / name if self._main else None,
+            self._parameters,
+            lambda parameter: whole_weight(self._model, parameter),
+        )
+
+    def _keep_gradients(self, *, scale: float) -> None:
+        step = self._step
+        if self._zero is None:
+            gradients = (each.grad for each in self._parameters.values() if each.grad is not None)
+            step.gradients_digest = _digest(map(engine.local, gradients))
+        step.gradient_norm = write_whole(
+            self.folder / GRADIENTS_FILE if self._main else None,
+            self._parameters,
+            lambda parameter: whole_gradient(self._model, parameter) / scale,
+        )
+        step.scale = scale
+        step.groups = self._described_groups()
+
+    def _groups(self) -> list[tuple[dict[str, Any], list[Any]]]:
+        return engine.parameter_groups(self._model, self._optimizer)
+
+    def _described_groups(self) -> list[Group]:
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        decoupled = getattr(engine.optimizer_of(self._model, self._optimizer), "adam_w_mode", None)
+        return [
+            Group(
+                parameters=sorted(names.get(id(each), "?") for each in parameters),
+                settings={
+                    key: value
+                    for key, value in group.items()
+                    if key not in COMPUTING_ONLY and _is_plain(value)
+                }
+                | ({} if decoupled is None else {"decoupled_weight_decay": bool(decoupled)}),
+                learning_rate=float(group["lr"]),
+                next_learning_rate=None,
+            )
+            for group, parameters in self._groups()
+        ]
+
+    def _of_this_rank(self) -> dict[str, Any]:
+        step = self._step
+        told = (
+            step.sample_ids if len(step.sample_ids) == len(step.read) else [None] * len(step.read)
+        )
+        return {
+            "read": [
+                read.described(ids, scale=step.scale)
+                for read, ids in zip(step.read, told, strict=True)
+            ],
+            "squares": sum(step.squares.values()) if step.squares else None,
+            "gradients_digest": step.gradients_digest,
+            "weights_digest": step.weights_digest,
+        }
+
+    def _write(self, ranks: list[dict[str, Any]]) -> None:
+        if not self._main:
+            return
+        step = self._step
+        squares = [rank["squares"] for rank in ranks]
+        apart = self._sharded or self._zero is not None
+        stepped = None
+        if None not in squares:
+            replicas = engine.replicas(self._model)
+            stepped = math.sqrt(sum(squares) / replicas if apart else squares[0])
+        clipping = Clipping(
+            norm=None if step.clip_norm is None else _number(step.clip_norm),
+            limit=step.limit,
+            factor=stepped / step.gradient_norm if stepped and step.gradient_norm else None,
+        )
+        write_json(
+            self.folder / EVIDENCE_FILE,
+            {"schema": SCHEMA}
+            | self.described
+            | {
+                "num_processes": len(ranks),
+                "step": self._number,
+                "ranks": [rank["read"] for rank in ranks],
+                "gradient_norm": step.gradient_norm,
+                "gradients_agree": None if apart else _agree(ranks, "gradients_digest"),
+                "weights_agree": None if self._sharded else _agree(ranks, "weights_digest"),
+                "clipping": clipping,
+                "optimizer": Optimizer(
+                    name=type(engine.optimizer_of(self._model, self._optimizer)).__name__,
+                    groups=step.groups,
+                ),
+            },
+        )
+
+
+class _Read:
+    """One micro-batch, as the model saw it, and what backward made of its loss."""
+
+    def __init__(self, inputs: dict[str, Any], output: Any) -> None:
+        # A copy: the Trainer multiplies the loss in place.
+        self._loss = output.loss.detach().clone()
+        self._applied: torch.Tensor | None = None
+        items = inputs.get("num_items_in_batch")
+        self._items = None if items is None else int(items)
+        self._rows = _rows(inputs, getattr(output, "logits", None))
+
+    def backward(self, gradient: torch.Tensor) -> None:
+        self._applied = gradient.detach()
+
+    def described(self, sample_ids: list[int] | None, *, scale: float) -> MicroBatch:
+        if sample_ids is not None and len(sample_ids) == len(self._rows):
+            for row, sample_id in zip(self._rows, sample_ids, strict=True):
+                row["sample_id"] = sample_id
+        return MicroBatch(
+            rows=self._rows,
+            loss=float(self._loss),
+            applied=None if self._applied is None else float(self._applied) / scale,
+            items=self._items,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Step:
+    """One optimizer step on this rank, until it has updated."""
+
+    read: list[_Read] = field(default_factory=list)
+    sample_ids: list[list[int] | None] = field(default_factory=list)
+    scale: float = 1.0
+    """What fp16 had multiplied the loss with."""
+
+    gradient_norm: float | None = None
+    gradients_digest: str | None = None
+    weights_digest: str | None = None
+    clip_norm: Any = None
+    limit: float | None = None
+    squares: dict[int, float] = field(default_factory=dict)
+    """Of this rank's part of each gradient that the optimizer stepped with."""
+
+    groups: list[Group] = field(default_factory=list)
+    updated: bool = False
+
+
+@torch.no_grad()
+def _rows(inputs: dict[str, Any], logits: torch.Tensor | None) -> list[RowRead]:
+    tokens, labels = inputs.get("input_ids"), inputs.get("labels")
+    if tokens is None or labels is None:
+        return []
+    mask = inputs.get("attention_mask")
+    rows: list[RowRead] = []
+    for number, (ids, targets) in enumerate(zip(tokens, labels, strict=True)):
+        kept = slice(None) if mask is None else mask[number].bool()
+        wanted = targets[1:]
+        loss = None
+        if logits is not None and logits.shape[:2] == labels.shape:
+            # In fp32, as transformers does; row by row, for the vocabulary is wide.
+            loss = float(
+                torch.nn.functional.cross_entropy(
+                    logits[number, :-1].float(), wanted, ignore_index=IGNORED, reduction="sum"
+                )
+            )
+        rows.append(
+            RowRead(
+                sample_id=None,
+                tokens=_digest([ids[kept]]),
+                labels=_digest([targets[kept]]),
+                supervised=int((wanted != IGNORED).sum()),
+                loss=loss,
+            )
+        )
+    return rows
+
+
+def _digest(tensors: Iterable[torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        flat = tensor.detach().contiguous().cpu().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _agree(ranks: list[dict[str, Any]], what: str) -> bool | None:
+    digests = {rank[what] for rank in ranks}
+    return None if None in digests else len(digests) == 1
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _number(value: Any) -> float:
+    return float(value.full_tensor() if hasattr(value, "full_tensor") else value)
+
+
+def _restore(owner: Any, name: str, ours: Any, original: Any) -> None:
+    # Someone who wrapped it after us keeps ours inside, which then only passes on.
+    if getattr(owner, name) is ours:
+        setattr(owner, name, original)

@@ -1,0 +1,254 @@
+"""Peak: the fullest moment of one optimizer step, and what its bytes were.
+
+A dispatch mode sees the tensors that every operation takes and gives, of DDP, `fully_shard` and
+DeepSpeed alike. No value is read and nothing waits for a device, so losses stay the same to the
+last bit. It stays for one step; the others run without it.
+
+Counted are storages on the device that the rank computes on. On a GPU, offloaded states are
+therefore left out. On a CPU they are in: in a rehearsal the host is the device, and offload makes
+the peak no smaller. Outside of the count are what an operation makes and frees within itself
+(workspaces), the rounding of allocators, and what was there before and no operation of the step
+touches, unless `toolkit.measuring.engine` knows of it.
+
+`activations` are what forward made and is alive when backward begins: what autograd keeps, and
+outputs that the loop still holds. (Hooks on saved tensors would tell the two apart, but
+`torch.vmap`, with which transformers makes its masks, refuses to run under them.) Operations of
+backward that autograd records are a forward that is computed again. `gradients` are what autograd
+hands to a parameter, and the buffers that are reduced; `parameters` are also what an all-gather
+fills.
+
+torch's own `MemTracker` knows nothing of DeepSpeed's partitions and buckets, nor of what it did not
+see made; its `FSDPMemTracker` takes the place of methods of `fully_shard` that move from version to
+version. How to follow `UntypedStorage.resize_`, which no mode sees, is learned from it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from toolkit.measuring import engine
+from toolkit.measuring.storages import CATEGORIES, UNDECIDED, Fullest, Storages
+from toolkit.measuring.traffic import CALLS, NAMESPACES
+
+Phase = Literal["forward", "backward", "optimizer"]
+
+NOT_COUNTED = (
+    "counted in the optimizer step after the first that updated, and the run ended before it, or "
+    "had only packed rows left"
+)
+
+COMPILED = "torch.compile makes tensors within its graphs, where nobody can count them"
+
+REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
+
+
+class PeakLedger(TorchDispatchMode):
+    """Follows the storages of one rank from `start` to `stop`, and leaves nothing behind."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages = Storages("cpu")
+        self._fullest: Fullest | None = None
+        self._phase: Phase | None = None
+        self._look_at_states: Callable[[], None] = _nothing
+        self._undo: list[Callable[[], None]] = []
+
+    @property
+    def running(self) -> bool:
+        return bool(self._undo)
+
+    def start(self, model: Any, optimizer: Any, *, device: torch.device | str) -> None:
+        """Count from now on, beginning with what is held already.
+
+        Args:
+            model: As `Accelerator.prepare` returned it.
+            optimizer: Likewise.
+            device: That the rank computes on.
+        """
+        self._storages, self._fullest = Storages(device), None
+        self._look_at_states = lambda: self._learn_states(model, optimizer)
+        self._storages.meet(engine.parameters_held(model), "parameters")
+        self._storages.meet(engine.parameters_gathered(model), "parameters")
+        self._look_at_states()
+        self._storages.meet(model.buffers(), "other")
+        self._watch(model, optimizer)
+        self.__enter__()
+
+    def stop(self) -> None:
+        """Count no longer. A second call does nothing."""
+        if not self.running:
+            return
+        self.__exit__(None, None, None)
+        while self._undo:
+            self._undo.pop()()
+        self._storages.settle()
+        self._fullest, self._storages = self._storages.fullest, Storages("cpu")
+        self._phase, self._look_at_states = None, _nothing
+
+    @contextmanager
+    def within(self, phase: Phase) -> Iterator[None]:
+        """Say what part of a step runs inside; costs nothing while nothing is counted."""
+        if not self.running:
+            yield
+            return
+        self._begin(phase)
+        try:
+            yield
+        finally:
+            self._phase = None
+
+    def found(self, step: int) -> dict[str, Any] | None:
+        """Return the fullest moment as `results.Peak`; None where no phase was seen.
+
+        Args:
+            step: Number of the step that was counted, from 1.
+        """
+        if self._fullest is None:
+            return None
+        return {
+            "step": step,
+            "phase": self._fullest.phase,
+            "total_bytes": self._fullest.total_bytes,
+            "categories": {name: self._fullest.bytes[name] for name in CATEGORIES},
+        }
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile keep its compiled graphs under the mode, where it would fall back."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it turns into plain tensors and collectives, which come here
+        kwargs = kwargs or {}
+        # Autograd says when backward has begun; nothing else says it of every engine.
+        if torch._C._current_graph_task_id() != -1 and self._phase != "backward":
+            self._begin("backward")
+        taken = list(engine.tensors_in((args, kwargs)))
+        if self._phase == "forward":
+            self._storages.meet(taken, "other")  # the batch
+        out = func(*args, **kwargs)
+        given = list(engine.tensors_in(out))
+        self._storages.make(given, self._category_by_birth(), taken=taken)
+        if getattr(func, "namespace", None) in NAMESPACES:
+            self._learn_from_collective(func, [*taken, *given])
+        if self._phase is not None:
+            self._storages.look(self._phase)
+        return out
+
+    # What storages are for
+
+    def _category_by_birth(self) -> str:
+        computes = self._phase == "forward" or (
+            self._phase == "backward" and torch.is_grad_enabled()
+        )
+        return UNDECIDED if computes else "other"
+
+    def _learn_states(self, model: Any, optimizer: Any) -> None:
+        self._learn(list(engine.master_held(model)), "master")
+        self._learn(list(engine.states_held(model, optimizer)), "optimizer")
+        self._learn(list(engine.gradients_held(model)), "gradients")
+        self._learn(list(engine.gradients_underway(model)), "gradients")
+
+    def _learn_from_collective(self, func: Any, tensors: list[torch.Tensor]) -> None:
+        kind, _ = CALLS.get(func._schema.name.partition("::")[2], ("", None))
+        if kind == "all_gather" and self._phase is not None:
+            self._learn(tensors, "parameters")
+        elif kind in REDUCTIONS and self._phase == "backward":
+            self._learn(tensors, "gradients")
+
+    def _learn(self, tensors: list[torch.Tensor], category: str) -> None:
+        self._storages.meet(tensors, category)
+        self._storages.learn(tensors, category)
+
+    # What tells the phases
+
+    def _begin(self, phase: Phase) -> None:
+        self._storages.settle()
+        self._phase = phase
+        self._look_at_states()
+
+    def _forward_begins(self, module: Any, *_: Any) -> None:
+        # An evaluation between two steps is not part of either.
+        if module.training:
+            self._begin("forward")
+        else:
+            self._phase = None
+
+    def _stepped(self, *_: Any) -> None:
+        self._look_at_states()
+        self._phase = None
+
+    def _watch(self, model: Any, optimizer: Any) -> None:
+        self._undo = [
+            model.register_forward_pre_hook(self._forward_begins, prepend=True).remove,
+            _follow_resizes(self._storages.resized),
+            *(self._follow_gradient(leaf) for leaf in engine.leaves(model)),
+        ]
+        inner = engine.optimizer_of(model, optimizer)
+        if engine.zero_optimizer(model) is None:
+            self._undo += [
+                inner.register_step_pre_hook(lambda *_: self._begin("optimizer")).remove,
+                inner.register_step_post_hook(self._stepped).remove,
+            ]
+        else:
+            # DeepSpeed lends its optimizer what it steps on, part by part.
+            self._undo += [
+                inner.register_step_pre_hook(lambda *_: self._look_at_states()).remove,
+                inner.register_step_post_hook(lambda *_: self._look_at_states()).remove,
+                self._follow_step(model),
+            ]
+
+    def _follow_step(self, model: Any) -> Callable[[], None]:
+        original = model.step
+
+        @functools.wraps(original)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            with self.within("optimizer"):
+                return original(*args, **kwargs)
+
+        return _replace(model, "step", step)
+
+    def _follow_gradient(self, leaf: torch.Tensor) -> Callable[[], None]:
+        """Have autograd say what it hands to a parameter."""
+        handle = leaf.register_hook(lambda gradient: self._storages.learn([gradient], "gradients"))
+
+        def undo() -> None:
+            handle.remove()
+            if not leaf._backward_hooks:
+                leaf._backward_hooks = None  # else autograd asks an empty list in every step
+
+        return undo
+
+
+def _follow_resizes(told: Callable[[torch.UntypedStorage], None]) -> Callable[[], None]:
+    """Hear of every storage that Python resizes; return what takes that back."""
+    original = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        resized = original(storage, size)
+        told(storage)
+        return resized
+
+    return _replace(torch.UntypedStorage, "resize_", resize_)
+
+
+def _replace(owner: Any, name: str, stand_in: Any) -> Callable[[], None]:
+    own = vars(owner).get(name)
+    setattr(owner, name, stand_in)
+    if own is None:  # it was inherited
+        return lambda: delattr(owner, name)
+    return lambda: setattr(owner, name, own)
+
+
+def _nothing() -> None:
+    pass
