@@ -1,7 +1,6 @@
 import json
 import socket
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -10,19 +9,16 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from toolkit.errors import UsageError
-from toolkit.training import data as data_module
+from toolkit.training import built_in_data
 from toolkit.training.arguments import DataArguments, ModelArguments
 from toolkit.training.data import (
     IGNORED,
     Collator,
-    count_steps,
-    pack,
     prepare_data,
     standard_library_hash,
     standard_library_rows,
     supervised_tokens,
     tokenise,
-    training_rows,
 )
 from toolkit.training.model import load_tokenizer, resolve_tokenizer
 
@@ -178,6 +174,15 @@ def test_every_kind_of_file_gives_the_same_rows(kind, tmp_path, own_cache, token
         "rows": 2,
         "dropped": 0,
         "python": None,
+        "format": "prompt and completion",
+        "loss_on": "completion",
+        "template": None,
+        "packing": "none",
+        "texts": 2,
+        "truncated": 0,
+        "longest": 4,
+        "tokens": 8,
+        "supervised_tokens": 5,
     }
 
 
@@ -275,7 +280,7 @@ def test_the_built_in_data_are_the_same_in_another_process(cache, built_at_once,
 
 
 def test_a_python_without_sources_is_told_the_way_out(monkeypatch, own_cache, tmp_path):
-    monkeypatch.setattr(data_module.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(built_in_data.sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(UsageError, match="without the sources.*--train_file"):
         standard_library_rows()
 
@@ -308,99 +313,3 @@ def test_tokenising_twice_gives_the_same_tokens(cache, monkeypatch, tmp_path):
     write_jsonl(rows, standard_library_rows().select(range(200)).to_list())
     again = prepare_data(DataArguments(train_file=str(rows)), folder)
     assert (again.hash, again.tokens_hash) == (first.hash, first.tokens_hash)
-
-
-# Order
-
-
-def numbered(rows):
-    """Rows of different lengths, with tokens that say where they come from."""
-    ids = [[number] * (2 + number % 3) for number in range(rows)]
-    return Dataset.from_dict(
-        {"input_ids": ids, "labels": ids, "sample_id": list(range(rows))},
-        features=data_module._features(),
-    )
-
-
-def steps_by_rank(rows, *, ranks, per_device, accumulation):
-    """Return `[step][rank] -> sample ids`, as Accelerate deals them to ranks."""
-    from accelerate.data_loader import BatchSamplerShard
-    from torch.utils.data import BatchSampler, SequentialSampler
-
-    batches = [
-        list(
-            BatchSamplerShard(
-                BatchSampler(SequentialSampler(rows), per_device, drop_last=False),
-                num_processes=ranks,
-                process_index=rank,
-            )
-        )
-        for rank in range(ranks)
-    ]
-    ids = rows["sample_id"][:]
-    return [
-        [
-            [ids[row] for batch in own[first : first + accumulation] for row in batch]
-            for own in batches
-        ]
-        for first in range(0, len(batches[0]), accumulation)
-    ]
-
-
-def test_a_step_holds_the_same_rows_for_any_number_of_ranks():
-    rows = training_rows(numbered(50), steps=9, global_batch=16, seed=3, max_length=4)
-    assert len(rows) == 9 * 16
-    control = steps_by_rank(rows, ranks=1, per_device=2, accumulation=8)
-    assert len(control) == 9
-    for ranks, per_device, accumulation in [(2, 2, 4), (4, 2, 2), (2, 4, 2), (4, 4, 1)]:
-        steps = steps_by_rank(rows, ranks=ranks, per_device=per_device, accumulation=accumulation)
-        assert len(steps) == len(control)
-        for step, (whole,) in zip(steps, control, strict=True):
-            dealt = sorted(sum(step, []))
-            assert dealt == sorted(whole)
-            assert len(set(dealt)) == 16  # disjoint between ranks
-
-
-def test_each_epoch_is_a_permutation_of_its_own():
-    rows = training_rows(numbered(8), steps=4, global_batch=4, seed=0, max_length=4)
-    first, second = rows["sample_id"][:8], rows["sample_id"][8:]
-    assert sorted(first) == sorted(second) == list(range(8))
-    assert first != second
-
-
-def test_the_order_depends_on_the_seed_alone():
-    def order(seed):
-        return training_rows(numbered(32), steps=2, global_batch=8, seed=seed, max_length=4)[
-            "sample_id"
-        ][:]
-
-    assert order(1) == order(1) != order(2)
-    # Known numbers: the order must not move with a release of numpy.
-    assert order(1) == np.random.Generator(np.random.PCG64(1)).permutation(32)[:16].tolist()
-
-
-def test_packed_rows_follow_the_ragged_ones():
-    dataset = numbered(8)
-    rows = training_rows(dataset, steps=2, global_batch=4, seed=0, throughput_steps=3, max_length=5)
-    assert len(rows) == 20
-    assert rows["sample_id"][8:] == list(range(-1, -13, -1))
-    assert {len(ids) for ids in rows["input_ids"][8:]} == {5}
-
-
-def test_packing_wraps_around_and_learns_every_token():
-    dataset = numbered(4)  # lengths 2, 3, 4, 2
-    rows = pack(dataset, length=4, rows=4)
-    assert rows["input_ids"][:] == [[0, 0, 1, 1], [1, 2, 2, 2], [2, 3, 3, 0], [0, 1, 1, 1]]
-    assert rows["labels"][:] == rows["input_ids"][:]
-    assert rows["sample_id"][:] == [-1, -2, -3, -4]
-
-
-def test_too_few_rows_for_a_step():
-    with pytest.raises(UsageError, match="takes 8 rows and the data have only 4. Lower"):
-        training_rows(numbered(4), steps=1, global_batch=8, seed=0, max_length=4)
-
-
-def test_steps_are_counted_from_epochs_where_no_number_is_given():
-    assert count_steps(50, global_batch=16, max_steps=7, num_train_epochs=2) == 7
-    assert count_steps(50, global_batch=16, max_steps=-1, num_train_epochs=2) == 6
-    assert count_steps(50, global_batch=16, max_steps=-1, num_train_epochs=0.5) == 2

@@ -22,6 +22,7 @@ from transformers.hf_argparser import HfArgumentParser
 
 from toolkit.errors import UsageError
 from toolkit.strategies import get_strategy
+from toolkit.training.data_arguments import DataArguments
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -60,53 +61,6 @@ class ModelArguments:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataArguments:
-    """Which rows are trained on; with neither a data set nor a file, the built-in ones."""
-
-    dataset_name: str | None = field(
-        default=None, metadata={"help": "A data set on the Hub, or a folder with one."}
-    )
-    dataset_config_name: str | None = field(
-        default=None, metadata={"help": "Configuration of the Hub data set."}
-    )
-    dataset_split: str = field(default="train", metadata={"help": "Split of the Hub data set."})
-    train_file: str | None = field(
-        default=None, metadata={"help": "A jsonl, json, csv, tsv, parquet or txt file."}
-    )
-    text_column: str | None = field(
-        default=None,
-        metadata={
-            "help": "The column to train on; none: prompt and completion if they exist, else text."
-        },
-    )
-    max_length: int = field(
-        default=128,
-        metadata={
-            "help": "Longer rows are cut to this many tokens.",
-            "aliases": ["--block_size", "--block-size"],
-        },
-    )
-    max_train_samples: int | None = field(
-        default=None, metadata={"help": "Use only the first rows of the data."}
-    )
-
-    def __post_init__(self) -> None:
-        if self.dataset_name is not None and self.train_file is not None:
-            raise UsageError("--dataset_name and --train_file exclude each other: pass one.")
-        if self.dataset_config_name is not None and self.dataset_name is None:
-            raise UsageError("--dataset_config_name needs --dataset_name.")
-        if self.max_length < 2:
-            raise UsageError(
-                f"--max_length {self.max_length} leaves no token to predict: use 2 or more."
-            )
-        if self.max_train_samples is not None and self.max_train_samples < 1:
-            raise UsageError(
-                f"--max_train_samples {self.max_train_samples} leaves zero training rows: "
-                "use 1 or more, or leave it out."
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunArguments:
     """How the run goes."""
 
@@ -120,6 +74,10 @@ class RunArguments:
     throughput_steps: int = field(
         default=0,
         metadata={"help": "Steps on packed rows after the others, for tokens per second."},
+    )
+    evidence: str | None = field(
+        default=None,
+        metadata={"help": "Folder for what the first step did, for toolkit compare --bisect."},
     )
 
     def __post_init__(self) -> None:
@@ -219,6 +177,9 @@ def training_values(
     if unknown:
         raise UsageError(_unknown_sentence(unknown))
     values = vars(namespace)
+    values["report_to"] = [name for name in values["report_to"].split(",") if name]
+    if not values["report_to"]:
+        raise UsageError("--report_to needs a name, all or none.")
     passed = {name for name in depends if values[name] is not None}
 
     ours = {
@@ -316,9 +277,19 @@ def _flags_of_file(path: str) -> list[str]:
 
 
 def _canonical(rest: Sequence[str]) -> list[str]:
+    """Return flags under their own names; of `--report_to` one value, with commas.
+
+    Its type is a name or a list, of which transformers' parser takes one name.
+    """
     flags: list[str] = []
     for word in rest:
         name, equals, value = word.partition("=")
+        if flags and flags[-1].startswith("--report_to=") and not word.startswith("--"):
+            flags[-1] += f",{word}"
+            continue
+        if name.replace("-", "_") == "__report_to":
+            flags.append(f"--report_to={value}")
+            continue
         alias = ALIASES.get(name[2:].replace("-", "_")) if name.startswith("--") else None
         flags.append(f"--{alias}{equals}{value}" if alias else word)
     return flags

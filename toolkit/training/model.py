@@ -134,9 +134,11 @@ def load_model(arguments: ModelArguments, folder: str | Path) -> PreTrainedModel
 
 
 def load_tokenizer(
-    folder: str | Path, *, trust_remote_code: bool = False
+    folder: str | Path, *, trust_remote_code: bool = False, chat_template: str | None = None
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer in `folder`, with a padding token.
+
+    A `chat_template` takes the place of its own, and is saved with it.
 
     Without one of its own, the end-of-text token pads. That is safe since `Collator` masks
     padding by its position.
@@ -161,6 +163,8 @@ def load_tokenizer(
                 "with one that has it."
             )
         tokenizer.pad_token = tokenizer.eos_token
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
     return tokenizer
 
 

@@ -1,18 +1,21 @@
 """Everything that should happen once before a launch: `python -m toolkit.training.prepare`.
 
-Takes the flags of `toolkit.train`. Builds or downloads the model, reads and tokenises the
-data, and finds the mistakes that would otherwise be found by every rank of every run. Prints
-one line of JSON; what goes on meanwhile goes to stderr.
+Takes the flags of `toolkit.train`, and the `--num_processes` of the launch. Builds or downloads
+the model, reads and tokenises the data, and finds the mistakes that would otherwise be found by
+every rank of every run. Prints one line of JSON; what goes on meanwhile goes to stderr.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import logging
 import sys
 from collections.abc import Sequence
 from typing import Any
+
+from transformers.utils.logging import disable_progress_bar
 
 from toolkit.errors import UsageError
 from toolkit.training.arguments import (
@@ -21,7 +24,12 @@ from toolkit.training.arguments import (
     parse_own,
     training_values,
 )
-from toolkit.training.data import TrainingData, prepare_data
+from toolkit.training.data import (
+    TrainingData,
+    prepare_data,
+    prepare_validation,
+    rows_needed,
+)
 from toolkit.training.model import (
     BUILT_IN_MODEL,
     ModelFacts,
@@ -31,6 +39,8 @@ from toolkit.training.model import (
     resolve_model,
     resolve_tokenizer,
 )
+from toolkit.training.packing import check_borders
+from toolkit.training.tracking import asked_trackers
 
 _TRAINING_FACTS = (
     "max_steps",
@@ -43,48 +53,100 @@ _TRAINING_FACTS = (
 )
 
 
-def prepare(argv: Sequence[str]) -> dict[str, Any]:
+def prepare(argv: Sequence[str], *, num_processes: int | None = None) -> dict[str, Any]:
     """Fill the caches for a run with these flags, and return what is known of it.
+
+    Args:
+        argv: The flags of `toolkit.train`.
+        num_processes: Ranks of the launch to come, which `--streaming` fetches rows for; None: not
+            known.
 
     Raises:
         UsageError: the run can't go well.
     """
     model_arguments, data_arguments, run, rest = parse_own(argv)
     training = training_values(rest, model=model_arguments, run=run)
-    model, data = model_and_data(model_arguments, data_arguments)
+    asked_trackers(training["report_to"], engine=run.engine)
+    ranks_take = (
+        None if num_processes is None else rows_needed(training, num_processes=num_processes)
+    )
+    model, data = model_and_data(model_arguments, data_arguments, rows_needed=ranks_take)
+    validation = validation_data(model_arguments, data_arguments)
     return {
         "model": {"name": model_arguments.model_name_or_path or BUILT_IN_MODEL} | model.facts(),
-        "data": data.facts() | {"max_length": data_arguments.max_length},
-        "training": {name: training[name] for name in _TRAINING_FACTS},
+        "data": data.facts()
+        | {"max_length": data_arguments.max_length, "folder": str(data.folder)},
+        "validation": None
+        if validation is None
+        else validation.facts() | {"folder": str(validation.folder)},
+        "training": {name: training[name] for name in _TRAINING_FACTS}
+        | {
+            "optimizer": str(getattr(training["optim"], "value", training["optim"])),
+            "dtype": model_arguments.dtype,
+            "activation_checkpointing": bool(
+                training.get("activation_checkpointing") or training["gradient_checkpointing"]
+            ),
+        },
     }
 
 
 def model_and_data(
-    model_arguments: ModelArguments, data_arguments: DataArguments
+    model_arguments: ModelArguments,
+    data_arguments: DataArguments,
+    *,
+    rows_needed: int | None = None,
 ) -> tuple[ModelFacts, TrainingData]:
     """Find or make the model and the tokenised rows, and check that they fit each other.
+
+    Args:
+        model_arguments: The model and its tokenizer.
+        data_arguments: The data, their format and packing.
+        rows_needed: Of a streaming run, as `prepare_data` takes it.
 
     Raises:
         UsageError: they are not there, or don't fit.
     """
     model = model_facts(resolve_model(model_arguments))
     check_length(model, data_arguments.max_length)
+    if data_arguments.packing == "best_fit":
+        check_borders(model.path, attention=model_arguments.attn_implementation)
     data = prepare_data(
         data_arguments,
         resolve_tokenizer(model_arguments),
         trust_remote_code=model_arguments.trust_remote_code,
+        rows_needed=rows_needed,
     )
     check_vocabulary(model, data)
     return model, data
 
 
+def validation_data(
+    model_arguments: ModelArguments, data_arguments: DataArguments
+) -> TrainingData | None:
+    """Find or make the rows to evaluate on, None where none were asked for.
+
+    Raises:
+        UsageError: they are not there.
+    """
+    return prepare_validation(
+        data_arguments,
+        resolve_tokenizer(model_arguments),
+        trust_remote_code=model_arguments.trust_remote_code,
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--num_processes", "--num-processes", type=int)
+    ours, flags = parser.parse_known_args(argv)
     logging.basicConfig(stream=sys.stderr, format="%(message)s", level=logging.WARNING)
     logging.getLogger("toolkit").setLevel(logging.INFO)
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # where nobody watches, each update is a line
     try:
         # Whatever libraries print, stdout holds the one line.
         with contextlib.redirect_stdout(sys.stderr):
-            facts = prepare(sys.argv[1:] if argv is None else argv)
+            facts = prepare(flags, num_processes=ours.num_processes)
     except UsageError as error:
         sys.stderr.write(f"{error}\n")
         return 2

@@ -1,0 +1,79 @@
+"""`toolkit prepare`: what it says is what lies in the cache."""
+
+import fcntl
+import json
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+
+
+@pytest.fixture
+def prepare(tmp_path_factory, tmp_path):
+    """Run the verb with a cache that only the tests here share."""
+    cache = tmp_path_factory.getbasetemp() / "prepared"
+    environment = os.environ | {"TOOLKIT_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
+
+    def run(*words, **options):
+        command = [sys.executable, "-m", "toolkit.cli", "prepare", *map(str, words)]
+        kept = {"capture_output": True} | options
+        return subprocess.run(
+            command, text=True, cwd=tmp_path, env=environment, check=False, **kept
+        )
+
+    return run
+
+
+def chats(path, count=20):
+    rows = [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": f"b {n}"}]}
+        for n in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_it_says_in_words_and_json_what_is_in_the_cache_and_does_it_once(prepare, tmp_path):
+    flags = ("--train_file", chats(tmp_path / "chats.jsonl"), "--validation_split_percentage", 30)
+    first = prepare("--", *flags)
+    assert first.returncode == 0, first.stderr
+    assert first.stderr.count("Tokenising chats.jsonl") == 2  # to train on, and to evaluate on
+    assert "%|" not in first.stderr  # no bar where nobody watches
+    again = prepare("--json", "--", *flags)
+    assert "Tokenising" not in again.stderr
+    facts = json.loads(again.stdout)
+    data, validation = facts["data"], facts["validation"]
+    assert data["rows"] + validation["rows"] == 20
+    said = dict(line.split(maxsplit=1) for line in first.stdout.splitlines() if line[:1] != " ")
+    assert said["data"] == "chats.jsonl (chat)"
+    assert said["chat"].split() == ["template", "roles"]
+    assert said["packing"] == "none"
+    assert said["cache"] == data["folder"]
+    assert os.path.isfile(os.path.join(data["folder"], "facts.json"))
+    share = f"{data['supervised_tokens'] / data['tokens']:.0%}"
+    learned = said["tokens"] if "learned" in said["tokens"] else ""
+    assert learned.split()[1:] == [str(data["supervised_tokens"]), f"({share})"]
+
+
+def test_a_terminal_gets_a_bar(prepare, tmp_path):
+    watched, stderr = pty.openpty()
+    fcntl.ioctl(stderr, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    path = chats(tmp_path / "watched.jsonl")
+    done = prepare("--", "--train_file", path, capture_output=False, stderr=stderr, stdout=-1)
+    os.close(stderr)
+    seen = os.read(watched, 100_000).decode()
+    os.close(watched)
+    assert done.returncode == 0, seen
+    assert "Tokenising: 100%|" in seen
+
+
+def test_a_mistake_is_one_sentence_and_status_2(prepare):
+    done = prepare("--", "--train_file", "nothing.jsonl")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert "nothing.jsonl is not there" in done.stderr

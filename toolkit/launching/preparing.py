@@ -1,0 +1,63 @@
+"""`toolkit prepare`: model and data made ready once, so that no rank waits for them in a launch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+PREPARE = ("toolkit.launching.supervised", "toolkit.training.prepare")
+"""The module that ends what it starts together with us, and the one that does the work."""
+
+
+def prepare_once(flags: Sequence[str], *, num_processes: int | None = None) -> dict[str, Any]:
+    """Fill the caches for a launch with these flags of `toolkit.train`, and return the facts.
+
+    What goes on is shown on stderr meanwhile: a bar on a terminal, else lines.
+
+    Raises:
+        SystemExit: 2 where flags, model or data are not usable, else 1; why stands on stderr.
+    """
+    supervised, worker = PREPARE
+    command = [sys.executable, "-m", supervised, str(os.getpid()), sys.executable, "-m", worker]
+    ranks = [] if num_processes is None else [f"--num_processes={num_processes}"]
+    done = subprocess.run([*command, *ranks, *flags], stdout=subprocess.PIPE, check=False)
+    if done.returncode != 0:
+        raise SystemExit(2 if done.returncode == 2 else 1)
+    return cast("dict[str, Any]", json.loads(done.stdout.decode().splitlines()[-1]))
+
+
+def described(facts: Mapping[str, Any]) -> list[str]:
+    """Return lines that say what is in the cache now."""
+    data = facts["data"]
+    model = facts["model"]
+    lines = [("model", model["name"]), ("data", f"{data['name']} ({data['format']})")]
+    lines += _rows(data)
+    if data["template"] is not None:
+        lines.append(("chat template", data["template"]["name"]))
+    lines.append(("learned", data["loss_on"]))
+    lines.append(("packing", data["packing"]))
+    if facts["validation"] is not None:
+        validation = facts["validation"]
+        lines.append(("validation", validation["name"]))
+        lines += [(f"  {name}", text) for name, text in _rows(validation)]
+        lines.append(("  cache", validation["folder"]))
+    lines.append(("cache", data["folder"]))
+    width = max(len(name) for name, _ in lines)
+    return [f"{name:<{width}}  {text}" for name, text in lines]
+
+
+def _rows(data: Mapping[str, Any]) -> list[tuple[str, str]]:
+    packed = f" of {data['texts']:,} texts" if data["packing"] != "none" else ""
+    cut = f", {data['truncated']:,} cut to fit" if data["truncated"] else ""
+    share = data["supervised_tokens"] / data["tokens"]
+    return [
+        ("rows", f"{data['rows']:,}{packed}{cut}"),
+        ("rows left out", f"{data['dropped']:,} without a token to train on"),
+        ("tokens", f"{data['tokens']:,}"),
+        ("tokens learned", f"{data['supervised_tokens']:,} ({share:.0%})"),
+        ("longest row", f"{data['longest']:,} tokens"),
+    ]

@@ -1,0 +1,203 @@
+"""One folder of the cache: the rows of a source, tokenised, packed and counted."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from toolkit.errors import UsageError
+from toolkit.training.arguments import DataArguments
+from toolkit.training.chat import ChatTokeniser, Template, find_template
+from toolkit.training.formats import Format, find_format, read_rows
+from toolkit.training.packing import FixedPacking, best_fit, pack_texts
+from toolkit.training.sources import quiet_progress
+from toolkit.training.tokens import (
+    Tally,
+    described_rows,
+    digest,
+    row_bytes,
+    row_features,
+    text_hash,
+    tokenise,
+)
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+Part = Literal["training", "validation"]
+
+TEMPLATE_FILE = "template.jinja"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Build:
+    """Writes one cached folder: rows chosen, tokenised, packed, and counted."""
+
+    arguments: DataArguments
+    name: str
+    tokenizer: PreTrainedTokenizerBase
+    part: Part
+    limit: int | None
+    key: str
+
+    def write(self, raw: Dataset, folder: Path) -> dict[str, Any]:
+        """Write the rows to `folder / "rows"` and return what there is to say of them."""
+        found = find_format(raw, self.name, self.arguments)
+        numbers = self._chosen(raw, found)
+        chosen = raw if len(numbers) == len(raw) else raw.select(numbers)
+        template = None
+        if found.is_chat:
+            template = find_template(self.tokenizer, self.arguments.chat_template)
+            (folder / TEMPLATE_FILE).write_text(template.text, encoding="utf-8")
+        elif self.arguments.chat_template is not None:
+            raise UsageError(
+                f"--chat_template is for chats, and the rows of {self.name} are {found.kind}. "
+                "Leave it out, or name the chats with --messages_column."
+            )
+        tally = Tally()
+        packing = self.arguments.packing if self.part == "training" else "none"
+        # A stream of texts is cut where a row is full, so no text has to be cut before.
+        length = sys.maxsize if packing == "fixed" else self.arguments.max_length
+        make = self._tokeniser(found, template, length, tally)
+        with quiet_progress():
+            texts = self._tokenise(chosen, found, numbers, make=make, folder=folder)
+            rows = self._pack(texts, packing, folder)
+            rows.save_to_disk(str(folder / "rows"))
+        facts = {
+            "hash": text_hash(read_rows(chosen, found)),
+            "rows": len(rows),
+            "dropped": len(chosen) - len(texts),
+            "format": found.kind,
+            "loss_on": found.loss_on,
+            "template": None if template is None else template.facts(),
+            "packing": packing,
+            "texts": len(texts),
+            "truncated": tally.truncated,
+        } | described_rows(rows)
+        for work in ("map.arrow", "packed.arrow"):
+            (folder / work).unlink(missing_ok=True)
+        self._check(facts, len(chosen))
+        return facts
+
+    def _chosen(self, raw: Dataset, found: Format) -> list[int]:
+        """Return the numbers of the rows that this part takes."""
+        percentage = self.arguments.validation_split_percentage
+        numbers = list(range(len(raw)))
+        if percentage is not None:
+            wanted = self.part == "validation"
+            numbers = [
+                number
+                for number, row in enumerate(read_rows(raw, found))
+                if _is_held_out(row_bytes(row), percentage) == wanted
+            ]
+            if not numbers:
+                raise UsageError(
+                    f"--validation_split_percentage {percentage:g} leaves zero {self.part} rows of "
+                    f"the {len(raw)} of {self.name}. Pass another percentage, or more data."
+                )
+        return numbers[: self.limit]
+
+    def _tokeniser(
+        self, found: Format, template: Template | None, length: int, tally: Tally
+    ) -> Callable[[Any, list[int]], dict[str, list[Any]]]:
+        if template is not None:
+            return ChatTokeniser(
+                self.tokenizer, template, found, max_length=length, name=self.name, tally=tally
+            )
+        return partial(
+            tokenise,
+            tokenizer=self.tokenizer,
+            columns=found.columns,
+            max_length=length,
+            learn_prompt=found.loss_on == "all",
+            tally=tally,
+        )
+
+    def _tokenise(
+        self,
+        raw: Dataset,
+        found: Format,
+        numbers: list[int],
+        *,
+        make: Callable[[Any, list[int]], dict[str, list[Any]]],
+        folder: Path,
+    ) -> Dataset:
+        columns = raw.select_columns(list(found.columns))
+        return columns.map(
+            lambda batch, places: make(batch, [numbers[place] for place in places]),
+            batched=True,
+            with_indices=True,
+            remove_columns=list(found.columns),
+            features=row_features(),
+            load_from_cache_file=False,
+            cache_file_name=str(folder / "map.arrow"),
+            # Without it `datasets` hashes the tokenizer, whose pickle is not always the same.
+            new_fingerprint=self.key[:32],
+            desc="Tokenising",
+        )
+
+    def _pack(self, texts: Dataset, packing: str, folder: Path) -> Dataset:
+        from datasets import Dataset
+
+        options: dict[str, Any] = {
+            "batched": True,
+            "load_from_cache_file": False,
+            "cache_file_name": str(folder / "packed.arrow"),
+            "new_fingerprint": digest(self.key, packing)[:32],
+            "desc": "Packing",
+        }
+        length = self.arguments.max_length
+        if packing == "fixed":
+            cut = FixedPacking(length)
+            rows = texts.map(cut, features=row_features(), **options)
+            logger.info("%s: %d tokens fill no row of %d", self.name, len(cut.ids), length)
+            return rows
+        if packing == "best_fit" and len(texts):
+            lengths = [
+                len(ids) for batch in texts.iter(batch_size=1000) for ids in batch["input_ids"]
+            ]
+            shared = Dataset.from_dict({"texts": best_fit(lengths, room=length)})
+            return shared.map(
+                pack_texts,
+                with_indices=True,
+                fn_kwargs={"texts": texts},
+                remove_columns=["texts"],
+                features=row_features(positions=True),
+                **options,
+            )
+        return texts
+
+    def _check(self, facts: dict[str, Any], read: int) -> None:
+        length = self.arguments.max_length
+        if not facts["texts"]:
+            raise UsageError(
+                f"{self.name} leaves zero {self.part} rows: none of its {read} rows has a token "
+                f"to train on within --max_length {length}. Pass a longer "
+                "--max_length, or data with text."
+            )
+        if not facts["rows"]:
+            raise UsageError(
+                f"{self.name} leaves zero {self.part} rows: its texts together don't fill one row "
+                f"of --max_length {length}, which --packing fixed needs. Pass a shorter "
+                "--max_length, more data, or another --packing."
+            )
+        if facts["dropped"]:
+            logger.info(
+                "%s: %d of %d rows left out, without a token to train on within --max_length %d",
+                *(self.name, facts["dropped"], read, length),
+            )
+
+
+def _is_held_out(content: bytes, percentage: float) -> bool:
+    """Whether a row is for validation: told by its content alone, so equal rows stay together."""
+    seeded = hashlib.sha256(b"toolkit validation" + content).digest()
+    return int.from_bytes(seeded[:8], "big") < percentage / 100 * 2**64

@@ -1,0 +1,177 @@
+"""Tokens and labels: text to rows of ids, and which of them are learned.
+
+A token is learned or not by where it stands, never by its id: the token that ends a text is
+learned also where the tokenizer pads with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from datasets import Dataset, Features
+    from transformers import PreTrainedTokenizerBase
+
+IGNORED = -100
+"""The label of a token that the loss leaves out, as PyTorch and transformers have it."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What tokenising saw, beside the rows it returned."""
+
+    truncated: int = 0
+    """Rows longer than `--max_length`, which lost their end."""
+
+
+def supervised_tokens(labels: Sequence[int]) -> int:
+    """Count the tokens of a row that are trained on; a causal LM never predicts the first."""
+    return sum(label != IGNORED for label in labels[1:])
+
+
+def tokenise(
+    batch: Mapping[str, Sequence[str | None]],
+    numbers: Sequence[int],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    columns: tuple[str, ...],
+    max_length: int,
+    learn_prompt: bool = False,
+    tally: Tally | None = None,
+) -> dict[str, list[Any]]:
+    """Tokenise rows of text; of a prompt and completion, only the completion is learned.
+
+    Both are tokenised together, as they will be read, and the prompt is what that has in
+    common with the prompt alone: a token that reaches into the completion is learned. The end
+    of text is appended and learned. Rows without a learned token are left out.
+
+    Args:
+        batch: Columns of text.
+        numbers: Of the rows; each becomes its row's `sample_id`.
+        columns: One column of text, or that of the prompt and that of the completion.
+        max_length: Tokens kept of a row.
+        learn_prompt: Learn the prompt as well.
+        tally: Counts the rows that were cut.
+    """
+    texts = [[value or "" for value in batch[name]] for name in columns]
+    learned = [bool(text.strip()) for text in texts[-1]]
+    whole = token_ids(tokenizer, ["".join(parts) for parts in zip(*texts, strict=True)])
+    masks = len(columns) == 2 and not learn_prompt
+    prompts = token_ids(tokenizer, texts[0]) if masks else [[] for _ in whole]
+
+    rows = empty_rows()
+    for number, ids, prompt, wanted in zip(numbers, whole, prompts, learned, strict=True):
+        masked = common_prefix(prompt, ids)
+        if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
+            ids = [*ids, tokenizer.eos_token_id]
+        if tally is not None and wanted:
+            tally.truncated += len(ids) > max_length
+        ids = ids[:max_length]
+        labels = [IGNORED] * min(masked, len(ids)) + ids[masked:]
+        if wanted and supervised_tokens(labels):
+            add_row(rows, ids, labels, number)
+    return rows
+
+
+def empty_rows() -> dict[str, list[Any]]:
+    return {"input_ids": [], "labels": [], "sample_id": []}
+
+
+def add_row(rows: dict[str, list[Any]], ids: list[int], labels: list[int], number: int) -> None:
+    rows["input_ids"].append(ids)
+    rows["labels"].append(labels)
+    rows["sample_id"].append(number)
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    # Rows are cut to --max_length afterwards; the tokenizer would warn of longer ones before.
+    return tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
+
+
+def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """Count the tokens that two rows begin with in common."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(left), len(right)))
+
+
+def row_features(*, positions: bool = False) -> Features:
+    """Return the columns of tokenised rows; with `position_ids` where texts share a row."""
+    from datasets import Features, List, Value
+
+    ids = List(Value("int32"))
+    columns: dict[str, Any] = {"input_ids": ids, "labels": ids, "sample_id": Value("int64")}
+    return Features(columns | ({"position_ids": ids} if positions else {}))
+
+
+def described_rows(rows: Dataset) -> dict[str, Any]:
+    """Return the hash and the counts of tokenised rows, read batch by batch."""
+    import numpy as np
+
+    content = hashlib.sha256()
+    largest = tokens = supervised = longest = 0
+    lists = [name for name in ("input_ids", "labels", "position_ids") if name in rows.column_names]
+    for table in rows.with_format("arrow").iter(batch_size=1000):
+        sample_ids = table["sample_id"].combine_chunks().to_numpy(zero_copy_only=False)
+        content.update(sample_ids.tobytes())
+        for name in lists:
+            column = table[name].combine_chunks()
+            lengths = column.value_lengths().to_numpy(zero_copy_only=False)
+            values = column.flatten().to_numpy(zero_copy_only=False)
+            content.update(lengths.tobytes())
+            content.update(values.tobytes())
+            if name == "input_ids":
+                largest = max(largest, int(values.max()))
+                longest = max(longest, int(lengths.max()))
+                tokens += len(values)
+            if name == "labels":
+                firsts = np.cumsum(lengths) - lengths
+                supervised += int((values != IGNORED).sum() - (values[firsts] != IGNORED).sum())
+    return {
+        "tokens_hash": content.hexdigest(),
+        "largest_id": largest,
+        "longest": longest,
+        "tokens": tokens,
+        "supervised_tokens": supervised,
+    }
+
+
+def text_hash(rows: Iterable[Sequence[Any]]) -> str:
+    """Return the sha256 over rows of text, or of what JSON can hold."""
+    content = hashlib.sha256()
+    for row in rows:
+        content.update(row_bytes(row) + b"\n")
+    return content.hexdigest()
+
+
+def row_bytes(row: Sequence[Any]) -> bytes:
+    return json.dumps(list(row), default=str).encode()
+
+
+def digest(*parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+_TOKENIZER_FILES = re.compile(
+    r"(tokenizer|tokenization|special_tokens|added_tokens|vocab|merges|sentencepiece|spiece"
+    r"|chat_template).*|.*\.(model|tiktoken|py)"
+)
+
+
+def tokenizer_identity(folder: Path) -> str:
+    """Return what changes whenever the tokenizer in `folder`, or its template, may have."""
+    return digest(list(_tokenizer_files(folder)), version("transformers"), version("tokenizers"))
+
+
+def _tokenizer_files(folder: Path) -> Iterator[tuple[str, str]]:
+    templates = folder / "additional_chat_templates"
+    inside = sorted(templates.glob("*.jinja")) if templates.is_dir() else []
+    for path in (*sorted(folder.iterdir()), *inside):
+        if path.is_file() and (path in inside or _TOKENIZER_FILES.fullmatch(path.name)):
+            yield path.name, hashlib.sha256(path.read_bytes()).hexdigest()
