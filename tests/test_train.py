@@ -4,12 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 from places import ROOT
 
 from toolkit import environment
-from toolkit.results import read_record
+from toolkit.results import FILLER_ID, read_record
 from toolkit.strategies import STRATEGIES
 
 
@@ -77,6 +78,7 @@ def test_mistakes_leave_with_status_2_and_nothing_written(launch_environment, tm
         ("--output_dir", str(taken)): "holds the record of another run",
         ("--no_such_flag", "1"): "no_such_flag",
         ("--engine", "loop", "--torch_compile", "True"): "--torch_compile",
+        ("--evidence", "kept", "--torch_compile", "True"): "--evidence looks into",
         ("--resume_from_checkpoint", "last"): "--resume_from_checkpoint",
     }
     inline = {  # what the launcher exports of a YAML that names no DeepSpeed file
@@ -86,6 +88,8 @@ def test_mistakes_leave_with_status_2_and_nothing_written(launch_environment, tm
     }
     accumulates = ("--gradient_accumulation_steps", "2")
     cases[accumulates] = "--gradient_accumulation_steps is 2 and the launcher's config says '4'"
+    smoothed = ("--label_smoothing_factor", "0.1", "--max_train_samples", "9")
+    cases[smoothed] = "--label_smoothing_factor divides by the tokens of each micro-batch"
     before = sorted(tmp_path.rglob("*"))
     for flags, said in cases.items():
         exported = inline if flags == accumulates else {}
@@ -101,3 +105,28 @@ def test_mistakes_leave_with_status_2_and_nothing_written(launch_environment, tm
         assert said in done.stderr
         assert "Traceback" not in done.stderr
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_two_ranks_train_each_of_an_uneven_number_of_chats_once_an_epoch(launch, tmp_path):
+    chats = [
+        [{"from": "human", "value": f"say {n}"}, {"from": "gpt", "value": f"{n} " * (n % 5 + 1)}]
+        for n in range(21)
+    ]
+    lines = (json.dumps({"conversations": chat}) + "\n" for chat in chats)
+    (tmp_path / "chats.jsonl").write_text("".join(lines))
+    done = launch(
+        *("fsdp", "-m", "toolkit.train", "--train_file", tmp_path / "chats.jsonl"),
+        *("--num_train_epochs", 2, "--engine", "loop", "--output_dir", tmp_path / "o"),
+    )
+    assert done.returncode == 0, done.stdout
+    record = read_record(tmp_path / "o")
+    assert len(record["losses"]) == 4  # 16 rows a step: two steps an epoch, of which one is short
+    for first in (0, 2):
+        ranks = [ids for step in record["sample_ids"][first : first + 2] for ids in step]
+        read = Counter(row for ids in ranks for row in ids)
+        assert read.pop(FILLER_ID) == 11
+        assert read == Counter(range(21))
+    idle = record["sample_ids"][1][1]
+    assert set(idle[-4:]) == {FILLER_ID}  # the second rank's last micro-batch had no row at all
+    template = (tmp_path / "o" / "final" / "chat_template.jinja").read_text()
+    assert "{%- generation -%}" in template

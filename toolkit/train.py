@@ -23,6 +23,7 @@ from toolkit.configs.requested import (
     same_features,
 )
 from toolkit.errors import UsageError
+from toolkit.evidence import EVIDENCE_FILE
 from toolkit.launching.ranks import leave
 from toolkit.launching.status import STATUS_DIR, StatusFile, guard, status_folder
 from toolkit.rehearse import (
@@ -32,7 +33,7 @@ from toolkit.rehearse import (
     told,
     use_deepspeed_config,
 )
-from toolkit.results import RECORD_FILE, SCHEMA, write_json
+from toolkit.results import FILLER_ID, RECORD_FILE, SCHEMA, write_json
 from toolkit.strategies import Strategy, get_strategy
 
 if TYPE_CHECKING:
@@ -115,9 +116,10 @@ def checked_job(argv: list[str]) -> Job:
         UsageError: the flags, the config, the model or the data don't fit; nothing was written.
     """
     from toolkit.training.arguments import parse_own, training_arguments, training_values
-    from toolkit.training.data import count_steps, training_rows
+    from toolkit.training.data import count_steps, rows_needed, training_rows
     from toolkit.training.model import load_tokenizer, resolve_tokenizer
     from toolkit.training.prepare import model_and_data
+    from toolkit.training.tracking import asked_trackers
 
     model, data_arguments, run, rest = parse_own(argv)
     strategy = asked_strategy(run.strategy)
@@ -125,12 +127,22 @@ def checked_job(argv: list[str]) -> Job:
     rehearsal = rehearse_if_needed()
     values = training_values(rest, model=model, run=run)
     _refuse_what_would_be_ignored(values, run)
+    trackers = asked_trackers(values["report_to"], engine=run.engine)
     if (Path(values["output_dir"]) / RECORD_FILE).exists():
         raise UsageError(
             f"{values['output_dir']} holds the record of another run. Choose another --output_dir."
         )
-    facts, data = model_and_data(model, data_arguments)
-    tokenizer = load_tokenizer(resolve_tokenizer(model), trust_remote_code=model.trust_remote_code)
+    _check_evidence(values, run)
+    facts, data = model_and_data(
+        model,
+        data_arguments,
+        rows_needed=rows_needed(values, num_processes=requested_processes(os.environ)),
+    )
+    tokenizer = load_tokenizer(
+        resolve_tokenizer(model),
+        trust_remote_code=model.trust_remote_code,
+        chat_template=data.chat_template(),
+    )
     changes = _fit_deepspeed(strategy, facts, values, rehearsal=rehearsal)
     global_batch = (
         values["per_device_train_batch_size"]
@@ -150,9 +162,14 @@ def checked_job(argv: list[str]) -> Job:
         seed=values["seed"],
         throughput_steps=run.throughput_steps,
         max_length=data_arguments.max_length,
+        pad_token_id=tokenizer.pad_token_id,
     )
+    if values["label_smoothing_factor"]:
+        _check_fillers(rows, global_batch, of="--label_smoothing_factor")
     args = training_arguments(rest, model=model, run=run)
     args.max_steps = steps + run.throughput_steps
+    # The platform asks for Kubeflow, not the user: transformers adds it to whatever was asked.
+    args.report_to = [*trackers, *({"kubeflow"} & set(args.report_to) - set(trackers))]
     return Job(
         strategy=strategy,
         rehearsal=rehearsal,
@@ -197,10 +214,16 @@ def train(job: Job, status: StatusFile) -> None:
     """
     import torch
 
+    from toolkit.measuring import memory
     from toolkit.measuring.attestation import Refused
     from toolkit.training.data import Collator
     from toolkit.training.model import load_model
+    from toolkit.training.tracking import keep_local
 
+    for line in keep_local(job.args.report_to, Path(job.args.output_dir)):
+        if _rank() == 0:
+            print(f"toolkit: {line}", flush=True)  # noqa: T201
+    status.peak = memory.host_peak_bytes if job.rehearsal else memory.device_peak_bytes
     if job.args.tf32 is None and job.args.mixed_precision == "no":
         torch.backends.cuda.matmul.fp32_precision = "ieee"  # parity in fp32 means fp32
     torch.manual_seed(job.args.seed)
@@ -255,7 +278,19 @@ def _train_with_trainer(job: Job, model: Any, collate: Any, recorder: Recorder) 
         recorder=recorder,
     )
     trainer.add_callback(SaveAtTheEnd())
+    if not trainer.model_accepts_loss_kwargs:
+        _check_fillers(job.rows, job.global_batch_size, of="the loss of this model")
     trainer.train()
+
+
+def _check_fillers(rows: Dataset, global_batch: int, *, of: str) -> None:
+    """Refuse a mean over the tokens of each micro-batch where one may hold none to learn."""
+    if FILLER_ID in rows["sample_id"][:]:
+        raise UsageError(
+            f"The rows don't fill whole steps of {global_batch}, and {of} divides by the tokens of "
+            "each micro-batch, of which the last ones have none. Pass --max_train_samples with a "
+            f"multiple of {global_batch}, or --max_steps that end before."
+        )
 
 
 def _train_in_loop(job: Job, model: Any, collate: Any, recorder: Recorder) -> None:
@@ -293,6 +328,7 @@ def _save(job: Job, accelerator: Any, model: Any, recorder: Recorder) -> None:
 
 def _recorder(job: Job, status: StatusFile) -> Recorder:
     from toolkit.measuring.attestation import Asked
+    from toolkit.measuring.evidence import EvidenceKeeper
     from toolkit.measuring.recorder import Recorder
 
     asked = Asked(
@@ -310,6 +346,14 @@ def _recorder(job: Job, status: StatusFile) -> Recorder:
         notes=job.deepspeed_changes,
         steps_file=Path(job.args.output_dir) / "steps.jsonl",
         status=status,
+        evidence=None
+        if job.run.evidence is None
+        else EvidenceKeeper(
+            Path(job.run.evidence),
+            strategy=job.strategy.name,
+            engine=job.run.engine,
+            precision=job.args.mixed_precision,
+        ),
     )
 
 
@@ -371,7 +415,6 @@ def _refuse_what_would_be_ignored(values: dict[str, Any], run: RunArguments) -> 
             "torch_compile",
             "save_strategy",
             "eval_strategy",
-            "report_to",
             "label_smoothing_factor",
             "neftune_noise_alpha",
         ]
@@ -381,6 +424,18 @@ def _refuse_what_would_be_ignored(values: dict[str, Any], run: RunArguments) -> 
             f"{', '.join(found)}: toolkit.train with --engine {run.engine} does not do that. "
             "Leave it out, or use --engine trainer where the Trainer can."
         )
+
+
+def _check_evidence(values: dict[str, Any], run: RunArguments) -> None:
+    if run.evidence is None:
+        return
+    if _plain(values.get("torch_compile")) not in NOT_ASKED:
+        raise UsageError(
+            "--evidence looks into the model's forward, which --torch_compile would compile away. "
+            "Leave one of them out."
+        )
+    if (Path(run.evidence) / EVIDENCE_FILE).exists():
+        raise UsageError(f"{run.evidence} holds the evidence of another run. Name another folder.")
 
 
 def _fit_deepspeed(

@@ -19,6 +19,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 from toolkit.errors import UsageError
 from toolkit.measuring.recorder import Recorder
+from toolkit.training import tracking
 
 NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 """Names that the Trainer keeps out of weight decay (transformers 5.23, trainer.py)."""
@@ -58,6 +59,7 @@ def train_loop(
         # A prepared scheduler would step once per process (huggingface/accelerate#1382).
         step_scheduler_with_optimizer=False,
         dataloader_config=DataLoaderConfiguration(even_batches=True),
+        log_with=tracking.trackers(args) or None,
         kwargs_handlers=[
             DistributedDataParallelKwargs(
                 find_unused_parameters=bool(args.ddp_find_unused_parameters)
@@ -81,9 +83,11 @@ def train_loop(
         num_training_steps=scheduled_steps,
         scheduler_specific_kwargs=args.lr_scheduler_kwargs,
     )
+    tracking.start(accelerator, args, model)
     recorder.prepared(accelerator, wrapped, optimizer)
 
     step, epoch = 0, 0
+    unlogged = torch.zeros((), device=accelerator.device)
     while step < args.max_steps:
         if epoch and not step:
             raise UsageError(
@@ -93,20 +97,30 @@ def train_loop(
             )
         loader.set_epoch(epoch)
         batches = iter(loader)
+        read = 0
         while step < args.max_steps and (window := take(batches, accelerator, recorder)):
-            loss = _optimizer_step(accelerator, wrapped, optimizer, window, args, recorder)
+            loss, norm = _optimizer_step(accelerator, wrapped, optimizer, window, args, recorder)
             step += 1
+            read += len(window)
+            unlogged += loss
             skipped = accelerator.optimizer_step_was_skipped
             learning_rate = float(optimizer.param_groups[0]["lr"])
             if not skipped:
                 scheduler.step()
             recorder.step_done(learning_rate=learning_rate, skipped=skipped)
             if step % args.logging_steps == 0 and step <= scheduled_steps:
-                mean = accelerator.reduce(loss, "mean").item()
+                # Like the Trainer's, of all steps since the last that was logged.
+                mean = accelerator.reduce(unlogged / args.logging_steps, "mean").item()
+                unlogged.zero_()
                 recorder.logged(step, loss=mean, learning_rate=learning_rate)
+                if accelerator.log_with:
+                    values = {"loss": mean, "grad_norm": tracking.plain(norm)}
+                    values |= {"learning_rate": learning_rate, "epoch": epoch + read / len(loader)}
+                    tracking.log(accelerator, step, values)
                 accelerator.print(f"step {step}/{args.max_steps} loss {mean:.6f}", flush=True)
             on_step(step, accelerator, wrapped)
         epoch += 1
+    tracking.finish(accelerator)
 
 
 def _optimizer_step(
@@ -116,11 +130,15 @@ def _optimizer_step(
     window: list[dict[str, torch.Tensor]],
     args: TrainingArguments,
     recorder: Recorder,
-) -> torch.Tensor:
-    """Run one optimizer step over its micro-batches, and return this rank's share of the loss."""
+) -> tuple[torch.Tensor, Any]:
+    """Run one optimizer step over its micro-batches.
+
+    Returns:
+        This rank's share of the loss, and the gradient norm before clipping.
+    """
     supervised = [(batch["labels"][:, 1:] != -100).sum() for batch in window]
     items = accelerator.reduce(torch.stack(supervised).sum().to(accelerator.device), "sum")
-    total = torch.zeros((), device=accelerator.device)
+    total, norm = torch.zeros((), device=accelerator.device), None
     for batch, count in zip(window, supervised, strict=True):
         ids = batch.pop("sample_id", None)
         with accelerator.accumulate(model):
@@ -137,11 +155,11 @@ def _optimizer_step(
             recorder.micro_batch(loss, tokens=tokens, supervised=count, sample_ids=ids)
             if accelerator.sync_gradients:
                 limit = args.max_grad_norm or float("inf")
-                accelerator.clip_grad_norm_(model.parameters(), limit)
+                norm = accelerator.clip_grad_norm_(model.parameters(), limit)
             optimizer.step()
             optimizer.zero_grad()
         total += loss.detach()
-    return total
+    return total, norm
 
 
 def take(
