@@ -27,8 +27,8 @@ from rich.console import Console
 
 from toolkit import environment
 from toolkit.comparing.parity import GATES
-from toolkit.comparing.plan import CompareOptions, Engine
-from toolkit.comparing.schedule import INTERRUPTED, compare
+from toolkit.comparing.scheduling.options import CompareOptions, Engine
+from toolkit.comparing.scheduling.schedule import INTERRUPTED, compare
 from toolkit.results import Results, Row, read_results
 
 MODELS: dict[str, dict[str, Any]] = {

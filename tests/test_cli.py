@@ -15,6 +15,7 @@ PLAIN_ANSWERS = [
     ("--help",),
     ("compare", "--help"),
     ("report", "--help"),
+    ("prepare", "--help"),
     ("configs", "--help"),
     ("configs", "list"),
     ("configs", "show", "zero3"),

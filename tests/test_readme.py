@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 import toolkit
 from toolkit.cli import app
 from toolkit.comparing.parity import GATED_STEPS, GATES
-from toolkit.comparing.plan import DEFAULT_STRATEGIES, CompareOptions, build_plan
-from toolkit.comparing.report import COLUMNS
+from toolkit.comparing.reporting.report import COLUMNS
+from toolkit.comparing.scheduling.options import DEFAULT_STRATEGIES, CompareOptions
+from toolkit.comparing.scheduling.plan import build_plan
 from toolkit.errors import UsageError
 from toolkit.strategies import STRATEGIES
 

@@ -10,8 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from toolkit.comparing.plan import CompareOptions as CompareOptions
-    from toolkit.comparing.schedule import compare as compare
+    from toolkit.comparing.scheduling.options import CompareOptions as CompareOptions
+    from toolkit.comparing.scheduling.schedule import compare as compare
     from toolkit.configs import write_configs as write_configs
     from toolkit.errors import UsageError as UsageError
     from toolkit.planning.plan import plan as plan
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from toolkit.training.trainer import ToolkitTrainer as ToolkitTrainer
 
 _HOMES = {
-    "CompareOptions": "toolkit.comparing.plan",
+    "CompareOptions": "toolkit.comparing.scheduling.options",
     "STRATEGIES": "toolkit.strategies",
     "Strategy": "toolkit.strategies",
     "ToolkitTrainer": "toolkit.training.trainer",
     "UsageError": "toolkit.errors",
-    "compare": "toolkit.comparing.schedule",
+    "compare": "toolkit.comparing.scheduling.schedule",
     "plan": "toolkit.planning.plan",
     "recommend": "toolkit.planning.recommend",
     "write_configs": "toolkit.configs",

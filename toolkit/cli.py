@@ -146,6 +146,12 @@ def compare(
     strategies: Annotated[
         str | None, typer.Option(help="Names with commas between; the usual six if left out.")
     ] = None,
+    bisect: Annotated[
+        tuple[str, str] | None,
+        typer.Option(
+            metavar="A B", help="Name the first thing that differs in one step of two runs."
+        ),
+    ] = None,
     engine: Annotated[Engine, typer.Option(help="The HF Trainer, the loop, or both.")] = (
         Engine.trainer
     ),
@@ -153,8 +159,16 @@ def compare(
         int, typer.Option("--max_steps", "--max-steps", help="Optimizer steps compared.")
     ] = 20,
     num_processes: Annotated[
-        int, typer.Option("--num_processes", "--num-processes", help="Ranks of every run.")
-    ] = 2,
+        int | None,
+        typer.Option(
+            "--num_processes", "--num-processes", help="Ranks of every run; 2 if left out."
+        ),
+    ] = None,
+    scale: Annotated[
+        str | None,
+        typer.Option(help="Numbers of ranks, 1,2,4: every strategy runs with each of them."),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Starts of every run.")] = 1,
     precision: Annotated[Precision, typer.Option(help="Of every run.")] = Precision.no,
     output: Annotated[
         Path | None,
@@ -184,6 +198,10 @@ def compare(
     nvme_path: Annotated[
         Path | None, typer.Option("--nvme_path", "--nvme-path", help="Folder on a fast disk.")
     ] = None,
+    dollars_per_hour: Annotated[
+        float | None,
+        typer.Option("--dollars-per-hour", "--dollars_per_hour", help="Price of one GPU."),
+    ] = None,
     train_flags: Annotated[
         list[str] | None,
         typer.Argument(metavar="[-- FLAGS]", help="Flags of toolkit.train, after --."),
@@ -192,8 +210,8 @@ def compare(
     """Train one causal LM under many strategies, and show them side by side."""
     from rich.console import Console
 
-    from toolkit.comparing.plan import DEFAULT_STRATEGIES, CompareOptions
-    from toolkit.comparing.schedule import compare as run
+    from toolkit.comparing.scheduling.options import DEFAULT_STRATEGIES, CompareOptions, read_scale
+    from toolkit.comparing.scheduling.schedule import compare as run
 
     names = DEFAULT_STRATEGIES if strategies is None else tuple(_names(strategies))
     options = CompareOptions(
@@ -201,16 +219,50 @@ def compare(
         engine=engine.value,
         max_steps=max_steps,
         num_processes=num_processes,
+        scale=() if scale is None else read_scale(scale),
+        repeats=repeats,
         precision=precision.value,
         global_batch_size=global_batch_size,
         gradient_accumulation_steps=accumulation,
         throughput_steps=throughput_steps,
         timeout=timeout,
         nvme_path=nvme_path,
+        dollars_per_hour=dollars_per_hour,
         output=output,
         train_flags=tuple(train_flags or ()),
     )
+    if bisect is not None:
+        from toolkit.comparing.bisection.running import bisect_runs
+
+        if strategies is not None:
+            raise UsageError("--bisect names its two runs itself. Leave --strategies out.")
+        raise typer.Exit(bisect_runs(bisect, options, console=Console()))
     raise typer.Exit(run(options, console=Console()))
+
+
+@app.command()
+def prepare(
+    num_processes: Annotated[
+        int | None,
+        typer.Option(
+            "--num_processes", "--num-processes", help="Ranks of the launch, for --streaming."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    train_flags: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- FLAGS]", help="Flags of toolkit.train, after --."),
+    ] = None,
+) -> None:
+    """Fetch the model and tokenise the data once, before a launch."""
+    from toolkit.launching.preparing import described, prepare_once
+
+    facts = prepare_once(train_flags or (), num_processes=num_processes)
+    if as_json:
+        _print_json(facts)
+        return
+    for line in described(facts):
+        typer.echo(line)
 
 
 @app.command()
@@ -218,11 +270,25 @@ def report(
     folder: Annotated[
         Path, typer.Argument(metavar="RUN_DIR", help="Folder that toolkit compare wrote.")
     ],
+    other: Annotated[
+        Path | None,
+        typer.Argument(metavar="OTHER_DIR", help="Another: shows the two side by side."),
+    ] = None,
+    to: Annotated[
+        Path | None, typer.Option("--to", help="Of two: folder for their side-by-side files.")
+    ] = None,
 ) -> None:
-    """Make a comparison's reports again: table, report.md, report.html, results.csv."""
+    """Make a comparison's reports again, or set two comparisons side by side."""
     from rich.console import Console
 
-    from toolkit.comparing.remake import remake
+    if other is not None:
+        from toolkit.comparing.reporting.side_by_side import side_by_side
+
+        side_by_side(folder, other, to=to, console=Console())
+        return
+    if to is not None:
+        raise UsageError("--to is for two comparisons; the reports of one stand in its own folder.")
+    from toolkit.comparing.reporting.remake import remake
 
     remake(folder, console=Console())
 

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from toolkit.comparing.predicted import MOVED
+from toolkit.comparing.reporting.report import LATER_FIELDS
 from toolkit.results import Results, Row
 
 STEPS = 4
@@ -153,17 +155,68 @@ def make_results(make_row):
     return make
 
 
-def collective(kind, purpose, payload):
+def collective(kind, purpose, payload, *, dtype="float32"):
     return {
         "kind": kind,
         "purpose": purpose,
-        "dtype": "float32",
+        "dtype": dtype,
         "ranks": 2,
         "calls": 1,
         "elements": payload // 4,
         "payload_bytes": payload,
         "wire_bytes": float(payload),
     }
+
+
+def timed(median):
+    return {"median": median, "p90": 1.25 * median}
+
+
+def speed_fields(speed, *, rehearsal):
+    """What a run of three starts has on its time and its speed."""
+    starts = [
+        {
+            "folder": f"run-{number}",
+            "tokens_per_second": factor * speed,
+            "step_seconds": timed(0.5 / factor),
+            "timed_seconds": [0.5 / factor] * 4,
+            "seconds": 12.0,
+        }
+        for number, factor in enumerate((1.0, 0.99, 1.02), start=1)
+    ]
+    phases = {"data": 0.01, "forward": 0.14, "backward": 0.25, "optimizer": 0.08, "other": 0.02}
+    compute = {"tflops_per_gpu": 123.4, "mfu": 0.395, "convention": "6 N a token", "gpu": "A100"}
+    cost = {"gpu_hours": 0.0067, "dollars": 0.02, "dollars_per_million_tokens": 1.23}
+    return {
+        "tokens_per_second": speed,
+        "supervised_tokens_per_second": 0.8 * speed,
+        "phases": {name: timed(median) for name, median in phases.items()},
+        "warm_up": {
+            "start_seconds": 75.0,
+            "build_seconds": None,
+            "first_step_seconds": 2.5,
+            "compile_seconds": None,
+            "steps": 3,
+        },
+        "save_seconds": 1.5,
+        "repeats": starts,
+        "spread": {"least": 0.99 * speed, "most": 1.02 * speed, "share": 0.03},
+        "compute": None if rehearsal else compute,
+        "cost": None if rehearsal else cost,
+    }
+
+
+def counted_peak(parameters):
+    categories = {
+        "parameters": parameters,
+        "master": 0,
+        "gradients": parameters,
+        "optimizer": 2 * parameters,
+        "activations": parameters // 2,
+        "other": parameters // 4,
+    }
+    total = sum(categories.values())
+    return {"step": 2, "phase": "backward", "total_bytes": total, "categories": categories}
 
 
 @pytest.fixture
@@ -173,69 +226,177 @@ def full_results(make_results, make_row):
     def make(*, rehearsal=True) -> Results:
         def memory(parameters):
             states = {"parameters_bytes": parameters, "optimizer_bytes": 2 * parameters}
-            peak = None if rehearsal else 5 * parameters
-            return MEMORY | states | {"gradients_bytes": parameters, "peak_bytes": peak}
+            device = {
+                "peak_bytes": None if rehearsal else 5 * parameters,
+                "peak_reserved_bytes": None if rehearsal else 6 * parameters,
+            }
+            return MEMORY | states | device | {"gradients_bytes": parameters, "nvme_bytes": 0}
 
-        def measured(parameters, *, sent, **changes):
+        def measured(parameters, *, sent, speed=1000.0, **changes):
             held = memory(parameters)
             moved = [collective("all_reduce", "gradients", sent)] if sent else []
+            besides = [
+                collective("all_reduce", "metrics", 16),
+                collective("all_reduce", "norm", 8, dtype="float64"),
+            ]
             predicted = {
                 "memory": {name: held[name] for name in list(MEMORY)[1:5]},
                 "peak_bytes": {"low": 4 * parameters, "high": 6 * parameters},
                 "traffic_bytes": sent,
-                "errors": {},
+                "errors": {"traffic_bytes": 0.0} | ({} if rehearsal else {"peak_bytes": 0.0}),
                 "reason": None,
+                "room_bytes": None if rehearsal else 2**34,
+                "over_bytes": None if rehearsal else {"low": -(2**33), "high": -(2**32)},
             }
             traffic = {
                 "step": 2,
                 "micro_batches": 2,
                 "transport": "gloo",
-                "collectives": [*moved, collective("all_reduce", "metrics", 16)],
+                "collectives": [*moved, *besides],
                 "sent_elements": 2 * sent // 4,
                 "textbook_elements": 2 * sent // 4,
                 "disagreements": [],
             }
-            ranks = [{"rank": rank, "memory": held, "device": "cpu"} for rank in range(2)]
+            ranks = [
+                {
+                    "rank": rank,
+                    "memory": held,
+                    "device": "cpu",
+                    "peak": counted_peak(parameters - rank * parameters // 8),
+                }
+                for rank in range(2)
+            ]
+            unknown = {
+                "memory.peak_bytes": "a CPU",
+                "memory.peak_reserved_bytes": "a CPU",
+                "compute": "a CPU has no rated peak",
+                "cost": "a rehearsal used no GPU",
+            }
             return {
                 "memory": held,
+                "peak": counted_peak(parameters),
                 "per_rank": ranks,
                 "predicted": predicted,
                 "traffic": traffic,
                 "losses": [5.0, 4.5, 4.25, 4.0],
+                "weight_difference": {"value": 2e-6, "tensor": "model.layers.0.mlp.weight"},
+                "ends": [],
                 "rehearsal": rehearsal,
-                "not_measured": {"memory.peak_bytes": "a CPU"} if rehearsal else {},
+                "not_measured": unknown if rehearsal else {},
+                **speed_fields(speed, rehearsal=rehearsal),
             } | changes
 
+        unmeasured = (
+            "losses",
+            "final_loss",
+            "loss_gap",
+            "grad_norm_gap",
+            "weight_gap",
+            "weight_difference",
+            "tokens_per_second",
+            "supervised_tokens_per_second",
+            "step_seconds",
+            "phases",
+            "warm_up",
+            "save_seconds",
+            "spread",
+            "compute",
+            "cost",
+            "memory",
+            "peak",
+            "per_rank",
+            "traffic",
+            "attestation",
+        )
+        reason = "rank 1 failed at step 2: OutOfMemoryError"
+        ended = {"state": "failed", "step": 1, "peak_bytes": 23 * 2**30}
         failed = {
             "status": "oom",
-            "reason": "rank 1 failed at step 2: OutOfMemoryError",
-            "losses": None,
-            "final_loss": None,
-            "loss_gap": None,
-            "grad_norm_gap": None,
-            "weight_gap": None,
+            "reason": reason,
+            **dict.fromkeys(unmeasured),
             "gates": {},
-            "tokens_per_second": None,
-            "step_seconds": None,
-            "memory": None,
-            "per_rank": None,
-            "attestation": None,
+            "repeats": [],
+            "predicted": {
+                "memory": None,
+                "peak_bytes": {"low": 31 * 2**30, "high": 38 * 2**30},
+                "traffic_bytes": None,
+                "errors": {},
+                "reason": None,
+                "room_bytes": None if rehearsal else 24 * 2**30,
+                "over_bytes": None if rehearsal else {"low": 9 * 2**30, "high": 17 * 2**30},
+            },
+            "ends": [
+                {**ended, "rank": 0, "error": "RuntimeError: Connection closed by peer"},
+                {**ended, "rank": 1, "error": "OutOfMemoryError: no more", "peak_bytes": 2**34},
+                {**ended, "rank": 2, "error": None, "state": "running", "peak_bytes": None},
+            ],
             "tail": ["Traceback", "torch.OutOfMemoryError: CUDA out of memory"],
             "fix": "Use a smaller batch.",
-            "not_measured": dict.fromkeys(
-                ["tokens_per_second", "step_seconds", "memory", "losses", "loss_gap", "traffic"],
-                "oom: rank 1 failed at step 2: OutOfMemoryError",
-            ),
+            "not_measured": dict.fromkeys(unmeasured, f"oom: {reason}"),
             "rehearsal": rehearsal,
         }
         results = make_results(
             make_row(**measured(2**28, sent=2**28, losses=[5.0, 4.5000001, 4.25, 4.00001])),
-            make_row(**measured(2**27, sent=2**29), strategy="fsdp", tokens_per_second=700.0),
+            make_row(
+                **measured(2**27, sent=2**29, speed=700.0),
+                strategy="fsdp",
+                name="fsdp-trainer-x2",
+            ),
             make_row(**measured(2**28, sent=2**28), engine="loop"),
+            make_row(
+                **measured(2**26, sent=2**29, speed=1200.0),
+                strategy="fsdp",
+                name="fsdp-trainer-x4",
+                num_processes=4,
+            ),
             make_row(strategy="zero3", **failed),
             rehearsal=rehearsal,
+            noise={"share": 0.031, "basis": "repeats", "repeats": 3},
+            dollars_per_hour=None if rehearsal else 3.0,
         )
-        results["runs"][0] |= measured(2**28, sent=0)
+        results["environment"] |= {"interconnect": ["GPU0-GPU1 NV4"], "commit": "0123abc"}
+        results["runs"][0] |= measured(2**28, sent=0, speed=500.0)
         return results
 
     return make
+
+
+@pytest.fixture
+def old_results(full_results):
+    """The same as the first toolkits wrote it: without what they did not know."""
+
+    def make(*, rehearsal=True) -> Results:
+        results = full_results(rehearsal=rehearsal)
+        for name in ("noise", "dollars_per_hour"):
+            del results[name]
+        for row in results["runs"]:
+            for name in LATER_FIELDS & row.keys():
+                del row[name]
+            for rank in row["per_rank"] or []:
+                del rank["peak"]
+            for name in ("peak_reserved_bytes", "nvme_bytes"):
+                (row["memory"] or {}).pop(name, None)
+        # They knew no scale either.
+        results["runs"] = [row for row in results["runs"] if row["num_processes"] < 4]
+        return results
+
+    return make
+
+
+@pytest.fixture
+def poisoned():
+    """Put a text wherever a run or a user could have put words."""
+
+    def poison(value, text):
+        if isinstance(value, dict):
+            return {
+                key: each if key in ("engine", "status", "errors") else poison(each, text)
+                for key, each in value.items()
+            }
+        if isinstance(value, list):
+            return [poison(each, text) for each in value]
+        # These two decide which table a line is in.
+        told = isinstance(value, str) and value not in MOVED
+        return f"{value}{text}" if told else value
+
+    return poison

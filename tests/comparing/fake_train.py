@@ -1,6 +1,7 @@
 """Stands in for the launcher and `toolkit.train`, to test the scheduling of runs alone.
 
-Leaves what a run leaves. `$FAKE_TRAIN` maps a strategy to how its run shall end.
+Leaves what a run leaves. `$FAKE_TRAIN` says of a strategy how its run shall end, and its speed; a
+list says it of each start.
 """
 
 import json
@@ -22,10 +23,15 @@ def main():
     strategy, folder = flags["--strategy"], Path(flags["--output_dir"])
     steps = int(flags["--max_steps"])
     fake = json.loads(os.environ["FAKE_TRAIN"])
-    how = fake["runs"].get(strategy, "ok")
-    ranks = 1 if strategy == "single" else 2
+    number = int(folder.name.rpartition("-")[2])
+    how = told(fake["runs"], strategy, number, "ok")
+    speed = told(fake["speeds"], strategy, number, 100.0)
+    ranks = json.loads((folder / "spec.json").read_text())["num_processes"]
+    with Path(fake["order"]).open("a") as order:
+        order.write(f"{folder.name}\n")
     statuses = [StatusFile(Path(os.environ["TOOLKIT_STATUS_DIR"]), rank) for rank in range(ranks)]
-    for status in statuses:
+    for rank, status in enumerate(statuses):
+        status.peak = lambda rank=rank: (rank + 1) * 2**30
         status.running(1)
     sys.stdout.write(f"toolkit.train: {strategy} begins\n")
     sys.stdout.flush()
@@ -34,7 +40,8 @@ def main():
         Path(fake["started"]).touch()
         time.sleep(60)
     if how == "oom":
-        statuses[0].failed(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+        for status in statuses[: -1 if ranks > 1 else None]:
+            status.failed(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"))
         sys.exit(1)
     if how == "refused":
         write_record(folder, flags, strategy, steps, ranks, status="refused", fake=fake)
@@ -50,12 +57,19 @@ def main():
             losses[2] += 1e-3
         if how == "nan":
             losses[1] = math.nan
-        write_record(folder, flags, strategy, steps, ranks, fake=fake, losses=losses)
+        write_record(folder, flags, strategy, steps, ranks, fake=fake, losses=losses, speed=speed)
     for status in statuses:
         status.finished()
 
 
-def write_record(folder, flags, strategy, steps, ranks, *, fake, status="ok", losses=()):
+def told(by_strategy, strategy, number, usual):
+    value = by_strategy.get(strategy, usual)
+    return value[min(number, len(value)) - 1] if isinstance(value, list) else value
+
+
+def write_record(
+    folder, flags, strategy, steps, ranks, *, fake, status="ok", losses=(), speed=100.0
+):
     each = 8 // ranks
     ids = [list(range(rank * each, (rank + 1) * each)) for rank in range(ranks)]
     write_json(
@@ -77,8 +91,10 @@ def write_record(folder, flags, strategy, steps, ranks, *, fake, status="ok", lo
             "sample_ids": [ids] * steps,
             "skipped_steps": [],
             "final_loss": losses[-1] if losses else None,
-            "tokens_per_second": 100.0,
-            "step_seconds": {"median": 0.1, "p90": 0.2},
+            "tokens_per_second": speed,
+            "step_seconds": {"median": 10 / speed, "p90": 20 / speed},
+            "timed_seconds": [9 / speed, 10 / speed, 20 / speed],
+            "supervised_tokens_per_second": speed / 2,
             "first_step_seconds": 0.3,
             "memory": {f"{name}_bytes": None if name == "peak" else 1000 for name in MEMORY},
             "per_rank": [],

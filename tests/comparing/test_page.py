@@ -6,14 +6,17 @@ from html.parser import HTMLParser
 
 import pytest
 
-from toolkit.comparing.figures import draw_all
-from toolkit.comparing.page import render_page
-from toolkit.comparing.presentable import presentable
-from toolkit.comparing.report import REHEARSAL
+from toolkit.comparing.reporting.figures import draw_all
+from toolkit.comparing.reporting.page import render_page
+from toolkit.comparing.reporting.presentable import presentable
+from toolkit.comparing.reporting.verdict import REHEARSAL
 
-FIGURES = ["speed", "memory", "traffic", "losses", "steps"]
+FIGURES = ["speed", "memory", "peak", "traffic", "losses", "steps", "phases", "scaling"]
+OLD_FIGURES = ["speed", "memory", "traffic", "losses", "steps"]
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 OUTSIDE = re.compile(r"(?:https?:)?//|@import|javascript:", re.IGNORECASE)
+
+EVIL = "<script>alert(1)</script>\"'&{{7*7}}$x_{$ \x1b[31mred\x1b]0;t\x07 \ud800 \u202e 日本 _=1+1"
 
 
 class Page(HTMLParser):
@@ -67,8 +70,9 @@ def results(request, full_results):
 def test_the_page_reads_in_order(full_results):
     page = Page(render_page(full_results()))
     wanted = ["rehearsal", "verdict", "table", "figures", *(f"figure-{each}" for each in FIGURES)]
-    wanted += ["agreement", "memory", "spread", "traffic", "fixed", "environment", "commands"]
-    wanted += ["failures", "limits"]
+    wanted += ["speed", "memory", "peak", "ranks", "traffic", "collectives", "other-collectives"]
+    wanted += ["agreement", "time", "warm-up", "scaling"]
+    wanted += ["fixed", "environment", "commands", "failures", "limits"]
     assert [each for each in page.ids if each in wanted] == wanted
     assert page.text.index(REHEARSAL) < page.text.index("trained as single-trainer did")
 
@@ -100,12 +104,69 @@ def test_every_figure_is_there_with_a_name_a_caption_and_a_size(results):
         assert re.search(r"[Bb]ytes|[Ss]econd|nats", figure.caption), figure.name
 
 
+def figure_of(results, name):
+    (found,) = [figure for figure in draw_all(results) if figure.name == name]
+    return found
+
+
+def keys_of(figure):
+    return [key.text for key in figure.keys]
+
+
 def test_predictions_stand_as_ticks_beside_what_was_counted(results):
-    memory, traffic = draw_all(results)[1:3]
-    for figure in (memory, traffic):
-        assert "predicted by the planner" in [key.text for key in figure.keys]
+    for name in ("memory", "traffic"):
+        figure = figure_of(results, name)
+        assert "predicted by the planner" in keys_of(figure)
         assert not any("No tick" in note for note in figure.notes)
-    assert ("peak on the device" in [key.text for key in memory.keys]) != results["rehearsal"]
+    peak = figure_of(results, "peak")
+    assert ("peak on the device" in keys_of(peak)) != results["rehearsal"]
+    assert {"activations", "other"} <= set(keys_of(peak))
+
+
+def test_without_counted_peaks_the_device_s_stand_with_the_states(old_results):
+    for rehearsal in (True, False):
+        memory = figure_of(old_results(rehearsal=rehearsal), "memory")
+        assert ("peak on the device" in keys_of(memory)) != rehearsal
+
+
+def test_the_phases_are_those_of_a_step(results):
+    assert keys_of(figure_of(results, "phases")) == [
+        "data",
+        "forward",
+        "backward",
+        "optimizer",
+        "other",
+    ]
+    assert figure_of(results, "phases").svg.count("0.500 s") == 5
+
+
+def test_single_starts_are_dots_only_where_there_are_several(results):
+    assert "one start" in keys_of(figure_of(results, "steps"))
+    for row in results["runs"]:
+        row["repeats"] = (row["repeats"] or [])[:1]
+    assert "one start" not in keys_of(figure_of(results, "steps"))
+
+
+def test_a_speed_up_has_its_ideal_and_its_base(results):
+    scaling = figure_of(results, "scaling")
+    assert keys_of(scaling) == ["fsdp-trainer", "ideal"]
+    assert "base's (single-trainer)" in scaling.caption
+    assert ("says nothing about GPUs" in scaling.caption) == results["rehearsal"]
+
+
+def test_a_rehearsal_sets_speed_against_what_carries_over(full_results, old_results):
+    assert figure_of(full_results(), "speed").title == "Tokens/s against counted peak"
+    assert figure_of(old_results(), "speed").title == "Tokens/s against states"
+    gpus = full_results(rehearsal=False)
+    assert figure_of(gpus, "speed").title == "Tokens/s against peak memory"
+
+
+@pytest.mark.parametrize("rehearsal", [True, False])
+def test_what_the_first_toolkits_wrote_still_makes_a_page(old_results, rehearsal):
+    page = Page(render_page(old_results(rehearsal=rehearsal)))
+    assert list(page.figures) == OLD_FIGURES
+    assert all(cell.strip() for cell in page.cells)
+    assert not {"speed", "peak", "warm-up", "scaling"} & set(page.ids)
 
 
 def test_without_a_prediction_it_is_said_why(full_results):
@@ -116,13 +177,16 @@ def test_without_a_prediction_it_is_said_why(full_results):
         **{"memory": None, "peak_bytes": None, "traffic_bytes": None, "errors": {}},
         "reason": "not predicted: the optimizer is lion",
     }
-    notes = draw_all(results)[1].notes
+    notes = figure_of(results, "memory").notes
     assert "No tick for ddp-trainer: not predicted: the optimizer is lion" in notes
     assert any("its record has no prediction" in note for note in notes)
 
 
 def test_a_run_that_is_not_drawn_has_its_reason(results):
     for figure in draw_all(results):
+        if figure.name == "scaling":
+            assert figure.notes == []  # the run that failed is no part of it
+            continue
         assert figure.notes == [
             "Not drawn for zero3-trainer: oom: rank 1 failed at step 2: OutOfMemoryError"
         ]
@@ -132,12 +196,13 @@ def test_with_nothing_to_draw_every_figure_says_so(make_results, make_row):
     failed = {"status": "failed", "reason": "no disk", "memory": None, "losses": None}
     failed |= {"tokens_per_second": None, "step_seconds": None, "final_loss": None}
     failed |= {"loss_gap": None, "not_measured": {}}
+    failed |= {"phases": None, "peak": None}
     results = make_results(control=None)
     results["runs"] = [make_row(**failed)]
     page = Page(render_page(results))
-    assert list(page.figures) == FIGURES
-    assert page.text.count("Nothing to draw.") == len(FIGURES)
-    assert page.text.count("Not drawn for any run: failed: no disk") == len(FIGURES)
+    assert list(page.figures) == FIGURES[:-1]
+    assert page.text.count("Nothing to draw.") == len(FIGURES) - 1
+    assert page.text.count("Not drawn for any run: failed: no disk") == len(FIGURES) - 1
 
 
 def test_a_comparison_without_a_run_still_makes_a_page(make_results):
@@ -183,24 +248,7 @@ def test_the_same_data_give_the_same_bytes(results):
     assert render_page(results) == render_page(copy.deepcopy(results))
 
 
-EVIL = "<script>alert(1)</script>\"'&{{7*7}}$x_{$ \x1b[31mred\x1b]0;t\x07 \ud800 \u202e 日本 _=1+1"
-
-
-def poisoned(value, text):
-    """Put `text` wherever a run or a user could have put words."""
-    if isinstance(value, dict):
-        return {
-            key: each
-            if key in ("engine", "status", "errors", "collectives")
-            else poisoned(each, text)
-            for key, each in value.items()
-        }
-    if isinstance(value, list):
-        return [poisoned(each, text) for each in value]
-    return f"{value}{text}" if isinstance(value, str) else value
-
-
-def test_what_a_run_says_cannot_become_part_of_the_page(results):
+def test_what_a_run_says_cannot_become_part_of_the_page(results, poisoned):
     evil = poisoned(results, EVIL)
     for name in ("fixed", "environment"):
         evil[name][EVIL] = {EVIL: [EVIL]}
@@ -217,7 +265,10 @@ def test_what_a_run_says_cannot_become_part_of_the_page(results):
 
 def test_names_alone_that_are_hostile_do_not_break_a_figure(results):
     for number, row in enumerate(results["runs"]):
-        row["strategy"] = ("_hidden", "$\\frac{$", "<b>&amp;" * 40, "日本", "\n")[number]
+        row["strategy"] = ("_hidden", "$\\frac{$", "<b>&amp;" * 40, "日本", "<b>&amp;" * 40, "\n")[
+            number
+        ]
+        row.pop("name", None)
     results["control"]["strategy"] = results["runs"][0]["strategy"]
     page = Page(render_page(presentable(results)))
     assert list(page.figures) == FIGURES
@@ -234,4 +285,21 @@ def test_numbers_that_are_odd_are_drawn_or_left_out(results, odd):
 
 def test_runs_of_different_lengths_are_compared_as_far_as_both_go(results):
     results["runs"][1]["losses"] = [5.0]
-    assert "<svg" in draw_all(results)[3].svg
+    assert "<svg" in figure_of(results, "losses").svg
+
+
+def test_a_broken_gate_stands_under_the_verdict_with_what_helps(results):
+    broken = {
+        **{"strategy": "ddp", "engine": "trainer", "gate": "loss", "first_step": 3},
+        **{"value": 1.0, "limit": 1e-5, "reason": "loss apart from the control's"},
+    }
+    results["runs"][1] |= {"gates": {"loss": False}, "broken": [broken], "fix": "--bisect it"}
+    page = Page(render_page(results))
+    assert "broken" in [attrs.get("class") for tag, attrs in page.tags if tag == "p"]
+    assert "What helps: --bisect it" in page.text
+
+
+def test_every_collective_can_be_unfolded(results):
+    page = Page(render_page(results))
+    assert [tag for tag, _ in page.tags].count("details") == 2
+    assert "All 4 lines" in page.text

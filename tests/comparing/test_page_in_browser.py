@@ -12,8 +12,8 @@ import subprocess
 import matplotlib.image
 import pytest
 
-from toolkit.comparing.page import render_page
-from toolkit.comparing.presentable import presentable
+from toolkit.comparing.reporting.page import render_page
+from toolkit.comparing.reporting.presentable import presentable
 
 CHROMIUM = shutil.which("chromium")
 THEMES = {"dark": 0, "light": 1}
@@ -103,7 +103,7 @@ def test_every_figure_has_a_size_and_nothing_is_wider_than_the_page(browse, page
     said, dom = browse(with_script(page, allowed=True), "--dump-dom", theme=theme, width=width)
     assert said == []
     found = json.loads(html.unescape(re.search(r'id="found">(.*?)</output>', dom)[1]))
-    assert len(found["figures"]) == 5
+    assert len(found["figures"]) == 8
     for name, (wide, high) in found["figures"].items():
         assert wide > 0.7 * min(width, 600), name
         assert high > 60, name

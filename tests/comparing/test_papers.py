@@ -2,7 +2,7 @@
 
 import pytest
 
-from toolkit.comparing.papers import difference_in_words
+from toolkit.comparing.reporting.papers import difference_in_words
 
 PSI = 1_000_000
 

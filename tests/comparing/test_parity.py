@@ -11,6 +11,7 @@ from toolkit.comparing.parity import (
     judge,
     judge_control,
 )
+from toolkit.results import FILLER_ID
 
 ALL_GATES = {"loss": True, "grad_norm": True, "weights": True, "data": True}
 START = {"a": np.zeros((2, 3), np.float32)}
@@ -163,6 +164,28 @@ def test_another_split_of_the_same_rows_is_the_same_data(compare):
 def test_the_rows_of_one_rank_alone_break_the_data_gate(compare):
     broken = only_broken(compare(sample_ids=[[list(range(8))]] * 4), "data")
     assert "1 ranks were recorded, there are 2" in broken["reason"]
+
+
+def test_fillers_of_a_short_step_are_on_any_rank_and_no_row_of_theirs_is_judged(compare):
+    alone = [[[0, 1, 2, *[FILLER_ID] * 5]]] * 4
+    dealt = [[[2, FILLER_ID, FILLER_ID, FILLER_ID], [0, 1, FILLER_ID, FILLER_ID]]] * 4
+    assert compare(sample_ids=dealt, control={"sample_ids": alone}).gates == ALL_GATES
+    idle = [[[0, 1, 2, FILLER_ID], [FILLER_ID] * 4]] * 4
+    assert compare(sample_ids=idle, control={"sample_ids": alone}).gates == ALL_GATES
+    twice = [[[0, 1, 2, FILLER_ID], [0, FILLER_ID, FILLER_ID, FILLER_ID]]] * 4
+    broken = only_broken(compare(sample_ids=twice, control={"sample_ids": alone}), "data")
+    assert "row 0 was read by 2 ranks" in broken["reason"]
+    lost = [[[0, 1, FILLER_ID, FILLER_ID], [FILLER_ID] * 4]] * 4
+    broken = only_broken(compare(sample_ids=lost, control={"sample_ids": alone}), "data")
+    assert "1 rows of the control's were not read, such as 2" in broken["reason"]
+
+
+def test_other_labels_of_the_same_data_break_the_data_gate(compare):
+    data = {"name": "stdlib", "hash": "abc", "rows": 100}
+    same = compare(data=data | {"tokens_hash": "1"}, control={"data": data | {"tokens_hash": "1"}})
+    assert same.gates == ALL_GATES
+    other = compare(data=data | {"tokens_hash": "1"}, control={"data": data | {"tokens_hash": "2"}})
+    assert "other tokens or labels" in only_broken(other, "data")["reason"]
 
 
 def test_other_data_break_the_data_gate(compare):

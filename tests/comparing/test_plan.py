@@ -1,12 +1,14 @@
 import pytest
 
-from toolkit.comparing.plan import CompareOptions, build_plan, check_train_flags
+from toolkit.comparing.scheduling.options import CompareOptions, read_scale
+from toolkit.comparing.scheduling.owned_flags import check_train_flags
+from toolkit.comparing.scheduling.plan import build_plan
 from toolkit.errors import UsageError
 
 
 def plan_of(*strategies, gpus=0, missing=lambda strategy: None, **options):
     chosen = {"strategies": strategies} if strategies else {}
-    return build_plan(CompareOptions(**chosen, **options), gpus=gpus, missing=missing)
+    return build_plan(CompareOptions(**chosen | options), gpus=gpus, missing=missing)
 
 
 def flag_of(run, name):
@@ -160,3 +162,89 @@ def test_with_two_gpus_the_strategy_of_four_is_skipped_and_the_others_use_them()
 
 def test_one_gpu_is_not_enough_for_two_ranks_so_the_control_rehearses_too():
     assert plan_of("ddp", gpus=1).rehearsal
+
+
+def test_a_scale_runs_each_distributed_strategy_with_every_count_and_single_once():
+    plan = plan_of("ddp", "zero3", scale=(4, 1, 2))
+    assert [(run.name, run.num_processes) for run in plan.runs] == [
+        ("single-trainer", 1),
+        ("ddp-trainer-x2", 2),
+        ("ddp-trainer-x4", 4),
+        ("zero3-trainer-x2", 2),
+        ("zero3-trainer-x4", 4),
+    ]
+    assert [run.name for run in plan.fallbacks] == [
+        "single-trainer",
+        "ddp-trainer-x2",
+        "zero1-trainer-x2",
+    ]
+
+
+def test_under_a_scale_every_run_has_the_same_micro_batch_and_the_same_global_batch():
+    plan = plan_of("ddp", scale=(2, 3, 6), global_batch_size=36, gradient_accumulation_steps=1)
+    shares = [
+        (run.num_processes, run.per_device_train_batch_size, run.gradient_accumulation_steps)
+        for run in plan.runs
+    ]
+    assert shares == [(1, 6, 6), (2, 6, 3), (3, 6, 2), (6, 6, 1)]
+    assert flag_of(plan.runs[1], "gradient_accumulation_steps") == "3"
+
+
+def test_a_count_that_does_not_make_the_groups_is_skipped_with_its_reason():
+    plan = plan_of("fsdp_hybrid", scale=(2, 4))
+    two, four = plan.runs[1:]
+    assert "needs 4 processes or more, which 2 do not make" in two.skipped
+    assert four.skipped is None
+
+
+def test_under_a_scale_counts_beyond_the_gpus_are_skipped_and_the_others_use_them():
+    plan = plan_of("ddp", gpus=2, scale=(1, 2, 4))
+    assert not plan.rehearsal
+    assert [run.skipped is None for run in plan.runs] == [True, True, False]
+    assert "needs 4 GPUs" in plan.runs[2].skipped
+    rehearsed = plan_of("ddp", gpus=0, scale=(1, 2, 4))
+    assert rehearsed.rehearsal
+    assert all(run.skipped is None for run in rehearsed.runs)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"scale": (1, 2), "num_processes": 2}, "--scale and --num_processes exclude each other"),
+        ({"scale": (0, 2)}, "--scale must be at least 1"),
+        ({"repeats": 0}, "--repeats must be at least 1"),
+        ({"dollars_per_hour": 0.0}, "--dollars-per-hour is a price above 0"),
+        ({"dollars_per_hour": float("nan")}, "--dollars-per-hour is a price above 0"),
+        ({"scale": (1,)}, "a count of 2 or more in --scale"),
+        ({"scale": (1, 2), "strategies": ("single",)}, "--scale needs a distributed strategy"),
+        (
+            {"scale": (2, 4), "global_batch_size": 18},
+            "--global_batch_size 16 or 24 (a multiple of 8)",
+        ),
+        (
+            {"scale": (3, 4), "global_batch_size": 24, "gradient_accumulation_steps": 1},
+            "Use --gradient_accumulation_steps 3 or 6.",
+        ),
+        (
+            {"scale": (3, 4), "global_batch_size": 16},
+            "--gradient_accumulation_steps 3 with a --global_batch_size that is a multiple of 12",
+        ),
+    ],
+)
+def test_what_a_scale_cannot_be_is_said_with_what_it_can(options, said):
+    with pytest.raises(UsageError) as caught:
+        plan_of(**({"strategies": ("ddp",)} | options))
+    assert said in str(caught.value)
+
+
+def test_what_an_error_of_a_scale_advises_is_taken():
+    plan_of("ddp", scale=(2, 4), global_batch_size=24)
+    plan_of("ddp", scale=(3, 4), global_batch_size=24, gradient_accumulation_steps=6)
+    plan_of("ddp", scale=(3, 4), global_batch_size=12, gradient_accumulation_steps=3)
+
+
+def test_a_scale_is_read_from_numbers_with_commas_between():
+    assert read_scale("4, 1,2,2") == (1, 2, 4)
+    for text in ("", "two", "1;2", "-1", "1.5"):
+        with pytest.raises(UsageError, match="--scale takes numbers"):
+            read_scale(text)

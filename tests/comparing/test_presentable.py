@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.comparing.page import render_page
-from toolkit.comparing.presentable import clean, presentable
-from toolkit.comparing.report import render_markdown
-from toolkit.comparing.table_file import render_table
+from toolkit.comparing.reporting.page import render_page
+from toolkit.comparing.reporting.presentable import clean, presentable
+from toolkit.comparing.reporting.report import render_markdown
+from toolkit.comparing.reporting.table_file import render_table
 
 TOKEN = "hf_" + "a1B2" * 8
 

@@ -1,21 +1,20 @@
 import io
 import math
+import re
 
 import pytest
 from rich.console import Console
 
-from toolkit.comparing.report import (
+from toolkit.comparing.reporting.report import (
     COLUMNS,
-    REHEARSAL,
     cells,
     load_results,
-    missing_reasons,
     print_report,
     render_markdown,
-    size,
-    verdict,
     write_report,
 )
+from toolkit.comparing.reporting.runs_table import missing_reasons
+from toolkit.comparing.reporting.verdict import REHEARSAL, verdict
 from toolkit.results import write_json
 
 FAILED = {
@@ -65,7 +64,7 @@ def test_one_missing_value_has_its_own_reason(make_results, make_row):
         tokens_per_second=None, not_measured={"tokens_per_second": "no packed rows were asked for"}
     )
     assert missing_reasons(make_results(row)) == [
-        "n/a: ddp-trainer (tokens/s): no packed rows were asked for"
+        "n/a: ddp-trainer (tokens/s, vs single-trainer): no packed rows were asked for"
     ]
 
 
@@ -83,39 +82,9 @@ def test_a_rehearsal_says_what_carries_over_and_names_the_host(make_results, mak
     assert "fastest" not in markdown
 
 
-def test_on_gpus_the_fastest_is_named_unless_two_are_too_near(make_results, make_row):
-    memory = make_row()["memory"] | {"peak_bytes": 2**31}
-    gpu = {"rehearsal": False, "memory": memory}
-
-    def said(speed):
-        rows = [
-            make_row(tokens_per_second=1000.0, **gpu),
-            make_row(strategy="fsdp", tokens_per_second=speed, **gpu),
-        ]
-        results = make_results(*rows, rehearsal=False)
-        results["runs"][0] |= gpu | {"tokens_per_second": 400.0}
-        return verdict(results)
-
-    assert "fsdp-trainer was the fastest (2,000 tokens/s)" in said(2000.0)
-    assert "too near to tell apart" in said(1020.0)
-
-
 def test_the_peak_is_the_device_s_on_gpus(make_row):
     memory = make_row()["memory"] | {"peak_bytes": 2**31}
     assert cells(make_row(memory=memory, rehearsal=False), None)["peak memory"] == "2.00 GiB"
-
-
-def test_the_verdict_counts_what_agreed(make_results, make_row):
-    text = verdict(
-        make_results(make_row(), make_row(strategy="zero2", loss_gap={"max": 3e-6, "mean": 0.0}))
-    )
-    assert "2 other runs trained as single-trainer did, every gate held" in text
-    assert "largest loss gap 3.0e-06, zero2-trainer" in text
-
-
-def test_a_gate_that_was_not_judged_is_not_said_to_hold(make_results, make_row):
-    row = make_row(gates={"loss": True, "data": True})
-    assert "not judged everywhere: grad_norm, weights" in verdict(make_results(row))
 
 
 def test_a_broken_gate_is_named_with_step_value_and_limit(make_results, make_row):
@@ -141,7 +110,8 @@ def test_failures_keep_their_last_lines_and_the_fix(make_results, make_row):
     assert "zero3-trainer: oom" in markdown
     assert "torch.OutOfMemoryError: CUDA out of memory" in markdown
     assert "What helps: Use a smaller batch." in markdown
-    assert "zero3-trainer failed" in verdict(make_results(make_row(strategy="zero3", **FAILED)))
+    failed = make_row(strategy="zero3", **FAILED | {"status": "failed"})
+    assert "zero3-trainer failed" in verdict(make_results(failed))
 
 
 def test_what_a_run_says_cannot_become_part_of_the_page(make_results, make_row):
@@ -162,6 +132,31 @@ def test_what_a_run_says_cannot_become_part_of_the_page(make_results, make_row):
     assert "\x1b" not in markdown
 
 
+@pytest.mark.parametrize("rehearsal", [True, False])
+def test_no_word_of_any_run_changes_a_table_or_a_heading(full_results, poisoned, rehearsal):
+    def skeleton(markdown):
+        fence, kept = "", []
+        for line in markdown.splitlines():
+            if fence:
+                fence = "" if line == fence else fence
+            elif opened := re.match("`{3,}", line):
+                fence = opened[0]
+            elif line.startswith("The whole log"):
+                assert re.fullmatch(r"The whole log: (`+) ?[^`].*?\1", line)
+            else:
+                assert "<" not in line
+                kept.append((line[:2], len(re.findall(r"(?<!\\)\|", line))))
+        return kept
+
+    results = full_results(rehearsal=rehearsal)
+    evil = poisoned(results, " <script> | **x** `y` [a](http://b)\n# heading\n- item")
+    plain, changed = render_markdown(results), render_markdown(evil)
+    assert [each for each in skeleton(changed) if each[1]] == [
+        each for each in skeleton(plain) if each[1]
+    ]
+    assert [each for each in skeleton(changed) if each[0] == "# "] == [("# ", 0)]
+
+
 def test_markup_in_a_reason_is_printed_and_not_obeyed(make_results, make_row):
     failed = FAILED | {"not_measured": dict.fromkeys(FAILED["not_measured"], "[red]x[/nonsense]")}
     assert "[red]x[/nonsense]" in printed(make_results(make_row(**failed)))
@@ -176,15 +171,90 @@ def test_losses_that_are_not_finite_are_shown(make_row):
 def test_a_control_other_than_single_is_named_with_the_reason(make_results, make_row):
     control = {"strategy": "ddp", "engine": "trainer", "reason": "single-trainer oom: no memory"}
     results = make_results(make_row(), control=control)
-    assert "The control is ddp-trainer: single-trainer oom: no memory" in render_markdown(results)
+    said = "Control: ddp-trainer; gaps are measured from it. single-trainer oom: no memory"
+    assert said in render_markdown(results)
 
 
-@pytest.mark.parametrize(
-    ("count", "shown"),
-    [(None, "n/a"), (0, "0.0 MiB"), (2**20, "1.0 MiB"), (2**30, "1.00 GiB"), (2**29, "0.50 GiB")],
-)
-def test_sizes_are_powers_of_two(count, shown):
-    assert size(count) == shown
+def test_what_was_asked_of_a_reader_comes_in_order(full_results):
+    markdown = render_markdown(full_results(rehearsal=False))
+    wanted = [
+        "# Comparison",
+        "| strategy |",
+        "- Control: single-trainer",
+        "- Baseline of speed: ddp-trainer",
+        "## Speed and cost",
+        "## Memory, the fullest rank",
+        "## The fullest moment of a step",
+        "## Memory over the ranks",
+        "## Traffic of one optimizer step",
+        "## Collectives of parameters and gradients",
+        "## Other collectives",
+        "## Agreement with the control",
+        "## Time of an optimizer step",
+        "## Time before and after",
+        "## Scaling",
+        "## What was the same in every run",
+        "## Environment",
+        "## Commands",
+        "## Failures",
+        "## Limits",
+    ]
+    places = [markdown.index(text) for text in wanted]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("rehearsal", [True, False])
+def test_no_cell_of_any_table_is_empty_and_each_gap_is_told(full_results, rehearsal):
+    results = full_results(rehearsal=rehearsal)
+    # One gap of every kind, each with its own reason.
+    row = results["runs"][1]
+    gaps = ("phases", "warm_up", "save_seconds", "spread", "peak", "traffic", "weight_difference")
+    gaps += ("supervised_tokens_per_second", "compute", "cost")
+    for number, name in enumerate(gaps):
+        row[name] = None
+        row["not_measured"][name] = f"reason number {number}"
+    markdown = render_markdown(results)
+    for line in table_rows(markdown):
+        assert all(cell.strip() for cell in line.strip("|").split("|")), line
+    for number, name in enumerate(gaps):
+        assert f"reason number {number}" in markdown, name
+
+
+def test_what_no_table_shows_is_named_at_the_end(make_results, make_row):
+    missing = {"cost": "no GPU", "grad_norms": "DeepSpeed keeps them", "memory.peak_bytes": "a CPU"}
+    row = make_row(cost=None, grad_norms=None, not_measured=missing)
+    markdown = render_markdown(make_results(row))
+    below = markdown[markdown.index("## Not measured") :]
+    assert "- ddp-trainer, cost: no GPU" in below
+    assert "- ddp-trainer, grad_norms: DeepSpeed keeps them" in below
+    assert "a CPU" not in below.split("## Limits")[0]
+
+
+@pytest.mark.parametrize("rehearsal", [True, False])
+def test_what_the_first_toolkits_wrote_still_makes_every_report(old_results, rehearsal, tmp_path):
+    results = old_results(rehearsal=rehearsal)
+    write_json(tmp_path / "results.json", results)
+    assert load_results(tmp_path) == results
+    markdown = render_markdown(results)
+    assert "ddp-trainer" in printed(results)
+    for added in ("## Speed and cost", "## The fullest moment", "## Scaling", "## Time before"):
+        assert added not in markdown
+    assert "the toolkit that wrote these results did not" in markdown
+    for line in table_rows(markdown):
+        assert all(cell.strip() for cell in line.strip("|").split("|")), line
+
+
+def test_a_narrow_terminal_breaks_no_number(full_results):
+    results = full_results()
+    results["runs"] = [row for row in results["runs"] if row["num_processes"] < 4][:-1]
+    stream = io.StringIO()
+    print_report(results, console=Console(file=stream, width=80))
+    rows = [line for line in stream.getvalue().splitlines() if " ok " in line]
+    assert len(rows) == 4
+    for line in rows:
+        assert len(line) <= 80
+        assert re.search(r" (control|1\.2e-06) *$", line)
+        assert "0.500 s" in line
 
 
 def test_the_report_can_be_made_again_from_the_results_alone(tmp_path, make_results, make_row):

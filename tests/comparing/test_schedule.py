@@ -15,14 +15,28 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from toolkit.comparing import schedule
-from toolkit.comparing.plan import CompareOptions
-from toolkit.comparing.schedule import compare
+from toolkit.comparing.scheduling import preparing, schedule, starting
+from toolkit.comparing.scheduling.options import CompareOptions
+from toolkit.comparing.scheduling.schedule import compare
 from toolkit.errors import UsageError
 from toolkit.results import read_results
 
 FAKE_TRAIN = Path(__file__).with_name("fake_train.py")
-PREPARED = {"model": {"name": "tiny"}, "data": {"name": "rows", "rows": 8}}
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 128,
+    "tie_word_embeddings": False,
+}
+PREPARED = {
+    "data": {"name": "rows", "rows": 8, "max_length": 64},
+    "training": {"optimizer": "adamw_torch", "dtype": "float32", "max_grad_norm": 1.0},
+}
 
 
 class World:
@@ -31,27 +45,36 @@ class World:
     def __init__(self, folder, monkeypatch, write_weights):
         start = write_weights(folder / "start", {"a": np.zeros((2, 3), np.float32)})
         trained = write_weights(folder / "trained", {"a": np.ones((2, 3), np.float32)})
+        (start / "config.json").write_text(json.dumps(CONFIG))
         self.started = folder / "started"
-        self.fake = {"start": str(start), "trained": str(trained), "started": str(self.started)}
+        self.order_file = folder / "order"
+        self.fake = {
+            "start": str(start),
+            "trained": str(trained),
+            "started": str(self.started),
+            "order": str(self.order_file),
+        }
         self.output = folder / "runs" / "one"
         self.monkeypatch = monkeypatch
         self.printed = ""
         monkeypatch.chdir(folder)
         monkeypatch.setattr(
-            schedule,
+            starting,
             "launch_command",
             lambda config, script, **_: [sys.executable, str(FAKE_TRAIN), *script[2:]],
         )
-        self.prepare_ends(0, json.dumps(PREPARED))
+        model = {"model": {"name": "tiny", "path": str(start), "parameters": 6}}
+        self.prepare_ends(0, json.dumps(PREPARED | model))
 
     def prepare_ends(self, status, output="", words=""):
         script = (
             f"import sys; print({output!r}); print({words!r}, file=sys.stderr); sys.exit({status})"
         )
-        self.monkeypatch.setattr(schedule, "PREPARE", (sys.executable, "-c", script))
+        self.monkeypatch.setattr(preparing, "PREPARE", (sys.executable, "-c", script))
 
-    def compare(self, *strategies, output=None, terminal=False, runs=None, **options):
-        self.monkeypatch.setenv("FAKE_TRAIN", json.dumps(self.fake | {"runs": runs or {}}))
+    def compare(self, *strategies, output=None, terminal=False, runs=None, speeds=None, **options):
+        fake = self.fake | {"runs": runs or {}, "speeds": speeds or {}}
+        self.monkeypatch.setenv("FAKE_TRAIN", json.dumps(fake))
         stream = io.StringIO()
         console = Console(file=stream, width=160, force_terminal=terminal)
         chosen = CompareOptions(
@@ -71,6 +94,10 @@ class World:
     def statuses(self):
         return {row["strategy"]: row["status"] for row in self.results()["runs"]}
 
+    def order(self):
+        """Folders of the starts so far, in the order in which they happened."""
+        return self.order_file.read_text().split()
+
 
 @pytest.fixture
 def world(tmp_path, monkeypatch, write_weights):
@@ -83,7 +110,12 @@ def test_two_good_runs_exit_0_and_leave_their_files(world):
 
     results = world.results()
     assert results["complete"]
-    assert results["control"] == {"strategy": "single", "engine": "trainer", "reason": None}
+    assert results["control"] == {
+        "strategy": "single",
+        "engine": "trainer",
+        "reason": None,
+        "name": "single-trainer",
+    }
     assert results["rehearsal"]
     assert results["fixed"]["data hash"] == "abc"
     (single, ddp) = results["runs"]
@@ -111,7 +143,7 @@ def test_a_rehearsed_control_gets_no_gpu_that_its_config_pins(world, monkeypatch
         asked[config.parent.name] = gpu_ids
         return [sys.executable, str(FAKE_TRAIN), *script[2:]]
 
-    monkeypatch.setattr(schedule, "launch_command", launch_command)
+    monkeypatch.setattr(starting, "launch_command", launch_command)
     world.compare("single", "ddp")
     assert asked == {"single-trainer-1": "all", "ddp-trainer-1": None}
 
@@ -258,7 +290,7 @@ def test_a_second_comparison_in_the_same_folder_is_refused(world):
 
 def test_two_comparisons_of_the_same_second_get_folders_of_their_own(world, monkeypatch):
     monkeypatch.setattr(schedule.time, "strftime", lambda form: "20260101-120000")
-    monkeypatch.setenv("FAKE_TRAIN", json.dumps(world.fake | {"runs": {}}))
+    monkeypatch.setenv("FAKE_TRAIN", json.dumps(world.fake | {"runs": {}, "speeds": {}}))
     for _ in range(2):
         compare(
             CompareOptions(strategies=("single",), max_steps=4),
@@ -294,3 +326,154 @@ def test_on_a_terminal_the_table_fills_row_by_row(world):
     assert world.compare("single", "ddp", terminal=True) == 0
     assert "waiting" in world.printed
     assert "gap to the control" in world.printed
+
+
+def test_repeats_are_rounds_that_begin_one_run_later_each_and_speed_is_their_median(world):
+    speeds = {"single": [100.0, 104.0, 90.0], "ddp": [200.0, 210.0, 190.0]}
+    assert world.compare("single", "ddp", "fsdp", repeats=3, speeds=speeds) == 0
+    assert world.order() == [
+        *("single-trainer-1", "ddp-trainer-1", "fsdp-trainer-1"),
+        *("ddp-trainer-2", "fsdp-trainer-2", "single-trainer-2"),
+        *("fsdp-trainer-3", "single-trainer-3", "ddp-trainer-3"),
+    ]
+    results = world.results()
+    single, ddp, _ = results["runs"]
+    assert single["folder"] == "single-trainer-1"
+    assert [one["folder"] for one in single["repeats"]] == [
+        f"single-trainer-{number}" for number in (1, 2, 3)
+    ]
+    assert ddp["tokens_per_second"] == 200.0
+    assert ddp["supervised_tokens_per_second"] == 100.0
+    assert ddp["spread"] == {"least": 190.0, "most": 210.0, "share": 0.1}
+    timed = sorted(part / speed for speed in speeds["ddp"] for part in (9, 10, 20))
+    assert ddp["step_seconds"] == {"median": timed[4], "p90": timed[8]}
+    assert ddp["gates"] == {"loss": True, "grad_norm": True, "weights": True, "data": True}
+    assert single["gates"] == ddp["gates"]  # its later starts are held against its first
+    assert (results["noise"]["basis"], results["noise"]["repeats"]) == ("repeats", 3)
+    assert 0.05 < results["noise"]["share"] < 0.2
+    assert "[9/9] ddp-trainer, repeat 3 of 3: ok" in world.printed
+
+
+def test_more_repeats_later_start_what_is_missing_and_keep_the_rest(world):
+    assert world.compare("single", "ddp") == 0
+    noise = world.results()["noise"]
+    assert (noise["basis"], noise["repeats"]) == ("steps", 1)
+    assert world.results()["runs"][1]["spread"] is None
+    assert world.results()["runs"][1]["not_measured"]["spread"] == "the run was started once"
+
+    assert world.compare("single", "ddp", repeats=2) == 0
+
+    assert world.order() == [
+        *("single-trainer-1", "ddp-trainer-1"),
+        *("ddp-trainer-2", "single-trainer-2"),
+    ]
+    assert [len(row["repeats"]) for row in world.results()["runs"]] == [2, 2]
+
+
+def test_a_repeat_that_fails_marks_its_row_which_keeps_what_was_measured(world):
+    runs = {"ddp": ["ok", "oom"]}
+    assert world.compare("single", "ddp", repeats=3, runs=runs) == 1
+    assert "ddp-trainer-3" not in world.order()
+    row = world.results()["runs"][1]
+    assert row["status"] == "oom"
+    assert row["reason"].startswith("repeat 2 of 3 (ddp-trainer-2) ended as oom: rank 0 failed")
+    assert row["tokens_per_second"] == 100.0
+    assert row["gates"]["loss"]
+    assert [one["folder"] for one in row["repeats"]] == ["ddp-trainer-1"]
+    assert len(row["ends"]) == 2
+
+    assert world.compare("single", "ddp", repeats=3) == 0
+    row = world.results()["runs"][1]
+    assert (row["status"], row["ends"]) == ("ok", [])
+    assert [one["folder"] for one in row["repeats"]] == [
+        f"ddp-trainer-{number}" for number in (1, 3, 4)
+    ]
+
+
+def test_a_gate_holds_only_if_it_held_in_every_repeat_and_the_one_that_broke_is_named(world):
+    assert world.compare("single", "ddp", repeats=2, runs={"ddp": ["ok", "drift"]}) == 1
+    row = world.results()["runs"][1]
+    assert row["status"] == "ok"
+    assert row["gates"] == {"loss": False, "grad_norm": True, "weights": True, "data": True}
+    assert (row["broken"][0]["name"], row["broken"][0]["repeat"]) == ("ddp-trainer", 2)
+    assert row["reason"].startswith("ddp-trainer, repeat 2: the loss gate broke at step 3")
+    assert row["loss_gap"]["max"] == 0.0
+
+
+def test_where_a_control_is_added_it_is_repeated_too(world):
+    assert world.compare("single", "fsdp", runs={"single": "oom"}, repeats=2) == 1
+    assert world.order() == [
+        *("single-trainer-1", "ddp-trainer-1", "fsdp-trainer-1"),
+        *("fsdp-trainer-2", "ddp-trainer-2"),
+    ]
+    assert world.results()["control"]["name"] == "ddp-trainer"
+
+
+def test_a_scale_has_a_row_and_a_folder_for_each_count(world):
+    assert world.compare("ddp", "zero2", scale=(1, 2, 4)) == 0
+    assert world.order() == [
+        "single-trainer-1",
+        *("ddp-trainer-x2-1", "ddp-trainer-x4-1", "zero2-trainer-x2-1", "zero2-trainer-x4-1"),
+    ]
+    rows = world.results()["runs"]
+    assert [(row["name"], row["num_processes"]) for row in rows] == [
+        ("single-trainer", 1),
+        *(("ddp-trainer-x2", 2), ("ddp-trainer-x4", 4)),
+        *(("zero2-trainer-x2", 2), ("zero2-trainer-x4", 4)),
+    ]
+    assert all(row["gates"]["loss"] for row in rows[1:])
+
+    # A folder of a scaled run is none of the run whose name it begins with.
+    assert world.compare("ddp", "zero2", num_processes=4) == 0
+    assert world.order()[5:] == ["ddp-trainer-1", "zero2-trainer-1"]
+
+
+def test_a_run_out_of_memory_tells_which_ranks_what_each_held_and_what_was_expected(
+    world, monkeypatch
+):
+    gpu = {"name": "NVIDIA H100 80GB HBM3", "memory_bytes": 10**6}
+    monkeypatch.setattr(schedule.environment, "gpus", lambda: [gpu] * 3)
+    monkeypatch.setattr(schedule.environment, "snapshot", lambda: {"gpus": [gpu] * 3})
+    asked = {"num_processes": 3, "global_batch_size": 12, "dollars_per_hour": 2.0}
+    assert world.compare("single", "ddp", runs={"ddp": "oom"}, **asked) == 1
+    row = world.results()["runs"][1]
+    assert row["reason"].startswith("ranks 0 and 1 ran out of memory; rank 0 failed at step 1")
+    assert [(end["rank"], end["state"], end["step"]) for end in row["ends"]] == [
+        (0, "failed", 1),
+        (1, "failed", 1),
+        (2, "running", 1),
+    ]
+    assert [end["peak_bytes"] for end in row["ends"]] == [2**30, 2 * 2**30, 3 * 2**30]
+    assert "CUDA out of memory" in row["ends"][1]["error"]
+    assert row["ends"][2]["error"] is None
+    predicted = row["predicted"]
+    assert predicted["reason"] is None
+    assert predicted["errors"] == {}
+    layer = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
+    assert predicted["memory"]["parameters_bytes"] == 4 * (2 * layer + 2 * 64 * 128 + 64)
+    assert predicted["room_bytes"] == 10**6
+    assert 0 < predicted["over_bytes"]["low"] < predicted["over_bytes"]["high"]
+    assert row["cost"]["gpu_hours"] == pytest.approx(3 * row["seconds"] / 3600)
+    assert row["cost"]["dollars"] == pytest.approx(2 * row["cost"]["gpu_hours"])
+    assert row["cost"]["dollars_per_million_tokens"] is None
+    assert world.results()["dollars_per_hour"] == 2.0
+
+
+def test_a_run_that_was_skipped_has_its_prediction_and_a_rehearsal_has_no_room(world, monkeypatch):
+    monkeypatch.setattr(
+        schedule.environment, "missing_for", lambda s: "no libaio" if "nvme" in s.name else None
+    )
+    assert world.compare("single", "ddp", "zero3_nvme") == 0
+    predicted = world.results()["runs"][2]["predicted"]
+    assert predicted["traffic_bytes"] > 0
+    assert (predicted["room_bytes"], predicted["over_bytes"]) == (None, None)
+
+
+def test_what_an_old_record_lacks_is_said_in_the_row(world):
+    world.compare("single")
+    row = world.results()["runs"][0]
+    for name in ("phases", "warm_up", "save_seconds", "peak"):
+        assert row[name] is None
+        assert row["not_measured"][name] == "the record was written before it was measured"
+    assert row["cost"] is None
+    assert row["not_measured"]["cost"] == "a rehearsal used no GPU"

@@ -3,7 +3,7 @@ import io
 
 import pytest
 
-from toolkit.comparing.table_file import render_table
+from toolkit.comparing.reporting.table_file import render_table
 
 
 def read(results):
@@ -21,6 +21,45 @@ def test_a_run_is_a_line_of_plain_numbers(full_results):
     assert int(ddp["sent_gradients_bytes"]) == int(ddp["predicted_sent_bytes"]) == 2**28
     assert float(ddp["loss_gap_max"]) == 1.2e-6
     assert (ddp["gate_loss"], ddp["baseline"], ddp["control"]) == ("true", "true", "false")
+
+
+def test_every_later_number_has_a_column(full_results):
+    ddp, fsdp = (read(full_results(rehearsal=False))[number] for number in (1, 4))
+    assert fsdp["run"] == "fsdp-trainer-x4"
+    assert (float(fsdp["speed_up"]), float(fsdp["scaling_efficiency"])) == (2.4, 0.6)
+    assert (ddp["speed_up"], ddp["starts"], ddp["noise_share"]) == ("", "3", "0.031")
+    for name, value in {
+        "supervised_tokens_per_second": 800.0,
+        "tokens_per_second_spread_share": 0.03,
+        "backward_median_seconds": 0.25,
+        "start_seconds": 75.0,
+        "save_seconds": 1.5,
+        "tflops_per_gpu": 123.4,
+        "mfu": 0.395,
+        "gpu_hours": 0.0067,
+        "dollars": 0.02,
+        "dollars_per_million_tokens": 1.23,
+        "device_peak_reserved_bytes": 6 * 2**28,
+        "counted_peak_activations_bytes": 2**27,
+        "room_bytes": 2**34,
+        "predicted_over_high_bytes": -(2**32),
+        "sent_wire_bytes": 2**28 + 24,
+        "weight_difference": 2e-6,
+    }.items():
+        assert float(ddp[name]) == value, name
+    assert ddp["weight_difference_tensor"] == "model.layers.0.mlp.weight"
+    assert (ddp["beside_the_papers"], ddp["counted_peak_phase"]) == ("equal", "backward")
+
+
+def test_of_a_run_that_ran_out_the_line_says_which_ranks(full_results):
+    failed = read(full_results())[-1]
+    assert failed["ranks_out_of_memory"] == "1"
+    assert int(failed["ended_peak_least_bytes"]) == 2**34
+    assert failed["fix"] == "Use a smaller batch."
+
+
+def test_old_and_new_results_have_the_same_columns(full_results, old_results):
+    assert list(read(full_results())[0]) == list(read(old_results())[0])
 
 
 def test_what_is_empty_has_its_reason_at_the_end(full_results):

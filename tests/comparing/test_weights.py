@@ -24,8 +24,8 @@ def test_the_gap_is_relative_to_the_way_of_the_control(tmp_path, write_weights):
     run = write_weights(tmp_path / "run", moved(0.11))
     control = write_weights(tmp_path / "control", moved(0.10))
     start = write_weights(tmp_path / "start", START)
-    assert weight_gap(run, control, start) == pytest.approx(0.1, rel=1e-4)
-    assert weight_gap(control, control, start) == 0.0
+    assert weight_gap(run, control, start).share == pytest.approx(0.1, rel=1e-4)
+    assert weight_gap(control, control, start) == (0.0, {"value": 0.0, "tensor": "bias"})
 
 
 @pytest.mark.parametrize("piece", [1, 4, 1 << 22])
@@ -34,7 +34,7 @@ def test_shards_and_pieces_change_nothing(tmp_path, write_weights, monkeypatch, 
     run = write_weights(tmp_path / "run", moved(0.11), shards=2)
     control = write_weights(tmp_path / "control", moved(0.10))
     start = write_weights(tmp_path / "start", START, shards=3)
-    assert weight_gap(run, control, start) == pytest.approx(0.1, rel=1e-4)
+    assert weight_gap(run, control, start).share == pytest.approx(0.1, rel=1e-4)
 
 
 def test_bfloat16_is_read(tmp_path, write_weights):
@@ -58,8 +58,8 @@ def test_tied_weights_may_be_stored_once_or_twice(tmp_path, write_weights):
     run = write_weights(tmp_path / "run", twice)
     control = write_weights(tmp_path / "control", moved(0.1))
     start = write_weights(tmp_path / "start", START)
-    assert weight_gap(run, control, start) == 0.0
-    assert weight_gap(control, run, start) == 0.0
+    assert weight_gap(run, control, start).share == 0.0
+    assert weight_gap(control, run, start).share == 0.0
 
 
 def test_a_second_matrix_with_numbers_of_its_own_is_no_tied_copy(tmp_path, write_weights):
@@ -81,7 +81,21 @@ def test_a_weight_that_is_not_a_number_gives_a_gap_that_is_none(tmp_path, write_
     run = write_weights(tmp_path / "run", moved(np.float32(np.nan)))
     control = write_weights(tmp_path / "control", moved(0.1))
     start = write_weights(tmp_path / "start", START)
-    assert math.isnan(weight_gap(run, control, start))
+    gap, difference = weight_gap(run, control, start)
+    assert math.isnan(gap)
+    assert math.isnan(difference["value"])
+    assert difference["tensor"] == "bias"  # the first that is not a number
+
+
+def test_the_largest_difference_is_of_one_element_and_says_in_which_tensor(tmp_path, write_weights):
+    apart = moved(0.1)
+    apart["embed.weight"][3, 1] += 0.5
+    apart["norm.weight"][2] -= 0.25
+    run = write_weights(tmp_path / "run", apart)
+    control = write_weights(tmp_path / "control", moved(0.1))
+    start = write_weights(tmp_path / "start", START)
+    difference = weight_gap(run, control, start).difference
+    assert difference == {"value": pytest.approx(0.5, rel=1e-6), "tensor": "embed.weight"}
 
 
 def test_a_control_that_went_nowhere_is_no_measure(tmp_path, write_weights):

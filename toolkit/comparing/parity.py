@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from toolkit.comparing.weights import WeightsError, check_same_names, open_weights, weight_gap
-from toolkit.results import Broken, Gap, Record
+from toolkit.results import FILLER_ID, Broken, Difference, Gap, Record
 
 GATED_STEPS: Final = 20
 """Gates end here: rounding grows with every step, and at 200 zero3 had drifted past them."""
@@ -54,6 +54,7 @@ class Judgement:
     loss_gap: Gap | None = None
     grad_norm_gap: float | None = None
     weight_gap: float | None = None
+    weight_difference: Difference | None = None
     gates: dict[str, bool] = field(default_factory=dict[str, bool])
     broken: list[Broken] = field(default_factory=list[Broken])
     not_measured: dict[str, str] = field(default_factory=dict[str, str])
@@ -109,7 +110,15 @@ def judge_control(record: Record) -> Judgement:
     judgement = Judgement()
     reason = "this run is the control"
     judgement.not_measured = dict.fromkeys(
-        ("loss_gap", "grad_norm_gap", "weight_gap", "gates.grad_norm", "gates.weights"), reason
+        (
+            "loss_gap",
+            "grad_norm_gap",
+            "weight_gap",
+            "weight_difference",
+            "gates.grad_norm",
+            "gates.weights",
+        ),
+        reason,
     )
     wrong = next((i for i, loss in enumerate(record["losses"], 1) if not math.isfinite(loss)), None)
     if wrong is not None:
@@ -258,8 +267,11 @@ def judge_weights(
 ) -> None:
     """Gate the distance of the final weights, in units of the control's own update."""
 
+    def not_compared(reason: str) -> None:
+        judgement.not_measured |= dict.fromkeys(("weight_gap", "weight_difference"), reason)
+
     def leave_open(reason: str) -> None:
-        judgement.not_measured["weight_gap"] = reason
+        not_compared(reason)
         judgement.not_measured["gates.weights"] = reason
 
     if control["final"] is None:
@@ -277,7 +289,7 @@ def judge_weights(
             raise WeightsError("the run saved no weights")
         check_same_names(folder / record["final"], reference)
     except WeightsError as error:
-        judgement.not_measured["weight_gap"] = str(error)
+        not_compared(str(error))
         _break(judgement, record, "weights", limit=limit, reason=str(error))
         return
 
@@ -287,16 +299,17 @@ def judge_weights(
         return
     if record["model"]["path"] != start:
         reason = f"the run started from {record['model']['path']}, the control from {start}"
-        judgement.not_measured["weight_gap"] = reason
+        not_compared(reason)
         _break(judgement, record, "weights", limit=limit, reason=reason)
         return
     try:
-        gap = weight_gap(folder / record["final"], reference, Path(start))
+        gap, difference = weight_gap(folder / record["final"], reference, Path(start))
     except WeightsError as error:
         leave_open(str(error))
         return
 
     judgement.weight_gap = gap
+    judgement.weight_difference = difference
     if len(control["losses"]) > GATED_STEPS:
         judgement.not_measured["gates.weights"] = (
             f"after {len(control['losses'])} steps; weights are gated up to {GATED_STEPS}"
@@ -330,6 +343,10 @@ def judge_data(judgement: Judgement, record: Record, control: Record) -> None:
     if record["data"]["hash"] != control["data"]["hash"]:
         _break(judgement, record, "data", first_step=1, reason="the run read other data")
         return
+    if record["data"].get("tokens_hash") != control["data"].get("tokens_hash"):
+        reason = "the run made other tokens or labels of the same data"
+        _break(judgement, record, "data", first_step=1, reason=reason)
+        return
 
     problems = (
         (step, _rank_problem(ours, record["num_processes"]) or _row_problem(ours, theirs))
@@ -357,10 +374,9 @@ def broken_sentence(broken: Broken) -> str:
         if size is not None
     ]
     measured = f" ({', '.join(sizes)})" if sizes else ""
-    return (
-        f"{broken['strategy']}-{broken['engine']}: the {broken['gate']} gate broke{where}: "
-        f"{broken['reason']}{measured}."
-    )
+    name = broken.get("name", f"{broken['strategy']}-{broken['engine']}")
+    which = f", repeat {broken['repeat']}" if "repeat" in broken else ""
+    return f"{name}{which}: the {broken['gate']} gate broke{where}: {broken['reason']}{measured}."
 
 
 def _same_length(
@@ -395,7 +411,7 @@ def _rank_problem(ranks: list[list[Any]], num_processes: int) -> str | None:
         return f"rows of {len(ranks)} ranks were recorded, there are {num_processes}"
     if not any(ranks):
         return "no row was read"
-    owners = Counter(row for rank in ranks for row in set(rank))
+    owners = Counter(row for rank in ranks for row in set(rank) if row != FILLER_ID)
     shared = [row for row, count in owners.items() if count > 1]
     if shared:
         return f"row {shared[0]!r} was read by {owners[shared[0]]} ranks"
@@ -403,8 +419,8 @@ def _rank_problem(ranks: list[list[Any]], num_processes: int) -> str | None:
 
 
 def _row_problem(ours: list[list[Any]], theirs: list[list[Any]]) -> str | None:
-    read = Counter(row for rank in ours for row in rank)
-    wanted = Counter(row for rank in theirs for row in rank)
+    read = Counter(row for rank in ours for row in rank if row != FILLER_ID)
+    wanted = Counter(row for rank in theirs for row in rank if row != FILLER_ID)
     if read == wanted:
         return None
     extra, missing = (

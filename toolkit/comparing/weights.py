@@ -12,7 +12,9 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+
+from toolkit.results import Difference
 
 if TYPE_CHECKING:
     import numpy as np
@@ -91,12 +93,22 @@ def open_weights(folder: Path) -> Weights:
 
     weights: Weights = {}
     for name in names:
-        weights.update(_tensors(folder / name))
+        weights.update(read_tensors(folder / name))
     return weights
 
 
-def weight_gap(folder: Path, control: Path, start: Path) -> float:
-    """Return ||w - w_control|| / ||w_control - w_start|| over all tensors together.
+class WeightGap(NamedTuple):
+    """How far a run ended from the control."""
+
+    share: float
+    """||w - w_control|| / ||w_control - w_start|| over all tensors together."""
+
+    difference: Difference
+    """Of one element, absolute."""
+
+
+def weight_gap(folder: Path, control: Path, start: Path) -> WeightGap:
+    """Return how far the weights of a run are from the control's, all together and at most.
 
     Measured against the way the control went, not against its own length: at a small learning
     rate a model is nearly all start, and a run without weight decay would pass.
@@ -112,17 +124,23 @@ def weight_gap(folder: Path, control: Path, start: Path) -> float:
 
     apart = 0.0
     moved = 0.0
+    difference = Difference(value=0.0, tensor=min(names, default=""))
     for name in sorted(names):
         tensors = (run[name], reference[name], origin[name])
         if len({tensor.shape for tensor in tensors}) != 1:
             shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
             raise WeightsError(f"{name} has other shapes in run, control and start: {shapes}")
         for ours, theirs, first in zip(*(each.pieces() for each in tensors), strict=True):
-            apart += float(((ours - theirs) ** 2).sum())
+            gap = ours - theirs
+            apart += float((gap**2).sum())
             moved += float(((theirs - first) ** 2).sum())
+            largest = float(abs(gap).max())
+            # A NaN is larger than everything: nothing that follows it is.
+            if not largest <= difference["value"] and not math.isnan(difference["value"]):
+                difference = Difference(value=largest, tensor=name)
     if moved == 0.0:
         raise WeightsError("the control ended where it started, there is no update to compare")
-    return math.sqrt(apart / moved)
+    return WeightGap(math.sqrt(apart / moved), difference)
 
 
 def check_same_names(folder: Path, control: Path) -> None:
@@ -164,7 +182,12 @@ def _equal(one: StoredTensor, other: StoredTensor) -> bool:
     return all(bool((a == b).all()) for a, b in zip(one.pieces(), other.pieces(), strict=True))
 
 
-def _tensors(file: Path) -> Weights:
+def read_tensors(file: Path) -> Weights:
+    """Find every tensor in one safetensors file.
+
+    Raises:
+        WeightsError: the file is missing or torn, or holds numbers of a kind not compared.
+    """
     try:
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))

@@ -5,12 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.comparing.page import PAGE_FILE, render_page
-from toolkit.comparing.presentable import presentable
-from toolkit.comparing.report import REPORT_FILE, load_results, print_report, render_markdown
-from toolkit.comparing.table_file import TABLE_FILE, render_table
+from toolkit.comparing.reporting.page import PAGE_FILE, render_page
+from toolkit.comparing.reporting.presentable import presentable
+from toolkit.comparing.reporting.report import (
+    REPORT_FILE,
+    load_results,
+    print_report,
+    render_markdown,
+)
+from toolkit.comparing.reporting.table_file import TABLE_FILE, render_table
 from toolkit.errors import UsageError
-from toolkit.results import RECORD_FILE, RESULTS_FILE, write_text
+from toolkit.results import RECORD_FILE, RESULTS_FILE, Results, write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,6 +47,19 @@ def remake(folder: Path, *, console: Console) -> None:
     Raises:
         UsageError: the folder holds no comparison.
     """
+    results = comparison_in(folder)
+    written = write_reports(folder)
+    print_report(presentable(results), console=console)
+    for path in written:
+        console.print(f"Written: {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def comparison_in(folder: Path) -> Results:
+    """Read the comparison that the user named.
+
+    Raises:
+        UsageError: the folder holds none.
+    """
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder. Name the folder of a comparison.")
     if not (folder / RESULTS_FILE).is_file():
@@ -51,7 +69,4 @@ def remake(folder: Path, *, console: Console) -> None:
             if one
             else f"{folder} holds no {RESULTS_FILE}. Name a folder that toolkit compare wrote."
         )
-    written = write_reports(folder)
-    print_report(presentable(load_results(folder)), console=console)
-    for path in written:
-        console.print(f"Written: {path}", markup=False, highlight=False, soft_wrap=True)
+    return load_results(folder)

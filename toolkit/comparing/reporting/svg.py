@@ -21,7 +21,7 @@ PAPER: Final = "#010205"
 SERIES: Final = tuple(f"#0102{number:02x}" for number in range(0x10, 0x18))
 """Runs, told apart by hue."""
 
-PARTS: Final = tuple(f"#0102{number:02x}" for number in range(0x20, 0x25))
+PARTS: Final = tuple(f"#0102{number:02x}" for number in range(0x20, 0x26))
 """Parts of a bar."""
 
 VARIABLES: Final = {

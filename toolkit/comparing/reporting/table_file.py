@@ -8,84 +8,110 @@ from __future__ import annotations
 
 import csv
 import io
-from collections import Counter
+from collections.abc import Callable
 from typing import Any, Final
 
-from toolkit.comparing.page import baseline, ratio
 from toolkit.comparing.predicted import MOVED, STATES
-from toolkit.comparing.report import GATE_NAMES, is_control, states_of, status_of
-from toolkit.results import Results, Row
+from toolkit.comparing.reporting.grid import value_at
+from toolkit.comparing.reporting.papers import difference_in_words
+from toolkit.comparing.reporting.row_facts import (
+    baseline,
+    is_control,
+    ratio,
+    run_name,
+    states_of,
+    status_of,
+)
+from toolkit.comparing.reporting.sections.failures import ran_out
+from toolkit.comparing.reporting.sections.memory import PEAK_CATEGORIES, parts_of
+from toolkit.comparing.reporting.sections.scaling import scaled_runs
+from toolkit.comparing.reporting.sections.steps import PHASES
+from toolkit.comparing.reporting.sections.traffic import OTHER, moved_by_purpose, wire_bytes
+from toolkit.comparing.reporting.verdict import GATE_NAMES
+from toolkit.results import Peak, Results, Row
 
 TABLE_FILE: Final = "results.csv"
 
 FORMULA: Final = ("=", "+", "-", "@", "\t", "\r", "\n", "|", "%")
 """With these a spreadsheet takes a cell for something to compute."""
 
+SPEED: Final = {
+    "supervised_tokens_per_second": "supervised_tokens_per_second",
+    "tokens_per_second_least": "spread.least",
+    "tokens_per_second_most": "spread.most",
+    "tokens_per_second_spread_share": "spread.share",
+    "step_median_seconds": "step_seconds.median",
+    "step_p90_seconds": "step_seconds.p90",
+    **{f"{phase}_median_seconds": f"phases.{phase}.median" for phase in PHASES},
+    **{f"{phase}_p90_seconds": f"phases.{phase}.p90" for phase in PHASES},
+    "start_seconds": "warm_up.start_seconds",
+    "build_seconds": "warm_up.build_seconds",
+    "first_step_seconds": "warm_up.first_step_seconds",
+    "compile_seconds": "warm_up.compile_seconds",
+    "warm_up_steps": "warm_up.steps",
+    "save_seconds": "save_seconds",
+    "run_seconds": "seconds",
+    "tflops_per_gpu": "compute.tflops_per_gpu",
+    "mfu": "compute.mfu",
+    "gpu_hours": "cost.gpu_hours",
+    "dollars": "cost.dollars",
+    "dollars_per_million_tokens": "cost.dollars_per_million_tokens",
+}
+"""Columns, and where they stand in a row."""
+
+MEMORY: Final = {
+    "device_peak_bytes": "memory.peak_bytes",
+    "device_peak_reserved_bytes": "memory.peak_reserved_bytes",
+    "host_peak_bytes": "memory.host_peak_bytes",
+    "nvme_bytes": "memory.nvme_bytes",
+    **{name: f"memory.{name}" for name in STATES},
+}
+
+PREDICTED: Final = {
+    **{f"predicted_{name}": f"predicted.memory.{name}" for name in STATES},
+    "predicted_device_peak_low_bytes": "predicted.peak_bytes.low",
+    "predicted_device_peak_high_bytes": "predicted.peak_bytes.high",
+    "room_bytes": "predicted.room_bytes",
+    "predicted_over_low_bytes": "predicted.over_bytes.low",
+    "predicted_over_high_bytes": "predicted.over_bytes.high",
+    "predicted_sent_bytes": "predicted.traffic_bytes",
+}
+
+AGREEMENT: Final = {
+    "final_loss": "final_loss",
+    "loss_gap_max": "loss_gap.max",
+    "loss_gap_mean": "loss_gap.mean",
+    "grad_norm_gap": "grad_norm_gap",
+    "weight_gap": "weight_gap",
+    "weight_difference": "weight_difference.value",
+    "weight_difference_tensor": "weight_difference.tensor",
+    **{f"gate_{gate}": f"gates.{gate}" for gate in GATE_NAMES},
+}
+
 
 def render_table(results: Results) -> str:
     """Return the runs as CSV with a header."""
     base = baseline(results)
-    lines = [_line(row, results, base) for row in results["runs"]]
+    scaled = {run_name(each.row): each for each in scaled_runs(results)}
+    lines: list[dict[str, Any]] = []
+    for row in results["runs"]:
+        scale = scaled.get(run_name(row))
+        ratios = {
+            "speed_times_baseline": ratio(row, base),
+            "speed_up": None if scale is None else scale.speed_up,
+            "scaling_efficiency": None if scale is None else scale.efficiency,
+        }
+        lines.append(_line(row, results, is_base=row is base, ratios=ratios))
     stream = io.StringIO()
     columns = list(lines[0]) if lines else ["strategy", "engine", "status"]
     writer = csv.DictWriter(stream, columns, lineterminator="\n")
     writer.writeheader()
-    writer.writerows({name: _cell(value) for name, value in line.items()} for line in lines)
+    writer.writerows({name: csv_cell(value) for name, value in line.items()} for line in lines)
     return stream.getvalue()
 
 
-def _line(row: Row, results: Results, base: Row | None) -> dict[str, Any]:
-    memory: dict[str, Any] = dict(row["memory"] or {})
-    seconds: dict[str, Any] = dict(row["step_seconds"] or {})
-    gap: dict[str, Any] = dict(row["loss_gap"] or {})
-    predicted: dict[str, Any] = dict(row.get("predicted") or {})
-    expected: dict[str, Any] = predicted.get("memory") or {}
-    peak: dict[str, Any] = predicted.get("peak_bytes") or {}
-    traffic = row.get("traffic")
-    moved = Counter[str]()
-    for one in [] if traffic is None else traffic["collectives"]:
-        moved[one["purpose"] if one["purpose"] in MOVED else "other"] += one["payload_bytes"]
-    return {
-        "strategy": row["strategy"],
-        "engine": row["engine"],
-        "status": status_of(row),
-        "control": is_control(row, results["control"]),
-        "baseline": row is base,
-        "rehearsal": row["rehearsal"],
-        "num_processes": row["num_processes"],
-        "per_device_train_batch_size": row["per_device_train_batch_size"],
-        "gradient_accumulation_steps": row["gradient_accumulation_steps"],
-        "tokens_per_second": row["tokens_per_second"],
-        "speed_times_baseline": ratio(row, base),
-        "step_median_seconds": seconds.get("median"),
-        "step_p90_seconds": seconds.get("p90"),
-        "run_seconds": row["seconds"],
-        "device_peak_bytes": memory.get("peak_bytes"),
-        "host_peak_bytes": memory.get("host_peak_bytes"),
-        **{name: memory.get(name) for name in STATES},
-        "states_bytes": states_of(row["memory"]),
-        **{f"predicted_{name}": expected.get(name) for name in STATES},
-        "predicted_device_peak_low_bytes": peak.get("low"),
-        "predicted_device_peak_high_bytes": peak.get("high"),
-        **{
-            f"sent_{purpose}_bytes": None if traffic is None else moved[purpose]
-            for purpose in (*MOVED, "other")
-        },
-        "predicted_sent_bytes": predicted.get("traffic_bytes"),
-        "final_loss": row["final_loss"],
-        "loss_gap_max": gap.get("max"),
-        "loss_gap_mean": gap.get("mean"),
-        "grad_norm_gap": row["grad_norm_gap"],
-        "weight_gap": row["weight_gap"],
-        **{f"gate_{gate}": row["gates"].get(gate) for gate in GATE_NAMES},
-        "reason": row["reason"],
-        "not_measured": "; ".join(
-            f"{field}: {reason}" for field, reason in row["not_measured"].items()
-        ),
-    }
-
-
-def _cell(value: Any) -> Any:
+def csv_cell(value: Any) -> Any:
+    """Return a value as a cell: a spreadsheet computes nothing of it, and a line stays a line."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -94,3 +120,89 @@ def _cell(value: Any) -> Any:
         text = " ".join(value.split())
         return f"'{text}" if text.startswith(FORMULA) else text
     return value
+
+
+def _line(
+    row: Row, results: Results, *, is_base: bool, ratios: dict[str, float | None]
+) -> dict[str, Any]:
+    repeats = row.get("repeats")
+    return {
+        "strategy": row["strategy"],
+        "engine": row["engine"],
+        "status": status_of(row),
+        "run": run_name(row),
+        "control": is_control(row, results["control"]),
+        "baseline": is_base,
+        "rehearsal": row["rehearsal"],
+        "num_processes": row["num_processes"],
+        "per_device_train_batch_size": row["per_device_train_batch_size"],
+        "gradient_accumulation_steps": row["gradient_accumulation_steps"],
+        "starts": None if repeats is None else len(repeats),
+        "tokens_per_second": row["tokens_per_second"],
+        **ratios,
+        "noise_share": (results.get("noise") or {}).get("share"),
+        **_at(row, SPEED),
+        **_at(row, MEMORY),
+        "states_bytes": states_of(row["memory"]),
+        **_over_ranks(row),
+        **_fullest(row),
+        **_at(row, PREDICTED),
+        **_sent(row),
+        **_at(row, AGREEMENT),
+        "ranks_out_of_memory": " ".join(
+            str(end["rank"]) for end in row.get("ends") or [] if ran_out(end)
+        ),
+        "reason": row["reason"],
+        "fix": row["fix"],
+        "not_measured": "; ".join(
+            f"{field}: {reason}" for field, reason in row["not_measured"].items()
+        ),
+    }
+
+
+def _at(row: Row, columns: dict[str, str]) -> dict[str, Any]:
+    return {column: value_at(row, path) for column, path in columns.items()}
+
+
+def _over_ranks(row: Row) -> dict[str, int | None]:
+    """Least and most of any rank: of a run that failed, what the ranks told before they ended."""
+    ranks = row["per_rank"] or []
+    ends = [end["peak_bytes"] for end in row.get("ends") or []]
+    found = {
+        "states": [states_of(rank["memory"]) for rank in ranks],
+        "device_peak": [rank["memory"]["peak_bytes"] for rank in ranks],
+        "ended_peak": ends,
+    }
+    choices: tuple[tuple[str, Callable[[list[int]], int]], ...] = (("least", min), ("most", max))
+    line: dict[str, int | None] = {}
+    for name, counts in found.items():
+        known = [count for count in counts if count is not None]
+        for word, choose in choices:
+            line[f"{name}_{word}_bytes"] = choose(known) if known else None
+    return line
+
+
+def _fullest(row: Row) -> dict[str, Any]:
+    peak: Peak | None = row.get("peak")
+    parts = [None] * len(PEAK_CATEGORIES) if peak is None else parts_of(peak)
+    return {
+        "counted_peak_bytes": None if peak is None else peak["total_bytes"],
+        "counted_peak_phase": None if peak is None else peak["phase"],
+        **{
+            f"counted_peak_{name}_bytes": part
+            for name, part in zip(PEAK_CATEGORIES, parts, strict=True)
+        },
+    }
+
+
+def _sent(row: Row) -> dict[str, Any]:
+    traffic = row.get("traffic")
+    moved = None if traffic is None else moved_by_purpose(traffic)
+    return {
+        **{
+            f"sent_{purpose}_bytes": None if moved is None else moved[purpose]
+            for purpose in (*MOVED, OTHER)
+        },
+        "sent_wire_bytes": None if traffic is None else wire_bytes(traffic),
+        "beside_the_papers": None if traffic is None else difference_in_words(row),
+    }

@@ -1,10 +1,14 @@
-"""What is known to help when a run failed, from its status and its own words."""
+"""A run that failed: what its ranks last said, and what is known to help."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from typing import Final
+
+from toolkit.launching.outcome import shorten
+from toolkit.launching.status import RankStatus
+from toolkit.results import RankEnd
 
 OUT_OF_MEMORY: Final = (
     "Use a smaller --global_batch_size or -- --max_length, or a strategy that shards or offloads "
@@ -57,3 +61,17 @@ def known_fix(
         )
     words = "\n".join([reason or "", *tail])
     return next((fix for pattern, fix in FIXES if re.search(pattern, words)), None)
+
+
+def rank_ends(statuses: Sequence[RankStatus]) -> list[RankEnd]:
+    """Return the last that each rank said, by rank."""
+    return [
+        RankEnd(
+            rank=said.rank,
+            state=said.state,
+            step=said.step,
+            error=None if said.error is None else shorten(str(said.error)),
+            peak_bytes=said.peak_bytes,
+        )
+        for said in statuses
+    ]

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol, Self
 
-from toolkit.comparing.plan import Run
-from toolkit.comparing.report import cells
+from toolkit.comparing.reporting.report import cells
+from toolkit.comparing.scheduling.plan import Run
 from toolkit.results import Control, Row
 
 if TYPE_CHECKING:
@@ -42,7 +42,11 @@ class Progress(Protocol):
         """Tell something about the whole."""
         ...
 
-    def start(self, run: Run, position: int, total: int) -> None: ...
+    def start(
+        self, run: Run, position: int, total: int, *, repeat: int = 1, repeats: int = 1
+    ) -> None:
+        """Take the run that begins now, and which of its repeats it is."""
+        ...
 
     def line(self, text: str) -> None:
         """Take one line of the run's output."""
@@ -80,8 +84,11 @@ class Lines:
     def say(self, text: str) -> None:
         self.console.print(plain(text), markup=False, highlight=False, soft_wrap=True)
 
-    def start(self, run: Run, position: int, total: int) -> None:
-        self.label = f"[{position}/{total}] {run.name}"
+    def start(
+        self, run: Run, position: int, total: int, *, repeat: int = 1, repeats: int = 1
+    ) -> None:
+        which = f", repeat {repeat} of {repeats}" if repeats > 1 else ""
+        self.label = f"[{position}/{total}] {run.name}{which}"
         self.spoken = time.monotonic()
         self.heard.clear()
         self.say(f"{self.label}: {_processes(run)}, started")
@@ -114,6 +121,7 @@ class LiveTable:
         self.control: Control | None = None
         self.current: Run | None = None
         self.last_line = ""
+        self.repeat = ""
         self.started = 0.0
         self.steps = 0
         self.live = Live(
@@ -135,10 +143,15 @@ class LiveTable:
     def say(self, text: str) -> None:
         self.console.print(plain(text), markup=False, highlight=False)
 
-    def start(self, run: Run, position: int, total: int) -> None:
+    def start(
+        self, run: Run, position: int, total: int, *, repeat: int = 1, repeats: int = 1
+    ) -> None:
         self.current, self.last_line, self.steps = run, "", 0
+        self.repeat = f"repeat {repeat} of {repeats}, " if repeats > 1 else ""
         self.started = time.monotonic()
-        self.states[run.name] = (run, "running", None)
+        # A repeat leaves what is known of the run on the screen.
+        known = self.states.get(run.name)
+        self.states[run.name] = (run, "running", None if known is None else known[2])
 
     def line(self, text: str) -> None:
         if text.strip():
@@ -160,17 +173,16 @@ class LiveTable:
         for column in ("strategy", "engine", "status", "tokens/s", "step", "loss", "gap"):
             table.add_column(column, no_wrap=True)
         for run, state, row in self.states.values():
+            values = ["-"] * 4
             if row is not None:
                 shown = cells(row, self.control)
-                status = Text(row["status"], style=STATUS_STYLES.get(row["status"], "red"))
                 values = [shown[name] for name in ("tokens/s", "step time", "final loss", "gap")]
-            else:
-                status = Text(state, style=STATUS_STYLES.get(state, "cyan"))
-                values = ["-"] * 4
-                if run is self.current:
-                    seconds = time.monotonic() - self.started
-                    status = Text(f"step {self.steps}, {seconds:.0f} s", style="cyan")
-            table.add_row(run.strategy.name, run.engine, status, *map(Text, values))
+            status = Text(state, style=STATUS_STYLES.get(state, "red"))
+            if run is self.current:
+                seconds = time.monotonic() - self.started
+                status = Text(f"{self.repeat}step {self.steps}, {seconds:.0f} s", style="cyan")
+            strategy = f"{run.strategy.name} x{run.num_processes}" if run.scaled else None
+            table.add_row(strategy or run.strategy.name, run.engine, status, *map(Text, values))
         return table
 
 
@@ -187,5 +199,7 @@ def _ending(row: Row, control: Control | None) -> str:
     if row["status"] != "ok":
         return f"{row['status']}: {row['reason']}"
     shown = cells(row, control)
-    seconds = "" if row["seconds"] is None else f" in {row['seconds']:.0f} s"
+    repeats = row.get("repeats")
+    last = repeats[-1]["seconds"] if repeats else row["seconds"]
+    seconds = "" if last is None else f" in {last:.0f} s"
     return f"ok{seconds}, final loss {shown['final loss']}, gap {shown['gap']}"

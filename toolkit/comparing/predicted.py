@@ -1,10 +1,10 @@
-"""What the planner says of a run, beside what the run counted."""
+"""What the planner says of a run, beside what the run counted; also of one that counted nothing."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, TypedDict, cast
 
 from toolkit.errors import UsageError
 from toolkit.planning.job import Job
@@ -13,7 +13,7 @@ from toolkit.planning.memory.states import state_bytes
 from toolkit.planning.models.architectures import shape_from_config
 from toolkit.planning.speed.traffic import collectives
 from toolkit.planning.terms import Interval
-from toolkit.results import Prediction, Record, Traffic
+from toolkit.results import Model, Prediction, Record, Traffic
 from toolkit.strategies import STRATEGIES
 
 STATES: Final = ("parameters_bytes", "master_bytes", "gradients_bytes", "optimizer_bytes")
@@ -31,22 +31,38 @@ NEEDED: Final = {
 }
 
 
-def predict(record: Record) -> Prediction:
+class Told(TypedDict):
+    """What decides a run's memory and traffic; a record is one."""
+
+    strategy: str
+    precision: str
+    num_processes: int
+    model: Model
+    training: dict[str, Any]
+
+
+class Facts(TypedDict):
+    """What the runs of one comparison share."""
+
+    model: Model
+    training: dict[str, Any]
+
+
+def predict(record: Record, *, room_bytes: int | None = None) -> Prediction:
     """Return the prediction for a run, and how far it is from what was measured.
 
     Memory is that of the rank that holds the most, as in the record. The peak is an interval; its
     error is the distance to the nearer end, 0 inside, and it has none in a rehearsal.
+
+    Args:
+        record: The run.
+        room_bytes: Memory of the smallest device that it had.
     """
-    try:
-        job = job_of(record)
-        states = predicted_states(record)
-        peak = estimate_memory(job).allocated
-    except (UsageError, OSError, ValueError) as error:  # torn JSON is a ValueError
-        return Prediction(
-            memory=None, peak_bytes=None, traffic_bytes=None, errors={}, reason=str(error)
-        )
-    memory = {name: max(rank[name] for rank in states) for name in STATES}
-    errors: dict[str, float] = {}
+    found = expect(record, room_bytes=room_bytes)
+    memory, peak, moved = found["memory"], found["peak_bytes"], found["traffic_bytes"]
+    if memory is None or peak is None or moved is None:
+        return found
+    errors = found["errors"]
     for name in STATES:
         counted = record["memory"].get(name)
         if counted is not None:
@@ -54,17 +70,49 @@ def predict(record: Record) -> Prediction:
     measured = record["memory"]["peak_bytes"]
     if measured:
         errors["peak_bytes"] = _beyond(peak, measured) / measured
-    sent = sum(one.payload_bytes for one in collectives(job) if one.purpose in MOVED)
     traffic = record.get("traffic")
     if traffic is not None:
-        errors["traffic_bytes"] = _share(sent, moved_bytes(traffic))
+        errors["traffic_bytes"] = _share(moved, moved_bytes(traffic))
+    return found
+
+
+def expect(told: Told, *, room_bytes: int | None = None) -> Prediction:
+    """Return the prediction for a run, with nothing beside it."""
+    try:
+        job = job_of(told)
+        estimate = estimate_memory(job)
+        states = [state_bytes(job, rank).counted() for rank in range(job.gpus)]
+        moved = sum(one.payload_bytes for one in collectives(job) if one.purpose in MOVED)
+    except (UsageError, OSError, ValueError) as error:  # torn JSON is a ValueError
+        return no_prediction(str(error), room_bytes=room_bytes)
     return Prediction(
-        memory=memory,
-        peak_bytes={"low": round(peak.low), "high": round(peak.high)},
-        traffic_bytes=sent,
-        errors=errors,
+        memory={name: max(rank[name] for rank in states) for name in STATES},
+        peak_bytes=_ends(estimate.allocated),
+        traffic_bytes=moved,
+        errors={},
         reason=None,
+        room_bytes=room_bytes,
+        over_bytes=None if room_bytes is None else _ends(estimate.total, less=room_bytes),
     )
+
+
+def no_prediction(reason: str, *, room_bytes: int | None = None) -> Prediction:
+    return Prediction(
+        memory=None,
+        peak_bytes=None,
+        traffic_bytes=None,
+        errors={},
+        reason=reason,
+        room_bytes=room_bytes,
+        over_bytes=None,
+    )
+
+
+def facts_of(prepared: dict[str, Any]) -> Facts:
+    """Return what `toolkit.training.prepare` found, as a run tells it."""
+    data = prepared.get("data", {})
+    length = {"max_length": data["max_length"]} if "max_length" in data else {}
+    return Facts(model=prepared["model"], training=prepared.get("training", {}) | length)
 
 
 def predicted_states(record: Record) -> list[dict[str, int]]:
@@ -78,23 +126,24 @@ def moved_bytes(traffic: Traffic) -> int:
     return sum(one["payload_bytes"] for one in traffic["collectives"] if one["purpose"] in MOVED)
 
 
-def job_of(record: Record) -> Job:
-    """Return the job that a record tells of.
+def job_of(record: Told | Record) -> Job:
+    """Return the job that a run tells of.
 
     Raises:
-        UsageError: the record tells of something that the planner doesn't know.
+        UsageError: it tells of something that the planner doesn't know.
         OSError: the model's config.json is not there any more.
     """
     training = record["training"]
     if unsaid := sorted(NEEDED - training.keys()):
-        raise UsageError(f"not predicted: the record doesn't say {', '.join(unsaid)}")
+        raise UsageError(f"not predicted: the run doesn't say {', '.join(unsaid)}")
     if record["strategy"] not in STRATEGIES:
         raise UsageError("not predicted: the config file is none of the toolkit's own")
     if training["optimizer"] not in OPTIMIZERS:
         raise UsageError(f"not predicted: the optimizer is {training['optimizer']}")
-    if record["model"]["path"] is None:
-        raise UsageError("not predicted: the record names no folder of the model")
-    text = (Path(record["model"]["path"]) / "config.json").read_text(encoding="utf-8")
+    path = record["model"].get("path")
+    if path is None:
+        raise UsageError("not predicted: the run names no folder of the model")
+    text = (Path(path) / "config.json").read_text(encoding="utf-8")
     chosen: dict[str, Any] = {
         "precision": record["precision"],
         "optimizer": OPTIMIZERS[training["optimizer"]],
@@ -118,8 +167,12 @@ def _share(predicted: int, counted: int) -> float:
     return (predicted - counted) / (counted or predicted or 1)
 
 
-def _beyond(expected: Interval, measured: float) -> float:
+def _beyond(expected: dict[str, int], measured: int) -> int:
     """How far a measurement is outside of an interval: the prediction less what was measured."""
-    if measured < expected.low:
-        return expected.low - measured
-    return min(0.0, expected.high - measured)
+    if measured < expected["low"]:
+        return expected["low"] - measured
+    return min(0, expected["high"] - measured)
+
+
+def _ends(interval: Interval, *, less: int = 0) -> dict[str, int]:
+    return {"low": round(interval.low) - less, "high": round(interval.high) - less}

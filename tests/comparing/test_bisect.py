@@ -1,0 +1,482 @@
+"""Evidence made by hand: what differs first, beyond which limit, and in which words."""
+
+import copy
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from toolkit.comparing.bisection import running
+from toolkit.comparing.bisection.finding import ROUNDINGS, BisectError, Side, bisect, load_side
+from toolkit.comparing.bisection.running import bisect_runs
+from toolkit.comparing.bisection.told import told
+from toolkit.comparing.scheduling.bisect_command import bisect_command
+from toolkit.comparing.scheduling.options import CompareOptions
+from toolkit.errors import UsageError
+from toolkit.evidence import AFTER_FILE, BEFORE_FILE, GRADIENTS_FILE, read_evidence
+
+RANDOM = np.random.default_rng(0)
+SHAPES = {"embed.weight": (5, 3), "up.weight": (4, 3), "norm.weight": (3,)}
+BEFORE = {name: RANDOM.normal(size=shape).astype("f4") for name, shape in SHAPES.items()}
+GRADIENTS = {name: RANDOM.normal(size=shape).astype("f4") for name, shape in SHAPES.items()}
+NORM = float(np.sqrt(sum((each.astype("f8") ** 2).sum() for each in GRADIENTS.values())))
+SUPERVISED = [10, 20, 30, 40]
+ITEMS = sum(SUPERVISED)
+
+
+def row(number):
+    return {
+        "sample_id": number,
+        "tokens": f"tokens-of-{number}",
+        "labels": f"labels-of-{number}",
+        "supervised": SUPERVISED[number],
+        "loss": 5.0 * SUPERVISED[number],
+    }
+
+
+def micro_batch(*numbers, applied):
+    rows = [row(number) for number in numbers]
+    summed = sum(each["loss"] for each in rows)
+    return {"rows": rows, "loss": summed / ITEMS, "applied": applied, "items": ITEMS}
+
+
+def evidence(ranks=1):
+    """Four rows, in the micro-batches of one rank or of two."""
+    read = [[micro_batch(0, 1, applied=1.0), micro_batch(2, 3, applied=1.0)]]
+    if ranks == 2:
+        read = [[micro_batch(n, applied=2.0) for n in numbers] for numbers in ((0, 2), (1, 3))]
+    return {
+        "schema": 1,
+        "strategy": "single" if ranks == 1 else "zero2",
+        "engine": "trainer",
+        "precision": "no",
+        "num_processes": ranks,
+        "step": 1,
+        "ranks": read,
+        "gradient_norm": NORM,
+        "gradients_agree": None,
+        "weights_agree": True,
+        "clipping": {"norm": NORM, "limit": 1.0, "factor": 1 / NORM},
+        "optimizer": {
+            "name": "AdamW",
+            "groups": [
+                {
+                    "parameters": list(SHAPES),
+                    "settings": {"weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8},
+                    "learning_rate": 1e-3,
+                    "next_learning_rate": 5e-4,
+                }
+            ],
+        },
+    }
+
+
+@pytest.fixture
+def side(tmp_path):
+    """Write one side's evidence, and read it again."""
+
+    def make(
+        name="single", kept=None, *, before=BEFORE, gradients=GRADIENTS, after=None, **changes
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        moved = {key: before[key] - np.float32(0.01) * np.sign(GRADIENTS[key]) for key in before}
+        save_file(before, folder / BEFORE_FILE)
+        save_file(gradients, folder / GRADIENTS_FILE)
+        save_file(moved if after is None else after, folder / AFTER_FILE)
+        content = (evidence() if kept is None else kept) | changes
+        (folder / "evidence.json").write_text(json.dumps(content))
+        return load_side(name, folder, next_loss=4.0)
+
+    return make
+
+
+def first(one, other, **options):
+    found = bisect(one, other, **options)
+    assert found.first is not None
+    return found.first.what, found.first.words
+
+
+def scaled(tensors, by):
+    return {name: (tensor * np.float32(by)).astype("f4") for name, tensor in tensors.items()}
+
+
+def test_other_ranks_and_micro_batches_are_no_difference_but_are_told(side):
+    found = bisect(side(), side("zero2", evidence(ranks=2)))
+    assert found.first is None
+    assert {each.verdict for each in found.findings} == {"equal"}
+    assert found.notes == (
+        "the rows are read by single as 1 rank x 2 micro-batches, by zero2 as 2 ranks x 2 "
+        "micro-batches",
+    )
+    assert told(found)[-1] == "Nothing differs beyond its limit."
+
+
+def test_an_initial_weight_is_named_with_its_difference(side):
+    other = copy.deepcopy(BEFORE)
+    other["up.weight"][2, 1] += 0.5
+    other["norm.weight"][0] += 0.25
+    assert first(side(), side("zero2", before=other)) == (
+        "initial weights",
+        "up.weight differs by up to 5.0e-01 (2 tensors of 3 do, the first is norm.weight)",
+    )
+
+
+def test_a_tensor_that_one_side_lacks_is_named(side):
+    fewer = {name: BEFORE[name] for name in BEFORE if name != "norm.weight"}
+    what, words = first(side(), side("zero2", before=fewer))
+    assert what == "initial weights"
+    assert words == "only one of single and zero2 has norm.weight (the first of 1)"
+
+
+def test_a_row_that_only_one_side_read_is_named(side):
+    kept = evidence(ranks=2)
+    kept["ranks"][1][1]["rows"][0] |= {"sample_id": 77, "tokens": "other", "labels": "other"}
+    what, words = first(side(), side("zero2", kept))
+    assert what == "batch"
+    assert words == (
+        "row 77 is read by zero2 and not by single; row 3 is read by single and not by zero2"
+    )
+
+
+def test_a_row_read_twice_is_named_with_its_ranks(side):
+    kept = evidence(ranks=2)
+    kept["ranks"][1][0] = copy.deepcopy(kept["ranks"][0][0])
+    what, words = first(side(), side("zero2", kept))
+    assert what == "batch"
+    assert words == (
+        "row 0 is read twice in zero2, by ranks 0 and 1; row 1 is read by single and not by zero2"
+    )
+
+
+@pytest.mark.parametrize("field", ["tokens", "labels"])
+def test_other_tokens_or_labels_of_a_row_are_named(side, field):
+    kept = evidence(ranks=2)
+    kept["ranks"][0][1]["rows"][0][field] = "changed"
+    assert first(side(), side("zero2", kept)) == ("batch", f"the {field} of row 2 differ")
+
+
+def test_rows_without_ids_are_told_by_their_tokens(side):
+    kept = evidence()
+    for batch in kept["ranks"][0]:
+        for each in batch["rows"]:
+            each["sample_id"] = None
+    assert bisect(side(kept=kept), side("zero2", evidence(ranks=2))).first is None
+
+
+def test_a_row_with_another_loss_is_a_difference_of_forward(side):
+    kept = evidence(ranks=2)
+    kept["ranks"][0][0]["rows"][0]["loss"] *= 1.01
+    kept["ranks"][0][0]["loss"] *= 1.01
+    what, words = first(side(), side("zero2", kept))
+    assert what == "loss of the rows"
+    assert words.startswith("row 0 has a loss of 5.000000 a token in single and 5.050000 in zero2")
+
+
+def test_a_factor_on_every_loss_is_named_with_what_makes_it(side):
+    kept = evidence(ranks=2)
+    for batches in kept["ranks"]:
+        for batch in batches:
+            batch["applied"] /= 2
+    assert first(side(), side("zero2", kept)) == (
+        "loss weighting",
+        "every token counts 0.5 times as much in zero2 as in single, one by the number of "
+        "processes (2) or one by the accumulation steps (2)",
+    )
+
+
+def test_micro_batches_averaged_by_themselves_are_named_so(side):
+    kept = evidence(ranks=2)
+    for batches in kept["ranks"]:
+        for batch in batches:
+            batch["loss"] = 5.0 / 4
+    what, words = first(side(), side("zero2", kept))
+    assert what == "loss weighting"
+    assert words == (
+        "zero2 averages its micro-batches by themselves, however many tokens each has: "
+        "a token counts 0.625 to 2.5 times as much as in single"
+    )
+
+
+def test_a_weight_of_one_micro_batch_alone_is_named_by_a_row_of_it(side):
+    kept = evidence(ranks=2)
+    kept["ranks"][1][0]["applied"] *= 3
+    what, words = first(side(), side("zero2", kept))
+    assert what == "loss weighting"
+    assert words == (
+        "a token of row 1 counts 3 times as much in zero2 as in single; over all rows 1 to 3 times"
+    )
+
+
+def test_without_logits_the_weighting_is_not_compared_and_says_why(side):
+    kept = evidence(ranks=2)
+    for batches in kept["ranks"]:
+        for batch in batches:
+            batch["rows"][0]["loss"] = None
+    found = bisect(side(), side("zero2", kept))
+    assert found.first is None
+    unknown = {each.what: each.words for each in found.findings if each.verdict == "unknown"}
+    assert set(unknown) == {"loss of the rows", "loss weighting"}
+    assert unknown["loss of the rows"] == "not compared: the model gave no logits"
+
+
+def test_gradients_of_another_scale_are_told_as_a_scale(side):
+    what, words = first(side(), side("zero2", evidence(ranks=2), gradients=scaled(GRADIENTS, 2)))
+    assert what == "gradients"
+    assert words.startswith("they differ by 100% of their norm, most in ")
+    assert words.endswith(
+        "every tensor is 2 times single's: a scale, the number of processes (2) or the "
+        "accumulation steps (2)"
+    )
+
+
+def test_a_gradient_in_another_direction_names_its_tensor_and_no_scale(side):
+    other = copy.deepcopy(GRADIENTS)
+    other["up.weight"] = other["up.weight"][::-1].copy()
+    what, words = first(side(), side("zero2", gradients=other))
+    assert what == "gradients"
+    assert words.endswith("most in up.weight")
+
+
+def test_ranks_that_hold_other_gradients_are_named_even_where_the_kept_ones_agree(side):
+    what, words = first(side(), side("zero2", evidence(ranks=2), gradients_agree=False))
+    assert what == "gradients"
+    assert words.startswith("the ranks of zero2 hold different gradients: not synchronised")
+
+
+def test_a_gradient_that_is_not_a_number_differs(side):
+    other = copy.deepcopy(GRADIENTS)
+    other["norm.weight"][1] = math.nan
+    what, words = first(side(), side("zero2", gradients=other))
+    assert what == "gradients"
+    assert words.endswith("most in norm.weight")
+
+
+@pytest.mark.parametrize(
+    "clipping",
+    [
+        {"norm": NORM / 2, "limit": 1.0, "factor": 2 / NORM},
+        {"norm": NORM, "limit": 0.0, "factor": 1.0},
+        {"norm": NORM / 2, "limit": 1.0, "factor": 1 / NORM},
+    ],
+    ids=["by another norm", "not at all", "told of another norm"],
+)
+def test_clipping_is_held_against_the_gradients_that_it_clipped(side, clipping):
+    what, words = first(side(), side("zero2", clipping=clipping))
+    assert what == "clipping norm"
+    assert f"{clipping['norm']:.6g} for a norm of {NORM:.6g}" in words
+
+
+def with_group(**changes):
+    kept = evidence(ranks=2)
+    group = kept["optimizer"]["groups"][0]
+    kept["optimizer"]["groups"] = [group | changes]
+    return kept
+
+
+def test_learning_rates_are_told_in_numbers(side):
+    assert first(side(), side("zero2", with_group(learning_rate=2e-3))) == (
+        "learning rate",
+        "0.001 in single, 0.002 in zero2, for embed.weight",
+    )
+
+
+def test_the_rate_of_the_next_step_is_the_scheduler_s(side):
+    assert first(side(), side("zero2", with_group(next_learning_rate=0.0))) == (
+        "learning rate of the next step",
+        "0.0005 in single, 0 in zero2, for embed.weight",
+    )
+
+
+def test_settings_are_compared_for_each_parameter_however_they_are_grouped(side):
+    kept = evidence(ranks=2)
+    group = kept["optimizer"]["groups"][0]
+    kept["optimizer"]["groups"] = [
+        group | {"parameters": ["norm.weight", "up.weight"]},
+        group | {"parameters": ["embed.weight"]},
+    ]
+    assert bisect(side(), side("zero2", kept)).first is None
+
+    kept["optimizer"]["groups"][1]["settings"] = group["settings"] | {"weight_decay": 0.0}
+    assert first(side("again"), side("fsdp", kept)) == (
+        "optimizer settings",
+        "weight_decay is 0.01 in again and 0.0 in fsdp, for 1 parameter, embed.weight among them",
+    )
+
+
+@pytest.mark.parametrize(("name", "same"), [("DeepSpeedCPUAdam", True), ("Adam", False)])
+def test_an_optimizer_of_another_name_is_the_same_only_if_its_rule_is(side, name, same):
+    kept = evidence(ranks=2)
+    kept["optimizer"]["name"] = name
+    found = bisect(side(), side("zero2", kept))
+    assert (found.first is None) == same
+
+
+def test_an_update_is_measured_from_each_side_s_own_start(side):
+    moved = {name: BEFORE[name] - np.float32(0.02) * np.sign(GRADIENTS[name]) for name in BEFORE}
+    what, words = first(side(), side("zero2", after=moved))
+    assert what == "update"
+    assert words.startswith("what the step adds to the weights differs by 100% of its norm")
+    assert words.endswith("it is 2 times single's")
+
+
+def test_the_loss_of_the_next_step_closes_the_chain(side):
+    other = dataclasses.replace(side("zero2"), next_loss=4.5)
+    assert first(side(), other) == (
+        "loss of the next step",
+        "it is 4.000000 in single and 4.500000 in zero2",
+    )
+
+
+def test_what_follows_the_first_difference_is_a_consequence(side):
+    kept = with_group(learning_rate=2e-3)
+    moved = {name: BEFORE[name] - np.float32(0.02) * np.sign(GRADIENTS[name]) for name in BEFORE}
+    found = bisect(side(), side("zero2", kept, after=moved))
+    assert [each.what for each in found.consequences] == ["update"]
+    lines = told(found)
+    assert (
+        "The first difference: learning rate: 0.001 in single, 0.002 in zero2, for embed.weight."
+        in (lines)
+    )
+    assert any(line.split() == ["gradients", "equal"] for line in lines)
+
+
+def noisy(by, seed):
+    random = np.random.default_rng(seed)
+    return {
+        name: (tensor * (1 + by * random.normal(size=tensor.shape))).astype("f4")
+        for name, tensor in GRADIENTS.items()
+    }
+
+
+@pytest.fixture
+def low(side):
+    """The first side in bf16 and in fp32, whose gradients rounding moves by about 1 %."""
+    kept = evidence() | {"precision": "bf16"}
+    return side(kept=kept, gradients=noisy(0.01, 1)), side("single-fp32")
+
+
+def test_a_difference_of_the_size_of_rounding_is_explained_by_it(side, low):
+    one, in_fp32 = low
+    kept = evidence(ranks=2) | {"precision": "bf16"}
+    found = bisect(one, side("zero2", kept, gradients=noisy(0.01, 2)), in_fp32=in_fp32)
+    assert found.first is None
+    gradients = next(each for each in found.findings if each.what == "gradients")
+    assert gradients.verdict == "within"
+    assert gradients.limit == pytest.approx(ROUNDINGS * gradients.rounding)
+    assert gradients.words.endswith("against itself in fp32: rounding explains it")
+
+
+def test_a_larger_difference_is_named_with_the_part_that_rounding_explains(side, low):
+    one, in_fp32 = low
+    kept = evidence(ranks=2) | {"precision": "bf16"}
+    found = bisect(one, side("zero2", kept, gradients=scaled(GRADIENTS, 1.5)), in_fp32=in_fp32)
+    assert found.first is not None
+    assert found.first.what == "gradients"
+    assert "rounding to bf16 alone moves single by" in found.first.words
+    assert found.first.words.endswith("of the 50%")
+    assert found.first.rounding < 0.02
+
+
+@pytest.mark.parametrize(("share", "differs"), [(2.0**-9, False), (2.0**-6, True)])
+def test_weights_that_start_rounded_are_no_difference_under_bf16(side, low, share, differs):
+    one, in_fp32 = low
+    kept = evidence(ranks=2) | {"precision": "bf16"}
+    before = scaled(BEFORE, 1 + share)
+    after = {name: before[name] - np.float32(0.01) * np.sign(GRADIENTS[name]) for name in before}
+    found = bisect(
+        one,
+        side("zero2", kept, before=before, after=after, gradients=noisy(0.01, 1)),
+        in_fp32=in_fp32,
+    )
+    assert (found.findings[0].verdict == "differs") == differs
+
+
+def test_evidence_of_different_steps_is_refused(side):
+    with pytest.raises(BisectError, match="first updated in step 1 and zero2 in step 3"):
+        bisect(side(), side("zero2", step=3))
+
+
+def test_a_folder_without_evidence_says_so(tmp_path):
+    with pytest.raises(UsageError, match="holds no evidence of a step"):
+        read_evidence(tmp_path)
+
+
+def test_evidence_of_a_newer_toolkit_is_refused(side):
+    with pytest.raises(UsageError, match="schema 2; this toolkit reads up to 1"):
+        side(schema=2)
+
+
+def run(*names, **options):
+    from rich.console import Console
+
+    return bisect_runs(names, CompareOptions(**options), console=Console())
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "words"),
+    [
+        (("single", "zero9"), {}, "There is no strategy 'zero9'"),
+        (("single", "single-trainer"), {}, "single and single-trainer are one"),
+        (("single", "ddp"), {"engine": "both"}, "write single-trainer or single-loop"),
+        (("single", "ddp"), {"repeats": 2}, "leave --scale and --repeats out"),
+        (("single", "ddp"), {"global_batch_size": 6}, "does not divide"),
+        (("single", "ddp"), {"train_flags": ["--evidence", "x"]}, "toolkit compare --bisect sets"),
+    ],
+)
+def test_what_cannot_be_bisected_is_a_mistake_of_the_user(names, options, words, monkeypatch):
+    monkeypatch.setattr(running.environment, "gpus", list)
+    with pytest.raises(UsageError, match=words):
+        run(*names, **options)
+
+
+def test_a_strategy_that_cannot_run_here_is_refused_with_its_reason(monkeypatch):
+    monkeypatch.setattr(running.environment, "missing_for", lambda _: "no compiler; install g++")
+    with pytest.raises(
+        UsageError, match=r"ddp-trainer cannot run here: no compiler; install g\+\+"
+    ):
+        run("ddp", "zero2")
+
+
+def test_an_output_that_holds_something_is_refused(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match="is not empty"):
+        run("single", "ddp", output=tmp_path)
+
+
+CONTROL = {"strategy": "single", "engine": "trainer", "reason": None}
+
+
+def test_the_command_for_a_broken_row_repeats_what_was_asked(make_row):
+    options = CompareOptions(
+        global_batch_size=32, precision="bf16", train_flags=["--learning_rate", "3e-4"]
+    )
+    assert bisect_command(make_row(strategy="zero2"), CONTROL, options) == (
+        "toolkit compare --bisect single-trainer zero2-trainer --global_batch_size 32 "
+        "--precision bf16 -- --learning_rate 3e-4"
+    )
+    assert bisect_command(make_row(), CONTROL, CompareOptions()) == (
+        "toolkit compare --bisect single-trainer ddp-trainer"
+    )
+
+
+def test_under_a_scale_the_command_makes_that_very_run(make_row):
+    row = make_row(num_processes=4, gradient_accumulation_steps=1)
+    assert bisect_command(row, CONTROL, CompareOptions(scale=[2, 4])) == (
+        "toolkit compare --bisect single-trainer ddp-trainer --num_processes 4 "
+        "--gradient_accumulation_steps 1"
+    )
+
+
+def test_a_control_has_nothing_to_be_bisected_with(make_row):
+    assert bisect_command(make_row(strategy="single"), CONTROL, CompareOptions()) is None
+    assert bisect_command(make_row(), None, CompareOptions()) is None
+
+
+def test_a_side_is_read_with_its_name_and_evidence(side):
+    one = side()
+    assert isinstance(one, Side)
+    assert one.evidence["gradient_norm"] == NORM

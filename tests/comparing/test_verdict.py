@@ -1,0 +1,135 @@
+"""The verdict says what the data say, and no more than the noise allows."""
+
+import pytest
+
+from toolkit.comparing.reporting.sections.limits import limits
+from toolkit.comparing.reporting.verdict import broken_lines, verdict
+
+REPEATED = {"share": 0.03, "basis": "repeats", "repeats": 3}
+
+
+@pytest.fixture
+def on_gpus(make_results, make_row):
+    """A control, and runs of these speeds beside it."""
+
+    def make(*speeds, noise=REPEATED, **changes):
+        names = ("ddp", "fsdp", "zero2", "zero3")
+        rows = [
+            make_row(
+                strategy=name,
+                tokens_per_second=speed,
+                rehearsal=False,
+                memory=make_row()["memory"] | {"peak_bytes": number * 2**30},
+            )
+            for number, (name, speed) in enumerate(zip(names, speeds, strict=False), start=1)
+        ]
+        results = make_results(*rows, rehearsal=False, noise=noise, **changes)
+        results["runs"][0] |= {"tokens_per_second": 400.0, "rehearsal": False}
+        return results
+
+    return make
+
+
+def test_the_fastest_is_named_where_the_noise_lets_it(on_gpus):
+    text = verdict(on_gpus(1000.0, 2000.0))
+    assert "fsdp-trainer was the fastest (2,000 tokens/s)" in text
+
+
+def test_all_that_the_noise_does_not_tell_apart_are_the_fastest(on_gpus):
+    text = verdict(on_gpus(1000.0, 1020.0, 995.0, 900.0))
+    assert "fsdp-trainer, ddp-trainer and zero2-trainer were the fastest" in text
+    assert "too near to tell apart (995 to 1,020 tokens/s; a difference under 3.0%" in text
+
+
+@pytest.mark.parametrize(("share", "said"), [(0.0199, "was the fastest"), (0.0201, "too near")])
+def test_the_noise_is_a_share_of_the_slower(on_gpus, share, said):
+    noise = REPEATED | {"share": share}
+    assert said in verdict(on_gpus(1020.0, 1000.0, noise=noise))
+
+
+def test_without_noise_nobody_is_called_the_fastest(on_gpus):
+    text = verdict(on_gpus(1000.0, 2000.0, noise=None))
+    assert "was the fastest" not in text
+    assert "fsdp-trainer had the most tokens/s (2,000), ddp-trainer came next (1,000)" in text
+    assert "was not measured" in text
+
+
+def test_on_gpus_the_least_memory_is_named(on_gpus):
+    text = verdict(on_gpus(1000.0, 2000.0))
+    assert "ddp-trainer needed the least memory (1.00 GiB at its peak)" in text
+    assert "fsdp-trainer the most (2.00 GiB)" in text
+
+
+def test_a_rehearsal_speaks_of_counted_tensors_and_of_no_speed(full_results):
+    text = verdict(full_results())
+    assert "came to least in fsdp-trainer-x4 (0.30 GiB at their peak)" in text
+    assert "fastest" not in text
+
+
+def test_what_looks_the_same_is_not_called_least_and_most(on_gpus):
+    results = on_gpus(1000.0, 2000.0)
+    for row in results["runs"]:
+        row["memory"] = row["memory"] | {"peak_bytes": 2**33 + row["num_processes"]}
+    assert "needed the least" not in verdict(results)
+
+
+def test_the_verdict_counts_what_agreed(make_results, make_row):
+    text = verdict(
+        make_results(make_row(), make_row(strategy="zero2", loss_gap={"max": 3e-6, "mean": 0.0}))
+    )
+    assert "2 other runs trained as single-trainer did, every gate held" in text
+    assert "largest loss gap 3.0e-06, zero2-trainer" in text
+
+
+def test_a_gate_that_was_not_judged_is_not_said_to_hold(make_results, make_row):
+    row = make_row(gates={"loss": True, "data": True})
+    assert "not judged everywhere: grad_norm, weights" in verdict(make_results(row))
+
+
+def test_who_ran_out_of_memory_is_not_just_said_to_have_failed(full_results):
+    text = verdict(full_results())
+    assert "zero3-trainer ran out of memory." in text
+    assert "zero3-trainer failed" not in text
+
+
+def test_what_helps_stands_beside_the_gate_that_broke(make_results, make_row):
+    broken = {
+        **{"strategy": "ddp", "engine": "trainer", "gate": "loss", "first_step": 3},
+        **{"value": 1.0, "limit": 1e-5, "reason": "loss apart from the control's"},
+    }
+    fix = "toolkit compare --bisect ddp"
+    row = make_row(gates={"loss": False}, broken=[broken], fix=fix)
+    (line,) = broken_lines(make_results(row))
+    assert "the loss gate broke at step 3" in line
+    assert line.endswith(f"What helps: {fix}")
+
+
+@pytest.mark.parametrize(
+    ("noise", "said"),
+    [
+        (REPEATED, "under 3.0% mean nothing (95% confidence): measured from 3 starts of each run"),
+        ({"share": 0.12, "basis": "steps", "repeats": 1}, "under 12% mean nothing"),
+        ({"share": 0.12, "basis": "steps", "repeats": 1}, "--repeats 3 measures that"),
+        (None, "was not measured: no run was started twice"),
+    ],
+)
+def test_the_limit_of_speed_is_what_was_measured(on_gpus, noise, said):
+    why = {} if noise else {"not_measured": {"noise": "no run was started twice"}}
+    assert said in " ".join(limits(on_gpus(1000.0, noise=noise, **why)))
+
+
+def test_without_noise_and_its_reason_the_runs_are_asked(on_gpus):
+    results = on_gpus(None, noise=None)
+    results["runs"][1]["not_measured"] = {"tokens_per_second": "no packed rows"}
+    assert "was not measured: ddp-trainer: no packed rows" in limits(results)[0]
+
+
+def test_the_control_of_a_scale_is_one_row_alone(make_results, make_row):
+    control = {"strategy": "ddp", "engine": "trainer", "reason": None, "name": "ddp-trainer-x2"}
+    rows = [
+        make_row(name=f"ddp-trainer-x{count}", num_processes=count, gates={"loss": count > 2})
+        for count in (2, 4)
+    ]
+    results = make_results(control=control)
+    results["runs"] = rows
+    assert "1 other run trained as ddp-trainer-x2 did" in verdict(results)

@@ -1,0 +1,185 @@
+"""The first thing that differs between two runs, from the evidence that each kept of one step.
+
+A step is a chain: weights, rows, losses, their weights in the gradient, gradients, clipping, rate,
+settings, update. Whatever breaks one link shows in all that follow, so the first to differ beyond
+its limit is the cause, and the rest are consequences. Under bf16 and fp16 two sound runs differ
+by rounding: how much is measured, by the first run once more in fp32, not assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from toolkit.comparing.bisection import of_rows
+from toolkit.comparing.bisection.links import LINKS, Link
+from toolkit.comparing.bisection.pair import Pair, Seen
+from toolkit.evidence import Evidence, read_evidence
+
+Verdict = Literal["equal", "within", "differs", "unknown"]
+
+ROUNDINGS: Final = 3.0
+"""How many times the measured rounding of the first run is rounding still.
+
+Backends round in different places. Clean runs in bf16 reach 1.1 roundings of `single` in the loss
+of a row, 0.8 in the gradients and 0.95 in the update.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One of the two runs."""
+
+    name: str
+    folder: Path
+    """With its evidence."""
+
+    evidence: Evidence
+    next_loss: float | None = None
+    """Of the step after."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One link of the chain, compared."""
+
+    what: str
+    verdict: Verdict
+    words: str
+    value: float | None = None
+    """How far apart, in the link's own measure."""
+
+    limit: float | None = None
+    rounding: float | None = None
+    """How far rounding alone moves the first run, in the same measure."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bisection:
+    """Two runs, link by link."""
+
+    one: str
+    other: str
+    step: int
+    precision: str
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def first(self) -> Finding | None:
+        """The first that differs beyond its limit."""
+        return next((each for each in self.findings if each.verdict == "differs"), None)
+
+    @property
+    def consequences(self) -> list[Finding]:
+        differing = [each for each in self.findings if each.verdict == "differs"]
+        return differing[1:]
+
+
+class BisectError(ValueError):
+    """Evidence of two runs that cannot be held against each other."""
+
+
+def load_side(name: str, folder: Path, *, next_loss: float | None = None) -> Side:
+    """Read the evidence in `folder`.
+
+    Raises:
+        UsageError: there is none, or a newer toolkit wrote it.
+    """
+    return Side(name=name, folder=folder, evidence=read_evidence(folder), next_loss=next_loss)
+
+
+def bisect(one: Side, other: Side, *, in_fp32: Side | None = None) -> Bisection:
+    """Compare two runs link by link, in the order of cause and effect.
+
+    Args:
+        one: The reference, usually `single`.
+        other: What is held against it.
+        in_fp32: The first run again in fp32, from which its rounding is measured.
+
+    Raises:
+        BisectError: the two are evidence of different steps.
+        WeightsError: a file of tensors can't be read.
+    """
+    steps = one.evidence["step"], other.evidence["step"]
+    if steps[0] != steps[1]:
+        raise BisectError(
+            f"{one.name} first updated in step {steps[0]} and {other.name} in step {steps[1]}: "
+            "fp16 skipped the others, so they have no step in common. Compare them with "
+            "--precision bf16 or no."
+        )
+    pair = _pair(one, other)
+    reference = None if in_fp32 is None else _pair(one, in_fp32)
+    return Bisection(
+        one=one.name,
+        other=other.name,
+        step=steps[0],
+        precision=one.evidence["precision"],
+        findings=tuple(_finding(link, pair, reference) for link in LINKS),
+        notes=tuple(of_rows.notes(pair)),
+    )
+
+
+def _pair(one: Side, other: Side) -> Pair:
+    return Pair(
+        one=one.name,
+        other=other.name,
+        folders=(one.folder, other.folder),
+        evidence=(one.evidence, other.evidence),
+        next_losses=(one.next_loss, other.next_loss),
+    )
+
+
+def _finding(link: Link, pair: Pair, reference: Pair | None) -> Finding:
+    seen = link.compare(pair)
+    if isinstance(seen, str):
+        return Finding(what=link.what, verdict="unknown", words=f"not compared: {seen}")
+    rounding = _rounding(link.compare, reference) if link.rounds else None
+    limit = link.limit
+    if rounding is not None:
+        limit = max(limit, ROUNDINGS * rounding)
+    low = pair.precision != "no"
+    if low and link.low_precision_limit is not None:
+        limit = max(limit, link.low_precision_limit)
+    differs = seen.fault or not seen.value <= limit
+    verdict: Verdict = "differs" if differs else "within" if seen.value else "equal"
+    return Finding(
+        what=link.what,
+        verdict=verdict,
+        words=_words(link, seen, verdict, limit) + _explained(link, seen, rounding, verdict, pair),
+        value=seen.value,
+        limit=limit,
+        rounding=rounding,
+    )
+
+
+def _rounding(compare: Callable[[Pair], Seen | str], reference: Pair | None) -> float | None:
+    if reference is None:
+        return None
+    seen = compare(reference)
+    return None if isinstance(seen, str) else seen.value
+
+
+def _words(link: Link, seen: Seen, verdict: Verdict, limit: float) -> str:
+    if verdict == "differs":
+        return seen.differs
+    if verdict == "equal":
+        return f"equal{': ' if seen.equal else ''}{seen.equal}"
+    return f"equal within {link.shown(seen.value)} (limit {link.shown(limit)})"
+
+
+def _explained(link: Link, seen: Seen, rounding: float | None, verdict: Verdict, pair: Pair) -> str:
+    """Say what part rounding has in a difference, where it was measured and there is one."""
+    if rounding is None or seen.value <= link.limit:
+        return ""
+    alone = (
+        f"; rounding to {pair.precision} alone moves {pair.one} by {link.shown(rounding)}, against "
+        "itself in fp32: "
+    )
+    if verdict != "differs":
+        return alone + "rounding explains it"
+    if not seen.value > rounding:
+        return alone + "its size is that of rounding, its kind is not"
+    return alone + f"it explains {link.shown(rounding)} of the {link.shown(seen.value)}"

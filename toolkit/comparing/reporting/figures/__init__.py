@@ -1,0 +1,30 @@
+"""Figures of a comparison, each with what it shows, in which unit and how that was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from toolkit.comparing.reporting.figures.frame import Key, Shown
+from toolkit.comparing.reporting.figures.losses import losses_and_gaps
+from toolkit.comparing.reporting.figures.memory import fullest_moment, memory_by_category
+from toolkit.comparing.reporting.figures.speed import scaling, speed_and_memory
+from toolkit.comparing.reporting.figures.times import phases, step_times
+from toolkit.comparing.reporting.figures.traffic import bytes_by_purpose
+from toolkit.results import Results
+
+__all__ = ["Key", "Shown", "draw_all"]
+
+
+def draw_all(results: Results) -> list[Shown]:
+    """Return every figure that these results have something to say on, in reading order."""
+    draw: tuple[Callable[[Results], Shown | None], ...] = (
+        speed_and_memory,
+        memory_by_category,
+        fullest_moment,
+        bytes_by_purpose,
+        losses_and_gaps,
+        step_times,
+        phases,
+        scaling,
+    )
+    return [shown for each in draw if (shown := each(results)) is not None]

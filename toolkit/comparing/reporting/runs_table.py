@@ -1,0 +1,238 @@
+"""The table of the runs, and the one beneath it of what their speed comes to.
+
+Control and baseline are named; a strategy that ran out of memory keeps its row, with what the
+planner expected of it.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from toolkit.comparing.reporting.grid import Column, Section, at, grid, missing_lines, value_at
+from toolkit.comparing.reporting.row_facts import (
+    baseline,
+    control_name,
+    counted_peak,
+    counts_peaks,
+    is_control,
+    peak_field,
+    peak_of,
+    planner_word,
+    predicted_peak,
+    ratio,
+    reason_for,
+    run_name,
+    status_of,
+)
+from toolkit.comparing.reporting.words import (
+    NOT_AVAILABLE,
+    dollars,
+    number,
+    seconds,
+    share,
+    size,
+    size_between,
+)
+from toolkit.results import Control, Results, Row
+
+COLUMNS: Final = (
+    "strategy",
+    "engine",
+    "status",
+    "tokens/s",
+    "step time",
+    "peak memory",
+    "final loss",
+    "gap",
+)
+
+MEASURED: Final = COLUMNS[3:]
+
+NO_PRICE: Final = "no price of a GPU was given"
+
+
+def cells(row: Row, control: Control | None, *, counted: bool = False) -> dict[str, str]:
+    """Return the table's cells of one run by column; none is empty.
+
+    Args:
+        counted: The peak is that of the counted tensors, not the device's or the host's.
+    """
+    step = row["step_seconds"]
+    gap = row["loss_gap"]
+    peak = size(counted_peak(row) if counted else peak_of(row))
+    expected = predicted_peak(row)
+    if row["status"] == "oom" and expected is not None:
+        peak = f"predicted {size_between(*expected)}"
+    return {
+        "strategy": row["strategy"],
+        "engine": row["engine"],
+        "status": status_of(row),
+        "tokens/s": number(row["tokens_per_second"], "{:,.0f}"),
+        "step time": seconds(None if step is None else step["median"]),
+        "peak memory": peak,
+        "final loss": number(row["final_loss"], "{:.4f}"),
+        "gap": (
+            "control"
+            if is_control(row, control)
+            else number(None if gap is None else gap["max"], "{:.1e}")
+        ),
+    }
+
+
+def heading(column: str, results: Results) -> str:
+    if column == "peak memory" and counts_peaks(results):
+        return "peak, counted"
+    if column == "peak memory" and results.get("rehearsal"):
+        return "peak host memory"
+    return "gap to the control" if column == "gap" else column
+
+
+def runs_table(results: Results) -> Section:
+    """Return the main table: of each run strategy, engine, its processes where they differ."""
+    base = baseline(results)
+    counted = counts_peaks(results)
+    counts = {row["num_processes"] for row in results["runs"] if row["strategy"] != "single"}
+    names = list(COLUMNS[:2])
+    header = [heading(column, results) for column in COLUMNS]
+    if scaled := len(counts) > 1:
+        header.insert(2, "processes")
+    if base is not None:
+        header.insert(header.index("tokens/s") + 1, _versus(base))
+    rows: list[list[str]] = []
+    for row in results["runs"]:
+        shown = cells(row, results["control"], counted=counted)
+        line = [shown[name] for name in names]
+        line += [str(row["num_processes"])] if scaled else []
+        line += [shown["status"], shown["tokens/s"]]
+        line += [_times(row, base)] if base is not None else []
+        rows.append([*line, *(shown[column] for column in MEASURED[1:])])
+    return Section("", header, rows, [*_named(results, base), *missing_reasons(results)])
+
+
+def missing_reasons(results: Results) -> list[str]:
+    """Say for every `n/a` of the table why it is one, the same reason once."""
+    counted, base = counts_peaks(results), baseline(results)
+    missing: list[tuple[Row, str, str]] = []
+    for row in results["runs"]:
+        shown = cells(row, results["control"], counted=counted)
+        fields = {
+            "tokens/s": "tokens_per_second",
+            "step time": "step_seconds",
+            "peak memory": peak_field(row, counted=counted),
+            "final loss": "final_loss",
+            "gap": "loss_gap",
+        }
+        if base is not None:
+            shown[_versus(base)] = _times(row, base)
+            fields[_versus(base)] = "tokens_per_second"
+        missing += [
+            (row, column, reason_for(row, field))
+            for column, field in fields.items()
+            if shown[column] == NOT_AVAILABLE
+        ]
+    # No `every run` here: the reader looks for a name.
+    return missing_lines(missing, runs=0, columns=len(MEASURED) + (base is not None))
+
+
+def out_of_memory(results: Results) -> list[str]:
+    """Say of each run that ran out of memory what the planner expected of it."""
+    return [
+        f"{run_name(row)} ran out of memory: {planner_word(row)}."
+        for row in results["runs"]
+        if row["status"] == "oom"
+    ]
+
+
+def _named(results: Results, base: Row | None) -> list[str]:
+    """Name control and baseline, and what the column of the peak is."""
+    lines: list[str] = []
+    control, name = results["control"], control_name(results)
+    if control is not None and name is not None:
+        why = f" {control['reason']}" if control["reason"] else ""
+        lines.append(f"Control: {name}; gaps are measured from it.{why}")
+    if base is not None:
+        on = f" on {base['num_processes']} processes" if _scaled(results) else ""
+        lines.append(f"Baseline of speed: {run_name(base)}{on}; the others are multiples of it.")
+    if counts_peaks(results):
+        lines.append(
+            "Peak, counted: all tensors of the fullest rank at the fullest moment of a step; a "
+            "GPU's allocator adds its own."
+        )
+    return [*lines, *out_of_memory(results)]
+
+
+def _scaled(results: Results) -> bool:
+    return len({row["num_processes"] for row in results["runs"] if row["num_processes"] > 1}) > 1
+
+
+def _versus(base: Row) -> str:
+    return f"vs {run_name(base)}"
+
+
+def _times(row: Row, base: Row | None) -> str:
+    return number(ratio(row, base), "{:.2f}x")
+
+
+def speed_and_cost(results: Results) -> Section | None:
+    """Return what the speed comes to in arithmetic and money; None where no run has any of it."""
+    runs = results["runs"]
+    if all(value_at(row, column.field) is None for row in runs for column in SPEED_COLUMNS):
+        return None
+    # An earlier toolkit's results have no word on the others, nor a reason.
+    wanted = [
+        column
+        for column in SPEED_COLUMNS
+        if any(column.field.partition(".")[0] in row for row in runs)
+    ]
+    base = baseline(results)
+    columns = [
+        at("tokens/s", "tokens_per_second", _whole),
+        *(
+            [Column(_versus(base), lambda row: _times(row, base), "tokens_per_second")]
+            if base
+            else []
+        ),
+        *wanted,
+    ]
+    section = grid(runs, columns, whole=False)
+    return section._replace(notes=[*_conventions(results), *section.notes])
+
+
+def _whole(value: float | None) -> str:
+    return number(value, "{:,.0f}")
+
+
+def _three_digits(value: float | None) -> str:
+    return number(value, "{:,.0f}" if value is not None and value >= 100 else "{:.3g}")
+
+
+SPEED_COLUMNS: Final = (
+    at("supervised tokens/s", "supervised_tokens_per_second", _whole),
+    at("TFLOP/s a GPU", "compute.tflops_per_gpu", _three_digits),
+    at("MFU", "compute.mfu", share, otherwise="the peak of its GPU is not known"),
+    at("GPU-hours", "cost.gpu_hours", _three_digits),
+    at("cost", "cost.dollars", dollars, otherwise=NO_PRICE),
+    at("a million tokens", "cost.dollars_per_million_tokens", dollars, otherwise=NO_PRICE),
+)
+
+
+def _conventions(results: Results) -> list[str]:
+    """Say once how arithmetic was counted and what the price was."""
+    lines = [
+        "Tokens/s counts all tokens of the packed rows, supervised tokens/s those that are "
+        "trained on."
+    ]
+    computed = [each for row in results["runs"] if (each := row.get("compute"))]
+    named = dict.fromkeys(f"{each['convention']} (GPU: {each['gpu']})" for each in computed)
+    lines += [f"TFLOP/s and MFU: {text}" for text in named]
+    if any(row.get("cost") for row in results["runs"]):
+        price = results.get("dollars_per_hour")
+        lines.append(
+            "GPU-hours are those of the whole run, start and save included. "
+            + (
+                f"{NO_PRICE[0].upper()}{NO_PRICE[1:]}."
+                if price is None
+                else f"The price of a GPU is ${price:g} an hour."
+            )
+        )
+    return lines

@@ -1,0 +1,78 @@
+"""Values in words: what a number of the results is in print, with its unit; none is empty."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final, cast
+
+NOT_AVAILABLE: Final = "n/a"
+
+
+def size(count: int | None) -> str:
+    """Return bytes in GiB (2^30), or MiB where that would be nearly nothing; a few as they are."""
+    if count is None:
+        return NOT_AVAILABLE
+    if 0 < abs(count) < 2**20 / 10:
+        return f"{count:,} B"
+    gib = count / 2**30
+    return f"{gib:.2f} GiB" if abs(gib) >= 0.1 else f"{count / 2**20:.1f} MiB"
+
+
+def size_between(low: int, high: int) -> str:
+    """Return two sizes in the unit of the larger, the unit once: `31.0 to 38.2 GiB`."""
+    unit, divisor = unit_of(max(abs(low), abs(high)))
+    places = 1 if max(abs(low), abs(high)) / divisor >= 10 else 2
+    return f"{low / divisor:.{places}f} to {high / divisor:.{places}f} {unit}"
+
+
+def unit_of(largest: float) -> tuple[str, int]:
+    """Return name and bytes of the unit for sizes up to the largest."""
+    return ("GiB", 2**30) if largest / 2**30 >= 0.1 else ("MiB", 2**20)
+
+
+def number(value: float | None, form: str) -> str:
+    if value is None:
+        return NOT_AVAILABLE
+    return form.format(value) if math.isfinite(value) else str(value)
+
+
+def seconds(value: float | None) -> str:
+    """Return a time in seconds to three places at most, one of a few milliseconds in these."""
+    if value is not None and 0 < abs(value) < 0.1:
+        return f"{1000 * value:.1f} ms"
+    if value is None or value < 10:
+        return number(value, "{:.3f} s")
+    return number(value, "{:.1f} s" if value < 60 else "{:.0f} s")
+
+
+def share(value: float | None) -> str:
+    """Return a share in percent, with a place after the point below ten of them."""
+    return number(value, "{:.0%}" if value is not None and abs(value) >= 0.1 else "{:.1%}")
+
+
+def dollars(value: float | None) -> str:
+    return number(value, "${:,.2f}" if value is None or abs(value) >= 0.1 else "${:.2g}")
+
+
+def flat(value: Any) -> str:
+    """Return a recorded value in one line, whatever it holds."""
+    if isinstance(value, dict):
+        items = facts(cast("dict[str, Any]", value))
+        return ", ".join(f"{name} {shown}" for name, shown in items) or "none"
+    if isinstance(value, list):
+        return "; ".join(map(flat, cast("list[Any]", value))) or "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "none" if value is None else str(value)
+
+
+def facts(recorded: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return names and values as they are shown."""
+    return [
+        (
+            name.removesuffix("_bytes").replace("_", " "),
+            size(value) if name.endswith("_bytes") and isinstance(value, int) else flat(value),
+        )
+        for name, value in recorded.items()
+    ]

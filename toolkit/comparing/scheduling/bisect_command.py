@@ -1,0 +1,47 @@
+"""The command that names the cause of a broken gate, ready to be typed."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import asdict
+from typing import Any
+
+from toolkit.comparing.scheduling.options import CompareOptions
+from toolkit.results import Control, Row
+
+
+def bisect_command(row: Row, control: Control | None, options: CompareOptions) -> str | None:
+    """Return the command that names the cause of a row's broken gate; None where there is none.
+
+    Args:
+        row: Of a run that broke a gate.
+        control: What it broke it against.
+        options: Of the comparison.
+    """
+    if control is None or (row["strategy"], row["engine"]) == (
+        control["strategy"],
+        control["engine"],
+    ):
+        return None
+    # Under a scale the numbers that make this very run, else those that were asked for.
+    scaled = bool(options.scale) and row["strategy"] != "single"
+    accumulation = row["gradient_accumulation_steps"]
+    asked: dict[str, Any] = {
+        "num_processes": row["num_processes"] if scaled else options.processes,
+        "gradient_accumulation_steps": accumulation
+        if scaled
+        else options.gradient_accumulation_steps,
+        "global_batch_size": options.global_batch_size,
+        "precision": options.precision,
+        "nvme_path": options.nvme_path,
+    }
+    usual = asdict(CompareOptions()) | {"num_processes": CompareOptions().processes}
+    words = [
+        text
+        for name, value in asked.items()
+        if value is not None and value != usual[name]
+        for text in (f"--{name}", str(value))
+    ]
+    sides = [f"{each['strategy']}-{each['engine']}" for each in (control, row)]
+    flags = ["--", *options.train_flags] if options.train_flags else []
+    return shlex.join(["toolkit", "compare", "--bisect", *sides, *words, *flags])

@@ -1,0 +1,120 @@
+"""What the user asks `toolkit compare` for, checked as far as it can be by itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from toolkit.errors import UsageError
+
+Engine = Literal["trainer", "loop"]
+
+DEFAULT_STRATEGIES: Final = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp")
+
+USUAL_PROCESSES: Final = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareOptions:
+    """What the user asks `toolkit compare` for."""
+
+    strategies: Sequence[str] = DEFAULT_STRATEGIES
+    """Names from the strategies table, in the order of the report."""
+
+    engine: Literal["trainer", "loop", "both"] = "trainer"
+    """The HF Trainer, the custom Accelerator loop, or each strategy under both."""
+
+    max_steps: int = 20
+    """Optimizer steps on ragged rows; losses are compared on these."""
+
+    num_processes: int | None = None
+    """Processes of every distributed run, 2 when not given; a strategy that needs more gets more.
+    """
+
+    scale: Sequence[int] = ()
+    """Numbers of processes: each distributed strategy runs once with every one of them. One process
+    is `single`."""
+
+    repeats: int = 1
+    """Starts of every run."""
+
+    precision: Literal["no", "bf16", "fp16"] = "no"
+    """Mixed precision; `no` is fp32."""
+
+    global_batch_size: int = 16
+    """Rows that go into one optimizer step, over all processes and accumulation steps."""
+
+    gradient_accumulation_steps: int = 2
+    """Micro-batches of one optimizer step in a distributed run."""
+
+    throughput_steps: int = 10
+    """Steps on packed rows after those, from which tokens/s is read; 0 to leave them out."""
+
+    timeout: float = 3600.0
+    """Seconds until one run is ended and kept as `timeout`."""
+
+    nvme_path: Path | None = None
+    """Folder on an NVMe disk for the strategies that keep states there."""
+
+    dollars_per_hour: float | None = None
+    """Price of one GPU."""
+
+    output: Path | None = None
+    """Folder of the comparison; `runs/<date-time>` when not given."""
+
+    train_flags: Sequence[str] = ()
+    """Flags that go to every `toolkit.train`, as they stand."""
+
+    def __post_init__(self) -> None:
+        wrong = [
+            f"{name} must be at least {least}, it is {value}"
+            for name, value, least in (
+                ("--max_steps", self.max_steps, 1),
+                ("--num_processes", self.processes, 1),
+                ("--scale", min(self.scale, default=1), 1),
+                ("--repeats", self.repeats, 1),
+                ("--global_batch_size", self.global_batch_size, 1),
+                ("--gradient_accumulation_steps", self.gradient_accumulation_steps, 1),
+                ("--throughput_steps", self.throughput_steps, 0),
+                ("--timeout", self.timeout, 1),
+            )
+            if value < least
+        ]
+        for name, value, choices in (
+            ("--engine", self.engine, ("trainer", "loop", "both")),
+            ("--precision", self.precision, ("no", "bf16", "fp16")),
+        ):
+            if value not in choices:
+                wrong.append(f"{name} is one of {', '.join(choices)}, not {value!r}")
+        if not self.strategies:
+            wrong.append("--strategies is empty; name at least one")
+        price = self.dollars_per_hour
+        if price is not None and not 0 < price < math.inf:
+            wrong.append(f"--dollars-per-hour is a price above 0, not {price}")
+        if self.scale and self.num_processes is not None:
+            wrong.append("--scale and --num_processes exclude each other; leave one of them out")
+        if wrong:
+            raise UsageError(f"{'; '.join(wrong)}.")
+
+    @property
+    def processes(self) -> int:
+        """The usual number of processes; under a scale the largest."""
+        return max(
+            self.scale,
+            default=USUAL_PROCESSES if self.num_processes is None else self.num_processes,
+        )
+
+
+def read_scale(text: str) -> tuple[int, ...]:
+    """Return the numbers in `1,2,4`, ascending, each once.
+
+    Raises:
+        UsageError: it holds something else.
+    """
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or not all(word.isdecimal() for word in words):
+        raise UsageError(f"--scale takes numbers of processes with commas between, not {text!r}.")
+    return tuple(sorted({int(word) for word in words}))

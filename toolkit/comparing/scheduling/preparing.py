@@ -1,0 +1,65 @@
+"""Model and data, made or found once for all runs, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from toolkit.comparing.scheduling.progress import plain
+from toolkit.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PREPARE: Final = (sys.executable, "-m", "toolkit.training.prepare")
+
+PROGRESS_BAR: Final = re.compile(r"\d+%\|")
+
+
+def prepare(flags: Sequence[str], *, console: Console) -> dict[str, Any]:
+    """Run `toolkit.training.prepare` with the flags of a run and return what it found.
+
+    Raises:
+        UsageError: the flags, the model or the data are not usable.
+    """
+    command = [sys.executable, "-m", "toolkit.launching.supervised", str(os.getpid()), *PREPARE]
+    last = ""
+    with subprocess.Popen(
+        [*command, *flags],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        try:
+            for line in process.stderr:
+                if not line.strip() or PROGRESS_BAR.search(line):
+                    continue
+                # One line behind: the last one of all may be the error that is raised below.
+                if last:
+                    console.print(last, markup=False, highlight=False, soft_wrap=True)
+                last = plain(line.strip())
+            answer = process.stdout.read()
+        except BaseException:
+            process.terminate()
+            raise
+    if process.returncode == 2:
+        raise UsageError(last or "The flags of toolkit.train are not usable.")
+    if last:
+        console.print(last, markup=False, highlight=False, soft_wrap=True)
+    if process.returncode != 0:
+        raise PrepareError(f"Preparing model and data ended with status {process.returncode}.")
+    return cast("dict[str, Any]", json.loads(answer))
+
+
+class PrepareError(RuntimeError):
+    """Model and data could not be prepared; what it printed is on the screen."""
