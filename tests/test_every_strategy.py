@@ -8,16 +8,20 @@ from safetensors import safe_open
 
 from toolkit import environment
 from toolkit.comparing.predicted import STATES, job_of, predicted_states
-from toolkit.comparing.report import load_results
+from toolkit.comparing.reporting.papers import difference_in_words
+from toolkit.comparing.reporting.report import load_results
 from toolkit.planning.job import Job
 from toolkit.planning.memory.estimate import estimate_memory
 from toolkit.planning.models.architectures import shape_from_config
 from toolkit.planning.speed.traffic import collectives, textbook_elements
-from toolkit.results import read_record
+from toolkit.results import FILLER_ID, read_record
 from toolkit.strategies import STRATEGIES
 
 USUAL = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp")
 OTHERS = tuple(name for name in STRATEGIES if name not in USUAL)
+
+ROWS = 37
+"""Two steps of 16 and one of 5: the last of each epoch is filled up."""
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +30,7 @@ def usual(toolkit, tmp_path_factory):
     folder = tmp_path_factory.mktemp("usual") / "runs"
     done = toolkit(
         *("compare", "--strategies", ",".join(USUAL), "--engine", "both", "--output", folder),
-        *("--max_steps", 10, "--throughput_steps", 4),
+        *("--max_steps", 10, "--throughput_steps", 4, "--", "--max_train_samples", ROWS),
     )
     return done, folder, load_results(folder)
 
@@ -37,7 +41,7 @@ def others(toolkit, tmp_path_factory):
     folder = tmp_path_factory.mktemp("others") / "runs"
     done = toolkit(
         *("compare", "--strategies", ",".join(OTHERS), "--output", folder),
-        *("--max_steps", 10, "--throughput_steps", 0),
+        *("--max_steps", 10, "--throughput_steps", 0, "--", "--max_train_samples", ROWS),
     )
     return done, folder, load_results(folder)
 
@@ -76,6 +80,18 @@ def test_the_other_six_train_too_or_say_truly_why_not(others):
         assert row["status"] == "ok", (name, row["reason"], row["tail"])
         assert all(row["gates"].values()), (name, row["broken"])
     assert found["fsdp_hybrid", "trainer"]["num_processes"] == 4
+
+
+def test_every_row_is_trained_exactly_once_in_each_epoch(usual, others):
+    for _, folder, results in (usual, others):
+        for row in results["runs"]:
+            if row["status"] == "skipped":
+                continue
+            steps = read_record(folder / row["folder"])["sample_ids"]
+            for epoch in (steps[0:3], steps[3:6], steps[6:9]):
+                read = Counter(i for step in epoch for rank in step for i in rank)
+                assert read.pop(FILLER_ID) == 3 * 16 - ROWS, row["name"]
+                assert read == Counter(range(ROWS)), row["name"]
 
 
 def test_each_strategy_proves_what_engaged(usual, others):
@@ -154,6 +170,7 @@ def test_bytes_on_the_wire_equal_the_planner_and_the_rest_is_listed_apart(usual,
         assert found["disagreements"] == []
         assert (found["step"], found["micro_batches"]) == (2, job.accumulation)
         assert found["textbook_elements"] == textbook_elements(job)
+        assert "not known" not in difference_in_words(row), (name, difference_in_words(row))
         counted, wanted = Counter(), Counter()
         for each in found["collectives"]:
             if each["purpose"] in ("parameters", "gradients"):
@@ -179,6 +196,8 @@ def test_what_is_sent_differs_from_the_papers_in_what_is_known_to_differ(usual, 
         assert traffic["zero1"]["sent_elements"] == 2 * psi + psi
         assert traffic["zero1"]["textbook_elements"] == 2 * psi
         assert traffic["zero2"]["sent_elements"] == 2 * 2 * psi + psi
+        equal = {name for name in USUAL if difference_in_words(found[name, engine]) == "equal"}
+        assert equal == {"ddp"}
     # Gathered once for each micro-batch.
     kept = found["fsdp_grad_op", "trainer"]["traffic"]
     assert kept["sent_elements"] == 2 * psi + psi
@@ -238,11 +257,21 @@ def test_the_report_has_no_empty_cell(usual):
         assert all(cell.strip() for cell in line.strip("|").split("|")), line
 
 
+def test_time_is_told_by_phase_and_warm_up_apart(usual):
+    for key, row in rows(usual).items():
+        assert set(row["phases"]) == {"data", "forward", "backward", "optimizer", "other"}, key
+        for phase in ("forward", "backward", "optimizer"):
+            assert 0 < row["phases"][phase]["median"] < row["step_seconds"]["p90"], (key, phase)
+        assert row["warm_up"]["start_seconds"] > row["warm_up"]["first_step_seconds"] > 0, key
+        assert row["save_seconds"] > 0, key
+        assert 0 < row["supervised_tokens_per_second"] < row["tokens_per_second"], key
+
+
 def test_the_same_comparison_again_runs_nothing(usual, toolkit):
     _, folder, before = usual
     again = toolkit(
         *("compare", "--strategies", ",".join(USUAL), "--engine", "both", "--output", folder),
-        *("--max_steps", 10, "--throughput_steps", 4),
+        *("--max_steps", 10, "--throughput_steps", 4, "--", "--max_train_samples", ROWS),
         timeout=60,
     )
     assert again.returncode == 0, again.stdout

@@ -12,10 +12,10 @@ import toolkit
 from toolkit.cli import app
 from toolkit.comparing.parity import GATED_STEPS, GATES
 from toolkit.comparing.reporting.report import COLUMNS
-from toolkit.comparing.scheduling.options import DEFAULT_STRATEGIES, CompareOptions
+from toolkit.comparing.scheduling.options import DEFAULT_STRATEGIES, CompareOptions, read_scale
 from toolkit.comparing.scheduling.plan import build_plan
 from toolkit.errors import UsageError
-from toolkit.strategies import STRATEGIES
+from toolkit.strategies import STRATEGIES, get_strategy
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -25,6 +25,7 @@ COMMANDS = [line.split(" #")[0].strip() for block in SHELL for line in block.spl
 CONFIGS = [line for line in COMMANDS if line.startswith("toolkit configs ")]
 COMPARE = [line for line in COMMANDS if line.startswith("toolkit compare ")]
 PLAN = [line for line in COMMANDS if line.startswith(("toolkit plan ", "toolkit recommend "))]
+PREPARE = [line for line in COMMANDS if line.startswith("toolkit prepare ")]
 LAUNCH = [line for line in COMMANDS if line.startswith("accelerate launch ")]
 
 TEST_COMMAND = "pip install '.[test]' && pytest"
@@ -41,10 +42,11 @@ def test_ci_runs_the_test_command_as_it_stands():
 
 
 def test_every_command_is_of_a_kind_that_is_checked_here():
-    assert set(COMMANDS) == {*SHELL[:2], *CONFIGS, *PLAN, *COMPARE, *LAUNCH}
+    assert set(COMMANDS) == {*SHELL[:2], *CONFIGS, *PLAN, *COMPARE, *PREPARE, *LAUNCH}
     assert CONFIGS
     assert PLAN
     assert COMPARE
+    assert PREPARE
     assert LAUNCH
 
 
@@ -67,12 +69,23 @@ def test_a_compare_command_makes_a_plan(line):
         engine=given["engine"].value,
         max_steps=given["max_steps"],
         num_processes=given["num_processes"],
+        scale=read_scale(given["scale"]) if given["scale"] else (),
+        repeats=given["repeats"],
+        dollars_per_hour=given["dollars_per_hour"],
         precision=given["precision"].value,
         output=given["output"],
         train_flags=shlex.split(flags),
     )
+    assert all(get_strategy(side.partition("-")[0]) for side in given["bisect"] or ())
     for run in build_plan(options, gpus=0, missing=lambda strategy: None).runs:
         check_train_flags(run.flags)
+
+
+@pytest.mark.parametrize("line", PREPARE)
+def test_a_prepare_command_has_flags_that_training_takes(line):
+    words, _, flags = line.partition(" -- ")
+    typer.main.get_command(app).commands["prepare"].make_context("prepare", shlex.split(words)[2:])
+    check_train_flags(shlex.split(flags))
 
 
 @pytest.mark.parametrize("line", LAUNCH)
@@ -106,9 +119,9 @@ def test_every_flag_in_the_text_exists():
         f"--{name}"
         for kind in (DataArguments, ModelArguments, RunArguments)
         for name in kind.__dataclass_fields__
-    }
+    } | {"--report_to"}
     root = typer.main.get_command(app)
-    ours = (root.commands[name] for name in ("compare", "plan", "recommend"))
+    ours = (root.commands[name] for name in ("compare", "plan", "recommend", "prepare", "report"))
     for command in (*ours, *root.commands["configs"].commands.values()):
         known |= {name for option in command.params for name in option.opts}
     text = re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL)
@@ -134,7 +147,9 @@ def test_the_strategies_are_those_of_the_code():
 
 def test_the_table_has_the_columns_and_rows_that_compare_prints():
     header, rows = rows_below(SHELL[0])
-    assert [cell.split()[0] for cell in header] == [column.split()[0] for column in COLUMNS]
+    named = [cell.split()[0].strip(",") for cell in header]
+    named.remove("vs")
+    assert named == [column.split()[0] for column in COLUMNS]
     assert tuple(row[0] for row in rows) == DEFAULT_STRATEGIES
     assert {row[2] for row in rows} == {"ok"}
 
