@@ -51,6 +51,26 @@ def test_a_folder_is_replaced_as_a_whole_and_leaves_nothing_beside_it(tmp_path):
     assert os.listdir(tmp_path) == ["final"]
 
 
+def test_a_draft_of_another_machine_may_be_alive_and_stays(tmp_path):
+    draft = tmp_path / f".final.draft-elsewhere-{2**22 + 1}"
+    draft.mkdir()
+    commit(tmp_path / "final", "new")
+    check(tmp_path / "final")
+    assert draft.exists()
+
+
+def test_what_an_earlier_commit_put_beside_others_goes(tmp_path):
+    folder = tmp_path / "output"
+    folder.mkdir()
+    (folder / "model.bin").write_text("of someone else, and in the way")
+    (folder / "notes").write_text("of someone else")
+    with committing(folder) as draft:
+        (draft / "model-1-of-2").write_text("old")
+    with committing(folder, obsolete=("model.*",)) as draft:
+        (draft / "weights").write_text("new")
+    assert content(folder) == {"weights": "new", "notes": "of someone else"}
+
+
 def test_what_others_put_into_a_folder_stays(tmp_path):
     folder = tmp_path / "output"
     (folder / "checkpoint-5").mkdir(parents=True)
@@ -107,6 +127,8 @@ def test_kill_9_at_any_moment_leaves_a_whole_folder(tmp_path, way):
         assert set(content(folder).values()) == {str(manifest["step"]) * 1000}
         seen.add(manifest["step"])
     assert len(seen) > 1
+    commit(folder, "new")
+    assert content(folder) == {"weights": "new", "state": "newnew"}
     assert os.listdir(tmp_path) == ["final"]
 
 

@@ -1,12 +1,23 @@
 """A saved folder loads as the model that was trained, whatever its family."""
 
 import json
+import resource
+import signal
+import sys
 
 import pytest
 import torch
 from accelerate import Accelerator
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    HrmTextConfig,
+    LlamaConfig,
+    MixtralConfig,
+    dynamic_module_utils,
+)
 
 from toolkit.training import saving
 from toolkit.training.committing import check
@@ -68,7 +79,7 @@ def test_files_are_no_larger_than_asked_and_an_index_names_them(tmp_path, accele
     assert len(files) > 2
     index = json.loads((tmp_path / "final" / saving.INDEX_FILE).read_text())
     assert {file.name for file in files} == set(index["weight_map"].values())
-    largest = max(p.nbytes for p in tied.parameters())
+    largest = sum(p.nbytes for p in tied.model.layers[0].parameters())
     for file in files:
         with safe_open(file, "pt") as opened:
             held = sum(opened.get_tensor(name).nbytes for name in opened.keys())  # noqa: SIM118
@@ -93,7 +104,7 @@ def test_no_more_than_one_file_is_held(tmp_path, accelerator, tied):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saving, "_write_shard", watched)
         save_model(accelerator, tied, tmp_path / "final", shard_bytes=9_000)
-    assert most <= 9_000
+    assert most <= sum(p.nbytes for p in tied.model.layers[0].parameters())
     assert set(written) == alive
 
 
@@ -150,3 +161,62 @@ def test_a_weight_that_was_gathered_empty_is_named(tmp_path, accelerator, tied):
     with pytest.raises(SaveError, match=r"model\.norm\.weight was gathered empty"):
         save_model(accelerator, tied, tmp_path / "final")
     assert not (tmp_path / "final").exists()
+
+
+def test_a_disk_that_is_full_is_an_error_that_every_rank_hears_of(tmp_path, accelerator, tied):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, limits[1]))
+    try:
+        with pytest.raises(SaveError, match="final: "):
+            save_model(accelerator, tied, tmp_path / "final")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_that_files_hold_as_one_stay_in_one_file(tmp_path, accelerator):
+    config = HrmTextConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    save_model(accelerator, model, tmp_path / "final", shard_bytes=9_000)
+    assert len(list((tmp_path / "final").glob("*.safetensors"))) > 2
+    assert same(tmp_path / "final", model)
+
+
+def test_a_model_of_its_own_code_is_saved_with_its_code(tmp_path, accelerator, monkeypatch):
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("sys.path", [*sys.path, str(tmp_path / "modules")])
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "modeling_own.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+        "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    auto = {
+        "AutoConfig": "modeling_own.OwnConfig",
+        "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
+    }
+    described = LlamaConfig(**SMALL).to_dict() | {"auto_map": auto, "model_type": "own"}
+    (tmp_path / "own" / "config.json").write_text(json.dumps(described))
+    config = AutoConfig.from_pretrained(tmp_path / "own", trust_remote_code=True)
+    model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    save_model(accelerator, model, tmp_path / "final")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final", trust_remote_code=True)
+    assert torch.equal(loaded.model.norm.weight, model.model.norm.weight)
+    assert (tmp_path / "final" / "modeling_own.py").is_file()
+
+
+def test_another_task_than_language_modelling_is_saved_too(tmp_path, accelerator):
+    config = LlamaConfig(**SMALL, num_labels=3, pad_token_id=0)
+    model = AutoModelForSequenceClassification.from_config(config)
+    save_model(accelerator, model, tmp_path / "final")
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "final")
+    assert torch.equal(loaded.score.weight, model.score.weight)

@@ -12,11 +12,14 @@ import ctypes
 import errno
 import hashlib
 import os
+import platform
 import shutil
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, cast
+
+import psutil
 
 from toolkit.errors import UsageError
 from toolkit.results import read_json, write_json
@@ -35,7 +38,7 @@ class Damaged(ValueError):
 
 
 @contextmanager
-def committing(folder: Path, **facts: Any) -> Generator[Path]:
+def committing(folder: Path, *, obsolete: Sequence[str] = (), **facts: Any) -> Generator[Path]:
     """Yield an empty folder to write into, and put it in place of `folder` at the end.
 
     When the body raises, what it wrote is removed and `folder` stays as it was.
@@ -43,9 +46,12 @@ def committing(folder: Path, **facts: Any) -> Generator[Path]:
     Args:
         folder: Where the files go. What an earlier commit put there is replaced as a whole; what
             others put there stays, and only files of the same name are replaced.
+        obsolete: Patterns of files directly in `folder` that go all the same, whoever wrote them,
+            since beside the new ones they would mean something else.
         facts: Put into the manifest beside sizes and sha256 of the files.
     """
-    settle(folder)
+    recover(folder)
+    _remove_drafts(folder)
     draft = _draft(folder)
     draft.mkdir(parents=True)
     try:
@@ -54,7 +60,7 @@ def committing(folder: Path, **facts: Any) -> Generator[Path]:
             _sync(path)
         write_json(draft / MANIFEST, {"schema": SCHEMA, **facts, "files": _listed(draft)})
         _sync(draft)
-        _put_in_place(draft, folder)
+        _put_in_place(draft, folder, obsolete)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
@@ -68,7 +74,7 @@ def check(folder: Path) -> dict[str, Any]:
     Raises:
         Damaged: naming the first file that is missing, cut off or changed.
     """
-    settle(folder)
+    recover(folder)
     try:
         manifest = cast("dict[str, Any]", read_json(folder / MANIFEST))
         listed = cast("dict[str, dict[str, Any]]", manifest["files"])
@@ -86,51 +92,70 @@ def check(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def settle(folder: Path) -> None:
-    """Finish what a commit that died has left: one place for `folder`, and no drafts beside it."""
+def recover(folder: Path) -> None:
+    """Put the old folder back that a commit without an exchange had aside when it died."""
     aside = _aside(folder)
     if aside.exists():
         if folder.exists():
             shutil.rmtree(aside)
         else:
             aside.rename(folder)
-    for draft in folder.parent.glob(f".{folder.name}.draft-*"):
-        if not _is_alive(draft):
+
+
+def _remove_drafts(folder: Path) -> None:
+    """Remove drafts of this machine whose writers are gone; another machine's may be alive."""
+    for draft in folder.parent.glob(f".{folder.name}.draft-{platform.node()}-*"):
+        number = draft.name.rpartition("-")[2]
+        if number.isdigit() and (int(number) == os.getpid() or not psutil.pid_exists(int(number))):
             shutil.rmtree(draft, ignore_errors=True)
 
 
-def _put_in_place(draft: Path, folder: Path) -> None:
+def _put_in_place(draft: Path, folder: Path, obsolete: Sequence[str]) -> None:
     if not folder.exists():
         draft.rename(folder)
     elif _has_others(folder):
-        _move_in(draft, folder)
+        _move_in(draft, folder, obsolete)
     elif _exchanged(draft, folder):
         _sync(folder.parent)
         shutil.rmtree(draft)
     else:
-        # Two moves: between them `settle` finds the old folder aside.
+        # Two moves: between them `recover` finds the old folder aside.
         folder.rename(_aside(folder))
-        draft.rename(folder)
+        try:
+            draft.rename(folder)
+        except OSError:
+            _aside(folder).rename(folder)
+            raise
         _sync(folder.parent)
         shutil.rmtree(_aside(folder))
     _sync(folder.parent)
 
 
 def _has_others(folder: Path) -> bool:
+    there = {str(path.relative_to(folder)) for path in _files(folder)}
+    return bool(there - _names(folder) - {MANIFEST})
+
+
+def _names(folder: Path) -> set[str]:
+    """Files that an earlier commit put into a folder."""
     try:
-        listed = set(read_json(folder / MANIFEST)["files"])
+        return set(read_json(folder / MANIFEST)["files"])
     except (UsageError, OSError, KeyError, TypeError):
-        listed = set[str]()
-    return bool({str(path.relative_to(folder)) for path in _files(folder)} - listed - {MANIFEST})
+        return set()
 
 
-def _move_in(draft: Path, folder: Path) -> None:
+def _move_in(draft: Path, folder: Path, obsolete: Sequence[str]) -> None:
+    new = {str(path.relative_to(draft)) for path in _files(draft)}
+    old = _names(folder)
+    old |= {path.name for pattern in obsolete for path in folder.glob(pattern) if path.is_file()}
     (folder / MANIFEST).unlink(missing_ok=True)
     for path in _files(draft):
         if path != draft / MANIFEST:
             target = folder / path.relative_to(draft)
             target.parent.mkdir(parents=True, exist_ok=True)
             path.replace(target)
+    for name in old - new:
+        (folder / name).unlink(missing_ok=True)
     _sync(folder)
     (draft / MANIFEST).replace(folder / MANIFEST)
     shutil.rmtree(draft)
@@ -176,13 +201,8 @@ def _sync(path: Path) -> None:
 
 
 def _draft(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.draft-{os.getpid()}")
+    return folder.with_name(f".{folder.name}.draft-{platform.node()}-{os.getpid()}")
 
 
 def _aside(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.aside")
-
-
-def _is_alive(draft: Path) -> bool:
-    number = draft.name.rpartition("-")[2]
-    return number.isdigit() and int(number) != os.getpid() and Path("/proc", number).exists()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,6 +18,7 @@ from typing import Any, Final
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from toolkit.measuring.attestation import gather_objects
@@ -26,6 +28,11 @@ SHARD_BYTES: Final = 4 << 30
 """Of one file of weights."""
 
 INDEX_FILE: Final = "model.safetensors.index.json"
+
+OBSOLETE: Final = ("model*.safetensors", INDEX_FILE, "pytorch_model*.bin*")
+"""Weights of an earlier save, which transformers would load in place of the new ones."""
+
+LAYER: Final = re.compile(r".*?\.\d+(?=\.)")
 
 
 class SaveError(RuntimeError):
@@ -52,7 +59,7 @@ def save_model(
         model: The wrapped model.
         folder: Where the model goes, as `committing` puts it there.
         tokenizer: Saved along, with its chat template, so that the folder is complete.
-        shard_bytes: The largest file of weights, unless one tensor is larger.
+        shard_bytes: The largest file of weights, unless one layer is larger.
         facts: For the manifest.
 
     Raises:
@@ -64,12 +71,12 @@ def save_model(
     error: str | None = None
     if accelerator.is_main_process:
         try:
-            with committing(folder, **facts) as draft:
+            with committing(folder, obsolete=OBSOLETE, **facts) as draft:
                 dtype = _write_weights(unwrapped, weights, draft, shard_bytes)
                 with outside_of_engines():
                     _write_all_but_weights(unwrapped, draft, tokenizer, dtype)
-                    check_loads(draft)
-        except (OSError, SaveError, ValueError, RuntimeError) as failure:
+                    check_loads(draft, _class_of(unwrapped))
+        except Exception as failure:  # the other ranks wait: whatever it is, they must hear of it
             error = f"{folder}: {failure}"
     for _ in weights:
         pass  # the other ranks, and rank 0 where it could not go on, only take part
@@ -138,8 +145,7 @@ def _write_all_but_weights(model: Any, folder: Path, tokenizer: Any, dtype: str)
 
     config = model.config
     config.dtype = dtype  # in which `dtype="auto"` loads it
-    # FSDP2 gives the model's class another name.
-    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    config.architectures = [_class_of(model).__name__]
     if model.is_remote_code():
         custom_object_save(model, folder, config=config)
     config.save_pretrained(folder)
@@ -152,20 +158,27 @@ def _write_all_but_weights(model: Any, folder: Path, tokenizer: Any, dtype: str)
 def _write_weights(
     model: Any, weights: Iterator[tuple[str, torch.Tensor | None]], folder: Path, limit: int
 ) -> str:
-    """Write the weights in files of at most `limit` bytes, and return the dtype that most have."""
+    """Write the weights in files of at most `limit` bytes, and return the dtype that most have.
+
+    Files end where layers do: some families store as one what the model has as several.
+    """
     files: list[dict[str, int]] = []
     dtypes = Counter[torch.dtype]()
     held: dict[str, torch.Tensor] = {}
+    layer: dict[str, torch.Tensor] = {}
     for name, tensor in weights:
         if tensor is None or tensor.numel() == 0:
             raise SaveError(f"{name} was gathered empty")
-        if held and _bytes_of(held) + tensor.nbytes > limit:
+        if layer and _layer_of(name) != _layer_of(next(reversed(layer))):
+            held |= layer
+            layer = {}
+        layer[name] = tensor
+        if held and _bytes_of(held) + _bytes_of(layer) > limit:
             files.append(_write_shard(model, held, folder / _part(len(files))))
             held = {}
-        held[name] = tensor
         dtypes[tensor.dtype] += tensor.numel() if tensor.is_floating_point() else 0
     dtype = str(dtypes.most_common(1)[0][0]).removeprefix("torch.")
-    files.append(_write_shard(model, held, folder / _part(len(files))))
+    files.append(_write_shard(model, held | layer, folder / _part(len(files))))
     if len(files) == 1:
         (folder / _part(0)).rename(folder / "model.safetensors")
         return dtype
@@ -186,7 +199,7 @@ def _write_shard(model: Any, held: dict[str, torch.Tensor], file: Path) -> dict[
     """Write one file, read it again, and return the bytes of each of its tensors."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    # Some families fuse weights when they load (experts, above all); each is taken apart by itself.
+    # Some families fuse weights when they load, experts above all.
     converted = {
         name: tensor.contiguous()
         for name, tensor in revert_weight_conversion(model, dict(held)).items()
@@ -199,20 +212,32 @@ def _write_shard(model: Any, held: dict[str, torch.Tensor], file: Path) -> dict[
     return {name: tensor.nbytes for name, tensor in converted.items()}
 
 
-def check_loads(folder: Path) -> None:
+def check_loads(folder: Path, kind: Any) -> None:
     """Have transformers match the files' names and shapes with the model's, without reading them.
+
+    Args:
+        folder: What was written.
+        kind: Class of the model.
 
     Raises:
         SaveError: naming the first thing that is missing, left over or of another shape.
     """
-    from transformers import AutoModelForCausalLM
-
-    _, report = AutoModelForCausalLM.from_pretrained(
+    _, report = kind.from_pretrained(
         folder, dtype="auto", device_map="meta", output_loading_info=True
     )
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if report[kind]:
-            raise SaveError(f"{kind} after loading it again: {sorted(map(str, report[kind]))[:3]}")
+    for keys in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if report[keys]:
+            raise SaveError(f"{keys} after loading it again: {sorted(map(str, report[keys]))[:3]}")
+
+
+def _class_of(model: Any) -> Any:
+    """Return the model's own class: `fully_shard` puts one in front that has another name."""
+    return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+
+
+def _layer_of(name: str) -> str:
+    found = LAYER.match(name)
+    return found[0] if found else name
 
 
 @contextmanager
