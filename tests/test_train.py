@@ -17,6 +17,7 @@ from toolkit.strategies import STRATEGIES
 def test_the_line_of_the_readme_trains_saves_and_records(launch, tmp_path):
     done = launch(
         *("zero2_offload", "-m", "toolkit.train", "--max_steps", 2, "--output_dir", tmp_path / "o"),
+        *("--scale_lr", "sqrt", "--base_batch_size", 4),
         # As on a machine where DeepSpeed cannot compile.
         CXX="there-is-no-such-compiler",
     )
@@ -26,6 +27,9 @@ def test_the_line_of_the_readme_trains_saves_and_records(launch, tmp_path):
     assert record["rehearsal"] is True
     assert len(record["losses"]) == 2
     assert record["attestation"]["engaged"]["optimizer_class"] == "AdamW"
+    assert done.stdout.count("4 rows x 2 processes x 2 micro-batches = 16 rows; ") == 1
+    assert "learning rate 0.002, by the sqrt rule from 0.001 at 4 rows\n" in done.stdout
+    assert record["learning_rates"][0] == record["training"]["learning_rate"] == 0.002
     assert "torch's AdamW steps on the CPU instead" in done.stdout
     assert any("no compiler" in note for note in record["attestation"]["notes"])
     assert record["not_measured"]["memory.peak_bytes"].startswith("a rehearsal")
@@ -80,6 +84,10 @@ def test_mistakes_leave_with_status_2_and_nothing_written(launch_environment, tm
         ("--engine", "loop", "--torch_compile", "True"): "--torch_compile",
         ("--evidence", "kept", "--torch_compile", "True"): "--evidence looks into",
         ("--resume_from_checkpoint", "last"): "--resume_from_checkpoint",
+        ("--validation_split_percentage", "10", "--max_eval_samples", "9"): (
+            "--validation_split_percentage, --max_eval_samples: toolkit.train does not evaluate yet"
+        ),
+        ("--engine", "loop", "--validation_file", "x.txt"): "--validation_file: toolkit.train does",
     }
     inline = {  # what the launcher exports of a YAML that names no DeepSpeed file
         "ACCELERATE_USE_DEEPSPEED": "true",

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, TrainingArguments
 
     from toolkit.measuring.recorder import Recorder
-    from toolkit.training.arguments import ModelArguments, RunArguments
+    from toolkit.training.arguments import DataArguments, ModelArguments, RunArguments
     from toolkit.training.data import TrainingData
     from toolkit.training.model import ModelFacts
 
@@ -126,7 +126,7 @@ def checked_job(argv: list[str]) -> Job:
     # First of all: looking at the defaults of the arguments below already wakes CUDA.
     rehearsal = rehearse_if_needed()
     values = training_values(rest, model=model, run=run)
-    _refuse_what_would_be_ignored(values, run)
+    _refuse_what_would_be_ignored(values, run, data_arguments)
     trackers = asked_trackers(values["report_to"], engine=run.engine)
     if (Path(values["output_dir"]) / RECORD_FILE).exists():
         raise UsageError(
@@ -164,6 +164,11 @@ def checked_job(argv: list[str]) -> Job:
         max_length=data_arguments.max_length,
         pad_token_id=tokenizer.pad_token_id,
     )
+    rate, batch = _learning_rate(values, run, global_batch)
+    if rate != values["learning_rate"]:
+        rest = [*rest, f"--learning_rate={rate!r}"]
+    if _rank() == 0:
+        print(f"toolkit: {batch}", flush=True)  # noqa: T201
     if values["label_smoothing_factor"]:
         _check_fillers(rows, global_batch, of="--label_smoothing_factor")
     args = training_arguments(rest, model=model, run=run)
@@ -184,6 +189,28 @@ def checked_job(argv: list[str]) -> Job:
         tokenizer=tokenizer,
         args=args,
         deepspeed_changes=changes,
+    )
+
+
+def _learning_rate(
+    values: dict[str, Any], run: RunArguments, global_batch: int
+) -> tuple[float, str]:
+    """Return the learning rate for the effective batch, and the sentence that says both."""
+    from toolkit.planning.learning_rate import LearningRate
+
+    sentence = (
+        f"effective batch: {values['per_device_train_batch_size']} rows x "
+        f"{requested_processes(os.environ)} processes x "
+        f"{values['gradient_accumulation_steps']} micro-batches = {global_batch} rows"
+    )
+    rate = float(values["learning_rate"])
+    if run.scale_lr == "none" or run.base_batch_size is None:
+        return rate, f"{sentence}; learning rate {rate:g}"
+    carried = LearningRate(base=rate, base_batch=run.base_batch_size, batch=global_batch)
+    rate = carried.by(run.scale_lr)
+    return rate, (
+        f"{sentence}; learning rate {rate:g}, by the {run.scale_lr} rule from {carried.base:g} at "
+        f"{carried.base_batch} rows"
     )
 
 
@@ -229,6 +256,7 @@ def train(job: Job, status: StatusFile) -> None:
         torch.backends.cuda.matmul.fp32_precision = "ieee"  # parity in fp32 means fp32
     torch.manual_seed(job.args.seed)
     model = load_model(job.model, job.facts.path)
+    _check_idle_loss(job, model)
     collate = Collator(pad_token_id=job.tokenizer.pad_token_id)
     recorder = _recorder(job, status)
     try:
@@ -286,12 +314,36 @@ def _train_with_trainer(job: Job, model: Any, collate: Any, recorder: Recorder) 
 
 def _check_fillers(rows: Dataset, global_batch: int, *, of: str) -> None:
     """Refuse a mean over the tokens of each micro-batch where one may hold none to learn."""
-    if FILLER_ID in rows["sample_id"][:]:
+    if _has_fillers(rows):
         raise UsageError(
             f"The rows don't fill whole steps of {global_batch}, and {of} divides by the tokens of "
             "each micro-batch, of which the last ones have none. Pass --max_train_samples with a "
             f"multiple of {global_batch}, or --max_steps that end before."
         )
+
+
+def _check_idle_loss(job: Job, model: Any) -> None:
+    """Refuse a model that would learn from rows that train nothing, or break by them."""
+    import torch
+
+    from toolkit.training.fillers import idle_loss
+
+    if not _has_fillers(job.rows):
+        return
+    loss = idle_loss(model, job.args.device)
+    if job.args.device.type == "cuda":
+        torch.cuda.empty_cache()  # no peak of the run is to hold it
+    if loss != 0:
+        raise UsageError(
+            f"The rows don't fill whole steps of {job.global_batch_size}, and the loss of "
+            f"{type(model).__name__} is {loss:g}, not 0, for a micro-batch without a token to "
+            "learn, as the last ones may be. Pass --max_train_samples with a multiple of "
+            f"{job.global_batch_size}, or --max_steps that end before."
+        )
+
+
+def _has_fillers(rows: Dataset) -> bool:
+    return FILLER_ID in rows["sample_id"][:]
 
 
 def _train_in_loop(job: Job, model: Any, collate: Any, recorder: Recorder) -> None:
@@ -391,6 +443,8 @@ def _described(job: Job) -> dict[str, Any]:
             "global_batch_size": job.global_batch_size,
             "max_steps": job.steps,
             "throughput_steps": job.run.throughput_steps,
+            "scale_lr": job.run.scale_lr,
+            "base_batch_size": job.run.base_batch_size,
             "max_length": job.max_length,
             "optimizer": str(args.optim.value),
             "dtype": job.model.dtype,
@@ -406,8 +460,15 @@ def _described(job: Job) -> dict[str, Any]:
     }
 
 
-def _refuse_what_would_be_ignored(values: dict[str, Any], run: RunArguments) -> None:
+def _refuse_what_would_be_ignored(
+    values: dict[str, Any], run: RunArguments, data: DataArguments
+) -> None:
     """Raise UsageError for flags that this script or its loop takes and would not obey, all."""
+    if data.asked_of_validation:
+        raise UsageError(
+            f"{', '.join(data.asked_of_validation)}: toolkit.train does not evaluate yet. Leave it "
+            "out; toolkit prepare makes the rows."
+        )
     ignored = ["resume_from_checkpoint"]
     if run.engine == "loop":
         ignored += [

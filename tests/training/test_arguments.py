@@ -204,3 +204,21 @@ def test_several_machines_need_a_name(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="several machines needs --output_dir"):
         values()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--scale_lr", "linear"),
+        ("--base_batch_size", "8"),
+        ("--scale_lr", "none", "--base_batch_size", "8"),
+    ],
+)
+def test_a_rule_for_the_learning_rate_and_its_batch_need_each_other(flags):
+    with pytest.raises(UsageError, match="need each other"):
+        parse_own(flags)
+
+
+def test_a_rule_that_is_not_there_is_named():
+    with pytest.raises(UsageError, match="scale_lr"):
+        parse_own(("--scale_lr", "cubic", "--base_batch_size", "8"))

@@ -17,6 +17,7 @@ from toolkit.configs.accelerate import check_num_processes
 from toolkit.errors import UsageError
 from toolkit.planning.choices import Attention, Goal, Method, Optimizer, Precision
 from toolkit.planning.job import Job
+from toolkit.planning.learning_rate import LearningRate
 from toolkit.planning.memory.estimate import MemoryEstimate, estimate_memory
 from toolkit.planning.models.shape import ModelShape
 from toolkit.planning.plan import plan, positive
@@ -78,25 +79,6 @@ class Candidate:
         """What to rank by: the ends' geometric mean. Measured rates lie in the lower half."""
         rate = self.speed.tokens_per_second
         return math.sqrt(rate.low * rate.high)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearningRate:
-    """A learning rate carried from the batch it was chosen for to the batch of the run."""
-
-    base: float
-    base_batch: int
-    batch: int
-
-    @property
-    def linear(self) -> float:
-        """The linear rule: in proportion to the batch (Goyal et al., arXiv 1706.02677)."""
-        return self.base * self.batch / self.base_batch
-
-    @property
-    def square_root(self) -> float:
-        """The square-root rule, the usual one for Adam (Krizhevsky, arXiv 1404.5997)."""
-        return self.base * (self.batch / self.base_batch) ** 0.5
 
 
 @dataclass(frozen=True, kw_only=True)

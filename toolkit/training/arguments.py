@@ -75,6 +75,14 @@ class RunArguments:
         default=0,
         metadata={"help": "Steps on packed rows after the others, for tokens per second."},
     )
+    scale_lr: Literal["none", "linear", "sqrt"] = field(
+        default="none",
+        metadata={"help": "Carry --learning_rate from --base_batch_size to the effective batch."},
+    )
+    base_batch_size: int | None = field(
+        default=None,
+        metadata={"help": "Rows of an optimizer step that --learning_rate was chosen for."},
+    )
     evidence: str | None = field(
         default=None,
         metadata={"help": "Folder for what the first step did, for toolkit compare --bisect."},
@@ -85,6 +93,10 @@ class RunArguments:
             get_strategy(self.strategy)
         if self.throughput_steps < 0:
             raise UsageError(f"--throughput_steps {self.throughput_steps}: use 0 or more.")
+        if (self.scale_lr == "none") is not (self.base_batch_size is None):
+            raise UsageError("--scale_lr linear or sqrt and --base_batch_size need each other.")
+        if self.base_batch_size is not None and self.base_batch_size < 1:
+            raise UsageError(f"--base_batch_size {self.base_batch_size}: use 1 or more.")
 
 
 OUR_DEFAULTS: dict[str, Any] = {

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from toolkit.planning.job import Job
-    from toolkit.planning.recommend import Candidate, LearningRate, Recommendation
+    from toolkit.planning.learning_rate import LearningRate
+    from toolkit.planning.recommend import Candidate, Recommendation
 
 PORT = 29500
 """Where nodes meet: a free port of one of them, which 0 asks for, the others would not know."""

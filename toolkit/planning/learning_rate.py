@@ -1,0 +1,30 @@
+"""Learning rates carried from one batch to another, by rules that have a name and a source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Rule = Literal["linear", "sqrt"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearningRate:
+    """A learning rate carried from the batch it was chosen for to the batch of the run."""
+
+    base: float
+    base_batch: int
+    batch: int
+
+    @property
+    def linear(self) -> float:
+        """The linear rule: in proportion to the batch (Goyal et al., arXiv 1706.02677)."""
+        return self.base * self.batch / self.base_batch
+
+    @property
+    def square_root(self) -> float:
+        """The square-root rule, the usual one for Adam (Krizhevsky, arXiv 1404.5997)."""
+        return self.base * (self.batch / self.base_batch) ** 0.5
+
+    def by(self, rule: Rule) -> float:
+        return self.linear if rule == "linear" else self.square_root
