@@ -344,6 +344,8 @@ def test_the_step_after_the_first_is_counted_and_no_other():
         "collectives": [],
         "sent_elements": 0,
         "textbook_elements": 0,
+        "trained_elements": 5,
+        "all_elements": 5,
         "disagreements": [],
     }
     assert "traffic" not in run.not_measured
@@ -353,7 +355,8 @@ def test_a_step_whose_update_was_skipped_is_not_counted_but_the_next_and_neither
     run = recorded(skipped=[True, False, True, False, False])
     assert run.counting == [0, 0, 2, 2, 0]
     assert run.traffic["step"] == run.peak["step"] == 4
-    seconds = run.recorder._steps[4].seconds()
+    (seconds,) = run.timed_seconds
+    assert seconds == sum(run.recorder._clock.seconds()[4].values())
     assert run.step_seconds == {"median": seconds, "p90": seconds}
 
 

@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
 from toolkit.measuring.attestation import Asked, Refused
+from toolkit.measuring.engine import stand_in
 from toolkit.measuring.merging import WARMUP_STEPS
 from toolkit.measuring.recorder import Recorder
 from toolkit.strategies import STRATEGIES
@@ -139,3 +140,60 @@ def prepared():
     model = torch.nn.Linear(4, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     return accelerator, model, optimizer
+
+
+def test_a_step_that_a_fused_optimizer_skips_by_itself_is_known():
+    recorder = recorder_for(precision="no")
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cpu")
+    recorder.prepared(accelerator, model, optimizer)
+    for factor in (float("inf"), 1.0, 1.0):
+        loss = model(torch.ones(3, 4)).square().mean()
+        scaler.scale(loss * factor).backward()
+        recorder.micro_batch(loss, tokens=7)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        recorder.step_done(learning_rate=0.1)
+        assert ("optimizer_class" in recorder.engaged) is (factor == 1.0)
+    record = recorder.finish()
+    recorder.close()
+    assert record["skipped_steps"] == [1]
+
+
+def test_nothing_of_a_recorder_stays_when_a_run_fails_in_its_first_step():
+    recorder = recorder_for()
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    clip = accelerator.clip_grad_norm_
+    recorder.prepared(accelerator, model, optimizer)
+    assert accelerator.clip_grad_norm_ != clip
+    recorder.close()
+    assert accelerator.clip_grad_norm_ == clip
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    assert [len(each) for each in (*hooks, model._forward_hooks, model._forward_pre_hooks)] == [
+        0
+    ] * 4
+
+
+class Engine:
+    """Steps; others put things in front of it."""
+
+    def step(self):
+        return "stepped"
+
+
+def test_a_method_is_given_back_in_whatever_order_those_in_front_of_it_go():
+    engine = Engine()
+    inner = stand_in(engine, "step", lambda: "inner")
+    outer = stand_in(engine, "step", lambda: "outer")
+    inner()
+    assert engine.step() == "outer"  # it may still call the one inside
+    outer()
+    assert engine.step() == "inner"
+    inner()
+    assert engine.step() == "stepped"
+    assert "step" not in vars(engine)

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import psutil
 import torch
 
-from toolkit.measuring.engine import optimizer_of, zero_optimizer
+from toolkit.measuring.engine import optimizer_of, stand_in, zero_optimizer
 
 Phase = Literal["data", "forward", "backward", "optimizer", "other"]
 
@@ -120,8 +120,7 @@ class Clock:
             finally:
                 self._builds.append(time.perf_counter() - begun)
 
-        OpBuilder.jit_load = timed
-        self._undo.append(lambda: setattr(OpBuilder, "jit_load", original))
+        self._undo.append(stand_in(OpBuilder, "jit_load", timed))
 
     def watch_compiles(self) -> None:
         """Time torch.compile, of forward and of backward, where anything is compiled at all."""
@@ -162,8 +161,7 @@ class Clock:
             with self.within("optimizer"):
                 return original(*args, **kwargs)
 
-        engine.step = step
-        return lambda: delattr(engine, "step")
+        return stand_in(engine, "step", step)
 
 
 class _Moment:

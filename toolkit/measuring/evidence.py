@@ -112,7 +112,8 @@ class EvidenceKeeper:
         before = inner.register_step_pre_hook(lambda *_: self._stepping(inner))
         self._undo.append(before.remove)
         if self._zero is None:
-            self._undo.append(inner.register_step_post_hook(lambda *_: self._stepped()).remove)
+            after = inner.register_step_post_hook(lambda *_: self._after_step(inner))
+            self._undo.append(after.remove)
             return
         # DeepSpeed's step falls inside the last backward, and steps each group by itself.
         original = self._model.step
@@ -121,7 +122,8 @@ class EvidenceKeeper:
             if not self._open:
                 original(*args, **kwargs)
                 return
-            self._keep_gradients(scale=float(getattr(self._zero, "loss_scale", 1.0)))
+            scale = float(getattr(self._zero, "loss_scale", 1.0))
+            self._keep_gradients(loss_scale=scale, held_scale=scale)
             original(*args, **kwargs)
             if not getattr(self._zero, "overflow", False):
                 self._step.clip_norm = self._model.get_global_grad_norm()
@@ -137,9 +139,8 @@ class EvidenceKeeper:
         def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
             if not self._open:
                 return original(parameters, max_norm, *args, **kwargs)
-            scaler = self._accelerator.scaler
-            enabled = scaler is not None and scaler.is_enabled()
-            self._keep_gradients(scale=float(scaler.get_scale()) if enabled else 1.0)
+            scale = self._loss_scale()
+            self._keep_gradients(loss_scale=scale, held_scale=scale)
             self._step.clip_norm = original(parameters, max_norm, *args, **kwargs)
             self._step.limit = 0.0 if math.isinf(max_norm) else float(max_norm)
             return self._step.clip_norm
@@ -151,15 +152,24 @@ class EvidenceKeeper:
 
     def _stepping(self, inner: torch.optim.Optimizer) -> None:
         step = self._step
+        # Set where the optimizer unscales by itself, as a fused one does, and nobody has before.
+        pending = getattr(inner, "grad_scale", None)
+        held_scale = 1.0 if pending is None else float(pending)
         if step.gradient_norm is None:
-            self._keep_gradients(scale=1.0)
+            self._keep_gradients(loss_scale=self._loss_scale(), held_scale=held_scale)
         for group in inner.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     held = engine.local(parameter.grad)
                     norm = float(torch.linalg.vector_norm(held, dtype=torch.float64))
                     # By parameter: a class that calls its parent's step comes here twice.
-                    step.squares[id(parameter)] = norm**2
+                    step.squares[id(parameter)] = (norm / held_scale) ** 2
+
+    def _after_step(self, inner: torch.optim.Optimizer) -> None:
+        # A fused optimizer is called on an overflow too, and leaves the weights alone.
+        overflowed = getattr(inner, "found_inf", None)
+        if overflowed is None or not float(overflowed):
+            self._stepped()
 
     def _stepped(self) -> None:
         self._keep_weights(AFTER_FILE)
@@ -177,7 +187,12 @@ class EvidenceKeeper:
             lambda parameter: whole_weight(self._model, parameter),
         )
 
-    def _keep_gradients(self, *, scale: float) -> None:
+    def _loss_scale(self) -> float:
+        scaler = self._accelerator.scaler
+        return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
+
+    def _keep_gradients(self, *, loss_scale: float, held_scale: float) -> None:
+        """Keep them unscaled: what backward began with, and what they still hold of it."""
         step = self._step
         if self._zero is None:
             gradients = (each.grad for each in self._parameters.values() if each.grad is not None)
@@ -185,9 +200,9 @@ class EvidenceKeeper:
         step.gradient_norm = write_whole(
             self.folder / GRADIENTS_FILE if self._main else None,
             self._parameters,
-            lambda parameter: whole_gradient(self._model, parameter) / scale,
+            lambda parameter: whole_gradient(self._model, parameter) / held_scale,
         )
-        step.scale = scale
+        step.scale = loss_scale
         step.groups = self._described_groups()
 
     def _groups(self) -> list[tuple[dict[str, Any], list[Any]]]:
@@ -313,10 +328,13 @@ def _rows(inputs: dict[str, Any], logits: torch.Tensor | None) -> list[RowRead]:
     tokens, labels = inputs.get("input_ids"), inputs.get("labels")
     if tokens is None or labels is None:
         return []
-    mask = inputs.get("attention_mask")
+    mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
     rows: list[RowRead] = []
     for number, (ids, targets) in enumerate(zip(tokens, labels, strict=True)):
-        kept = slice(None) if mask is None else mask[number].bool()
+        if mask is not None:
+            kept = mask[number].bool()
+        else:
+            kept = _unpadded(targets, None if positions is None else positions[number])
         wanted = targets[1:]
         loss = None
         if logits is not None and logits.shape[:2] == labels.shape:
@@ -336,6 +354,14 @@ def _rows(inputs: dict[str, Any], logits: torch.Tensor | None) -> list[RowRead]:
             )
         )
     return rows
+
+
+def _unpadded(targets: torch.Tensor, positions: torch.Tensor | None) -> slice:
+    """Return what is no padding of a row without a mask: there each is a text of one token."""
+    if positions is None:
+        return slice(None)
+    read = ((positions != 0) | (targets != IGNORED)).nonzero()
+    return slice(0, int(read[-1]) + 1 if len(read) else 0)
 
 
 def _digest(tensors: Iterable[torch.Tensor]) -> str:

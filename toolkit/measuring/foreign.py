@@ -50,7 +50,7 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
         if models and optimizers:
             watched.append((self, models[0]))
             recorder.prepared(self, models[0], optimizers[0])
-            recorder.close()  # nobody tells it where a step ends: the first is all it looks at
+            recorder.first_step_alone()
         return prepared
 
     Accelerator.prepare = prepare

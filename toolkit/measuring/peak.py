@@ -216,7 +216,7 @@ class PeakLedger(TorchDispatchMode):
             with self.within("optimizer"):
                 return original(*args, **kwargs)
 
-        return _replace(model, "step", step)
+        return engine.stand_in(model, "step", step)
 
     def _follow_gradient(self, leaf: torch.Tensor) -> Callable[[], None]:
         """Have autograd say what it hands to a parameter."""
@@ -239,15 +239,7 @@ def _follow_resizes(told: Callable[[torch.UntypedStorage], None]) -> Callable[[]
         told(storage)
         return resized
 
-    return _replace(torch.UntypedStorage, "resize_", resize_)
-
-
-def _replace(owner: Any, name: str, stand_in: Any) -> Callable[[], None]:
-    own = vars(owner).get(name)
-    setattr(owner, name, stand_in)
-    if own is None:  # it was inherited
-        return lambda: delattr(owner, name)
-    return lambda: setattr(owner, name, own)
+    return engine.stand_in(torch.UntypedStorage, "resize_", resize_)
 
 
 def _nothing() -> None:

@@ -23,7 +23,7 @@ from toolkit.launching.status import StatusFile
 from toolkit.measuring import attestation, memory, traffic
 from toolkit.measuring.attestation import Asked, Mismatch, Refused, gather_objects
 from toolkit.measuring.clock import Clock
-from toolkit.measuring.engine import compiled, optimizer_of, zero_optimizer
+from toolkit.measuring.engine import compiled, optimizer_of, stand_in, zero_optimizer
 from toolkit.measuring.evidence import EvidenceKeeper
 from toolkit.measuring.merging import merge
 from toolkit.measuring.peak import COMPILED, PeakLedger
@@ -70,6 +70,7 @@ class Recorder:
         if asked.strategy.backend == "deepspeed":
             self._clock.watch_builds()
         self._probed: list[int] = []
+        self._found_inf: torch.Tensor | None = None
         self._undo: list[Callable[[], None]] = []
 
     # What a training loop calls
@@ -89,7 +90,6 @@ class Recorder:
         self._clock.prepared(model, optimizer)
         if self._evidence is not None:
             self._evidence.prepared(accelerator, model, optimizer)
-        # Last: its hook on the optimizer takes itself off while torch goes through them.
         self._watch_first_step(model, optimizer)
         self._model, self._optimizer = model, optimizer
         self._no_peak = COMPILED if compiled(model) else None
@@ -128,8 +128,10 @@ class Recorder:
         """Close an optimizer step. The one after the first is the probe that carries ledgers."""
         self._end_probe(skipped=skipped)
         self._clock.step_done()
-        self._steps.append(_Step(self._step, self._grad_norm, learning_rate, skipped))
-        self._step, self._grad_norm = [], None
+        self._steps.append(
+            _Step(self._step, self._grad_norm, learning_rate, skipped, self._found_inf)
+        )
+        self._step, self._grad_norm, self._found_inf = [], None, None
         if self._evidence is not None:
             self._evidence.step_done()
         if self._status is not None:
@@ -149,6 +151,8 @@ class Recorder:
     def saving(self) -> Iterator[None]:
         """Take the peaks, then time what happens inside as the save: no part of any step."""
         self.peaks()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # what is queued of the last step is no part of the save
         begun = time.perf_counter()
         yield
         self._save_seconds = time.perf_counter() - begun
@@ -170,10 +174,16 @@ class Recorder:
 
     def close(self) -> None:
         """Leave no mode and no hook behind, whatever became of the step that is open."""
-        self._stop_ledgers()
-        self._clock.close()
+        self.first_step_alone()
+        while self._undo:
+            self._undo.pop()()
         if self._evidence is not None:
             self._evidence.close()
+
+    def first_step_alone(self) -> None:
+        """Look at the first step and at nothing else: nobody will say where a step ends."""
+        self._stop_ledgers()
+        self._clock.close()
 
     def _stop_ledgers(self) -> None:
         self._peak_ledger.stop()
@@ -246,14 +256,17 @@ class Recorder:
         original = accelerator.clip_grad_norm_
 
         def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
-            self._clock.begin("optimizer")
-            with self._ledger.within("clipping"), self._peak_ledger.within("optimizer"):
+            with (
+                self._clock.within("optimizer"),
+                self._ledger.within("clipping"),
+                self._peak_ledger.within("optimizer"),
+            ):
                 norm = original(parameters, max_norm, *args, **kwargs)
             self.clip = 0.0 if math.isinf(max_norm) else float(max_norm)
             self._grad_norm = norm
             return norm
 
-        accelerator.clip_grad_norm_ = clip_grad_norm_
+        self._undo.append(stand_in(accelerator, "clip_grad_norm_", clip_grad_norm_))
 
     def _watch_first_step(self, model: Any, optimizer: Any) -> None:
         if zero_optimizer(model) is not None:
@@ -261,24 +274,38 @@ class Recorder:
             original = model.step
 
             def step(*args: Any, **kwargs: Any) -> None:
+                if "optimizer_class" in self.engaged:
+                    original(*args, **kwargs)
+                    return
                 self._before_first(model)
                 original(*args, **kwargs)
                 if getattr(zero_optimizer(model), "overflow", False):
                     return  # fp16 skipped it: the first step is yet to come
-                model.step = original
+                undo()
                 self._after_first(model, optimizer)
 
-            model.step = step
+            undo = stand_in(model, "step", step)
+            self._undo.append(undo)
             return
         inner = optimizer_of(model, optimizer)
-        before = inner.register_step_pre_hook(lambda *_: self._before_first(model))
+
+        def before(*_: Any) -> None:
+            if "optimizer_class" not in self.engaged:
+                self._before_first(model)
 
         def after(*_: Any) -> None:
-            before.remove()
-            handle.remove()
-            self._after_first(model, optimizer)
+            # A fused optimizer is called for a step that fp16 skips, too, and skips it by itself.
+            self._found_inf = getattr(inner, "found_inf", None)
+            if "optimizer_class" in self.engaged:
+                return
+            if self._found_inf is None or not bool(self._found_inf):
+                self._after_first(model, optimizer)
 
-        handle = inner.register_step_post_hook(after)
+        # They stay: one that took itself off while torch goes through them would end the step.
+        self._undo += [
+            inner.register_step_pre_hook(before).remove,
+            inner.register_step_post_hook(after).remove,
+        ]
 
     def _before_first(self, model: Any) -> None:
         self.engaged |= attestation.engaged_at_step(model)
@@ -368,11 +395,13 @@ class _Step:
         grad_norm: Any,
         learning_rate: float,
         skipped: bool,
+        found_inf: torch.Tensor | None,
     ) -> None:
         self.batches = batches
         self.grad_norm = grad_norm
         self.learning_rate = learning_rate
-        self.skipped = skipped
+        self._skipped = skipped
+        self._found_inf = found_inf
 
     def loss(self) -> float:
         return float(sum(batch.loss.double().item() for batch in self.batches))
@@ -384,6 +413,11 @@ class _Step:
         if any(batch.sample_ids is None for batch in self.batches):
             return None
         return [int(i) for batch in self.batches for i in batch.sample_ids.tolist()]
+
+    @property
+    def skipped(self) -> bool:
+        """Whether fp16 left the update out; waits for the device."""
+        return self._skipped or (self._found_inf is not None and bool(self._found_inf))
 
     def supervised(self) -> int | None:
         counts = [batch.supervised for batch in self.batches]

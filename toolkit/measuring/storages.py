@@ -30,7 +30,7 @@ class Storages:
         self.total_bytes = 0
         self.fullest: Fullest | None = None
         self._device = torch.device(device).type
-        self._bytes = dict.fromkeys((*CATEGORIES, UNDECIDED), 0)
+        self._bytes: dict[str, int] = dict.fromkeys((*CATEGORIES, UNDECIDED), 0)
         self._moment = 0
         self._held: dict[int, _Storage] = {}
         self._undecided: set[int] = set()

@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from toolkit.measuring.engine import elements_of, tensors_in, zero_optimizer
+from toolkit.measuring.engine import elements_of, stand_in, tensors_in, zero_optimizer
 from toolkit.planning.speed.traffic import textbook
 from toolkit.strategies import Strategy
 
@@ -225,7 +225,6 @@ class Ledger(TorchDispatchMode):
 
     def _told_of(self, model: Any, method: Literal["backward", "step"]) -> Callable[[], None]:
         """Have one of DeepSpeed's methods name its phase; return what takes that back."""
-        own = model.__dict__.get(method)
         original = getattr(model, method)
 
         @functools.wraps(original)
@@ -233,10 +232,7 @@ class Ledger(TorchDispatchMode):
             with self.within(method):
                 return original(*args, **kwargs)
 
-        setattr(model, method, told)
-        if own is None:
-            return lambda: delattr(model, method)
-        return lambda: setattr(model, method, own)
+        return stand_in(model, method, told)
 
 
 def merged(ranks: list[dict[str, Any] | None]) -> dict[str, Any] | None:

@@ -113,8 +113,11 @@ def train_loop(
                 mean = accelerator.reduce(unlogged / args.logging_steps, "mean").item()
                 unlogged.zero_()
                 recorder.logged(step, loss=mean, learning_rate=learning_rate)
+                norm = tracking.plain(
+                    norm
+                )  # a collective under FSDP2: on every rank, trackers or not
                 if accelerator.log_with:
-                    values = {"loss": mean, "grad_norm": tracking.plain(norm)}
+                    values = {"loss": mean, "grad_norm": norm}
                     values |= {"learning_rate": learning_rate, "epoch": epoch + read / len(loader)}
                     tracking.log(accelerator, step, values)
                 accelerator.print(f"step {step}/{args.max_steps} loss {mean:.6f}", flush=True)

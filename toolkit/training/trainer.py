@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.training_args import ParallelMode
 
 from toolkit.configs.requested import CUSTOM, requested_strategy
@@ -68,9 +69,17 @@ class ToolkitTrainer(Trainer):
         self.recorder.micro_batch(loss, tokens=tokens, supervised=supervised, sample_ids=ids)
         return loss
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        with self.recorder.waiting_for_data():
-            return super().get_batch_samples(*args, **kwargs)
+    def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
+        # It counts tokens over all ranks as well, which is no waiting for data.
+        return super().get_batch_samples(self._timed(epoch_iterator), *args, **kwargs)
+
+    def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            with self.recorder.waiting_for_data():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         inputs.pop("sample_id", None)
@@ -87,6 +96,8 @@ class ToolkitTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole model, loadable with `from_pretrained`; every rank calls it.
 
+        What has no `from_pretrained` of transformers' is left to the stock Trainer.
+
         Checkpoints on the way (`_internal_call`) stay the Trainer's own, but for ZeRO-3 without
         `stage3_gather_16bit_weights_on_model_save`: there the Trainer 5.23 has DeepSpeed save
         everything twice, and the second time fails with NVMe offload (`FileExistsError` on
@@ -100,6 +111,9 @@ class ToolkitTrainer(Trainer):
             super().save_model(output_dir, _internal_call)
             return
         folder = Path(output_dir or self.args.output_dir)
+        if not isinstance(self.accelerator.unwrap_model(self.model_wrapped), PreTrainedModel):
+            super().save_model(output_dir, _internal_call)
+            return
         save_model(self.accelerator, self.model_wrapped, folder, tokenizer=self.processing_class)
         if self.args.push_to_hub:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
