@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from toolkit.comparing.bisection import running
 from toolkit.comparing.bisection.finding import ROUNDINGS, BisectError, Side, bisect, load_side
 from toolkit.comparing.bisection.running import bisect_runs
-from toolkit.comparing.bisection.told import told
+from toolkit.comparing.bisection.told import page, told
 from toolkit.comparing.scheduling.bisect_command import bisect_command
 from toolkit.comparing.scheduling.options import CompareOptions
 from toolkit.errors import UsageError
@@ -201,6 +201,21 @@ def test_micro_batches_averaged_by_themselves_are_named_so(side):
     )
 
 
+def test_a_micro_batch_without_a_token_to_train_on_says_nothing_of_the_averaging(side):
+    kept = evidence(ranks=2)
+    for batches in kept["ranks"]:
+        for batch in batches:
+            batch["loss"] = 5.0 / 4
+    filler = row(0) | {"sample_id": 9, "tokens": "filler", "supervised": 0, "loss": 0.0}
+    empty = {"rows": [filler], "loss": 0.0, "applied": 2.0, "items": ITEMS}
+    one = evidence()
+    one["ranks"][0].append(copy.deepcopy(empty))
+    kept["ranks"][1].append(empty)
+    what, words = first(side(kept=one), side("zero2", kept))
+    assert what == "loss weighting"
+    assert words.startswith("zero2 averages its micro-batches by themselves")
+
+
 def test_a_weight_of_one_micro_batch_alone_is_named_by_a_row_of_it(side):
     kept = evidence(ranks=2)
     kept["ranks"][1][0]["applied"] *= 3
@@ -344,6 +359,17 @@ def test_what_follows_the_first_difference_is_a_consequence(side):
     assert any(line.split() == ["gradients", "equal"] for line in lines)
 
 
+def test_the_table_says_each_verdict_once(side):
+    found = bisect(side(), side("zero2", with_group(learning_rate=2e-3)))
+    table = [line.split("|") for line in page(found, [], []).splitlines() if line.startswith("|")]
+    cells = {line[1].strip(): line[2].strip() for line in table[2:]}
+    assert {len(line) for line in table} == {4}
+    assert cells["learning rate"].startswith("differs: 0.001 in single")
+    assert cells["gradients"] == "equal"
+    assert cells["batch"].startswith("equal: ")
+    assert all(each.count("equal") + each.count("differs") <= 1 for each in cells.values())
+
+
 def noisy(by, seed):
     random = np.random.default_rng(seed)
     return {
@@ -379,6 +405,37 @@ def test_a_larger_difference_is_named_with_the_part_that_rounding_explains(side,
     assert "rounding to bf16 alone moves single by" in found.first.words
     assert found.first.words.endswith("of the 50%")
     assert found.first.rounding < 0.02
+
+
+def fp16(ranks=1, **changes):
+    return evidence(ranks) | {"precision": "fp16", "step": 4} | changes
+
+
+def test_rounding_is_not_measured_across_different_steps(side):
+    one, in_fp32 = side(kept=fp16()), side("single-fp32", gradients=scaled(GRADIENTS, 0.5))
+    doubled = side("zero2", fp16(ranks=2), gradients=scaled(GRADIENTS, 2))
+    found = bisect(one, doubled, in_fp32=in_fp32)
+    assert found.first is not None
+    assert found.first.what == "gradients"
+    assert found.first.rounding is None
+    assert found.notes[-1] == (
+        "what rounding does was not measured: single-fp32 first updated in step 1, before single, "
+        "so wider fixed limits hold"
+    )
+
+    sound = side("fsdp", fp16(ranks=2), gradients=noisy(2e-3, 1))
+    found = bisect(one, sound, in_fp32=in_fp32)
+    assert found.first is None
+    gradients = next(each for each in found.findings if each.what == "gradients")
+    assert gradients.verdict == "within"
+
+
+def test_rounding_is_measured_under_fp16_too_where_the_step_is_the_same(side):
+    one = side(kept=fp16(step=1), gradients=noisy(0.002, 1))
+    found = bisect(one, side("zero2", fp16(2, step=1)), in_fp32=side("single-fp32"))
+    gradients = next(each for each in found.findings if each.what == "gradients")
+    assert gradients.limit == pytest.approx(ROUNDINGS * gradients.rounding)
+    assert len(found.notes) == 1
 
 
 @pytest.mark.parametrize(("share", "differs"), [(2.0**-9, False), (2.0**-6, True)])
@@ -454,17 +511,24 @@ def test_the_command_for_a_broken_row_repeats_what_was_asked(make_row):
     options = CompareOptions(
         global_batch_size=32, precision="bf16", train_flags=["--learning_rate", "3e-4"]
     )
-    assert bisect_command(make_row(strategy="zero2"), CONTROL, options) == (
+    assert bisect_command(make_row(strategy="zero2", rehearsal=False), CONTROL, options) == (
         "toolkit compare --bisect single-trainer zero2-trainer --global_batch_size 32 "
         "--precision bf16 -- --learning_rate 3e-4"
     )
-    assert bisect_command(make_row(), CONTROL, CompareOptions()) == (
+    assert bisect_command(make_row(rehearsal=False), CONTROL, CompareOptions()) == (
         "toolkit compare --bisect single-trainer ddp-trainer"
     )
 
 
+def test_what_was_rehearsed_is_bisected_on_the_cpu_too(make_row):
+    row = make_row(strategy="single", engine="loop", rehearsal=True)
+    assert bisect_command(row, CONTROL, CompareOptions()) == (
+        "CUDA_VISIBLE_DEVICES= toolkit compare --bisect single-trainer single-loop"
+    )
+
+
 def test_under_a_scale_the_command_makes_that_very_run(make_row):
-    row = make_row(num_processes=4, gradient_accumulation_steps=1)
+    row = make_row(num_processes=4, gradient_accumulation_steps=1, rehearsal=False)
     assert bisect_command(row, CONTROL, CompareOptions(scale=[2, 4])) == (
         "toolkit compare --bisect single-trainer ddp-trainer --num_processes 4 "
         "--gradient_accumulation_steps 1"

@@ -1,5 +1,6 @@
 """What must not leave the machine is taken out of everything that is shown."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,74 @@ TOKEN = "hf_" + "a1B2" * 8
 def test_homes_tokens_and_variables_are_taken_out(text, shown):
     assert clean(text) == shown
     assert clean(shown) == shown
+
+
+JWT = ".".join(["eyJhbGciOiJIUzI1NiJ9", "eyJzdWIiOiIxIn0", "dBjftJeZ4CVP-mB92K27"])
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("os.environ['HF_TOKEN'] = 'abc'", "os.environ['HF_TOKEN'] = [removed]"),
+        ('(d["secret"])="abc", 1', '(d["secret"])=[removed], 1'),
+        ("if token == 'abc'", "if token == [removed]"),
+        (f"wandb: API key {'0123456789abcdef' * 2}", "wandb: API key [removed]"),
+        ("api key: abc, access-key=abc", "api key: [removed], access-key=[removed]"),
+        (f"session {JWT}.", "session [removed]."),
+        (f"maps AIza{'Sy-4_' * 7}", "maps [removed]"),
+        ("/data/home/alice/x /mnt/home/alice /c/Users/bob/y", "~/x ~ ~/y"),
+        ("/mnt/c/Users/bob/y file:///data/home/al/x", "~/y file://~/x"),
+        (r"C:\Users\Bob Smith\x and D:\Users\al", r"~\x and ~"),
+        (r"'C:\\Users\\Bob Smith\\x'", r"'~\\x'"),
+    ],
+)
+def test_what_was_written_another_way_is_taken_out_too(text, shown):
+    assert clean(text) == shown
+    assert clean(shown) == shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "--pad_token </s> --seed 1",
+        "eos_token='</s>', bos_token: <s>, unk-token=x, sep_token=x, cls_token=x",
+        "{'mask_token': '<mask>'}",
+        "the API key of an organization-administrator",
+        "eyJ.a.b and AIzawa",
+        "https://example.org/home/page https://example.org/a/Users/x",
+        "runs/home/x /a/b/home/x",
+        r"C:\Program Files\x",
+    ],
+)
+def test_what_is_no_secret_stays(text):
+    assert clean(text) == text
+
+
+def test_a_special_token_is_no_secret_as_a_key_either(full_results):
+    results = full_results()
+    results["environment"] |= {"pad_token": "</s>", "hub_token": "plain-word", "API key": "word"}
+    shown = presentable(results)["environment"]
+    assert (shown["pad_token"], shown["hub_token"], shown["API key"]) == (
+        "</s>",
+        "[removed]",
+        "[removed]",
+    )
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        *("-", "a-", "a.", "A_", "token", "--token", "token]", "token'", "token ", "api key "),
+        *("eyJ", "eyJ-", "eyJaaaaa.", "AIza-", "hf_", "://", "a://", "/home", "/a", "/", "/mnt/c"),
+        *("C:\\Users\\a ", "a ", "bearer ", "\x1b[1", "\x1b]", "'", "token='", "=", "A_=", " "),
+    ],
+)
+@pytest.mark.parametrize("start", ["", "token", "C:\\Users\\", "api key", "eyJ"])
+def test_a_long_line_takes_no_time(piece, start):
+    line = start + piece * (100_000 // len(piece))
+    began = time.process_time()
+    clean(line)
+    assert time.process_time() - began < 1
 
 
 def test_this_home_is_taken_out_wherever_it_is(monkeypatch):

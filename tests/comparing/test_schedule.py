@@ -390,6 +390,16 @@ def test_a_repeat_that_fails_marks_its_row_which_keeps_what_was_measured(world):
     ]
 
 
+def test_a_broken_gate_tells_how_to_bisect_unless_a_repeat_failed_which_has_its_own_fix(world):
+    runs = {"ddp": "drift", "zero2": ["drift", "oom"]}
+    assert world.compare("single", "ddp", "zero2", repeats=2, runs=runs) == 1
+    _, ddp, zero2 = world.results()["runs"]
+    assert ddp["fix"].startswith("This compares their first step, link by link: ")
+    assert ddp["fix"].endswith("toolkit compare --bisect single-trainer ddp-trainer")
+    assert (zero2["status"], bool(zero2["broken"])) == ("oom", True)
+    assert zero2["fix"].startswith("Use a smaller --global_batch_size")
+
+
 def test_a_gate_holds_only_if_it_held_in_every_repeat_and_the_one_that_broke_is_named(world):
     assert world.compare("single", "ddp", repeats=2, runs={"ddp": ["ok", "drift"]}) == 1
     row = world.results()["runs"][1]

@@ -2,6 +2,10 @@
 
 import pytest
 
+from toolkit.comparing.reporting.contrast import memory as memory_of_two
+from toolkit.comparing.reporting.figures.memory import fullest_moment
+from toolkit.comparing.reporting.figures.speed import speed_and_memory
+from toolkit.comparing.reporting.matching import match
 from toolkit.comparing.reporting.row_facts import planner_word
 from toolkit.comparing.reporting.runs_table import runs_table, speed_and_cost
 from toolkit.comparing.reporting.sections import parts
@@ -11,6 +15,7 @@ from toolkit.comparing.reporting.sections.memory import fullest, held, over_rank
 from toolkit.comparing.reporting.sections.scaling import scaled_runs, scaling
 from toolkit.comparing.reporting.sections.steps import step_time, warm_up
 from toolkit.comparing.reporting.sections.traffic import collectives, sent
+from toolkit.results import write_json
 
 GIB = 2**30
 
@@ -107,7 +112,64 @@ def test_the_fullest_moment_adds_up(full_results):
     shown = {name: ddp[name] for name in names}
     assert shown["activations"] == "0.12 GiB"
     assert (shown["other"], ddp["together"]) == ("64.0 MiB", "1.19 GiB")
-    assert "A GPU's allocator adds its own" in section.text
+    assert "adds its own; but for offloaded states these tensors are the same" in section.text
+
+
+OFFLOADED = "Offloaded states are in the counted peak of zero2_offload-trainer"
+
+
+@pytest.mark.parametrize("rehearsal", [True, False])
+def test_every_counted_peak_says_where_offloaded_states_are_in_it(
+    full_results, rehearsal, tmp_path
+):
+    results = full_results(rehearsal=rehearsal)
+    plain = " ".join(note for part in parts(results) for note in part.section.notes)
+    assert "Offloaded" not in plain
+    results["runs"][1] |= {"strategy": "zero2_offload"}
+    sides = (tmp_path / "a", tmp_path / "b")
+    for side in sides:
+        side.mkdir()
+        write_json(side / "results.json", results)
+    found = [
+        *(" ".join(each.notes) for each in (runs_table(results), fullest(results))),
+        " ".join(over_ranks(results).notes),
+        " ".join(memory_of_two(match(*sides)).notes),
+        fullest_moment(results).caption,
+        speed_and_memory(results).caption,
+    ]
+    assert [text.count(OFFLOADED) for text in found] == [int(rehearsal)] * len(found)
+
+
+def test_on_gpus_the_counted_peak_is_not_said_to_be_the_device_s_but_for_the_allocator(
+    full_results,
+):
+    text = fullest(full_results(rehearsal=False)).text
+    assert "The device's peak above is over all steps, packed rows included" in text
+    assert "difference" not in text
+    assert "over all steps" in fullest_moment(full_results(rehearsal=False)).caption
+
+
+def test_the_planner_s_peak_takes_the_place_of_none_that_was_measured(full_results):
+    def peaks(rehearsal, **changes):
+        results = full_results(rehearsal=rehearsal)
+        results["runs"][-1] |= changes
+        table = runs_table(results)
+        column = 2 + next(n for n, name in enumerate(table.header[2:]) if name.startswith("peak"))
+        return table.rows[-1][column], " ".join(table.notes)
+
+    done = full_results(rehearsal=False)["runs"][1]
+    assert peaks(False)[0] == "predicted 31.0 to 38.0 GiB"
+    assert peaks(False, memory=done["memory"])[0] == "1.25 GiB"
+    assert peaks(True, peak=done["peak"])[0] == "1.19 GiB"
+    cell, notes = peaks(True)
+    assert cell == "n/a"
+    assert "n/a: zero3-trainer (all): oom: rank 1 failed" in notes
+    assert "predicted peak on a GPU 31.0 to 38.0 GiB" in notes
+
+
+def test_only_what_has_a_cost_is_called_cost(full_results):
+    titles = [parts(full_results(rehearsal=each))[0].title for each in (True, False)]
+    assert titles == ["Speed", "Speed and cost"]
 
 
 def test_a_category_that_is_none_of_ours_counts_as_other(full_results):

@@ -66,6 +66,22 @@ def test_a_rehearsal_speaks_of_counted_tensors_and_of_no_speed(full_results):
     assert "fastest" not in text
 
 
+def test_offloaded_states_on_a_cpu_make_nobody_the_largest(full_results):
+    results = full_results()
+    results["runs"][1] |= {"strategy": "zero2_offload"}
+    results["runs"][1]["peak"] |= {"total_bytes": 2**34}
+    text = verdict(results)
+    assert "and most in single-trainer (1.19 GiB), runs that offload left out." in text
+    for row in results["runs"]:
+        row["strategy"] = "fsdp_offload"
+    assert "came to least" not in verdict(results)
+
+
+def test_without_a_control_it_says_that_nothing_was_judged(make_results, make_row):
+    text = verdict(make_results(make_row(), control=None))
+    assert "No run could be judged: there is no control." in text
+
+
 def test_what_looks_the_same_is_not_called_least_and_most(on_gpus):
     results = on_gpus(1000.0, 2000.0)
     for row in results["runs"]:
@@ -116,6 +132,16 @@ def test_what_helps_stands_beside_the_gate_that_broke(make_results, make_row):
 def test_the_limit_of_speed_is_what_was_measured(on_gpus, noise, said):
     why = {} if noise else {"not_measured": {"noise": "no run was started twice"}}
     assert said in " ".join(limits(on_gpus(1000.0, noise=noise, **why)))
+
+
+def test_runs_of_unlike_numbers_of_starts_are_not_said_to_have_the_same(on_gpus, make_row):
+    results = on_gpus(1000.0, 2000.0, noise=REPEATED | {"repeats": 1})
+    start = {"tokens_per_second": 1000.0}
+    for row, count in zip(results["runs"], (2, 1, 0), strict=True):
+        row["repeats"] = [start] * count
+    assert "measured from runs started 1 to 2 times." in limits(results)[0]
+    results["runs"][1]["repeats"] = [start] * 2
+    assert "measured from 2 starts of each run." in limits(results)[0]
 
 
 def test_without_noise_and_its_reason_the_runs_are_asked(on_gpus):

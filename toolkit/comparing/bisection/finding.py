@@ -3,7 +3,8 @@
 A step is a chain: weights, rows, losses, their weights in the gradient, gradients, clipping, rate,
 settings, update. Whatever breaks one link shows in all that follow, so the first to differ beyond
 its limit is the cause, and the rest are consequences. Under bf16 and fp16 two sound runs differ
-by rounding: how much is measured, by the first run once more in fp32, not assumed.
+by rounding: how much is measured, by the first run once more in fp32, of the same step. Where fp16
+skipped the step that fp32 made, it cannot be, and wider fixed limits hold.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ def bisect(one: Side, other: Side, *, in_fp32: Side | None = None) -> Bisection:
     Args:
         one: The reference, usually `single`.
         other: What is held against it.
-        in_fp32: The first run again in fp32, from which its rounding is measured.
+        in_fp32: The first run again in fp32, from which its rounding is measured; left out, with a
+            note, where its evidence is of another step.
 
     Raises:
         BisectError: the two are evidence of different steps.
@@ -111,14 +113,21 @@ def bisect(one: Side, other: Side, *, in_fp32: Side | None = None) -> Bisection:
             "--precision bf16 or no."
         )
     pair = _pair(one, other)
-    reference = None if in_fp32 is None else _pair(one, in_fp32)
+    reference, notes = None, list(of_rows.notes(pair))
+    if in_fp32 is not None and in_fp32.evidence["step"] == steps[0]:
+        reference = _pair(one, in_fp32)
+    elif in_fp32 is not None:
+        notes.append(
+            f"what rounding does was not measured: {in_fp32.name} first updated in step "
+            f"{in_fp32.evidence['step']}, before {one.name}, so wider fixed limits hold"
+        )
     return Bisection(
         one=one.name,
         other=other.name,
         step=steps[0],
         precision=one.evidence["precision"],
         findings=tuple(_finding(link, pair, reference) for link in LINKS),
-        notes=tuple(of_rows.notes(pair)),
+        notes=tuple(notes),
     )
 
 
@@ -143,6 +152,8 @@ def _finding(link: Link, pair: Pair, reference: Pair | None) -> Finding:
     low = pair.precision != "no"
     if low and link.low_precision_limit is not None:
         limit = max(limit, link.low_precision_limit)
+    if low and rounding is None and link.unmeasured_limit is not None:
+        limit = max(limit, link.unmeasured_limit)
     differs = seen.fault or not seen.value <= limit
     verdict: Verdict = "differs" if differs else "within" if seen.value else "equal"
     return Finding(

@@ -137,5 +137,6 @@ def _averages_batches(pair: Pair) -> bool:
         * sum(row["supervised"] for row in each["rows"])
         for batches in evidence["ranks"]
         for each in batches
+        if any(row["supervised"] for row in each["rows"])
     ]
     return max(says) - min(says) <= SCALE_TOLERANCE * max(map(abs, says))

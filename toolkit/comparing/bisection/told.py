@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.comparing.bisection.finding import Bisection
+from toolkit.comparing.bisection.finding import Bisection, Finding
 from toolkit.comparing.scheduling.attempts import Finished, command_at
 from toolkit.comparing.scheduling.rows import Failure
 from toolkit.results import SCHEMA
@@ -83,12 +83,9 @@ def page(found: Bisection | None, started: Sequence[Started], lines: Sequence[st
             if first is None
             else f"**{first.what}**: {first.words}.",
             "",
-            "| link | verdict | |",
-            "|---|---|---|",
-            *(
-                f"| {each.what} | {each.verdict} | {each.words.replace('|', '/')} |"
-                for each in found.findings
-            ),
+            "| link | found |",
+            "|---|---|",
+            *(f"| {each.what} | {_cell(each)} |" for each in found.findings),
             "",
             *(f"- {note}" for note in found.notes),
             "",
@@ -96,3 +93,9 @@ def page(found: Bisection | None, started: Sequence[Started], lines: Sequence[st
     for each in started:
         text += [f"{each.name}:", "", "```sh", command_at(each.folder) or "", "```", ""]
     return "\n".join(text)
+
+
+def _cell(finding: Finding) -> str:
+    """Return a finding's words, which name every verdict but a difference."""
+    words = finding.words.replace("|", "/")
+    return f"differs: {words}" if finding.verdict == "differs" else words

@@ -24,6 +24,7 @@ from toolkit.comparing.reporting.matching import (
     why_missing,
 )
 from toolkit.comparing.reporting.row_facts import (
+    host_in_peak_lines,
     peak_field,
     reason_for,
     run_name,
@@ -128,7 +129,11 @@ def memory(found: SideBySide) -> Section:
     )
     if found.a.rehearsal and found.b.rehearsal and not counted:
         text += " The peak of a rehearsal is the host's, with libraries and all."
-    return _table(found, columns, text=text)
+    section = _table(found, columns, text=text)
+    if not counted:
+        return section
+    lines = host_in_peak_lines([row for pair in found.pairs for row in pair])
+    return section._replace(notes=[*lines, *section.notes])
 
 
 def losses(found: SideBySide) -> Section:

@@ -79,8 +79,7 @@ def _of_parameters(
     share = gathered / micro_batches / everything
     if twice - share > PADDING:
         what = (
-            "ZeRO-3 keeps what stays below stage3_max_live_parameters between forward and "
-            "backward"
+            "ZeRO-3 keeps what stays below stage3_max_live_parameters between forward and backward"
             if strategy.zero_stage == 3
             else "what is outside of the layers is not freed between forward and backward"
         )

@@ -14,7 +14,11 @@ from toolkit.results import Results
 
 REMOVED: Final = "[removed]"
 
-SECRET: Final = r"(?:token|secret|passw(?:or)?d|api_?key|access_?key|private_?key|credentials?)"
+SECRET: Final = (
+    r"(?:(?<!(?:pad|eos|bos|unk|sep|cls)[_-])(?<!mask[_-])token|secret|passw(?:or)?d|credentials?"
+    r"|(?:api|access|private)[_ -]?key)"
+)
+"""The end of a name whose value is secret; a tokenizer's special tokens are not."""
 
 SETTINGS: Final = r"(?:CUDA|PYTORCH|TORCH|NCCL|GLOO|OMP|MKL)_"
 """Variables that libraries name in their own advice (`try PYTORCH_CUDA_ALLOC_CONF=...`), and the
@@ -30,21 +34,32 @@ UNSEEN: Final = re.compile(
 a pair, which no file can hold."""
 
 HOMES: Final = re.compile(
-    r"(?<![\w.~-])(?:/(?:home|Users)/[^/\s'\":;,]+|/root(?![\w.-])|[A-Za-z]:\\Users\\[^\\\s'\":;,]+)"
+    r"(?<![\w.~-])(?:(?:(?<!:/)/[\w.-]+|/mnt/[a-z])?/(?:home|Users)/[^/\s'\":;,]+|/root(?![\w.-])"
+    r"|[A-Za-z]:\\{1,2}Users\\{1,2}"
+    r"(?:[^\\\s'\":;,]+(?: [^\\\s'\":;,]+){1,3}(?=\\)|[^\\\s'\":;,]+))"
 )
+"""Also below one folder (`/data/home/x`, `/c/Users/x`), but not below the host of a URL; a name on
+Windows has spaces where a backslash tells its end."""
 
 VALUE: Final = r"(?:\[removed\]|\"[^\"\n]*\"|'[^'\n]*'|[^\s\"',;)}\]]+)"
 
+# Each pattern begins where a run of its letters does: from every letter of a line it would take
+# the square of the line's length.
 REMOVALS: Final[tuple[tuple[re.Pattern[str], str], ...]] = (
     (re.compile(r"(?i)((?:bearer|basic)\s+)[\w.~+/=-]{8,}"), rf"\1{REMOVED}"),
-    (re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://)[^/\s@'\"]+@"), rf"\1{REMOVED}@"),
-    (re.compile(rf"(?i)(--[\w-]*{SECRET}(?:=|\s+)){VALUE}"), rf"\1{REMOVED}"),
-    (re.compile(rf"(?i)(\b[\w-]*{SECRET}\b['\"]?\s*[=:]\s*){VALUE}"), rf"\1{REMOVED}"),
+    (re.compile(r"(://)[^/\s@'\"]+@"), rf"\1{REMOVED}@"),
+    (re.compile(rf"(?i)((?<![\w-])--[\w-]*{SECRET}(?:=|\s+)){VALUE}"), rf"\1{REMOVED}"),
+    (
+        re.compile(rf"(?i)((?<![\w-])[\w-]*{SECRET}\b['\"\])]*\s*[=:]=?\s*){VALUE}"),
+        rf"\1{REMOVED}",
+    ),
+    (re.compile(r"(?i)(\bapi[_ -]?key\s+)(?=[a-z_-]*\d)[\w-]{16,}"), rf"\1{REMOVED}"),
     (re.compile(rf"(\b(?!{SETTINGS})[A-Z][A-Z0-9]*_[A-Z0-9_]*=){VALUE}"), rf"\1{REMOVED}"),
     (
         re.compile(
             r"\b(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|gh[a-z]_\w{16,}"
-            r"|github_pat_\w{16,}|glpat-[\w-]{16,}|AKIA[0-9A-Z]{16}|xox[a-z]-[\w-]{10,})"
+            r"|github_pat_\w{16,}|glpat-[\w-]{16,}|AKIA[0-9A-Z]{16}|AIza[\w-]{30,}"
+            r"|xox[a-z]-[\w-]{10,})|(?<![\w-])eyJ[\w-]{5,}\.[\w-]{5,}\.[\w-]{5,}"
         ),
         REMOVED,
     ),

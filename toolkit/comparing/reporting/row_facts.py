@@ -5,11 +5,13 @@ Results of earlier toolkits lack the later fields; what they lack is None here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from toolkit.comparing.predicted import STATES
 from toolkit.comparing.reporting.words import size_between
 from toolkit.results import Control, Memory, Peak, Results, Row
+from toolkit.strategies import STRATEGIES
 
 BASELINE: Final = "ddp"
 """The strategy whose speed is called 1, where it ran."""
@@ -98,6 +100,26 @@ def counted_peak(row: Row) -> int | None:
     return None if peak is None else peak["total_bytes"]
 
 
+def host_in_peak(row: Row) -> bool:
+    """Whether the counted peak has offloaded states in it: the host is a rehearsal's device."""
+    strategy = STRATEGIES.get(row["strategy"])
+    return row["rehearsal"] and strategy is not None and strategy.offloads
+
+
+def host_in_peak_lines(rows: Sequence[Row]) -> list[str]:
+    """Say whose counted peak would be smaller on a GPU; nothing where there is none."""
+    found = [row for row in rows if counted_peak(row) is not None and host_in_peak(row)]
+    names = ", ".join(dict.fromkeys(map(run_name, found)))
+    return (
+        [
+            f"Offloaded states are in the counted peak of {names}, since the host is the device "
+            "in a rehearsal; on a GPU they are not."
+        ]
+        if found
+        else []
+    )
+
+
 def counts_peaks(results: Results) -> bool:
     """Whether this is a rehearsal that counted what its tensors come to at their fullest."""
     rehearsal = results.get("rehearsal", False)
@@ -136,6 +158,13 @@ def predicted_peak(row: Row) -> tuple[int, int] | None:
     return predicted["peak_bytes"]["low"], predicted["peak_bytes"]["high"]
 
 
+def why_not_predicted(row: Row) -> str:
+    """Return why the planner says nothing of a run."""
+    predicted = row.get("predicted")
+    reason = None if predicted is None else predicted["reason"]
+    return reason or "its record has no prediction"
+
+
 def planner_word(row: Row) -> str:
     """Say what the planner expected of a run's peak, and by how much that is more than it had."""
     predicted = row.get("predicted")
@@ -143,7 +172,8 @@ def planner_word(row: Row) -> str:
     if predicted is None or peak is None:
         reason = None if predicted is None else predicted["reason"]
         return reason or reason_for(row, "predicted", otherwise="not predicted")
-    said = f"predicted peak {size_between(*peak)}"
+    where = " on a GPU" if row["rehearsal"] else ""
+    said = f"predicted peak{where} {size_between(*peak)}"
     room, over = predicted.get("room_bytes"), predicted.get("over_bytes")
     if room is None or over is None:
         return f"{said}; there is no GPU's memory to hold it against" + (

@@ -14,6 +14,7 @@ from toolkit.comparing.reporting.row_facts import (
     control_name,
     counted_peak,
     counts_peaks,
+    host_in_peak_lines,
     is_control,
     peak_field,
     peak_of,
@@ -59,9 +60,10 @@ def cells(row: Row, control: Control | None, *, counted: bool = False) -> dict[s
     """
     step = row["step_seconds"]
     gap = row["loss_gap"]
-    peak = size(counted_peak(row) if counted else peak_of(row))
-    expected = predicted_peak(row)
-    if row["status"] == "oom" and expected is not None:
+    held = counted_peak(row) if counted else peak_of(row)
+    peak, expected = size(held), predicted_peak(row)
+    # The planner's is a device's: in a rehearsal it would stand among the peaks of a host.
+    if held is None and row["status"] == "oom" and expected is not None and not row["rehearsal"]:
         peak = f"predicted {size_between(*expected)}"
     return {
         "strategy": row["strategy"],
@@ -155,9 +157,10 @@ def _named(results: Results, base: Row | None) -> list[str]:
         lines.append(f"Baseline of speed: {run_name(base)}{on}; the others are multiples of it.")
     if counts_peaks(results):
         lines.append(
-            "Peak, counted: all tensors of the fullest rank at the fullest moment of a step; a "
-            "GPU's allocator adds its own."
+            "Peak, counted: all tensors of the fullest rank at the fullest moment of one step, of "
+            "ragged rows; a GPU's allocator adds its own."
         )
+        lines += host_in_peak_lines(results["runs"])
     return [*lines, *out_of_memory(results)]
 
 

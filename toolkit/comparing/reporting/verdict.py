@@ -12,6 +12,7 @@ from toolkit.comparing.reporting.row_facts import (
     counted_peak,
     counts_peaks,
     failed,
+    host_in_peak,
     is_control,
     measured,
     peak_of,
@@ -65,9 +66,11 @@ def _agreement_sentences(good: Sequence[Row], results: Results) -> list[str]:
             f"{', '.join(map(run_name, broken))} did not train as the control did: "
             f"{broken_sentence(broken[0]['broken'][0])}"
         ]
-    others = [row for row in good if not is_control(row, results["control"])]
     name = control_name(results)
-    return [_agreement_sentence(others, name)] if others and name is not None else []
+    if name is None:
+        return ["No run could be judged: there is no control."]
+    others = [row for row in good if not is_control(row, results["control"])]
+    return [_agreement_sentence(others, name)] if others else []
 
 
 def _agreement_sentence(others: Sequence[Row], name: str) -> str:
@@ -125,11 +128,13 @@ def _memory_sentences(good: Sequence[Row], results: Results) -> list[str]:
         text = "{} needed the least memory ({} at its peak), {} the most ({})."
         return _extremes(good, peak_of, text)
     if counts_peaks(results):
+        # With the host for a device, offload makes no peak smaller, as it would on a GPU.
+        alike = [row for row in good if not host_in_peak(row)]
         return _extremes(
-            good,
+            alike,
             counted_peak,
             "The tensors of the fullest rank came to least in {} ({} at their peak) and most in "
-            "{} ({}).",
+            "{} ({})" + (", runs that offload left out." if len(alike) < len(good) else "."),
         )
     return _extremes(
         good,

@@ -1,4 +1,4 @@
-"""The command that names the cause of a broken gate, ready to be typed."""
+"""The command that compares the first step of a row and its control, ready to be typed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from toolkit.results import Control, Row
 
 
 def bisect_command(row: Row, control: Control | None, options: CompareOptions) -> str | None:
-    """Return the command that names the cause of a row's broken gate; None where there is none.
+    """Return the command that bisects a row and its control; None where they are one run.
 
     Args:
         row: Of a run that broke a gate.
@@ -44,4 +44,6 @@ def bisect_command(row: Row, control: Control | None, options: CompareOptions) -
     ]
     sides = [f"{each['strategy']}-{each['engine']}" for each in (control, row)]
     flags = ["--", *options.train_flags] if options.train_flags else []
-    return shlex.join(["toolkit", "compare", "--bisect", *sides, *words, *flags])
+    command = shlex.join(["toolkit", "compare", "--bisect", *sides, *words, *flags])
+    # Fewer ranks may find GPUs enough where all runs of the comparison did not.
+    return f"CUDA_VISIBLE_DEVICES= {command}" if row["rehearsal"] else command

@@ -97,7 +97,8 @@ class Comparison:
             else contextlib.nullcontext()
         )
         with status:
-            found = prepare(self.plan.runs[0].flags, console=console)
+            first = self.plan.runs[0]
+            found = prepare(first.flags, num_processes=first.num_processes, console=console)
         self.facts = facts_of(found)
         return found
 
@@ -152,8 +153,8 @@ class Comparison:
             if starts:
                 add_judgement(row, self.judging.of(starts, control=control, first_step=first))
                 command = bisect_command(row, self.control(), self.options)
-                if row["broken"] and command is not None:
-                    row["fix"] = f"This names the cause: {command}"
+                if row["broken"] and row["status"] == "ok" and command is not None:
+                    row["fix"] = f"This compares their first step, link by link: {command}"
             self.rows[planned.name] = row
 
     def results(self, *, complete: bool = True) -> Results:

@@ -21,8 +21,13 @@ PREPARE: Final = (sys.executable, "-m", "toolkit.training.prepare")
 PROGRESS_BAR: Final = re.compile(r"\d+%\|")
 
 
-def prepare(flags: Sequence[str], *, console: Console) -> dict[str, Any]:
+def prepare(flags: Sequence[str], *, num_processes: int, console: Console) -> dict[str, Any]:
     """Run `toolkit.training.prepare` with the flags of a run and return what it found.
+
+    Args:
+        flags: Of `toolkit.train`.
+        num_processes: Of that run: with them the flags say how many rows it takes.
+        console: Told of what goes on.
 
     Raises:
         UsageError: the flags, the model or the data are not usable.
@@ -30,7 +35,7 @@ def prepare(flags: Sequence[str], *, console: Console) -> dict[str, Any]:
     command = [sys.executable, "-m", "toolkit.launching.supervised", str(os.getpid()), *PREPARE]
     last = ""
     with subprocess.Popen(
-        [*command, *flags],
+        [*command, f"--num_processes={num_processes}", *flags],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

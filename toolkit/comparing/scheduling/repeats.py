@@ -11,6 +11,7 @@ from toolkit.comparing.scheduling.attempts import Finished
 from toolkit.results import Repeat, Row, Spread, StepSeconds
 
 ONE_START: Final = "the run was started once"
+NO_SPEED: Final = "tokens/s were not measured in two starts"
 
 
 def add_speed(row: Row, starts: Sequence[Finished]) -> None:
@@ -29,7 +30,7 @@ def add_speed(row: Row, starts: Sequence[Finished]) -> None:
             least=least, most=most, share=(most - least) / statistics.median(speeds)
         )
     else:
-        row["not_measured"]["spread"] = ONE_START
+        row["not_measured"]["spread"] = ONE_START if len(starts) < 2 else NO_SPEED
 
 
 def _repeat(start: Finished) -> Repeat:

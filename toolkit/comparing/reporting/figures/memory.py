@@ -8,7 +8,13 @@ from typing import Final
 from toolkit.comparing.predicted import STATES
 from toolkit.comparing.reporting.figures.bars import Bar, byte_bars
 from toolkit.comparing.reporting.figures.frame import NOT_DRAWN, PREDICTED, Key, Shown
-from toolkit.comparing.reporting.row_facts import peak_of, reason_for, states_of
+from toolkit.comparing.reporting.row_facts import (
+    host_in_peak_lines,
+    peak_of,
+    reason_for,
+    states_of,
+    why_not_predicted,
+)
 from toolkit.comparing.reporting.sections.memory import PEAK_CATEGORIES, parts_of
 from toolkit.comparing.reporting.svg import INK, PARTS, VARIABLES
 from toolkit.results import Peak, Results, Row
@@ -20,8 +26,8 @@ STATE_NAMES: Final = ("parameters", MASTER, "gradients", OPTIMIZER)
 PEAK_NAMES: Final = (*STATE_NAMES, *PEAK_CATEGORIES[len(STATE_NAMES) :])
 
 DEVICE: Final = (
-    " The diamond is the device's peak as its allocator counts it; the line through it is the "
-    "planner's interval."
+    " The diamond is the device's peak as its allocator counts it, over all steps, packed rows "
+    "included; the line through it is the planner's interval."
 )
 
 
@@ -68,9 +74,9 @@ def fullest_moment(results: Results) -> Shown | None:
         runs=len(results["runs"]),
         title="Memory at the fullest moment of a step",
         caption=(
-            "Bytes of all tensors that were alive on the rank that held the most, counted; a "
-            "GPU's allocator adds its own. Activations are what backward keeps; other are "
-            "buffers, inputs and temporaries."
+            "Bytes of all tensors that were alive on the rank that held the most, counted in one "
+            "step, of ragged rows; a GPU's allocator adds its own. Activations are what backward "
+            "keeps; other are buffers, inputs and temporaries."
         ),
     )
     bars: list[Bar] = []
@@ -82,6 +88,7 @@ def fullest_moment(results: Results) -> Shown | None:
             bars.append(Bar(row=row, parts=parts_of(peak), peak=_device(row)))
     if not bars:
         return shown
+    shown.caption = " ".join([shown.caption, *host_in_peak_lines([bar.row for bar in bars])])
     shown.keys = _areas(bars, PEAK_NAMES)
     _explain_peaks(shown, bars)
     shown.svg = byte_bars(shown, bars, PARTS)
@@ -91,12 +98,6 @@ def fullest_moment(results: Results) -> Shown | None:
 def _counted(results: Results) -> bool:
     """Whether anybody looked for the fullest moment."""
     return any("peak" in row for row in results["runs"])
-
-
-def why_not_predicted(row: Row) -> str:
-    predicted = row.get("predicted")
-    reason = None if predicted is None else predicted["reason"]
-    return reason or "its record has no prediction"
 
 
 def _areas(bars: Sequence[Bar], names: Sequence[str]) -> list[Key]:

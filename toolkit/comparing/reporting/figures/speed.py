@@ -18,6 +18,7 @@ from toolkit.comparing.reporting.figures.frame import (
 from toolkit.comparing.reporting.row_facts import (
     counted_peak,
     counts_peaks,
+    host_in_peak_lines,
     peak_of,
     reason_for,
     run_name,
@@ -77,7 +78,8 @@ def _measure(results: Results) -> tuple[str, str, str]:
     slow = "The speed is a CPU's and says nothing about GPUs."
     if counts_peaks(results):
         how = "bytes of all tensors of the fullest rank at the fullest moment of a step, counted."
-        return "counted peak", "peak", f"{how} {slow}"
+        words = [how, *host_in_peak_lines(results["runs"]), slow]
+        return "counted peak", "peak", " ".join(words)
     how = (
         "bytes of parameters, master weights, gradients and optimizer states on the fullest rank, "
         "since a CPU has no peak of a GPU's."

@@ -7,8 +7,7 @@ from typing import Final
 from toolkit.comparing.predicted import MOVED
 from toolkit.comparing.reporting.figures.bars import Bar, byte_bars
 from toolkit.comparing.reporting.figures.frame import NOT_DRAWN, PREDICTED, Key, Shown
-from toolkit.comparing.reporting.figures.memory import why_not_predicted
-from toolkit.comparing.reporting.row_facts import reason_for
+from toolkit.comparing.reporting.row_facts import reason_for, why_not_predicted
 from toolkit.comparing.reporting.sections.traffic import OTHER, moved_by_purpose
 from toolkit.comparing.reporting.svg import INK, PARTS, VARIABLES
 from toolkit.results import Results, Row

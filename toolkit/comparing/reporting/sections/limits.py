@@ -35,11 +35,23 @@ def _noise(results: Results) -> str:
         )
     start = f"Differences in speed under {share(noise['share'])} mean nothing (95% confidence)"
     if noise["basis"] == "repeats":
-        return f"{start}: measured from {noise['repeats']} starts of each run."
+        counts = _starts(results) or [noise["repeats"]]
+        if min(counts) < max(counts):
+            return f"{start}: measured from runs started {min(counts)} to {max(counts)} times."
+        return f"{start}: measured from {counts[0]} starts of each run."
     return (
         f"{start}: measured from the timed steps of one start of each run. What changes from start "
         "to start is not in it; --repeats 3 measures that."
     )
+
+
+def _starts(results: Results) -> list[int]:
+    """How often each run was started, as far as the speed of a start is known."""
+    counts = [
+        sum(1 for each in row.get("repeats") or [] if each["tokens_per_second"])
+        for row in measured(results)
+    ]
+    return [count for count in counts if count]
 
 
 def _why_no_noise(results: Results) -> str:

@@ -7,7 +7,14 @@ from typing import Final
 
 from toolkit.comparing.predicted import STATES
 from toolkit.comparing.reporting.grid import RUN, Column, Section, at, grid, missing_lines
-from toolkit.comparing.reporting.row_facts import measured, reason_for, run_name, states_of
+from toolkit.comparing.reporting.row_facts import (
+    host_in_peak_lines,
+    measured,
+    reason_for,
+    run_name,
+    states_of,
+    why_not_predicted,
+)
 from toolkit.comparing.reporting.words import NOT_AVAILABLE, size, size_between
 from toolkit.results import Memory, Peak, Prediction, RankMemory, Results, Row
 
@@ -62,7 +69,7 @@ def held(results: Results) -> Section:
         "what `toolkit plan` predicts, with its error where it has one."
     )
     notes = missing_lines(missing, runs=len(good))
-    notes += _not_predicted(good)
+    notes += not_predicted(good, "memory")
     unknown = [_words(name) for name in (*LATER, "host_peak_bytes") if name in names]
     if unknown:
         notes.append(f"n/a, predicted {', '.join(unknown)}: the planner has no figure for it")
@@ -93,20 +100,13 @@ def _predicted_sizes(predicted: Prediction | None, names: Sequence[str]) -> list
     return cells
 
 
-def _not_predicted(good: Sequence[Row]) -> list[str]:
-    """Say why runs have no prediction of their memory, the same reason once."""
-    return not_predicted(good, "memory")
-
-
 def not_predicted(good: Sequence[Row], field: str) -> list[str]:
     """Say why runs have no prediction of that, the same reason once."""
     reasons: dict[str, list[str]] = {}
     for row in good:
         predicted = row.get("predicted")
-        if predicted and predicted.get(field) is not None:
-            continue
-        reason = None if predicted is None else predicted["reason"]
-        reasons.setdefault(reason or "its record has no prediction", []).append(run_name(row))
+        if not predicted or predicted.get(field) is None:
+            reasons.setdefault(why_not_predicted(row), []).append(run_name(row))
     return [f"n/a, predicted, {', '.join(names)}: {reason}" for reason, names in reasons.items()]
 
 
@@ -122,17 +122,19 @@ def fullest(results: Results) -> Section | None:
         *(Column(name, _part(name), "peak") for name in PEAK_CATEGORIES),
     ]
     text = (
-        "The fullest moment of an optimizer step on the rank that held the most, counted from the "
-        "tensors that were alive: `parameters` with those gathered for a moment, `activations` "
-        "what backward keeps, `other` buffers, inputs and temporaries. "
+        "The fullest moment of one optimizer step, of ragged rows, on the rank that held the "
+        "most, counted from the tensors that were alive: `parameters` with those gathered for a "
+        "moment, `activations` what backward keeps, `other` buffers, inputs and temporaries. "
         + (
-            "A GPU's allocator adds its own; these tensors are the same on a GPU, as far as its "
-            "kernels keep the same ones."
+            "A GPU's allocator adds its own; but for offloaded states these tensors are the same "
+            "on a GPU, as far as its kernels keep the same ones."
             if results.get("rehearsal")
-            else "What the allocator adds is the difference to the device's peak above."
+            else "The device's peak above is over all steps, packed rows included, and has what "
+            "the allocator adds."
         )
     )
-    return grid(good, columns, text=text)
+    section = grid(good, columns, text=text)
+    return section._replace(notes=[*host_in_peak_lines(good), *section.notes])
 
 
 def str_or_gap(value: str | int | None) -> str:
@@ -172,7 +174,8 @@ def over_ranks(results: Results) -> Section:
             Column(f"most {name}", _extreme(max, of), field),
         ]
     text = "Of all ranks of a run, those that hold least and most; states are the sum of the above."
-    return grid(rows, columns, text=text, whole=False)
+    section = grid(rows, columns, text=text, whole=False)
+    return section._replace(notes=[*host_in_peak_lines(rows), *section.notes])
 
 
 def _extreme(
