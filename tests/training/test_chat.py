@@ -103,6 +103,31 @@ def test_markers_and_incremental_rendering_find_the_same_tokens(tokenizer, name)
     assert tokeniser(tokenizer, without).tokens(chat, where="Row 0") == expected
 
 
+def test_the_start_of_the_next_turn_is_not_learned_where_it_is_the_end_of_text_too(tokenizer):
+    tokenizer.bos_token = tokenizer.eos_token
+    text = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ bos_token }}{% generation %}"
+        "{{ m.content }}{% endgeneration %}{{ eos_token }}{% else %}{{ bos_token + m.content }}"
+        "{% endif %}{% endfor %}"
+    )
+    end = tokenizer.eos_token
+    parts = learned_parts(tokenizer, Template(name="x", text=text))
+    assert parts == [f"one two{end}", f"three{end}"]
+
+
+@pytest.mark.parametrize("name", ["chatml", "roles"])
+def test_what_opens_a_chat_is_no_reply_with_markers_and_without(tokenizer, name):
+    marked = find_template(tokenizer, name)
+    text = marked.text.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
+    chat = Chat(messages=CHAT[2:], prompt=0, tools=None)
+    ids, learned = tokeniser(tokenizer, marked).tokens(chat, where="Row 0")
+    without = tokeniser(tokenizer, Template(name="x", text=text)).tokens(chat, where="Row 0")
+    assert without == (ids, learned)
+    parts = learned_parts(tokenizer, marked, CHAT[2:])
+    assert len(parts) == 1
+    assert parts[0].startswith("three")
+
+
 def test_a_template_without_markers_gets_no_empty_mask(tokenizer):
     assert learned_parts(tokenizer, unmarked()) == ["one two<|im_end|>", "three<|im_end|>"]
 
@@ -157,7 +182,7 @@ def test_the_end_of_a_turn_is_learned_where_markers_leave_it_out(tokenizer):
     text = CHATML_WITHOUT_MARKERS.replace(
         "m.content +", "'' }}{% generation %}{{ m.content }}{% endgeneration %}{{"
     )
-    marked = [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]
+    marked = [{"role": "assistant", "content": content} for content in ("opening", "a", "b")]
     parts = learned_parts(tokenizer, Template(name="x", text=text), marked)
     assert parts == ["a<|im_end|>", "b<|im_end|>"]
 

@@ -252,6 +252,20 @@ def test_models_that_might_mix_texts_are_refused(architecture, attention, says, 
         check_borders(tmp_path, attention=attention)
 
 
+def test_code_that_comes_with_a_model_is_not_proven_by_the_name_of_a_class(tmp_path):
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "auto_map": {"AutoModelForCausalLM": "modeling.LlamaForCausalLM"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check_borders(tmp_path, attention=None)  # without the flag transformers runs its own
+    with pytest.raises(UsageError, match="not proven for the code that comes with the model"):
+        check_borders(tmp_path, attention=None, trust_remote_code=True)
+    flags = ["--packing", "best_fit", "--model_name_or_path", str(tmp_path)]
+    with pytest.raises(UsageError, match="not proven for the code that comes with the model"):
+        prepare([*flags, "--trust_remote_code", "True"])
+
+
 @pytest.mark.parametrize("attention", [None, *PROVEN_ATTENTION])
 def test_the_built_in_model_is_taken(attention, cache):
     check_borders(build_model(), attention=attention)

@@ -86,6 +86,20 @@ def test_a_data_set_in_a_folder_is_streamed_as_one_of_the_hub(tmp_path, cache):
     assert prepare_data(arguments, build_model(), rows_needed=4).tokens_hash != streamed.tokens_hash
 
 
+def test_more_rows_of_a_stream_hold_more_rows_for_validation(tmp_path, cache):
+    path = write_rows(tmp_path / "rows.jsonl", numbered(300))
+    for where in ({"train_file": path}, {"dataset_name": str(tmp_path)}):
+        options = where | {"streaming": True, "validation_split_percentage": 20}
+        made = [
+            prepare_validation(
+                DataArguments(**options, max_train_samples=limit, max_eval_samples=200),
+                build_model(),
+            )
+            for limit in (30, 300)
+        ]
+        assert made[0].rows < 20 < made[1].rows
+
+
 def test_a_stream_without_an_end_in_sight_is_refused(tmp_path, cache):
     path = write_rows(tmp_path / "rows.jsonl", numbered(100))
     flags = ["--train_file", path, "--streaming", "True"]
@@ -97,6 +111,14 @@ def test_a_stream_without_an_end_in_sight_is_refused(tmp_path, cache):
     assert facts["data"]["rows"] == 2 * 4 * 2 * 3
     with pytest.raises(UsageError, match="--streaming needs"):
         prepare(["--streaming", "True"])
+
+
+def test_the_cache_keeps_the_rows_and_not_what_they_were_made_of(tmp_path, cache):
+    path = write_rows(tmp_path / "rows.jsonl", numbered(11))
+    for options in ({}, {"streaming": True, "max_train_samples": 5}, {"packing": "best_fit"}):
+        made = prepare_data(DataArguments(train_file=path, **options), build_model())
+        assert sorted(each.name for each in made.folder.iterdir()) == ["facts.json", "rows"]
+        assert len(made.load()) == made.rows
 
 
 # Validation

@@ -121,7 +121,8 @@ def _knows_chatml(tokenizer: PreTrainedTokenizerBase) -> bool:
 class ChatTokeniser:
     """Turns batches of conversations into rows; made for `datasets.map`.
 
-    The token that ends a turn is learned with it, whether or not it also pads. A chat whose end is
+    The token that ends a turn is learned with it, whether or not it also pads. What the assistant
+    opens a chat with replies to nothing: of its turns, that one is not learned. A chat whose end is
     no special token gets the end of text. Rows that `max_length` cut before the first learned
     token are left out; a whole row without one is an error.
     """
@@ -170,9 +171,14 @@ class ChatTokeniser:
             raise UsageError(f"{where} has no messages: remove it.")
         if self.found.loss_on == "assistant" and self.uses_markers:
             ids, learned = self._marked(chat, where)
-            for end in _ends(learned):
+            # A list: of two ends in a row the second may begin the next turn (bos = eos).
+            for end in list(_ends(learned)):
                 if end < len(ids) and ids[end] in (self.turn_end, self.tokenizer.eos_token_id):
                     learned[end] = True
+            if chat.messages[0]["role"] == "assistant":
+                opening = Chat(messages=chat.messages[:1], prompt=0, tools=chat.tools)
+                taken = common_prefix(self._marked(opening, where)[0], ids)
+                learned[:taken] = [False] * taken
         else:
             text = self._render(chat, where)
             ids, learned = self._by_position(text, self._spans(chat, text, where))

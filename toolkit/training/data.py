@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,7 +61,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_RECIPE = 2
+_RECIPE = 3
 """To be raised with any change to what a cached folder holds."""
 
 
@@ -228,7 +229,9 @@ def _prepare(
             limit=limit,
             key=key,
         )
-        facts = job.write(source.load(folder / "raw"), folder)
+        scratch = folder / "raw"
+        facts = job.write(source.load(scratch), folder)  # holds the only reference to its maps
+        shutil.rmtree(scratch, ignore_errors=True)
         (folder / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
 
     folder = build_once(cache_root() / "tokens" / key, build)

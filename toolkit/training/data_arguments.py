@@ -1,4 +1,7 @@
-"""The flags that say which rows are trained on, in what form, and which are evaluated on."""
+"""The flags that say which rows are trained on, in what form, and which are kept for validation.
+
+Nothing evaluates yet: `toolkit prepare` makes validation rows, and `toolkit.train` refuses to.
+"""
 
 from __future__ import annotations
 
@@ -65,18 +68,36 @@ class DataArguments:
         default=None, metadata={"help": "Use only the first rows of the data."}
     )
     validation_file: str | None = field(
-        default=None, metadata={"help": "A file like --train_file, to evaluate on."}
+        default=None, metadata={"help": "toolkit prepare only: a file of validation rows."}
     )
     validation_split: str | None = field(
-        default=None, metadata={"help": "Split of the Hub data set to evaluate on."}
+        default=None,
+        metadata={"help": "toolkit prepare only: the Hub data set's validation split."},
     )
     validation_split_percentage: float | None = field(
         default=None,
-        metadata={"help": "Part of the training rows to evaluate on instead, chosen by content."},
+        metadata={
+            "help": "toolkit prepare only: part of the training rows to keep for validation, "
+            "chosen by content."
+        },
     )
     max_eval_samples: int | None = field(
-        default=None, metadata={"help": "Use only the first rows to evaluate on."}
+        default=None, metadata={"help": "toolkit prepare only: the first rows of validation."}
     )
+
+    @property
+    def asked_of_validation(self) -> list[str]:
+        """The flags that ask for validation rows."""
+        return [
+            f"--{name}"
+            for name in (
+                "validation_file",
+                "validation_split",
+                "validation_split_percentage",
+                "max_eval_samples",
+            )
+            if getattr(self, name) is not None
+        ]
 
     @property
     def has_validation(self) -> bool:
@@ -105,11 +126,7 @@ class DataArguments:
         self._check_validation()
 
     def _check_validation(self) -> None:
-        named = [
-            f"--{name}"
-            for name in ("validation_file", "validation_split", "validation_split_percentage")
-            if getattr(self, name) is not None
-        ]
+        named = [flag for flag in self.asked_of_validation if flag != "--max_eval_samples"]
         if len(named) > 1:
             raise UsageError(f"{' and '.join(named)} exclude each other: pass one.")
         if self.validation_split is not None and self.dataset_name is None:

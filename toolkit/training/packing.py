@@ -192,7 +192,9 @@ def pack_texts(
     return rows
 
 
-def check_borders(folder: str | Path, *, attention: str | None) -> None:
+def check_borders(
+    folder: str | Path, *, attention: str | None, trust_remote_code: bool = False
+) -> None:
     """Check that the model in `folder` keeps apart what `best_fit` packs into one row.
 
     transformers keeps texts apart by their positions where no padding mask is given, in models
@@ -209,6 +211,12 @@ def check_borders(folder: str | Path, *, attention: str | None) -> None:
         )
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     name = next(iter(config.get("architectures") or []), "a model without a named architecture")
+    if trust_remote_code and "AutoModelForCausalLM" in (config.get("auto_map") or {}):
+        raise UsageError(
+            f"--packing best_fit is not proven for the code that comes with the model in {folder}, "
+            "which --trust_remote_code runs: texts in one row might see each other. Leave that "
+            "out where transformers has the model, or pass --packing none."
+        )
     if name not in PROVEN_MODELS:
         raise UsageError(
             f"--packing best_fit is not proven for {name}: texts in one row might see each other. "

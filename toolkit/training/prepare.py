@@ -1,6 +1,7 @@
 """Everything that should happen once before a launch: `python -m toolkit.training.prepare`.
 
-Takes the flags of `toolkit.train`, and the `--num_processes` of the launch. Builds or downloads
+Takes the flags of `toolkit.train`, the `--num_processes` of the launch, and those of rows kept for
+validation, which are prepared and nothing more. Builds or downloads
 the model, reads and tokenises the data, and finds the mistakes that would otherwise be found by
 every rank of every run. Prints one line of JSON; what goes on meanwhile goes to stderr.
 """
@@ -109,7 +110,11 @@ def model_and_data(
     model = model_facts(resolve_model(model_arguments))
     check_length(model, data_arguments.max_length)
     if data_arguments.packing == "best_fit":
-        check_borders(model.path, attention=model_arguments.attn_implementation)
+        check_borders(
+            model.path,
+            attention=model_arguments.attn_implementation,
+            trust_remote_code=model_arguments.trust_remote_code,
+        )
     data = prepare_data(
         data_arguments,
         resolve_tokenizer(model_arguments),

@@ -34,7 +34,7 @@ class Source:
 
     name: str
     identity: str
-    """Changes whenever the rows may have changed."""
+    """Changes whenever the rows may have changed, or how many of them are streamed."""
 
     load: Callable[[Path], Dataset]
     """Returns the rows; may write to the folder it is given, which doesn't last."""
@@ -126,7 +126,8 @@ def _file_source(path: Path, flag: str, limit: int | None) -> Source:
             raise UsageError(f"{path.name} has zero training rows: pass data with rows.")
         return reader.as_dataset("train")
 
-    return Source(name=path.name, identity=f"{path.suffix} {_content(path, limit)}", load=load)
+    identity = f"{path.suffix} {_content(path, limit)} {limit}"
+    return Source(name=path.name, identity=identity, load=load)
 
 
 def _content(path: Path, limit: int | None) -> str:
@@ -148,7 +149,7 @@ def _hub_source(arguments: DataArguments, split: str, limit: int | None) -> Sour
             if limit is not None:
                 reader = load_dataset_builder(name, config)
                 # On the Hub the hash is that of the commit, in a folder that of its files.
-                identity = f"{reader.hash} {reader.config_id} {split}"
+                identity = f"{reader.hash} {reader.config_id} {split} {limit}"
                 stream = reader.as_streaming_dataset(split)
                 return Source(name=name, identity=identity, load=lambda _: _first_of(stream, limit))
             dataset = load_dataset(name, config, split=split)
