@@ -1,19 +1,13 @@
 """Two real processes train one step with each fault, and the first thing that differs is named."""
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
+from fault_runs import start, write_model
 
 from toolkit.comparing.bisection.finding import Bisection, bisect, load_side
-from toolkit.configs import ConfigOptions, write_configs
-from toolkit.launching.launch import launch_command
 from toolkit.results import read_record
-from toolkit.strategies import get_strategy
-
-SCRIPT = Path(__file__).parent / "faults" / "train_with_faults.py"
 
 FAULTS = {
     "other_initial_weights": ("initial weights", "differs by up to"),
@@ -63,44 +57,10 @@ def runs(tmp_path_factory) -> Path:
     """Return the folder with a run of each fault, of `clean`, and of `single/clean`."""
     folder = tmp_path_factory.mktemp("bisected")
     model = write_model(folder / "model")
-    start("single", folder, [model, folder / "single", "clean", "bf16/clean"])
+    start("single", folder, [model, folder / "single", "clean", "bf16/clean"], FAULTS_EVIDENCE="1")
     low = [f"bf16/{name}" for name in ("clean", ROUNDED, *UNDER_BF16)]
-    start("ddp", folder, [model, folder / "ddp", "clean", *FAULTS, *low])
+    start("ddp", folder, [model, folder / "ddp", "clean", *FAULTS, *low], FAULTS_EVIDENCE="1")
     return folder
-
-
-def write_model(folder: Path) -> Path:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from toolkit.training.model import build_model, load_tokenizer
-
-    built_in = build_model()
-    load_tokenizer(built_in).save_pretrained(folder)
-    config = AutoConfig.from_pretrained(
-        built_in, hidden_size=64, intermediate_size=160, num_hidden_layers=2
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    return folder
-
-
-def start(strategy: str, folder: Path, arguments: list[object]) -> None:
-    files = write_configs(
-        get_strategy(strategy),
-        folder / f"{strategy}-config",
-        options=ConfigOptions(num_processes=1 if strategy == "single" else 2),
-    )
-    launch = subprocess.run(
-        launch_command(files.accelerate, [str(SCRIPT), *map(str, arguments)]),
-        env=os.environ | {"OMP_NUM_THREADS": "1", "FAULTS_EVIDENCE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-    )
-    assert launch.returncode == 0, launch.stdout[-6000:]
 
 
 @pytest.fixture(scope="module")

@@ -7,19 +7,13 @@ active in every step, since it hides the faults of scale.
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
+from fault_runs import start, write_model
 
 from toolkit.comparing.parity import Judgement, judge
-from toolkit.configs import ConfigOptions, write_configs
-from toolkit.launching.launch import launch_command
 from toolkit.results import Record, read_record
-from toolkit.strategies import get_strategy
-
-SCRIPT = Path(__file__).parent / "faults" / "train_with_faults.py"
 
 ALL = {"loss", "grad_norm", "weights"}
 FAULTS = {
@@ -49,40 +43,6 @@ def runs(tmp_path_factory) -> Path:
     start("single", folder, [model, folder / "control", "clean"])
     start("ddp", folder, [model, folder, "clean", *FAULTS])
     return folder
-
-
-def write_model(folder: Path) -> Path:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from toolkit.training.model import build_model, load_tokenizer
-
-    built_in = build_model()
-    load_tokenizer(built_in).save_pretrained(folder)
-    config = AutoConfig.from_pretrained(
-        built_in, hidden_size=64, intermediate_size=160, num_hidden_layers=2
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    return folder
-
-
-def start(strategy: str, folder: Path, arguments: list[object]) -> None:
-    files = write_configs(
-        get_strategy(strategy),
-        folder / f"{strategy}-config",
-        options=ConfigOptions(num_processes=1 if strategy == "single" else 2),
-    )
-    launch = subprocess.run(
-        launch_command(files.accelerate, [str(SCRIPT), *map(str, arguments)]),
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-    )
-    assert launch.returncode == 0, launch.stdout[-6000:]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The one exception that speaks to the user: what is wrong, where, and what to do."""
+"""What speaks to the user: what is wrong, where, and what to do."""
 
 
 class UsageError(ValueError):
@@ -7,3 +7,9 @@ class UsageError(ValueError):
     The command line prints its text without a traceback and exits with status 2;
     nothing has been started or written by then.
     """
+
+
+def sentence_of(error: BaseException) -> str:
+    """Return the first line of what a library says, with a full stop."""
+    line = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    return line if line.endswith((".", "!", "?")) else f"{line}."

@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, NotRequired, TypedDict, cast
 
@@ -467,6 +469,16 @@ class Results(TypedDict):
 
     not_measured: NotRequired[dict[str, str]]
     """Why there is no `noise`."""
+
+
+def spread_of(seconds: Sequence[float]) -> StepSeconds | None:
+    """Return the spread of steps that were timed; None of none."""
+    if not seconds:
+        return None
+    ordered = sorted(seconds)
+    return StepSeconds(
+        median=statistics.median(ordered), p90=ordered[math.ceil(0.9 * len(ordered)) - 1]
+    )
 
 
 def read_record(folder: Path) -> Record:

@@ -247,7 +247,8 @@ def train(job: Job, status: StatusFile) -> None:
     from toolkit.training.model import load_model
     from toolkit.training.tracking import keep_local
 
-    environment.commit()  # kept for the record: the code may change while the run goes on
+    if _rank() == 0:
+        environment.commit()  # kept for the record: the code may change while the run goes on
     for line in keep_local(job.args.report_to, Path(job.args.output_dir)):
         if _rank() == 0:
             print(f"toolkit: {line}", flush=True)  # noqa: T201

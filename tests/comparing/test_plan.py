@@ -238,9 +238,11 @@ def test_what_a_scale_cannot_be_is_said_with_what_it_can(options, said):
 
 
 def test_what_an_error_of_a_scale_advises_is_taken():
-    plan_of("ddp", scale=(2, 4), global_batch_size=24)
-    plan_of("ddp", scale=(3, 4), global_batch_size=24, gradient_accumulation_steps=6)
-    plan_of("ddp", scale=(3, 4), global_batch_size=12, gradient_accumulation_steps=3)
+    for scale, batch, steps in (((2, 4), 24, 2), ((3, 4), 24, 6), ((3, 4), 12, 3)):
+        taken = {"global_batch_size": batch, "gradient_accumulation_steps": steps}
+        for run in plan_of("ddp", scale=scale, **taken).runs:
+            rows = run.per_device_train_batch_size * run.gradient_accumulation_steps
+            assert rows * run.num_processes == batch, run.name
 
 
 def test_a_scale_is_read_from_numbers_with_commas_between():

@@ -365,7 +365,7 @@ def test_a_run_of_one_step_says_why_nothing_was_counted():
     assert run.traffic is None
     assert run.not_measured["traffic"] == traffic.NOT_COUNTED
     assert run.peak is None
-    assert run.not_measured["peak"] == peak.NOT_COUNTED
+    assert run.not_measured["peak"] == traffic.NOT_COUNTED
 
 
 def test_a_compiled_model_has_its_traffic_counted_and_says_why_it_has_no_peak():

@@ -12,8 +12,8 @@ from toolkit.measuring.memory import (
     nvme_bytes,
 )
 from toolkit.measuring.merging import REHEARSED_PEAK, merge
-from toolkit.measuring.peak import NOT_COUNTED
 from toolkit.measuring.recorder import Recorder
+from toolkit.measuring.traffic import NOT_COUNTED
 from toolkit.strategies import STRATEGIES
 
 

@@ -38,6 +38,7 @@ from toolkit.launching.status import (
     read_status,
     read_statuses,
 )
+from toolkit.launching.supervised import supervised
 
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 5.0
@@ -159,8 +160,7 @@ class Follower:
         kills = out_of_memory_kills()
         with (self.folder / "stdout.log").open("wb") as log:
             supervisor = subprocess.Popen(
-                [sys.executable, "-m", "toolkit.launching.supervised", str(os.getpid())]
-                + self.command,
+                supervised(self.command),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-PREPARE = ("toolkit.launching.supervised", "toolkit.training.prepare")
-"""The module that ends what it starts together with us, and the one that does the work."""
+from toolkit.launching.supervised import supervised
+
+WORKER = "toolkit.training.prepare"
 
 
 def prepare_once(flags: Sequence[str], *, num_processes: int | None = None) -> dict[str, Any]:
@@ -21,10 +21,9 @@ def prepare_once(flags: Sequence[str], *, num_processes: int | None = None) -> d
     Raises:
         SystemExit: 2 where flags, model or data are not usable, else 1; why stands on stderr.
     """
-    supervised, worker = PREPARE
-    command = [sys.executable, "-m", supervised, str(os.getpid()), sys.executable, "-m", worker]
     ranks = [] if num_processes is None else [f"--num_processes={num_processes}"]
-    done = subprocess.run([*command, *ranks, *flags], stdout=subprocess.PIPE, check=False)
+    command = supervised([sys.executable, "-m", WORKER, *ranks, *flags])
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
     if done.returncode != 0:
         raise SystemExit(2 if done.returncode == 2 else 1)
     return cast("dict[str, Any]", json.loads(done.stdout.decode().splitlines()[-1]))

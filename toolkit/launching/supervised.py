@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
@@ -21,6 +22,11 @@ from toolkit.launching.ranks import (
     die_with_parent,
     prctl,
 )
+
+
+def supervised(command: Sequence[str]) -> list[str]:
+    """Return `command` as one that leaves nothing behind when it, or this process, ends."""
+    return [sys.executable, "-m", "toolkit.launching.supervised", str(os.getpid()), *command]
 
 
 class Stopped(BaseException):

@@ -312,6 +312,11 @@ def _fsdp_group(module: Any) -> Any:
     raise AssertionError("an FSDP module without parameters")
 
 
+def number(tensor: Any) -> float:
+    """Return a scalar as a number. One that is spread over the ranks is gathered: all call it."""
+    return float(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+
+
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in nested dictionaries, lists and tuples."""
     if isinstance(value, torch.Tensor):

@@ -130,8 +130,7 @@ class EvidenceKeeper:
                 self._step.limit = float(self._model.gradient_clipping())
                 self._stepped()
 
-        self._model.step = step
-        self._undo.append(lambda: _restore(self._model, "step", step, original))
+        self._undo.append(engine.stand_in(self._model, "step", step))
 
     def _watch_clipping(self) -> None:
         original = self._accelerator.clip_grad_norm_
@@ -145,10 +144,7 @@ class EvidenceKeeper:
             self._step.limit = 0.0 if math.isinf(max_norm) else float(max_norm)
             return self._step.clip_norm
 
-        self._accelerator.clip_grad_norm_ = clip_grad_norm_
-        self._undo.append(
-            lambda: _restore(self._accelerator, "clip_grad_norm_", clip_grad_norm_, original)
-        )
+        self._undo.append(engine.stand_in(self._accelerator, "clip_grad_norm_", clip_grad_norm_))
 
     def _stepping(self, inner: torch.optim.Optimizer) -> None:
         step = self._step
@@ -252,7 +248,7 @@ class EvidenceKeeper:
             replicas = engine.replicas(self._model)
             stepped = math.sqrt(sum(squares) / replicas if apart else squares[0])
         clipping = Clipping(
-            norm=None if step.clip_norm is None else _number(step.clip_norm),
+            norm=None if step.clip_norm is None else engine.number(step.clip_norm),
             limit=step.limit,
             factor=stepped / step.gradient_norm if stepped and step.gradient_norm else None,
         )
@@ -381,13 +377,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, bool | int | float | str)
-
-
-def _number(value: Any) -> float:
-    return float(value.full_tensor() if hasattr(value, "full_tensor") else value)
-
-
-def _restore(owner: Any, name: str, ours: Any, original: Any) -> None:
-    # Someone who wrapped it after us keeps ours inside, which then only passes on.
-    if getattr(owner, name) is ours:
-        setattr(owner, name, original)

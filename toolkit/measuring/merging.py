@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from toolkit.measuring import memory, peak, traffic
+from toolkit.measuring import memory, traffic
 from toolkit.measuring.clock import PHASES
+from toolkit.results import spread_of
 
 WARMUP_STEPS = 2
 """Steps before the clock counts: the first of a shape pays for kernels and allocations."""
@@ -41,7 +41,9 @@ def merge(
         not_measured["grad_norms"] = "nothing asked for the gradient norm"
     peaks = [rank["peak"] for rank in ranks]
     if None in peaks:
-        not_measured["peak"] = next((why for r in ranks if (why := r["no_peak"])), peak.NOT_COUNTED)
+        not_measured["peak"] = next(
+            (why for r in ranks if (why := r["no_peak"])), traffic.NOT_COUNTED
+        )
     counted = traffic.merged([rank["traffic"] for rank in ranks])
     if counted is None:
         not_measured["traffic"] = traffic.NOT_COUNTED
@@ -121,10 +123,10 @@ def _times(
     if ranks[0]["save_seconds"] is None:
         not_measured["save_seconds"] = "nothing was saved while the run was recorded"
     return speeds | {
-        "step_seconds": _spread([seconds[step] for step in timed]),
+        "step_seconds": spread_of([seconds[step] for step in timed]),
         "timed_seconds": [seconds[step] for step in timed],
         "phases": {
-            phase: _spread([statistics.fmean(r[phase] for r in phases[step]) for step in timed])
+            phase: spread_of([statistics.fmean(r[phase] for r in phases[step]) for step in timed])
             for phase in PHASES
         }
         if timed
@@ -150,13 +152,3 @@ def _warm_up(ranks: list[dict[str, Any]], seconds: list[float]) -> dict[str, Any
 def _by_step(ranks: list[dict[str, Any]], what: str) -> Iterator[tuple[Any, ...]]:
     """Yield every rank's value of each step."""
     return zip(*(rank[what] for rank in ranks), strict=True)
-
-
-def _spread(seconds: list[float]) -> dict[str, float] | None:
-    if not seconds:
-        return None
-    ordered = sorted(seconds)
-    return {
-        "median": statistics.median(ordered),
-        "p90": ordered[math.ceil(0.9 * len(ordered)) - 1],
-    }

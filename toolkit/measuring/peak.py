@@ -39,11 +39,6 @@ from toolkit.measuring.traffic import CALLS, NAMESPACES
 
 Phase = Literal["forward", "backward", "optimizer"]
 
-NOT_COUNTED = (
-    "counted in the optimizer step after the first that updated, and the run ended before it, or "
-    "had only packed rows left"
-)
-
 COMPILED = "torch.compile makes tensors within its graphs, where nobody can count them"
 
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")

@@ -23,7 +23,7 @@ from toolkit.launching.status import StatusFile
 from toolkit.measuring import attestation, memory, traffic
 from toolkit.measuring.attestation import Asked, Mismatch, Refused, gather_objects
 from toolkit.measuring.clock import Clock
-from toolkit.measuring.engine import compiled, optimizer_of, stand_in, zero_optimizer
+from toolkit.measuring.engine import compiled, number, optimizer_of, stand_in, zero_optimizer
 from toolkit.measuring.evidence import EvidenceKeeper
 from toolkit.measuring.merging import merge
 from toolkit.measuring.peak import COMPILED, PeakLedger
@@ -426,7 +426,4 @@ class _Step:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        value = value.full_tensor() if hasattr(value, "full_tensor") else value
-        return float(value)
-    return value
+    return number(value) if isinstance(value, torch.Tensor) else value

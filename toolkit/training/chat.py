@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.errors import UsageError
+from toolkit.errors import UsageError, sentence_of
 from toolkit.training.formats import Chat, Format, read_batch, read_chat
 from toolkit.training.tokens import (
     IGNORED,
@@ -69,7 +69,7 @@ def asked_template(asked: str) -> Template:
         return Template(name=Path(asked).name, text=Path(asked).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"--chat_template {asked} is no file that can be read ({_first_line(error)}) and none "
+            f"--chat_template {asked} is no file that can be read ({sentence_of(error)}) and none "
             f"of the shipped ones: {', '.join(shipped)}."
         ) from error
 
@@ -90,7 +90,7 @@ def find_template(tokenizer: PreTrainedTokenizerBase, asked: str | None) -> Temp
             return Template(name=MODELS_OWN, text=tokenizer.get_chat_template())
         except ValueError as error:  # several, none of them the default
             raise UsageError(
-                f"The model's chat template can't be chosen: {_first_line(error)} Pass one as "
+                f"The model's chat template can't be chosen: {sentence_of(error)} Pass one as "
                 "--chat_template FILE."
             ) from error
     else:
@@ -237,7 +237,7 @@ class ChatTokeniser:
         except (TemplateError, TypeError, ValueError) as error:
             raise UsageError(
                 f"{where} does not go through the chat template ({self.template.name}): "
-                f"{_first_line(error)} Correct the row, or pass another --chat_template."
+                f"{sentence_of(error)} Correct the row, or pass another --chat_template."
             ) from error
 
     def _by_position(
@@ -315,8 +315,3 @@ def _ends(learned: Sequence[bool]) -> Iterator[int]:
     for at, kept in enumerate(learned):
         if kept and not (at + 1 < len(learned) and learned[at + 1]):
             yield at + 1
-
-
-def _first_line(error: BaseException) -> str:
-    line = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-    return line if line.endswith((".", "!", "?")) else f"{line}."

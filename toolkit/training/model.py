@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.environment import cache_root
-from toolkit.errors import UsageError
+from toolkit.errors import UsageError, sentence_of
 from toolkit.training.arguments import ModelArguments
 from toolkit.training.cache import build_once
 from toolkit.training.data import TrainingData, standard_library_hash, standard_library_rows
@@ -127,7 +127,9 @@ def load_model(arguments: ModelArguments, folder: str | Path) -> PreTrainedModel
             str(folder), dtype=getattr(torch, arguments.dtype), **options
         )
     except (OSError, ValueError) as error:
-        raise UsageError(f"No causal LM can be loaded from {folder}: {_sentence(error)}") from error
+        raise UsageError(
+            f"No causal LM can be loaded from {folder}: {sentence_of(error)}"
+        ) from error
     # A cache of keys and values is of use in generation only.
     model.config.use_cache = False
     return model
@@ -152,7 +154,7 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"No tokenizer can be loaded from {folder}: {_sentence(error)} "
+            f"No tokenizer can be loaded from {folder}: {sentence_of(error)} "
             "Pass --tokenizer_name with one that fits the model."
         ) from error
     if tokenizer.pad_token_id is None:
@@ -175,7 +177,7 @@ def model_facts(folder: str | Path) -> ModelFacts:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
         raise UsageError(
-            f"{folder} has no readable config.json, so it is not a model: {_sentence(error)}"
+            f"{folder} has no readable config.json, so it is not a model: {sentence_of(error)}"
         ) from error
     # Models of text and images keep the part that matters here below this name.
     text = config.get("text_config", config)
@@ -258,15 +260,10 @@ def _download(name: str, *, flag: str, revision: str) -> str:
     # Not found, gated, offline and a malformed name have no narrower common base.
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"{flag} {name} is no folder here, and the Hub does not give it: {_sentence(error)} "
+            f"{flag} {name} is no folder here, and the Hub does not give it: {sentence_of(error)} "
             "Check the name and the network, or pass a local folder."
         ) from error
     return str(folder)
-
-
-def _sentence(error: BaseException) -> str:
-    text = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-    return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
 def _first(config: dict[str, Any], *names: str) -> int | None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.errors import UsageError
+from toolkit.errors import UsageError, sentence_of
 from toolkit.training.arguments import DataArguments
 from toolkit.training.built_in_data import (
     BUILT_IN_DATA,
@@ -119,7 +119,7 @@ def _file_source(path: Path, flag: str, limit: int | None) -> Source:
             # Depending on what is wrong, pyarrow's or pandas' own errors come through: ValueErrors.
             except (DatasetsError, ValueError) as error:
                 raise UsageError(
-                    f"{path} can't be read as {builder}: {_first_line(error.__cause__ or error)} "
+                    f"{path} can't be read as {builder}: {sentence_of(error.__cause__ or error)} "
                     "Correct the file, or give it the ending of what it holds."
                 ) from error
         if not reader.info.splits["train"].num_examples:
@@ -156,7 +156,7 @@ def _hub_source(arguments: DataArguments, split: str, limit: int | None) -> Sour
         # An unknown configuration or split is a ValueError, no network a ConnectionError.
         except (DatasetsError, ValueError, OSError) as error:
             raise UsageError(
-                f"The data set {name!r} can't be loaded: {_first_line(error)} Check "
+                f"The data set {name!r} can't be loaded: {sentence_of(error)} Check "
                 "--dataset_name, --dataset_config_name, --dataset_split and the network; or pass "
                 "--train_file, or neither for the built-in data."
             ) from error
@@ -172,11 +172,6 @@ def _first_of(stream: IterableDataset, limit: int) -> Dataset:
     if stream.features is not None:
         return Dataset.from_list(rows, features=stream.features)
     return Dataset.from_list(rows, on_mixed_types="use_json")
-
-
-def _first_line(error: BaseException) -> str:
-    line = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-    return line if line.endswith((".", "!", "?")) else f"{line}."
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from toolkit.errors import UsageError
+from toolkit.measuring.engine import number
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -249,6 +250,4 @@ def finish(accelerator: Accelerator) -> None:
 
 def plain(value: Any) -> float | None:
     """Return a norm as a number; every rank calls it, since FSDP2's is spread over them."""
-    if value is None:
-        return None
-    return float(value.full_tensor() if hasattr(value, "full_tensor") else value)
+    return None if value is None else number(value)

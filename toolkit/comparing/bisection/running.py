@@ -22,6 +22,7 @@ from toolkit.comparing.scheduling.plan import Plan, Run, build_plan
 from toolkit.comparing.scheduling.preparing import PrepareError
 from toolkit.comparing.scheduling.progress import Lines
 from toolkit.comparing.scheduling.rows import Failure
+from toolkit.comparing.scheduling.schedule import INTERRUPTED
 from toolkit.comparing.scheduling.starting import ended, start
 from toolkit.comparing.weights import WeightsError
 from toolkit.errors import UsageError
@@ -38,8 +39,6 @@ EVIDENCE_FOLDER: Final = "evidence"
 STEPS: Final = 2
 FP16_STEPS: Final = 24
 """The loss scale may overflow in as many first steps as it has powers of two."""
-
-INTERRUPTED: Final = 130
 
 
 def bisect_runs(names: tuple[str, str], options: CompareOptions, *, console: Console) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from toolkit.comparing.scheduling.progress import plain
 from toolkit.errors import UsageError
+from toolkit.launching.supervised import supervised
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,10 +32,9 @@ def prepare(flags: Sequence[str], *, num_processes: int, console: Console) -> di
     Raises:
         UsageError: the flags, the model or the data are not usable.
     """
-    command = [sys.executable, "-m", "toolkit.launching.supervised", str(os.getpid()), *PREPARE]
     last = ""
     with subprocess.Popen(
-        [*command, f"--num_processes={num_processes}", *flags],
+        supervised([*PREPARE, f"--num_processes={num_processes}", *flags]),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

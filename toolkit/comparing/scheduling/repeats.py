@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from typing import Final
 
 from toolkit.comparing.scheduling.attempts import Finished
-from toolkit.results import Repeat, Row, Spread, StepSeconds
+from toolkit.results import Repeat, Row, Spread, StepSeconds, spread_of
 
 ONE_START: Final = "the run was started once"
 NO_SPEED: Final = "tokens/s were not measured in two starts"
@@ -51,9 +50,7 @@ def step_seconds_of(repeats: Sequence[Repeat]) -> StepSeconds | None:
     several the median of each figure.
     """
     if all(each["timed_seconds"] for each in repeats):
-        ordered = sorted(seconds for each in repeats for seconds in each["timed_seconds"])
-        p90 = ordered[math.ceil(0.9 * len(ordered)) - 1]
-        return StepSeconds(median=statistics.median(ordered), p90=p90)
+        return spread_of([seconds for each in repeats for seconds in each["timed_seconds"]])
     known = [each["step_seconds"] for each in repeats if each["step_seconds"]]
     if not known:
         return None
