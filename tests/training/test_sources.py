@@ -218,7 +218,7 @@ IN_A_RANK = """
 import sys
 import torch.distributed as dist
 from accelerate.state import PartialState
-from toolkit import train
+from toolkit.job import checked_job
 from toolkit.training import building
 
 def write(self, raw, folder):
@@ -226,7 +226,7 @@ def write(self, raw, folder):
     raise SystemExit(0)
 
 building.Build.write = write
-train.checked_job(sys.argv[1:])
+checked_job(sys.argv[1:])
 """
 
 

@@ -35,6 +35,11 @@ def die_with_parent(death_signal: signal.Signals = signal.SIGKILL) -> None:
         os._exit(1)
 
 
+def rank() -> int:
+    """Return this process's number in the launch, 0 without one."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def leave(code: int = 0) -> NoReturn:
     """End this process after its threads and exit handlers, and before the interpreter's own end.
 

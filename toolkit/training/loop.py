@@ -7,7 +7,7 @@ optimizer step and all ranks, and the parameters decay in the same groups.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,11 +20,10 @@ from transformers.trainer_pt_utils import get_parameter_names
 from toolkit.errors import UsageError
 from toolkit.measuring.recorder import Recorder
 from toolkit.training import tracking
+from toolkit.training.companions import Companion, Prepared
 
 NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 """Names that the Trainer keeps out of weight decay (transformers 5.23, trainer.py)."""
-
-OnStep = Callable[[int, Accelerator, Any], None]
 
 
 def train_loop(
@@ -35,7 +34,7 @@ def train_loop(
     *,
     recorder: Recorder,
     scheduled_steps: int,
-    on_step: OnStep,
+    companions: Sequence[Companion] = (),
 ) -> None:
     """Train for `args.max_steps` optimizer steps.
 
@@ -46,7 +45,7 @@ def train_loop(
         collate: Makes a padded batch with `labels` and `sample_id`.
         recorder: Records the run.
         scheduled_steps: Steps until the learning rate has decayed.
-        on_step: Called after each optimizer step with its number, on every rank.
+        companions: Go along with it.
     """
     accelerator = Accelerator(
         mixed_precision=args.mixed_precision,
@@ -85,6 +84,11 @@ def train_loop(
     )
     tracking.start(accelerator, args, model)
     recorder.prepared(accelerator, wrapped, optimizer)
+    prepared = Prepared(
+        accelerator=accelerator, model=wrapped, optimizer=optimizer, scheduler=scheduler
+    )
+    for companion in companions:
+        companion.prepared(prepared)
 
     step, epoch = 0, 0
     unlogged = torch.zeros((), device=accelerator.device)
@@ -121,7 +125,8 @@ def train_loop(
                     values |= {"learning_rate": learning_rate, "epoch": epoch + read / len(loader)}
                     tracking.log(accelerator, step, values)
                 accelerator.print(f"step {step}/{args.max_steps} loss {mean:.6f}", flush=True)
-            on_step(step, accelerator, wrapped)
+            for companion in companions:
+                companion.step_done(step)
         epoch += 1
     tracking.finish(accelerator)
 

@@ -1,0 +1,293 @@
+"""What the flags and the launcher ask of one rank, with everything that can be wrong in it checked.
+
+Nothing is written before all of it fits: flags, launcher's config, model and data.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.configs.requested import (
+    DEEPSPEED_FILE,
+    read_deepspeed_config,
+    requested_processes,
+    requested_strategy,
+    same_features,
+)
+from toolkit.errors import UsageError
+from toolkit.evidence import EVIDENCE_FILE
+from toolkit.launching.ranks import rank
+from toolkit.rehearse import rehearse_if_needed, use_deepspeed_config
+from toolkit.results import FILLER_ID, RECORD_FILE
+from toolkit.strategies import Strategy, get_strategy
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase, TrainingArguments
+
+    from toolkit.training.arguments import DataArguments, ModelArguments, RunArguments
+    from toolkit.training.data import TrainingData
+    from toolkit.training.model import ModelFacts
+
+NOT_ASKED = {"None", "False", "no", "none", "0", "0.0", "[]"}
+"""What a flag holds that asks for nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One rank's training, with everything that can be wrong before it checked."""
+
+    strategy: Strategy
+    rehearsal: bool
+    model: ModelArguments
+    run: RunArguments
+    facts: ModelFacts
+    data: TrainingData
+    rows: Dataset
+    """In the order of training: the ragged rows of `steps`, then the packed ones."""
+
+    steps: int
+    global_batch_size: int
+    max_length: int
+    tokenizer: PreTrainedTokenizerBase
+    args: TrainingArguments
+    deepspeed_changes: list[str]
+
+
+def checked_job(argv: list[str]) -> Job:
+    """Return what the flags and the launcher ask for. A rehearsal begins here.
+
+    Raises:
+        UsageError: the flags, the config, the model or the data don't fit; nothing was written.
+    """
+    from toolkit.training.arguments import parse_own, training_arguments, training_values
+    from toolkit.training.data import count_steps, rows_needed, training_rows
+    from toolkit.training.model import load_tokenizer, resolve_tokenizer
+    from toolkit.training.prepare import model_and_data
+    from toolkit.training.tracking import asked_trackers
+
+    model, data_arguments, run, rest = parse_own(argv)
+    strategy = asked_strategy(run.strategy)
+    # First of all: looking at the defaults of the arguments below already wakes CUDA.
+    rehearsal = rehearse_if_needed()
+    values = training_values(rest, model=model, run=run)
+    _refuse_what_would_be_ignored(values, run, data_arguments)
+    trackers = asked_trackers(values["report_to"], engine=run.engine)
+    if (Path(values["output_dir"]) / RECORD_FILE).exists():
+        raise UsageError(
+            f"{values['output_dir']} holds the record of another run. Choose another --output_dir."
+        )
+    _check_evidence(values, run)
+    facts, data = model_and_data(
+        model,
+        data_arguments,
+        rows_needed=rows_needed(values, num_processes=requested_processes(os.environ)),
+    )
+    tokenizer = load_tokenizer(
+        resolve_tokenizer(model),
+        trust_remote_code=model.trust_remote_code,
+        chat_template=data.chat_template(),
+    )
+    changes = _fit_deepspeed(strategy, facts, values, rehearsal=rehearsal)
+    global_batch = (
+        values["per_device_train_batch_size"]
+        * values["gradient_accumulation_steps"]
+        * requested_processes(os.environ)
+    )
+    steps = count_steps(
+        data.rows,
+        global_batch=global_batch,
+        max_steps=values["max_steps"],
+        num_train_epochs=values["num_train_epochs"],
+    )
+    rows = training_rows(
+        data.load(),
+        steps=steps,
+        global_batch=global_batch,
+        seed=values["seed"],
+        throughput_steps=run.throughput_steps,
+        max_length=data_arguments.max_length,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    rate, batch = _learning_rate(values, run, global_batch)
+    if rate != values["learning_rate"]:
+        rest = [*rest, f"--learning_rate={rate!r}"]
+    if rank() == 0:
+        print(f"toolkit: {batch}", flush=True)  # noqa: T201
+    if values["label_smoothing_factor"]:
+        check_fillers(rows, global_batch, of="--label_smoothing_factor")
+    args = training_arguments(rest, model=model, run=run)
+    args.max_steps = steps + run.throughput_steps
+    # The platform asks for Kubeflow, not the user: transformers adds it to whatever was asked.
+    args.report_to = [*trackers, *({"kubeflow"} & set(args.report_to) - set(trackers))]
+    return Job(
+        strategy=strategy,
+        rehearsal=rehearsal,
+        model=model,
+        run=run,
+        facts=facts,
+        data=data,
+        rows=rows,
+        steps=steps,
+        global_batch_size=global_batch,
+        max_length=data_arguments.max_length,
+        tokenizer=tokenizer,
+        args=args,
+        deepspeed_changes=changes,
+    )
+
+
+def _learning_rate(
+    values: dict[str, Any], run: RunArguments, global_batch: int
+) -> tuple[float, str]:
+    """Return the learning rate for the effective batch, and the sentence that says both."""
+    from toolkit.planning.learning_rate import LearningRate
+
+    sentence = (
+        f"effective batch: {values['per_device_train_batch_size']} rows x "
+        f"{requested_processes(os.environ)} processes x "
+        f"{values['gradient_accumulation_steps']} micro-batches = {global_batch} rows"
+    )
+    rate = float(values["learning_rate"])
+    if run.scale_lr == "none" or run.base_batch_size is None:
+        return rate, f"{sentence}; learning rate {rate:g}"
+    carried = LearningRate(base=rate, base_batch=run.base_batch_size, batch=global_batch)
+    rate = carried.by(run.scale_lr)
+    return rate, (
+        f"{sentence}; learning rate {rate:g}, by the {run.scale_lr} rule from {carried.base:g} at "
+        f"{carried.base_batch} rows"
+    )
+
+
+def asked_strategy(name: str | None) -> Strategy:
+    """Return what the launcher's config asks for, held against `--strategy`.
+
+    Raises:
+        UsageError: the two differ.
+    """
+    requested = requested_strategy(os.environ)
+    if name is None:
+        return requested
+    strategy = get_strategy(name)
+    if not same_features(strategy, requested):
+        raise UsageError(
+            f"--strategy {name} was asked, but the launcher's config file is for "
+            f"{requested.name} ({requested.summary}). Pass the file of {name}: "
+            f"accelerate launch --config_file accelerate_configs/{name}.yaml ..."
+        )
+    return strategy
+
+
+def check_fillers(rows: Dataset, global_batch: int, *, of: str) -> None:
+    """Refuse a mean over the tokens of each micro-batch where one may hold none to learn."""
+    if has_fillers(rows):
+        raise UsageError(
+            f"The rows don't fill whole steps of {global_batch}, and {of} divides by the tokens of "
+            "each micro-batch, of which the last ones have none. Pass --max_train_samples with a "
+            f"multiple of {global_batch}, or --max_steps that end before."
+        )
+
+
+def has_fillers(rows: Dataset) -> bool:
+    return FILLER_ID in rows["sample_id"][:]
+
+
+def _refuse_what_would_be_ignored(
+    values: dict[str, Any], run: RunArguments, data: DataArguments
+) -> None:
+    """Raise UsageError for flags that this script or its loop takes and would not obey, all."""
+    if data.asked_of_validation:
+        raise UsageError(
+            f"{', '.join(data.asked_of_validation)}: toolkit.train does not evaluate yet. Leave it "
+            "out; toolkit prepare makes the rows."
+        )
+    ignored = ["resume_from_checkpoint"]
+    if run.engine == "loop":
+        ignored += [
+            "gradient_checkpointing",
+            "activation_checkpointing",
+            "torch_compile",
+            "save_strategy",
+            "eval_strategy",
+            "label_smoothing_factor",
+            "neftune_noise_alpha",
+        ]
+    found = [f"--{flag}" for flag in ignored if _plain(values.get(flag)) not in NOT_ASKED]
+    if found:
+        raise UsageError(
+            f"{', '.join(found)}: toolkit.train with --engine {run.engine} does not do that. "
+            "Leave it out, or use --engine trainer where the Trainer can."
+        )
+
+
+def _check_evidence(values: dict[str, Any], run: RunArguments) -> None:
+    if run.evidence is None:
+        return
+    if _plain(values.get("torch_compile")) not in NOT_ASKED:
+        raise UsageError(
+            "--evidence looks into the model's forward, which --torch_compile would compile away. "
+            "Leave one of them out."
+        )
+    if (Path(run.evidence) / EVIDENCE_FILE).exists():
+        raise UsageError(f"{run.evidence} holds the evidence of another run. Name another folder.")
+
+
+def _fit_deepspeed(
+    strategy: Strategy, facts: ModelFacts, values: dict[str, Any], *, rehearsal: bool
+) -> list[str]:
+    if strategy.backend != "deepspeed":
+        return []
+    if DEEPSPEED_FILE not in os.environ:  # the YAML itself holds what DeepSpeed needs
+        _refuse_contradictions(
+            values,
+            "the launcher's config",
+            gradient_accumulation_steps=os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
+            max_grad_norm=os.environ.get("ACCELERATE_GRADIENT_CLIPPING"),
+        )
+        return []
+    config = read_deepspeed_config(os.environ)
+    _refuse_contradictions(
+        values,
+        "the DeepSpeed file",
+        gradient_accumulation_steps=config.get("gradient_accumulation_steps"),
+        per_device_train_batch_size=config.get("train_micro_batch_size_per_gpu"),
+        max_grad_norm=config.get("gradient_clipping"),
+        bf16=config.get("bf16", {}).get("enabled"),
+        fp16=config.get("fp16", {}).get("enabled"),
+    )
+    return use_deepspeed_config(
+        config,
+        parameters=facts.parameters,
+        hidden_size=facts.hidden_size,
+        gradient_clipping=float(values["max_grad_norm"] or 0),
+        rehearsal=rehearsal,
+    )
+
+
+def _refuse_contradictions(values: dict[str, Any], where: str, **written: Any) -> None:
+    """Raise UsageError for what the launcher's files say otherwise than the flags, all of it."""
+    contradictions = [
+        f"--{flag} is {values[flag]!r} and {where} says {value!r} for it"
+        for flag, value in written.items()
+        if value not in (None, "auto") and not _same(value, values[flag])
+    ]
+    if contradictions:
+        raise UsageError(
+            f'{"; ".join(contradictions)}. Write "auto" in the file, or pass the same value.'
+        )
+
+
+def _same(written: Any, asked: Any) -> bool:
+    try:
+        return float(written) == float(asked)
+    except (TypeError, ValueError):
+        return bool(written == asked)
+
+
+def _plain(value: Any) -> str:
+    """One spelling for a flag's value, be it an enum, a list of one or plain."""
+    value = value[0] if isinstance(value, list) and len(value) == 1 else value
+    return str(getattr(value, "value", value))

@@ -1,0 +1,56 @@
+"""What goes along with a training, in either engine: evaluation, checkpoints, the model at the end.
+
+Engines call companions in the order in which they are listed, on every rank and outside of every
+timed step, so a companion may run collectives; what it raises ends the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import TrainerCallback
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What an engine trains with, once everything is wrapped."""
+
+    accelerator: Any
+    model: Any
+    optimizer: Any
+    scheduler: Any
+
+
+class Companion:
+    """Does nothing by itself."""
+
+    def prepared(self, prepared: Prepared) -> None:
+        """Called once, after the recorder has attested what engaged, before the first step."""
+
+    def step_done(self, step: int) -> None:
+        """Called after each optimizer step, with its number of the whole training, from 1."""
+
+
+class CompanionsCallback(TrainerCallback):
+    """Lets companions go along with a Trainer; to be added after the recorder's callback."""
+
+    def __init__(self, trainer: Any, companions: Sequence[Companion]) -> None:
+        self._trainer = trainer
+        self._companions = companions
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        trainer = self._trainer
+        prepared = Prepared(
+            accelerator=trainer.accelerator,
+            model=trainer.model_wrapped,
+            optimizer=trainer.optimizer,
+            scheduler=trainer.lr_scheduler,
+        )
+        for companion in self._companions:
+            companion.prepared(prepared)
+
+    def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        for companion in self._companions:
+            companion.step_done(state.global_step)
