@@ -9,6 +9,10 @@ class UsageError(ValueError):
     """
 
 
+class GuardError(RuntimeError):
+    """A guard stopped the run: every rank raises it after the same step, in the same words."""
+
+
 def sentence_of(error: BaseException) -> str:
     """Return the first line of what a library says, with a full stop."""
     line = next(iter(str(error).strip().splitlines()), "") or type(error).__name__

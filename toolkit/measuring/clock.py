@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import psutil
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from toolkit.measuring.engine import optimizer_of, stand_in, zero_optimizer
 
@@ -33,6 +34,7 @@ class Clock:
         self._moments: list[tuple[Phase, _Moment]] = []
         self._steps: list[_Step] = []
         self._read = 0
+        self._forward_is_own = True
         self._undo: list[Callable[[], None]] = []
         self._builds: list[float] = []
         self._compiles: list[float] = []
@@ -42,6 +44,7 @@ class Clock:
     def prepared(self, model: Any, optimizer: Any) -> None:
         """Follow what `Accelerator.prepare` returned, from now on."""
         self.start_seconds = time.time() - psutil.Process().create_time()
+        self._forward_is_own = not gathers_in_forward(model)
         self._undo += [
             model.register_forward_pre_hook(self._forward_begins, prepend=True).remove,
             model.register_forward_hook(self._forward_ends).remove,
@@ -49,26 +52,40 @@ class Clock:
         if zero_optimizer(model) is None:
             inner = optimizer_of(model, optimizer)
             self._undo += [
-                inner.register_step_pre_hook(lambda *_: self.begin("optimizer")).remove,
+                inner.register_step_pre_hook(lambda *_: self.begin("optimizer", own=True)).remove,
                 inner.register_step_post_hook(lambda *_: self.begin("other")).remove,
             ]
         else:
             self._undo.append(self._follow_engine(model))
         self.restart()
 
+    def follow_units(self, model: Any) -> None:
+        """Tell what FSDP's units compute in forward from their wait for parameters."""
+        if not isinstance(model, FSDPModule):
+            return
+        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for unit in units:
+            if sum(isinstance(part, FSDPModule) for part in unit.modules()) > 1:
+                continue
+            # After FSDP's own hook, which waits, and before that which frees.
+            self._undo += [
+                unit.register_forward_pre_hook(self._unit_begins).remove,
+                unit.register_forward_hook(self._unit_ends, prepend=True).remove,
+            ]
+
     def restart(self) -> None:
         """Forget the open step: what was done in it belongs to none."""
         self._moments = [("other", _Moment())]
 
-    def begin(self, phase: Phase) -> None:
-        """Say what the rank does from now on."""
+    def begin(self, phase: Phase, *, own: bool = False) -> None:
+        """Say what the rank does from now on, and whether it does so by itself: no collective."""
         if self._moments:
-            self._moments.append((phase, _Moment()))
+            self._moments.append((phase, _Moment(own=own)))
 
     @contextmanager
-    def within(self, phase: Phase) -> Iterator[None]:
+    def within(self, phase: Phase, *, own: bool = False) -> Iterator[None]:
         """Say what the rank does inside, and that something else follows."""
-        self.begin(phase)
+        self.begin(phase, own=own)
         try:
             yield
         finally:
@@ -83,6 +100,16 @@ class Clock:
         while self._read < len(self._steps) and self._steps[self._read].passed:
             self._steps[self._read].seconds()
             self._read += 1
+
+    def busy_seconds(self) -> float:
+        """Return what the rank did of the open step by itself, in parts without a collective.
+
+        That is waiting for rows, the update but under DeepSpeed, and forward but under ZeRO-3, of
+        FSDP what its units compute (`follow_units`). On a GPU it is what the device has passed, and
+        no less than that of the step before.
+        """
+        before = self._steps[-1].busy_seconds() if self._steps and _on_gpu() else 0.0
+        return max(before, _busy([*self._moments, ("other", _Moment())]))
 
     def seconds(self) -> list[dict[str, float]]:
         """Return the seconds of each step by phase; waits for the device once."""
@@ -146,11 +173,22 @@ class Clock:
 
     def _forward_begins(self, module: Any, *_: Any) -> None:
         if module.training:
-            self.begin("forward")
+            self.begin("forward", own=self._forward_is_own)
 
     def _forward_ends(self, module: Any, *_: Any) -> None:
         if module.training:
             self.begin("backward")
+
+    def _unit_begins(self, *_: Any) -> None:
+        self._within_forward(own=True)
+
+    def _unit_ends(self, *_: Any) -> None:
+        self._within_forward(own=False)
+
+    def _within_forward(self, *, own: bool) -> None:
+        # Activation checkpointing goes through a unit again, in backward.
+        if self._moments and self._moments[-1][0] == "forward":
+            self.begin("forward", own=own)
 
     def _follow_engine(self, engine: Any) -> Callable[[], None]:
         """Time DeepSpeed's step, which Accelerate calls at the end of backward."""
@@ -165,7 +203,10 @@ class Clock:
 
 
 class _Moment:
-    def __init__(self) -> None:
+    def __init__(self, *, own: bool = False) -> None:
+        self.own = own
+        """Whether what begins here has no collective in it."""
+
         self.time = time.perf_counter()
         self.event: torch.cuda.Event | None = None
         if torch.cuda.is_available():
@@ -189,10 +230,17 @@ class _Step:
     def __init__(self, moments: list[tuple[Phase, _Moment]]) -> None:
         self._moments = moments
         self._seconds: dict[str, float] | None = None
+        self._busy = 0.0
 
     @property
     def passed(self) -> bool:
         return self._seconds is not None or self._moments[-1][1].passed
+
+    def busy_seconds(self) -> float:
+        """Return what the rank did by itself, 0 while the device is not through."""
+        if self.passed:
+            self.seconds()
+        return self._busy
 
     def seconds(self) -> dict[str, float]:
         if self._seconds is None:
@@ -201,5 +249,25 @@ class _Step:
                 self._moments[:-1], self._moments[1:], strict=True
             ):
                 found[phase] += begun.seconds_until(ended)
+            self._busy = _busy(self._moments)
             self._seconds, self._moments = found, []
         return self._seconds
+
+
+def gathers_in_forward(model: Any) -> bool:
+    """Whether ranks wait for each other within forward: FSDP's parameters, or ZeRO-3's."""
+    return isinstance(model, FSDPModule) or any(
+        hasattr(parameter, "ds_id") for parameter in model.parameters()
+    )
+
+
+def _busy(moments: list[tuple[Phase, _Moment]]) -> float:
+    return sum(
+        begun.seconds_until(ended)
+        for (_, begun), (_, ended) in zip(moments[:-1], moments[1:], strict=True)
+        if begun.own and ended.passed
+    )
+
+
+def _on_gpu() -> bool:
+    return torch.cuda.is_available()

@@ -29,7 +29,7 @@ from toolkit.measuring.engine import elements_of, stand_in, tensors_in, zero_opt
 from toolkit.planning.speed.traffic import textbook
 from toolkit.strategies import Strategy
 
-Phase = Literal["forward", "backward", "clipping", "step"]
+Phase = Literal["forward", "backward", "clipping", "step", "guards"]
 
 NOT_COUNTED = (
     "counted in the optimizer step after the first that updated, and the run ended before it, or "
@@ -205,6 +205,8 @@ class Ledger(TorchDispatchMode):
             phase = "backward"
         if phase == "clipping":
             return "norm"
+        if phase == "guards":
+            return "guards"
         if phase is None:
             each = elements // ranks if kind in ("all_gather", "gather") else elements
             return "metrics" if each == 1 else "other"
@@ -331,6 +333,7 @@ _ORDER = (
     "buckets",  # what DDP puts into each, told once, when its second step begins
     "bitmap",  # which parameters a rank has used, under DDP's find_unused_parameters
     "metrics",  # one number a rank, outside of all passes: token counts, losses
+    "guards",  # the pulse: what the ranks tell each other of the step
     "other",  # what no place in the step explains; a save or an evaluation between two steps
 )
 

@@ -1,0 +1,307 @@
+"""Guards: what the pulse tells of a step is judged, and the run stopped or the user warned.
+
+All ranks judge the same numbers, so they come to the same end after the same step, in the same
+words: which guard, whose rank, which step, what was found, what to do, and the last checkpoint
+that is good. False alarms are worse than a spike: the bounds are far beyond what trainings that
+went well have shown (benchmarks/guard_bounds.py).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from toolkit.errors import GuardError
+from toolkit.measuring.beat import Beat, Own
+
+Mode = Literal["stop", "warn"]
+
+Kind = Literal[
+    "loss", "gradients", "gradient norm", "fp16", "data order", "initial weights", "slow rank"
+]
+
+GRAD_NORM_FACTOR = 100.0
+
+NORMS_KEPT = 64
+NORMS_NEEDED = 10
+"""Steps before a gradient norm is held against the median of those that were kept."""
+
+SKIPPED_IN_A_ROW = 25
+"""Steps that fp16 may skip in a row: from 2**16 its scale is below 1 after 17."""
+
+PACE_KEPT = 20
+PACE_NEEDED = 3
+"""Steps before a rank's pace is judged: the first ones compile, allocate and carry ledgers."""
+
+STALL_SECONDS = 0.5
+"""The least that a rank must work longer than another one to have fallen behind in one step."""
+
+LAGGING_SHARE = 0.2
+"""Of all steps' time: what a rank that is slow in every step costs the others."""
+
+LAGGING_STEPS = 0.8
+"""In how many of the steps it is the slowest."""
+
+
+class Guards:
+    """Judges the beats of one run.
+
+    Args:
+        mode: Whether what is wrong stops the run, or is told once per kind and recorded.
+        grad_norm_factor: A norm this many times the running median, and above all that were seen,
+            is exploding; infinity watches only for norms that are not finite.
+        slow_rank: The same choice for a rank that falls behind.
+        checkpoints: The folder that holds `checkpoint-*`.
+    """
+
+    def __init__(
+        self,
+        mode: Mode = "stop",
+        *,
+        grad_norm_factor: float = GRAD_NORM_FACTOR,
+        slow_rank: Mode = "warn",
+        checkpoints: Path | None = None,
+    ) -> None:
+        self.mode: Mode = mode
+        self.slow_rank: Mode = slow_rank
+        self.factor = grad_norm_factor
+        self.warnings: list[dict[str, Any]] = []
+        self.spoiled_at: int | None = None
+        """The first step with a loss or gradients that were not finite: weights of later steps are
+        not worth a checkpoint."""
+
+        self.last_checkpoint: Callable[[], Path | None] = lambda: newest_checkpoint(checkpoints)
+        self.not_watched: dict[str, str] = {}
+        self._told_of_checkpoints = False
+        self._norms = Norms()
+        self._skipped = 0
+        self._paces: deque[Beat] = deque(maxlen=PACE_KEPT)
+        self._beats = 0
+
+    def described(self) -> dict[str, Any]:
+        """Return the record's `guards`."""
+        return {
+            "mode": self.mode,
+            "grad_norm_factor": self.factor if math.isfinite(self.factor) else None,
+            "slow_rank": self.slow_rank,
+            "warnings": self.warnings,
+            "not_watched": self.not_watched,
+        }
+
+    def judge(self, beat: Beat, everyone: Callable[[], list[Own]]) -> None:
+        """Raise or warn where a step went wrong; every rank calls it with the same beat.
+
+        Raises:
+            GuardError: on every rank alike.
+        """
+        self._beats += 1
+        self._judge_numbers(beat, everyone)
+        if not beat.same_order:
+            self._judge_order(beat, everyone)
+        self._judge_pace(beat)
+
+    def found(self, kind: Kind, sentence: str, advice: str, *, step: int) -> None:
+        """Stop the run, or warn of a kind once.
+
+        Args:
+            kind: What was watched.
+            sentence: What was found, where and when.
+            advice: What the user can do.
+            step: The step that it was found in, 0 before the first.
+
+        Raises:
+            GuardError: when this kind stops the run.
+        """
+        mode = self.slow_rank if kind == "slow rank" else self.mode
+        if mode == "stop":
+            self._stop(sentence, advice)
+        if any(warning["kind"] == kind for warning in self.warnings):
+            return
+        self.warnings.append({"kind": kind, "step": step, "text": sentence})
+        told(f"warning: {sentence} {advice}")
+
+    def no_checkpoint(self) -> None:
+        """Tell, once, that no checkpoint is written any more."""
+        if not self._told_of_checkpoints:
+            self._told_of_checkpoints = True
+            told(f"no checkpoint is written after step {self.spoiled_at}, which was not finite.")
+
+    def _stop(self, sentence: str, advice: str) -> NoReturn:
+        from toolkit.measuring.attestation import gather_objects
+
+        last = gather_objects(self.last_checkpoint())[0]  # others may not see rank 0's disk
+        kept = "No checkpoint was kept" if last is None else f"The last good checkpoint is {last}"
+        raise GuardError(f"{sentence} {kept}. {advice}")
+
+    # Numbers
+
+    def _judge_numbers(self, beat: Beat, everyone: Callable[[], list[Own]]) -> None:
+        self._skipped = self._skipped + 1 if beat.skipped else 0
+        if not beat.loss_is_finite or not beat.norm_is_finite:
+            first = self.spoiled_at is None
+            self.spoiled_at = beat.step if first else self.spoiled_at
+            if first or self.mode == "stop":
+                self._tell_not_finite(beat, everyone())
+        elif self._skipped == SKIPPED_IN_A_ROW:
+            self.found(
+                "fp16",
+                f"fp16 skipped the last {self._skipped} steps, up to step {beat.step}: at no scale "
+                "are the gradients finite.",
+                "Train in bf16, or lower --learning_rate.",
+                step=beat.step,
+            )
+        elif beat.grad_norm is not None:
+            self._judge_norm(beat.step, beat.grad_norm)
+
+    def _tell_not_finite(self, beat: Beat, ranks: list[Own]) -> None:
+        bad = [own for own in ranks if not math.isfinite(own.loss)]
+        if not beat.loss_is_finite:
+            rows = "".join(
+                f"; rank {own.rank} trained rows {_few(own.sample_ids)}"
+                for own in bad
+                if own.sample_ids
+            )
+            whose = _listed(f"{own.loss:g} on rank {own.rank}" for own in bad)
+            sentence = f"The loss of step {beat.step} is not finite: {whose}{rows}."
+            advice = "Look at those rows, lower --learning_rate, or train in bf16 or fp32."
+            self.found("loss", sentence, advice, step=beat.step)
+            return
+        worst = [
+            own for own in ranks if own.grad_norm is not None and not math.isfinite(own.grad_norm)
+        ]
+        whose = _listed(f"{own.grad_norm:g} on rank {own.rank}" for own in worst)
+        self.found(
+            "gradients",
+            f"The gradient norm of step {beat.step} is not finite, though its losses are: {whose}.",
+            "Lower --learning_rate, or train in bf16 or fp32.",
+            step=beat.step,
+        )
+
+    def _judge_norm(self, step: int, norm: float) -> None:
+        times = self._norms.above(norm)
+        if times > self.factor:
+            self.found(
+                "gradient norm",
+                f"The gradient norm of step {step} is {norm:.4g}, {times:.0f} times the median of "
+                f"the steps before it, {norm / times:.4g}.",
+                "Lower --learning_rate or --max_grad_norm, or allow more with --guard_grad_norm.",
+                step=step,
+            )
+
+    # Ranks
+
+    def _judge_order(self, beat: Beat, everyone: Callable[[], list[Own]]) -> None:
+        if any(warning["kind"] == "data order" for warning in self.warnings):
+            return  # and it stays different
+        orders = {own.rank: own.order for own in everyone()}
+        self.found(
+            "data order",
+            f"{odd_ones_out(orders)} read the rows of step {beat.step} in another order than the "
+            "others.",
+            "Give every rank the same --seed, and the same data in the same order.",
+            step=beat.step,
+        )
+
+    def _judge_pace(self, beat: Beat) -> None:
+        if self._beats <= PACE_NEEDED:
+            return
+        excess = beat.busiest_seconds - beat.idlest_seconds
+        usual = statistics.median(past.seconds for past in self._paces) if self._paces else math.inf
+        self._paces.append(beat)
+        if excess > max(STALL_SECONDS, usual):
+            self.found(
+                "slow rank",
+                f"Rank {beat.busiest} fell behind by step {beat.step}: its own work took "
+                f"{beat.busiest_seconds:.2f} s, that of the fastest rank "
+                f"{beat.idlest_seconds:.2f} s, and a step usually {usual:.2f} s.",
+                SLOW_ADVICE,
+                step=beat.step,
+            )
+        elif len(self._paces) == PACE_KEPT:
+            self._judge_lag(beat)
+
+    def _judge_lag(self, beat: Beat) -> None:
+        rank = statistics.mode(past.busiest for past in self._paces)
+        of_it = [past for past in self._paces if past.busiest == rank]
+        lost = sum(past.busiest_seconds - past.idlest_seconds for past in of_it)
+        share = lost / (sum(past.seconds for past in self._paces) or math.inf)
+        if len(of_it) >= LAGGING_STEPS * PACE_KEPT and share >= LAGGING_SHARE:
+            self.found(
+                "slow rank",
+                f"Rank {rank} falls behind: up to step {beat.step} it was the slowest in "
+                f"{len(of_it)} of {PACE_KEPT} steps, and the others waited for it {share:.0%} of "
+                "the time.",
+                SLOW_ADVICE,
+                step=beat.step,
+            )
+
+
+class Norms:
+    """The gradient norms of the last steps, to hold the next one against."""
+
+    def __init__(self) -> None:
+        self._kept: deque[float] = deque(maxlen=NORMS_KEPT)
+        self._largest = 0.0
+
+    def above(self, norm: float) -> float:
+        """Return how many times the median a norm is, and keep it.
+
+        Returns:
+            0 while too few are known, and for one that is not above all that were seen: a model
+            that has learned its rows has small norms, and new rows bring back those it began with.
+        """
+        median = statistics.median(self._kept) if len(self._kept) >= NORMS_NEEDED else 0.0
+        times = norm / median if median > 0 and norm > self._largest else 0.0
+        self._kept.append(norm)
+        self._largest = max(self._largest, norm)
+        return times
+
+
+SLOW_ADVICE = "Look at what else runs there, at its data loading, and at its GPU's clocks."
+
+
+def newest_checkpoint(folder: Path | None) -> Path | None:
+    """Return the newest `checkpoint-N` that was written to its end, None where there is none."""
+    if folder is None:
+        return None
+    # The manifest of a committed one, and the last file but the random states of the Trainer's.
+    ends = ("manifest.json", "trainer_state.json")
+    whole = {
+        int(found[1]): path
+        for path in folder.glob("checkpoint-*")
+        if (found := re.fullmatch(r"checkpoint-(\d+)", path.name))
+        and any((path / end).exists() for end in ends)
+    }
+    return whole[max(whole)] if whole else None
+
+
+def odd_ones_out(values: dict[int, Any]) -> str:
+    """Name the ranks whose value is not that of most; among equals rank 0's counts."""
+    counts = {
+        rank: sum(other == value for other in values.values()) for rank, value in values.items()
+    }
+    usual = values[max(values, key=lambda rank: (counts[rank], -rank))]
+    return _listed(f"rank {rank}" for rank, value in values.items() if value != usual).capitalize()
+
+
+def told(sentence: str) -> None:
+    """Print a line, on rank 0 alone."""
+    import torch
+
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        print(f"toolkit: {sentence}", flush=True)  # noqa: T201
+
+
+def _listed(items: Any) -> str:
+    words = list(items)
+    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else "".join(words)
+
+
+def _few(ids: list[int]) -> str:
+    shown = ", ".join(map(str, ids[:8]))
+    return f"{shown}, ..." if len(ids) > 8 else shown

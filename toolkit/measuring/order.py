@@ -1,0 +1,113 @@
+"""The data's order, watched where it is made: every rank draws all batches and keeps its own.
+
+Accelerate has each rank go through the batches of all ranks and train every N-th. A rank whose
+shuffle, seed or data set differs therefore draws other batches, and a hash of all that were drawn
+tells it from the others, whatever they train: on the host, without a look at any tensor.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler
+
+from toolkit.measuring.attestation import gather_objects
+from toolkit.measuring.engine import stand_in
+from toolkit.measuring.guards import Guards
+
+UNSEEN = (
+    "the data set is read without a batch sampler that all ranks share, so nobody sees its order"
+)
+
+
+SAME_ADVICE = "Leave it to Accelerate to prepare the data loader, once, for each rank its own part."
+
+
+class OrderWatch:
+    """Hashes the rows that a data loader's batch sampler gives out, for all ranks."""
+
+    def __init__(self) -> None:
+        self.value = 0
+        """Of all rows so far, below 2**48; 0 before the first."""
+
+        self._rows, self._bits = 0, 0
+
+    def watch(self, loader: Any, guards: Guards) -> Callable[[], None] | None:
+        """Follow a loader that `Accelerator.prepare` returned; every rank calls it.
+
+        Returns:
+            What takes the watch off again; None where the order can't be seen.
+
+        Raises:
+            GuardError: on every rank when two would train the same rows, unless guards only warn.
+        """
+        if same := same_parts(loader):
+            guards.found("data order", f"{same.capitalize()}.", SAME_ADVICE, step=0)
+        shard = getattr(loader, "batch_sampler", None)
+        inner = getattr(shard, "batch_sampler", None)
+        if not hasattr(shard, "process_index") or inner is None:
+            if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+                guards.not_watched["data order"] = UNSEEN
+            return None
+        names = _sample_ids(loader.dataset)
+        return stand_in(shard, "batch_sampler", _Told(inner, self, names))
+
+    def drawn(self, rows: Sequence[int]) -> None:
+        """Put the rows of one batch to those that were drawn before it."""
+        self._bits = zlib.crc32(repr(rows).encode(), self._bits)
+        self._rows += len(rows)
+        self.value = self._bits << 16 | self._rows & 0xFFFF
+
+
+class _Told(BatchSampler):
+    """A batch sampler in front of another one, which it is in everything but being heard."""
+
+    def __init__(self, inner: Any, watch: OrderWatch, names: Sequence[int] | None) -> None:
+        # Not BatchSampler's own: the inner one need not be made of a sampler and a size.
+        self._inner, self._watch, self._names = inner, watch, names
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self._inner:
+            # A sampler may give out one list again and again, or things that are no row numbers.
+            rows = list(batch)
+            self._watch.drawn(rows if self._names is None else [self._names[row] for row in rows])
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_inner":
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+
+def same_parts(loader: Any) -> str | None:
+    """Say which ranks would train the same rows as another one; every rank calls it.
+
+    Returns:
+        The sentence's subject and object ("rank 1 trains the rows of rank 0"), None if none does.
+    """
+    shard = getattr(loader, "batch_sampler", None)
+    own = getattr(shard, "process_index", None)
+    parts = gather_objects((own, getattr(shard, "num_processes", None)))
+    if any(part is None for part, _ in parts):
+        return None
+    # Ranks that share rows on purpose (tensor parallelism) each say of how few parts they know.
+    if any(count != len(parts) for _, count in parts):
+        return None
+    first: dict[int, int] = {}
+    for rank, (part, _) in enumerate(parts):
+        if part in first:
+            return f"rank {rank} trains the rows of rank {first[part]}"
+        first[part] = rank
+    return None
+
+
+def _sample_ids(dataset: Any) -> list[int] | None:
+    if "sample_id" not in (getattr(dataset, "column_names", None) or ()):
+        return None
+    return dataset["sample_id"][:]
