@@ -1,0 +1,170 @@
+"""Evaluation: loss and perplexity by tokens, before, during and after training.
+
+The losses of all tokens that are predicted are summed in float64 over every row and rank, and
+divided once by their number. Every row counts exactly once for any number of ranks, so the loss
+is the same under every strategy but for rounding. It is the plain cross-entropy in fp32: what a
+model adds to its training loss (of its experts' routers, say) is not in it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from toolkit.measuring.recorder import Recorder
+from toolkit.results import Evaluated
+from toolkit.training.companions import Companion, Prepared
+from toolkit.training.evaluation_plan import Schedule
+from toolkit.training.interlude import interlude
+from toolkit.training.order import validation_rows
+from toolkit.training.tokens import IGNORED
+
+CHUNK: Final = 1024
+"""Positions whose logits are held in fp32 at a time."""
+
+
+class Evaluation(Companion):
+    """Evaluates before the first step, when its schedule says so, and after the last step.
+
+    Args:
+        rows: Each counts once; `validation_rows` fills them up to whole batches.
+        collate: Makes a padded batch with `labels`.
+        batch_rows: Rows of one forward on one rank.
+        schedule: When.
+        recorder: What it times and counts, this is no part of.
+        pad_token_id: Of the rows that fill the last batches.
+    """
+
+    def __init__(
+        self,
+        rows: Any,
+        collate: Callable[[list[Any]], dict[str, torch.Tensor]],
+        *,
+        batch_rows: int,
+        schedule: Schedule,
+        recorder: Recorder,
+        pad_token_id: int = 0,
+    ) -> None:
+        self.found: list[Evaluated] = []
+        self._rows = rows
+        self._collate = collate
+        self._batch_rows = batch_rows
+        self._schedule = schedule
+        self._recorder = recorder
+        self._pad_token_id = pad_token_id
+
+    def prepared(self, prepared: Prepared) -> None:
+        self._engine = prepared
+        done = self._recorder.steps_before
+        if done == 0 or done >= self._schedule.last:  # what it died before is done now
+            self._evaluate(done)
+
+    def step_done(self, step: int) -> None:
+        if self._schedule.due(step):
+            self._evaluate(step)
+
+    def _evaluate(self, step: int) -> None:
+        engine, begun = self._engine, time.perf_counter()
+        with self._recorder.aside():
+            total, tokens = loss_and_tokens(
+                engine.accelerator,
+                engine.model,
+                self._rows,
+                self._collate,
+                batch_rows=self._batch_rows,
+                pad_token_id=self._pad_token_id,
+            )
+            loss = total / tokens if tokens else math.nan
+            found = Evaluated(
+                step=step,
+                loss=loss,
+                perplexity=perplexity(loss),
+                tokens=tokens,
+                rows=len(self._rows),
+                seconds=time.perf_counter() - begun,
+            )
+            self.found.append(found)
+            values = {"eval_loss": loss, "eval_perplexity": found["perplexity"]}
+            self._recorder.logged(step, **values)
+            engine.report(step, values)
+            engine.accelerator.print(f"toolkit: {evaluated_sentence(found)}", flush=True)
+
+
+def loss_and_tokens(
+    accelerator: Any,
+    model: Any,
+    rows: Any,
+    collate: Callable[[list[Any]], dict[str, torch.Tensor]],
+    *,
+    batch_rows: int,
+    pad_token_id: int = 0,
+) -> tuple[float, int]:
+    """Return the summed loss of all predicted tokens, in nats, and their number.
+
+    A collective: every rank calls it, and each takes every W-th batch.
+
+    Args:
+        accelerator: The Accelerator that prepared the model.
+        model: The wrapped model.
+        rows: `input_ids`, `labels` and `sample_id`, the same on every rank.
+        collate: Makes a padded batch of them.
+        batch_rows: Rows of one forward.
+        pad_token_id: Of the rows that fill the last batches.
+
+    Raises:
+        NotBetweenSteps: gradients are being accumulated.
+    """
+    device = accelerator.device
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    ranks = accelerator.num_processes
+    filled = validation_rows(rows, global_batch=batch_rows * ranks, pad_token_id=pad_token_id)
+    with interlude(accelerator, model):
+        # Not a DataLoader, which draws a random number whenever it is iterated.
+        starts = range(accelerator.process_index * batch_rows, len(filled), ranks * batch_rows)
+        for start in starts:
+            batch = collate([filled[at] for at in range(start, start + batch_rows)])
+            batch = {name: tensor.to(device) for name, tensor in batch.items()}
+            labels = batch.pop("labels")
+            batch.pop("sample_id", None)
+            sums += _sums(model(**batch).logits, labels)
+        total, tokens = accelerator.reduce(sums, "sum").tolist()
+    return total, int(tokens)
+
+
+def _sums(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the summed loss and the number of predicted tokens; shapes (B, T, V) and (B, T)."""
+    sums = torch.zeros(2, dtype=torch.float64, device=logits.device)
+    for row, wanted in zip(logits, labels, strict=True):
+        for scores, targets in _chunks(row[:-1], wanted[1:]):
+            losses = cross_entropy(
+                scores.float(), targets, ignore_index=IGNORED, reduction="none"
+            ).double()
+            sums += torch.stack([losses.sum(), (targets != IGNORED).sum().double()])
+    return sums
+
+
+def _chunks(
+    scores: torch.Tensor, targets: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    return zip(scores.split(CHUNK), targets.split(CHUNK), strict=True)
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss), infinite where that is more than a float holds."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def evaluated_sentence(found: Evaluated) -> str:
+    when = f"after step {found['step']}" if found["step"] else "before the first step"
+    return (
+        f"evaluation {when}: loss {found['loss']:.6f}, perplexity {found['perplexity']:.2f} "
+        f"({found['tokens']:,} tokens of {found['rows']:,} rows, {found['seconds']:.1f} s)"
+    )
