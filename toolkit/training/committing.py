@@ -14,7 +14,7 @@ import hashlib
 import os
 import platform
 import shutil
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, cast
@@ -27,6 +27,9 @@ from toolkit.results import read_json, write_json
 MANIFEST: Final = "manifest.json"
 SCHEMA: Final = 1
 
+TO_BE_EDITED: Final = frozenset({"README.md"})
+"""Files that people are to change: a model's card is not damaged by that."""
+
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
 _CANNOT_EXCHANGE: Final = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
@@ -38,7 +41,13 @@ class Damaged(ValueError):
 
 
 @contextmanager
-def committing(folder: Path, *, obsolete: Sequence[str] = (), **facts: Any) -> Generator[Path]:
+def committing(
+    folder: Path,
+    *,
+    obsolete: Sequence[str] = (),
+    listed: Mapping[str, dict[str, Any]] | None = None,
+    **facts: Any,
+) -> Generator[Path]:
     """Yield an empty folder to write into, and put it in place of `folder` at the end.
 
     When the body raises, what it wrote is removed and `folder` stays as it was.
@@ -48,17 +57,19 @@ def committing(folder: Path, *, obsolete: Sequence[str] = (), **facts: Any) -> G
             others put there stays, and only files of the same name are replaced.
         obsolete: Patterns of files directly in `folder` that go all the same, whoever wrote them,
             since beside the new ones they would mean something else.
+        listed: Entries of the manifest, by name, of files that the body has already had written to
+            the disk and read with `entry`: many ranks do that faster than one.
         facts: Put into the manifest beside sizes and sha256 of the files.
     """
     recover(folder)
-    _remove_drafts(folder)
+    remove_drafts(folder)
     draft = _draft(folder)
     draft.mkdir(parents=True)
     try:
         yield draft
-        for path in _files(draft):
-            _sync(path)
-        write_json(draft / MANIFEST, {"schema": SCHEMA, **facts, "files": _listed(draft)})
+        known = listed or {}
+        files = {name: known.get(name) or entry(draft, name) for name in file_names(draft)}
+        write_json(draft / MANIFEST, {"schema": SCHEMA, **facts, "files": files})
         _sync(draft)
         _put_in_place(draft, folder, obsolete)
     except BaseException:
@@ -75,21 +86,54 @@ def check(folder: Path) -> dict[str, Any]:
         Damaged: naming the first file that is missing, cut off or changed.
     """
     recover(folder)
+    manifest = read_manifest(folder)
+    for name, wanted in manifest["files"].items():
+        if name not in TO_BE_EDITED:
+            check_file(folder, name, wanted)
+    return manifest
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the manifest of a committed folder, without a look at its files.
+
+    Raises:
+        Damaged: it is missing or torn.
+    """
     try:
         manifest = cast("dict[str, Any]", read_json(folder / MANIFEST))
-        listed = cast("dict[str, dict[str, Any]]", manifest["files"])
-    except (UsageError, OSError, KeyError, TypeError) as error:
+        for wanted in cast("dict[str, dict[str, Any]]", manifest["files"]).values():
+            wanted["bytes"], wanted["sha256"]
+    except (UsageError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{folder} has no manifest that can be read: {error}") from None
-    for name, wanted in listed.items():
-        path = folder / name
-        if not path.is_file():
-            raise Damaged(f"{path} is missing")
-        size = path.stat().st_size
-        if size != wanted["bytes"]:
-            raise Damaged(f"{path} has {size} bytes, it was saved with {wanted['bytes']}")
-        if _sha256(path) != wanted["sha256"]:
-            raise Damaged(f"{path} has changed since it was saved")
     return manifest
+
+
+def check_file(folder: Path, name: str, wanted: Mapping[str, Any]) -> None:
+    """Read one file of a committed folder against its entry in the manifest.
+
+    Raises:
+        Damaged: it is missing, cut off or changed.
+    """
+    path = folder / name
+    if not path.is_file():
+        raise Damaged(f"{path} is missing")
+    size = path.stat().st_size
+    if size != wanted["bytes"]:
+        raise Damaged(f"{path} has {size} bytes, it was saved with {wanted['bytes']}")
+    if _sha256(path) != wanted["sha256"]:
+        raise Damaged(f"{path} has changed since it was saved")
+
+
+def entry(draft: Path, name: str) -> dict[str, Any]:
+    """Have one file written to the disk, and return its entry in the manifest."""
+    path = draft / name
+    _sync(path)
+    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+
+
+def file_names(folder: Path) -> list[str]:
+    """Return every file of a folder, relative to it, in order."""
+    return [str(path.relative_to(folder)) for path in _files(folder)]
 
 
 def recover(folder: Path) -> None:
@@ -102,7 +146,7 @@ def recover(folder: Path) -> None:
             aside.rename(folder)
 
 
-def _remove_drafts(folder: Path) -> None:
+def remove_drafts(folder: Path) -> None:
     """Remove drafts of this machine whose writers are gone; another machine's may be alive."""
     for draft in folder.parent.glob(f".{folder.name}.draft-{platform.node()}-*"):
         number = draft.name.rpartition("-")[2]
@@ -173,13 +217,6 @@ def _exchanged(one: Path, other: Path) -> bool:
     if number in _CANNOT_EXCHANGE:
         return False
     raise OSError(number, os.strerror(number), str(other))
-
-
-def _listed(folder: Path) -> dict[str, dict[str, Any]]:
-    return {
-        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-        for path in _files(folder)
-    }
 
 
 def _files(folder: Path) -> list[Path]:

@@ -1,0 +1,42 @@
+"""A model with dropout, and trainings of it that are killed, stopped and resumed."""
+
+import pytest
+import torch
+from killing import Run
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from toolkit.training.model import build_model, load_tokenizer
+
+
+@pytest.fixture(scope="session")
+def dropout_model(tmp_path_factory, launch_environment):
+    """A folder with a GPT-2 that draws random numbers in every forward."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOOLKIT_CACHE", launch_environment["TOOLKIT_CACHE"])
+        tokenizer = load_tokenizer(build_model())
+    tokenizer.save_pretrained(folder)
+    config = GPT2Config(
+        vocab_size=len(tokenizer),
+        n_embd=64,
+        n_layer=2,
+        n_head=2,
+        n_positions=64,
+        resid_pdrop=0.2,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def run_of(tmp_path, launch_environment):
+    """Make a run of its own folder."""
+
+    def make(strategy, engine, *flags, name="run"):
+        return Run(strategy, engine, tmp_path / name, launch_environment, flags)
+
+    return make

@@ -1,0 +1,156 @@
+"""A checkpoint that is not whole is named, and the newest whole one is taken; or nothing is."""
+
+import json
+
+import pytest
+
+from toolkit.checkpoints.agreeing import damages
+from toolkit.checkpoints.asked import Asked, asked_checkpoint, folder_to_resume
+from toolkit.checkpoints.facts import differences
+from toolkit.checkpoints.resuming import drop_steps_after, find_checkpoint
+from toolkit.errors import UsageError
+from toolkit.training.committing import MANIFEST, committing
+
+FACTS = {"num_processes": 2, "strategy": "zero2", "per_device_train_batch_size": 4, "seed": 1}
+
+
+def save(output_dir, step, **changed):
+    folder = output_dir / f"checkpoint-{step}"
+    described = {"kind": "checkpoint", "format": 1, "step": step, "facts": FACTS | changed}
+    with committing(folder, **described) as draft:
+        (draft / "global_step").mkdir()
+        for name in ("rank-0.pt", "rank-1.pt", "global_step/states"):
+            (draft / name).write_bytes(bytes(range(256)) * step)
+    return folder
+
+
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[100] ^= 1
+    file.write_bytes(content)
+
+
+FAULTS = {
+    "flipped": (lambda f: flip(f / "rank-1.pt"), "rank-1.pt has changed since it was saved"),
+    "cut off": (
+        lambda f: (f / "global_step/states").write_bytes(b"x"),
+        "states has 1 bytes, it was saved with",
+    ),
+    "missing": (lambda f: (f / "rank-0.pt").unlink(), "rank-0.pt is missing"),
+    "no manifest": (lambda f: (f / MANIFEST).unlink(), "has no manifest that can be read"),
+    "torn manifest": (
+        lambda f: (f / MANIFEST).write_text('{"files": {"rank-0.pt": 1}}'),
+        "has no manifest that can be read",
+    ),
+    "another folder": (
+        lambda f: (f / MANIFEST).write_text('{"files": {}, "step": 6}'),
+        "holds no checkpoint of this toolkit",
+    ),
+    "a newer format": (
+        lambda f: (f / MANIFEST).write_text(
+            (f / MANIFEST).read_text().replace('"format": 1', '"format": 9')
+        ),
+        "was written by a newer toolkit",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_damaged_one_is_named_and_the_newest_whole_one_is_taken(tmp_path, fault):
+    damage, sentence = FAULTS[fault]
+    for step in (2, 4, 6):
+        save(tmp_path, step)
+    damage(tmp_path / "checkpoint-6")
+    found = find_checkpoint(Asked(tmp_path), FACTS)
+    assert found.folder == tmp_path / "checkpoint-4"
+    assert found.step == 4
+    assert len(found.damaged) == 1
+    assert "checkpoint-6" in found.damaged[0]
+    assert sentence in found.damaged[0]
+    assert found.facts()["damaged"] == list(found.damaged)
+
+
+def test_every_damage_of_a_checkpoint_is_named(tmp_path):
+    folder = save(tmp_path, 2)
+    flip(folder / "rank-0.pt")
+    (folder / "rank-1.pt").unlink()
+    assert len(damages(folder)) == 2
+
+
+def test_without_a_whole_one_each_is_named_and_nothing_is_started(tmp_path):
+    for step in (2, 4):
+        flip(save(tmp_path, step) / "rank-0.pt")
+    with pytest.raises(UsageError, match=r"checkpoint-4.*checkpoint-2.*Start from the beginning"):
+        find_checkpoint(Asked(tmp_path), FACTS)
+
+
+def test_one_that_was_named_is_not_replaced_by_another_but_a_whole_one_is_said(tmp_path):
+    save(tmp_path, 2)
+    named = save(tmp_path, 4)
+    assert find_checkpoint(Asked(tmp_path, named), FACTS).step == 4
+    flip(named / "rank-0.pt")
+    with pytest.raises(UsageError, match=r"rank-0.pt has changed.*Pass .*checkpoint-2, which is"):
+        find_checkpoint(Asked(tmp_path, named), FACTS)
+
+
+def test_another_training_is_refused_with_both_values_of_every_difference(tmp_path):
+    save(tmp_path, 2)
+    now = FACTS | {"num_processes": 4, "strategy": "fsdp", "per_device_train_batch_size": 2}
+    with pytest.raises(UsageError) as error:
+        find_checkpoint(Asked(tmp_path), now)
+    for difference in (
+        "world size is 2 in the checkpoint and 4 now",
+        "strategy is zero2 in the checkpoint and fsdp now",
+        "--per_device_train_batch_size is 4 in the checkpoint and 2 now",
+    ):
+        assert difference in str(error.value)
+    assert "seed" not in str(error.value)
+
+
+def test_a_fact_that_an_older_checkpoint_does_not_know_is_no_difference():
+    assert differences({"seed": 1}, {"seed": 1, "method": "lora"}) == []
+
+
+def test_what_was_aside_when_a_commit_died_is_found(tmp_path):
+    save(tmp_path, 2).rename(tmp_path / ".checkpoint-2.aside")
+    asked = asked_checkpoint({"output_dir": tmp_path, "resume_from_checkpoint": "last"})
+    assert find_checkpoint(asked, FACTS).folder == tmp_path / "checkpoint-2"
+
+
+def test_nothing_to_resume_is_an_error_and_never_a_fresh_start(tmp_path):
+    for asked in ("last", str(tmp_path)):
+        with pytest.raises(UsageError, match="holds no checkpoint to resume from"):
+            asked_checkpoint({"output_dir": tmp_path, "resume_from_checkpoint": asked})
+    with pytest.raises(UsageError, match="is no folder"):
+        asked_checkpoint({"output_dir": tmp_path, "resume_from_checkpoint": "checkpoint-9"})
+
+
+def test_a_second_start_over_an_unfinished_run_is_refused(tmp_path):
+    assert asked_checkpoint({"output_dir": tmp_path, "resume_from_checkpoint": None}) is None
+    save(tmp_path, 5)
+    with pytest.raises(UsageError, match="a run that was not finished, the newest of step 5"):
+        asked_checkpoint({"output_dir": tmp_path, "resume_from_checkpoint": None})
+
+
+def test_a_checkpoint_or_its_run_says_where_to_go_on(tmp_path):
+    folder = save(tmp_path, 5)
+    said = {"output_dir": "elsewhere", "resume_from_checkpoint": str(folder)}
+    assert asked_checkpoint(said) == Asked(tmp_path, folder)
+    said["resume_from_checkpoint"] = str(tmp_path)
+    assert asked_checkpoint(said) == Asked(tmp_path)
+    assert folder_to_resume(str(folder), None) == str(tmp_path)
+    assert folder_to_resume(str(tmp_path), None) == str(tmp_path)
+    assert folder_to_resume("last", "here") == "here"
+    assert folder_to_resume(None, None) is None
+    with pytest.raises(UsageError, match="pass the --output_dir"):
+        folder_to_resume("last", None)
+
+
+def test_lines_of_steps_that_are_trained_again_go_and_a_torn_one_too(tmp_path):
+    file = tmp_path / "steps.jsonl"
+    lines = [json.dumps({"step": step, "loss": 1.0}) for step in range(1, 6)]
+    file.write_text("\n".join(lines) + '\n{"step": 6, "lo')
+    drop_steps_after(file, 3)
+    assert file.read_text() == "\n".join(lines[:3]) + "\n"
+    drop_steps_after(tmp_path / "none.jsonl", 3)
+    assert not (tmp_path / "none.jsonl").exists()

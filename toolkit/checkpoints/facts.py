@@ -1,0 +1,107 @@
+"""What a run that resumes must have in common with the one that saved."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from toolkit.errors import UsageError
+
+if TYPE_CHECKING:
+    from toolkit.job import Job
+
+WORDS: Final = {
+    "num_processes": "world size",
+    "per_device_train_batch_size": "--per_device_train_batch_size",
+    "gradient_accumulation_steps": "--gradient_accumulation_steps",
+    "data_hash": "hash of the data's tokens",
+    "data_rows": "rows of the data",
+    "model_config": "hash of the model's config",
+    "steps": "steps of the training",
+}
+"""Of facts whose key is not what a user would say."""
+
+_SCHEDULE: Final = (
+    *("seed", "learning_rate", "weight_decay", "max_grad_norm", "lr_scheduler_kwargs"),
+    *("adam_beta1", "adam_beta2", "adam_epsilon", "optim_args", "label_smoothing_factor"),
+    *("neftune_noise_alpha",),
+)
+
+
+def facts_of_job(job: Job) -> dict[str, Any]:
+    """Return everything that decides what the next step of a job computes, by name."""
+    args, data = job.args, job.data.facts()
+    facts = {
+        "strategy": job.strategy.name,
+        "engine": job.run.engine,
+        "num_processes": job.global_batch_size
+        // (args.per_device_train_batch_size * args.gradient_accumulation_steps),
+        "per_device_train_batch_size": args.per_device_train_batch_size,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "data": data["name"],
+        "data_hash": data["tokens_hash"],
+        "data_rows": data["rows"],
+        "model": Path(job.model.model_name_or_path or "built in").name,
+        "model_config": _digest((Path(job.facts.path) / "config.json").read_bytes()),
+        "precision": args.mixed_precision,
+        "steps": job.steps,
+        "throughput_steps": job.run.throughput_steps,
+        "warmup_steps": args.get_warmup_steps(job.steps),
+        "lr_scheduler_type": str(args.lr_scheduler_type.value),
+        "optim": str(args.optim.value),
+    }
+    facts |= {name: getattr(args, name) for name in _SCHEDULE}
+    return _plain(facts | job.method.facts())
+
+
+def facts_of_trainer(trainer: Any, strategy: Any) -> dict[str, Any]:
+    """Return what is known of a training in a script of the user's own."""
+    args, rows = trainer.args, trainer.train_dataset
+    facts = {
+        "backend": strategy.backend,
+        "zero_stage": strategy.zero_stage,
+        "engine": "ToolkitTrainer",
+        "num_processes": args.world_size,
+        "per_device_train_batch_size": args.per_device_train_batch_size,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "data_rows": len(rows) if hasattr(rows, "__len__") else None,
+        "precision": args.mixed_precision,
+        "seed": args.seed,
+    }
+    return _plain(facts)
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Say each fact that both know and that is not the same, with both values."""
+    return [
+        f"{WORDS.get(name, name)} is {saved[name]} in the checkpoint and {value} now"
+        for name, value in now.items()
+        if name in saved and saved[name] != value
+    ]
+
+
+def require_same(folder: Path, manifest: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to resume another training than the one that was saved.
+
+    Raises:
+        UsageError: with every difference at once.
+    """
+    found = differences(manifest["facts"], now)
+    if found:
+        raise UsageError(
+            f"{folder} is of another training: {'; '.join(found)}. Resume with what it was saved "
+            "with, or start a new training from a model (--model_name_or_path, another "
+            "--output_dir)."
+        )
+
+
+def _plain(facts: dict[str, Any]) -> dict[str, Any]:
+    """As the manifest gives them back."""
+    return json.loads(json.dumps(facts, default=str))
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:12]

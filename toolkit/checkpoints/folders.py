@@ -1,0 +1,85 @@
+"""`checkpoint-<step>` folders of a run: which there are, and which of them go.
+
+A folder of that name was committed as a whole (see `committing`), so what is torn is a draft, has
+another name, and is never taken for a checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, Final
+
+from toolkit.training.committing import MANIFEST, recover, remove_drafts
+
+NAME: Final = re.compile(r"checkpoint-(\d+)")
+
+
+def checkpoint_folder(output_dir: Path, step: int) -> Path:
+    return output_dir / f"checkpoint-{step}"
+
+
+def step_of(folder: Path) -> int | None:
+    """Return the step that a checkpoint's name says; None for other names."""
+    found = NAME.fullmatch(folder.name)
+    return int(found[1]) if found else None
+
+
+def checkpoints_in(output_dir: Path) -> list[Path]:
+    """Return the folders that are named like checkpoints, newest step first."""
+    found = {path: step_of(path) for path in output_dir.glob("checkpoint-*") if path.is_dir()}
+    return sorted(
+        (path for path, step in found.items() if step is not None),
+        key=lambda path: found[path] or 0,
+        reverse=True,
+    )
+
+
+def tidy(output_dir: Path) -> None:
+    """Put back what a commit had aside when it died, and remove its draft. Rank 0 calls it."""
+    for aside in output_dir.glob(".checkpoint-*.aside"):
+        recover(output_dir / aside.name[1:].removesuffix(".aside"))
+    drafted = {
+        path.name[1:].partition(".draft-")[0] for path in output_dir.glob(".checkpoint-*.draft-*")
+    }
+    for name in drafted:
+        remove_drafts(output_dir / name)
+    for gone in output_dir.glob(".checkpoint-*.gone"):
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def shares(files: dict[str, dict[str, Any]], *, ranks: int) -> list[list[str]]:
+    """Deal files out so that each rank has about as many bytes to read."""
+    dealt: list[list[str]] = [[] for _ in range(ranks)]
+    held = [0] * ranks
+    for name in sorted(files, key=lambda name: (-files[name]["bytes"], name)):
+        least = held.index(min(held))
+        dealt[least].append(name)
+        held[least] += files[name]["bytes"] + 1
+    return dealt
+
+
+def rotate(
+    output_dir: Path, newest: Path, *, limit: int | None, keep: Collection[Path] = ()
+) -> None:
+    """Remove the oldest checkpoints beyond `limit`, now that `newest` stands. Rank 0 calls it.
+
+    Only what was committed as a checkpoint goes, and `newest` and what is in `keep` never do.
+    Steps after `newest` were left behind by a run that went back, and go first.
+    """
+    if limit is None or limit <= 0:
+        return
+    others = [
+        path
+        for path in checkpoints_in(output_dir)
+        if path != newest and path not in keep and (path / MANIFEST).is_file()
+    ]
+    now = step_of(newest) or 0
+    others.sort(key=lambda path: ((step_of(path) or 0) < now, step_of(path) or 0))
+    for path in others[: max(0, len(others) + 1 + len(set(keep) - {newest}) - limit)]:
+        # Out of sight in one move: a death in between leaves no torn checkpoint behind.
+        gone = path.with_name(f".{path.name}.gone")
+        path.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)

@@ -1,0 +1,139 @@
+"""When a run saves a checkpoint and which ones it keeps, the same under both engines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from toolkit.checkpoints.folders import checkpoint_folder, rotate
+from toolkit.checkpoints.preemption import Preempted, Preemption, pulse_of
+from toolkit.checkpoints.writing import save_checkpoint
+from toolkit.measuring.attestation import gather_objects
+from toolkit.measuring.recorder import Recorder
+from toolkit.training.companions import Companion, Prepared
+
+
+@dataclass(kw_only=True)
+class Keeper:
+    """Saves the checkpoints of one run."""
+
+    output_dir: Path
+    facts: dict[str, Any]
+    recorder: Recorder
+    limit: int | None = None
+    """Checkpoints to keep; None: all."""
+
+    every: int | None = None
+    """Steps between two of them; None: only when asked to stop."""
+
+    last_step: int = 0
+    """A run that is asked to stop at its last step ends as it would have anyway."""
+
+    preemption: Preemption | None = None
+    seconds: list[float] = field(default_factory=list[float])
+    """What each save took."""
+
+    def due(self, step: int) -> bool:
+        """Whether to save after this step; the same on every rank."""
+        return (self.every is not None and step % self.every == 0) or self.stopping(step)
+
+    def stopping(self, step: int) -> bool:
+        pulse = pulse_of(self.recorder)
+        asked = self.preemption is not None and pulse is not None and pulse.stop_agreed
+        return asked and step < self.last_step
+
+    def save(
+        self,
+        prepared: Prepared,
+        step: int,
+        *,
+        output_dir: Path | None = None,
+        write_more: Callable[[Path], None] | None = None,
+        keep: Collection[Path] = (),
+    ) -> Path | None:
+        """Save a checkpoint, and then remove those beyond the limit; every rank calls it.
+
+        Returns:
+            Where; None when a step was not finite and the guards only warned of it: what came of
+            that is not worth a checkpoint.
+
+        Raises:
+            GuardError: on every rank, when the last step was not finite: nothing is written.
+            SaveError: on every rank, when any could not write.
+        """
+        self.recorder.settle()
+        if self.recorder.spoiled():
+            return None
+        folder = checkpoint_folder(output_dir or self.output_dir, step)
+        with self.recorder.aside():
+            taken = save_checkpoint(
+                folder, prepared, step=step, facts=self.facts, write_more=write_more
+            )
+            if prepared.accelerator.is_main_process:
+                rotate(folder.parent, folder, limit=self.limit, keep=keep)
+                print(f"toolkit: saved {folder} in {taken:.1f} s", flush=True)  # noqa: T201
+        self.seconds.append(taken)
+        return folder
+
+    def leave_if_asked(self, step: int) -> None:
+        """End the run after a save, when all ranks have agreed to stop.
+
+        Raises:
+            Preempted: on every rank.
+        """
+        if not self.stopping(step):
+            return
+        own = self.preemption.seconds_since_asked() if self.preemption else None
+        asked = [seconds for seconds in gather_objects(own) if seconds is not None]
+        folder = checkpoint_folder(self.output_dir, step)
+        raise Preempted(step, folder, seconds=max(asked, default=None))
+
+
+class KeeperCompanion(Companion):
+    """Lets a keeper go along with the loop."""
+
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper = keeper
+
+    def prepared(self, prepared: Prepared) -> None:
+        self._prepared = prepared
+
+    def step_done(self, step: int) -> None:
+        if self._keeper.due(step):
+            self._keeper.save(self._prepared, step)
+            self._keeper.leave_if_asked(step)
+
+
+class KeeperCallback(TrainerCallback):
+    """Has the Trainer save when the keeper says so, whatever its own flow thinks.
+
+    To be added last. The Trainer's epochs are of no use here: its one epoch is the whole run.
+    """
+
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper = keeper
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_save = self._keeper.due(state.global_step)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_save = False
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._keeper.leave_if_asked(state.global_step)
+
+
+def steps_between(args: Any, *, steps: int, rows: int, global_batch: int) -> int | None:
+    """Return what `--save_strategy` and `--save_steps` mean in steps; None for no checkpoints."""
+    strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
+    if strategy == "epoch":
+        return -(-rows // global_batch)
+    if strategy != "steps":
+        return None
+    # Below 1 it is a share of the run, as in the Trainer.
+    return math.ceil(args.save_steps * steps) if args.save_steps < 1 else int(args.save_steps)

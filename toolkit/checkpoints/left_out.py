@@ -1,0 +1,97 @@
+"""What DeepSpeed leaves out of its checkpoints when the optimizer is on the CPU or on NVMe.
+
+With NVMe, deepspeed 0.19 copies the swap files into a checkpoint and back (engine.py,
+`offloaded_tensors`), and reads nothing else of the optimizer: a run that resumed would count Adam's
+steps from 1, take the moments in the copied files for zeros, and lose groups that are too small to
+be swapped. On the CPU its Adam multiplies the powers of its betas up, step by step (cpu_adam.h,
+`IncrementStep`), and computes them anew after a jump, with another last bit. There is no public way
+to any of it. tests/checkpoints/test_exact_resuming.py fails when this moves.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def swapped_state(zero: Any) -> dict[str, Any] | None:
+    """Return what the swap files of this rank don't hold; None where nothing is swapped.
+
+    Args:
+        zero: DeepSpeed's ZeRO optimizer, or None under another backend.
+    """
+    if not getattr(zero, "swap_optimizer", False):
+        return None
+    groups: list[dict[str, Any]] = []
+    for number, flat in enumerate(zero.fp32_partitioned_groups_flat):
+        kept = zero.optimizer.state.get(flat, {})
+        swapped = zero._swappable_optimizer_subgroup(number)
+        tensors = {name: each for name, each in kept.items() if torch.is_tensor(each)}
+        in_files = [name for name, each in tensors.items() if swapped and hasattr(each, "ds_id")]
+        groups.append(
+            {
+                "id": getattr(flat, "ds_id", None),
+                "in_files": in_files,
+                "flat": None if swapped else flat.detach().clone(),
+                "state": {
+                    name: each.detach().clone() if torch.is_tensor(each) else each
+                    for name, each in kept.items()
+                    if name not in in_files
+                },
+            }
+        )
+    plain = {n: v for n, v in vars(zero.loss_scaler).items() if isinstance(v, int | float)}
+    return {"groups": groups, "loss_scaler": plain}
+
+
+def restore_swapped(zero: Any, said: dict[str, Any] | None) -> None:
+    """Put back what `swapped_state` returned, after DeepSpeed has put its files back."""
+    if said is None:
+        return
+    for number, (flat, group) in enumerate(
+        zip(zero.fp32_partitioned_groups_flat, said["groups"], strict=True)
+    ):
+        if group["flat"] is not None:
+            flat.data.copy_(group["flat"])
+            zero.optimizer.state[flat] = _to(group["state"], flat)
+            continue
+        if group["id"] != flat.ds_id:  # DeepSpeed names its files by it, and copied the others
+            raise RuntimeError(
+                f"DeepSpeed numbers a group of parameters {flat.ds_id} that was {group['id']} when "
+                "it was saved: other models were made in this process before."
+            )
+        zero._optimizer_states_and_gradient_swap_in(number)
+        in_files = {name: _read(zero, name, flat) for name in group["in_files"]}
+        zero.optimizer.state[flat] = _to(group["state"], flat) | in_files
+        zero._optimizer_states_and_gradient_swap_out(number)
+    vars(zero.loss_scaler).update(said["loss_scaler"])
+    zero.reset_swap_buffers()  # from the masters to the parameters
+
+
+def count_again(zero: Any) -> None:
+    """Have DeepSpeed's Adam on the CPU count the steps that its state says were done."""
+    adam = getattr(zero, "optimizer", None)
+    if type(adam).__name__ != "DeepSpeedCPUAdam":
+        return
+    done = max((int(kept.get("step", 0)) for kept in adam.state.values()), default=0)
+    group, nothing = adam.param_groups[0], [torch.zeros(1) for _ in range(4)]
+    for step in range(1, done + 1):
+        adam.ds_opt_adam.adam_update(
+            *(adam.opt_id, step, 0.0, *group["betas"], group["eps"], 0.0, group["bias_correction"]),
+            *nothing,
+        )
+
+
+def _read(zero: Any, name: str, flat: torch.Tensor) -> torch.Tensor:
+    """Read one swapped state, of which only a new optimizer's files know the length."""
+    file = Path(zero.optimizer_swapper.swap_folder) / f"{name}-{flat.ds_id}.tensor.swp"
+    held = torch.from_file(str(file), shared=False, size=flat.numel(), dtype=flat.dtype)
+    return held.to(flat.device, copy=True)
+
+
+def _to(kept: dict[str, Any], flat: torch.Tensor) -> dict[str, Any]:
+    return {
+        name: each.to(flat.device) if torch.is_tensor(each) else each for name, each in kept.items()
+    }

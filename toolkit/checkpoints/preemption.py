@@ -1,0 +1,75 @@
+"""SIGTERM: all ranks save at one step that they agree on, say so, and leave.
+
+The step is agreed by the pulse, so it does not matter which ranks the signal reached. Launchers
+kill what is left after 30 s: a save that comes too late leaves a draft, and the last checkpoint
+stands.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+from toolkit.launching.ranks import die_with_parent
+
+EXIT_PREEMPTED: Final = 128 + signal.SIGTERM
+
+KILL_SECONDS: Final = 30
+"""What torchelastic gives its ranks, and a rank gives itself when its launcher is gone."""
+
+
+class Preempted(Exception):
+    """The run was asked to stop, and has saved."""
+
+    def __init__(self, step: int, folder: Path, *, seconds: float | None) -> None:
+        took = "" if seconds is None else f", {seconds:.1f} s after SIGTERM"
+        super().__init__(
+            f"preempted: saved at step {step} in {folder}{took}. Go on with "
+            f"--resume_from_checkpoint last --output_dir {folder.parent}"
+        )
+        self.step = step
+        self.folder = folder
+
+
+class Preemption:
+    """One rank's ear for SIGTERM."""
+
+    def __init__(self, ask_to_stop: Callable[[], None]) -> None:
+        self._ask_to_stop = ask_to_stop
+        self._asked_at: float | None = None
+        self._launcher = os.getppid()
+
+    @contextmanager
+    def listening(self) -> Generator[None]:
+        """Ask all ranks to stop when SIGTERM comes, in place of dying. In the main thread."""
+        before = signal.signal(signal.SIGTERM, self._asked)
+        if "TORCHELASTIC_RUN_ID" not in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ:
+            # Accelerate's launcher of one process dies of SIGTERM by itself and tells nobody.
+            die_with_parent(signal.SIGTERM)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def seconds_since_asked(self) -> float | None:
+        """Return None on a rank that got no signal itself."""
+        return None if self._asked_at is None else time.monotonic() - self._asked_at
+
+    def _asked(self, number: int, frame: FrameType | None) -> None:
+        # Sent to a process group it comes twice, once from the launcher: that is no second wish.
+        if self._asked_at is None:
+            self._asked_at = time.monotonic()
+            self._ask_to_stop()
+        if os.getppid() != self._launcher:
+            signal.alarm(KILL_SECONDS)  # nobody else would end a rank that hangs
+
+
+def pulse_of(recorder: Any) -> Any | None:
+    """Return what the ranks agree by; None where the guards are off."""
+    return getattr(recorder, "pulse", None)

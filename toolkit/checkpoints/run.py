@@ -1,0 +1,80 @@
+"""The checkpoints of one run of `toolkit.train`: where it goes on from, and what saves them."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toolkit.checkpoints.asked import Asked
+from toolkit.checkpoints.facts import facts_of_job
+from toolkit.checkpoints.keeping import Keeper, steps_between
+from toolkit.checkpoints.preemption import Preempted, Preemption, pulse_of
+from toolkit.checkpoints.resuming import drop_steps_after, find_checkpoint
+from toolkit.launching.ranks import rank
+from toolkit.launching.status import StatusFile
+from toolkit.measuring.recorder import Recorder
+
+if TYPE_CHECKING:
+    from toolkit.job import Job
+
+
+def resumed_job(job: Job, asked: Asked | None) -> Job:
+    """Return a job with the checkpoint that it goes on from; a collective where one is asked for.
+
+    Raises:
+        UsageError: on every rank, when there is none that is whole and of this training.
+    """
+    if asked is None:
+        return job
+    _ = job.args.device  # the ranks can talk to each other from here on
+    resumed = find_checkpoint(asked, facts_of_job(job))
+    if rank() == 0:
+        for damage in resumed.damaged:
+            print(f"toolkit: damaged: {damage}", flush=True)  # noqa: T201
+        print(f"toolkit: resuming from {resumed.folder}, step {resumed.step}", flush=True)  # noqa: T201
+    return replace(job, resumed=resumed)
+
+
+def keeper_of(job: Job, recorder: Recorder) -> Keeper:
+    """Return what saves a job's checkpoints, and tell the recorder where the run begins."""
+    pulse = pulse_of(recorder)
+    if job.resumed is not None:
+        recorder.resumed_after(job.resumed.step)
+    return Keeper(
+        output_dir=Path(job.args.output_dir),
+        facts=facts_of_job(job),
+        recorder=recorder,
+        limit=job.args.save_total_limit,
+        every=steps_between(
+            job.args, steps=job.steps, rows=job.data.rows, global_batch=job.global_batch_size
+        ),
+        last_step=job.args.max_steps,
+        preemption=None if pulse is None else Preemption(pulse.ask_to_stop),
+    )
+
+
+@contextmanager
+def preemptible(job: Job, keeper: Keeper, status: StatusFile) -> Generator[None]:
+    """Save and leave when SIGTERM comes, and let the status file say so; every rank enters it.
+
+    Without guards there is no pulse to agree by, and SIGTERM ends the process as it always did.
+
+    Raises:
+        Preempted: on every rank.
+    """
+    if rank() == 0:
+        # A run that died before its first checkpoint begins again: none of its lines holds.
+        done = -1 if job.resumed is None else job.resumed.step
+        drop_steps_after(Path(job.args.output_dir) / "steps.jsonl", done)
+    if keeper.preemption is None:
+        yield
+        return
+    try:
+        with keeper.preemption.listening():
+            yield
+    except Preempted as error:
+        status.preempted(str(error))
+        raise
