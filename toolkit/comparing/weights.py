@@ -33,6 +33,8 @@ NUMPY_TYPES: Final = {
     "BOOL": "|b1",
 }
 
+SINGLE_FILES: Final = ("model.safetensors", "adapter_model.safetensors")
+
 PIECE: Final = 1 << 22
 """Numbers that are held in float64 at once."""
 
@@ -75,12 +77,16 @@ Weights = dict[str, StoredTensor]
 def open_weights(folder: Path) -> Weights:
     """Find every tensor of the model in `folder`, in one file or in several with an index.
 
+    Of adapters, those alone: what they stand beside is not trained. `folder` may be a file, too.
+
     Raises:
         WeightsError: no safetensors there, or a file that is torn.
     """
     index = folder / "model.safetensors.index.json"
-    single = folder / "model.safetensors"
-    if single.is_file():
+    if folder.is_file():
+        return read_tensors(folder)
+    single = next((folder / name for name in SINGLE_FILES if (folder / name).is_file()), None)
+    if single is not None:
         names = [single.name]
     elif index.is_file():
         try:
@@ -89,7 +95,7 @@ def open_weights(folder: Path) -> Weights:
             raise WeightsError(f"{index} cannot be read: {error}") from None
         names = sorted(set(weight_map.values()))
     else:
-        raise WeightsError(f"{folder} has no model.safetensors")
+        raise WeightsError(f"{folder} has no {' and no '.join(SINGLE_FILES)}")
 
     weights: Weights = {}
     for name in names:
@@ -141,6 +147,18 @@ def weight_gap(folder: Path, control: Path, start: Path) -> WeightGap:
     if moved == 0.0:
         raise WeightsError("the control ended where it started, there is no update to compare")
     return WeightGap(math.sqrt(apart / moved), difference)
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    """Whether two folders or files hold the same numbers under the same names.
+
+    Raises:
+        WeightsError: one of them cannot be read.
+    """
+    ours, theirs = open_weights(one), open_weights(other)
+    return ours.keys() == theirs.keys() and all(
+        ours[name].shape == theirs[name].shape and _equal(ours[name], theirs[name]) for name in ours
+    )
 
 
 def check_same_names(folder: Path, control: Path) -> None:

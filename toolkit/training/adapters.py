@@ -1,0 +1,221 @@
+"""Adapters: put beside frozen weights, alike under every strategy, and saved whole.
+
+They are put into the model's own modules, not around it: its layers keep their names and classes,
+by which FSDP2 finds what to shard and the Trainer what to decay.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from toolkit.measuring.whole import plain_name, shape_of
+from toolkit.training.arguments import ModelArguments
+from toolkit.training.methods import Method
+
+ADAPTER: Final = "default"
+"""peft's name for the adapter of a model that has one."""
+
+ADAPTER_FILE: Final = "adapter_model.safetensors"
+
+MATRICES: Final = ("lora_A", "lora_B")
+
+PREFIX: Final = "base_model.model."
+"""In front of every name in an adapter's file: peft loads it into a model that it wraps."""
+
+
+class AdapterError(RuntimeError):
+    """What was gathered is not the whole adapter."""
+
+
+def load_for(
+    method: Method, arguments: ModelArguments, folder: str | Path, *, seed: int, start: Path | None
+) -> Any:
+    """Return the model in `folder` as `method` trains it: frozen, packed, adapted or as it is.
+
+    Args:
+        method: What is trained.
+        arguments: How the model is loaded.
+        folder: Where it lies.
+        seed: Of what adapters begin with.
+        start: Where to write what they begin with; None on ranks that don't.
+
+    Raises:
+        UsageError: the folder doesn't hold a causal LM that can be loaded.
+    """
+    from toolkit.training.model import load_model
+    from toolkit.training.quantized import in_4_bits, keep_packed
+
+    packed = None if method.storage is None else in_4_bits(method.storage)
+    model = load_model(arguments, folder, dtype=method.dtype, packed=packed)
+    if packed is not None:
+        keep_packed(model)
+    if not method.arguments.is_full:
+        attach_adapters(model, method, seed=seed)
+        if start is not None:
+            write_start(model, start)
+    return model
+
+
+def attach_adapters(model: Any, method: Method, *, seed: int) -> None:
+    """Freeze a model, and put adapters beside the layers of `method`.
+
+    Every rank and every strategy begins with the same ones: they are drawn on the CPU, from a
+    state of their own, whatever loading the model has drawn before.
+
+    Args:
+        model: As loaded; its weights may be partitioned by `zero.Init` or missing on this rank.
+        method: Lora or qlora.
+        seed: Of what is drawn.
+    """
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import cast_adapter_dtype
+
+    arguments = method.arguments
+    config = LoraConfig(
+        r=arguments.lora_r,
+        lora_alpha=arguments.lora_alpha,
+        lora_dropout=arguments.lora_dropout,
+        target_modules=_targets(model, method),
+        fan_in_fan_out=any(is_turned(model.get_submodule(name)) for name in method.layers),
+        task_type="CAUSAL_LM",
+        revision=method.base_revision,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model.add_adapter(config, ADAPTER)
+    model.peft_config[ADAPTER].base_model_name_or_path = method.base_model
+    # As peft's own wrapper does it. FSDP2 wants one dtype of all that is trained.
+    cast_adapter_dtype(model, ADAPTER)
+    adapted = {name for name, _ in adapted_modules(model)}
+    assert adapted == set(method.layers), adapted ^ set(method.layers)
+
+
+def _targets(model: Any, method: Method) -> list[str]:
+    """Return names for peft: the last parts where they mean these layers alone, else whole ones."""
+    last = {name.rpartition(".")[2] for name in method.layers}
+    meant = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last}
+    return sorted(last if meant == set(method.layers) else method.layers)
+
+
+def adapted_modules(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the layers with adapters, by name."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            yield name, module
+
+
+def is_turned(layer: Any) -> bool:
+    """Whether a layer keeps its weights inputs first, as GPT-2's do, packed or not."""
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(layer, Conv1D) or issubclass(getattr(layer, "source_cls", object), Conv1D)
+
+
+def adapter_config(model: Any) -> Any | None:
+    """Return the config of a model's active adapter; None of a model without one."""
+    configs = getattr(model, "peft_config", None)
+    return configs[_active(model)] if configs else None
+
+
+def has_lora(model: Any) -> bool:
+    """Whether a model has LoRA adapters: ours, or those of somebody's `PeftModel`."""
+    config = adapter_config(model)
+    return config is not None and str(getattr(config.peft_type, "value", "")) == "LORA"
+
+
+def write_adapter(
+    model: Any, weights: Iterator[tuple[str, torch.Tensor | None]], folder: Path, tokenizer: Any
+) -> None:
+    """Write adapter, config and tokenizer, and read every byte again; on rank 0 alone.
+
+    Args:
+        model: Unwrapped.
+        weights: Every trained weight, whole, by its name in the model.
+        folder: To write into.
+        tokenizer: Saved along, with its chat template.
+
+    Raises:
+        AdapterError: a weight is missing, empty or torn, or came back otherwise.
+    """
+    from peft import PeftConfig
+
+    held = dict(weights)
+    _check_whole(model, held)
+    tensors = _by_peft_names(model, held)
+    save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
+    config = copy.copy(adapter_config(model))
+    config.inference_mode = True
+    if isinstance(config.target_modules, set):
+        config.target_modules = sorted(config.target_modules)
+    config.save_pretrained(str(folder))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    with safe_open(folder / ADAPTER_FILE, "pt") as written:
+        for name, tensor in tensors.items():
+            if not torch.equal(written.get_tensor(name), tensor):
+                raise AdapterError(f"{name} came back with other values")
+    PeftConfig.from_pretrained(str(folder))
+
+
+def write_start(model: Any, file: Path) -> None:
+    """Write the adapters as they are before training, by the names that a saved one has.
+
+    Args:
+        model: Not wrapped yet; this rank holds its adapters whole.
+        file: Its folder is made.
+    """
+    trained = {
+        name: parameter.detach().cpu()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file(_by_peft_names(model, trained), file, metadata={"format": "pt"})
+
+
+def _by_peft_names(model: Any, held: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    """Return the trained weights under the names that peft loads them by."""
+    from peft import PeftModel, get_peft_model_state_dict
+
+    # Left to choose, peft 0.21 looks into the base model for embeddings to save along.
+    named = get_peft_model_state_dict(
+        model, state_dict=held, adapter_name=_active(model), save_embedding_layers=False
+    )
+    if len(named) != len(held):
+        raise AdapterError(f"{len(held)} weights are trained, and peft saves {len(named)} of them")
+    prefix = "" if isinstance(model, PeftModel) else PREFIX
+    return {prefix + name: tensor.contiguous() for name, tensor in named.items()}
+
+
+def _check_whole(model: Any, held: Mapping[str, torch.Tensor | None]) -> None:
+    """Raise AdapterError unless every trained weight was gathered, in its whole shape."""
+    wanted = {
+        plain_name(name): shape_of(parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    for name, shape in wanted.items():
+        tensor = held.get(name)
+        found = "missing" if tensor is None else tuple(tensor.shape)
+        if found != shape or 0 in shape:
+            raise AdapterError(f"{name} is {found} after gathering, and should be {shape}")
+    for name, layer in adapted_modules(model):
+        names = {f"{plain_name(name)}.{part}.{_active(model)}.weight" for part in MATRICES}
+        if _active(model) in getattr(layer, "lora_A", ()) and not names <= wanted.keys():
+            raise AdapterError(f"{name} does not train both of its matrices")
+
+
+def _active(model: Any) -> str:
+    """Return the name of the adapter that is trained."""
+    # A property of peft's own models, a method of transformers'.
+    names = model.active_adapters
+    return (names() if callable(names) else names)[0]

@@ -1,0 +1,86 @@
+"""The flags that say what of the model is trained: all of it, or adapters beside frozen weights.
+
+Read without importing torch, like the other flags of `toolkit.train`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from toolkit.errors import UsageError
+
+ALL_LINEAR = "all-linear"
+"""peft's word for every linear layer but the output head."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodArguments:
+    """What is trained, and what is written at the end."""
+
+    method: Literal["full", "lora", "qlora"] = field(
+        default="full",
+        metadata={
+            "help": "full: every weight; lora: adapters beside frozen weights; "
+            "qlora: adapters beside weights in 4 bits."
+        },
+    )
+    lora_r: int = field(default=16, metadata={"help": "Rank of the adapters."})
+    lora_alpha: int = field(
+        default=32, metadata={"help": "What the adapters add is scaled by this over the rank."}
+    )
+    # Dropout draws differ from strategy to strategy, and so would the losses.
+    lora_dropout: float = field(
+        default=0.0, metadata={"help": "Share of the adapters' inputs that is dropped."}
+    )
+    lora_target_modules: list[str] = field(
+        default_factory=lambda: [ALL_LINEAR],
+        metadata={"help": "Names of the linear layers with adapters; all-linear: all but the head"},
+    )
+    merge: bool = field(
+        default=False,
+        metadata={"help": "Also write merged/, an ordinary model with the adapters in its weights"},
+    )
+
+    def __post_init__(self) -> None:
+        if self.method == "full":
+            self._refuse_adapter_flags()
+        if self.lora_r < 1:
+            raise UsageError(f"--lora_r {self.lora_r}: use 1 or more.")
+        if self.lora_alpha < 1:
+            raise UsageError(f"--lora_alpha {self.lora_alpha}: use 1 or more.")
+        if not 0 <= self.lora_dropout < 1:
+            raise UsageError(f"--lora_dropout {self.lora_dropout}: use 0 or more, less than 1.")
+        if not self.lora_target_modules:
+            raise UsageError("--lora_target_modules needs a name, or all-linear.")
+        if ALL_LINEAR in self.lora_target_modules and len(self.lora_target_modules) > 1:
+            raise UsageError("--lora_target_modules takes all-linear or names, not both.")
+
+    @property
+    def is_full(self) -> bool:
+        return self.method == "full"
+
+    def facts(self) -> dict[str, Any]:
+        """The fields of a record's `training`; those of adapters are null where there are none."""
+        return {
+            entry.name: None if self.is_full and entry.name.startswith("lora_") else value
+            for entry in fields(self)
+            for value in [getattr(self, entry.name)]
+        }
+
+    def _refuse_adapter_flags(self) -> None:
+        plain = {entry.name: entry for entry in fields(self)}
+        asked = [
+            f"--{name}"
+            for name in plain
+            if name != "method" and getattr(self, name) != _default(plain[name])
+        ]
+        if asked:
+            raise UsageError(
+                f"{', '.join(asked)}: there are no adapters with --method full. Leave "
+                f"{'it' if len(asked) == 1 else 'them'} out, or pass --method lora or qlora."
+            )
+
+
+def _default(entry: Any) -> Any:
+    return entry.default_factory() if callable(entry.default_factory) else entry.default

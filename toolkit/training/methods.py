@@ -1,0 +1,229 @@
+"""What a method trains of one model, checked before anything is loaded.
+
+The layers are found in the model's skeleton: the same classes, without memory for weights.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.errors import UsageError, sentence_of
+from toolkit.training.arguments import ModelArguments
+from toolkit.training.method_arguments import ALL_LINEAR, MethodArguments
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from toolkit.strategies import Strategy
+    from toolkit.training.model import ModelFacts
+
+COMPUTED_IN = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """What is trained, and how what is not is loaded."""
+
+    arguments: MethodArguments
+    dtype: str
+    """The dtype that weights are loaded in; trained ones of adapters are in fp32."""
+
+    storage: str | None
+    """The dtype that 4-bit weights are stored in; None where there are none."""
+
+    layers: tuple[str, ...]
+    """Names of the layers with adapters."""
+
+    trained_parameters: int | None
+    """None where a model that is trained whole has no safetensors to count them in."""
+
+    base_model: str
+    """What a saved adapter names as its model: a Hub name, or an absolute path."""
+
+    base_revision: str | None
+
+    @property
+    def trained_dtype(self) -> str:
+        """The dtype that trained weights are loaded in."""
+        return self.dtype if self.arguments.is_full else "float32"
+
+    def facts(self) -> dict[str, Any]:
+        """The fields of a record's `training`."""
+        return self.arguments.facts() | {
+            "dtype": self.dtype,
+            "quant_storage": self.storage,
+        }
+
+
+def checked_method(
+    arguments: MethodArguments,
+    model: ModelArguments,
+    facts: ModelFacts,
+    *,
+    precision: str,
+) -> Method:
+    """Return what `arguments` train of a model.
+
+    Args:
+        arguments: The method.
+        model: As the user named it.
+        facts: Of that model.
+        precision: What is computed in: `no`, `bf16` or `fp16`.
+
+    Raises:
+        UsageError: the method doesn't fit the model, or the dtypes each other.
+    """
+    folder, computed = Path(facts.path), COMPUTED_IN[precision]
+    dtype = model.dtype or ("float32" if arguments.is_full else computed)
+    _refuse_quantised(folder)
+    layers: dict[str, int] = {}
+    if not arguments.is_full:
+        if precision != "no" and dtype not in ("float32", computed):
+            raise UsageError(
+                f"--dtype {dtype} and computing in {computed} don't go together with --method "
+                f"{arguments.method}. Leave --dtype out, or pass {computed} or float32."
+            )
+        layers = adapted_layers(
+            skeleton(folder, trust_remote_code=model.trust_remote_code), arguments
+        )
+    if arguments.method == "qlora":
+        from toolkit.training.quantized import check_bitsandbytes
+
+        check_bitsandbytes()
+    name = model.model_name_or_path
+    is_local = name is None or Path(name).expanduser().is_dir()
+    return Method(
+        arguments=arguments,
+        dtype=dtype,
+        storage=(dtype if precision == "no" else computed) if arguments.method == "qlora" else None,
+        layers=tuple(layers),
+        trained_parameters=facts.parameters if arguments.is_full else sum(layers.values()),
+        base_model=str(folder.absolute()) if is_local else str(name),
+        base_revision=None if is_local else model.model_revision,
+    )
+
+
+def asked_precision(values: Mapping[str, Any], env: Mapping[str, str]) -> str:
+    """Return what is computed in, as `TrainingArguments` will find it in flags and environment."""
+    if values["fp16"] or values["bf16"]:
+        return "fp16" if values["fp16"] else "bf16"
+    return env.get("ACCELERATE_MIXED_PRECISION") or "no"
+
+
+def check_strategy(method: Method, strategy: Strategy, *, precision: str) -> None:
+    """Check that a strategy can hold the weights that the method leaves frozen.
+
+    Raises:
+        UsageError: it can't.
+    """
+    if method.arguments.is_full or strategy.backend != "deepspeed":
+        return
+    if precision == "no" and method.dtype != "float32":
+        raise UsageError(
+            f"{strategy.name} computes in fp32 with weights in fp32 only, frozen ones as well, and "
+            f"--dtype {method.dtype} loads others. Leave it out, or pass --bf16 or --fp16."
+        )
+
+
+def skeleton(folder: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Return the model in `folder` on the meta device: every layer, and no weights.
+
+    Raises:
+        UsageError: the folder holds no causal LM.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from toolkit.training.saving import outside_of_engines
+
+    options = {"trust_remote_code": trust_remote_code}
+    try:
+        config = AutoConfig.from_pretrained(str(folder), **options)
+        with outside_of_engines(), torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, **options)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{folder} holds no causal LM: {sentence_of(error)}") from error
+
+
+def adapted_layers(model: PreTrainedModel, arguments: MethodArguments) -> dict[str, int]:
+    """Return the layers that get adapters, with the parameters of each one's adapter.
+
+    Args:
+        model: Its skeleton is enough.
+        arguments: Which layers, and the rank.
+
+    Raises:
+        UsageError: a name is no linear layer's, or only the output head's.
+    """
+    linear = _linear_layers(model)
+    asked = arguments.lora_target_modules
+    chosen = linear
+    if asked != [ALL_LINEAR]:
+        _refuse_unknown(model, linear, asked)
+        chosen = {name: size for name, size in linear.items() if _is_one_of(name, asked)}
+    if not chosen:
+        raise UsageError(
+            f"{type(model).__name__} has no linear layers beside its head, so there is nothing "
+            "to put adapters on. Pass --method full."
+        )
+    return {name: arguments.lora_r * sum(size) for name, size in chosen.items()}
+
+
+def _linear_layers(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
+    """Return inputs and outputs of every linear layer but the output head, by name."""
+    from torch.nn import Linear
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings()
+    found: dict[str, tuple[int, int]] = {}
+    for name, module in model.named_modules():
+        if module is head:
+            continue
+        if isinstance(module, Linear):
+            found[name] = (module.in_features, module.out_features)
+        elif isinstance(module, Conv1D):
+            found[name] = (module.nx, module.nf)
+    return found
+
+
+def _is_one_of(name: str, asked: list[str]) -> bool:
+    """Whether peft takes the layer for one of those asked for: by its name, or its last parts."""
+    return any(name == one or name.endswith(f".{one}") for one in asked)
+
+
+def _refuse_unknown(model: PreTrainedModel, linear: Mapping[str, Any], asked: list[str]) -> None:
+    """Raise UsageError for names of no linear layer, all of them, with what is near."""
+    known = sorted({name.rpartition(".")[2] for name in linear})
+    others = {name for name, _ in model.named_modules()} - linear.keys()
+    findings: list[str] = []
+    for one in asked:
+        if any(_is_one_of(name, [one]) for name in linear):
+            continue
+        if any(_is_one_of(name, [one]) for name in others):
+            findings.append(f"{one} is no linear layer with weights of its own")
+            continue
+        near = difflib.get_close_matches(one, known, n=2)
+        hint = f" (near: {', '.join(near)})" if near else ""
+        findings.append(f"{one} is no layer of {type(model).__name__}{hint}")
+    if findings:
+        raise UsageError(
+            f"--lora_target_modules: {'; '.join(findings)}. Its linear layers are "
+            f"{', '.join(known)}; {ALL_LINEAR} means all of them."
+        )
+
+
+def _refuse_quantised(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    found = config.get("quantization_config")
+    if found is not None:
+        raise UsageError(
+            f"The weights in {folder} are quantised already ("
+            f"{found.get('quant_method', 'by a method that config.json does not name')}), and no "
+            "strategy here trains or shards such a checkpoint. Pass the model that it was made "
+            "from; --method qlora packs that in 4 bits as it loads it."
+        )
