@@ -1,0 +1,189 @@
+"""What each switch for speed gives: off, on alone, left out of all; stock Trainer and TRL beside.
+
+    python benchmarks/speed_switches.py
+    python benchmarks/speed_switches.py --strategies ddp --rounds 5 --variants stock tuned trl
+
+Every variant trains the same model on the same data in the same order, in ranks that stay: round
+after round, each time from the same weights, so whatever else the machine does falls on all of
+them. Time is that of a window of steps after a warm-up. On a CPU it is that of the first rank's
+processor, of which other work takes nothing, and no ratio of it says anything of a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+SWITCHES: dict[str, dict[str, Any]] = {
+    "packing": {},
+    "chunked loss": {"loss_impl": "chunked"},
+    "lean masks": {"lean_masks": True},
+    "fused optimizer": {},
+    "bucket view": {"ddp_bucket_view": True},
+    "prefetch": {"fsdp_prefetch": 1},
+    "compiled layers": {"compile_blocks": True},
+}
+"""In the recipe, where the strategy has them; compiled layers with --compile."""
+
+FOR_MEMORY: dict[str, dict[str, Any]] = {
+    "checkpoint selective": {"checkpoint_layers": "selective"},
+    "checkpoint every:2": {"checkpoint_layers": "every:2"},
+    "checkpoint all": {"checkpoint_layers": "all"},
+}
+"""Slower, and smaller: not in the recipe."""
+
+ONLY_FOR = {"bucket view": "ddp", "prefetch": "fsdp"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    name: str
+    kind: str = "ours"
+    """stock: transformers' Trainer; trl: TRL's SFTTrainer; ours: ToolkitTrainer."""
+
+    switches: frozenset[str] = frozenset()
+    speed: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def packed(self) -> bool:
+        return "packing" in self.switches
+
+
+def variants(strategy: str, *, compiled: bool) -> list[Variant]:
+    recipe = [
+        name
+        for name in SWITCHES
+        if ONLY_FOR.get(name, strategy) == strategy and (compiled or name != "compiled layers")
+    ]
+
+    def ours(name: str, switches: list[str], **speed: Any) -> Variant:
+        for each in switches:
+            speed |= SWITCHES[each]
+        return Variant(name=name, switches=frozenset(switches), speed=speed)
+
+    return [
+        Variant(name="stock", kind="stock"),
+        ours("all off", []),
+        *(ours(f"{each} alone", [each]) for each in recipe),
+        *(
+            ours(f"tuned without {each}", [other for other in recipe if other != each])
+            for each in recipe
+        ),
+        ours("tuned", recipe),
+        *(ours(name, [], **speed) for name, speed in FOR_MEMORY.items()),
+        Variant(name="trl", kind="trl"),
+        Variant(name="trl packing", kind="trl", switches=frozenset({"packing"})),
+    ]
+
+
+def main() -> None:
+    args = arguments().parse_args()
+    for strategy in args.strategies:
+        print_table(strategy, launched(strategy, args))
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--strategies", nargs="+", default=["ddp", "fsdp"])
+    parser.add_argument("--num_processes", type=int, default=2)
+    parser.add_argument("--variants", nargs="+", help="only these, of those that are printed")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=6, help="timed, of a round")
+    parser.add_argument("--warm_up", type=int, default=3, help="steps before them")
+    parser.add_argument("--rows", type=int, default=4, help="of a micro-batch")
+    parser.add_argument("--max_length", type=int, default=256)
+    parser.add_argument("--vocabulary", type=int, default=16384)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="compile layers, in the recipe too")
+    parser.add_argument("--told", type=Path, help=argparse.SUPPRESS)
+    return parser
+
+
+def launched(strategy: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Run every round of every variant, and return what the first rank told."""
+    with tempfile.TemporaryDirectory() as folder:
+        told = Path(folder) / "told.json"
+        command = [
+            *("accelerate", "launch", "--num_processes", str(args.num_processes)),
+            *("--config_file", str(ROOT / "accelerate_configs" / f"{strategy}.yaml")),
+            *("-m", "toolkit.rehearse", str(Path(__file__).with_name("speed_trainers.py"))),
+            *sys.argv[1:],
+            *("--strategies", strategy, "--told", str(told)),
+        ]
+        log = Path(folder) / "log"
+        with log.open("w") as out:
+            done = subprocess.run(
+                command,
+                cwd=ROOT,
+                env=os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                check=False,
+            )
+        if done.returncode or not told.exists():
+            print(log.read_text()[-6000:], file=sys.stderr)
+            raise SystemExit(f"{strategy}: the launch failed")
+        return json.loads(told.read_text())
+
+
+def print_table(strategy: str, told: dict[str, Any]) -> None:
+    runs = told["runs"]
+    base = {run["round"]: run for run in runs if run["variant"] == "stock"}
+    print(f"\n{strategy}, {told['ranks']} ranks on {told['device']}; {told['what']}\n")
+    print(
+        "| variant | supervised tokens/s | to stock | step seconds | to stock | peak MiB "
+        "| loss, to stock |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    for name in dict.fromkeys(run["variant"] for run in runs):
+        rounds = [run for run in runs if run["variant"] == name]
+        rates = [run["tokens"] / run["seconds"] for run in rounds]
+        steps = [run["seconds"] / run["steps"] for run in rounds]
+        cells = [name, f"{statistics.median(rates):,.0f}"]
+        cells.append(compared([_rate(run) / _rate(base[run["round"]]) for run in rounds], base))
+        cells.append(f"{statistics.median(steps):.3f}")
+        cells.append(compared([_step(run) / _step(base[run["round"]]) for run in rounds], base))
+        peak = rounds[0]["peak_bytes"]
+        cells.append("not counted" if peak is None else f"{peak / 2**20:.1f}")
+        cells.append(loss_told(rounds[0], base.get(rounds[0]["round"])))
+        print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def _rate(run: dict[str, Any]) -> float:
+    return run["tokens"] / run["seconds"]
+
+
+def _step(run: dict[str, Any]) -> float:
+    return run["seconds"] / run["steps"]
+
+
+def compared(ratios: list[float], base: dict[int, Any]) -> str:
+    if not base:
+        return "-"
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+def loss_told(run: dict[str, Any], stock: dict[str, Any] | None) -> str:
+    if stock is None:
+        return "-"
+    if run["packed"]:
+        gap = abs(run["mean_at_start"] - stock["mean_at_start"])
+        return f"other rows a step; mean over the data at the start {gap:.1e}"
+    gaps = [abs(a - b) for a, b in zip(run["losses"], stock["losses"], strict=True)]
+    return f"at most {max(gaps):.1e} in {len(gaps)} steps"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Speed: what makes a recipe faster, or smaller, at an equal loss, and what of it took hold.
+
+Each switch stands in a module of its own; `Speed` puts them on, in the order in which they go
+together, and says in the record which are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel, TrainingArguments
+from transformers.integrations.liger import apply_liger_kernel
+from transformers.trainer_utils import unwrap_peft_model
+
+from toolkit.errors import UsageError
+from toolkit.training.companions import Companion, Prepared
+from toolkit.training.speed.blocks import compile_blocks, prefetch_layers
+from toolkit.training.speed.checkpointing import as_the_trainer_does, checkpoint_layers
+from toolkit.training.speed.heads import check_head, use_chunked_loss
+from toolkit.training.speed.lean_batches import (
+    Collate,
+    LeanCollator,
+    check_lean_masks,
+    spare_the_device,
+    takes_masks_as_given,
+)
+from toolkit.training.speed_arguments import SpeedArguments
+
+THEIRS = ("use_liger_kernel", "torch_compile", "ddp_bucket_cap_mb", "ddp_static_graph")
+"""Switches of `TrainingArguments`, for both engines but for `torch_compile`."""
+
+
+class Speed(Companion):
+    """Puts the switches of a run on: on the model, on its batches, and on what an engine wraps."""
+
+    def __init__(self, arguments: SpeedArguments) -> None:
+        self.arguments = arguments
+        self.on: dict[str, Any] = {}
+        """Every switch that took hold, and how far."""
+
+        self.left_out: dict[str, str] = {}
+        """What `--tuned` would have switched on, and why it didn't."""
+
+    def apply(self, model: Any, *, loop: TrainingArguments | None = None) -> None:
+        """Switch on what belongs to the model, before anything wraps it.
+
+        Args:
+            model: As loaded, with its adapters if it has some.
+            loop: The Trainer's arguments where no Trainer is there to obey them.
+
+        Raises:
+            UsageError: the model can't do what was asked for by name.
+        """
+        arguments, inner = self.arguments, unwrap_peft_model(model)
+        if loop is not None and loop.use_liger_kernel:
+            apply_liger_kernel(inner, loop.liger_kernel_config)
+        if loop is not None and loop.activation_checkpointing:
+            as_the_trainer_does(inner, loop.activation_checkpointing_kwargs)
+        if numbers := checkpoint_layers(inner, arguments.checkpoint_layers):
+            self.on["checkpoint_layers"] = {"asked": arguments.checkpoint_layers, "layers": numbers}
+        if arguments.chunked_loss and self._can("loss_impl", check_head, inner):
+            use_chunked_loss(inner, chunk_tokens=arguments.loss_chunk_tokens)
+            self.on["loss_impl"] = "chunked"
+            self.on["loss_chunk_tokens"] = arguments.loss_chunk_tokens
+        if arguments.uses_lean_masks and self._can("lean_masks", check_lean_masks, inner):
+            if unasked := takes_masks_as_given(inner):
+                spare_the_device(inner)
+            # Windows and eager attention need masks that transformers makes, and asks for.
+            self.on["lean_masks"] = "no mask asked for" if unasked else "padding is not masked"
+        if arguments.compiles_blocks:
+            compiled = compile_blocks(inner, backend=arguments.compile_backend)
+            self.on["compile_blocks"] = {"layers": compiled, "backend": arguments.compile_backend}
+
+    def collating(self, collate: Collate) -> Collate:
+        """Return what makes the batches for the model as it is now."""
+        chunked, lean = "loss_impl" in self.on, "lean_masks" in self.on
+        if not chunked and not lean:
+            return collate
+        return LeanCollator(collate=collate, names_positions=chunked, drops_masks=lean)
+
+    def prepared(self, prepared: Prepared) -> None:
+        model = prepared.model
+        if isinstance(model, DistributedDataParallel) and model.gradient_as_bucket_view:
+            self.on["ddp_bucket_view"] = True
+        ahead = self.arguments.prefetched_layers
+        if ahead and prepared.accelerator.is_fsdp2 and prefetch_layers(model, ahead=ahead):
+            self.on["fsdp_prefetch"] = ahead
+
+    def facts(self, args: TrainingArguments) -> dict[str, Any]:
+        """What the record says: every switch that is on, the Trainer's own among them, and what
+        `--tuned` left out and why.
+        """
+        theirs = {name: getattr(args, name) for name in THEIRS if getattr(args, name)}
+        return {"tuned": self.arguments.tuned, "on": self.on | theirs, "left_out": self.left_out}
+
+    def _can(self, switch: str, check: Callable[[PreTrainedModel], object], model: Any) -> bool:
+        """Whether the model can; what was asked for by its own name has to."""
+        try:
+            check(model)
+        except UsageError as error:
+            if getattr(self.arguments, switch) is not None:
+                raise
+            self.left_out[switch] = str(error)
+            return False
+        return True

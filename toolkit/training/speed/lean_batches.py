@@ -1,0 +1,118 @@
+"""Batches that spare the GPU: what has to be known of them is found on the CPU, as they are made.
+
+Left to transformers, attention asks in every forward whether anything is padding, and waits for the
+GPU to answer. Padding on the right needs no mask: attention looks back only, so no token sees it,
+and nothing is learned from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from toolkit.errors import UsageError
+from toolkit.training.packing import PROVEN_MODELS
+from toolkit.training.tokens import IGNORED
+
+POSITIONS = "supervised_positions"
+"""Of a batch: the places, row after row, whose next token is learned."""
+
+UNASKED = "sdpa_unasked"
+"""transformers' name for its own `sdpa`, for which it makes no masks."""
+
+Collate = Callable[[Sequence[Mapping[str, Any]]], dict[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeanCollator:
+    """Adds and takes away what spares the GPU; made for batches that are padded on the right."""
+
+    collate: Collate
+    names_positions: bool
+    """Say which positions a chunked loss has to project."""
+
+    drops_masks: bool
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        batch = self.collate(rows)
+        if self.drops_masks:
+            mask = batch.pop("attention_mask", None)
+            if mask is not None and (mask[:, 1:] > mask[:, :-1]).any():
+                raise ValueError("lean masks are for padding on the right, and this is not")
+        if self.names_positions:
+            learned = batch["labels"][:, 1:] != IGNORED
+            row, column = learned.nonzero(as_tuple=True)
+            batch[POSITIONS] = row * batch["labels"].shape[1] + column
+        return batch
+
+
+def check_lean_masks(model: PreTrainedModel) -> None:
+    """Check that no token of the model sees the padding on its right.
+
+    Raises:
+        UsageError: this is not proven for the model.
+    """
+    name = type(model).__name__
+    if name not in PROVEN_MODELS or not type(model).__module__.startswith("transformers."):
+        raise UsageError(
+            f"--lean_masks is not proven for {name}: its tokens might see the padding after them. "
+            "Pass --lean_masks false."
+        )
+
+
+def takes_masks_as_given(model: PreTrainedModel) -> bool:
+    """Whether one mask, or none, does for all layers: then nobody has to be asked for it."""
+    config = model.config
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    windows = getattr(config, "sliding_window", None) and getattr(
+        config, "use_sliding_window", True
+    )
+    return config._attn_implementation == "sdpa" and kinds == {"full_attention"} and not windows
+
+
+def spare_the_device(model: PreTrainedModel) -> None:
+    """Have the model take batches without a mask as they are, and mask packed rows unasked.
+
+    Left alone, transformers 5.23 looks in each forward whether the positions begin anew anywhere
+    (masking_utils.py `find_packed_sequence_indices`), and waits for the device to know. It leaves
+    that out for attention that has no function for masks, as others may register it. So for the
+    time of a forward the same attention goes by another name.
+    """
+    AttentionInterface.register(UNASKED, sdpa_attention_forward)
+    # The decoder's own call: adapters call the forward of what is around it, and no hooks.
+    decoder = model.base_model
+    decoder.register_forward_pre_hook(_begins, with_kwargs=True)
+    decoder.register_forward_hook(_ended, always_call=True)
+
+
+def _begins(decoder: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    masked = kwargs.get("attention_mask") is not None
+    if masked or kwargs.get("past_key_values") is not None:
+        return None  # generation, say, whose rows are padded on the left
+    positions = kwargs.get("position_ids")
+    if positions is not None:
+        return args, kwargs | {"attention_mask": block_causal_mask(positions)}
+    decoder.config._attn_implementation = UNASKED
+    return None
+
+
+def _ended(decoder: Any, *_: Any) -> None:
+    if decoder.config._attn_implementation == UNASKED:
+        decoder.config._attn_implementation = "sdpa"
+
+
+def block_causal_mask(positions: torch.Tensor) -> torch.Tensor:
+    """Return which token sees which, [rows, 1, tokens, tokens]: itself and those before it in its
+    text, which begins where the positions don't go on.
+    """
+    begins = torch.ones_like(positions, dtype=torch.bool)
+    begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
+    text = begins.cumsum(1)
+    place = torch.arange(positions.shape[1], device=positions.device)
+    before = place.unsqueeze(0) <= place.unsqueeze(1)
+    return ((text.unsqueeze(2) == text.unsqueeze(1)) & before).unsqueeze(1)

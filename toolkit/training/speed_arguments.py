@@ -1,0 +1,203 @@
+"""The flags of what makes training faster, or smaller, at an equal loss: each one alone, or all."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from toolkit.errors import UsageError
+from toolkit.strategies import Strategy
+from toolkit.training.packing import PROVEN_MODELS
+
+LAYERS = r"none|all|selective|every:[1-9]\d*|[1-9]\d*"
+"""What `--checkpoint_layers` takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedArguments:
+    """What is switched on; a switch that was not passed is as `--tuned` says."""
+
+    tuned: bool = field(
+        default=False,
+        metadata={
+            "help": "Switch on what fits every run: chunked loss, lean masks, gradients in DDP's "
+            "buckets, FSDP2's prefetch, torch's fused AdamW but under DeepSpeed, and a log of "
+            "every tenth step, for each waits for the GPU. A flag for one of them wins."
+        },
+    )
+    loss_impl: Literal["full", "chunked"] | None = field(
+        default=None,
+        metadata={
+            "help": "chunked: cross-entropy straight from the hidden states, some tokens at a "
+            "time and only those to be learned; never the logits of a whole batch."
+        },
+    )
+    loss_chunk_tokens: int = field(
+        default=1024, metadata={"help": "Tokens whose logits a chunked loss holds at once."}
+    )
+    lean_masks: bool | None = field(
+        default=None,
+        metadata={
+            "help": "No mask for padding on the right, which no token sees, and that of packed "
+            "rows made without waiting for the GPU."
+        },
+    )
+    ddp_bucket_view: bool | None = field(
+        default=None,
+        metadata={
+            "help": "DDP: gradients are views of its buckets, so nobody holds them twice: 4 bytes "
+            "a parameter less. While micro-batches accumulate they still lie beside them."
+        },
+    )
+    fsdp_prefetch: int | None = field(
+        default=None,
+        metadata={"help": "FSDP2: layers that are gathered ahead of the one that computes."},
+    )
+    compile_blocks: bool | None = field(
+        default=None,
+        metadata={"help": "torch.compile for each layer of the model by itself."},
+    )
+    compile_backend: str = field(
+        default="inductor",
+        metadata={
+            "help": "What torch.compile makes of a layer; aot_eager traces it and compiles "
+            "nothing, for a rehearsal."
+        },
+    )
+    checkpoint_layers: str = field(
+        default="none",
+        metadata={
+            "help": "Activation checkpointing: none, all, every:N (each N-th layer), N (the first "
+            "N), or selective (all, and the results of matrix products are kept)."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if self.loss_chunk_tokens < 1:
+            raise UsageError(f"--loss_chunk_tokens {self.loss_chunk_tokens}: use 1 or more.")
+        if self.fsdp_prefetch is not None and self.fsdp_prefetch < 0:
+            raise UsageError(f"--fsdp_prefetch {self.fsdp_prefetch}: use 0 or more.")
+        if not re.fullmatch(LAYERS, self.checkpoint_layers):
+            raise UsageError(
+                f"--checkpoint_layers {self.checkpoint_layers}: use none, all, every:2, a number "
+                "of layers, or selective."
+            )
+
+    @property
+    def chunked_loss(self) -> bool:
+        return self.tuned if self.loss_impl is None else self.loss_impl == "chunked"
+
+    @property
+    def uses_lean_masks(self) -> bool:
+        return self.tuned if self.lean_masks is None else self.lean_masks
+
+    @property
+    def gradients_in_buckets(self) -> bool:
+        return self.tuned if self.ddp_bucket_view is None else self.ddp_bucket_view
+
+    @property
+    def prefetched_layers(self) -> int:
+        return int(self.tuned) if self.fsdp_prefetch is None else self.fsdp_prefetch
+
+    @property
+    def compiles_blocks(self) -> bool:
+        return bool(self.compile_blocks)
+
+    def with_flags(self, rest: Sequence[str], strategy: Strategy) -> list[str]:
+        """Return the flags for `TrainingArguments`, and those of its flags that are tuned."""
+        ours = {"logging_steps": "10"}
+        if strategy.backend != "deepspeed":  # it has optimizers of its own
+            ours["optim"] = "adamw_torch_fused"
+        passed = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in rest}
+        wanted = ours.keys() - passed if self.tuned else set[str]()
+        return [*rest, *(f"--{name}={ours[name]}" for name in sorted(wanted))]
+
+
+def check_speed(
+    arguments: SpeedArguments,
+    values: dict[str, Any],
+    *,
+    strategy: Strategy,
+    evidence: bool = False,
+    on_gpu: bool = True,
+) -> None:
+    """Refuse switches that go together with nothing else that was asked, all of them at once.
+
+    Args:
+        arguments: Ours.
+        values: Those of `TrainingArguments`.
+        strategy: What the launcher asks for.
+        evidence: Whether the first step is looked into.
+        on_gpu: Whether this is no rehearsal.
+
+    Raises:
+        UsageError: at least one of them does not.
+    """
+    found: list[str] = []
+    if arguments.chunked_loss and values.get("use_liger_kernel"):
+        found.append("--loss_impl chunked and --use_liger_kernel both replace the loss: pass one")
+    if values.get("use_liger_kernel") and not on_gpu:
+        found.append("--use_liger_kernel needs a GPU; --loss_impl chunked runs everywhere")
+    elif values.get("use_liger_kernel") and find_spec("liger_kernel") is None:
+        found.append("--use_liger_kernel needs liger-kernel: pip install liger-kernel")
+    if arguments.chunked_loss and values.get("label_smoothing_factor"):
+        found.append("--loss_impl chunked leaves no logits for --label_smoothing_factor to smooth")
+    if arguments.checkpoint_layers != "none" and _asks_for_checkpointing(values):
+        found.append(
+            "--checkpoint_layers and --activation_checkpointing both choose layers: pass one"
+        )
+    if arguments.compiles_blocks and values.get("torch_compile"):
+        found.append("--compile_blocks and --torch_compile both compile the layers: pass one")
+    if arguments.compiles_blocks and evidence:
+        found.append("--evidence looks into the layers, which --compile_blocks compiles away")
+    if arguments.compiles_blocks and strategy.zero_stage == 3:
+        found.append(COMPILED_ZERO3)
+    if arguments.ddp_bucket_view and strategy.backend != "ddp":
+        found.append(f"--ddp_bucket_view is for ddp, and this is {strategy.name}")
+    if arguments.fsdp_prefetch and strategy.backend != "fsdp":
+        found.append(f"--fsdp_prefetch is for FSDP2, and this is {strategy.name}")
+    if found:
+        raise UsageError(f"{'; '.join(found)}.")
+
+
+def check_model(arguments: SpeedArguments, folder: str | Path) -> None:
+    """Check by its config.json that the model in `folder` can do what was asked for by name.
+
+    Raises:
+        UsageError: a switch is not proven for the model, or it has fewer layers than are chosen.
+    """
+    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    name = next(iter(config.get("architectures") or []), "a model without a named architecture")
+    named = {
+        "--loss_impl chunked": arguments.loss_impl == "chunked",
+        "--lean_masks": arguments.lean_masks,
+    }
+    asked = [flag for flag, wanted in named.items() if wanted]
+    if asked and name not in PROVEN_MODELS:
+        raise UsageError(
+            f"{' and '.join(asked)}: not proven for {name}. Leave it out; --tuned takes what is."
+        )
+    text = config.get("text_config", config)
+    layers = text.get("num_hidden_layers", text.get("n_layer"))
+    chosen = arguments.checkpoint_layers.removeprefix("every:")
+    if layers is not None and chosen.isdigit() and int(chosen) > layers:
+        raise UsageError(
+            f"--checkpoint_layers {arguments.checkpoint_layers}: the model has only {layers} "
+            "layers."
+        )
+
+
+COMPILED_ZERO3 = (
+    "--compile_blocks gains nothing under ZeRO-3: DeepSpeed's hooks in every module of a layer are "
+    "compiled anew for each until torch gives up (recompile_limit), and runs the layers as they are"
+)
+
+
+def _asks_for_checkpointing(values: dict[str, Any]) -> bool:
+    asked = (values.get("activation_checkpointing"), values.get("gradient_checkpointing"))
+    return any(str(each) == "True" for each in asked)
