@@ -113,13 +113,12 @@ def test_a_flag_that_is_not_there_would_be_noticed():
 
 
 def test_every_flag_in_the_text_exists():
-    from toolkit.training.arguments import DataArguments, ModelArguments, RunArguments
+    from transformers import TrainingArguments
 
-    known = {
-        f"--{name}"
-        for kind in (DataArguments, ModelArguments, RunArguments)
-        for name in kind.__dataclass_fields__
-    } | {"--report_to"}
+    from toolkit.training.arguments import OWN
+
+    kinds = [*OWN.values(), TrainingArguments]
+    known = {f"--{name}" for kind in kinds for name in kind.__dataclass_fields__}
     root = typer.main.get_command(app)
     ours = (root.commands[name] for name in ("compare", "plan", "recommend", "prepare", "report"))
     for command in (*ours, *root.commands["configs"].commands.values()):

@@ -6,12 +6,9 @@ import subprocess
 import sys
 from collections import Counter
 
-import pytest
 from places import ROOT
 
-from toolkit import environment
 from toolkit.results import FILLER_ID, read_record
-from toolkit.strategies import STRATEGIES
 
 
 def test_the_line_of_the_readme_trains_saves_and_records(launch, tmp_path):
@@ -50,44 +47,30 @@ def test_a_launch_that_contradicts_its_arguments_is_one_sentence_and_leaves_noth
     assert not (tmp_path / "o").exists()
 
 
-@pytest.mark.skipif(
-    environment.missing_for(STRATEGIES["zero3_nvme"]) is not None,
-    reason=str(environment.missing_for(STRATEGIES["zero3_nvme"])),
-)
-def test_checkpoints_with_nvme_offload_are_saved_more_than_once(launch, toolkit, tmp_path):
-    """Also where the config doesn't gather weights, and the stock Trainer saves twice a step."""
-    toolkit("configs", "write", "zero3_nvme", "--to", tmp_path, "--nvme-path", tmp_path / "swap")
-    written = tmp_path / "zero3_nvme.json"
-    config = json.loads(written.read_text())
-    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = False
-    written.write_text(json.dumps(config))
-    (tmp_path / "swap").mkdir()
-    done = launch(
-        *(tmp_path / "zero3_nvme.yaml", "-m", "toolkit.train", "--max_steps", 2),
-        *("--save_strategy", "steps", "--save_steps", 1, "--output_dir", tmp_path / "o"),
-    )
-    assert done.returncode == 0, done.stdout
-    for step in (1, 2):
-        checkpoint = tmp_path / "o" / f"checkpoint-{step}"
-        assert (checkpoint / "model.safetensors").stat().st_size > 9_000_000
-        assert list(checkpoint.glob("global_step*/offloaded_tensors/rank*/*"))
-
-
 def test_mistakes_leave_with_status_2_and_nothing_written(launch_environment, tmp_path):
     taken = tmp_path / "taken"
     taken.mkdir()
     (taken / "record.json").write_text("{}")
+    unfinished = tmp_path / "unfinished"
+    (unfinished / "checkpoint-5").mkdir(parents=True)
     cases = {
         ("--train_file", "missing.jsonl"): "missing.jsonl",
         ("--output_dir", str(taken)): "holds the record of another run",
         ("--no_such_flag", "1"): "no_such_flag",
         ("--engine", "loop", "--torch_compile", "True"): "--torch_compile",
         ("--evidence", "kept", "--torch_compile", "True"): "--evidence looks into",
-        ("--resume_from_checkpoint", "last"): "--resume_from_checkpoint",
-        ("--validation_split_percentage", "10", "--max_eval_samples", "9"): (
-            "--validation_split_percentage, --max_eval_samples: toolkit.train does not evaluate yet"
+        ("--resume_from_checkpoint",): "pass the --output_dir of the run",
+        ("--save_strategy", "best"): "--save_strategy best is not known here",
+        ("--ignore_data_skip", "True"): "--ignore_data_skip",
+        ("--resume_from_checkpoint", "last", "--output_dir", str(unfinished / "checkpoint-5")): (
+            "holds no checkpoint to resume from"
         ),
-        ("--engine", "loop", "--validation_file", "x.txt"): "--validation_file: toolkit.train does",
+        ("--output_dir", str(unfinished)): "a run that was not finished, the newest of step 5",
+        ("--output_dir", str(unfinished), "--resume_from_checkpoint"): (
+            "checkpoint-5 has no manifest that can be read"
+        ),
+        ("--engine", "loop", "--eval_steps", "5"): "--eval_steps",
+        ("--validation_file", "missing.txt"): "missing.txt",
     }
     inline = {  # what the launcher exports of a YAML that names no DeepSpeed file
         "ACCELERATE_USE_DEEPSPEED": "true",

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from toolkit.comparing.scheduling.options import CompareOptions as CompareOptions
     from toolkit.comparing.scheduling.schedule import compare as compare
     from toolkit.configs import write_configs as write_configs
+    from toolkit.errors import GuardError as GuardError
     from toolkit.errors import UsageError as UsageError
     from toolkit.planning.plan import plan as plan
     from toolkit.planning.recommend import recommend as recommend
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "CompareOptions": "toolkit.comparing.scheduling.options",
+    "GuardError": "toolkit.errors",
     "STRATEGIES": "toolkit.strategies",
     "Strategy": "toolkit.strategies",
     "ToolkitTrainer": "toolkit.training.trainer",

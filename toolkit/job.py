@@ -28,9 +28,14 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase, TrainingArguments
 
+    from toolkit.checkpoints.resuming import Resumed
     from toolkit.training.arguments import DataArguments, ModelArguments, RunArguments
     from toolkit.training.data import TrainingData
+    from toolkit.training.evaluation_plan import EvaluationPlan
+    from toolkit.training.guard_arguments import GuardArguments
+    from toolkit.training.methods import Method
     from toolkit.training.model import ModelFacts
+    from toolkit.training.speed_arguments import SpeedArguments
 
 NOT_ASKED = {"None", "False", "no", "none", "0", "0.0", "[]"}
 """What a flag holds that asks for nothing."""
@@ -44,6 +49,9 @@ class Job:
     rehearsal: bool
     model: ModelArguments
     run: RunArguments
+    method: Method
+    speed: SpeedArguments
+    guards: GuardArguments
     facts: ModelFacts
     data: TrainingData
     rows: Dataset
@@ -53,8 +61,11 @@ class Job:
     global_batch_size: int
     max_length: int
     tokenizer: PreTrainedTokenizerBase
+    evaluation: EvaluationPlan | None
+    dataset_name: str | None
     args: TrainingArguments
     deepspeed_changes: list[str]
+    resumed: Resumed | None = None
 
 
 def checked_job(argv: list[str]) -> Job:
@@ -63,14 +74,23 @@ def checked_job(argv: list[str]) -> Job:
     Raises:
         UsageError: the flags, the config, the model or the data don't fit; nothing was written.
     """
-    from toolkit.training.arguments import parse_own, training_arguments, training_values
+    from transformers.trainer_utils import IntervalStrategy
+
+    from toolkit.checkpoints.asked import asked_checkpoint
+    from toolkit.checkpoints.run import resumed_job
+    from toolkit.training.arguments import own_arguments, training_arguments, training_values
     from toolkit.training.data import count_steps, rows_needed, training_rows
+    from toolkit.training.evaluation_plan import planned_evaluation
+    from toolkit.training.methods import asked_precision, check_strategy, checked_method
     from toolkit.training.model import load_tokenizer, resolve_tokenizer
     from toolkit.training.prepare import model_and_data
+    from toolkit.training.speed_arguments import check_model, check_speed
     from toolkit.training.tracking import asked_trackers
 
-    model, data_arguments, run, rest = parse_own(argv)
+    own = own_arguments(argv)
+    model, data_arguments, run, rest = own.model, own.data, own.run, own.rest
     strategy = asked_strategy(run.strategy)
+    rest = own.speed.with_flags(rest, strategy)
     # First of all: looking at the defaults of the arguments below already wakes CUDA.
     rehearsal = rehearse_if_needed()
     values = training_values(rest, model=model, run=run)
@@ -80,12 +100,24 @@ def checked_job(argv: list[str]) -> Job:
         raise UsageError(
             f"{values['output_dir']} holds the record of another run. Choose another --output_dir."
         )
+    asked = asked_checkpoint(values)
     _check_evidence(values, run)
+    check_speed(
+        own.speed,
+        values,
+        strategy=strategy,
+        evidence=run.evidence is not None,
+        on_gpu=not rehearsal,
+    )
     facts, data = model_and_data(
         model,
         data_arguments,
         rows_needed=rows_needed(values, num_processes=requested_processes(os.environ)),
     )
+    precision = asked_precision(values, os.environ)
+    check_model(own.speed, facts.path)
+    method = checked_method(own.method, model, facts, precision=precision)
+    check_strategy(method, strategy, precision=precision)
     tokenizer = load_tokenizer(
         resolve_tokenizer(model),
         trust_remote_code=model.trust_remote_code,
@@ -117,17 +149,33 @@ def checked_job(argv: list[str]) -> Job:
         rest = [*rest, f"--learning_rate={rate!r}"]
     if rank() == 0:
         print(f"toolkit: {batch}", flush=True)  # noqa: T201
+    evaluation = None
+    if run.evidence is None:  # of a run that is taken apart nobody asks what it learned
+        evaluation = planned_evaluation(
+            values,
+            model=model,
+            data=data_arguments,
+            samples=run.sample_prompts,
+            facts=facts,
+            training=data,
+            steps=steps,
+            global_batch=global_batch,
+        )
     if values["label_smoothing_factor"]:
         check_fillers(rows, global_batch, of="--label_smoothing_factor")
     args = training_arguments(rest, model=model, run=run)
     args.max_steps = steps + run.throughput_steps
+    args.eval_strategy = IntervalStrategy.NO  # `evaluation` does it, in either engine
     # The platform asks for Kubeflow, not the user: transformers adds it to whatever was asked.
     args.report_to = [*trackers, *({"kubeflow"} & set(args.report_to) - set(trackers))]
-    return Job(
+    job = Job(
         strategy=strategy,
         rehearsal=rehearsal,
         model=model,
         run=run,
+        method=method,
+        speed=own.speed,
+        guards=own.guards,
         facts=facts,
         data=data,
         rows=rows,
@@ -135,9 +183,12 @@ def checked_job(argv: list[str]) -> Job:
         global_batch_size=global_batch,
         max_length=data_arguments.max_length,
         tokenizer=tokenizer,
+        evaluation=evaluation,
+        dataset_name=data_arguments.dataset_name,
         args=args,
         deepspeed_changes=changes,
     )
+    return resumed_job(job, asked)
 
 
 def _learning_rate(
@@ -199,19 +250,13 @@ def _refuse_what_would_be_ignored(
     values: dict[str, Any], run: RunArguments, data: DataArguments
 ) -> None:
     """Raise UsageError for flags that this script or its loop takes and would not obey, all."""
-    if data.asked_of_validation:
-        raise UsageError(
-            f"{', '.join(data.asked_of_validation)}: toolkit.train does not evaluate yet. Leave it "
-            "out; toolkit prepare makes the rows."
-        )
-    ignored = ["resume_from_checkpoint"]
+    from toolkit.training.evaluation_plan import check_evaluation
+
+    check_evaluation(values, data)
+    ignored = ["save_only_model", "ignore_data_skip", "enable_jit_checkpoint"]
     if run.engine == "loop":
         ignored += [
-            "gradient_checkpointing",
-            "activation_checkpointing",
             "torch_compile",
-            "save_strategy",
-            "eval_strategy",
             "label_smoothing_factor",
             "neftune_noise_alpha",
         ]

@@ -19,7 +19,6 @@ import runpy
 import socket
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from toolkit.configs.requested import DEEPSPEED_FILE, read_deepspeed_config
 from toolkit.environment import has_compiler
 from toolkit.errors import UsageError
 from toolkit.launching.builds import clear_stale_locks, unbuilt
-from toolkit.launching.ranks import die_with_parent, leave
+from toolkit.launching.ranks import die_with_parent, leave, quiet
 from toolkit.launching.status import STATUS_DIR, StatusFile, guard
 
 USAGE = (
@@ -187,16 +186,6 @@ def _say_builds(config: dict[str, Any]) -> None:
         parts.append("cpu_adam")
     if missing := unbuilt(parts):
         _say(f"DeepSpeed compiles {' and '.join(missing)} now, once; it takes some minutes")
-
-
-def quiet() -> None:
-    """Silence what a rank would say N times and a user can do nothing about."""
-    warnings.filterwarnings(
-        "ignore",
-        # DeepSpeed 0.19.8 calls names that torch 2.13 deprecates.
-        message=r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated",
-        category=FutureWarning,
-    )
 
 
 def _patch_accelerate() -> None:

@@ -21,6 +21,8 @@ SCHEMA: Final = 1
 
 RECORD_FILE: Final = "record.json"
 RESULTS_FILE: Final = "results.json"
+STARTING_ADAPTER: Final = "adapter_start.safetensors"
+"""What the adapters of a run began with, beside its record."""
 
 FILLER_ID: Final = -(2**40)
 """The `sample_id` of every row that only fills a step: it trains nothing, on any rank."""
@@ -130,7 +132,8 @@ class CountedCollective(TypedDict):
     """`all_reduce`, `all_gather`, `reduce_scatter`, `broadcast`, ..."""
 
     purpose: str
-    """`parameters`, `gradients`, `norm`, `buffers`, `buckets`, `bitmap`, `metrics` or `other`."""
+    """`parameters`, `gradients`, `norm`, `buffers`, `buckets`, `bitmap`, `metrics`, `guards` or
+    `other`."""
 
     dtype: str
     ranks: int
@@ -172,12 +175,41 @@ class Traffic(TypedDict):
     """Rows that ranks counted differently."""
 
 
+class Evaluated(TypedDict):
+    """One evaluation, over every validation row."""
+
+    step: int
+    """Optimizer steps that came before it; 0: the model as it was loaded."""
+
+    loss: float
+    """Nats a token that is predicted, over all of them together."""
+
+    perplexity: float
+    """exp(loss)"""
+
+    tokens: int
+    rows: int
+    seconds: float
+
+
+class Sample(TypedDict):
+    """What a model continues a prompt with, greedily."""
+
+    prompt: str
+    before: str | None
+    """Null where the run went on with a training that had begun before."""
+
+    after: str | None
+
+
 class Model(TypedDict):
     name: str
     path: str | None
     """Local folder that the weights were loaded from."""
 
     parameters: int
+    trained_parameters: NotRequired[int | None]
+    """Those that the optimizer steps, adapters or all; null where they could not be counted."""
 
 
 class Data(TypedDict):
@@ -200,6 +232,12 @@ class Data(TypedDict):
     supervised_tokens: NotRequired[int | None]
 
 
+# By call: `from` is no name that a class could have.
+Resumed = TypedDict("Resumed", {"from": str, "step": int, "damaged": list[str]})
+"""The checkpoint that a run went on from, the steps done by then, and what was wrong with newer
+ones that were passed over."""
+
+
 class Record(TypedDict):
     """What rank 0 wrote at the end of one run."""
 
@@ -214,6 +252,11 @@ class Record(TypedDict):
     model: Model
     data: Data
     training: dict[str, Any]
+    first_step: NotRequired[int]
+    """The number of the step that every list by steps begins with, and that counts as 1 wherever
+    a step of this record is named; more than 1 where the run was resumed."""
+
+    resumed: NotRequired[Resumed | None]
     losses: list[float]
     grad_norms: list[float | None] | None
     """Norms before clipping; null for a step, or as a whole, where none was measured."""
@@ -246,10 +289,21 @@ class Record(TypedDict):
     per_rank: list[RankMemory]
     traffic: NotRequired[Traffic | None]
     attestation: dict[str, Any]
+    guards: NotRequired[dict[str, Any]]
+    """What was watched: `mode` (`stop`, `warn` or `off`), with its bounds, the `warnings` that were
+    given (`kind`, `step`, `text`), and what was `not_watched`, with the reason."""
+
     final: str | None
     """Folder of the final model, relative to the record."""
 
     seconds: float | None
+    evaluation: NotRequired[list[Evaluated] | None]
+    """In order; the first before training, the last after it."""
+
+    validation: NotRequired[Data | None]
+    """The rows that were evaluated on."""
+
+    samples: NotRequired[list[Sample] | None]
     environment: dict[str, Any]
     not_measured: dict[str, str]
 
@@ -416,6 +470,11 @@ class Row(TypedDict):
     predicted: NotRequired[Prediction | None]
     attestation: dict[str, Any] | None
     seconds: float | None
+    evaluation: NotRequired[list[Evaluated] | None]
+    eval_loss_gap: NotRequired[float | None]
+    """Largest absolute distance from the control of an evaluation after the same step."""
+
+    samples: NotRequired[list[Sample] | None]
     not_measured: dict[str, str]
 
     folder: str | None
@@ -428,6 +487,9 @@ class Row(TypedDict):
     rehearsal: bool
     broken: list[Broken]
     notes: list[str]
+    guard_warnings: NotRequired[list[str]]
+    """What the guards warned of while it ran, of every repeat."""
+
     tail: list[str]
     """Last lines of the log of a run that failed."""
 

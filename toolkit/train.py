@@ -15,27 +15,32 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit import environment
 from toolkit.configs.requested import read_deepspeed_config, requested_processes
-from toolkit.errors import UsageError
+from toolkit.errors import GuardError, UsageError
 from toolkit.job import Job, check_fillers, checked_job, has_fillers
-from toolkit.launching.ranks import leave, rank
+from toolkit.launching.ranks import leave, quiet, rank
 from toolkit.launching.status import STATUS_DIR, StatusFile, guard, status_folder
-from toolkit.rehearse import die_with_launcher, quiet, told
-from toolkit.results import RECORD_FILE, SCHEMA, write_json
+from toolkit.rehearse import die_with_launcher, told
+from toolkit.results import RECORD_FILE, SCHEMA, STARTING_ADAPTER, write_json
 from toolkit.strategies import Strategy
 
 if TYPE_CHECKING:
+    from toolkit.checkpoints.keeping import Keeper
     from toolkit.measuring.recorder import Recorder
     from toolkit.training.companions import Companion
+    from toolkit.training.speed import Speed
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_REFUSED = 3
+EXIT_PREEMPTED = 143
+"""What a process has that SIGTERM ended: 128 + 15."""
 
 
 def main() -> None:
-    """Train in this rank, and leave with 0, 1 (failed), 2 (usage) or 3 (refused)."""
+    """Train in this rank; leave with 0, 1 (failed), 2 (usage), 3 (refused) or 143 (preempted)."""
     die_with_launcher()
     quiet()
+    from toolkit.checkpoints.preemption import Preempted
     from toolkit.measuring.attestation import Refused
 
     code = 0
@@ -45,6 +50,10 @@ def main() -> None:
         code = told(EXIT_USAGE, str(error))
     except Refused as error:
         code = told(EXIT_REFUSED, f"refused: {error}")
+    except Preempted as error:
+        code = told(EXIT_PREEMPTED, str(error))
+    except GuardError as error:
+        code = told(EXIT_FAILED, f"stopped by a guard: {error}")
     except Exception:
         traceback.print_exc()
         code = EXIT_FAILED
@@ -75,14 +84,18 @@ def train(job: Job, status: StatusFile) -> None:
     """
     import torch
 
+    from toolkit.checkpoints.run import keeper_of, preemptible
     from toolkit.measuring import memory
     from toolkit.measuring.attestation import Refused
+    from toolkit.training.adapters import load_for
+    from toolkit.training.before_and_after import before_and_after, with_evaluation
     from toolkit.training.data import Collator
-    from toolkit.training.model import load_model
+    from toolkit.training.speed import Speed
     from toolkit.training.tracking import keep_local
 
     if rank() == 0:
         environment.commit()  # kept for the record: the code may change while the run goes on
+        Path(job.args.output_dir).mkdir(parents=True, exist_ok=True)
     for line in keep_local(job.args.report_to, Path(job.args.output_dir)):
         if rank() == 0:
             print(f"toolkit: {line}", flush=True)  # noqa: T201
@@ -90,32 +103,56 @@ def train(job: Job, status: StatusFile) -> None:
     if job.args.tf32 is None and job.args.mixed_precision == "no":
         torch.backends.cuda.matmul.fp32_precision = "ieee"  # parity in fp32 means fp32
     torch.manual_seed(job.args.seed)
-    model = load_model(job.model, job.facts.path)
+    model = load_for(
+        job.method,
+        job.model,
+        job.facts.path,
+        seed=job.args.seed,
+        start=Path(job.args.output_dir) / STARTING_ADAPTER if rank() == 0 else None,
+    )
+    speed = Speed(job.speed)
+    speed.apply(model, loop=job.args if job.run.engine == "loop" else None)
+    for why in speed.left_out.values() if rank() == 0 else ():
+        print(f"toolkit: left out of --tuned: {why}", flush=True)  # noqa: T201
     _check_idle_loss(job, model)
-    collate = Collator(pad_token_id=job.tokenizer.pad_token_id)
+    collate = speed.collating(Collator(pad_token_id=job.tokenizer.pad_token_id))
     recorder = _recorder(job, status)
+    keeper = keeper_of(job, recorder)
     try:
         train_with = _train_with_trainer if job.run.engine == "trainer" else _train_in_loop
-        train_with(job, model, collate, recorder, _companions(job, recorder))
-        measured = recorder.finish(throughput_steps=job.run.throughput_steps)
+        watching = before_and_after(
+            job.evaluation, collate, tokenizer=job.tokenizer, recorder=recorder
+        )
+        companions = [speed, *watching, *_companions(job, recorder, speed, watching)]
+        with preemptible(job, keeper, status):
+            train_with(job, model, collate, recorder, companions, keeper)
+        measured = with_evaluation(
+            recorder.finish(throughput_steps=job.run.throughput_steps), job.evaluation, watching
+        )
     except Refused as error:
         if rank() == 0:
-            refused = _described(job) | {"final": None} | recorder.refused(error)
+            refused = _described(job, speed) | {"final": None} | recorder.refused(error)
             write_json(Path(job.args.output_dir) / RECORD_FILE, refused)
         raise
     finally:
         recorder.close()
     if rank() == 0:
-        write_json(Path(job.args.output_dir) / RECORD_FILE, _described(job) | measured)
+        write_json(Path(job.args.output_dir) / RECORD_FILE, _described(job, speed) | measured)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 def _train_with_trainer(
-    job: Job, model: Any, collate: Any, recorder: Recorder, companions: list[Companion]
+    job: Job,
+    model: Any,
+    collate: Any,
+    recorder: Recorder,
+    companions: list[Companion],
+    keeper: Keeper,
 ) -> None:
     from transformers import TrainerCallback
 
+    from toolkit.checkpoints.keeping import KeeperCallback
     from toolkit.training.companions import CompanionsCallback
     from toolkit.training.trainer import ToolkitTrainer
 
@@ -139,12 +176,15 @@ def _train_with_trainer(
         data_collator=collate,
         processing_class=job.tokenizer,
         recorder=recorder,
+        keeper=keeper,
+        ddp_bucket_view=job.speed.gradients_in_buckets,
     )
     trainer.add_callback(QuietOnPackedRows())
     trainer.add_callback(CompanionsCallback(trainer, companions))
+    trainer.add_callback(KeeperCallback(keeper))
     if not trainer.model_accepts_loss_kwargs:
         check_fillers(job.rows, job.global_batch_size, of="the loss of this model")
-    trainer.train()
+    trainer.train_from(job.resumed)
 
 
 def _check_idle_loss(job: Job, model: Any) -> None:
@@ -152,9 +192,12 @@ def _check_idle_loss(job: Job, model: Any) -> None:
     import torch
 
     from toolkit.training.fillers import idle_loss
+    from toolkit.training.methods import skeleton
 
     if not has_fillers(job.rows):
         return
+    if job.method.storage is not None:  # zeros can't stand in for packed weights
+        model = skeleton(job.facts.path, trust_remote_code=job.model.trust_remote_code)
     loss = idle_loss(model, job.args.device)
     if job.args.device.type == "cuda":
         torch.cuda.empty_cache()  # no peak of the run is to hold it
@@ -168,8 +211,14 @@ def _check_idle_loss(job: Job, model: Any) -> None:
 
 
 def _train_in_loop(
-    job: Job, model: Any, collate: Any, recorder: Recorder, companions: list[Companion]
+    job: Job,
+    model: Any,
+    collate: Any,
+    recorder: Recorder,
+    companions: list[Companion],
+    keeper: Keeper,
 ) -> None:
+    from toolkit.checkpoints.keeping import KeeperCompanion
     from toolkit.training.loop import train_loop
 
     train_loop(
@@ -179,33 +228,55 @@ def _train_in_loop(
         collate,
         recorder=recorder,
         scheduled_steps=job.steps,
-        companions=companions,
+        companions=[*companions, KeeperCompanion(keeper)],
+        resumed=job.resumed,
+        ddp_bucket_view=job.speed.gradients_in_buckets,
     )
 
 
-def _companions(job: Job, recorder: Recorder) -> list[Companion]:
+def _companions(
+    job: Job, recorder: Recorder, speed: Speed, watching: list[Companion]
+) -> list[Companion]:
     """Return what goes along with the training, in the order in which it is called."""
+    from toolkit.training.before_and_after import evaluations_of
+    from toolkit.training.card import card_of_run
     from toolkit.training.companions import Companion, Prepared
-    from toolkit.training.saving import save_model
+    from toolkit.training.saving import save_merged, save_model
 
     class SaveAtTheEnd(Companion):
         def prepared(self, prepared: Prepared) -> None:
             self.engine = prepared
+            if job.resumed is not None and job.resumed.step >= job.steps:
+                self.step_done(job.steps)  # it died within this save, or after it
 
         def step_done(self, step: int) -> None:
             if step != job.steps:
                 return
             accelerator = self.engine.accelerator
+            written = [("final", save_model)]
+            if job.method.arguments.merge:
+                written.append(("merged", save_merged))
+            described = _described(job, speed)
             with recorder.saving():
-                save_model(
-                    accelerator,
-                    self.engine.model,
-                    Path(job.args.output_dir) / "final",
-                    tokenizer=job.tokenizer,
-                    strategy=job.strategy.name,
+                card = card_of_run(
+                    described,
                     num_processes=accelerator.num_processes,
-                    step=step,
+                    evaluation=evaluations_of(watching),
+                    losses=recorder.outer_losses(),
+                    resumed=recorder.steps_before > 0,
+                    dataset_name=job.dataset_name,
                 )
+                for name, save in written:
+                    save(
+                        accelerator,
+                        self.engine.model,
+                        Path(job.args.output_dir) / name,
+                        tokenizer=job.tokenizer,
+                        card=card,
+                        strategy=job.strategy.name,
+                        num_processes=accelerator.num_processes,
+                        step=step,
+                    )
 
     return [SaveAtTheEnd()]
 
@@ -213,6 +284,7 @@ def _companions(job: Job, recorder: Recorder) -> list[Companion]:
 def _recorder(job: Job, status: StatusFile) -> Recorder:
     from toolkit.measuring.attestation import Asked
     from toolkit.measuring.evidence import EvidenceKeeper
+    from toolkit.measuring.pulse import pulse_for
     from toolkit.measuring.recorder import Recorder
 
     asked = Asked(
@@ -222,7 +294,7 @@ def _recorder(job: Job, status: StatusFile) -> Recorder:
         gradient_clipping=float(job.args.max_grad_norm or 0),
         gradient_accumulation_steps=job.args.gradient_accumulation_steps,
         optimizer_classes=_optimizer_classes(job.strategy, str(job.args.optim.value)),
-        dtype=job.model.dtype,
+        dtype=job.method.trained_dtype,
     )
     return Recorder(
         asked,
@@ -238,10 +310,16 @@ def _recorder(job: Job, status: StatusFile) -> Recorder:
             engine=job.run.engine,
             precision=job.args.mixed_precision,
         ),
+        pulse=pulse_for(
+            job.guards.guards,
+            grad_norm_factor=job.guards.guard_grad_norm,
+            slow_rank=job.guards.guard_slow_rank,
+            checkpoints=Path(job.args.output_dir),
+        ),
     )
 
 
-def _described(job: Job) -> dict[str, Any]:
+def _described(job: Job, speed: Speed) -> dict[str, Any]:
     """The part of the record that was known before the first step."""
     import torch
 
@@ -267,6 +345,7 @@ def _described(job: Job) -> dict[str, Any]:
             "name": job.model.model_name_or_path or BUILT_IN_MODEL,
             "path": job.facts.path,
             "parameters": job.facts.parameters,
+            "trained_parameters": job.method.trained_parameters,
         },
         "data": job.data.facts(),
         "training": {name: getattr(args, name) for name in same_name}
@@ -278,14 +357,16 @@ def _described(job: Job) -> dict[str, Any]:
             "base_batch_size": job.run.base_batch_size,
             "max_length": job.max_length,
             "optimizer": str(args.optim.value),
-            "dtype": job.model.dtype,
             # transformers 5.23 renames it, and keeps the old name as an alias.
             "activation_checkpointing": bool(
                 getattr(args, "activation_checkpointing", False) or args.gradient_checkpointing
             ),
             "lr_scheduler_type": str(args.lr_scheduler_type.value),
             "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
-        },
+            "speed": speed.facts(args),
+        }
+        | job.method.facts(),
+        "resumed": None if job.resumed is None else job.resumed.facts(),
         "final": "final",
         "environment": environment.snapshot(),
     }

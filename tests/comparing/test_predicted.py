@@ -103,3 +103,21 @@ def test_the_job_is_the_one_that_ran(record):
     job = job_of(record)
     assert (job.batch, job.accumulation, job.sequence, job.gpus) == (4, 2, 64, 2)
     assert (job.checkpointing, job.weights, job.precision) == ("full", "bfloat16", "bf16")
+
+
+def test_a_job_has_the_switches_for_speed_that_were_on(record):
+    plain = job_of(record)
+    assert (plain.checkpointing, plain.chunked_loss) == ("none", False)
+    assert not plain.gradient_as_bucket_view
+    record["training"]["speed"] = {
+        "on": {
+            "loss_impl": "chunked",
+            "ddp_bucket_view": True,
+            "checkpoint_layers": {"asked": "all", "layers": [0, 1]},
+        }
+    }
+    found = job_of(record)
+    assert (found.checkpointing, found.chunked_loss) == ("full", True)
+    assert found.gradient_as_bucket_view
+    record["training"]["speed"]["on"]["checkpoint_layers"]["asked"] = "every:2"
+    assert "has all layers checkpointed or none" in predict(record)["reason"]

@@ -221,6 +221,14 @@ def test_the_largest_difference_of_a_weight_names_its_tensor(full_results):
     assert line(section, "single-trainer")["largest weight difference"] == "control"
 
 
+def test_what_a_guard_warned_of_stands_below_the_agreement(make_results, make_row):
+    warned = make_row(guard_warnings=["Rank 1 fell behind by step 9."])
+    notes = agreement(make_results(warned, make_row(strategy="fsdp"))).notes
+    assert [note for note in notes if "guard" in note] == [
+        "ddp-trainer, a guard warned: Rank 1 fell behind by step 9."
+    ]
+
+
 def test_time_has_its_spread_over_starts_and_its_phases(full_results):
     ddp = line(step_time(full_results()), "ddp-trainer")
     assert (ddp["starts"], ddp["spread of the starts"]) == ("3", "3.0% (990 to 1,020)")

@@ -152,3 +152,10 @@ def test_every_rank_that_ran_out_of_memory_is_named():
     alone = judge(Ending(statuses=statuses[1:], returncode=1))
     assert alone.reason
     assert alone.reason.startswith("rank 3 failed at step 3: ")
+
+
+def test_a_guard_s_sentence_is_the_reason_whichever_rank_was_read_first():
+    error = ("GuardError", "The loss of step 7 is not finite: nan on rank 1.")
+    ranks = [said(1, "failed", time=9.0, error=error), said(0, "failed", error=error)]
+    outcome = judge(Ending(statuses=ranks, returncode=1))
+    assert (outcome.status, outcome.reason) == ("failed", error[1])

@@ -86,6 +86,20 @@ def test_a_fused_loss_never_holds_all_logits():
     assert chunked < whole / 4
 
 
+def test_our_chunks_are_of_as_many_tokens_as_is_asked_and_the_heads_gradient_is_in_fp32():
+    asked = {"sequence": 8192, "chunked_loss": True}
+    small, large = (
+        term(estimate_memory(job(**asked, loss_chunk_tokens=n)), "logits").bytes.high
+        for n in (1024, 2048)
+    )
+    assert large - small == 1024 * LLAMA_7B.vocab_size * (2 + 4)
+    liger = job(**asked, batch=1)
+    rows = 8192 // 8  # of a vocabulary of 32000 and a hidden size of 4096
+    theirs = term(estimate_memory(liger), "logits").bytes.high
+    ours = term(estimate_memory(replace(liger, loss_chunk_tokens=rows)), "logits").bytes.high
+    assert ours - theirs == (4 - 2) * LLAMA_7B.vocab_size * LLAMA_7B.hidden_size
+
+
 def test_ddp_pays_for_its_buckets_unless_gradients_live_in_them():
     apart = estimate_memory(job("ddp"))
     inside = estimate_memory(job("ddp", gradient_as_bucket_view=True))

@@ -1,7 +1,7 @@
 """Models small enough to be run in a test, with random weights."""
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 
 def tiny_llama(*, attention="sdpa", vocabulary=64, **changes):
@@ -19,4 +19,34 @@ def tiny_llama(*, attention="sdpa", vocabulary=64, **changes):
         torch.manual_seed(0)
         model = LlamaForCausalLM(config).to(torch.float32)
     model.config.use_cache = False
+    return model.train()
+
+
+def small_of(kind, attention, **changes):
+    """A model of two layers and no dropout, for it would be another in each row."""
+    config = AutoConfig.for_model(
+        kind,
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        use_cache=False,
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
+        **(
+            {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+            if "moe" in kind
+            else {}
+        ),
+        **changes,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
     return model.train()

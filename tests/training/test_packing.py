@@ -5,8 +5,7 @@ import json
 import pytest
 import torch
 from datasets import Dataset
-from small_models import tiny_llama
-from transformers import AutoConfig, AutoModelForCausalLM
+from small_models import small_of, tiny_llama
 
 from toolkit.errors import UsageError
 from toolkit.training.arguments import DataArguments, ModelArguments
@@ -178,44 +177,15 @@ def test_sliding_windows_keep_to_the_borders_as_well(attention):
     assert apart < 1e-5
 
 
-def small(kind, attention):
-    """A model of two layers and no dropout, for it would be another in each row."""
-    config = AutoConfig.for_model(
-        kind,
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        use_cache=False,
-        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
-        **(
-            {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-            if "moe" in kind
-            else {}
-        ),
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    return model.train()
-
-
 @pytest.mark.parametrize("attention", PROVEN_ATTENTION)
 @pytest.mark.parametrize("architecture", PROVEN_MODELS)
 def test_the_architectures_that_are_taken_keep_texts_apart(architecture, attention):
     kind = PROVEN_MODELS[architecture]
     if (architecture, attention) == ("Gemma2ForCausalLM", "sdpa"):
         with pytest.raises(ValueError, match="does not support an attention implementation"):
-            small(kind, attention)
+            small_of(kind, attention)
         return
-    model = small(kind, attention)
+    model = small_of(kind, attention)
     assert type(model).__name__ == architecture
     assert model.config._attn_implementation == attention
     gap, apart = compared(model, texts_of(LENGTHS), room=40)
@@ -224,7 +194,7 @@ def test_the_architectures_that_are_taken_keep_texts_apart(architecture, attenti
 
 
 def test_an_architecture_that_takes_positions_and_mixes_texts_is_not_taken():
-    gap, _ = compared(small("gpt_bigcode", "sdpa"), texts_of(LENGTHS), room=40)
+    gap, _ = compared(small_of("gpt_bigcode", "sdpa"), texts_of(LENGTHS), room=40)
     assert gap > 1e-3
     assert "GPTBigCodeForCausalLM" not in PROVEN_MODELS
 

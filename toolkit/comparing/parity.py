@@ -15,8 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from toolkit.comparing.weights import WeightsError, check_same_names, open_weights, weight_gap
-from toolkit.results import FILLER_ID, Broken, Difference, Gap, Record
+from toolkit.comparing.weights import (
+    WeightsError,
+    check_same_names,
+    open_weights,
+    same_weights,
+    weight_gap,
+)
+from toolkit.results import FILLER_ID, STARTING_ADAPTER, Broken, Difference, Gap, Record
 
 GATED_STEPS: Final = 20
 """Gates end here: rounding grows with every step, and at 200 zero3 had drifted past them."""
@@ -55,6 +61,7 @@ class Judgement:
     grad_norm_gap: float | None = None
     weight_gap: float | None = None
     weight_difference: Difference | None = None
+    eval_loss_gap: float | None = None
     gates: dict[str, bool] = field(default_factory=dict[str, bool])
     broken: list[Broken] = field(default_factory=list[Broken])
     not_measured: dict[str, str] = field(default_factory=dict[str, str])
@@ -86,6 +93,7 @@ def judge(
         control_folder=control_folder,
     )
     judge_data(judgement, record, control)
+    judge_evaluation(judgement, record, control, limit=limits.loss)
     trained = first_step <= min(len(record["losses"]), GATED_STEPS)
     finite = all(map(math.isfinite, record["losses"]))
     if trained and finite and sorted(record["skipped_steps"]) != sorted(control["skipped_steps"]):
@@ -96,13 +104,14 @@ def judge(
 def _leave_ungated(judgement: Judgement, record: Record, control: Record) -> None:
     """Other steps skipped than in the control leave other weights, which no gate can tell from
     a fault."""
-    for gate in ("loss", "grad_norm"):
+    trained = ("loss", "grad_norm", "evaluation")
+    for gate in trained if "evaluation" in judgement.gates else trained[:2]:
         judgement.gates.pop(gate, None)
         judgement.not_measured[f"gates.{gate}"] = (
             f"the run and the control skipped different steps ({record['skipped_steps']} and "
             f"{control['skipped_steps']}): their weights differ from there on"
         )
-    judgement.broken = [one for one in judgement.broken if one["gate"] not in ("loss", "grad_norm")]
+    judgement.broken = [one for one in judgement.broken if one["gate"] not in trained]
 
 
 def judge_control(record: Record) -> Judgement:
@@ -115,6 +124,7 @@ def judge_control(record: Record) -> Judgement:
             "grad_norm_gap",
             "weight_gap",
             "weight_difference",
+            "eval_loss_gap",
             "gates.grad_norm",
             "gates.weights",
         ),
@@ -293,7 +303,7 @@ def judge_weights(
         _break(judgement, record, "weights", limit=limit, reason=str(error))
         return
 
-    start = control["model"]["path"]
+    start: str | None = control["model"]["path"]
     if start is None:
         leave_open("the folder of the starting weights is not known")
         return
@@ -302,8 +312,16 @@ def judge_weights(
         not_compared(reason)
         _break(judgement, record, "weights", limit=limit, reason=reason)
         return
+    origin = Path(start)
+    if control["training"].get("method", "full") != "full":
+        origin = control_folder / STARTING_ADAPTER
     try:
-        gap, difference = weight_gap(folder / record["final"], reference, Path(start))
+        if origin.is_file() and not same_weights(folder / STARTING_ADAPTER, origin):
+            reason = "the run's adapters began with other numbers than the control's"
+            not_compared(reason)
+            _break(judgement, record, "weights", limit=limit, reason=reason)
+            return
+        gap, difference = weight_gap(folder / record["final"], reference, origin)
     except WeightsError as error:
         leave_open(str(error))
         return
@@ -363,6 +381,55 @@ def judge_data(judgement: Judgement, record: Record, control: Record) -> None:
         judgement.notes.append(f"step {step}: {problem}")
     else:
         _break(judgement, record, "data", first_step=step, reason=problem)
+
+
+def judge_evaluation(
+    judgement: Judgement, record: Record, control: Record, *, limit: float
+) -> None:
+    """Gate every evaluation's loss by its absolute distance, where the control has evaluated."""
+    wanted = {each["step"]: each for each in control.get("evaluation") or []}
+    found = {each["step"]: each for each in record.get("evaluation") or []}
+    if not wanted:
+        reason = control["not_measured"].get("evaluation", "the control evaluated nothing")
+        judgement.not_measured["eval_loss_gap"] = reason
+        return
+    gaps = {
+        step: abs(found[step]["loss"] - theirs["loss"])
+        for step, theirs in wanted.items()
+        if step in found
+    }
+    if gaps:
+        judgement.eval_loss_gap = _largest(gaps.values())
+    else:
+        judgement.not_measured["eval_loss_gap"] = "no evaluation is after the same step"
+    begun = record.get("first_step", 1)
+    for step, theirs in wanted.items():
+        if step > GATED_STEPS or step < begun != 1:
+            continue
+        reason = None
+        if step not in found:
+            reason = "the run did not evaluate here, the control did"
+        elif any(found[step][part] != theirs[part] for part in ("rows", "tokens")):
+            reason = "other rows or tokens were evaluated than in the control"
+        elif not gaps[step] <= limit:
+            reason = "evaluation loss apart from the control's"
+        if reason is not None:
+            _break(
+                judgement,
+                record,
+                "evaluation",
+                first_step=step,
+                value=gaps.get(step),
+                limit=limit,
+                reason=reason,
+            )
+            return
+    if any(step <= GATED_STEPS for step in wanted):
+        judgement.gates["evaluation"] = True
+    else:
+        judgement.not_measured["gates.evaluation"] = (
+            f"no evaluation is within the first {GATED_STEPS} steps"
+        )
 
 
 def broken_sentence(broken: Broken) -> str:

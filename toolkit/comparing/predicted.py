@@ -19,6 +19,8 @@ from toolkit.strategies import STRATEGIES
 STATES: Final = ("parameters_bytes", "master_bytes", "gradients_bytes", "optimizer_bytes")
 MOVED: Final = ("parameters", "gradients")
 
+FROZEN_IN: Final = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
 OPTIMIZERS: Final = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw_fused"}
 """From `--optim` to the planner's names; what the tests have held against counts."""
 
@@ -147,7 +149,7 @@ def job_of(record: Told | Record) -> Job:
     chosen: dict[str, Any] = {
         "precision": record["precision"],
         "optimizer": OPTIMIZERS[training["optimizer"]],
-        "weights": training.get("dtype", "float32"),
+        **_method_of(record["precision"], training),
     }
     return Job(
         model=shape_from_config(cast("dict[str, Any]", json.loads(text)), name="model"),
@@ -156,10 +158,48 @@ def job_of(record: Told | Record) -> Job:
         batch=training["per_device_train_batch_size"],
         sequence=training["max_length"],
         accumulation=training["gradient_accumulation_steps"],
-        checkpointing="full" if training.get("activation_checkpointing") else "none",
+        **_speed_of(training),
         gradient_clipping=float(training["max_grad_norm"] or 0),
         **chosen,
     )
+
+
+def _speed_of(training: dict[str, Any]) -> dict[str, Any]:
+    """Return what a job says of the switches for speed; a record from before has none on."""
+    on: dict[str, Any] = training.get("speed", {}).get("on", {})
+    checkpointing = "full" if training.get("activation_checkpointing") else "none"
+    chosen = on.get("checkpoint_layers", {}).get("asked")
+    if chosen == "all":
+        checkpointing = "full"
+    elif chosen is not None:
+        raise UsageError(
+            f"not predicted: the planner has all layers checkpointed or none, and this run {chosen}"
+        )
+    return {
+        "checkpointing": checkpointing,
+        "chunked_loss": "loss_impl" in on,
+        "loss_chunk_tokens": on.get("loss_chunk_tokens"),
+        "gradient_as_bucket_view": "ddp_bucket_view" in on,
+    }
+
+
+def _method_of(precision: str, training: dict[str, Any]) -> dict[str, Any]:
+    """Return what a job says of the method; a record from before there were any is of `full`."""
+    method, dtype = training.get("method", "full"), training.get("dtype", "float32")
+    if method == "full":
+        return {"weights": dtype}
+    if training.get("lora_target_modules") != ["all-linear"]:
+        raise UsageError(
+            "not predicted: the planner has adapters on every linear layer, and this run on "
+            f"{', '.join(training.get('lora_target_modules') or ['some'])}"
+        )
+    if dtype != FROZEN_IN.get(precision):
+        raise UsageError(
+            "not predicted: the planner loads frozen weights in what is computed in, and this run "
+            f"in {dtype}"
+        )
+    # Nobody raises them to fp32 here: all strategies are to train beside the same weights.
+    return {"method": method, "lora_rank": training["lora_r"], "raises_frozen": False}
 
 
 def _share(predicted: int, counted: int) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from toolkit.errors import GuardError
 from toolkit.launching.status import Failure, RankStatus
 
 OutcomeStatus = Literal["ok", "failed", "oom", "timeout", "refused", "usage"]
@@ -111,6 +112,10 @@ def without_launcher_noise(lines: Iterable[str]) -> list[str]:
 
 def _verdict(ending: Ending, lines: list[str]) -> tuple[OutcomeStatus, str | None]:
     failures = _failures(ending)
+    # All ranks agreed before the first of them said so: who then is gone was only ended early.
+    for status in ending.statuses:
+        if status.state == "preempted" and status.error is not None:
+            return "failed", status.error.message
     if _launcher_was_killed(ending):
         name = _signal_name((ending.returncode or 0) - 128)
         return "failed", f"The launcher was killed ({name}), and its ranks with it."
@@ -171,6 +176,8 @@ def _error_verdict(status: RankStatus) -> Verdict:
         return "usage", shorten(status.error.message) if status.error else text
     if status.state == "refused":
         return "refused", f"rank {status.rank} refused the run: {text}"
+    if status.error and status.error.type == GuardError.__name__:
+        return "failed", shorten(status.error.message)  # every rank's, in the same words
     kind = "oom" if OUT_OF_MEMORY.search(text) else "failed"
     return kind, f"rank {status.rank} failed {_at(status)}: {text}"
 

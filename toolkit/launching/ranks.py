@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import logging
 import os
 import signal
 import sys
 import threading
+import warnings
 from typing import NoReturn
 
 import psutil
@@ -38,6 +40,19 @@ def die_with_parent(death_signal: signal.Signals = signal.SIGKILL) -> None:
 def rank() -> int:
     """Return this process's number in the launch, 0 without one."""
     return int(os.environ.get("RANK", "0"))
+
+
+def quiet() -> None:
+    """Silence what a rank would say N times and a user can do nothing about."""
+    warnings.filterwarnings(
+        "ignore",
+        # DeepSpeed 0.19.8 calls names that torch 2.13 deprecates.
+        message=r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated",
+        category=FutureWarning,
+    )
+    # bitsandbytes 0.50, which peft imports wherever it is installed, asks on some CPUs for the
+    # package `kernels`, for a product that only inference uses.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def leave(code: int = 0) -> NoReturn:

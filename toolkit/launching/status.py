@@ -19,7 +19,7 @@ from typing import Any, Literal, cast, get_args
 
 from toolkit.errors import UsageError
 
-State = Literal["running", "finished", "failed", "refused", "usage"]
+State = Literal["running", "finished", "failed", "refused", "usage", "preempted"]
 Failure = Literal["failed", "refused", "usage"]
 
 STATUS_DIR = "TOOLKIT_STATUS_DIR"
@@ -114,6 +114,10 @@ class StatusFile:
         self._read_peak()
         text = "".join(traceback.format_exception(error))
         self._write(state, {"type": type(error).__name__, "message": str(error), "traceback": text})
+
+    def preempted(self, text: str) -> None:
+        """Say that the rank was asked to stop, has saved with the others, and leaves."""
+        self._write("preempted", {"type": "Preempted", "message": text, "traceback": ""})
 
     def _read_peak(self) -> None:
         if self.peak is None:

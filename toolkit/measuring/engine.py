@@ -39,7 +39,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def parameters_held(model: Any) -> Iterator[torch.Tensor]:
-    """Yield what this rank holds of the parameters: shards, partitions, and whole ones."""
+    """Yield what this rank holds of the parameters: shards, partitions, and whole ones.
+
+    What scales parameters in 4 bits belongs to them, though it is none: nothing shards it.
+    """
+    yield from _scales_held(model)
     for parameter in model.parameters():
         partition = getattr(parameter, "ds_tensor", None)
         if partition is None:
@@ -49,6 +53,15 @@ def parameters_held(model: Any) -> Iterator[torch.Tensor]:
         # A gathered parameter, persistent ones above all, is held beside its partition;
         # a released one is an empty tensor.
         yield parameter.detach()
+
+
+def _scales_held(model: Any) -> Iterator[torch.Tensor]:
+    for module in model.modules():
+        state = getattr(module, "quant_state", None)  # bitsandbytes 0.50, nn/modules.py
+        inner = getattr(state, "state2", None)
+        for held in (state, inner):
+            yield from tensors_in([getattr(held, name, None) for name in ("absmax", "code")])
+        yield from tensors_in(getattr(state, "offset", None))
 
 
 def parameters_gathered(model: Any) -> Iterator[torch.Tensor]:
@@ -148,6 +161,7 @@ def sharded_fraction(model: Any) -> float:
 def resident_fraction(model: Any) -> float:
     """The share of all parameters that this rank holds right now, gathered ones included."""
     held = sum(tensor.numel() for tensor in parameters_held(model))
+    held -= sum(tensor.numel() for tensor in _scales_held(model))
     whole = sum(elements_of(parameter) for parameter in model.parameters())
     return held / whole if whole else 1.0
 
@@ -226,14 +240,13 @@ def precision(accelerator: Any, model: Any) -> str:
 
 def reduce_dtype(model: Any) -> torch.dtype | None:
     """The dtype in which gradients cross the wire; None where nothing does."""
+    trained = next(each.dtype for each in model.parameters() if each.requires_grad)
     if zero_optimizer(model) is not None:
-        return model.communication_data_type or next(model.parameters()).dtype
+        return model.communication_data_type or trained
     if isinstance(model, FSDPModule):
         policy = model._get_fsdp_state()._mp_policy
-        return policy.reduce_dtype or policy.param_dtype or next(model.parameters()).dtype
-    if isinstance(model, DistributedDataParallel):
-        return next(p.dtype for p in model.parameters() if p.requires_grad)
-    return None
+        return policy.reduce_dtype or policy.param_dtype or trained
+    return trained if isinstance(model, DistributedDataParallel) else None
 
 
 def offloads(model: Any) -> tuple[str, str]:

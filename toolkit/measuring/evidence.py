@@ -59,7 +59,10 @@ class EvidenceKeeper:
         self._accelerator, self._model, self._optimizer = accelerator, model, optimizer
         self._main = accelerator.is_main_process
         module = accelerator.unwrap_model(model)
-        self._parameters = dict(module.named_parameters())
+        # What is frozen has no gradients, and what is packed in 4 bits no numbers to compare.
+        self._parameters = {
+            name: each for name, each in module.named_parameters() if each.requires_grad
+        }
         self._sharded = engine.sharded_fraction(model) < 1.0
         self._zero = engine.zero_optimizer(model)
         if self._main:

@@ -22,6 +22,7 @@ def merge(
     throughput_steps: int,
     probed: Sequence[int],
     rehearsal: bool,
+    steps_before: int = 0,
 ) -> dict[str, Any]:
     """Put what the ranks recorded together.
 
@@ -30,6 +31,7 @@ def merge(
         throughput_steps: How many of the last steps were packed rows, kept for the clock.
         probed: Steps that carried ledgers, from 1.
         rehearsal: Whether the ranks had no GPU.
+        steps_before: Optimizer steps of the training that another run did, and recorded.
     """
     count = len(ranks[0]["losses"]) - throughput_steps
     losses = [statistics.fmean(values) for values in _by_step(ranks, "losses")]
@@ -50,6 +52,7 @@ def merge(
     return {
         "num_processes": len(ranks),
         "rehearsal": rehearsal,
+        "first_step": steps_before + 1,
         "losses": losses[:count],
         "grad_norms": ranks[0]["grad_norms"][:count],
         "learning_rates": ranks[0]["learning_rates"][:count],

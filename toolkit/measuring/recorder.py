@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -20,13 +21,15 @@ import psutil
 import torch
 
 from toolkit.launching.status import StatusFile
-from toolkit.measuring import attestation, memory, traffic
+from toolkit.measuring import attestation, initial_weights, memory, traffic
 from toolkit.measuring.attestation import Asked, Mismatch, Refused, gather_objects
 from toolkit.measuring.clock import Clock
 from toolkit.measuring.engine import compiled, number, optimizer_of, stand_in, zero_optimizer
 from toolkit.measuring.evidence import EvidenceKeeper
 from toolkit.measuring.merging import merge
+from toolkit.measuring.order import OrderWatch
 from toolkit.measuring.peak import COMPILED, PeakLedger
+from toolkit.measuring.pulse import Pulse
 
 
 class Recorder:
@@ -41,8 +44,13 @@ class Recorder:
         steps_file: Path | None = None,
         status: StatusFile | None = None,
         evidence: EvidenceKeeper | None = None,
+        pulse: Pulse | None = None,
     ) -> None:
         self.asked = asked
+        self.pulse = pulse
+        """What the ranks tell each other after each step, None with the guards off."""
+
+        self._order = OrderWatch()
         self._evidence = evidence
         self.engaged: dict[str, Any] = {}
         self.notes = list(notes or ())
@@ -53,6 +61,9 @@ class Recorder:
         self._device = "cpu"
         self._clock = Clock()
         self._save_seconds: float | None = None
+        self.steps_before = 0
+        """Optimizer steps of the training that were done before this run resumed it."""
+
         self._step: list[_MicroBatch] = []
         self._steps: list[_Step] = []
         self.clip: float | None = None
@@ -74,6 +85,25 @@ class Recorder:
         self._undo: list[Callable[[], None]] = []
 
     # What a training loop calls
+
+    def loaded(self, model: Any) -> None:
+        """Hold the weights that ranks loaded against each other, before anything wraps them.
+
+        Raises:
+            GuardError: on every rank when one has others, unless the guards only warn.
+        """
+        if self.pulse is not None:
+            initial_weights.check(self.pulse.guards, model)
+
+    def reads(self, loader: Any) -> None:
+        """Watch in which order a loader, as `Accelerator.prepare` returned it, gives out rows.
+
+        Raises:
+            GuardError: on every rank when two would train the same rows, unless guards only warn.
+        """
+        if self.pulse is not None:
+            undo = self._order.watch(loader, self.pulse.guards)
+            self._undo += [undo] if undo is not None else []
 
     def prepared(self, accelerator: Any, model: Any, optimizer: Any) -> None:
         """Attest the wrapped model, and watch its first step.
@@ -97,11 +127,16 @@ class Recorder:
             torch.cuda.reset_peak_memory_stats()
         if self._status is not None:
             self._status.running()
+        if self.pulse is not None:
+            if self._no_peak is None:  # what is compiled keeps its forward to itself
+                self._clock.follow_units(model)
+            ranks = accelerator.num_processes
+            self.pulse.prepared(rank=self._rank, ranks=ranks, device=accelerator.device)
         self.mark()
 
     def waiting_for_data(self) -> AbstractContextManager[None]:
         """Time what happens inside as waiting for rows."""
-        return self._clock.within("data")
+        return self._clock.within("data", own=True)
 
     def micro_batch(
         self,
@@ -125,7 +160,12 @@ class Recorder:
             self._evidence.micro_batch(sample_ids)
 
     def step_done(self, *, learning_rate: float, skipped: bool = False) -> None:
-        """Close an optimizer step. The one after the first is the probe that carries ledgers."""
+        """Close an optimizer step. The one after the first is the probe that carries ledgers.
+
+        Raises:
+            GuardError: on every rank, of the step before this one, where a guard stops the run.
+        """
+        self._tell_the_others(skipped=skipped)
         self._end_probe(skipped=skipped)
         self._clock.step_done()
         self._steps.append(
@@ -135,21 +175,61 @@ class Recorder:
         if self._evidence is not None:
             self._evidence.step_done()
         if self._status is not None:
-            self._status.running(len(self._steps))
+            self._status.running(self.steps_before + len(self._steps))
         attested = "optimizer_class" in self.engaged
         if attested and self._traffic is None and self._model is not None:
-            self._ledger.start(self._model)
-            if self._no_peak is None:
-                # Inside of the other, and stopped before it: modes and hooks are a stack.
-                self._peak_ledger.start(self._model, self._optimizer, device=self._device)
+            self._start_ledgers()
+
+    def resumed_after(self, step: int) -> None:
+        """Say how many optimizer steps were done before this run went on with them."""
+        self.steps_before = step
+        if self.pulse is not None:
+            self.pulse.steps_before = step
 
     def mark(self) -> None:
         """Restart the clock, after anything that doesn't belong to a step."""
         self._clock.restart()
+        if self.pulse is not None:
+            self.pulse.mark()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Keep what happens inside, between two steps, out of times, ledgers and device peaks.
+
+        The host's peak is the system's own count, which cannot be kept from it.
+        """
+        probing = self._ledger.running
+        self._peak_ledger.stop()
+        self._ledger.stop()
+        if self.engaged:  # before training there is no peak to keep
+            self._keep_device_peaks()
+        try:
+            yield
+        finally:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+            if probing:
+                self._start_ledgers()
+            self.mark()
+
+    def outer_losses(self) -> tuple[float, float] | None:
+        """Return the losses of the first and last step, None without any; every rank calls it."""
+        own = (self._steps[0].loss(), self._steps[-1].loss()) if self._steps else None
+        ranks = gather_objects(own)
+        if own is None:
+            return None
+        first, last = (statistics.fmean(losses) for losses in zip(*ranks, strict=True))
+        return first, last
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Take the peaks, then time what happens inside as the save: no part of any step."""
+        """Take the peaks, then time what happens inside as the save: no part of any step.
+
+        Raises:
+            GuardError: on every rank, where a guard stops the run: nothing is saved.
+        """
+        self.settle()
         self.peaks()
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # what is queued of the last step is no part of the save
@@ -157,6 +237,23 @@ class Recorder:
         yield
         self._save_seconds = time.perf_counter() - begun
         self.mark()
+
+    def settle(self) -> None:
+        """Wait until the last step has been judged; every rank calls it before it saves.
+
+        Raises:
+            GuardError: on every rank, where a guard stops the run.
+        """
+        if self.pulse is not None:
+            self.pulse.settle()
+
+    def spoiled(self) -> bool:
+        """Whether a step was not finite, and the guards only warned: no checkpoint is worth it."""
+        guards = None if self.pulse is None else self.pulse.guards
+        if guards is None or guards.spoiled_at is None:
+            return False
+        guards.no_checkpoint()
+        return True
 
     def logged(self, step: int, **values: Any) -> None:
         """Append one line to `steps.jsonl`: what is known of a run that may yet die."""
@@ -168,9 +265,17 @@ class Recorder:
     def peaks(self) -> None:
         """Take the peaks now: before the save, which is no part of training."""
         self._stop_ledgers()
-        self._bytes["peak_bytes"] = memory.device_peak_bytes()
-        self._bytes["peak_reserved_bytes"] = memory.device_peak_reserved_bytes()
+        self._keep_device_peaks()
         self._bytes["host_peak_bytes"] = memory.host_peak_bytes()
+
+    def _keep_device_peaks(self) -> None:
+        """Take the device's peaks since they were reset, which are no smaller than those before."""
+        for name, now in (
+            ("peak_bytes", memory.device_peak_bytes()),
+            ("peak_reserved_bytes", memory.device_peak_reserved_bytes()),
+        ):
+            known = [each for each in (self._bytes.get(name), now) if each is not None]
+            self._bytes[name] = max(known, default=None)
 
     def close(self) -> None:
         """Leave no mode and no hook behind, whatever became of the step that is open."""
@@ -184,6 +289,12 @@ class Recorder:
         """Look at the first step and at nothing else: nobody will say where a step ends."""
         self._stop_ledgers()
         self._clock.close()
+
+    def _start_ledgers(self) -> None:
+        self._ledger.start(self._model)
+        if self._no_peak is None:
+            # Inside of the other, and stopped before it: modes and hooks are a stack.
+            self._peak_ledger.start(self._model, self._optimizer, device=self._device)
 
     def _stop_ledgers(self) -> None:
         self._peak_ledger.stop()
@@ -199,6 +310,7 @@ class Recorder:
         Returns:
             The measured part of a record.
         """
+        self.settle()
         if self._steps and "optimizer_class" not in self.engaged:
             raise Refused("no optimizer step was taken, so what engaged was never seen whole")
         if "host_peak_bytes" not in self._bytes:
@@ -209,7 +321,8 @@ class Recorder:
             throughput_steps=throughput_steps,
             probed=self._probed,
             rehearsal=self.rehearsal,
-        ) | {"attestation": self._attestation([])}
+            steps_before=self.steps_before,
+        ) | {"attestation": self._attestation([]), "guards": self._guards()}
 
     def refused(self, error: Refused) -> dict[str, Any]:
         """Return the measured part of the record of a run that was refused: what was seen."""
@@ -237,6 +350,7 @@ class Recorder:
             "traffic": None,
             "peak": None,
             "attestation": self._attestation(error.mismatches),
+            "guards": self._guards(),
             "seconds": None,
             "not_measured": {},
         }
@@ -249,6 +363,9 @@ class Recorder:
             "mismatches": [asdict(mismatch) for mismatch in mismatches],
             "notes": self.notes,
         }
+
+    def _guards(self) -> dict[str, Any]:
+        return {"mode": "off"} if self.pulse is None else self.pulse.guards.described()
 
     # The first step
 
@@ -323,7 +440,23 @@ class Recorder:
         self.notes += attestation.kept_whole(self.engaged)
         self._require(self.asked.after_first_step())
 
-    # The step after it
+    # Every step
+
+    def _tell_the_others(self, *, skipped: bool) -> None:
+        if self.pulse is None:
+            return
+        self._peak_ledger.stop()  # the pulse is no part of what a step needs
+        with self._ledger.within("guards"):
+            self.pulse.step_done(
+                losses=[batch.loss for batch in self._step],
+                grad_norm=self._grad_norm,
+                skipped=skipped or self._found_inf,
+                order=self._order.value,
+                busy_seconds=self._clock.busy_seconds,
+                sample_ids=[batch.sample_ids for batch in self._step],
+            )
+
+    # The step after the first
 
     def _end_probe(self, *, skipped: bool) -> None:
         if not self._ledger.running:

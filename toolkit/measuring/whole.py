@@ -56,6 +56,11 @@ def whole_gradient(model: Any, parameter: Any) -> torch.Tensor:
     return _gathered(gradient.detach())
 
 
+def plain_name(name: str) -> str:
+    """Return a parameter's name without what torch's wrappers put into it."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
 def shape_of(parameter: Any) -> tuple[int, ...]:
     """Return the whole parameter's shape; ZeRO-3 leaves an empty tensor in its place."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))

@@ -69,6 +69,10 @@ class Job:
     chunked_loss: bool = False
     """The head and the cross-entropy are fused and run in chunks (Liger and the like)."""
 
+    loss_chunk_tokens: int | None = None
+    """Tokens of such a chunk, with the head's gradient gathered in fp32, as in `toolkit.train`;
+    None: as Liger does both."""
+
     raises_logits: bool = True
     """Logits are raised to fp32 for the loss, as transformers does."""
 

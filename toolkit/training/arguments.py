@@ -20,9 +20,13 @@ import psutil
 import yaml
 from transformers.hf_argparser import HfArgumentParser
 
+from toolkit.checkpoints.asked import LAST, folder_to_resume
 from toolkit.errors import UsageError
 from toolkit.strategies import get_strategy
 from toolkit.training.data_arguments import DataArguments
+from toolkit.training.guard_arguments import GuardArguments
+from toolkit.training.method_arguments import MethodArguments
+from toolkit.training.speed_arguments import SpeedArguments
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -45,8 +49,12 @@ class ModelArguments:
     )
     # transformers 5 loads the dtype that the checkpoint was saved in, often bf16, and optimizer
     # states in bf16 make backends unequal: the dtype is always said.
-    dtype: Literal["float32", "bfloat16", "float16"] = field(
-        default="float32", metadata={"help": "The dtype that the weights are loaded in."}
+    dtype: Literal["float32", "bfloat16", "float16"] | None = field(
+        default=None,
+        metadata={
+            "help": "The dtype that the weights are loaded in; none: float32, and with lora and "
+            "qlora what is computed in, since nothing trains them."
+        },
     )
     trust_remote_code: bool = field(
         default=False, metadata={"help": "Run Python code that comes with the model."}
@@ -87,10 +95,19 @@ class RunArguments:
         default=None,
         metadata={"help": "Folder for what the first step did, for toolkit compare --bisect."},
     )
+    sample_prompts: int | None = field(
+        default=None,
+        metadata={
+            "help": "Prompts to continue before and after training; none: 2 where rows are "
+            "evaluated on, else 0."
+        },
+    )
 
     def __post_init__(self) -> None:
         if self.strategy is not None:
             get_strategy(self.strategy)
+        if self.sample_prompts is not None and self.sample_prompts < 0:
+            raise UsageError(f"--sample_prompts {self.sample_prompts}: use 0 or more.")
         if self.throughput_steps < 0:
             raise UsageError(f"--throughput_steps {self.throughput_steps}: use 0 or more.")
         if (self.scale_lr == "none") is not (self.base_batch_size is None):
@@ -98,6 +115,29 @@ class RunArguments:
         if self.base_batch_size is not None and self.base_batch_size < 1:
             raise UsageError(f"--base_batch_size {self.base_batch_size}: use 1 or more.")
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnArguments:
+    """Every flag of ours, and those left for `TrainingArguments`."""
+
+    model: ModelArguments
+    data: DataArguments
+    run: RunArguments
+    method: MethodArguments
+    speed: SpeedArguments
+    guards: GuardArguments
+    rest: list[str]
+
+
+OWN: dict[str, Any] = {
+    "model": ModelArguments,
+    "data": DataArguments,
+    "run": RunArguments,
+    "method": MethodArguments,
+    "speed": SpeedArguments,
+    "guards": GuardArguments,
+}
+"""Every kind of ours, by its name in `OwnArguments`."""
 
 OUR_DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 4,
@@ -143,18 +183,28 @@ def parse_own(
     Raises:
         UsageError: one of our flags has a bad value, or the file of arguments can't be read.
     """
+    own = own_arguments(argv)
+    return own.model, own.data, own.run, own.rest
+
+
+def own_arguments(argv: Sequence[str]) -> OwnArguments:
+    """Return all our arguments, and the flags left for `TrainingArguments`, unchecked.
+
+    Raises:
+        UsageError: one of our flags has a bad value, or the file of arguments can't be read.
+    """
     flags = _flags_of_file(argv[0]) if _is_one_file(argv) else list(argv)
     if {"-h", "--help"} & set(flags):
         _full_parser().print_help()
         raise SystemExit(0)
-    parser = _Parser((ModelArguments, DataArguments, RunArguments), **_PARSER_OPTIONS)
+    parser = _Parser(tuple(OWN.values()), **_PARSER_OPTIONS)
     namespace, rest = parser.parse_known_args(flags)
     values = vars(namespace)
-    model, data, run = (
-        kind(**{entry.name: values[entry.name] for entry in fields(kind)})
-        for kind in (ModelArguments, DataArguments, RunArguments)
-    )
-    return model, data, run, rest
+    made = {
+        name: kind(**{entry.name: values[entry.name] for entry in fields(kind)})
+        for name, kind in OWN.items()
+    }
+    return OwnArguments(**made, rest=rest)
 
 
 def training_values(
@@ -170,6 +220,7 @@ def training_values(
     from transformers.training_args import TrainingArguments
 
     parser = _Parser(TrainingArguments, **_PARSER_OPTIONS)
+    _let_stand_alone(parser, "resume_from_checkpoint", LAST)
     library = {
         entry.name: _default(entry) for entry in fields(TrainingArguments) if entry.init
     } | OUR_DEFAULTS
@@ -181,6 +232,8 @@ def training_values(
         "learning_rate",
         "save_strategy",
         "save_steps",
+        "eval_strategy",
+        "per_device_eval_batch_size",
         "disable_tqdm",
         "dataloader_pin_memory",
     )
@@ -195,10 +248,13 @@ def training_values(
     passed = {name for name in depends if values[name] is not None}
 
     ours = {
-        "output_dir": values["output_dir"] or _default_output_dir(run),
+        "output_dir": folder_to_resume(values["resume_from_checkpoint"], values["output_dir"])
+        or _default_output_dir(run),
         "max_steps": library["max_steps"] if "num_train_epochs" in passed else DEFAULT_MAX_STEPS,
         "learning_rate": 1e-3 if model.is_built_in else 5e-5,
         "save_strategy": "steps" if "save_steps" in passed else "no",
+        "eval_strategy": "no" if values["eval_steps"] is None else "steps",
+        "per_device_eval_batch_size": values["per_device_train_batch_size"],
         "disable_tqdm": not sys.stderr.isatty(),
         "dataloader_pin_memory": _has_cuda(),
     }
@@ -232,6 +288,12 @@ class _Parser(HfArgumentParser):
         raise UsageError(f"{message[:1].upper()}{message[1:]}.")
 
 
+def _let_stand_alone(parser: HfArgumentParser, flag: str, meaning: str) -> None:
+    """Let a flag of one value be passed without one."""
+    action = next(action for action in parser._actions if action.dest == flag)
+    action.nargs, action.const = "?", meaning
+
+
 # An abbreviation that one parser took could be the other one's flag.
 _PARSER_OPTIONS: dict[str, Any] = {"allow_abbrev": False, "add_help": False}
 
@@ -240,7 +302,7 @@ def _full_parser() -> HfArgumentParser:
     from transformers.training_args import TrainingArguments
 
     parser = _Parser(
-        (ModelArguments, DataArguments, RunArguments, TrainingArguments),
+        (*OWN.values(), TrainingArguments),
         prog="toolkit.train",
         allow_abbrev=False,
     )
@@ -249,6 +311,8 @@ def _full_parser() -> HfArgumentParser:
         "max_steps": f"{DEFAULT_MAX_STEPS} without --num_train_epochs",
         "learning_rate": "0.001 for the built-in model, else 5e-05",
         "save_strategy": "no without --save_steps",
+        "eval_strategy": "no without --eval_steps",
+        "per_device_eval_batch_size": "that of training",
         "dataloader_pin_memory": "with a GPU",
         "disable_tqdm": "without a terminal",
     }
@@ -315,7 +379,7 @@ def _unknown_sentence(unknown: list[str]) -> str:
         return f"{unknown[0]!r} belongs to no flag. Write flags as --name value."
     known = [
         entry.name
-        for kind in (ModelArguments, DataArguments, RunArguments, TrainingArguments)
+        for kind in (*OWN.values(), TrainingArguments)
         for entry in fields(kind)
         if entry.init
     ]

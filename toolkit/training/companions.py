@@ -6,7 +6,7 @@ timed step, so a companion may run collectives; what it raises ends the run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ class Prepared:
     model: Any
     optimizer: Any
     scheduler: Any
+    report: Callable[[int, dict[str, float]], None]
+    """Sends values of a step to the trackers that were asked for; every rank may call it."""
 
 
 class Companion:
@@ -47,9 +49,16 @@ class CompanionsCallback(TrainerCallback):
             model=trainer.model_wrapped,
             optimizer=trainer.optimizer,
             scheduler=trainer.lr_scheduler,
+            report=self._report,
         )
         for companion in self._companions:
             companion.prepared(prepared)
+
+    def _report(self, _: int, values: dict[str, float]) -> None:
+        asked = self._trainer.control.should_log
+        self._trainer.log(values)  # it knows the step itself
+        # A log is taken for that of the step, whose loss would then not be logged.
+        self._trainer.control.should_log = asked
 
     def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         for companion in self._companions:

@@ -1,7 +1,4 @@
-"""The flags that say which rows are trained on, in what form, and which are kept for validation.
-
-Nothing evaluates yet: `toolkit prepare` makes validation rows, and `toolkit.train` refuses to.
-"""
+"""The flags that say which rows are trained on, in what form, and which are kept for validation."""
 
 from __future__ import annotations
 
@@ -68,21 +65,21 @@ class DataArguments:
         default=None, metadata={"help": "Use only the first rows of the data."}
     )
     validation_file: str | None = field(
-        default=None, metadata={"help": "toolkit prepare only: a file of validation rows."}
+        default=None, metadata={"help": "A file of rows to evaluate on."}
     )
     validation_split: str | None = field(
         default=None,
-        metadata={"help": "toolkit prepare only: the Hub data set's validation split."},
+        metadata={"help": "The Hub data set's split to evaluate on."},
     )
     validation_split_percentage: float | None = field(
         default=None,
         metadata={
-            "help": "toolkit prepare only: part of the training rows to keep for validation, "
-            "chosen by content."
+            "help": "Part of the training rows to evaluate on and not to train on, chosen by "
+            "content."
         },
     )
     max_eval_samples: int | None = field(
-        default=None, metadata={"help": "toolkit prepare only: the first rows of validation."}
+        default=None, metadata={"help": "Evaluate on only the first of those rows."}
     )
 
     @property

@@ -11,16 +11,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
+from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import DistributedType, GradientAccumulationPlugin
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, Trainer, TrainingArguments, get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
+from toolkit.checkpoints.resuming import Resumed
 from toolkit.errors import UsageError
 from toolkit.measuring.recorder import Recorder
 from toolkit.training import tracking
 from toolkit.training.companions import Companion, Prepared
+from toolkit.training.speed.buckets import ddp_options
 
 NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 """Names that the Trainer keeps out of weight decay (transformers 5.23, trainer.py)."""
@@ -35,6 +37,8 @@ def train_loop(
     recorder: Recorder,
     scheduled_steps: int,
     companions: Sequence[Companion] = (),
+    resumed: Resumed | None = None,
+    ddp_bucket_view: bool = False,
 ) -> None:
     """Train for `args.max_steps` optimizer steps.
 
@@ -46,6 +50,8 @@ def train_loop(
         recorder: Records the run.
         scheduled_steps: Steps until the learning rate has decayed.
         companions: Go along with it.
+        resumed: The checkpoint to go on from.
+        ddp_bucket_view: Under DDP, have gradients be views of its buckets.
     """
     accelerator = Accelerator(
         mixed_precision=args.mixed_precision,
@@ -59,11 +65,7 @@ def train_loop(
         step_scheduler_with_optimizer=False,
         dataloader_config=DataLoaderConfiguration(even_batches=True),
         log_with=tracking.trackers(args) or None,
-        kwargs_handlers=[
-            DistributedDataParallelKwargs(
-                find_unused_parameters=bool(args.ddp_find_unused_parameters)
-            )
-        ],
+        kwargs_handlers=[ddp_options(args, bucket_view=ddp_bucket_view)],
     )
     loader = DataLoader(
         dataset,
@@ -73,6 +75,7 @@ def train_loop(
         pin_memory=args.dataloader_pin_memory,
     )
     model.train()
+    recorder.loaded(model)
     optimizer = build_optimizer(model, args)
     wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     scheduler = get_scheduler(
@@ -82,15 +85,24 @@ def train_loop(
         num_training_steps=scheduled_steps,
         scheduler_specific_kwargs=args.lr_scheduler_kwargs,
     )
+    prepared = Prepared(
+        accelerator=accelerator,
+        model=wrapped,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        report=lambda step, values: tracking.log(accelerator, step, values),
+    )
+    if resumed is not None:
+        resumed.restore(prepared)
     tracking.start(accelerator, args, model)
     recorder.prepared(accelerator, wrapped, optimizer)
-    prepared = Prepared(
-        accelerator=accelerator, model=wrapped, optimizer=optimizer, scheduler=scheduler
-    )
+    recorder.reads(loader)
     for companion in companions:
         companion.prepared(prepared)
 
-    step, epoch = 0, 0
+    first = 0 if resumed is None else resumed.step
+    step = logged = first
+    epoch, skipped_steps = divmod(first, max(1, len(loader) // args.gradient_accumulation_steps))
     unlogged = torch.zeros((), device=accelerator.device)
     while step < args.max_steps:
         if epoch and not step:
@@ -99,10 +111,16 @@ def train_loop(
                 f"{accelerator.num_processes} processes, batches of "
                 f"{args.per_device_train_batch_size}, {args.gradient_accumulation_steps} a step."
             )
-        loader.set_epoch(epoch)
-        batches = iter(loader)
-        read = 0
+        read = skipped_steps * args.gradient_accumulation_steps
+        # Rows before the step are not read: their batches are left out of the sampler's.
+        passed = accelerator.skip_first_batches(loader, read) if read else loader
+        passed.set_epoch(epoch)
+        batches = iter(passed)
+        skipped_steps = 0
         while step < args.max_steps and (window := take(batches, accelerator, recorder)):
+            if resumed is not None and step == first:
+                # Not before: the loader has drawn a number, which it drew long ago in that run.
+                resumed.restore_random_state(accelerator)
             loss, norm = _optimizer_step(accelerator, wrapped, optimizer, window, args, recorder)
             step += 1
             read += len(window)
@@ -114,8 +132,9 @@ def train_loop(
             recorder.step_done(learning_rate=learning_rate, skipped=skipped)
             if step % args.logging_steps == 0 and step <= scheduled_steps:
                 # Like the Trainer's, of all steps since the last that was logged.
-                mean = accelerator.reduce(unlogged / args.logging_steps, "mean").item()
+                mean = accelerator.reduce(unlogged / (step - logged), "mean").item()
                 unlogged.zero_()
+                logged = step
                 recorder.logged(step, loss=mean, learning_rate=learning_rate)
                 norm = tracking.plain(
                     norm

@@ -107,11 +107,19 @@ def build_model() -> Path:
     return build_once(cache_root() / f"{BUILT_IN_MODEL}-{platform.python_version()}-{key}", build)
 
 
-def load_model(arguments: ModelArguments, folder: str | Path) -> PreTrainedModel:
+def load_model(
+    arguments: ModelArguments, folder: str | Path, *, dtype: str = "float32", packed: Any = None
+) -> PreTrainedModel:
     """Return the model in `folder`, ready to be trained.
 
     Under ZeRO-3 the `TrainingArguments` or the `Accelerator` have to exist by now, for the
-    weights to be sharded while they are loaded.
+    weights to be sharded while they are loaded; those in 4 bits are loaded whole.
+
+    Args:
+        arguments: How it is loaded.
+        folder: Where it lies.
+        dtype: Of the weights, unless `arguments` name another.
+        packed: What `in_4_bits` of training/quantized.py returns; None: loaded as they are.
 
     Raises:
         UsageError: the folder doesn't hold a causal LM that can be loaded.
@@ -122,9 +130,11 @@ def load_model(arguments: ModelArguments, folder: str | Path) -> PreTrainedModel
     options: dict[str, Any] = {"trust_remote_code": arguments.trust_remote_code}
     if arguments.attn_implementation is not None:
         options["attn_implementation"] = arguments.attn_implementation
+    if packed is not None:
+        options["quantization_config"] = packed
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=getattr(torch, arguments.dtype), **options
+            str(folder), dtype=getattr(torch, arguments.dtype or dtype), **options
         )
     except (OSError, ValueError) as error:
         raise UsageError(

@@ -1,9 +1,9 @@
 """Everything that should happen once before a launch: `python -m toolkit.training.prepare`.
 
-Takes the flags of `toolkit.train`, the `--num_processes` of the launch, and those of rows kept for
-validation, which are prepared and nothing more. Builds or downloads
-the model, reads and tokenises the data, and finds the mistakes that would otherwise be found by
-every rank of every run. Prints one line of JSON; what goes on meanwhile goes to stderr.
+Takes the flags of `toolkit.train` and the `--num_processes` of the launch. Builds or downloads the
+model, reads and tokenises the data, those kept for validation too, and finds the mistakes that
+would otherwise be found by every rank of every run. Prints one line of JSON; what goes on meanwhile
+goes to stderr.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import json
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -19,10 +20,11 @@ from typing import Any
 from transformers.utils.logging import disable_progress_bar
 
 from toolkit.errors import UsageError
+from toolkit.launching.ranks import quiet
 from toolkit.training.arguments import (
     DataArguments,
     ModelArguments,
-    parse_own,
+    own_arguments,
     training_values,
 )
 from toolkit.training.data import (
@@ -31,6 +33,8 @@ from toolkit.training.data import (
     prepare_validation,
     rows_needed,
 )
+from toolkit.training.evaluation_plan import check_evaluation
+from toolkit.training.methods import asked_precision, checked_method
 from toolkit.training.model import (
     BUILT_IN_MODEL,
     ModelFacts,
@@ -65,14 +69,21 @@ def prepare(argv: Sequence[str], *, num_processes: int | None = None) -> dict[st
     Raises:
         UsageError: the run can't go well.
     """
-    model_arguments, data_arguments, run, rest = parse_own(argv)
+    own = own_arguments(argv)
+    model_arguments, data_arguments, run, rest = own.model, own.data, own.run, own.rest
     training = training_values(rest, model=model_arguments, run=run)
     asked_trackers(training["report_to"], engine=run.engine)
+    check_evaluation(training, data_arguments)
     ranks_take = (
         None if num_processes is None else rows_needed(training, num_processes=num_processes)
     )
     model, data = model_and_data(model_arguments, data_arguments, rows_needed=ranks_take)
+    method = checked_method(
+        own.method, model_arguments, model, precision=asked_precision(training, os.environ)
+    )
     validation = validation_data(model_arguments, data_arguments)
+    if validation is not None:
+        check_vocabulary(model, validation)
     return {
         "model": {"name": model_arguments.model_name_or_path or BUILT_IN_MODEL} | model.facts(),
         "data": data.facts()
@@ -83,11 +94,11 @@ def prepare(argv: Sequence[str], *, num_processes: int | None = None) -> dict[st
         "training": {name: training[name] for name in _TRAINING_FACTS}
         | {
             "optimizer": str(getattr(training["optim"], "value", training["optim"])),
-            "dtype": model_arguments.dtype,
             "activation_checkpointing": bool(
                 training.get("activation_checkpointing") or training["gradient_checkpointing"]
             ),
-        },
+        }
+        | method.facts(),
     }
 
 
@@ -146,6 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ours, flags = parser.parse_known_args(argv)
     logging.basicConfig(stream=sys.stderr, format="%(message)s", level=logging.WARNING)
     logging.getLogger("toolkit").setLevel(logging.INFO)
+    quiet()
     if not sys.stderr.isatty():
         disable_progress_bar()  # where nobody watches, each update is a line
     try:

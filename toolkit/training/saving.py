@@ -7,10 +7,11 @@ one file takes. What is written is read again and compared before the folder is 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -21,16 +22,27 @@ from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from toolkit.errors import sentence_of
 from toolkit.measuring.attestation import gather_objects
+from toolkit.measuring.whole import plain_name
+from toolkit.training.adapters import adapter_config, write_adapter
+from toolkit.training.card import Card
 from toolkit.training.committing import committing
+from toolkit.training.generation import generation_config_of
+from toolkit.training.merged import gathered_parts
+
+logger = logging.getLogger(__name__)
 
 SHARD_BYTES: Final = 4 << 30
 """Of one file of weights."""
 
 INDEX_FILE: Final = "model.safetensors.index.json"
 
-OBSOLETE: Final = ("model*.safetensors", INDEX_FILE, "pytorch_model*.bin*")
-"""Weights of an earlier save, which transformers would load in place of the new ones."""
+OBSOLETE: Final = (
+    *("model*.safetensors", INDEX_FILE, "pytorch_model*.bin*"),
+    *("adapter_model*.safetensors", "adapter_model*.bin", "adapter_config.json"),
+)
+"""Weights of an earlier save, which transformers would load in place of or beside the new ones."""
 
 LAYER: Final = re.compile(r".*?\.\d+(?=\.)")
 
@@ -46,6 +58,7 @@ def save_model(
     *,
     tokenizer: Any = None,
     shard_bytes: int = SHARD_BYTES,
+    card: Card | None = None,
     **facts: Any,
 ) -> None:
     """Gather the weights, write and verify them, and only then put the folder in place.
@@ -54,12 +67,15 @@ def save_model(
     nothing at all under FSDP with SHARDED_STATE_DICT, and no weights under ZeRO-3 without
     `stage3_gather_16bit_weights_on_model_save`; this depends on neither.
 
+    Of a model with adapters, these alone are saved, as peft loads them.
+
     Args:
         accelerator: The Accelerator that prepared the model.
         model: The wrapped model.
         folder: Where the model goes, as `committing` puts it there.
         tokenizer: Saved along, with its chat template, so that the folder is complete.
         shard_bytes: The largest file of weights, unless one layer is larger.
+        card: Says what is in the folder, in its `README.md`; asked of rank 0 alone.
         facts: For the manifest.
 
     Raises:
@@ -67,26 +83,97 @@ def save_model(
             the weights that were gathered.
     """
     unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
-    weights = whole_weights(accelerator, model, unwrapped)
+    is_adapter = adapter_config(unwrapped) is not None
+    weights = whole_weights(accelerator, model, unwrapped, trained_only=is_adapter)
+
+    def write(draft: Path) -> None:
+        if is_adapter:
+            write_adapter(unwrapped, weights, draft, tokenizer)
+            _write_other_generation_config(unwrapped, draft, tokenizer)
+        else:
+            _write_model(unwrapped, weights, draft, tokenizer, shard_bytes)
+
+    _save(accelerator, folder, weights, write, card, facts)
+
+
+def save_merged(
+    accelerator: Any,
+    model: Any,
+    folder: Path,
+    *,
+    tokenizer: Any = None,
+    shard_bytes: int = SHARD_BYTES,
+    card: Card | None = None,
+    **facts: Any,
+) -> None:
+    """Like `save_model`, of a model with adapters: an ordinary one, with these in its weights."""
+    unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
+    main = accelerator.is_main_process
+    parts = gathered_parts(unwrapped, lambda each: _whole(model, each, accelerator.device, main))
+
+    def write(draft: Path) -> None:
+        # Merging may fail, and gathering goes on all the same: other ranks are in it.
+        weights = ((part.name, part.merged()) for part in parts)
+        _write_model(unwrapped, weights, draft, tokenizer, shard_bytes)
+
+    _save(accelerator, folder, parts, write, card, facts)
+
+
+def _save(
+    accelerator: Any,
+    folder: Path,
+    gathered: Iterator[Any],
+    write: Callable[[Path], None],
+    card: Card | None,
+    facts: dict[str, Any],
+) -> None:
+    """Have rank 0 write what every rank gathers, and all ranks raise what befell it."""
     error: str | None = None
     if accelerator.is_main_process:
         try:
             with committing(folder, obsolete=OBSOLETE, **facts) as draft:
-                dtype = _write_weights(unwrapped, weights, draft, shard_bytes)
-                with outside_of_engines():
-                    _write_all_but_weights(unwrapped, draft, tokenizer, dtype)
-                    check_loads(draft, _class_of(unwrapped))
+                write(draft)
+                if card is not None:
+                    _write_card(card, draft, folder)
         except Exception as failure:  # the other ranks wait: whatever it is, they must hear of it
             error = f"{folder}: {failure}"
-    for _ in weights:
+    for _ in gathered:
         pass  # the other ranks, and rank 0 where it could not go on, only take part
     for found in gather_objects(error):
         if found is not None:
             raise SaveError(found)
 
 
+def _write_card(card: Card, draft: Path, folder: Path) -> None:
+    try:
+        card.write(draft, folder)
+    except Exception as failure:  # whatever it is, no model is lost for want of its card
+        logger.warning("%s has no model card: %s", folder, sentence_of(failure))
+
+
+def _write_model(
+    unwrapped: Any,
+    weights: Iterator[tuple[str, torch.Tensor | None]],
+    draft: Path,
+    tokenizer: Any,
+    shard_bytes: int,
+) -> None:
+    dtype = _write_weights(unwrapped, weights, draft, shard_bytes)
+    with outside_of_engines():
+        _write_all_but_weights(unwrapped, draft, tokenizer, dtype)
+        _forget_packing(draft / "config.json")
+        check_loads(draft, _class_of(unwrapped))
+
+
+def _forget_packing(file: Path) -> None:
+    """Take out of a written config that the weights were packed when they were loaded."""
+    config = json.loads(file.read_text(encoding="utf-8"))
+    if config.pop("quantization_config", None) is not None:
+        file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
 def whole_weights(
-    accelerator: Any, model: Any, unwrapped: Any
+    accelerator: Any, model: Any, unwrapped: Any, *, trained_only: bool = False
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Yield every weight by name, whole and on the CPU; a collective, and None but on rank 0.
 
@@ -95,12 +182,16 @@ def whole_weights(
     """
     main = accelerator.is_main_process
     for name, parameter in unwrapped.named_parameters():
+        if trained_only and not parameter.requires_grad:
+            continue
         tensor = _whole(model, parameter, accelerator.device, main)
-        yield name.replace("_orig_mod.", ""), tensor if main else None
+        yield plain_name(name), tensor if main else None
+    if trained_only:
+        return
     persistent = unwrapped.state_dict().keys()
     for name, buffer in unwrapped.named_buffers():
         if name in persistent:
-            yield name.replace("_orig_mod.", ""), buffer.detach().cpu() if main else None
+            yield plain_name(name), buffer.detach().cpu() if main else None
 
 
 def _whole(model: Any, parameter: Any, device: Any, main: bool) -> torch.Tensor | None:
@@ -150,9 +241,18 @@ def _write_all_but_weights(model: Any, folder: Path, tokenizer: Any, dtype: str)
         custom_object_save(model, folder, config=config)
     config.save_pretrained(folder)
     if model.can_generate():
-        model.generation_config.save_pretrained(folder)
+        generation_config_of(model, tokenizer).save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+
+
+def _write_other_generation_config(model: Any, folder: Path, tokenizer: Any) -> None:
+    """Write the generation config beside adapters, where the base model's would not stop."""
+    if not model.can_generate():
+        return
+    config = generation_config_of(model, tokenizer)
+    if config is not model.generation_config:
+        config.save_pretrained(folder)
 
 
 def _write_weights(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import configparser
 import netrc
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -226,12 +226,15 @@ def start(accelerator: Accelerator, args: TrainingArguments, model: Any) -> None
             tracker.tracker.define_metric("*", step_metric="train/global_step", step_sync=True)
 
 
-def log(accelerator: Accelerator, step: int, values: dict[str, float | None]) -> None:
+def log(accelerator: Accelerator, step: int, values: Mapping[str, float | None]) -> None:
     """Log a step's values on rank 0, under the names that the Trainer's callbacks give them."""
     if not accelerator.is_main_process:
         return
     known = {name: value for name, value in values.items() if value is not None}
-    prefixed = {f"train/{name}": value for name, value in known.items()}
+    prefixed = {
+        f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}": value
+        for name, value in known.items()
+    }
     for tracker in accelerator.trackers:
         if tracker.name == "mlflow":
             tracker.log(known, step=step)

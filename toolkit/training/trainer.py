@@ -4,20 +4,37 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput
 from transformers.training_args import ParallelMode
 
+from toolkit.checkpoints.keeping import Keeper
+from toolkit.checkpoints.resuming import Resumed
+from toolkit.checkpoints.trainers import (
+    find_for,
+    keeper_for,
+    load_best_for,
+    prepared_of,
+    save_for,
+)
 from toolkit.configs.requested import CUSTOM, requested_strategy
 from toolkit.errors import UsageError
 from toolkit.measuring.attestation import Asked
+from toolkit.measuring.pulse import Choice, pulse_for
 from toolkit.measuring.recorder import Recorder
 from toolkit.results import SCHEMA, write_json
 from toolkit.strategies import Strategy
+from toolkit.training.adapters import has_lora
+from toolkit.training.card import card_of_trainer
+from toolkit.training.interlude import interlude
 from toolkit.training.saving import full_state_dict, save_model
+from toolkit.training.speed.buckets import with_bucket_view
+from toolkit.training.token_mean import TokenMean
 
 
 class ToolkitTrainer(Trainer):
@@ -29,10 +46,27 @@ class ToolkitTrainer(Trainer):
 
     Args:
         recorder: Records the run; None makes one from the launcher's environment.
+        keeper: Saves the checkpoints; None makes one from the arguments.
+        ddp_bucket_view: Under DDP, have gradients be views of its buckets: 4 bytes a parameter
+            less in fp32.
+        guards: What follows when a loss is not finite, a gradient norm explodes, or ranks have
+            other weights or another data order: `stop` all ranks with a `GuardError`, `warn`, or
+            `off`. A recorder that is passed brings its own.
     """
 
-    def __init__(self, *args: Any, recorder: Recorder | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        recorder: Recorder | None = None,
+        keeper: Keeper | None = None,
+        ddp_bucket_view: bool = False,
+        guards: Choice = "stop",
+        **kwargs: Any,
+    ) -> None:
+        self._ddp_bucket_view = ddp_bucket_view  # asked for while the Trainer is made
         super().__init__(*args, **kwargs)
+        # It would log a loss that is not finite as 0.0.
+        self.args.logging_nan_inf_filter = False
         if self.args.parallel_mode == ParallelMode.NOT_DISTRIBUTED:
             raise UsageError(
                 f"One process sees {self.args.n_gpu} GPUs, and the Trainer would wrap the model in "
@@ -40,13 +74,37 @@ class ToolkitTrainer(Trainer):
                 "(accelerate launch --config_file accelerate_configs/ddp.yaml ...), or show it "
                 "one GPU only (CUDA_VISIBLE_DEVICES=0)."
             )
-        self.recorder = _recorder_for(self.args, self.model) if recorder is None else recorder
+        self.recorder = (
+            _recorder_for(self.args, self.model, guards) if recorder is None else recorder
+        )
+        self.keeper = keeper_for(self, _strategy_of(self.args)) if keeper is None else keeper
+        self._resumed: Resumed | None = None
         self.record: dict[str, Any] | None = None
+        self._token_mean: TokenMean | None = None
         self.add_callback(_Watch(self))
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
+        """Train as `transformers.Trainer` does.
+
+        Args:
+            resume_from_checkpoint: A folder, or True for the newest in `output_dir` that is whole.
+            kwargs: As `transformers.Trainer.train` takes them.
+
+        Raises:
+            UsageError: on every rank, before anything is loaded, when the checkpoint is damaged or
+                of another training.
+        """
+        return self.train_from(find_for(self, resume_from_checkpoint), **kwargs)
+
+    def train_from(self, resumed: Resumed | None, **kwargs: Any) -> Any:
+        """Train, from a checkpoint that all ranks have found whole."""
+        self._resumed = resumed
+        folder = None if resumed is None else str(resumed.folder)
+        if resumed is not None:
+            self.recorder.resumed_after(resumed.step)
         try:
-            output = super().train(*args, **kwargs)
+            self.recorder.loaded(self.model)
+            output = super().train(resume_from_checkpoint=folder, **kwargs)
         finally:
             self.recorder.close()
         self.finish_record()
@@ -55,6 +113,7 @@ class ToolkitTrainer(Trainer):
     def finish_record(self) -> None:
         """Gather what the ranks recorded, and write `record.json`; every rank calls it."""
         described = {"schema": SCHEMA, "engine": "trainer", "status": "ok", "reason": None}
+        described |= {"resumed": None if self._resumed is None else self._resumed.facts()}
         self.record = described | self.recorder.finish()
         if self.is_world_process_zero():
             write_json(Path(self.args.output_dir) / "record.json", self.record)
@@ -81,9 +140,47 @@ class ToolkitTrainer(Trainer):
                 return
             yield batch
 
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        # No argument of the Trainer's leads there (transformers 5.23).
+        built = super()._build_accelerator_args(**kwargs)
+        return built | {"kwargs_handlers": with_bucket_view(built, wanted=self._ddp_bucket_view)}
+
+    def evaluation_loop(
+        self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
+    ) -> EvalLoopOutput:
+        """Evaluate by tokens, each row once; a training that goes on notices nothing of it."""
+        self._token_mean = mean = TokenMean(self)
+        try:
+            with self.recorder.aside(), ExitStack() as stack:
+                if self.is_in_train:
+                    stack.enter_context(interlude(self.accelerator, self.model_wrapped))
+                output = super().evaluation_loop(
+                    *args, metric_key_prefix=metric_key_prefix, **kwargs
+                )
+                mean.put_into(output.metrics, metric_key_prefix)
+        finally:
+            self._token_mean = None
+        return output
+
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         inputs.pop("sample_id", None)
+        if self._token_mean is not None:
+            self._token_mean.leave_out_repeats(inputs)
         return super().prediction_step(model, inputs, *args, **kwargs)
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        labels = inputs.get("labels")  # taken out of the inputs for some losses
+        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if self._token_mean is not None:
+            loss = found[0] if return_outputs else found
+            self._token_mean.add(loss, labels, num_items_in_batch)
+        return found
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         super().log(logs, start_time)
@@ -96,12 +193,9 @@ class ToolkitTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole model, loadable with `from_pretrained`; every rank calls it.
 
-        What has no `from_pretrained` of transformers' is left to the stock Trainer.
-
-        Checkpoints on the way (`_internal_call`) stay the Trainer's own, but for ZeRO-3 without
-        `stage3_gather_16bit_weights_on_model_save`: there the Trainer 5.23 has DeepSpeed save
-        everything twice, and the second time fails with NVMe offload (`FileExistsError` on
-        `offloaded_tensors`, deepspeed 0.19 engine.py `copytree(dirs_exist_ok=False)`).
+        What has no `from_pretrained` of transformers' is left to the stock Trainer, and so are
+        checkpoints of the model alone (`save_only_model`), but for ZeRO-3 without
+        `stage3_gather_16bit_weights_on_model_save`: there the Trainer 5.23 saves none.
         """
         if _internal_call:
             if self._is_zero3_without_gathering():
@@ -110,13 +204,60 @@ class ToolkitTrainer(Trainer):
                 return
             super().save_model(output_dir, _internal_call)
             return
+        self.recorder.settle()
         folder = Path(output_dir or self.args.output_dir)
-        if not isinstance(self.accelerator.unwrap_model(self.model_wrapped), PreTrainedModel):
+        unwrapped = self.accelerator.unwrap_model(self.model_wrapped)
+        if not isinstance(unwrapped, PreTrainedModel) and not has_lora(unwrapped):
             super().save_model(output_dir, _internal_call)
             return
-        save_model(self.accelerator, self.model_wrapped, folder, tokenizer=self.processing_class)
+        save_model(
+            self.accelerator,
+            self.model_wrapped,
+            folder,
+            tokenizer=self.processing_class,
+            card=card_of_trainer(self),
+        )
         if self.args.push_to_hub:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    # Checkpoints on the way: the toolkit's own, which the methods below put in the place of the
+    # Trainer's (transformers 5.23).
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        # Transformers 5.23 has no hook before it; every rank comes here.
+        self.recorder.settle()
+        if self.recorder.spoiled():
+            return
+        if self.args.save_only_model:
+            super()._save_checkpoint(model, trial)
+            return
+        save_for(self, trial)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self._resumed is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> Any:
+        if self._resumed is None:
+            return super()._prepare_for_training(
+                max_steps, train_dataloader, resume_from_checkpoint
+            )
+        # It would load by itself, and DeepSpeed's part not as it was saved.
+        found = super()._prepare_for_training(max_steps, train_dataloader, None)
+        self._resumed.restore(prepared_of(self))
+        return found
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self._resumed is not None:
+            self._resumed.restore_random_state(self.accelerator)
+
+    def _load_best_model(self) -> None:
+        if self.args.save_only_model:
+            super()._load_best_model()
+            return
+        load_best_for(self)
 
     def _is_zero3_without_gathering(self) -> bool:
         engine = self.model_wrapped
@@ -134,6 +275,7 @@ class _Watch(TrainerCallback):
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         trainer = self.trainer
         trainer.recorder.prepared(trainer.accelerator, trainer.model_wrapped, trainer.optimizer)
+        trainer.recorder.reads(trainer.callback_handler.train_dataloader)
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         # The scheduler moves on before the step ends.
@@ -152,7 +294,7 @@ class _Watch(TrainerCallback):
         )
 
 
-def _recorder_for(args: TrainingArguments, model: Any) -> Recorder:
+def _recorder_for(args: TrainingArguments, model: Any, guards: Choice) -> Recorder:
     trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     asked = Asked(
         strategy=_strategy_of(args),
@@ -169,6 +311,7 @@ def _recorder_for(args: TrainingArguments, model: Any) -> Recorder:
         asked,
         rehearsal=args.device.type == "cpu",
         steps_file=Path(args.output_dir) / "steps.jsonl" if args.should_save else None,
+        pulse=pulse_for(guards, checkpoints=Path(args.output_dir)),
     )
 
 

@@ -33,6 +33,7 @@ SAME_TRAINING: Final = (
     "data hash",
     "model",
     "parameters",
+    "method",
     "seed",
     "rows per optimizer step",
     "precision",
@@ -61,7 +62,8 @@ class Side:
 
     @property
     def fixed(self) -> dict[str, Any]:
-        return self.results.get("fixed", {})
+        # Comparisons from before there were methods trained every weight.
+        return {"method": "full"} | self.results.get("fixed", {})
 
 
 class Pair(NamedTuple):

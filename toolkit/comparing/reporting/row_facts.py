@@ -10,7 +10,7 @@ from typing import Final
 
 from toolkit.comparing.predicted import STATES
 from toolkit.comparing.reporting.words import size_between
-from toolkit.results import Control, Memory, Peak, Results, Row
+from toolkit.results import Control, Evaluated, Memory, Peak, Results, Row
 from toolkit.strategies import STRATEGIES
 
 BASELINE: Final = "ddp"
@@ -20,6 +20,11 @@ BASELINE: Final = "ddp"
 def run_name(row: Row) -> str:
     """Return the run's own name, which tells it from others of its strategy and engine."""
     return row.get("name") or f"{row['strategy']}-{row['engine']}"
+
+
+def evaluations(row: Row) -> list[Evaluated]:
+    """Return what a run evaluated, in order."""
+    return row.get("evaluation") or []
 
 
 def is_control(row: Row, control: Control | None) -> bool:

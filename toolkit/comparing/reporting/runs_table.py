@@ -14,6 +14,7 @@ from toolkit.comparing.reporting.row_facts import (
     control_name,
     counted_peak,
     counts_peaks,
+    evaluations,
     host_in_peak_lines,
     is_control,
     peak_field,
@@ -48,6 +49,9 @@ COLUMNS: Final = (
 )
 
 MEASURED: Final = COLUMNS[3:]
+
+EVALUATED: Final = ("eval loss", "perplexity")
+"""Columns of a comparison that evaluates: of each run's last evaluation."""
 
 NO_PRICE: Final = "no price of a GPU was given"
 
@@ -100,6 +104,8 @@ def runs_table(results: Results) -> Section:
         header.insert(2, "processes")
     if base is not None:
         header.insert(header.index("tokens/s") + 1, _versus(base))
+    if evaluated := any(map(evaluations, results["runs"])):
+        header += EVALUATED
     rows: list[list[str]] = []
     for row in results["runs"]:
         shown = cells(row, results["control"], counted=counted)
@@ -107,13 +113,23 @@ def runs_table(results: Results) -> Section:
         line += [str(row["num_processes"])] if scaled else []
         line += [shown["status"], shown["tokens/s"]]
         line += [_times(row, base)] if base is not None else []
-        rows.append([*line, *(shown[column] for column in MEASURED[1:])])
+        line += [shown[column] for column in MEASURED[1:]]
+        rows.append([*line, *_evaluated(row)] if evaluated else line)
     return Section("", header, rows, [*_named(results, base), *missing_reasons(results)])
+
+
+def _evaluated(row: Row) -> list[str]:
+    last = next(reversed(evaluations(row)), None)
+    return [
+        number(None if last is None else last["loss"], "{:.4f}"),
+        number(None if last is None else last["perplexity"], "{:,.2f}"),
+    ]
 
 
 def missing_reasons(results: Results) -> list[str]:
     """Say for every `n/a` of the table why it is one, the same reason once."""
     counted, base = counts_peaks(results), baseline(results)
+    evaluated = any(map(evaluations, results["runs"]))
     missing: list[tuple[Row, str, str]] = []
     for row in results["runs"]:
         shown = cells(row, results["control"], counted=counted)
@@ -127,13 +143,18 @@ def missing_reasons(results: Results) -> list[str]:
         if base is not None:
             shown[_versus(base)] = _times(row, base)
             fields[_versus(base)] = "tokens_per_second"
+        if evaluated:
+            shown |= dict(zip(EVALUATED, _evaluated(row), strict=True))
+            fields |= dict.fromkeys(EVALUATED, "evaluation")
         missing += [
             (row, column, reason_for(row, field))
             for column, field in fields.items()
             if shown[column] == NOT_AVAILABLE
         ]
     # No `every run` here: the reader looks for a name.
-    return missing_lines(missing, runs=0, columns=len(MEASURED) + (base is not None))
+    return missing_lines(
+        missing, runs=0, columns=len(MEASURED) + (base is not None) + 2 * evaluated
+    )
 
 
 def out_of_memory(results: Results) -> list[str]:

@@ -16,6 +16,7 @@ from toolkit.comparing.reporting.grid import value_at
 from toolkit.comparing.reporting.papers import difference_in_words
 from toolkit.comparing.reporting.row_facts import (
     baseline,
+    evaluations,
     is_control,
     ratio,
     run_name,
@@ -27,8 +28,8 @@ from toolkit.comparing.reporting.sections.memory import PEAK_CATEGORIES, parts_o
 from toolkit.comparing.reporting.sections.scaling import scaled_runs
 from toolkit.comparing.reporting.sections.steps import PHASES
 from toolkit.comparing.reporting.sections.traffic import OTHER, moved_by_purpose, wire_bytes
-from toolkit.comparing.reporting.verdict import GATE_NAMES
-from toolkit.results import Peak, Results, Row
+from toolkit.comparing.reporting.verdict import EVALUATION, GATE_NAMES
+from toolkit.results import Peak, Results, Row, Sample
 
 TABLE_FILE: Final = "results.csv"
 
@@ -85,7 +86,7 @@ AGREEMENT: Final = {
     "weight_gap": "weight_gap",
     "weight_difference": "weight_difference.value",
     "weight_difference_tensor": "weight_difference.tensor",
-    **{f"gate_{gate}": f"gates.{gate}" for gate in GATE_NAMES},
+    **{f"gate_{gate}": f"gates.{gate}" for gate in (*GATE_NAMES, EVALUATION)},
 }
 
 
@@ -93,6 +94,7 @@ def render_table(results: Results) -> str:
     """Return the runs as CSV with a header."""
     base = baseline(results)
     scaled = {run_name(each.row): each for each in scaled_runs(results)}
+    prompts = max((len(row.get("samples") or []) for row in results["runs"]), default=0)
     lines: list[dict[str, Any]] = []
     for row in results["runs"]:
         scale = scaled.get(run_name(row))
@@ -101,7 +103,7 @@ def render_table(results: Results) -> str:
             "speed_up": None if scale is None else scale.speed_up,
             "scaling_efficiency": None if scale is None else scale.efficiency,
         }
-        lines.append(_line(row, results, is_base=row is base, ratios=ratios))
+        lines.append(_line(row, results, prompts, is_base=row is base, ratios=ratios))
     stream = io.StringIO()
     columns = list(lines[0]) if lines else ["strategy", "engine", "status"]
     writer = csv.DictWriter(stream, columns, lineterminator="\n")
@@ -123,7 +125,12 @@ def csv_cell(value: Any) -> Any:
 
 
 def _line(
-    row: Row, results: Results, *, is_base: bool, ratios: dict[str, float | None]
+    row: Row,
+    results: Results,
+    prompts: int,
+    *,
+    is_base: bool,
+    ratios: dict[str, float | None],
 ) -> dict[str, Any]:
     repeats = row.get("repeats")
     return {
@@ -149,6 +156,7 @@ def _line(
         **_at(row, PREDICTED),
         **_sent(row),
         **_at(row, AGREEMENT),
+        **_evaluated(row, prompts),
         "ranks_out_of_memory": " ".join(
             str(end["rank"]) for end in row.get("ends") or [] if ran_out(end)
         ),
@@ -179,6 +187,23 @@ def _over_ranks(row: Row) -> dict[str, int | None]:
         known = [count for count in counts if count is not None]
         for word, choose in choices:
             line[f"{name}_{word}_bytes"] = choose(known) if known else None
+    return line
+
+
+def _evaluated(row: Row, prompts: int) -> dict[str, Any]:
+    found = evaluations(row)
+    first, last = (found[0], found[-1]) if found else (None, None)
+    line: dict[str, Any] = {"eval_loss_gap": row.get("eval_loss_gap")}
+    for name, found in (("before", first), ("after", last)):
+        line[f"eval_loss_{name}"] = None if found is None else found["loss"]
+        line[f"eval_perplexity_{name}"] = None if found is None else found["perplexity"]
+    for part in ("rows", "tokens"):
+        line[f"eval_{part}"] = None if last is None else last[part]
+    samples: list[Sample] = row.get("samples") or []
+    for number in range(prompts):
+        each = samples[number] if number < len(samples) else None
+        for part in ("prompt", "before", "after"):
+            line[f"sample_{number + 1}_{part}"] = None if each is None else each[part]
     return line
 
 

@@ -11,6 +11,7 @@ from toolkit.comparing.reporting.row_facts import (
     control_name,
     counted_peak,
     counts_peaks,
+    evaluations,
     failed,
     host_in_peak,
     is_control,
@@ -23,6 +24,10 @@ from toolkit.comparing.reporting.words import share, size
 from toolkit.results import Noise, Results, Row
 
 GATE_NAMES: Final = ("loss", "grad_norm", "weights", "data")
+"""Those of every comparison."""
+
+EVALUATION: Final = "evaluation"
+"""The gate of a comparison that evaluates."""
 
 REHEARSAL: Final = (
     "This was a rehearsal on the CPU: its speed says nothing about GPUs. "
@@ -48,6 +53,11 @@ def verdict(results: Results) -> str:
         sentences += _speed_sentences(good, results.get("noise"))
     sentences += _memory_sentences(good, results)
     return " ".join(sentences) or "The control ran to its end; there is nothing to compare it with."
+
+
+def gate_names(rows: Sequence[Row]) -> tuple[str, ...]:
+    """Return the gates that these runs could have held."""
+    return (*GATE_NAMES, EVALUATION) if any(map(evaluations, rows)) else GATE_NAMES
 
 
 def broken_lines(results: Results) -> list[str]:
@@ -82,7 +92,8 @@ def _agreement_sentence(others: Sequence[Row], name: str) -> str:
     gaps = [(row["loss_gap"]["max"], row) for row in judged if row["loss_gap"] is not None]
     largest = max(gaps, key=lambda gap: gap[0], default=None)
     gap = "" if largest is None else f" (largest loss gap {largest[0]:.1e}, {run_name(largest[1])})"
-    missing = {gate for row in judged for gate in GATE_NAMES if gate not in row["gates"]}
+    names = gate_names(judged)
+    missing = {gate for row in judged for gate in names if gate not in row["gates"]}
     which = "every gate held"
     if missing:
         which = (

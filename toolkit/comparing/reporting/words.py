@@ -76,3 +76,15 @@ def facts(recorded: Mapping[str, Any]) -> list[tuple[str, str]]:
         )
         for name, value in recorded.items()
     ]
+
+
+def method_in_words(training: Mapping[str, Any]) -> str:
+    """Say what a record's `training` trains; one from before there were methods trains it all."""
+    method = training.get("method", "full")
+    if method == "full":
+        return "full"
+    layers = ", ".join(training["lora_target_modules"])
+    return (
+        f"{method}, rank {training['lora_r']}, alpha {training['lora_alpha']}, "
+        f"dropout {training['lora_dropout']:g}, on {layers}"
+    )

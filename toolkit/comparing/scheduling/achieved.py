@@ -15,6 +15,9 @@ COMPUTED_IN: Final = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 NO_GPU: Final = "a rehearsal used no GPU"
 NO_PEAK: Final = "a rehearsal: a CPU has no rated peak here"
+NO_CONVENTION: Final = (
+    "by the convention every weight has a gradient, and this run made those of adapters alone"
+)
 NO_PRICE: Final = "no price was given: --dollars-per-hour"
 
 
@@ -43,6 +46,8 @@ def compute_of(
         job = job_of(record)
     except (UsageError, OSError, ValueError) as error:
         return None, {"compute": str(error)}
+    if job.method != "full":
+        return None, {"compute": NO_CONVENTION}
     per_gpu = tokens_per_second * model_flops(job.model, job.sequence) / record["num_processes"]
     name = names.pop()
     missing: dict[str, str] = {}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.comparing.parity import first_common_step
 from toolkit.comparing.predicted import Facts, facts_of
 from toolkit.comparing.reporting.report import write_report
+from toolkit.comparing.reporting.words import method_in_words
 from toolkit.comparing.scheduling.attempts import Finished, completed
 from toolkit.comparing.scheduling.bisect_command import bisect_command
 from toolkit.comparing.scheduling.judging import Judging
@@ -187,6 +188,7 @@ class Comparison:
         return {
             "model": record["model"]["name"],
             "parameters": record["model"]["parameters"],
+            "method": method_in_words(training),
             "data": record["data"]["name"],
             "data hash": record["data"]["hash"],
             "rows of data": record["data"]["rows"],

@@ -73,7 +73,10 @@ def combined(judgements: Sequence[Judgement]) -> Judgement:
 
 def _judged(start: Finished, control: Finished | None, first_step: int) -> Judgement:
     if control is None:
-        names = ("loss_gap", "grad_norm_gap", "weight_gap", "weight_difference")
+        names = (
+            *("loss_gap", "grad_norm_gap", "weight_gap", "weight_difference"),
+            "eval_loss_gap",
+        )
         gates = ("gates.loss", "gates.grad_norm", "gates.weights", "gates.data")
         return Judgement(not_measured=dict.fromkeys((*names, *gates), NO_CONTROL))
     if start.folder == control.folder:

@@ -31,6 +31,9 @@ NOT_MEASURED_FIELDS: Final = (
     "grad_norm_gap",
     "weight_gap",
     "weight_difference",
+    "evaluation",
+    "eval_loss_gap",
+    "samples",
     "tokens_per_second",
     "supervised_tokens_per_second",
     "step_seconds",
@@ -48,7 +51,10 @@ NOT_MEASURED_FIELDS: Final = (
     "seconds",
 )
 
-LATER: Final = ("supervised_tokens_per_second", "phases", "warm_up", "save_seconds", "peak")
+LATER: Final = (
+    *("supervised_tokens_per_second", "phases", "warm_up", "save_seconds", "peak"),
+    *("evaluation", "samples"),
+)
 """Fields of a record that the first toolkits did not write."""
 
 NOT_YET: Final = "the record was written before it was measured"
@@ -135,6 +141,9 @@ def bare_row(
         grad_norm_gap=None,
         weight_gap=None,
         weight_difference=None,
+        evaluation=None,
+        eval_loss_gap=None,
+        samples=None,
         gates={},
         tokens_per_second=None,
         supervised_tokens_per_second=None,
@@ -177,11 +186,18 @@ def _measured_row(planned: Run, starts: Sequence[Finished], setting: Setting) ->
     row["losses"] = record["losses"]
     row["grad_norms"] = record["grad_norms"]
     row["final_loss"] = record["final_loss"]
+    row["evaluation"] = record.get("evaluation")
+    row["samples"] = record.get("samples")
     row["memory"] = record["memory"]
     row["peak"] = record.get("peak")
     row["per_rank"] = record["per_rank"]
     row["traffic"] = record.get("traffic")
     row["attestation"] = record["attestation"]
+    row["guard_warnings"] = [
+        warning["text"]
+        for start in starts
+        for warning in start.record.get("guards", {}).get("warnings", [])
+    ]
     row["phases"] = record.get("phases")
     row["warm_up"] = record.get("warm_up")
     row["save_seconds"] = record.get("save_seconds")
@@ -248,6 +264,7 @@ def _apply(row: Row, judgement: Judgement) -> None:
     row["grad_norm_gap"] = judgement.grad_norm_gap
     row["weight_gap"] = judgement.weight_gap
     row["weight_difference"] = judgement.weight_difference
+    row["eval_loss_gap"] = judgement.eval_loss_gap
     row["gates"] = judgement.gates
     row["broken"] = judgement.broken
     row["notes"] = judgement.notes

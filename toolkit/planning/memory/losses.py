@@ -68,11 +68,12 @@ def _tail(model: ModelShape, regime: Regime, trains: bool) -> float:
 
 
 def _chunked(job: Job, tail: float, compute: int) -> LossBytes:
-    """Liger's fused loss: chunks of about tokens * hidden logits, gradients made on the way
-    (liger_kernel, fused_linear_cross_entropy.py)."""
+    """Gradients are made on the way. Liger's chunks are of about tokens * hidden logits
+    (liger_kernel, fused_linear_cross_entropy.py); ours of as many tokens as is asked."""
     model, tokens = job.model, job.micro_tokens
     chunks = -(-model.vocab_size // model.hidden_size)
-    rows = 1 << (max(1, -(-tokens // chunks)) - 1).bit_length()
+    rows = job.loss_chunk_tokens or 1 << (max(1, -(-tokens // chunks)) - 1).bit_length()
+    gathered_in = compute if job.loss_chunk_tokens is None else FP32
     logits = min(rows, tokens) * model.vocab_size * (compute + FP32)
     return LossBytes(
         tail=tail,
@@ -80,5 +81,5 @@ def _chunked(job: Job, tail: float, compute: int) -> LossBytes:
         logits_formula=f"({compute} + 4) * rows of a chunk * vocabulary, gradients of the stream",
         handed_back=compute * model.hidden_size,
         kept_after=0.0,
-        fixed=compute * model.vocab_size * model.hidden_size,
+        fixed=gathered_in * model.vocab_size * model.hidden_size,
     )

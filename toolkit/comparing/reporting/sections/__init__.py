@@ -7,6 +7,7 @@ from typing import NamedTuple
 from toolkit.comparing.reporting.grid import Section
 from toolkit.comparing.reporting.runs_table import speed_and_cost
 from toolkit.comparing.reporting.sections.agreement import agreement
+from toolkit.comparing.reporting.sections.evaluation import evaluation, samples
 from toolkit.comparing.reporting.sections.memory import fullest, held, over_ranks
 from toolkit.comparing.reporting.sections.scaling import scaling
 from toolkit.comparing.reporting.sections.steps import step_time, warm_up
@@ -51,6 +52,8 @@ def parts(results: Results) -> list[Part]:
             2,
         ),
         ("agreement", "Agreement with the control", agreement(results), False, 1),
+        ("evaluation", "Evaluation", evaluation(results), False, 1),
+        ("samples", "Samples", samples(results), True, 2),
         ("time", "Time of an optimizer step", step_time(results), False, 1),
         ("warm-up", "Time before and after", warm_up(results), False, 1),
         ("scaling", "Scaling", scaling(results), False, 2),

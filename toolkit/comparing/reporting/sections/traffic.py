@@ -99,6 +99,7 @@ def collectives(results: Results, *, of_states: bool) -> Section | None:
         "One line a kind, purpose, type and group; payload in all its calls, and what a rank sends "
         "of it with the ring algorithm."
         if of_states
-        else "What is sent besides: buffers, bitmaps, norms, counts and logged losses."
+        else "What is sent besides: buffers, bitmaps, norms, counts, logged losses and the guards' "
+        "pulse."
     )
     return Section(text, header, rows)
