@@ -198,5 +198,5 @@ def test_somebodys_peft_model_is_whole_where_the_stock_trainer_leaves_nothing(la
     assert len(saved) == 2 * 7 * 2
     assert all(tensor.any() for tensor in saved.values())
     assert AutoPeftModelForCausalLM.from_pretrained(tmp_path / "own" / "final")
-    record = read_record(tmp_path / "own")
+    record = json.loads((tmp_path / "own" / "record.json").read_text())
     assert record["attestation"]["engaged"]["sharded_fraction"] == pytest.approx(0.5, abs=0.01)
