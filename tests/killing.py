@@ -64,12 +64,16 @@ class Run:
                 text=True,
             )
 
-    def end(self, launcher: subprocess.Popen[str], seconds: float = 300) -> tuple[int, str]:
-        """Wait for a launcher's end, and return its status and all that was said."""
+    def end(self, launcher: subprocess.Popen[str], seconds: float = 1500) -> tuple[int, str]:
+        """Wait for a launcher's end, and return its status and all that was said.
+
+        DeepSpeed compiles for minutes, once.
+        """
         try:
             code = launcher.wait(seconds)
-        finally:
-            launcher.kill()
+        except subprocess.TimeoutExpired:
+            self.kill_all(launcher)
+            raise
         return code, self._log().read_text()
 
     def go(self, *flags: Any) -> str:

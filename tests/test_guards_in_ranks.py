@@ -35,7 +35,7 @@ RUNS = {
         "slow_stopped",
     ],
     "fsdp": [*COST, "clean_loop", "nan", "exploding_loop", "weights", "order", "slow"],
-    "zero2": [*COST, "clean", "nan", "exploding", "weights", "order", "slow"],
+    "zero2": [*COST, "clean", "nan", "exploding", "infinite_gradients", "weights", "order", "slow"],
     "zero3": [*COST, "clean", "nan", "exploding", "weights", "order", "slow_rows"],
 }
 

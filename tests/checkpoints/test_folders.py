@@ -1,7 +1,9 @@
 """Which checkpoints there are, which go, and what becomes of a commit that died."""
 
+import os
 import platform
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +57,30 @@ def test_the_best_one_stays_and_counts(tmp_path):
     save(tmp_path, 2)
     rotate(tmp_path, save(tmp_path, 3), limit=2, keep=[best])
     assert names(tmp_path) == ["checkpoint-1", "checkpoint-3"]
+
+
+def test_what_an_earlier_death_left_of_the_same_name_is_in_nobodys_way(tmp_path):
+    shutil.copytree(save(tmp_path, 2), tmp_path / ".checkpoint-2.gone")
+    rotate(tmp_path, save(tmp_path, 4), limit=1)
+    assert names(tmp_path) == ["checkpoint-4"]
+
+
+def test_one_that_cannot_be_removed_stays_and_ends_no_run(tmp_path, monkeypatch, capsys):
+    save(tmp_path, 2)
+    newest = save(tmp_path, 4)
+    tmp_path.chmod(0o500)
+    try:
+        if os.access(tmp_path, os.W_OK):  # root may do everything
+            monkeypatch.setattr(Path, "rename", refused)
+        rotate(tmp_path, newest, limit=1)
+    finally:
+        tmp_path.chmod(0o700)
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-4"]
+    assert "checkpoint-2 stays: " in capsys.readouterr().out
+
+
+def refused(path, target):
+    raise PermissionError(13, "Permission denied", str(path))
 
 
 def test_a_folder_that_was_not_committed_here_is_left_alone(tmp_path):

@@ -3,6 +3,7 @@
 import os
 import signal
 
+from toolkit.checkpoints.keeping import Keeper
 from toolkit.checkpoints.preemption import Preempted, Preemption
 from toolkit.launching.outcome import Ending, judge
 from toolkit.launching.status import StatusFile, guard, read_statuses
@@ -21,8 +22,33 @@ def test_sigterm_asks_once_and_a_second_one_changes_nothing():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_where_nothing_was_saved_it_says_where_to_go_on_all_the_same(tmp_path):
+    folder = tmp_path / "checkpoint-4"
+    text = str(Preempted(7, folder, saved=False, seconds=0.2))
+    assert "nothing was saved after step 7: an earlier one was not finite" in text
+    assert text.endswith(f"--resume_from_checkpoint {folder}")
+    assert "no checkpoint" in str(Preempted(7, None, saved=False, seconds=None))
+
+
+def test_weights_that_packed_rows_have_moved_on_are_not_saved(tmp_path):
+    class Everybody:
+        pulse = type("Agreed", (), {"stop_agreed": True})
+
+    keeper = Keeper(
+        output_dir=tmp_path,
+        facts={},
+        recorder=Everybody,
+        every=5,
+        last_step=20,
+        preemption=Preemption(lambda: None),
+    )
+    due = {step for step in range(1, 41) if keeper.due(step)}
+    assert due == set(range(1, 21))  # asked to stop, each; the last one by count
+    assert not keeper.stopping(20)
+
+
 def test_a_preempted_run_says_so_in_its_status_and_its_outcome(tmp_path):
-    error = Preempted(7, tmp_path / "run" / "checkpoint-7", seconds=2.31)
+    error = Preempted(7, tmp_path / "run" / "checkpoint-7", saved=True, seconds=2.31)
     status = StatusFile(tmp_path, 0)
     try:
         with guard(status):

@@ -131,11 +131,9 @@ def test_damage_and_another_training_are_found_before_anything_is_loaded(trainer
         "seed is 42 in the checkpoint and 3 now",
     ):
         assert difference in str(error.value)
-    with pytest.raises(UsageError, match="optimizer.pt is missing"):
-        trainer_in("run").train(resume_from_checkpoint=str(newest))
     assert all(torch.equal(before[name], weight) for name, weight in weights(other).items())
     trainer = trainer_in("run")
-    trainer.train(resume_from_checkpoint=True)
+    trainer.train(resume_from_checkpoint=str(newest))
     assert trainer.record["resumed"]["step"] == 4
     assert "optimizer.pt is missing" in trainer.record["resumed"]["damaged"][0]
     check(newest)  # saved again

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from datasets import Dataset
+
 from toolkit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ WORDS: Final = {
     "gradient_accumulation_steps": "--gradient_accumulation_steps",
     "data_hash": "hash of the data's tokens",
     "data_rows": "rows of the data",
+    "data_ends": "hash of the data's first and last row",
     "model_config": "hash of the model's config",
     "steps": "steps of the training",
 }
@@ -47,6 +50,7 @@ def facts_of_job(job: Job) -> dict[str, Any]:
         "model": Path(job.model.model_name_or_path or "built in").name,
         "model_config": _digest((Path(job.facts.path) / "config.json").read_bytes()),
         "precision": args.mixed_precision,
+        "device": args.device.type,
         "steps": job.steps,
         "throughput_steps": job.run.throughput_steps,
         "warmup_steps": args.get_warmup_steps(job.steps),
@@ -58,8 +62,15 @@ def facts_of_job(job: Job) -> dict[str, Any]:
 
 
 def facts_of_trainer(trainer: Any, strategy: Any) -> dict[str, Any]:
-    """Return what is known of a training in a script of the user's own."""
-    args, rows = trainer.args, trainer.train_dataset
+    """Return what is known of a training in a script of the user's own.
+
+    Rows that are neither the first nor the last, and hyperparameters, may change unseen.
+    """
+    args, rows, model = trainer.args, trainer.train_dataset, trainer.model
+    config = getattr(model, "config", None)
+    described = config.to_dict() if hasattr(config, "to_dict") else {}
+    of_versions = ("transformers_version", "_name_or_path", "use_cache")
+    shape = {name: value for name, value in described.items() if name not in of_versions}
     facts = {
         "backend": strategy.backend,
         "zero_stage": strategy.zero_stage,
@@ -68,10 +79,20 @@ def facts_of_trainer(trainer: Any, strategy: Any) -> dict[str, Any]:
         "per_device_train_batch_size": args.per_device_train_batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "data_rows": len(rows) if hasattr(rows, "__len__") else None,
+        "data_ends": _ends_of(rows),
+        "model_config": _digest(json.dumps(shape, sort_keys=True, default=str).encode()),
         "precision": args.mixed_precision,
+        "device": args.device.type,
         "seed": args.seed,
     }
     return _plain(facts)
+
+
+def _ends_of(rows: Any) -> str | None:
+    """Return a hash of the first and the last row of a data set that is not made as it is read."""
+    if not isinstance(rows, Dataset) or not len(rows):
+        return None
+    return _digest(repr([sorted(rows[at].items()) for at in (0, len(rows) - 1)]).encode())
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

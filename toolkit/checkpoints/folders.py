@@ -81,5 +81,10 @@ def rotate(
     for path in others[: max(0, len(others) + 1 + len(set(keep) - {newest}) - limit)]:
         # Out of sight in one move: a death in between leaves no torn checkpoint behind.
         gone = path.with_name(f".{path.name}.gone")
-        path.rename(gone)
+        try:
+            shutil.rmtree(gone, ignore_errors=True)  # of a death at this place
+            path.rename(gone)
+        except OSError as error:  # the new one stands, and one too many harms nobody
+            print(f"toolkit: {path} stays: {error.strerror}", flush=True)  # noqa: T201
+            continue
         shutil.rmtree(gone, ignore_errors=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +32,17 @@ class Keeper:
     """Steps between two of them; None: only when asked to stop."""
 
     last_step: int = 0
-    """A run that is asked to stop at its last step ends as it would have anyway."""
+    """Of the training. A run that is asked to stop there ends as it would have anyway, and weights
+    that packed rows have moved on are nobody's."""
 
     preemption: Preemption | None = None
-    seconds: list[float] = field(default_factory=list[float])
-    """What each save took."""
+    newest: Path | None = None
+    """The last one that this run saved, or the one that it goes on from."""
 
     def due(self, step: int) -> bool:
         """Whether to save after this step; the same on every rank."""
-        return (self.every is not None and step % self.every == 0) or self.stopping(step)
+        by_count = self.every is not None and step % self.every == 0 and step <= self.last_step
+        return by_count or self.stopping(step)
 
     def stopping(self, step: int) -> bool:
         pulse = pulse_of(self.recorder)
@@ -75,13 +77,13 @@ class Keeper:
                 folder, prepared, step=step, facts=self.facts, write_more=write_more
             )
             if prepared.accelerator.is_main_process:
-                rotate(folder.parent, folder, limit=self.limit, keep=keep)
                 print(f"toolkit: saved {folder} in {taken:.1f} s", flush=True)  # noqa: T201
-        self.seconds.append(taken)
+                rotate(folder.parent, folder, limit=self.limit, keep=keep)
+        self.newest = folder
         return folder
 
     def leave_if_asked(self, step: int) -> None:
-        """End the run after a save, when all ranks have agreed to stop.
+        """End the run when all ranks have agreed to stop, after the step was saved if it could be.
 
         Raises:
             Preempted: on every rank.
@@ -90,8 +92,8 @@ class Keeper:
             return
         own = self.preemption.seconds_since_asked() if self.preemption else None
         asked = [seconds for seconds in gather_objects(own) if seconds is not None]
-        folder = checkpoint_folder(self.output_dir, step)
-        raise Preempted(step, folder, seconds=max(asked, default=None))
+        saved = self.newest == checkpoint_folder(self.output_dir, step)
+        raise Preempted(step, self.newest, saved=saved, seconds=max(asked, default=None))
 
 
 class KeeperCompanion(Companion):

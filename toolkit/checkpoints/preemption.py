@@ -25,14 +25,28 @@ KILL_SECONDS: Final = 30
 
 
 class Preempted(Exception):
-    """The run was asked to stop, and has saved."""
+    """The run was asked to stop, and has saved where there was something worth it.
 
-    def __init__(self, step: int, folder: Path, *, seconds: float | None) -> None:
+    Args:
+        step: The last one that was trained.
+        folder: The newest checkpoint; None where there is none.
+        saved: Whether it is of that step.
+        seconds: From the signal until now; None where no rank knows.
+    """
+
+    def __init__(
+        self, step: int, folder: Path | None, *, saved: bool, seconds: float | None
+    ) -> None:
         took = "" if seconds is None else f", {seconds:.1f} s after SIGTERM"
-        super().__init__(
-            f"preempted: saved at step {step} in {folder}{took}. Go on with "
-            f"--resume_from_checkpoint last --output_dir {folder.parent}"
-        )
+        said = f"saved at step {step} in {folder}{took}"
+        if not saved:
+            said = f"nothing was saved after step {step}: an earlier one was not finite"
+        go_on = "There is no checkpoint to go on from"
+        if folder is not None:
+            of = folder.parent if saved else folder
+            go_on = f"Go on with --resume_from_checkpoint {'last' if saved else folder}"
+            go_on += f" --output_dir {of}" if saved else ""
+        super().__init__(f"preempted: {said}. {go_on}")
         self.step = step
         self.folder = folder
 

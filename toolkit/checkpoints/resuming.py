@@ -11,7 +11,7 @@ from typing import Any
 from toolkit.checkpoints.agreeing import damages
 from toolkit.checkpoints.asked import Asked
 from toolkit.checkpoints.facts import require_same
-from toolkit.checkpoints.folders import checkpoints_in, tidy
+from toolkit.checkpoints.folders import checkpoints_in, step_of, tidy
 from toolkit.checkpoints.states import read_random_state, read_states
 from toolkit.errors import UsageError
 from toolkit.launching.ranks import rank
@@ -48,6 +48,8 @@ class Resumed:
 def find_checkpoint(asked: Asked, now: Mapping[str, Any]) -> Resumed:
     """Return the checkpoint that was named, or the newest that is whole; a collective.
 
+    Where the one that was named is damaged, it is the newest whole one of those before it.
+
     Nothing is loaded before every rank has found it whole and of this very training.
 
     Args:
@@ -57,7 +59,11 @@ def find_checkpoint(asked: Asked, now: Mapping[str, Any]) -> Resumed:
     Raises:
         UsageError: on every rank, when it is of another training, or none is whole.
     """
-    candidates = [asked.named] if asked.named else _listed(asked.output_dir)
+    candidates = _listed(asked.output_dir)
+    if asked.named is not None:
+        last = step_of(asked.named) or 0
+        older = [path for path in candidates if (step_of(path) or 0) < last]
+        candidates = [asked.named, *older]
     passed_over: list[str] = []
     for folder in candidates:
         found = damages(folder)
@@ -67,11 +73,6 @@ def find_checkpoint(asked: Asked, now: Mapping[str, Any]) -> Resumed:
             return Resumed(folder=folder, step=manifest["step"], damaged=tuple(passed_over))
         passed_over += found
     said = "; ".join(passed_over) or f"{asked.output_dir} holds none"
-    if asked.named is not None:
-        others = [path for path in _listed(asked.output_dir) if path != asked.named]
-        whole = next((path for path in others if not damages(path)), None)
-        fix = f"Pass {whole}, which is whole." if whole else "No other one beside it is whole."
-        raise UsageError(f"{asked.named} can't be resumed from: {said}. {fix}")
     raise UsageError(f"No checkpoint can be resumed from: {said}. Start from the beginning.")
 
 

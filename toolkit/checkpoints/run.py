@@ -43,7 +43,7 @@ def keeper_of(job: Job, recorder: Recorder) -> Keeper:
     pulse = pulse_of(recorder)
     if job.resumed is not None:
         recorder.resumed_after(job.resumed.step)
-    return Keeper(
+    keeper = Keeper(
         output_dir=Path(job.args.output_dir),
         facts=facts_of_job(job),
         recorder=recorder,
@@ -51,9 +51,13 @@ def keeper_of(job: Job, recorder: Recorder) -> Keeper:
         every=steps_between(
             job.args, steps=job.steps, rows=job.data.rows, global_batch=job.global_batch_size
         ),
-        last_step=job.args.max_steps,
+        last_step=job.steps,
         preemption=None if pulse is None else Preemption(pulse.ask_to_stop),
+        newest=None if job.resumed is None else job.resumed.folder,
     )
+    if pulse is not None:  # a guard that stops the run names none that this one passed over
+        pulse.guards.last_checkpoint = lambda: keeper.newest
+    return keeper
 
 
 @contextmanager

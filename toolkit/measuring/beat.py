@@ -22,6 +22,10 @@ class Beat:
     grad_norm: float | None
     """The largest that a rank saw."""
 
+    of_a_shard: bool = False
+    """Whether each rank saw its own shard's alone: the whole norm is larger, up to the root of the
+    number of ranks."""
+
     same_order: bool
     """Whether all ranks have been given the same rows in the same order so far."""
 

@@ -156,7 +156,7 @@ class Guards:
                 step=beat.step,
             )
         elif beat.grad_norm is not None:
-            self._judge_norm(beat.step, beat.grad_norm)
+            self._judge_norm(beat, beat.grad_norm)
 
     def _tell_not_finite(self, beat: Beat, ranks: list[Own]) -> None:
         bad = [own for own in ranks if not math.isfinite(own.loss)]
@@ -182,15 +182,16 @@ class Guards:
             step=beat.step,
         )
 
-    def _judge_norm(self, step: int, norm: float) -> None:
+    def _judge_norm(self, beat: Beat, norm: float) -> None:
         times = self._norms.above(norm)
         if times > self.factor:
             self.found(
                 "gradient norm",
-                f"The gradient norm of step {step} is {norm:.4g}, {times:.0f} times the median of "
+                f"The gradient norm of step {beat.step} is {norm:.4g}"
+                f"{' in one shard' if beat.of_a_shard else ''}, {times:.0f} times the median of "
                 f"the steps before it, {norm / times:.4g}.",
                 "Lower --learning_rate or --max_grad_norm, or allow more with --guard_grad_norm.",
-                step=step,
+                step=beat.step,
             )
 
     # Ranks

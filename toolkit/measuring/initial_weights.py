@@ -11,6 +11,7 @@ import zlib
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from toolkit.measuring.attestation import gather_objects
 from toolkit.measuring.engine import local
@@ -26,6 +27,9 @@ ADVICE = (
 )
 
 
+SHARDED = "each rank holds a shard of its own already, so there is nothing to compare"
+
+
 def check(guards: Guards, model: Any) -> None:
     """Let the guards know of ranks that loaded other weights than most; every rank calls it.
 
@@ -34,6 +38,8 @@ def check(guards: Guards, model: Any) -> None:
     """
     if loaded_on_rank_0_only(model):
         guards.not_watched["initial weights"] = BY_RANK_0
+    elif any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        guards.not_watched["initial weights"] = SHARDED
     elif sentence := differing(model):
         guards.found("initial weights", sentence, ADVICE, step=0)
 

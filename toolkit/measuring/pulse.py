@@ -58,6 +58,7 @@ class Pulse:
         self._stream: torch.cuda.Stream | None = None
         self._step = 0
         self._open: _Sent | None = None
+        self._of_a_shard = False
         self._stop_asked = False
         self._stop_agreed = False
         self._begun = time.perf_counter()
@@ -127,6 +128,7 @@ class Pulse:
         wall, self._begun = now - self._begun, now
         self._read()
         self._step += 1
+        self._of_a_shard = isinstance(grad_norm, DTensor)
         own = _Kept(self._rank, list(losses), _local(grad_norm), order, list(sample_ids))
         busy = round(busy_seconds() * 1e6)
         host = [0.0] * FIELDS
@@ -172,7 +174,8 @@ class Pulse:
             return
         fields = sent.fields()
         self._stop_agreed = self._stop_agreed or fields[_STOP] > 0
-        self.guards.judge(_beat(sent.step, fields), lambda: gather_objects(sent.own.read()))
+        beat = _beat(sent.step, fields, of_a_shard=self._of_a_shard)
+        self.guards.judge(beat, lambda: gather_objects(sent.own.read()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +242,7 @@ def _norm_field(own: _Kept, skipped: Any, device: torch.device) -> torch.Tensor:
 def _local(norm: Any) -> Any:
     """Leave no collective in it: the whole norm of a DTensor would take one.
 
-    What is on the CPU is read at once. DeepSpeed says -1 for a step that it skipped.
+    What is on the CPU is read at once.
     """
     if isinstance(norm, DTensor):
         norm = norm.to_local()
@@ -248,7 +251,7 @@ def _local(norm: Any) -> Any:
     return norm
 
 
-def _beat(step: int, fields: list[float]) -> Beat:
+def _beat(step: int, fields: list[float], *, of_a_shard: bool) -> Beat:
     norm = fields[_NORM]
     busy, rank = divmod(int(fields[_BUSIEST]), _RANKS)
     return Beat(
@@ -256,6 +259,7 @@ def _beat(step: int, fields: list[float]) -> Beat:
         loss_is_finite=norm < _LOSS_NOT_FINITE,
         norm_is_finite=norm != _NORM_NOT_FINITE,
         skipped=norm == _SKIPPED,
+        of_a_shard=of_a_shard,
         grad_norm=norm if 0 <= norm < _NORM_NOT_FINITE else None,
         same_order=fields[_ORDER] == -fields[_ORDER_NEGATED],
         busiest=rank,

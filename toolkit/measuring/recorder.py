@@ -59,6 +59,7 @@ class Recorder:
         self._status = status
         self._rank = 0
         self._device = "cpu"
+        self._scales_loss = False
         self._clock = Clock()
         self._save_seconds: float | None = None
         self.steps_before = 0
@@ -113,6 +114,7 @@ class Recorder:
         """
         self._rank = accelerator.process_index
         self._device = str(accelerator.device)
+        self._scales_loss = accelerator.scaler is not None or self.asked.precision == "fp16"
         self.engaged = attestation.engaged_before(accelerator, model)
         self._require(self.asked.before_first_step())
         self._watch_clipping(accelerator)
@@ -450,7 +452,8 @@ class Recorder:
             self.pulse.step_done(
                 losses=[batch.loss for batch in self._step],
                 grad_norm=self._grad_norm,
-                skipped=skipped or self._found_inf,
+                # DeepSpeed skips in fp32 as well, where it means that something is wrong.
+                skipped=(skipped or self._found_inf) if self._scales_loss else None,
                 order=self._order.value,
                 busy_seconds=self._clock.busy_seconds,
                 sample_ids=[batch.sample_ids for batch in self._step],

@@ -1,7 +1,7 @@
 """Interludes: forwards between two optimizer steps, of which the training is to notice nothing.
 
-Modes, random numbers and what an engine remembers of its last passes are afterwards as they were
-before, so losses, and the collectives of the next step, are those of a training without it.
+Modes, torch's random numbers and what an engine remembers of its last passes are afterwards as they
+were before, so losses, and the collectives of the next step, are those of a training without it.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from transformers.training_args import ParallelMode
 
 from toolkit.checkpoints.keeping import Keeper
-from toolkit.checkpoints.resuming import Resumed
+from toolkit.checkpoints.resuming import Resumed, drop_steps_after
 from toolkit.checkpoints.trainers import (
     find_for,
     keeper_for,
@@ -94,7 +94,10 @@ class ToolkitTrainer(Trainer):
             UsageError: on every rank, before anything is loaded, when the checkpoint is damaged or
                 of another training.
         """
-        return self.train_from(find_for(self, resume_from_checkpoint), **kwargs)
+        resumed = find_for(self, resume_from_checkpoint)
+        if resumed is not None and self.args.should_save:
+            drop_steps_after(Path(self.args.output_dir) / "steps.jsonl", resumed.step)
+        return self.train_from(resumed, **kwargs)
 
     def train_from(self, resumed: Resumed | None, **kwargs: Any) -> Any:
         """Train, from a checkpoint that all ranks have found whole."""
