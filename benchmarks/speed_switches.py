@@ -5,8 +5,11 @@
 
 Every variant trains the same model on the same data in the same order, in ranks that stay: round
 after round, each time from the same weights, so whatever else the machine does falls on all of
-them. Time is that of a window of steps after a warm-up. On a CPU it is that of the first rank's
-processor, of which other work takes nothing, and no ratio of it says anything of a GPU.
+them. `tuned` is what `--tuned` switches on, but that no variant logs; `recipe` has packing and,
+with --compile, compiled layers besides. Ratios are to `stock`, and to `all off`, which is stock but
+that it spares DDP the search for unused parameters. Time is that of a window of steps after a
+warm-up. On a CPU it is that of the first rank's processor, of which other work takes nothing, and
+no ratio of it says anything of a GPU.
 """
 
 from __future__ import annotations
@@ -18,9 +21,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from toolkit.strategies import get_strategy
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -35,6 +41,9 @@ SWITCHES: dict[str, dict[str, Any]] = {
 }
 """In the recipe, where the strategy has them; compiled layers with --compile."""
 
+NOT_TUNED = ("packing", "compiled layers")
+"""Of the recipe, what is for the user to choose."""
+
 FOR_MEMORY: dict[str, dict[str, Any]] = {
     "checkpoint selective": {"checkpoint_layers": "selective"},
     "checkpoint every:2": {"checkpoint_layers": "every:2"},
@@ -42,7 +51,8 @@ FOR_MEMORY: dict[str, dict[str, Any]] = {
 }
 """Slower, and smaller: not in the recipe."""
 
-ONLY_FOR = {"bucket view": "ddp", "prefetch": "fsdp"}
+ONLY_FOR = {"fused optimizer": ("ddp", "fsdp"), "bucket view": ("ddp",), "prefetch": ("fsdp",)}
+"""The backends that a switch is for, where it isn't for all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +70,11 @@ class Variant:
 
 
 def variants(strategy: str, *, compiled: bool) -> list[Variant]:
+    backend = get_strategy(strategy).backend
     recipe = [
         name
         for name in SWITCHES
-        if ONLY_FOR.get(name, strategy) == strategy and (compiled or name != "compiled layers")
+        if backend in ONLY_FOR.get(name, (backend,)) and (compiled or name != "compiled layers")
     ]
 
     def ours(name: str, switches: list[str], **speed: Any) -> Variant:
@@ -71,15 +82,19 @@ def variants(strategy: str, *, compiled: bool) -> list[Variant]:
             speed |= SWITCHES[each]
         return Variant(name=name, switches=frozenset(switches), speed=speed)
 
+    tuned = [name for name in recipe if name not in NOT_TUNED]
+    without = {each: [other for other in recipe if other != each] for each in recipe}
     return [
         Variant(name="stock", kind="stock"),
         ours("all off", []),
         *(ours(f"{each} alone", [each]) for each in recipe),
+        ours("tuned", tuned),
         *(
-            ours(f"tuned without {each}", [other for other in recipe if other != each])
-            for each in recipe
+            ours(f"recipe without {each}", rest)
+            for each, rest in without.items()
+            if rest != tuned  # that row is there
         ),
-        ours("tuned", recipe),
+        ours("recipe", recipe),
         *(ours(name, [], **speed) for name, speed in FOR_MEMORY.items()),
         Variant(name="trl", kind="trl"),
         Variant(name="trl packing", kind="trl", switches=frozenset({"packing"})),
@@ -140,24 +155,25 @@ def launched(strategy: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def print_table(strategy: str, told: dict[str, Any]) -> None:
     runs = told["runs"]
-    base = {run["round"]: run for run in runs if run["variant"] == "stock"}
+    stock, off = (
+        {run["round"]: run for run in runs if run["variant"] == name}
+        for name in ("stock", "all off")
+    )
     print(f"\n{strategy}, {told['ranks']} ranks on {told['device']}; {told['what']}\n")
     print(
-        "| variant | supervised tokens/s | to stock | step seconds | to stock | peak MiB "
-        "| loss, to stock |"
+        "| variant | supervised tokens/s | to stock | to all off | step seconds | to stock "
+        "| to all off | peak MiB | loss, to stock |"
     )
-    print("|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|")
     for name in dict.fromkeys(run["variant"] for run in runs):
         rounds = [run for run in runs if run["variant"] == name]
-        rates = [run["tokens"] / run["seconds"] for run in rounds]
-        steps = [run["seconds"] / run["steps"] for run in rounds]
-        cells = [name, f"{statistics.median(rates):,.0f}"]
-        cells.append(compared([_rate(run) / _rate(base[run["round"]]) for run in rounds], base))
-        cells.append(f"{statistics.median(steps):.3f}")
-        cells.append(compared([_step(run) / _step(base[run["round"]]) for run in rounds], base))
+        cells = [name, f"{statistics.median(map(_rate, rounds)):,.0f}"]
+        cells += [compared(_rate, rounds, base) for base in (stock, off)]
+        cells.append(f"{statistics.median(map(_step, rounds)):.3f}")
+        cells += [compared(_step, rounds, base) for base in (stock, off)]
         peak = rounds[0]["peak_bytes"]
         cells.append("not counted" if peak is None else f"{peak / 2**20:.1f}")
-        cells.append(loss_told(rounds[0], base.get(rounds[0]["round"])))
+        cells.append(loss_told(rounds[0], stock.get(rounds[0]["round"])))
         print("| " + " | ".join(cells) + " |", flush=True)
 
 
@@ -169,9 +185,12 @@ def _step(run: dict[str, Any]) -> float:
     return run["seconds"] / run["steps"]
 
 
-def compared(ratios: list[float], base: dict[int, Any]) -> str:
+def compared(
+    of: Callable[[dict[str, Any]], float], rounds: list[dict[str, Any]], base: dict[int, Any]
+) -> str:
     if not base:
         return "-"
+    ratios = [of(run) / of(base[run["round"]]) for run in rounds]
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 

@@ -9,7 +9,7 @@ ALL = ("--tuned", "true", "--loss_chunk_tokens", "16")
 
 SWITCHED = {
     "ddp": (
-        *(*ALL, "--engine", "loop", "--checkpoint_layers", "every:2"),
+        *(*ALL, "--engine", "loop", "--checkpoint_layers", "all"),
         *("--compile_blocks", "true", "--compile_backend", "aot_eager"),
     ),
     "fsdp": (*ALL, "--engine", "loop", "--checkpoint_layers", "selective"),
@@ -63,6 +63,8 @@ def test_all_switches_together_have_the_losses_of_a_plain_run(strategy, trained)
         }[strategy]
     )
     assert said["left_out"] == {}
+    assert tuned["training"]["activation_checkpointing"] is (strategy == "ddp")
+    assert plain["training"]["activation_checkpointing"] is False
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "zero3"])

@@ -60,6 +60,7 @@ def test_mistakes_leave_with_status_2_and_nothing_written(launch_environment, tm
         ("--engine", "loop", "--torch_compile", "True"): "--torch_compile",
         ("--evidence", "kept", "--torch_compile", "True"): "--evidence looks into",
         ("--resume_from_checkpoint",): "pass the --output_dir of the run",
+        ("--save_steps", "0"): "--save_steps 0",
         ("--save_strategy", "best"): "--save_strategy best is not known here",
         ("--ignore_data_skip", "True"): "--ignore_data_skip",
         ("--resume_from_checkpoint", "last", "--output_dir", str(unfinished / "checkpoint-5")): (

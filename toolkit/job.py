@@ -80,7 +80,7 @@ def checked_job(argv: list[str]) -> Job:
     from toolkit.checkpoints.run import resumed_job
     from toolkit.training.arguments import own_arguments, training_arguments, training_values
     from toolkit.training.data import count_steps, rows_needed, training_rows
-    from toolkit.training.evaluation_plan import planned_evaluation
+    from toolkit.training.evaluation_plan import not_done_with_evidence, planned_evaluation
     from toolkit.training.methods import asked_precision, check_strategy, checked_method
     from toolkit.training.model import load_tokenizer, resolve_tokenizer
     from toolkit.training.prepare import model_and_data
@@ -147,10 +147,11 @@ def checked_job(argv: list[str]) -> Job:
     rate, batch = _learning_rate(values, run, global_batch)
     if rate != values["learning_rate"]:
         rest = [*rest, f"--learning_rate={rate!r}"]
-    if rank() == 0:
-        print(f"toolkit: {batch}", flush=True)  # noqa: T201
-    evaluation = None
-    if run.evidence is None:  # of a run that is taken apart nobody asks what it learned
+    told, evaluation = [batch, *method.notes()], None
+    if run.evidence is not None:  # of a run that is taken apart nobody asks what it learned
+        undone = not_done_with_evidence(data_arguments, samples=run.sample_prompts)
+        told += [undone] if undone else []
+    else:
         evaluation = planned_evaluation(
             values,
             model=model,
@@ -161,6 +162,8 @@ def checked_job(argv: list[str]) -> Job:
             steps=steps,
             global_batch=global_batch,
         )
+    for line in told if rank() == 0 else ():
+        print(f"toolkit: {line}", flush=True)  # noqa: T201
     if values["label_smoothing_factor"]:
         check_fillers(rows, global_batch, of="--label_smoothing_factor")
     args = training_arguments(rest, model=model, run=run)

@@ -230,6 +230,8 @@ class Data(TypedDict):
     longest: NotRequired[int | None]
     tokens: NotRequired[int | None]
     supervised_tokens: NotRequired[int | None]
+    asked: NotRequired[dict[str, Any]]
+    """The flags for data that were not at their defaults."""
 
 
 # By call: `from` is no name that a class could have.

@@ -32,15 +32,13 @@ if TYPE_CHECKING:
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_REFUSED = 3
-EXIT_PREEMPTED = 143
-"""What a process has that SIGTERM ended: 128 + 15."""
 
 
 def main() -> None:
     """Train in this rank; leave with 0, 1 (failed), 2 (usage), 3 (refused) or 143 (preempted)."""
     die_with_launcher()
     quiet()
-    from toolkit.checkpoints.preemption import Preempted
+    from toolkit.checkpoints.preemption import EXIT_PREEMPTED, Preempted
     from toolkit.measuring.attestation import Refused
 
     code = 0
@@ -110,7 +108,7 @@ def train(job: Job, status: StatusFile) -> None:
         seed=job.args.seed,
         start=Path(job.args.output_dir) / STARTING_ADAPTER if rank() == 0 else None,
     )
-    speed = Speed(job.speed)
+    speed = Speed(job.speed, job.args)
     speed.apply(model, loop=job.args if job.run.engine == "loop" else None)
     for why in speed.left_out.values() if rank() == 0 else ():
         print(f"toolkit: left out of --tuned: {why}", flush=True)  # noqa: T201
@@ -130,7 +128,7 @@ def train(job: Job, status: StatusFile) -> None:
             recorder.finish(throughput_steps=job.run.throughput_steps), job.evaluation, watching
         )
     except Refused as error:
-        if rank() == 0:
+        if rank() == 0 and job.resumed is None:  # a record would close a folder of checkpoints
             refused = _described(job, speed) | {"final": None} | recorder.refused(error)
             write_json(Path(job.args.output_dir) / RECORD_FILE, refused)
         raise
@@ -246,7 +244,7 @@ def _companions(
     class SaveAtTheEnd(Companion):
         def prepared(self, prepared: Prepared) -> None:
             self.engine = prepared
-            if job.resumed is not None and job.resumed.step >= job.steps:
+            if job.resumed is not None and job.resumed.step == job.steps:
                 self.step_done(job.steps)  # it died within this save, or after it
 
         def step_done(self, step: int) -> None:
@@ -359,7 +357,9 @@ def _described(job: Job, speed: Speed) -> dict[str, Any]:
             "optimizer": str(args.optim.value),
             # transformers 5.23 renames it, and keeps the old name as an alias.
             "activation_checkpointing": bool(
-                getattr(args, "activation_checkpointing", False) or args.gradient_checkpointing
+                getattr(args, "activation_checkpointing", False)
+                or args.gradient_checkpointing
+                or speed.checkpoints_all
             ),
             "lr_scheduler_type": str(args.lr_scheduler_type.value),
             "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",

@@ -93,6 +93,17 @@ def test_a_run_that_was_resumed_is_judged_from_there_on(compare):
     assert judgement.gates["evaluation"] is True
 
 
+def test_where_no_evaluation_was_compared_no_gate_holds(compare):
+    control = evaluated(5.0, 4.5, 4.0, steps=(0, 2, 40))
+    judgement = compare(evaluated(4.0, steps=(40,)), control=control, first_step=3)
+    assert "evaluation" not in judgement.gates
+    assert "went on at step 3" in judgement.not_measured["gates.evaluation"]
+    assert judgement.eval_loss_gap == 0
+    judgement = compare(evaluated(4.0, steps=(40,)), control=evaluated(4.0, steps=(40,)))
+    assert "evaluation" not in judgement.gates
+    assert "within the first 20 steps" in judgement.not_measured["gates.evaluation"]
+
+
 SAMPLES = [{"prompt": "def add(a, b):\n", "before": "xx", "after": "Return | the sum."}]
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from toolkit.comparing.reporting import matching
 from toolkit.comparing.scheduling import preparing, schedule, starting
 from toolkit.comparing.scheduling.options import CompareOptions
 from toolkit.comparing.scheduling.schedule import compare
@@ -211,6 +212,31 @@ def test_without_any_control_nothing_is_said_to_hold(world):
     fsdp = next(row for row in results["runs"] if row["strategy"] == "fsdp")
     assert fsdp["gates"] == {}
     assert fsdp["not_measured"]["gates.loss"] == "no control has run to its end"
+
+
+def test_preparing_is_told_every_strategy_that_will_run_and_whether_it_is_a_rehearsal(
+    world, monkeypatch
+):
+    monkeypatch.setattr(
+        schedule.environment, "missing_for", lambda s: "no libaio" if "nvme" in s.name else None
+    )
+    script = "import sys; print(*sys.argv[1:], file=sys.stderr); print('no'); sys.exit(2)"
+    monkeypatch.setattr(preparing, "PREPARE", (sys.executable, "-c", script))
+    with pytest.raises(UsageError, match=r"--strategies=single,ddp,zero2 --rehearsal --engine"):
+        world.compare("ddp", "zero3_nvme", "zero2")
+    assert not world.output.exists()
+
+
+def test_a_comparison_says_what_was_switched_on_for_speed(world):
+    world.fake["training"] = {"speed": {"tuned": True, "on": {"loss_impl": "chunked"}}}
+    world.compare("single", "ddp")
+    assert world.results()["fixed"]["speed switches"] == "loss_impl chunked"
+
+
+def test_runs_from_before_there_were_switches_say_nothing_of_them(world):
+    world.compare("single", "ddp")
+    assert "speed switches" not in world.results()["fixed"]
+    assert "speed switches" not in matching.SAME_TRAINING
 
 
 def test_a_strategy_that_cannot_run_here_is_skipped_and_costs_nothing(world, monkeypatch):

@@ -12,7 +12,20 @@ from toolkit.comparing.reporting.words import (
     share,
     size,
     size_between,
+    switches_in_words,
 )
+
+
+def test_switches_that_are_for_one_backend_say_so():
+    chunked = {"loss_impl": "chunked", "loss_chunk_tokens": 1024, "lean_masks": "no mask asked for"}
+    layers = {"checkpoint_layers": {"asked": "every:2", "layers": [0]}}
+    single = {"speed": {"tuned": True, "on": chunked | layers, "left_out": {}}}
+    ddp = {"speed": {"tuned": True, "on": chunked | layers | {"ddp_bucket_view": True}}}
+    assert switches_in_words([single, ddp]) == (
+        "loss_impl chunked, loss_chunk_tokens 1024, lean_masks no mask asked for, "
+        "checkpoint_layers every:2, ddp_bucket_view (where it applies)"
+    )
+    assert switches_in_words([{"speed": {"on": {}}}]) == "none"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from toolkit.errors import UsageError
 from toolkit.measuring.memory import state_bytes
 from toolkit.results import STARTING_ADAPTER
 from toolkit.strategies import get_strategy
-from toolkit.training import adapters, saving
+from toolkit.training import adapters, methods, saving
 from toolkit.training.adapters import ADAPTER_FILE, load_for
 from toolkit.training.arguments import ModelArguments
 from toolkit.training.method_arguments import MethodArguments
@@ -190,6 +190,45 @@ def test_4_bit_weights_are_unpacked_to_be_merged(tmp_path, accelerator, request,
     assert not torch.allclose(logits(merged), logits(trained(adapted(folder, "lora"))), atol=1e-3)
 
 
+@pytest.fixture(scope="module", params=["mixtral", "qwen3_moe"])
+def mixture(request, tmp_path_factory):
+    """A model whose experts are fused, and the part of its weights that they are."""
+    folder = tmp_path_factory.mktemp(request.param)
+    changes = {"num_local_experts": 8} if request.param == "mixtral" else {}
+    model = small_of(request.param, "sdpa", **changes)
+    model.save_pretrained(folder)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    fused = sum(size for name, size in sizes.items() if ".experts." in name)
+    ends = sum(size for name, size in sizes.items() if "embed" in name or "lm_head" in name)
+    return folder, fused / (sum(sizes.values()) - ends)
+
+
+def test_packing_a_model_whose_weights_are_mostly_fused_experts_is_refused(mixture, monkeypatch):
+    folder, share = mixture
+    monkeypatch.setattr(methods, "MOST_UNPACKED", share - 0.001)
+    with pytest.raises(UsageError, match=rf"qlora would leave {share:.0%} of the weights of"):
+        method_of(folder, "qlora")
+    method_of(folder, "lora")
+
+
+def test_a_mixture_of_experts_is_not_packed(tmp_path):
+    small_of("mixtral", "sdpa", num_local_experts=8).save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="experts are fused into single tensors"):
+        method_of(tmp_path, "qlora")
+
+
+def test_a_run_says_that_fused_experts_get_no_adapters(mixture, llama):
+    folder, share = mixture
+    method = method_of(folder)
+    assert method.facts()["fused_experts"] == pytest.approx(share, abs=1e-4)
+    (note,) = method.notes()
+    assert f"the fused experts, {share:.0%} of the weights" in note
+    assert "no adapters" in note
+    assert method_of(llama).notes() == []
+    assert method_of(llama).facts()["fused_experts"] is None
+    assert method_of(llama, "qlora").notes() == []
+
+
 def test_experts_that_are_no_linear_layers_are_left_alone_and_saved_as_their_family_does(
     tmp_path, accelerator
 ):
@@ -337,7 +376,7 @@ def test_a_hub_model_is_named_as_the_user_named_it(llama):
     ("flags", "said"),
     [
         ({"lora_target_modules": ["q_prj"]}, r"q_prj is no layer of .*near: q_proj"),
-        ({"lora_target_modules": ["lm_head"]}, "lm_head is no linear layer with weights of its"),
+        ({"lora_target_modules": ["lm_head"]}, "lm_head is the output head, which gets no"),
         ({"lora_target_modules": ["embed_tokens", "x"]}, "embed_tokens is no .*; x is no layer"),
         ({"dtype": "float16", "precision": "bf16"}, "--dtype float16 and computing in bfloat16"),
     ],

@@ -183,6 +183,7 @@ def test_every_kind_of_file_gives_the_same_rows(kind, tmp_path, own_cache, token
         "longest": 4,
         "tokens": 8,
         "supervised_tokens": 5,
+        "asked": {"train_file": str(path)},
     }
 
 

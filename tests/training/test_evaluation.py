@@ -8,6 +8,7 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from small_models import tiny_llama
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainingArguments
 
 from toolkit import ToolkitTrainer
@@ -15,13 +16,22 @@ from toolkit.errors import UsageError
 from toolkit.measuring.attestation import Asked
 from toolkit.measuring.recorder import Recorder
 from toolkit.strategies import get_strategy
+from toolkit.training.arguments import parse_own, training_values
 from toolkit.training.companions import CompanionsCallback
 from toolkit.training.data import Collator
 from toolkit.training.data_arguments import DataArguments
 from toolkit.training.evaluation import Evaluation, loss_and_tokens, perplexity
-from toolkit.training.evaluation_plan import Schedule, check_evaluation, prompts_of, schedule
+from toolkit.training.evaluation_plan import (
+    Schedule,
+    check_evaluation,
+    not_done_with_evidence,
+    prompts_of,
+    schedule,
+)
 from toolkit.training.interlude import NotBetweenSteps, interlude
 from toolkit.training.loop import train_loop
+from toolkit.training.speed import Speed
+from toolkit.training.speed_arguments import SpeedArguments
 from toolkit.training.tokens import IGNORED
 
 COLLATE = Collator(pad_token_id=0)
@@ -113,6 +123,47 @@ def test_long_rows_are_summed_chunk_by_chunk(accelerator, monkeypatch):
     monkeypatch.setattr("toolkit.training.evaluation.CHUNK", 7)
     parts = loss_and_tokens(accelerator, model, rows, COLLATE, batch_rows=2)
     assert parts == (pytest.approx(whole[0], rel=1e-12), whole[1])
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_with_the_chunked_loss_no_more_logits_are_held_than_in_training(accelerator, autocast):
+    vocabulary, chunk, rows = 997, 8, ragged(7)
+    model, speed = (
+        tiny_llama(vocabulary=vocabulary),
+        Speed(SpeedArguments(tuned=True, loss_chunk_tokens=chunk)),
+    )
+    held = [0]
+    inner = model.lm_head.register_forward_hook(
+        lambda _, __, out: held.append(out.numel() if out.shape[-1:] == (vocabulary,) else 0)
+    )
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        whole = loss_and_tokens(accelerator, model, rows, COLLATE, batch_rows=4)
+    assert max(held) > chunk * vocabulary
+    inner.remove()
+    speed.apply(model)
+    collate, seen = speed.collating(COLLATE), Widest(vocabulary)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), seen:
+        found = loss_and_tokens(accelerator, model, rows, collate, batch_rows=4)
+    assert 0 < seen.tokens <= chunk
+    assert found == (pytest.approx(whole[0], rel=1e-3 if autocast else 1e-6), whole[1])
+    silent = Dataset.from_list([{"input_ids": [5, 6], "labels": [IGNORED] * 2, "sample_id": 9}])
+    assert loss_and_tokens(accelerator, model, silent, collate, batch_rows=1) == (0, 0)
+
+
+class Widest(TorchDispatchMode):
+    """The most tokens of a tensor whose last dimension is the vocabulary."""
+
+    def __init__(self, vocabulary):
+        super().__init__()
+        self.vocabulary, self.tokens = vocabulary, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and found.shape[-1:] == (self.vocabulary,):
+            # The transposed head is as wide, and has as many rows as a state has numbers.
+            rows = found.numel() // self.vocabulary
+            self.tokens = max(self.tokens, 0 if found.shape[0] == 32 else rows)
+        return found
 
 
 def test_perplexity_is_the_exponential_or_infinite():
@@ -281,11 +332,33 @@ def test_asking_for_evaluation_without_rows_is_refused(flags, said):
         ({"bf16_full_eval": True}, "--bf16_full_eval: toolkit.train evaluates in the precision"),
         ({"eval_steps": 1.5}, "--eval_steps 1.5: use a number of steps"),
         ({"eval_steps": -1}, "--eval_steps -1: use a number of steps"),
+        ({"eval_steps": 50}, "--eval_steps 50 says when .*, and no was passed"),
+        ({"eval_strategy": "epoch", "eval_steps": 0.5}, "--eval_steps 0.5 .*, and epoch was"),
     ],
 )
 def test_what_is_not_done_is_refused(flags, said):
     with pytest.raises(UsageError, match=said):
         check_evaluation(values(**flags), DataArguments(validation_split_percentage=5))
+
+
+def test_steps_that_ask_for_evaluations_are_heard_with_their_strategy_and_without():
+    data = DataArguments(validation_split_percentage=5)
+    model, _, run, rest = parse_own(["--eval_steps", "2"])
+    for more in ([], ["--eval_strategy", "steps"]):
+        check_evaluation(training_values([*rest, *more], model=model, run=run), data)
+    never = training_values([*rest, "--eval_strategy", "no"], model=model, run=run)
+    with pytest.raises(UsageError, match="--eval_steps 2 .*no was passed"):
+        check_evaluation(never, data)
+
+
+def test_a_run_that_is_taken_apart_says_what_it_does_not_evaluate():
+    held_out = DataArguments(validation_split_percentage=5, max_eval_samples=3)
+    assert not_done_with_evidence(DataArguments(), samples=None) is None
+    assert not_done_with_evidence(DataArguments(), samples=0) is None
+    assert not_done_with_evidence(held_out, samples=2) == (
+        "--sample_prompts, --validation_split_percentage: nothing is evaluated or sampled in a run "
+        "with --evidence"
+    )
 
 
 def test_prompts_are_what_stands_before_the_first_learned_token_each_once():

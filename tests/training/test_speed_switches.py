@@ -1,10 +1,13 @@
 """The switches that make training faster or smaller: each is on, and nothing it learns changes."""
 
+import importlib
 import json
+from pathlib import Path
 
 import pytest
 import torch
-from accelerate import DistributedDataParallelKwargs
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from datasets import Dataset
 from small_models import small_of, tiny_llama
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,12 +17,16 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from toolkit.errors import UsageError
 from toolkit.measuring.peak import PeakLedger
 from toolkit.strategies import STRATEGIES
-from toolkit.training.arguments import own_arguments
+from toolkit.training.arguments import RunArguments, own_arguments, training_values
 from toolkit.training.batches import Collator
+from toolkit.training.evaluation import loss_and_tokens
+from toolkit.training.methods import asked_precision
+from toolkit.training.model import ModelArguments, build_model, load_tokenizer
 from toolkit.training.packing import PROVEN_MODELS
+from toolkit.training.samples import continuations
 from toolkit.training.speed import Speed
 from toolkit.training.speed.buckets import ddp_options
-from toolkit.training.speed.checkpointing import KEPT, checkpoint_layers, fewest_layers
+from toolkit.training.speed.checkpointing import KEPT, checkpoint_layers
 from toolkit.training.speed.lean_batches import (
     LeanCollator,
     block_causal_mask,
@@ -171,6 +178,48 @@ def test_the_speed_of_a_model_that_takes_nothing_is_said():
             Speed(SpeedArguments(**named)).apply(small_of("opt", "eager"))
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe"])
+def test_the_loss_of_routers_is_left_as_it_is_for_it_would_count_padding(kind):
+    def routed():
+        return small_of(kind, "eager", output_router_logits=True, router_aux_loss_coef=1.0)
+
+    collate = Collator(pad_token_id=0)
+    padded, wanted = collate(rows()), learned(routed(), collate(rows()))
+    del padded["attention_mask"]
+    assert abs(learned(routed(), padded)[0] - wanted[0]) > 1e-3
+    model, speed = routed(), Speed(SpeedArguments(tuned=True))
+    speed.apply(model)
+    assert speed.left_out.keys() == {"loss_impl", "lean_masks"}
+    assert "padding in the routers' loss" in speed.left_out["lean_masks"]
+    assert_equal(wanted, learned(model, speed.collating(collate)(rows())))
+    with pytest.raises(UsageError, match="routers' loss.*--lean_masks false"):
+        Speed(SpeedArguments(lean_masks=True)).apply(routed())
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"use_liger_kernel": True}, "--use_liger_kernel both replace the loss"),
+        ({"label_smoothing_factor": 0.1}, "leaves no logits for --label_smoothing_factor"),
+    ],
+)
+def test_tuned_gives_way_to_what_else_is_asked_of_the_loss(asked, why, tmp_path, monkeypatch):
+    tuned = SpeedArguments(tuned=True)
+    monkeypatch.setattr("toolkit.training.speed_arguments.find_spec", lambda _: object())
+    check_speed(tuned, asked, strategy=STRATEGIES["ddp"])
+    with pytest.raises(UsageError, match=why):
+        check_speed(SpeedArguments(loss_impl="chunked"), asked, strategy=STRATEGIES["ddp"])
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    for name, value in asked.items():
+        setattr(args, name, value)
+    speed = Speed(tuned, args)
+    speed.apply(tiny_llama())
+    assert speed.on.keys() == {"lean_masks"}
+    assert why in speed.left_out["loss_impl"]
+    with pytest.raises(UsageError, match=why):
+        Speed(SpeedArguments(loss_impl="chunked"), args).apply(tiny_llama())
+
+
 # Activation checkpointing
 
 
@@ -221,12 +270,22 @@ def test_what_selective_keeps_are_operations_that_torch_has():
     assert all(isinstance(each, torch._ops.OpOverload) for each in KEPT)
 
 
-def test_the_fewest_layers_that_save_enough_are_found():
-    of = {"layers": 8, "saved_bytes_of": lambda count: 100 * count}
-    assert fewest_layers(**of, needed_bytes=0) == 0
-    assert fewest_layers(**of, needed_bytes=250) == 3
-    assert fewest_layers(**of, needed_bytes=800) == 8
-    assert fewest_layers(**of, needed_bytes=801) is None
+@pytest.mark.parametrize(
+    ("chosen", "every"),
+    [
+        ("none", False),
+        ("all", True),
+        ("every:1", True),
+        ("4", True),
+        ("every:2", False),
+        ("3", False),
+        ("selective", False),
+    ],
+)
+def test_it_is_known_whether_every_layer_is_computed_again_as_a_whole(chosen, every):
+    speed = Speed(SpeedArguments(checkpoint_layers=chosen))
+    speed.apply(tiny_llama(num_hidden_layers=4))
+    assert speed.checkpoints_all is every
 
 
 def test_the_loop_obeys_the_trainers_own_flag_as_the_trainer_does(tmp_path):
@@ -283,6 +342,33 @@ def test_layers_share_one_graph_and_other_lengths_have_one_more():
         graphs.append(stats["unique_graphs"] - before)
     torch._dynamo.reset()
     assert graphs == [1, 2, 2, 2]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_layers_are_still_compiled_after_evaluations_and_samples(cache):
+    accelerator, tokenizer = Accelerator(cpu=True), load_tokenizer(build_model())
+    model, speed = (
+        tiny_llama(num_hidden_layers=12, vocabulary=len(tokenizer)),
+        Speed(SpeedArguments(compile_blocks=True, compile_backend="aot_eager", tuned=True)),
+    )
+    speed.apply(model)
+    texts = Dataset.from_list(rows((9, 23, 5, 16, 12, 12, 30)))
+    collate = speed.collating(Collator(pad_token_id=0))
+    torch._dynamo.reset()
+    stats = torch._dynamo.utils.counters["stats"]
+    loss_and_tokens(accelerator, model, texts, collate, batch_rows=2)
+    evaluated = stats["unique_graphs"]
+    prompts = [tokenizer.encode(text) for text in ("def add(a, b):\n", "def sub")]
+    assert all(continuations(accelerator, model, prompts, tokenizer))
+    assert stats["unique_graphs"] == evaluated
+    graphs = []
+    for length in (8, 12, 16, 9):
+        ids = torch.randint(60, (2, length))
+        model(input_ids=ids, labels=ids).loss.backward()
+        graphs.append(stats["unique_graphs"] - evaluated)
+    torch._dynamo.reset()
+    assert graphs[0] >= 1
+    assert graphs[1:] == [graphs[1]] * 3, "the lengths of a batch are compiled once more, if at all"
 
 
 def test_a_backend_that_torch_lacks_is_refused():
@@ -383,6 +469,29 @@ def test_tuned_logs_seldom_and_fuses_adamw_unless_told_otherwise():
 
 
 @pytest.mark.parametrize(
+    ("rest", "launched", "fused"),
+    [
+        (["--fp16"], None, False),
+        (["--fp16", "--seed", "3"], None, False),
+        (["--fp16", "True"], "no", False),
+        (["--fp16=true"], "bf16", False),
+        (["--fp16", "False"], None, True),
+        (["--fp16=false", "--fp16_full_eval"], "bf16", True),
+        ([], "fp16", False),
+        (["--bf16"], "fp16", True),
+        ([], "bf16", True),
+    ],
+)
+def test_fp16_keeps_its_optimizer_whose_skipped_steps_are_known(rest, launched, fused):
+    env = {} if launched is None else {"ACCELERATE_MIXED_PRECISION": launched}
+    flags = SpeedArguments(tuned=True).with_flags(rest, STRATEGIES["fsdp"], env=env)
+    assert ("--optim=adamw_torch_fused" in flags) is fused
+    assert "--logging_steps=10" in flags
+    values = training_values(rest, model=ModelArguments(), run=RunArguments())
+    assert fused is (asked_precision(values, env) != "fp16")
+
+
+@pytest.mark.parametrize(
     ("flags", "says"),
     [
         (["--checkpoint_layers", "some"], "--checkpoint_layers some: use none, all, every:2"),
@@ -399,7 +508,7 @@ def test_values_that_mean_nothing_are_refused(flags, says):
 @pytest.mark.parametrize(
     ("flags", "values", "strategy", "says"),
     [
-        ({"tuned": True}, {"use_liger_kernel": True}, "ddp", "both replace the loss"),
+        ({"loss_impl": "chunked"}, {"use_liger_kernel": True}, "ddp", "both replace the loss"),
         ({}, {"use_liger_kernel": True}, "ddp", "--use_liger_kernel needs a GPU"),
         ({"loss_impl": "chunked"}, {"label_smoothing_factor": 0.1}, "ddp", "leaves no logits"),
         (
@@ -419,6 +528,17 @@ def test_switches_that_contradict_what_else_is_asked_are_refused(flags, values, 
         check_speed(SpeedArguments(**flags), values, strategy=STRATEGIES[strategy], on_gpu=False)
 
 
+@pytest.mark.parametrize("flags", [{"ddp_bucket_view": True}, {"fsdp_prefetch": 2}])
+def test_the_control_of_a_comparison_takes_the_switches_of_the_others(flags):
+    arguments = SpeedArguments(**flags)
+    check_speed(arguments, {}, strategy=STRATEGIES["single"], on_gpu=False)
+    with pytest.raises(UsageError):
+        check_speed(arguments, {}, strategy=STRATEGIES["zero1"], on_gpu=False)
+
+
+ROUTED = {"architectures": ["MixtralForCausalLM"], "output_router_logits": True}
+
+
 @pytest.mark.parametrize(
     ("flags", "config", "says"),
     [
@@ -429,6 +549,9 @@ def test_switches_that_contradict_what_else_is_asked_are_refused(flags, values, 
         ({"checkpoint_layers": "4"}, {"num_hidden_layers": 4}, None),
         ({"tuned": True}, {"architectures": ["OPTForCausalLM"]}, None),
         ({"loss_impl": "chunked"}, {"architectures": ["LlamaForCausalLM"]}, None),
+        ({"loss_impl": "chunked"}, ROUTED, "--loss_impl chunked: not with the routers' loss"),
+        ({"lean_masks": True}, ROUTED, "--lean_masks: not with the routers' loss"),
+        ({"tuned": True}, ROUTED, None),
     ],
 )
 def test_what_a_model_cannot_do_is_known_before_it_is_loaded(flags, config, says, tmp_path):
@@ -451,3 +574,32 @@ def test_all_that_does_not_go_together_is_said_at_once():
     with pytest.raises(UsageError) as refused:
         check_speed(arguments, values, strategy=STRATEGIES["ddp"], evidence=True)
     assert str(refused.value).count(";") == 3
+
+
+# What is measured
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp_grad_op", "zero2"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_the_benchmark_calls_tuned_is_what_the_flag_switches_on(
+    strategy, compiled, monkeypatch
+):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    made = importlib.import_module("speed_switches").variants(strategy, compiled=compiled)
+    names = [each.name for each in made]
+    assert len(set(names)) == len(names)
+    asked, tuned = (
+        SpeedArguments(**next(each for each in made if each.name == "tuned").speed),
+        SpeedArguments(tuned=True),
+    )
+    switches = ["chunked_loss", "uses_lean_masks", "compiles_blocks", "checkpoint_layers"]
+    of = {"ddp": ["gradients_in_buckets"], "fsdp": ["prefetched_layers"]}
+    switches += of.get(STRATEGIES[strategy].backend, [])
+    for switch in switches:
+        assert getattr(asked, switch) == getattr(tuned, switch), switch
+    on = {each.name: each.switches for each in made}
+    assert "packing" not in on["tuned"]
+    assert on["recipe"] - on["tuned"] == {"packing"} | ({"compiled layers"} if compiled else set())
+    assert list(on.values()).count(on["tuned"]) == 1
+    fused = "--optim=adamw_torch_fused" in tuned.with_flags([], STRATEGIES[strategy], env={})
+    assert ("fused optimizer" in on["tuned"]) is fused

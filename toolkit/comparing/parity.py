@@ -386,7 +386,10 @@ def judge_data(judgement: Judgement, record: Record, control: Record) -> None:
 def judge_evaluation(
     judgement: Judgement, record: Record, control: Record, *, limit: float
 ) -> None:
-    """Gate every evaluation's loss by its absolute distance, where the control has evaluated."""
+    """Gate the losses of evaluations after up to `GATED_STEPS` steps, by absolute distance.
+
+    The gap is that of every evaluation that both have.
+    """
     wanted = {each["step"]: each for each in control.get("evaluation") or []}
     found = {each["step"]: each for each in record.get("evaluation") or []}
     if not wanted:
@@ -403,10 +406,10 @@ def judge_evaluation(
     else:
         judgement.not_measured["eval_loss_gap"] = "no evaluation is after the same step"
     begun = record.get("first_step", 1)
-    for step, theirs in wanted.items():
-        if step > GATED_STEPS or step < begun != 1:
-            continue
-        reason = None
+    within = [step for step in wanted if step <= GATED_STEPS]
+    judged = [step for step in within if begun == 1 or step >= begun]
+    for step in judged:
+        theirs, reason = wanted[step], None
         if step not in found:
             reason = "the run did not evaluate here, the control did"
         elif any(found[step][part] != theirs[part] for part in ("rows", "tokens")):
@@ -424,8 +427,13 @@ def judge_evaluation(
                 reason=reason,
             )
             return
-    if any(step <= GATED_STEPS for step in wanted):
+    if judged:
         judgement.gates["evaluation"] = True
+    elif within:
+        judgement.not_measured["gates.evaluation"] = (
+            f"the run went on at step {begun}, and the control evaluated nothing from there to "
+            f"step {GATED_STEPS}"
+        )
     else:
         judgement.not_measured["gates.evaluation"] = (
             f"no evaluation is within the first {GATED_STEPS} steps"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Final, TypedDict, cast
+from typing import Any, Final, NotRequired, TypedDict, cast
 
 from toolkit.errors import UsageError
 from toolkit.planning.job import Job
@@ -48,6 +48,8 @@ class Facts(TypedDict):
 
     model: Model
     training: dict[str, Any]
+    by_strategy: NotRequired[dict[str, dict[str, Any]]]
+    """What of `training` is another under a strategy, by its name."""
 
 
 def predict(record: Record, *, room_bytes: int | None = None) -> Prediction:
@@ -114,7 +116,11 @@ def facts_of(prepared: dict[str, Any]) -> Facts:
     """Return what `toolkit.training.prepare` found, as a run tells it."""
     data = prepared.get("data", {})
     length = {"max_length": data["max_length"]} if "max_length" in data else {}
-    return Facts(model=prepared["model"], training=prepared.get("training", {}) | length)
+    return Facts(
+        model=prepared["model"],
+        training=prepared.get("training", {}) | length,
+        by_strategy=prepared.get("by_strategy", {}),
+    )
 
 
 def predicted_states(record: Record) -> list[dict[str, int]]:

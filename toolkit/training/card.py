@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from toolkit.results import Evaluated
-from toolkit.training.built_in_data import BUILT_IN_DATA
+from toolkit.training.card_command import command_of, hub_name_of, shown_name
 from toolkit.training.model import BUILT_IN_MODEL
 
 CARD_FILE: Final = "README.md"
@@ -27,8 +27,12 @@ MARKER: Final = (
     "keep what you change. -->"
 )
 
-HUB_NAME: Final = re.compile(r"[\w-][\w.-]*(?:/[\w-][\w.-]*)?")
-"""A name on the Hub; whether it is one of a folder here has to be asked apart."""
+LOADING: Final = (
+    "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+    'model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype="auto")\n'
+    "tokenizer = AutoTokenizer.from_pretrained(FOLDER)"
+)
+"""The lines that load a whole model; `FOLDER` is this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +54,12 @@ class Card:
     first_loss: float | None = None
     strategy: str | None = None
     command: str | None = None
+    held_out: bool = False
+    """Whether the rows of the evaluation were kept out of the training; else that isn't known."""
+
+    packed_in: str | None = None
+    """The dtype that weights in 4 bits are computed with; None where there are none."""
+
     versions: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def write(self, draft: Path, folder: Path) -> None:
@@ -62,13 +72,18 @@ class Card:
             shutil.copy2(own, draft / CARD_FILE)
             return
         is_adapter = (draft / "adapter_config.json").exists()
-        (draft / CARD_FILE).write_text(self.text(is_adapter=is_adapter), encoding="utf-8")
+        generates = (draft / "generation_config.json").exists()
+        text = self.text(is_adapter=is_adapter, says_generation=generates)
+        (draft / CARD_FILE).write_text(text, encoding="utf-8")
 
-    def text(self, *, is_adapter: bool = False, date: str | None = None) -> str:
+    def text(
+        self, *, is_adapter: bool = False, says_generation: bool = False, date: str | None = None
+    ) -> str:
         """Return the card; the same facts and date give the same text.
 
         Args:
             is_adapter: Adapters were saved, not a whole model.
+            says_generation: Beside them lies how to generate, which peft doesn't read.
             date: Of the save; None: today, in UTC.
         """
         from huggingface_hub import ModelCard, ModelCardData
@@ -90,7 +105,11 @@ class Card:
             marker=MARKER,
             title=_cell(f"{base.rpartition('/')[2]}, fine-tuned"),
             summary=f"{what} {self._base_in_words()}.",
-            loading=_loading(hub_name, is_adapter=is_adapter),
+            loading=(
+                _loading_adapters(hub_name, self.packed_in, says_generation=says_generation)
+                if is_adapter
+                else LOADING
+            ),
             results=self._results(),
             evaluated=self._evaluated(),
             training=[(_cell(name), _cell(value)) for name, value in self.training],
@@ -130,8 +149,13 @@ class Card:
         if not self.evaluation:
             return None
         last = self.evaluation[-1]
+        rows = (
+            f"{last['rows']:,} rows that were held out of the training data"
+            if self.held_out
+            else f"the {last['rows']:,} rows given for evaluation"
+        )
         return (
-            f"Evaluated on {last['rows']:,} rows that were not trained on: the loss is the mean "
+            f"Evaluated on {rows}: the loss is the mean "
             f"over their {last['tokens']:,} predicted tokens in nats, perplexity its exponential."
         )
 
@@ -183,17 +207,20 @@ def card_of_run(
         first_loss=losses[0] if losses and not resumed else None,
         final_loss=losses[1] if losses else None,
         strategy=described["strategy"],
-        command=_command(described, num_processes=num_processes, data=hub_data),
+        command=command_of(described, num_processes=num_processes, data=hub_data),
+        held_out="validation_split_percentage" in data.get("asked", {}),
+        packed_in=training.get("quant_storage"),
         versions=described["environment"]["versions"],
     )
 
 
 def card_of_trainer(trainer: Any) -> Card:
-    """Return the card of a model that a `ToolkitTrainer` saves: what its arguments tell."""
+    """Return the card of a model that a `ToolkitTrainer` saves; every rank calls it."""
     from toolkit.environment import versions
 
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model_wrapped)
-    logged = [each for each in trainer.state.log_history if "loss" in each]
+    losses = trainer.recorder.outer_losses()
+    resumed = trainer.recorder.steps_before > 0
     rows = {
         "strategy": trainer.recorder.asked.strategy.name,
         "processes": args.world_size,
@@ -216,23 +243,10 @@ def card_of_trainer(trainer: Any) -> Card:
         base=base,
         base_folder=base,
         training=tuple((name, str(value)) for name, value in rows.items()),
-        first_loss=logged[0]["loss"] if logged else None,
-        final_loss=logged[-1]["loss"] if logged else None,
+        first_loss=losses[0] if losses and not resumed else None,
+        final_loss=losses[1] if losses else None,
         versions=versions(),
     )
-
-
-def hub_name_of(name: str) -> str | None:
-    """Return a name that is one of the Hub's; None for a folder, a file or anything else."""
-    is_name = HUB_NAME.fullmatch(name) is not None and not Path(name).exists()
-    return name if is_name else None
-
-
-def shown_name(name: str) -> str:
-    """Return a name for others to read: of a path its last part."""
-    if hub_name_of(name) is not None or "/" not in name:
-        return name
-    return Path(name).name or "a folder"
 
 
 def _license_of(folder: str | None) -> str | None:
@@ -253,22 +267,33 @@ def _license_of(folder: str | None) -> str | None:
         return None
 
 
-def _loading(hub_name: str | None, *, is_adapter: bool) -> str:
-    """Return the lines that load the model; `FOLDER` is this one."""
+def _loading_adapters(hub_name: str | None, packed_in: str | None, *, says_generation: bool) -> str:
+    """Return the lines that load adapters on their base; `FOLDER` is this one."""
     base = "BASE_MODEL" if hub_name is None else f'"{hub_name}"'
-    if not is_adapter:
-        return (
-            "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-            'model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype="auto")\n'
-            "tokenizer = AutoTokenizer.from_pretrained(FOLDER)"
-        )
-    return (
-        "from peft import PeftModel\n"
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'base = AutoModelForCausalLM.from_pretrained({base}, dtype="auto")\n'
-        "model = PeftModel.from_pretrained(base, FOLDER)\n"
-        "tokenizer = AutoTokenizer.from_pretrained(FOLDER)"
-    )
+    ours = ["AutoModelForCausalLM", "AutoTokenizer"]
+    options = 'dtype="auto"'
+    lines: list[str] = []
+    if packed_in is not None:
+        ours.append("BitsAndBytesConfig")
+        options += ", quantization_config=packed"
+        lines += [
+            "packed = BitsAndBytesConfig(",
+            "    load_in_4bit=True,",
+            '    bnb_4bit_quant_type="nf4",',
+            "    bnb_4bit_use_double_quant=True,",
+            f'    bnb_4bit_compute_dtype="{packed_in}",',
+            ")",
+        ]
+    lines += [
+        f"base = AutoModelForCausalLM.from_pretrained({base}, {options})",
+        "model = PeftModel.from_pretrained(base, FOLDER)",
+        "tokenizer = AutoTokenizer.from_pretrained(FOLDER)",
+    ]
+    if says_generation:
+        ours.append("GenerationConfig")
+        lines.append("model.generation_config = GenerationConfig.from_pretrained(FOLDER)")
+    imports = f"from peft import PeftModel\nfrom transformers import {', '.join(sorted(ours))}\n"
+    return "\n".join([imports, *lines])
 
 
 def _method(training: Mapping[str, Any]) -> str:
@@ -284,36 +309,6 @@ def _effective_batch(training: Mapping[str, Any], num_processes: int) -> str:
         f"{training['global_batch_size']} ({training['per_device_train_batch_size']} x "
         f"{num_processes} processes x {training['gradient_accumulation_steps']} micro-batches)"
     )
-
-
-def _command(described: Mapping[str, Any], *, num_processes: int, data: str | None) -> str:
-    """Return the training as a command, with names in the place of this machine's paths."""
-    model, training = described["model"]["name"], described["training"]
-    flags: dict[str, Any] = {}
-    if model != BUILT_IN_MODEL:
-        flags["model_name_or_path"] = shown_name(model)
-    if data is not None:
-        flags["dataset_name"] = data
-    elif described["data"]["name"] != BUILT_IN_DATA:
-        flags["train_file"] = shown_name(described["data"]["name"])
-    flags |= {"engine": described["engine"], "max_steps": training["max_steps"]}
-    same_name = (
-        "method",
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        "learning_rate",
-        "max_length",
-        "seed",
-    )
-    flags |= {name: training[name] for name in same_name if training.get(name) is not None}
-    if described["precision"] != "no":
-        flags[described["precision"]] = True
-    lines = [
-        f"accelerate launch --config_file accelerate_configs/{described['strategy']}.yaml",
-        f"--num_processes {num_processes} -m toolkit.train",
-        *(f"--{name} {value}" for name, value in flags.items()),
-    ]
-    return " \\\n  ".join(lines)
 
 
 def _cell(text: str) -> str:

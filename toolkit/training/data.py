@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,6 +108,9 @@ class TrainingData:
     tokens: int | None = None
     supervised_tokens: int | None = None
     """Tokens that are predicted and trained on."""
+
+    asked: dict[str, Any] = field(default_factory=dict[str, Any], compare=False)
+    """The flags of `DataArguments` that were not at their defaults."""
 
     def load(self) -> Dataset:
         """Return the rows: `input_ids`, `labels`, and `sample_id`, the row's number in the data.
@@ -236,7 +239,12 @@ def _prepare(
 
     folder = build_once(cache_root() / "tokens" / key, build)
     facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
-    return TrainingData(name=source.name, python=source.python, folder=folder, **facts)
+    asked = {
+        entry.name: getattr(arguments, entry.name)
+        for entry in fields(arguments)
+        if getattr(arguments, entry.name) != entry.default
+    }
+    return TrainingData(name=source.name, python=source.python, folder=folder, asked=asked, **facts)
 
 
 def _template_identity(asked: str | None) -> list[Any]:

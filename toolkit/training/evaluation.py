@@ -1,6 +1,6 @@
 """Evaluation: loss and perplexity by tokens, before, during and after training.
 
-The losses of all tokens that are predicted are summed in float64 over every row and rank, and
+The losses of all tokens that are predicted are summed in float64 over every batch and rank, and
 divided once by their number. Every row counts exactly once for any number of ranks, so the loss
 is the same under every strategy but for rounding. It is the plain cross-entropy in fp32: what a
 model adds to its training loss (of its experts' routers, say) is not in it.
@@ -22,10 +22,16 @@ from toolkit.training.companions import Companion, Prepared
 from toolkit.training.evaluation_plan import Schedule
 from toolkit.training.interlude import interlude
 from toolkit.training.order import validation_rows
+from toolkit.training.speed.lean_batches import POSITIONS
 from toolkit.training.tokens import IGNORED
 
 CHUNK: Final = 1024
-"""Positions whose logits are held in fp32 at a time."""
+"""Positions whose fp32 logits the loss is taken of at a time.
+
+That is beside the logits of the whole batch, which the model returns: in fp32 as well where
+Accelerate converts what it returns, under DDP and FSDP2 in bf16 and fp16. With the chunked loss
+nobody holds the logits of more than `--loss_chunk_tokens`, as in training.
+"""
 
 
 class Evaluation(Companion):
@@ -106,7 +112,8 @@ def loss_and_tokens(
 ) -> tuple[float, int]:
     """Return the summed loss of all predicted tokens, in nats, and their number.
 
-    A collective: every rank calls it, and each takes every W-th batch.
+    A collective: every rank calls it, and each takes every W-th batch. A batch that names the
+    positions to project is for a model that has the chunked loss (`LeanCollator`), and takes it.
 
     Args:
         accelerator: The Accelerator that prepared the model.
@@ -129,15 +136,22 @@ def loss_and_tokens(
         for start in starts:
             batch = collate([filled[at] for at in range(start, start + batch_rows)])
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
-            labels = batch.pop("labels")
             batch.pop("sample_id", None)
-            sums += _sums(model(**batch).logits, labels)
+            sums += _chunked_sums(model, batch) if POSITIONS in batch else _sums(model, batch)
         total, tokens = accelerator.reduce(sums, "sum").tolist()
     return total, int(tokens)
 
 
-def _sums(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the summed loss and the number of predicted tokens; shapes (B, T, V) and (B, T)."""
+def _chunked_sums(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return what `_sums` does, of a model that has the chunked loss: it sums in fp32 by batch."""
+    loss = model(**batch, num_items_in_batch=1).loss  # undivided, thus the sum
+    return torch.stack([loss.double(), (batch["labels"][:, 1:] != IGNORED).sum().double()])
+
+
+def _sums(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the summed loss and the number of predicted tokens of a batch."""
+    labels = batch.pop("labels")
+    logits = model(**batch).logits
     sums = torch.zeros(2, dtype=torch.float64, device=logits.device)
     for row, wanted in zip(logits, labels, strict=True):
         for scores, targets in _chunks(row[:-1], wanted[1:]):

@@ -103,6 +103,12 @@ def check_evaluation(values: Mapping[str, Any], data: DataArguments) -> None:
         raise UsageError(
             f"--eval_steps {every:g}: use a number of steps, or a part of them between 0 and 1."
         )
+    strategy = _eval_strategy(values)
+    if every is not None and strategy != "steps":
+        raise UsageError(
+            f"--eval_steps {every:g} says when for --eval_strategy steps, and {strategy} was "
+            "passed. Leave one of them out."
+        )
 
 
 def schedule(values: Mapping[str, Any], *, steps: int, steps_per_epoch: int) -> Schedule:
@@ -113,7 +119,7 @@ def schedule(values: Mapping[str, Any], *, steps: int, steps_per_epoch: int) -> 
         steps: Optimizer steps of the training.
         steps_per_epoch: Of them in one epoch.
     """
-    strategy = str(getattr(values["eval_strategy"], "value", values["eval_strategy"]))
+    strategy = _eval_strategy(values)
     delay = float(values.get("eval_delay") or 0)
     if strategy == "epoch":
         return Schedule(last=steps, every=steps_per_epoch, delay=delay * steps_per_epoch)
@@ -147,6 +153,24 @@ def prompts_of(rows: Dataset, count: int) -> list[list[int]]:
 
 def number_of_samples(asked: int | None, *, has_validation: bool) -> int:
     return (SAMPLES if has_validation else 0) if asked is None else asked
+
+
+def not_done_with_evidence(data: DataArguments, *, samples: int | None) -> str | None:
+    """Say what was asked for and isn't done in a run that is taken apart; None: nothing was.
+
+    Args:
+        data: Names the validation rows, or none.
+        samples: Prompts that were asked for.
+    """
+    asked = ["--sample_prompts"] if samples else []
+    asked += [flag for flag in data.asked_of_validation if flag != "--max_eval_samples"]
+    if not asked:
+        return None
+    return f"{', '.join(asked)}: nothing is evaluated or sampled in a run with --evidence"
+
+
+def _eval_strategy(values: Mapping[str, Any]) -> str:
+    return str(getattr(values["eval_strategy"], "value", values["eval_strategy"]))
 
 
 def _asks(value: Any) -> bool:

@@ -73,7 +73,7 @@ class MethodArguments:
         asked = [
             f"--{name}"
             for name in plain
-            if name != "method" and getattr(self, name) != _default(plain[name])
+            if name != "method" and getattr(self, name) != default_of(plain[name])
         ]
         if asked:
             raise UsageError(
@@ -82,5 +82,6 @@ class MethodArguments:
             )
 
 
-def _default(entry: Any) -> Any:
+def default_of(entry: Any) -> Any:
+    """Return what a field of arguments holds where its flag was not passed."""
     return entry.default_factory() if callable(entry.default_factory) else entry.default

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from toolkit.strategies import Strategy
     from toolkit.training.model import ModelFacts
 
+MOST_UNPACKED = 0.5
+"""The part of a model's weights that --method qlora may leave as they are."""
+
 COMPUTED_IN = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -47,6 +50,10 @@ class Method:
 
     base_revision: str | None
 
+    unreached: float = 0.0
+    """Part of the weights beside embeddings and head that lies in no linear layer but in matrices
+    of experts, fused into one tensor: they get no adapters, and are not packed."""
+
     @property
     def trained_dtype(self) -> str:
         """The dtype that trained weights are loaded in."""
@@ -57,7 +64,18 @@ class Method:
         return self.arguments.facts() | {
             "dtype": self.dtype,
             "quant_storage": self.storage,
+            "fused_experts": round(self.unreached, 4) if self.unreached else None,
         }
+
+    def notes(self) -> list[str]:
+        """Return what the user should be told before anything is loaded."""
+        if not self.unreached:
+            return []
+        kept = "no adapters" if self.storage is None else "no adapters, and stay unpacked"
+        return [
+            f"--method {self.arguments.method}: the fused experts, {self.unreached:.0%} of the "
+            f"weights beside embeddings and head, are no linear layers: they get {kept}"
+        ]
 
 
 def checked_method(
@@ -82,19 +100,20 @@ def checked_method(
     dtype = model.dtype or ("float32" if arguments.is_full else computed)
     _refuse_quantised(folder)
     layers: dict[str, int] = {}
+    unreached = 0.0
     if not arguments.is_full:
         if precision != "no" and dtype not in ("float32", computed):
             raise UsageError(
                 f"--dtype {dtype} and computing in {computed} don't go together with --method "
                 f"{arguments.method}. Leave --dtype out, or pass {computed} or float32."
             )
-        layers = adapted_layers(
-            skeleton(folder, trust_remote_code=model.trust_remote_code), arguments
-        )
-    if arguments.method == "qlora":
-        from toolkit.training.quantized import check_bitsandbytes
+        bare = skeleton(folder, trust_remote_code=model.trust_remote_code)
+        layers, unreached = adapted_layers(bare, arguments), fused_share(bare)
+        if arguments.method == "qlora":
+            from toolkit.training.quantized import check_bitsandbytes
 
-        check_bitsandbytes()
+            _refuse_unpacked(bare, unreached)
+            check_bitsandbytes()
     name = model.model_name_or_path
     is_local = name is None or Path(name).expanduser().is_dir()
     return Method(
@@ -105,6 +124,7 @@ def checked_method(
         trained_parameters=facts.parameters if arguments.is_full else sum(layers.values()),
         base_model=str(folder.absolute()) if is_local else str(name),
         base_revision=None if is_local else model.model_revision,
+        unreached=unreached,
     )
 
 
@@ -174,6 +194,40 @@ def adapted_layers(model: PreTrainedModel, arguments: MethodArguments) -> dict[s
     return {name: arguments.lora_r * sum(size) for name, size in chosen.items()}
 
 
+def fused_share(model: PreTrainedModel) -> float:
+    """Return the part of the weights beside embeddings and head that fused experts hold, 0 to 1.
+
+    transformers 5.23 keeps the matrices of all experts of a layer in tensors of three dimensions.
+    """
+    from torch.nn import modules
+
+    outside = {id(model.get_input_embeddings().weight)}
+    head = model.get_output_embeddings()
+    if head is not None:
+        outside |= {id(parameter) for parameter in head.parameters()}
+    fused = total = 0
+    for module in model.modules():
+        is_convolution = isinstance(module, modules.conv._ConvNd)
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) in outside:
+                continue
+            total += parameter.numel()
+            if parameter.ndim > 2 and not is_convolution:
+                fused += parameter.numel()
+    return fused / total if total else 0.0
+
+
+def _refuse_unpacked(model: PreTrainedModel, fused: float) -> None:
+    """Raise UsageError where bitsandbytes, which packs linear layers, would leave most weights."""
+    if fused > MOST_UNPACKED:
+        raise UsageError(
+            f"--method qlora would leave {fused:.0%} of the weights of {type(model).__name__} "
+            "(beside embeddings and head) as they are: its experts are fused into single tensors, "
+            "and bitsandbytes packs linear layers only. Pass --method lora, or a model without "
+            "experts."
+        )
+
+
 def _linear_layers(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
     """Return inputs and outputs of every linear layer but the output head, by name."""
     from torch.nn import Linear
@@ -200,9 +254,14 @@ def _refuse_unknown(model: PreTrainedModel, linear: Mapping[str, Any], asked: li
     """Raise UsageError for names of no linear layer, all of them, with what is near."""
     known = sorted({name.rpartition(".")[2] for name in linear})
     others = {name for name, _ in model.named_modules()} - linear.keys()
+    head = model.get_output_embeddings()
+    heads = {name for name, module in model.named_modules() if module is head}
     findings: list[str] = []
     for one in asked:
         if any(_is_one_of(name, [one]) for name in linear):
+            continue
+        if any(_is_one_of(name, [one]) for name in heads):
+            findings.append(f"{one} is the output head, which gets no adapter")
             continue
         if any(_is_one_of(name, [one]) for name in others):
             findings.append(f"{one} is no linear layer with weights of its own")

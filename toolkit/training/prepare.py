@@ -1,9 +1,9 @@
 """Everything that should happen once before a launch: `python -m toolkit.training.prepare`.
 
-Takes the flags of `toolkit.train` and the `--num_processes` of the launch. Builds or downloads the
-model, reads and tokenises the data, those kept for validation too, and finds the mistakes that
-would otherwise be found by every rank of every run. Prints one line of JSON; what goes on meanwhile
-goes to stderr.
+Takes the flags of `toolkit.train`, the `--num_processes` of the launch, and of a comparison all its
+`--strategies`, which get the same flags. Builds or downloads the model, reads and tokenises the
+data, those kept for validation too, and finds the mistakes that would otherwise be found by every
+rank of every run. Prints one line of JSON; what goes on meanwhile goes to stderr.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
 from toolkit.errors import UsageError
 from toolkit.launching.ranks import quiet
+from toolkit.strategies import Strategy, get_strategy
 from toolkit.training.arguments import (
     DataArguments,
     ModelArguments,
+    OwnArguments,
     own_arguments,
     training_values,
 )
@@ -34,7 +37,8 @@ from toolkit.training.data import (
     rows_needed,
 )
 from toolkit.training.evaluation_plan import check_evaluation
-from toolkit.training.methods import asked_precision, checked_method
+from toolkit.training.expected_speed import asks_the_model, expected_speed
+from toolkit.training.methods import asked_precision, check_strategy, checked_method, skeleton
 from toolkit.training.model import (
     BUILT_IN_MODEL,
     ModelFacts,
@@ -45,7 +49,10 @@ from toolkit.training.model import (
     resolve_tokenizer,
 )
 from toolkit.training.packing import check_borders
+from toolkit.training.speed_arguments import check_model, check_speed
 from toolkit.training.tracking import asked_trackers
+
+logger = logging.getLogger(__name__)
 
 _TRAINING_FACTS = (
     "max_steps",
@@ -58,29 +65,48 @@ _TRAINING_FACTS = (
 )
 
 
-def prepare(argv: Sequence[str], *, num_processes: int | None = None) -> dict[str, Any]:
+def prepare(
+    argv: Sequence[str],
+    *,
+    num_processes: int | None = None,
+    strategies: Sequence[str] = (),
+    rehearsal: bool = False,
+) -> dict[str, Any]:
     """Fill the caches for a run with these flags, and return what is known of it.
 
     Args:
         argv: The flags of `toolkit.train`.
         num_processes: Ranks of the launch to come, which `--streaming` fetches rows for; None: not
             known.
+        strategies: Of a comparison, all that get these flags. What differs between them is under
+            `by_strategy`; the rest of the answer is of the first.
+        rehearsal: Whether the runs are hidden from the GPUs.
 
     Raises:
-        UsageError: the run can't go well.
+        UsageError: the run can't go well, or one of the strategies can't.
     """
     own = own_arguments(argv)
-    model_arguments, data_arguments, run, rest = own.model, own.data, own.run, own.rest
-    training = training_values(rest, model=model_arguments, run=run)
+    model_arguments, data_arguments, run = own.model, own.data, own.run
+    asked = [get_strategy(name) for name in strategies or filter(None, [run.strategy])]
+    values = {each.name: _values_under(own, each) for each in asked or [get_strategy("single")]}
+    training = next(iter(values.values()))
+    _refuse_all([partial(_check_flags, own, values, each, rehearsal) for each in asked])
     asked_trackers(training["report_to"], engine=run.engine)
     check_evaluation(training, data_arguments)
     ranks_take = (
         None if num_processes is None else rows_needed(training, num_processes=num_processes)
     )
     model, data = model_and_data(model_arguments, data_arguments, rows_needed=ranks_take)
-    method = checked_method(
-        own.method, model_arguments, model, precision=asked_precision(training, os.environ)
-    )
+    precision = asked_precision(training, os.environ)
+    check_model(own.speed, model.path)
+    method = checked_method(own.method, model_arguments, model, precision=precision)
+    if strategies:  # else a launcher's config may still choose the precision
+        _refuse_all([partial(check_strategy, method, each, precision=precision) for each in asked])
+    for note in method.notes():
+        logger.info("%s", note)
+    by_strategy = {
+        name: _differing(own, each, get_strategy(name), model) for name, each in values.items()
+    }
     validation = validation_data(model_arguments, data_arguments)
     if validation is not None:
         check_vocabulary(model, validation)
@@ -92,13 +118,59 @@ def prepare(argv: Sequence[str], *, num_processes: int | None = None) -> dict[st
         if validation is None
         else validation.facts() | {"folder": str(validation.folder)},
         "training": {name: training[name] for name in _TRAINING_FACTS}
-        | {
-            "optimizer": str(getattr(training["optim"], "value", training["optim"])),
-            "activation_checkpointing": bool(
-                training.get("activation_checkpointing") or training["gradient_checkpointing"]
-            ),
-        }
+        | next(iter(by_strategy.values()))
         | method.facts(),
+        "by_strategy": by_strategy,
+    }
+
+
+def _values_under(own: OwnArguments, strategy: Strategy) -> dict[str, Any]:
+    """Return the values of `TrainingArguments` as `toolkit.train` has them under a strategy."""
+    return training_values(own.speed.with_flags(own.rest, strategy), model=own.model, run=own.run)
+
+
+def _check_flags(
+    own: OwnArguments, values: Mapping[str, dict[str, Any]], strategy: Strategy, rehearsal: bool
+) -> None:
+    check_speed(
+        own.speed,
+        values[strategy.name],
+        strategy=strategy,
+        evidence=own.run.evidence is not None,
+        on_gpu=not rehearsal,
+    )
+
+
+def _refuse_all(checks: Sequence[Callable[[], None]]) -> None:
+    """Make one check of each strategy, and raise one UsageError for all that don't hold."""
+    found: list[str] = []
+    for check in checks:
+        try:
+            check()
+        except UsageError as error:
+            found.append(str(error))
+    if not found:
+        return
+    same = "" if len(checks) == 1 else " All strategies of a comparison get the same flags."
+    raise UsageError(" ".join(dict.fromkeys(found)) + same)
+
+
+def _differing(
+    own: OwnArguments, values: Mapping[str, Any], strategy: Strategy, model: ModelFacts
+) -> dict[str, Any]:
+    """Return what a record's `training` has under a strategy, and may not have under another."""
+    bare = None
+    if asks_the_model(own.speed):
+        bare = skeleton(model.path, trust_remote_code=own.model.trust_remote_code)
+    expected = expected_speed(own.speed, values, strategy=strategy, model=bare)
+    return {
+        "optimizer": str(getattr(values["optim"], "value", values["optim"])),
+        "activation_checkpointing": bool(
+            values.get("activation_checkpointing")
+            or values["gradient_checkpointing"]
+            or expected.checkpoints_all
+        ),
+        "speed": expected.speed,
     }
 
 
@@ -154,6 +226,8 @@ def validation_data(
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--num_processes", "--num-processes", type=int)
+    parser.add_argument("--strategies", default="")
+    parser.add_argument("--rehearsal", action="store_true")
     ours, flags = parser.parse_known_args(argv)
     logging.basicConfig(stream=sys.stderr, format="%(message)s", level=logging.WARNING)
     logging.getLogger("toolkit").setLevel(logging.INFO)
@@ -163,7 +237,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         # Whatever libraries print, stdout holds the one line.
         with contextlib.redirect_stdout(sys.stderr):
-            facts = prepare(flags, num_processes=ours.num_processes)
+            facts = prepare(
+                flags,
+                num_processes=ours.num_processes,
+                strategies=[name for name in ours.strategies.split(",") if name],
+                rehearsal=ours.rehearsal,
+            )
     except UsageError as error:
         sys.stderr.write(f"{error}\n")
         return 2

@@ -1,7 +1,9 @@
 """Samples: the same prompts continued before and after training, greedily, under every strategy.
 
 All ranks continue the same prompt, since those that share a model's weights must run the same
-forwards; rank 0 keeps the text.
+forwards; rank 0 keeps the text. Layers that are compiled for training run as they are meanwhile:
+with a cache, torch would compile each of them anew, give up (`recompile_limit`), and then compile
+no step of the training.
 """
 
 from __future__ import annotations
@@ -101,7 +103,7 @@ def continuations(
         "synced_gpus": accelerator.num_processes > 1,
     }
     texts: list[str] = []
-    with interlude(accelerator, model):
+    with interlude(accelerator, model), torch.compiler.set_stance("force_eager"):
         for prompt in prompts:
             prompt = prompt[-_room(unwrapped, len(prompt)) :]
             ids = torch.tensor([prompt], device=accelerator.device)

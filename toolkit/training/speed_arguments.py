@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,8 +28,8 @@ class SpeedArguments:
         default=False,
         metadata={
             "help": "Switch on what fits every run: chunked loss, lean masks, gradients in DDP's "
-            "buckets, FSDP2's prefetch, torch's fused AdamW but under DeepSpeed, and a log of "
-            "every tenth step, for each waits for the GPU. A flag for one of them wins."
+            "buckets, FSDP2's prefetch, torch's fused AdamW but under DeepSpeed and in fp16, and "
+            "a log of every tenth step, for each waits for the GPU. A flag for one of them wins."
         },
     )
     loss_impl: Literal["full", "chunked"] | None = field(
@@ -108,10 +110,21 @@ class SpeedArguments:
     def compiles_blocks(self) -> bool:
         return bool(self.compile_blocks)
 
-    def with_flags(self, rest: Sequence[str], strategy: Strategy) -> list[str]:
-        """Return the flags for `TrainingArguments`, and those of its flags that are tuned."""
+    def with_flags(
+        self, rest: Sequence[str], strategy: Strategy, *, env: Mapping[str, str] = os.environ
+    ) -> list[str]:
+        """Return the flags for `TrainingArguments`, and those of its flags that are tuned.
+
+        Args:
+            rest: What was passed for `TrainingArguments`.
+            strategy: What the launcher asks for.
+            env: Where the launcher says in which precision.
+        """
         ours = {"logging_steps": "10"}
-        if strategy.backend != "deepspeed":  # it has optimizers of its own
+        # DeepSpeed has optimizers of its own. In fp16 torch's GradScaler (2.13) leaves it to a
+        # fused one not to step after an overflow, so Accelerate doesn't know of it, and the
+        # learning rate would go on where it waits for others.
+        if strategy.backend != "deepspeed" and not _in_fp16(rest, env):
             ours["optim"] = "adamw_torch_fused"
         passed = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in rest}
         wanted = ours.keys() - passed if self.tuned else set[str]()
@@ -139,14 +152,12 @@ def check_speed(
         UsageError: at least one of them does not.
     """
     found: list[str] = []
-    if arguments.chunked_loss and values.get("use_liger_kernel"):
-        found.append("--loss_impl chunked and --use_liger_kernel both replace the loss: pass one")
+    if arguments.loss_impl == "chunked":
+        found += no_chunked_loss(values)
     if values.get("use_liger_kernel") and not on_gpu:
         found.append("--use_liger_kernel needs a GPU; --loss_impl chunked runs everywhere")
     elif values.get("use_liger_kernel") and find_spec("liger_kernel") is None:
         found.append("--use_liger_kernel needs liger-kernel: pip install liger-kernel")
-    if arguments.chunked_loss and values.get("label_smoothing_factor"):
-        found.append("--loss_impl chunked leaves no logits for --label_smoothing_factor to smooth")
     if arguments.checkpoint_layers != "none" and _asks_for_checkpointing(values):
         found.append(
             "--checkpoint_layers and --activation_checkpointing both choose layers: pass one"
@@ -157,19 +168,31 @@ def check_speed(
         found.append("--evidence looks into the layers, which --compile_blocks compiles away")
     if arguments.compiles_blocks and strategy.zero_stage == 3:
         found.append(COMPILED_ZERO3)
-    if arguments.ddp_bucket_view and strategy.backend != "ddp":
+    # Alone there is nothing to switch, and `single` is the control of every comparison.
+    if arguments.ddp_bucket_view and strategy.backend not in ("ddp", "single"):
         found.append(f"--ddp_bucket_view is for ddp, and this is {strategy.name}")
-    if arguments.fsdp_prefetch and strategy.backend != "fsdp":
+    if arguments.fsdp_prefetch and strategy.backend not in ("fsdp", "single"):
         found.append(f"--fsdp_prefetch is for FSDP2, and this is {strategy.name}")
     if found:
         raise UsageError(f"{'; '.join(found)}.")
+
+
+def no_chunked_loss(values: Mapping[str, Any]) -> list[str]:
+    """Return what in the values of `TrainingArguments` leaves no place for the chunked loss."""
+    found: list[str] = []
+    if values.get("use_liger_kernel"):
+        found.append("--loss_impl chunked and --use_liger_kernel both replace the loss: pass one")
+    if values.get("label_smoothing_factor"):
+        found.append("--loss_impl chunked leaves no logits for --label_smoothing_factor to smooth")
+    return found
 
 
 def check_model(arguments: SpeedArguments, folder: str | Path) -> None:
     """Check by its config.json that the model in `folder` can do what was asked for by name.
 
     Raises:
-        UsageError: a switch is not proven for the model, or it has fewer layers than are chosen.
+        UsageError: a switch is not proven for the model, or not with its routers' loss, or it has
+            fewer layers than are chosen.
     """
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     name = next(iter(config.get("architectures") or []), "a model without a named architecture")
@@ -183,6 +206,11 @@ def check_model(arguments: SpeedArguments, folder: str | Path) -> None:
             f"{' and '.join(asked)}: not proven for {name}. Leave it out; --tuned takes what is."
         )
     text = config.get("text_config", config)
+    if asked and text.get("output_router_logits"):
+        raise UsageError(
+            f"{' and '.join(asked)}: not with the routers' loss that output_router_logits asks of "
+            f"{name}. Leave it out, or turn that off in the model's config.json."
+        )
     layers = text.get("num_hidden_layers", text.get("n_layer"))
     chosen = arguments.checkpoint_layers.removeprefix("every:")
     if layers is not None and chosen.isdigit() and int(chosen) > layers:
@@ -196,6 +224,24 @@ COMPILED_ZERO3 = (
     "--compile_blocks gains nothing under ZeRO-3: DeepSpeed's hooks in every module of a layer are "
     "compiled anew for each until torch gives up (recompile_limit), and runs the layers as they are"
 )
+
+
+def _in_fp16(rest: Sequence[str], env: Mapping[str, str]) -> bool:
+    """As `methods.asked_precision`, before the flags are read: these belong to them."""
+    if _switched_on(rest, "fp16") or _switched_on(rest, "bf16"):
+        return _switched_on(rest, "fp16")
+    return env.get("ACCELERATE_MIXED_PRECISION") == "fp16"
+
+
+def _switched_on(rest: Sequence[str], name: str) -> bool:
+    """Whether the last `--name` of some flags is true, or stands alone."""
+    on = False
+    for word, after in zip_longest(rest, rest[1:], fillvalue="--"):
+        flag, given, value = word.partition("=")
+        if flag == f"--{name}":
+            said = value if given else after
+            on = said.startswith("--") or said.lower() in ("yes", "true", "t", "y", "1")
+    return on
 
 
 def _asks_for_checkpointing(values: dict[str, Any]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
 NOT_AVAILABLE: Final = "n/a"
@@ -88,3 +88,25 @@ def method_in_words(training: Mapping[str, Any]) -> str:
         f"{method}, rank {training['lora_r']}, alpha {training['lora_alpha']}, "
         f"dropout {training['lora_dropout']:g}, on {layers}"
     )
+
+
+def switches_in_words(trainings: Sequence[Mapping[str, Any]]) -> str:
+    """Say which switches for speed were on, from the `training` of a record of each run.
+
+    Some are for one backend alone: what was not on in every run says so.
+    """
+    each_on: list[dict[str, Any]] = [training["speed"]["on"] for training in trainings]
+    names = dict.fromkeys(name for on in each_on for name in on)
+    found: list[str] = []
+    for name in names:
+        values = [on[name] for on in each_on if name in on]
+        only = "" if len(values) == len(each_on) else " (where it applies)"
+        found.append(f"{name}{_set_to(values[0])}{only}")
+    return ", ".join(found) or "none"
+
+
+def _set_to(value: Any) -> str:
+    if isinstance(value, dict):
+        entries = cast("dict[str, Any]", value)
+        value = entries.get("asked", entries.get("backend"))
+    return "" if value is True or value is None else f" {value}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.comparing.parity import first_common_step
 from toolkit.comparing.predicted import Facts, facts_of
 from toolkit.comparing.reporting.report import write_report
-from toolkit.comparing.reporting.words import method_in_words
+from toolkit.comparing.reporting.words import method_in_words, switches_in_words
 from toolkit.comparing.scheduling.attempts import Finished, completed
 from toolkit.comparing.scheduling.bisect_command import bisect_command
 from toolkit.comparing.scheduling.judging import Judging
@@ -99,7 +99,14 @@ class Comparison:
         )
         with status:
             first = self.plan.runs[0]
-            found = prepare(first.flags, num_processes=first.num_processes, console=console)
+            running = (each for each in self.plan.runs if each.skipped is None)
+            found = prepare(
+                first.flags,
+                num_processes=first.num_processes,
+                strategies=list(dict.fromkeys(each.strategy.name for each in running)),
+                rehearsal=self.plan.rehearsal,
+                console=console,
+            )
         self.facts = facts_of(found)
         return found
 
@@ -189,6 +196,7 @@ class Comparison:
             "model": record["model"]["name"],
             "parameters": record["model"]["parameters"],
             "method": method_in_words(training),
+            **self._switches(),
             "data": record["data"]["name"],
             "data hash": record["data"]["hash"],
             "rows of data": record["data"]["rows"],
@@ -198,6 +206,13 @@ class Comparison:
                 if name in training
             },
         }
+
+    def _switches(self) -> dict[str, str]:
+        """Return what was switched on; nothing where a record was written before it was told."""
+        trainings = [starts[0].record["training"] for starts in self.finished.values() if starts]
+        if not all("speed" in training for training in trainings):
+            return {}
+        return {"speed switches": switches_in_words(trainings)}
 
     def save(self, *, complete: bool = False) -> None:
         """Write results and report as they are now."""

@@ -21,20 +21,32 @@ PREPARE: Final = (sys.executable, "-m", "toolkit.training.prepare")
 PROGRESS_BAR: Final = re.compile(r"\d+%\|")
 
 
-def prepare(flags: Sequence[str], *, num_processes: int, console: Console) -> dict[str, Any]:
+def prepare(
+    flags: Sequence[str],
+    *,
+    num_processes: int,
+    strategies: Sequence[str],
+    rehearsal: bool,
+    console: Console,
+) -> dict[str, Any]:
     """Run `toolkit.training.prepare` with the flags of a run and return what it found.
 
     Args:
         flags: Of `toolkit.train`.
         num_processes: Of that run: with them the flags say how many rows it takes.
+        strategies: All that will run with such flags.
+        rehearsal: Whether they are hidden from the GPUs.
         console: Told of what goes on.
 
     Raises:
-        UsageError: the flags, the model or the data are not usable.
+        UsageError: the flags, the model or the data are not usable, under one strategy at least.
     """
+    command = [*PREPARE, f"--num_processes={num_processes}", f"--strategies={','.join(strategies)}"]
+    if rehearsal:
+        command.append("--rehearsal")
     last = ""
     with subprocess.Popen(
-        supervised([*PREPARE, f"--num_processes={num_processes}", *flags]),
+        supervised([*command, *flags]),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -285,6 +285,7 @@ def _told_of(planned: Run, facts: Facts) -> Told:
         num_processes=planned.num_processes,
         model=facts["model"],
         training=facts["training"]
+        | facts.get("by_strategy", {}).get(planned.strategy.name, {})
         | {
             "per_device_train_batch_size": planned.per_device_train_batch_size,
             "gradient_accumulation_steps": planned.gradient_accumulation_steps,

@@ -17,7 +17,11 @@ from transformers.trainer_utils import unwrap_peft_model
 from toolkit.errors import UsageError
 from toolkit.training.companions import Companion, Prepared
 from toolkit.training.speed.blocks import compile_blocks, prefetch_layers
-from toolkit.training.speed.checkpointing import as_the_trainer_does, checkpoint_layers
+from toolkit.training.speed.checkpointing import (
+    as_the_trainer_does,
+    checkpoint_layers,
+    checkpointable,
+)
 from toolkit.training.speed.heads import check_head, use_chunked_loss
 from toolkit.training.speed.lean_batches import (
     Collate,
@@ -26,17 +30,29 @@ from toolkit.training.speed.lean_batches import (
     spare_the_device,
     takes_masks_as_given,
 )
-from toolkit.training.speed_arguments import SpeedArguments
+from toolkit.training.speed_arguments import SpeedArguments, no_chunked_loss
 
 THEIRS = ("use_liger_kernel", "torch_compile", "ddp_bucket_cap_mb", "ddp_static_graph")
 """Switches of `TrainingArguments`, for both engines but for `torch_compile`."""
 
 
 class Speed(Companion):
-    """Puts the switches of a run on: on the model, on its batches, and on what an engine wraps."""
+    """Puts the switches of a run on: on the model, on its batches, and on what an engine wraps.
 
-    def __init__(self, arguments: SpeedArguments) -> None:
+    Args:
+        arguments: Which.
+        args: The Trainer's arguments, under either engine: what they ask of the loss comes before
+            what `--tuned` does.
+    """
+
+    def __init__(self, arguments: SpeedArguments, args: TrainingArguments | None = None) -> None:
         self.arguments = arguments
+        self._in_the_way = [] if args is None else no_chunked_loss(vars(args))
+        """Why what else was asked leaves no place for the chunked loss."""
+
+        self.checkpoints_all = False
+        """Whether every layer is computed again, and nothing in them kept."""
+
         self.on: dict[str, Any] = {}
         """Every switch that took hold, and how far."""
 
@@ -60,7 +76,9 @@ class Speed(Companion):
             as_the_trainer_does(inner, loop.activation_checkpointing_kwargs)
         if numbers := checkpoint_layers(inner, arguments.checkpoint_layers):
             self.on["checkpoint_layers"] = {"asked": arguments.checkpoint_layers, "layers": numbers}
-        if arguments.chunked_loss and self._can("loss_impl", check_head, inner):
+            every = len(numbers) == len(checkpointable(inner))
+            self.checkpoints_all = every and arguments.checkpoint_layers != "selective"
+        if arguments.chunked_loss and self._can("loss_impl", self._check_loss, inner):
             use_chunked_loss(inner, chunk_tokens=arguments.loss_chunk_tokens)
             self.on["loss_impl"] = "chunked"
             self.on["loss_chunk_tokens"] = arguments.loss_chunk_tokens
@@ -94,6 +112,11 @@ class Speed(Companion):
         """
         theirs = {name: getattr(args, name) for name in THEIRS if getattr(args, name)}
         return {"tuned": self.arguments.tuned, "on": self.on | theirs, "left_out": self.left_out}
+
+    def _check_loss(self, model: Any) -> None:
+        if self._in_the_way:
+            raise UsageError(f"{'; '.join(self._in_the_way)}.")
+        check_head(model)
 
     def _can(self, switch: str, check: Callable[[PreTrainedModel], object], model: Any) -> bool:
         """Whether the model can; what was asked for by its own name has to."""

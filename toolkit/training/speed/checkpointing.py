@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -86,20 +85,6 @@ def keep_products(
     if operation in KEPT:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def fewest_layers(
-    *, layers: int, saved_bytes_of: Callable[[int], int], needed_bytes: int
-) -> int | None:
-    """Return the fewest layers whose checkpointing saves `needed_bytes`; None where all don't.
-
-    Args:
-        layers: How many there are.
-        saved_bytes_of: What so many layers, checkpointed, save; never less with one more.
-        needed_bytes: What has to be saved.
-    """
-    fitting = (n for n in range(layers + 1) if saved_bytes_of(n) >= needed_bytes)
-    return next(fitting, None)
 
 
 def _numbers(chosen: str, layers: int) -> set[int]:

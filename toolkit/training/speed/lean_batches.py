@@ -2,7 +2,7 @@
 
 Left to transformers, attention asks in every forward whether anything is padding, and waits for the
 GPU to answer. Padding on the right needs no mask: attention looks back only, so no token sees it,
-and nothing is learned from it.
+and nothing is learned from it, but by routers that have a loss of their own (`check_lean_masks`).
 """
 
 from __future__ import annotations
@@ -52,16 +52,22 @@ class LeanCollator:
 
 
 def check_lean_masks(model: PreTrainedModel) -> None:
-    """Check that no token of the model sees the padding on its right.
+    """Check that nothing in the model's loss sees the padding on the right.
 
     Raises:
-        UsageError: this is not proven for the model.
+        UsageError: this is not proven for the model, or its routers' loss counts every token that
+            no mask leaves out.
     """
     name = type(model).__name__
     if name not in PROVEN_MODELS or not type(model).__module__.startswith("transformers."):
         raise UsageError(
             f"--lean_masks is not proven for {name}: its tokens might see the padding after them. "
             "Pass --lean_masks false."
+        )
+    if getattr(model.config, "output_router_logits", False):
+        raise UsageError(
+            f"--lean_masks would have padding in the routers' loss that output_router_logits asks "
+            f"of {name}. Pass --lean_masks false, or turn that off in the model's config.json."
         )
 
 

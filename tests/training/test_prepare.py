@@ -1,0 +1,131 @@
+"""What a comparison is told before its first run: what each strategy gets, or why one can't."""
+
+import json
+
+import pytest
+from small_models import small_of
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from toolkit.comparing.predicted import expect, facts_of, job_of
+from toolkit.comparing.scheduling.options import CompareOptions
+from toolkit.comparing.scheduling.plan import build_plan
+from toolkit.comparing.scheduling.rows import _told_of
+from toolkit.errors import UsageError
+from toolkit.training.model import build_model
+from toolkit.training.prepare import main, prepare
+
+ROWS = ("--max_train_samples", "40")
+
+
+def on(facts, strategy):
+    return facts["by_strategy"][strategy]["speed"]["on"]
+
+
+def with_tokenizer(folder, model):
+    """Save a model beside the built-in tokenizer, and return the flags that name both."""
+    model.save_pretrained(folder)
+    return ("--model_name_or_path", str(folder), "--tokenizer_name", str(build_model()))
+
+
+def opt(**changes):
+    shape = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape |= {"word_embed_proj_dim": 32, "vocab_size": 2048}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("opt", **shape | changes))
+
+
+@pytest.mark.parametrize(
+    ("flags", "strategies", "said"),
+    [
+        (["--ddp_bucket_view", "true"], ["ddp", "fsdp"], "is for ddp, and this is fsdp"),
+        (["--compile_blocks", "true"], ["ddp", "zero3"], "gains nothing under ZeRO-3"),
+        (["--method", "lora", "--dtype", "bfloat16"], ["ddp", "zero2"], "zero2 computes in fp32"),
+        (["--checkpoint_layers", "99"], ["ddp"], "the model has only"),
+    ],
+)
+def test_what_one_strategy_of_a_comparison_cannot_do_is_refused_for_all(
+    flags, strategies, said, cache, capfd
+):
+    assert main(["--strategies", ",".join(strategies), *ROWS, *flags]) == 2
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert said in printed.err
+    assert ("All strategies of a comparison" in printed.err) is (len(strategies) > 1)
+    assert "Traceback" not in printed.err
+
+
+def test_every_strategy_that_cannot_is_named_at_once(cache):
+    flags = ["--ddp_bucket_view", "true", *ROWS]
+    with pytest.raises(UsageError, match=r"this is zero2.*this is fsdp"):
+        prepare(flags, strategies=["ddp", "zero2", "fsdp"])
+    assert on(prepare(flags, strategies=["ddp"]), "ddp") == {"ddp_bucket_view": True}
+
+
+def test_liger_is_refused_where_the_runs_are_rehearsed(cache):
+    with pytest.raises(UsageError, match="--use_liger_kernel needs a GPU"):
+        prepare(["--use_liger_kernel", "true", *ROWS], strategies=["ddp"], rehearsal=True)
+
+
+def test_a_loss_that_is_not_proven_for_the_model_is_refused_before_any_rank(cache, tmp_path):
+    flags = [*with_tokenizer(tmp_path, opt()), *ROWS]
+    with pytest.raises(UsageError, match="chunked: not proven for OPTForCausalLM"):
+        prepare([*flags, "--loss_impl", "chunked"], strategies=["ddp"])
+    facts = prepare([*flags, "--tuned", "true"], strategies=["ddp"])
+    assert "loss_impl" not in on(facts, "ddp")
+    assert "not proven for OPT" in facts["by_strategy"]["ddp"]["speed"]["left_out"]["loss_impl"]
+
+
+def test_each_strategy_is_told_the_switches_that_it_will_have(cache):
+    facts = prepare(
+        ["--tuned", "true", "--checkpoint_layers", "all", *ROWS],
+        strategies=["single", "ddp", "zero2", "fsdp"],
+    )
+    everywhere = {"loss_impl", "loss_chunk_tokens", "lean_masks", "checkpoint_layers"}
+    assert on(facts, "single").keys() == everywhere
+    assert on(facts, "ddp").keys() == everywhere | {"ddp_bucket_view"}
+    assert on(facts, "zero2").keys() == everywhere
+    assert on(facts, "fsdp").keys() == everywhere | {"fsdp_prefetch"}
+    optimizers = {name: each["optimizer"] for name, each in facts["by_strategy"].items()}
+    fused = "adamw_torch_fused"
+    assert optimizers == {"single": fused, "ddp": fused, "zero2": "adamw_torch", "fsdp": fused}
+    assert all(each["activation_checkpointing"] for each in facts["by_strategy"].values())
+    assert facts["training"]["optimizer"] == fused  # of the first
+
+
+def test_a_run_without_a_record_is_predicted_with_the_switches_that_it_had(cache):
+    options = CompareOptions(strategies=["ddp", "zero2"], train_flags=("--tuned", "true"))
+    plan = build_plan(options, gpus=2, missing=lambda _: None)
+    first = plan.runs[0]
+    names = [each.strategy.name for each in plan.runs]
+
+    def told(flags):
+        facts = facts_of(json.loads(json.dumps(prepare([*flags, *ROWS], strategies=names))))
+        return {each.strategy.name: _told_of(each, facts) for each in plan.runs}
+
+    tuned, plain = told(first.flags), told(first.flags[: -len(options.train_flags)])
+    jobs = {name: job_of(each) for name, each in tuned.items()}
+    assert all(each.chunked_loss for each in jobs.values())
+    assert {name: each.optimizer for name, each in jobs.items()} == {
+        "single": "adamw_fused",
+        "ddp": "adamw_fused",
+        "zero2": "adamw",
+    }
+    assert [name for name, each in jobs.items() if each.gradient_as_bucket_view] == ["ddp"]
+    assert not any(job_of(each).chunked_loss for each in plain.values())
+    assert expect(tuned["ddp"])["peak_bytes"]["high"] < expect(plain["ddp"])["peak_bytes"]["high"]
+
+
+def test_fused_experts_are_said_before_a_launch(cache, tmp_path, caplog):
+    small = small_of("qwen3_moe", "sdpa")
+    small.resize_token_embeddings(2048)
+    flags = with_tokenizer(tmp_path, small)
+    with caplog.at_level("INFO"):
+        facts = prepare([*flags, *ROWS, "--method", "lora"], strategies=["ddp"])
+    assert "fused experts" in caplog.text
+    assert 0 < facts["training"]["fused_experts"] < 1
+
+
+def test_the_model_is_asked_only_where_a_switch_is_put_on_it(cache, monkeypatch):
+    monkeypatch.setattr("toolkit.training.prepare.skeleton", None)
+    assert on(prepare(list(ROWS), strategies=["ddp"]), "ddp") == {}
+    with pytest.raises(TypeError):
+        prepare(["--tuned", "true", *ROWS], strategies=["ddp"])
