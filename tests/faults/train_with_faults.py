@@ -44,6 +44,7 @@ from toolkit.results import SCHEMA, write_json
 from toolkit.strategies import get_strategy
 from toolkit.training import loop
 from toolkit.training.arguments import DataArguments, parse
+from toolkit.training.companions import Companion, Prepared
 from toolkit.training.data import Collator, TrainingData, prepare_data, training_rows
 from toolkit.training.model import load_tokenizer
 from toolkit.training.saving import save_model
@@ -104,6 +105,13 @@ def arguments(model: str, folder: Path, precision: str) -> TrainingArguments:
     return parse([text for name, value in flags.items() for text in (f"--{name}", str(value))])[-1]
 
 
+class Kept(Companion):
+    """Remembers what was trained."""
+
+    def prepared(self, prepared: Prepared) -> None:
+        self.engine = prepared
+
+
 @dataclass(slots=True, kw_only=True)
 class Run:
     """One training, and what a fault may change of it."""
@@ -140,7 +148,7 @@ class Run:
         )
         torch.manual_seed(SEED)
         model = self.load(self.model_folder, dtype=torch.float32)
-        kept: list[tuple[Accelerator, Any]] = []
+        kept = Kept()
         loop.train_loop(
             model,
             self.args,
@@ -148,9 +156,9 @@ class Run:
             Collator(pad_token_id=tokenizer.pad_token_id),
             recorder=recorder,
             scheduled_steps=STEPS,
-            on_step=lambda step, *what: kept.append(what) if step == STEPS else None,
+            companions=[kept],
         )
-        accelerator, wrapped = kept[0]
+        accelerator, wrapped = kept.engine.accelerator, kept.engine.model
         measured = recorder.finish()
         if not EVIDENCE:
             save_model(accelerator, wrapped, folder / "final", tokenizer=tokenizer)
