@@ -1,10 +1,13 @@
 """Two real processes train under every strategy; four under `fsdp_hybrid`."""
 
 import json
+import math
 from collections import Counter
 
 import pytest
+import torch
 from safetensors import safe_open
+from transformers import AutoModelForCausalLM
 
 from toolkit import environment
 from toolkit.comparing.predicted import STATES, job_of, predicted_states
@@ -16,12 +19,22 @@ from toolkit.planning.models.architectures import shape_from_config
 from toolkit.planning.speed.traffic import collectives, textbook_elements
 from toolkit.results import FILLER_ID, read_record
 from toolkit.strategies import STRATEGIES
+from toolkit.training.data import prepare_validation
+from toolkit.training.data_arguments import DataArguments
 
 USUAL = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp")
 OTHERS = tuple(name for name in STRATEGIES if name not in USUAL)
 
 ROWS = 37
 """Two steps of 16 and one of 5: the last of each epoch is filled up."""
+
+EVAL_ROWS = 13
+
+FLAGS = (
+    *("--max_train_samples", ROWS, "--validation_split_percentage", 1),
+    # After each step, the one before the probe too; 13 rows are no multiple of 3.
+    *("--max_eval_samples", EVAL_ROWS, "--eval_steps", 1, "--per_device_eval_batch_size", 3),
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +43,7 @@ def usual(toolkit, tmp_path_factory):
     folder = tmp_path_factory.mktemp("usual") / "runs"
     done = toolkit(
         *("compare", "--strategies", ",".join(USUAL), "--engine", "both", "--output", folder),
-        *("--max_steps", 10, "--throughput_steps", 4, "--", "--max_train_samples", ROWS),
+        *("--max_steps", 10, "--throughput_steps", 4, "--", *FLAGS),
     )
     return done, folder, load_results(folder)
 
@@ -41,7 +54,7 @@ def others(toolkit, tmp_path_factory):
     folder = tmp_path_factory.mktemp("others") / "runs"
     done = toolkit(
         *("compare", "--strategies", ",".join(OTHERS), "--output", folder),
-        *("--max_steps", 10, "--throughput_steps", 0, "--", "--max_train_samples", ROWS),
+        *("--max_steps", 10, "--throughput_steps", 0, "--", *FLAGS),
     )
     return done, folder, load_results(folder)
 
@@ -222,7 +235,7 @@ def test_the_planner_predicts_the_states_of_every_rank_to_the_byte(usual, others
 
 
 def test_every_final_folder_loads_as_the_model_that_was_trained(usual, others):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     for _, folder, results in (usual, others):
         for row in results["runs"]:
@@ -235,6 +248,77 @@ def test_every_final_folder_loads_as_the_model_that_was_trained(usual, others):
             tokenizer = AutoTokenizer.from_pretrained(final)
             prompt = tokenizer("def add(a, b):\n", return_tensors="pt")
             assert model.generate(**prompt, max_new_tokens=3, do_sample=False).shape[1] > 3
+
+
+def test_evaluations_are_equal_across_strategies_and_to_a_plain_computation(
+    usual, others, launch_environment, monkeypatch
+):
+    found = {**rows(usual), **rows(others)}
+    control = found["single", "trainer"]["evaluation"]
+    assert [each["step"] for each in control] == list(range(11))
+    for key, row in found.items():
+        if row["status"] == "skipped":
+            continue
+        assert row["gates"].get("evaluation", key == ("single", "trainer")), key
+        assert row["eval_loss_gap"] is None or row["eval_loss_gap"] <= 1e-5, key
+        assert {each["rows"] for each in row["evaluation"]} == {EVAL_ROWS}, key
+        assert {each["tokens"] for each in row["evaluation"]} == {control[0]["tokens"]}, key
+        assert row["evaluation"][-1]["loss"] < row["evaluation"][0]["loss"], key
+    monkeypatch.setenv("TOOLKIT_CACHE", launch_environment["TOOLKIT_CACHE"])
+    for name in ("zero3-loop-1", "fsdp-trainer-1"):
+        loss, tokens = plain_loss(usual[1] / name / "final")
+        last = read_record(usual[1] / name)["evaluation"][-1]
+        assert (last["loss"], last["tokens"]) == (pytest.approx(loss, abs=1e-5), tokens), name
+        assert last["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4), name
+
+
+def plain_loss(folder):
+    """One row after the other in one process, with the folder that was saved."""
+    arguments = DataArguments(
+        max_train_samples=ROWS, validation_split_percentage=1, max_eval_samples=EVAL_ROWS
+    )
+    data = prepare_validation(arguments, folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    total, tokens = 0.0, 0
+    with torch.no_grad():
+        for row in data.load():
+            scores = model(torch.tensor([row["input_ids"]])).logits[0, :-1].double()
+            labels = torch.tensor(row["labels"][1:])
+            total += float(torch.nn.functional.cross_entropy(scores, labels, reduction="sum"))
+            tokens += int((labels != -100).sum())
+    return total / tokens, tokens
+
+
+def test_samples_are_equal_across_strategies_and_change_with_training(usual, others):
+    control = rows(usual)["single", "trainer"]["samples"]
+    assert len(control) == 2
+    for key, row in {**rows(usual), **rows(others)}.items():
+        if row["status"] != "skipped":
+            assert row["samples"] == control, key
+    assert all("):" in each["prompt"] for each in control)
+    assert all(each["before"] != each["after"] for each in control)
+
+
+def test_the_report_shows_evaluations_and_samples(usual):
+    text = (usual[1] / "report.md").read_text()
+    assert "| eval loss | perplexity |" in text
+    assert "## Evaluation" in text
+    assert "| gate: evaluation |" in text
+    assert "## Samples" in text
+    assert text.count("| every run |") == 2
+
+
+def test_every_final_folder_has_a_card_of_its_own_training(usual, others):
+    for _, folder, results in (usual, others):
+        for row in results["runs"]:
+            if row["status"] == "skipped":
+                continue
+            text = (folder / row["folder"] / "final" / "README.md").read_text()
+            last = row["evaluation"][-1]
+            assert f"| {last['loss']:.4f} |" in text, row["name"]
+            assert f"{row['final_loss']:.4f} (last step)" in text, row["name"]
+            assert f"accelerate_configs/{row['strategy']}.yaml" in text, row["name"]
+            assert str(folder) not in text
 
 
 def test_a_run_folder_holds_the_command_that_anyone_can_run_again(usual):
@@ -271,7 +355,7 @@ def test_the_same_comparison_again_runs_nothing(usual, toolkit):
     _, folder, before = usual
     again = toolkit(
         *("compare", "--strategies", ",".join(USUAL), "--engine", "both", "--output", folder),
-        *("--max_steps", 10, "--throughput_steps", 4, "--", "--max_train_samples", ROWS),
+        *("--max_steps", 10, "--throughput_steps", 4, "--", *FLAGS),
         timeout=60,
     )
     assert again.returncode == 0, again.stdout

@@ -82,6 +82,7 @@ def test_a_norm_is_not_judged_before_a_median_is_known():
     guards = Guards()
     usual(guards, NORMS_NEEDED - 1)
     judged(guards, beat(NORMS_NEEDED, grad_norm=1e6))
+    assert guards.warnings == []
 
 
 def test_a_norm_is_no_explosion_that_was_seen_when_training_began():

@@ -1,12 +1,12 @@
 """Interludes: forwards between two optimizer steps, of which the training is to notice nothing.
 
 Modes, torch's random numbers and what an engine remembers of its last passes are afterwards as they
-were before, so losses are those of a training without it, and the next step's collectives as well,
-but under ZeRO-3: after several forwards deepspeed 0.19 gathers once more in each backward.
+were before, so losses and collectives of the next step are those of a training without it.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -91,6 +91,18 @@ def _forget_trace(coordinator: Any) -> None:
         coordinator._clear_trace_structures()
     else:
         coordinator._invalidate_trace()
+    _releases_cache(coordinator).cache_clear()
+
+
+def _releases_cache(coordinator: Any) -> Any:
+    """The cache in which ZeRO-3 keeps what a module releases at a place in the trace.
+
+    deepspeed 0.19 puts it below a decorator and never empties it (`__params_to_release` in
+    partitioned_param_coordinator.py): a forward alone fills it with releases that a backward has
+    to gather again, and one after a training step holds on to what only that step needed.
+    """
+    decorated = type(coordinator)._PartitionedParameterCoordinator__params_to_release
+    return inspect.getclosurevars(decorated).nonlocals["func"]
 
 
 def _reshard(model: Any) -> None:
