@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from small_llama import CONFIG
 
 from toolkit.comparing.parity import judge
 from toolkit.comparing.predicted import job_of
@@ -74,17 +75,7 @@ def test_adapters_whose_start_is_not_there_cannot_be_judged(judged):
 
 @pytest.fixture
 def told(tmp_path, make_record):
-    config = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "vocab_size": 128,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     record = make_record(start=tmp_path)
     record["training"] |= LORA | {
         "optimizer": "adamw_torch",

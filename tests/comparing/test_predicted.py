@@ -1,6 +1,7 @@
 import json
 
 import pytest
+from small_llama import CONFIG
 
 from toolkit.comparing.predicted import job_of, predict, predicted_states
 
@@ -8,18 +9,7 @@ from toolkit.comparing.predicted import job_of, predict, predicted_states
 @pytest.fixture
 def record(tmp_path):
     """What a run of two ranks under ddp tells, of a small Llama in fp32."""
-    config = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "vocab_size": 128,
-        "tie_word_embeddings": False,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     layer = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
     parameters = 2 * layer + 2 * 64 * 128 + 64
     states = {

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rich.console import Console
+from small_llama import CONFIG
 
 from toolkit.comparing.reporting import matching
 from toolkit.comparing.scheduling import preparing, schedule, starting
@@ -23,17 +24,6 @@ from toolkit.errors import UsageError
 from toolkit.results import read_results
 
 FAKE_TRAIN = Path(__file__).with_name("fake_train.py")
-CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "vocab_size": 128,
-    "tie_word_embeddings": False,
-}
 PREPARED = {
     "data": {"name": "rows", "rows": 8, "max_length": 64},
     "training": {"optimizer": "adamw_torch", "dtype": "float32", "max_grad_norm": 1.0},

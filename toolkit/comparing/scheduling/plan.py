@@ -6,6 +6,7 @@ optimizer steps are fixed; what a rank sees of a step is derived from its number
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -137,7 +138,7 @@ def build_plan(
             "rows per optimizer step": options.global_batch_size,
             "optimizer steps": options.max_steps,
             "precision": "fp32" if options.precision == "no" else options.precision,
-            "flags for every run": list(options.train_flags),
+            "flags for every run": shlex.join(options.train_flags) or None,
         },
     )
 

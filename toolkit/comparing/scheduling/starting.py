@@ -13,7 +13,6 @@ from toolkit.comparing.scheduling.plan import Run
 from toolkit.comparing.scheduling.progress import Progress
 from toolkit.comparing.scheduling.rows import Failure
 from toolkit.configs import ConfigOptions, write_configs
-from toolkit.launching.builds import clear_stale_locks
 from toolkit.launching.launch import launch_command, run, shown_command
 from toolkit.launching.outcome import Outcome
 from toolkit.results import Status, write_json, write_text
@@ -40,9 +39,6 @@ def start(
         timeout: Seconds until it is ended.
         progress: Told of its lines and steps.
     """
-    if planned.strategy.backend == "deepspeed":
-        for stale in clear_stale_locks():
-            progress.say(f"Removed the lock that a build of DeepSpeed's left behind: {stale}")
     command, variables = write_run(planned, folder, spec=spec, swap_folder=swap_folder)
     try:
         return run(
