@@ -10,7 +10,10 @@ from toolkit.training.model import build_model, load_tokenizer
 
 @pytest.fixture(scope="session")
 def dropout_model(tmp_path_factory, launch_environment):
-    """A folder with a GPT-2 that draws random numbers in every forward."""
+    """A folder with a GPT-2 that draws random numbers in every forward.
+
+    Half of its matrices is more than the mebibyte from which DeepSpeed swaps to NVMe.
+    """
     folder = tmp_path_factory.mktemp("gpt2")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TOOLKIT_CACHE", launch_environment["TOOLKIT_CACHE"])
@@ -18,7 +21,7 @@ def dropout_model(tmp_path_factory, launch_environment):
     tokenizer.save_pretrained(folder)
     config = GPT2Config(
         vocab_size=len(tokenizer),
-        n_embd=64,
+        n_embd=128,
         n_layer=2,
         n_head=2,
         n_positions=64,

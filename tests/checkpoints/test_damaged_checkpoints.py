@@ -7,9 +7,8 @@ import pytest
 from toolkit.checkpoints.agreeing import damages
 from toolkit.checkpoints.asked import Asked, asked_checkpoint, folder_to_resume
 from toolkit.checkpoints.facts import differences
-from toolkit.checkpoints.resuming import drop_steps_after, find_checkpoint, refuse_nvme
+from toolkit.checkpoints.resuming import drop_steps_after, find_checkpoint
 from toolkit.errors import UsageError
-from toolkit.strategies import STRATEGIES
 from toolkit.training.committing import MANIFEST, committing
 
 FACTS = {"num_processes": 2, "strategy": "zero2", "per_device_train_batch_size": 4, "seed": 1}
@@ -94,12 +93,6 @@ def test_for_one_that_was_named_and_is_damaged_the_newest_whole_one_before_it_is
     found = find_checkpoint(Asked(tmp_path, named), FACTS)
     assert found.step == 2
     assert "rank-0.pt has changed" in found.damaged[0]
-
-
-def test_an_optimizer_on_nvme_is_not_resumed():
-    with pytest.raises(UsageError, match=r"zero3_nvme: .* can't be resumed yet"):
-        refuse_nvme(STRATEGIES["zero3_nvme"])
-    refuse_nvme(STRATEGIES["zero3_offload"])
 
 
 def test_another_training_is_refused_with_both_values_of_every_difference(tmp_path):

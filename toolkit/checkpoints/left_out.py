@@ -50,6 +50,7 @@ def restore_swapped(zero: Any, said: dict[str, Any] | None) -> None:
     """Put back what `swapped_state` returned, after DeepSpeed has put its files back."""
     if said is None:
         return
+    zero.checkpoint_event_prologue()  # parameters kept whole were gathered before this: once more
     for number, (flat, group) in enumerate(
         zip(zero.fp32_partitioned_groups_flat, said["groups"], strict=True)
     ):
@@ -68,6 +69,7 @@ def restore_swapped(zero: Any, said: dict[str, Any] | None) -> None:
         zero._optimizer_states_and_gradient_swap_out(number)
     vars(zero.loss_scaler).update(said["loss_scaler"])
     zero.reset_swap_buffers()  # from the masters to the parameters
+    zero.checkpoint_event_epilogue()
 
 
 def count_again(zero: Any) -> None:

@@ -17,7 +17,6 @@ from toolkit.errors import UsageError
 from toolkit.launching.ranks import rank
 from toolkit.measuring.attestation import gather_objects
 from toolkit.results import write_text
-from toolkit.strategies import Strategy
 from toolkit.training.committing import read_manifest
 from toolkit.training.companions import Prepared
 
@@ -44,21 +43,6 @@ class Resumed:
     def facts(self) -> dict[str, Any]:
         """The fields of a record."""
         return {"from": str(self.folder), "step": self.step, "damaged": list(self.damaged)}
-
-
-def refuse_nvme(strategy: Strategy) -> None:
-    """Refuse to resume what a test has not shown to go on exactly.
-
-    Raises:
-        UsageError: the optimizer's state is kept on NVMe: with DeepSpeed 0.19 and two ranks, losses
-            after a resume differ.
-    """
-    if strategy.offload_optimizer == "nvme":
-        raise UsageError(
-            f"{strategy.name}: a run with its optimizer on NVMe can't be resumed yet, its losses "
-            "would differ from those of a run without the interruption. Start from the model in "
-            "final/ of an earlier run (--model_name_or_path), or train with zero3_offload."
-        )
 
 
 def find_checkpoint(asked: Asked, now: Mapping[str, Any]) -> Resumed:

@@ -12,7 +12,7 @@ from toolkit.checkpoints.asked import Asked
 from toolkit.checkpoints.facts import facts_of_job
 from toolkit.checkpoints.keeping import Keeper, steps_between
 from toolkit.checkpoints.preemption import Preempted, Preemption, pulse_of
-from toolkit.checkpoints.resuming import drop_steps_after, find_checkpoint, refuse_nvme
+from toolkit.checkpoints.resuming import drop_steps_after, find_checkpoint
 from toolkit.launching.ranks import rank
 from toolkit.launching.status import StatusFile
 from toolkit.measuring.recorder import Recorder
@@ -29,7 +29,6 @@ def resumed_job(job: Job, asked: Asked | None) -> Job:
     """
     if asked is None:
         return job
-    refuse_nvme(job.strategy)
     _ = job.args.device  # the ranks can talk to each other from here on
     resumed = find_checkpoint(asked, facts_of_job(job))
     if rank() == 0:

@@ -12,7 +12,7 @@ from toolkit.checkpoints.asked import LAST, asked_checkpoint
 from toolkit.checkpoints.facts import facts_of_trainer
 from toolkit.checkpoints.folders import checkpoint_folder
 from toolkit.checkpoints.keeping import Keeper
-from toolkit.checkpoints.resuming import Resumed, find_checkpoint, refuse_nvme
+from toolkit.checkpoints.resuming import Resumed, find_checkpoint
 from toolkit.checkpoints.states import read_model_and_optimizer, read_whole_model
 from toolkit.strategies import Strategy
 from toolkit.training.companions import Prepared
@@ -35,7 +35,6 @@ def find_for(trainer: ToolkitTrainer, resume: str | bool | None) -> Resumed | No
     """Return the checkpoint to go on from, whole and of this training on every rank."""
     if resume is None or resume is False:
         return None
-    refuse_nvme(trainer.recorder.asked.strategy)
     said = LAST if resume is True else str(resume)
     asked = asked_checkpoint(
         {"output_dir": trainer.args.output_dir, "resume_from_checkpoint": said}
