@@ -37,15 +37,17 @@ class Preempted(Exception):
     def __init__(
         self, step: int, folder: Path | None, *, saved: bool, seconds: float | None
     ) -> None:
-        took = "" if seconds is None else f", {seconds:.1f} s after SIGTERM"
-        said = f"saved at step {step} in {folder}{took}"
-        if not saved:
+        if saved:
+            took = "" if seconds is None else f", {seconds:.1f} s after SIGTERM"
+            said = f"saved at step {step} in {folder}{took}"
+        else:
             said = f"nothing was saved after step {step}: an earlier one was not finite"
-        go_on = "There is no checkpoint to go on from"
-        if folder is not None:
-            of = folder.parent if saved else folder
-            go_on = f"Go on with --resume_from_checkpoint {'last' if saved else folder}"
-            go_on += f" --output_dir {of}" if saved else ""
+        if folder is None:
+            go_on = "There is no checkpoint to go on from"
+        elif saved:
+            go_on = f"Go on with --resume_from_checkpoint last --output_dir {folder.parent}"
+        else:
+            go_on = f"Go on with --resume_from_checkpoint {folder}"
         super().__init__(f"preempted: {said}. {go_on}")
         self.step = step
         self.folder = folder
