@@ -15,13 +15,21 @@ CASES = {
     "single": ("single", "loop"),
     "ddp": ("ddp", "loop"),
     "zero1": ("zero1", "trainer"),
-    "zero3-lora": ("zero3", "trainer", "--method", "lora"),
     "zero2_offload": ("zero2_offload", "loop"),
+    "zero3-lora": ("zero3", "trainer", "--method", "lora"),
+    "zero3_offload": ("zero3_offload", "trainer"),
     "zero3_nvme": ("zero3_nvme", "loop"),
     "fsdp": ("fsdp", "trainer"),
     "fsdp-qlora": ("fsdp", "loop", "--method", "qlora"),
+    "fsdp_grad_op": ("fsdp_grad_op", "loop"),
+    "fsdp_hybrid": ("fsdp_hybrid", "loop"),
+    "fsdp_offload": ("fsdp_offload", "trainer"),
 }
-"""With zero2 under the Trainer, in test_killed_runs.py, every kind of state and both engines."""
+"""With zero2, in test_killed_runs.py, every strategy; and both engines with each kind of state."""
+
+
+def test_no_strategy_is_left_out():
+    assert {strategy for strategy, *_ in CASES.values()} | {"zero2"} == set(STRATEGIES)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -30,7 +38,7 @@ def test_resumed_from_within_an_epoch_it_goes_on_bit_for_bit(run_of, dropout_mod
     if (missing := environment.missing_for(STRATEGIES[strategy])) is not None:
         pytest.skip(missing)
     model = ("--model_name_or_path", dropout_model)
-    # 40 rows: the first epoch ends with the third step, half filled.
+    # 40 rows: of two ranks the first epoch ends with the third step, half filled.
     run = run_of(
         *(strategy, engine, "--max_steps", STEPS, "--max_length", 64, "--max_train_samples", 40),
         *("--save_steps", SAVED, "--save_total_limit", 2, "--warmup_steps", 3, *model, *flags),
