@@ -32,7 +32,6 @@ from toolkit.training.committing import Damaged, check
 
 STEPS = 60
 SAVE_STEPS = 3
-DRAFTS = ".checkpoint-*.draft-*"
 KINDS = (("rank", "step"), ("rank", "save"), ("job", "step"), ("job", "save"))
 
 
@@ -117,7 +116,6 @@ def killed(
     """Start or resume a run, and kill it."""
     newest = next(iter(checkpoints_in(run.output)), None)
     begin = 0 if newest is None else step_of(newest) or 0
-    before = set(run.output.glob(DRAFTS))
     launcher = run.start(*resume(run))
     run.await_step(begin + chance.randint(1, 3 * SAVE_STEPS), launcher)
     if when == "save":
@@ -140,7 +138,7 @@ def killed(
         whom=whom,
         when=when,
         at_step=at_step,
-        in_draft=not before.issuperset(run.output.glob(DRAFTS)),
+        in_draft=bool(run.drafts()),
         resumable_at=step_of(whole[0]) if whole else None,
         damaged=len(found) - len(whole),
     )

@@ -40,6 +40,7 @@ class Run:
         self._folder = folder
         self._environment = environment | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         self._starts = 0
+        self._drafts_before: set[Path] = set()
         options = {"nvme_path": folder / "swap"} if strategy == "zero3_nvme" else {}
         config = write_configs(
             get_strategy(strategy),
@@ -52,6 +53,7 @@ class Run:
     def start(self, *flags: Any) -> subprocess.Popen[str]:
         """Start it, and return its launcher."""
         self._starts += 1
+        self._drafts_before = self._drafts()
         for said in (self.output / "status").glob("rank-*.json"):
             said.unlink()  # by an earlier start
         with self._log().open("w") as log:
@@ -87,8 +89,12 @@ class Run:
         self._await(launcher, lambda: self._least_step() >= step)
 
     def await_draft(self, launcher: subprocess.Popen[str]) -> None:
-        """Return as soon as a save has begun."""
-        self._await(launcher, lambda: any(self.output.glob(".checkpoint-*.draft-*")))
+        """Return as soon as a save of this start has begun."""
+        self._await(launcher, lambda: bool(self.drafts()))
+
+    def drafts(self) -> set[Path]:
+        """Return what this start has begun to save and not ended."""
+        return self._drafts() - self._drafts_before
 
     def statuses(self) -> list[RankStatus]:
         return read_statuses(self.output / "status")
@@ -123,6 +129,9 @@ class Run:
     def lines(self) -> list[dict[str, Any]]:
         text = (self.output / "steps.jsonl").read_text()
         return [json.loads(line) for line in text.splitlines()]
+
+    def _drafts(self) -> set[Path]:
+        return set(self.output.glob(".checkpoint-*.draft-*"))
 
     def _least_step(self) -> int:
         said = self.statuses()

@@ -5,7 +5,9 @@ import time
 
 import pytest
 
+from toolkit.configs.requested import DEEPSPEED_FILE
 from toolkit.launching.builds import clear_stale_locks, extension_folders, stale_locks
+from toolkit.rehearse import use_deepspeed_config
 
 
 @pytest.fixture
@@ -28,6 +30,13 @@ def test_a_lock_that_nobody_holds_is_cleared(lock):
     assert clear_stale_locks() == [lock]
     assert not lock.exists()
     assert clear_stale_locks() == []
+
+
+def test_a_rank_under_deepspeed_clears_it_and_says_so(lock, monkeypatch, capsys):
+    monkeypatch.setenv(DEEPSPEED_FILE, "")  # written by the call, and put back after it
+    use_deepspeed_config({"zero_optimization": {"stage": 2}}, rehearsal=True)
+    assert not lock.exists()
+    assert f"removed the lock of a build that was killed: {lock}" in capsys.readouterr().out
 
 
 def test_a_young_lock_is_left_alone(lock):
