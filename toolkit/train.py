@@ -122,7 +122,7 @@ def train(job: Job, status: StatusFile) -> None:
             job.evaluation, collate, tokenizer=job.tokenizer, recorder=recorder
         )
         companions = [speed, *watching, *_companions(job, recorder, speed, watching)]
-        with preemptible(job, keeper, status):
+        with preemptible(keeper, status):
             train_with(job, model, collate, recorder, companions, keeper)
         measured = with_evaluation(
             recorder.finish(throughput_steps=job.run.throughput_steps), job.evaluation, watching

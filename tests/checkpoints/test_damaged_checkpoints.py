@@ -1,15 +1,18 @@
 """A checkpoint that is not whole is named, and the newest whole one is taken; or nothing is."""
 
 import json
+import random
 
 import pytest
 
 from toolkit.checkpoints.agreeing import damages
 from toolkit.checkpoints.asked import Asked, asked_checkpoint, folder_to_resume
 from toolkit.checkpoints.facts import differences
-from toolkit.checkpoints.resuming import drop_steps_after, find_checkpoint
+from toolkit.checkpoints.resuming import find_checkpoint
 from toolkit.errors import UsageError
-from toolkit.training.committing import MANIFEST, committing
+from toolkit.measuring.steps_file import drop_steps_after
+from toolkit.training.committing import committing
+from toolkit.training.manifests import MANIFEST, read_manifest, write_manifest
 
 FACTS = {"num_processes": 2, "strategy": "zero2", "per_device_train_batch_size": 4, "seed": 1}
 
@@ -30,6 +33,11 @@ def flip(file):
     file.write_bytes(content)
 
 
+def rewrite(folder, **changed):
+    """Write a manifest that holds with other facts in it, as an attacker or a newer version may."""
+    write_manifest(folder, **read_manifest(folder) | changed)
+
+
 FAULTS = {
     "flipped": (lambda f: flip(f / "rank-1.pt"), "rank-1.pt has changed since it was saved"),
     "cut off": (
@@ -44,13 +52,20 @@ FAULTS = {
     ),
     "another folder": (
         lambda f: (f / MANIFEST).write_text('{"files": {}, "step": 6}'),
-        "holds no checkpoint of this toolkit",
+        "has no manifest that can be read",
     ),
-    "a newer format": (
+    "of another kind": (lambda f: rewrite(f, kind="model"), "holds no checkpoint of this toolkit"),
+    "without facts": (lambda f: rewrite(f, facts=None), "holds no checkpoint of this toolkit"),
+    "a changed step": (
         lambda f: (f / MANIFEST).write_text(
-            (f / MANIFEST).read_text().replace('"format": 1', '"format": 9')
+            (f / MANIFEST).read_text().replace('"step": 6', '"step": 2')
         ),
-        "was written by a newer toolkit",
+        "has a manifest that has changed since it was written",
+    ),
+    "another step": (lambda f: rewrite(f, step=2), "checkpoint of step 2, and its name says"),
+    "random bytes": (
+        lambda f: (f / MANIFEST).write_bytes(random.Random(1).randbytes(500)),
+        "has no manifest that can be read",
     ),
 }
 
@@ -109,8 +124,54 @@ def test_another_training_is_refused_with_both_values_of_every_difference(tmp_pa
     assert "seed" not in str(error.value)
 
 
-def test_a_fact_that_an_older_checkpoint_does_not_know_is_no_difference():
-    assert differences({"seed": 1}, {"seed": 1, "method": "lora"}) == []
+def test_a_fact_that_only_one_side_knows_is_a_difference():
+    assert differences({"seed": 1}, {"seed": 1, "method": "lora"}) == [
+        "method is not told in the checkpoint and lora now"
+    ]
+    assert differences({"seed": 1, "method": "lora"}, {"seed": 1}) == [
+        "method is lora in the checkpoint and not told now"
+    ]
+
+
+@pytest.mark.parametrize("newer", [{"schema": 9}, {"format": 9}])
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_checkpoint_of_a_newer_format_is_refused_by_name_and_never_passed_over(
+    tmp_path, newer, signed
+):
+    for step in (4, 6):
+        folder = save(tmp_path, step)
+    manifest = json.loads((folder / MANIFEST).read_text()) | newer
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    if signed and "format" in newer:
+        del manifest["manifest_sha256"]
+        write_manifest(folder, **manifest)
+    before = (folder / MANIFEST).read_bytes()
+    with pytest.raises(UsageError, match=r"checkpoint-6 was written by a newer toolkit.* 9, and"):
+        find_checkpoint(Asked(tmp_path), FACTS)
+    # A run that goes on from an older one comes to the same step again.
+    assert find_checkpoint(Asked(tmp_path, tmp_path / "checkpoint-4"), FACTS).step == 4
+    with committing(folder, kind="checkpoint", format=1, step=6, facts=FACTS, shared=False):
+        pass
+    assert (tmp_path / "checkpoint-6.kept-1" / MANIFEST).read_bytes() == before
+
+
+def test_a_damaged_one_is_in_nobodys_way_when_its_step_is_saved_again(tmp_path):
+    for step in (4, 6):
+        folder = save(tmp_path, step)
+    (folder / MANIFEST).write_bytes(bytes([0xFF]) * 100)
+    assert find_checkpoint(Asked(tmp_path), FACTS).step == 4
+    described = {"kind": "checkpoint", "format": 1, "step": 6, "facts": FACTS}
+    with committing(folder, shared=False, **described) as draft:
+        (draft / "rank-0.pt").write_bytes(b"new")
+    assert find_checkpoint(Asked(tmp_path), FACTS).step == 6
+    assert (tmp_path / "checkpoint-6.kept-1" / "rank-1.pt").is_file()
+
+
+def test_a_link_is_no_checkpoint(tmp_path):
+    save(tmp_path / "elsewhere", 6)
+    save(tmp_path, 4)
+    (tmp_path / "checkpoint-6").symlink_to(tmp_path / "elsewhere" / "checkpoint-6")
+    assert find_checkpoint(Asked(tmp_path), FACTS).step == 4
 
 
 def test_what_was_aside_when_a_commit_died_is_found(tmp_path):

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from toolkit.checkpoints.folders import checkpoints_in, rotate, shares, tidy
-from toolkit.training.committing import MANIFEST, committing
+from toolkit.training.committing import committing
+from toolkit.training.manifests import MANIFEST
 
 
 def save(output_dir, step):
@@ -81,6 +82,24 @@ def test_one_that_cannot_be_removed_stays_and_ends_no_run(tmp_path, monkeypatch,
 
 def refused(path, target):
     raise PermissionError(13, "Permission denied", str(path))
+
+
+def test_what_others_put_into_a_checkpoint_outlives_its_rotation(tmp_path):
+    save(tmp_path, 2)
+    (tmp_path / "checkpoint-2" / "notes").write_text("mine")
+    theirs = tmp_path / "theirs"
+    shutil.copytree(save(tmp_path, 3), theirs)
+    (tmp_path / ".checkpoint-3.gone").symlink_to(theirs)
+    rotate(tmp_path, save(tmp_path, 4), limit=1)
+    assert names(tmp_path) == [
+        "checkpoint-2.kept-1",
+        "checkpoint-3.kept-1",
+        "checkpoint-4",
+        "theirs",
+    ]
+    assert os.listdir(tmp_path / "checkpoint-2.kept-1") == ["notes"]
+    assert (tmp_path / "checkpoint-3.kept-1").is_symlink()
+    assert (theirs / "weights").read_text() == "3"
 
 
 def test_a_folder_that_was_not_committed_here_is_left_alone(tmp_path):

@@ -1,8 +1,12 @@
 """A committed folder is whole at any moment: after kill -9, on a full disk, without an exchange."""
 
+import contextlib
+import json
 import os
+import platform
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,8 +14,10 @@ import time
 
 import pytest
 
+from toolkit.errors import UsageError
 from toolkit.training import committing as room
-from toolkit.training.committing import MANIFEST, Damaged, check, committing
+from toolkit.training.committing import check, committing, remove_own
+from toolkit.training.manifests import MANIFEST, Damaged, read_manifest, write_manifest
 
 COMMITS_FOR_EVER = """
 import itertools, sys
@@ -62,13 +68,188 @@ def test_a_draft_of_another_machine_may_be_alive_and_stays(tmp_path):
 def test_what_an_earlier_commit_put_beside_others_goes(tmp_path):
     folder = tmp_path / "output"
     folder.mkdir()
-    (folder / "model.bin").write_text("of someone else, and in the way")
     (folder / "notes").write_text("of someone else")
     with committing(folder) as draft:
         (draft / "model-1-of-2").write_text("old")
-    with committing(folder, obsolete=("model.*",)) as draft:
+    with committing(folder, obsolete=("model-*",)) as draft:
         (draft / "weights").write_text("new")
     assert content(folder) == {"weights": "new", "notes": "of someone else"}
+
+
+def files(folder):
+    """Return everything in a folder by its path: the bytes of files, the targets of links."""
+    return {
+        str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_symlink() or path.is_file()
+    }
+
+
+def test_what_is_not_ours_and_in_the_way_is_kept_beside_the_new_files(tmp_path, capsys):
+    folder = tmp_path / "output"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "weights" / "of").mkdir(parents=True)
+    theirs = {
+        "weights/of/mine": b"a folder where a file goes",
+        "deep/state": b"mine",
+        "model.bin": b"it would be loaded in place of the new one",
+        MANIFEST: b'{"name": "an app"}',
+    }
+    for name, text in theirs.items():
+        (folder / name).write_bytes(text)
+    (folder / "notes").write_text("in nobody's way")
+    for _ in range(2):  # the second time nothing is in the way any more
+        with committing(folder, obsolete=("model.*",)) as draft:
+            (draft / "weights").write_text("new")
+            (draft / "deep").mkdir()
+            (draft / "deep" / "state").write_text("newnew")
+    check(folder)
+    kept = {f"kept-1/{name}": text for name, text in theirs.items()}
+    new = {"weights": b"new", "deep/state": b"newnew", "notes": b"in nobody's way"}
+    assert {n: c for n, c in files(folder).items() if n != MANIFEST} == kept | new
+    assert capsys.readouterr().out.count("are kept in") == 1
+
+
+LINKS = {
+    "the folder": ("final", "."),
+    "a file that is written": ("final/weights", "victim.txt"),
+    "a folder that is written into": ("final/deep", "."),
+    "the manifest": ("final/manifest.json", "victim.txt"),
+    "the folder of an earlier death": (".final.aside", "."),
+    "the draft": (f".final.draft-{platform.node()}-{os.getpid()}", "."),
+    "the draft of a dead process": (f".final.draft-{platform.node()}-{2**22 + 1}", "."),
+}
+
+
+@pytest.mark.parametrize("way", ["exchange", "renames"])
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("committed_before", [False, True])
+def test_no_link_is_followed_whatever_it_stands_for(
+    tmp_path, monkeypatch, link, committed_before, way
+):
+    if way == "renames":
+        monkeypatch.setattr(room, "_exchanged", lambda one, other: False)
+    theirs, place = tmp_path / "theirs", tmp_path / "run"
+    theirs.mkdir()
+    for name in ("victim.txt", "weights", "state"):
+        (theirs / name).write_text("precious")
+    folder = place / "final"
+    if committed_before:
+        commit(folder, "old")
+        commit(theirs, "of a run elsewhere")
+    before = files(theirs)
+    name, target = LINKS[link]
+    planted = place / name
+    if planted.is_dir():
+        shutil.move(planted, tmp_path / "moved")
+    planted.parent.mkdir(parents=True, exist_ok=True)
+    planted.unlink(missing_ok=True)
+    planted.symlink_to(theirs / target)
+    for text in ("new", "newer"):
+        commit(folder, text)
+    assert files(theirs) == before
+    check(folder)
+    assert not folder.is_symlink()
+    assert (folder / "weights").read_text() == "newer"
+    assert (folder / "deep" / "state").read_text() == "newernewer"
+    assert str(theirs / target) in files(place).values(), "the link itself is kept"
+
+
+@pytest.mark.parametrize(
+    "name", ["../../victim.txt", "{root}/victim.txt", "deep/../../../victim.txt", "", ".", "a//b"]
+)
+def test_a_manifest_names_nothing_outside_of_its_folder(tmp_path, name):
+    (tmp_path / "victim.txt").write_text("precious")
+    folder = tmp_path / "run" / "final"
+    with committing(folder) as draft:
+        (draft / "weights-1").write_text("old")
+    (folder / "notes").write_text("of someone else")
+    named = name.format(root=tmp_path)
+    write_manifest(folder, {named: {"bytes": 8, "sha256": "0" * 64}})
+    with pytest.raises(Damaged, match="lists what cannot be a file of it"):
+        read_manifest(folder)
+    commit(folder, "new")
+    remove_own(folder)
+    assert (tmp_path / "victim.txt").read_text() == "precious"
+
+
+def test_only_what_the_manifest_lists_is_removed_with_a_folder(tmp_path):
+    folder = tmp_path / "checkpoint-2"
+    commit(folder, "old")
+    (folder / "notes").write_text("of someone else")
+    remove_own(folder)
+    assert files(tmp_path) == {"checkpoint-2.kept-1/notes": b"of someone else"}
+
+
+def test_a_folder_that_is_ours_alone_is_replaced_as_a_whole_or_kept_aside(tmp_path):
+    folder = tmp_path / "checkpoint-2"
+    folder.mkdir()
+    (folder / "weights").write_text("of a stock Trainer")
+    for text in ("new", "newer"):
+        with committing(folder, shared=False) as draft:
+            (draft / "weights").write_text(text)
+        (folder / "notes").write_text(text)
+    assert files(tmp_path) == {
+        "checkpoint-2.kept-1/weights": b"of a stock Trainer",
+        "checkpoint-2.kept-2/notes": b"new",
+        "checkpoint-2/weights": b"newer",
+        "checkpoint-2/notes": b"newer",
+        f"checkpoint-2/{MANIFEST}": (folder / MANIFEST).read_bytes(),
+    }
+
+
+def test_a_card_that_was_edited_is_kept(tmp_path):
+    folder = tmp_path / "final"
+    for card in ("first", "second"):
+        with committing(folder) as draft:
+            (draft / "README.md").write_text(card)
+        assert "kept-1" not in os.listdir(folder)
+    (folder / "README.md").write_text("mine")
+    with committing(folder) as draft:
+        (draft / "README.md").write_text("third")
+    assert (folder / "README.md").read_text() == "third"
+    assert (folder / "kept-1" / "README.md").read_text() == "mine"
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x80", b"[" * 100_000, b"", b"\x00" * 64])
+def test_a_manifest_of_random_bytes_is_damage_and_stops_no_save(tmp_path, content):
+    folder = tmp_path / "final"
+    commit(folder, "old")
+    (folder / MANIFEST).write_bytes(content)
+    with pytest.raises(Damaged, match="no manifest that can be read"):
+        check(folder)
+    commit(folder, "new")
+    assert (folder / "weights").read_text() == "new"
+    check(folder)
+
+
+def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path):
+    """So a fact that is never compared cannot change unseen: a step, a strategy, a name."""
+    folder = tmp_path / "final"
+    commit(folder, "old", kind="checkpoint", format=1, step=6, facts={"seed": 1, "rate": 1e-3})
+    whole = (folder / MANIFEST).read_bytes()
+    original = read_manifest(folder)
+    accepted = []
+    for bit in range(8 * len(whole)):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        (folder / MANIFEST).write_bytes(flipped)
+        with contextlib.suppress(Damaged, UsageError):
+            accepted.append((bit, read_manifest(folder) == original))
+    assert accepted == []
+
+
+def test_a_manifest_of_another_schema_is_refused_by_name(tmp_path):
+    folder = tmp_path / "final"
+    commit(folder, "old")
+    manifest = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"schema": 9}))
+    with pytest.raises(UsageError, match=r"final was written by a newer toolkit: .* schema 9"):
+        read_manifest(folder)
+    old = {name: value for name, value in manifest.items() if name != "manifest_sha256"}
+    (folder / MANIFEST).write_text(json.dumps(old | {"schema": 1}))
+    with pytest.raises(UsageError, match="was written by an older toolkit"):
+        read_manifest(folder)
 
 
 def test_what_others_put_into_a_folder_stays(tmp_path):
@@ -119,7 +300,8 @@ def test_kill_9_at_any_moment_leaves_a_whole_folder(tmp_path, way):
         process = subprocess.Popen(
             [sys.executable, "-c", COMMITS_FOR_EVER, folder, way], stdout=subprocess.PIPE, text=True
         )
-        process.stdout.readline()
+        for _ in range(chance.randint(1, 3)):
+            process.stdout.readline()
         time.sleep(chance.uniform(0, 0.03))
         process.send_signal(signal.SIGKILL)
         process.communicate()

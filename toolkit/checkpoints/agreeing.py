@@ -8,34 +8,42 @@ from typing import Any, Final
 
 import torch
 
-from toolkit.checkpoints.folders import shares
+from toolkit.checkpoints.folders import shares, step_of
+from toolkit.errors import UsageError
 from toolkit.measuring.attestation import gather_objects
-from toolkit.training.committing import MANIFEST, Damaged, check_file, read_manifest
+from toolkit.training.manifests import MANIFEST, Damaged, check_file, read_manifest
 
 KIND: Final = "checkpoint"
-FORMAT: Final = 1
-"""Of what a checkpoint holds; raised when an older one can no longer be read."""
 
 
 def damages(folder: Path) -> list[str]:
     """Return what any rank finds wrong with a checkpoint, the same on every rank: none if whole.
 
     A collective. Every rank reads the manifest, and each its share of all the bytes.
+
+    Raises:
+        UsageError: on every rank, when a toolkit with another format wrote it.
     """
     said: str | None = None
     error: str | None = None
+    refusal: str | None = None
     manifest: dict[str, Any] = {}
     try:
         manifest = read_manifest(folder)
         said = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
         error = _not_a_checkpoint(folder, manifest)
+    except UsageError as failure:
+        refusal = str(failure)
     except (Damaged, OSError) as failure:
         error = str(failure)
-    everyone = gather_objects((said, error))
-    errors = [error for _, error in everyone if error is not None]
+    everyone = gather_objects((said, error, refusal))
+    for _, _, refused in everyone:
+        if refused is not None:
+            raise UsageError(refused)
+    errors = [error for _, error, _ in everyone if error is not None]
     if errors:
         return list(dict.fromkeys(errors))
-    if len({said for said, _ in everyone}) > 1:
+    if len({said for said, _, _ in everyone}) > 1:
         return [f"the ranks read different manifests in {folder}: it is no folder that all share"]
     wrong: list[str] = []
     for name in shares(manifest["files"], ranks=len(everyone))[_own_index()]:
@@ -47,10 +55,16 @@ def damages(folder: Path) -> list[str]:
 
 
 def _not_a_checkpoint(folder: Path, manifest: dict[str, Any]) -> str | None:
-    if manifest.get("kind") != KIND or not isinstance(manifest.get("step"), int):
+    step = manifest.get("step")
+    if (
+        manifest.get("kind") != KIND
+        or type(step) is not int
+        or type(manifest.get("format")) is not int
+        or not isinstance(manifest.get("facts"), dict)
+    ):
         return f"{folder} holds no checkpoint of this toolkit"
-    if manifest.get("format", 0) > FORMAT:
-        return f"{folder} was written by a newer toolkit; update this one to read it"
+    if step != step_of(folder):
+        return f"{folder} holds a checkpoint of step {step}, and its name says another one"
     return None
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from datasets import Dataset
 
 from toolkit.errors import UsageError
+from toolkit.measuring.attestation import gather_objects
 
 if TYPE_CHECKING:
     from toolkit.job import Job
@@ -96,21 +97,27 @@ def _ends_of(rows: Any) -> str | None:
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Say each fact that both know and that is not the same, with both values."""
+    """Say each fact that is not the same, with both values; one that is missing differs too."""
     return [
-        f"{WORDS.get(name, name)} is {saved[name]} in the checkpoint and {value} now"
-        for name, value in now.items()
-        if name in saved and saved[name] != value
+        f"{WORDS.get(name, name)} is {_value(saved, name)} in the checkpoint and "
+        f"{_value(now, name)} now"
+        for name in dict.fromkeys((*now, *saved))
+        if name not in saved or name not in now or saved[name] != now[name]
     ]
 
 
+def _value(facts: Mapping[str, Any], name: str) -> str:
+    return str(facts[name]) if name in facts else "not told"
+
+
 def require_same(folder: Path, manifest: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to resume another training than the one that was saved.
+    """Refuse to resume another training than the one that was saved; a collective.
 
     Raises:
-        UsageError: with every difference at once.
+        UsageError: on every rank, with every difference that any of them sees.
     """
-    found = differences(manifest["facts"], now)
+    ranks = gather_objects(differences(manifest["facts"], now))
+    found = list(dict.fromkeys(each for rank in ranks for each in rank))
     if found:
         raise UsageError(
             f"{folder} is of another training: {'; '.join(found)}. Resume with what it was saved "

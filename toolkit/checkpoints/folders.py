@@ -6,13 +6,15 @@ another name, and is never taken for a checkpoint.
 
 from __future__ import annotations
 
+import os
 import re
-import shutil
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Final
 
-from toolkit.training.committing import MANIFEST, recover, remove_drafts
+from toolkit.errors import UsageError
+from toolkit.training.committing import recover, remove_drafts, remove_own
+from toolkit.training.manifests import Damaged, is_real_folder, read_manifest
 
 NAME: Final = re.compile(r"checkpoint-(\d+)")
 
@@ -29,7 +31,8 @@ def step_of(folder: Path) -> int | None:
 
 def checkpoints_in(output_dir: Path) -> list[Path]:
     """Return the folders that are named like checkpoints, newest step first."""
-    found = {path: step_of(path) for path in output_dir.glob("checkpoint-*") if path.is_dir()}
+    there = filter(is_real_folder, output_dir.glob("checkpoint-*"))
+    found = {path: step_of(path) for path in there}
     return sorted(
         (path for path, step in found.items() if step is not None),
         key=lambda path: found[path] or 0,
@@ -47,7 +50,8 @@ def tidy(output_dir: Path) -> None:
     for name in drafted:
         remove_drafts(output_dir / name)
     for gone in output_dir.glob(".checkpoint-*.gone"):
-        shutil.rmtree(gone, ignore_errors=True)
+        if _is_ours(gone):
+            remove_own(gone, name=output_dir / gone.name[1:].removesuffix(".gone"))
 
 
 def shares(files: dict[str, dict[str, Any]], *, ranks: int) -> list[list[str]]:
@@ -66,7 +70,7 @@ def rotate(
 ) -> None:
     """Remove the oldest checkpoints beyond `limit`, now that `newest` stands. Rank 0 calls it.
 
-    Only what was committed as a checkpoint goes, and `newest` and what is in `keep` never do.
+    Only files that were committed as a checkpoint go, and `newest` and what is in `keep` never do.
     Steps after `newest` were left behind by a run that went back, and go first.
     """
     if limit is None or limit <= 0:
@@ -74,7 +78,7 @@ def rotate(
     others = [
         path
         for path in checkpoints_in(output_dir)
-        if path != newest and path not in keep and (path / MANIFEST).is_file()
+        if path != newest and path not in keep and _is_ours(path)
     ]
     now = step_of(newest) or 0
     others.sort(key=lambda path: ((step_of(path) or 0) < now, step_of(path) or 0))
@@ -82,9 +86,17 @@ def rotate(
         # Out of sight in one move: a death in between leaves no torn checkpoint behind.
         gone = path.with_name(f".{path.name}.gone")
         try:
-            shutil.rmtree(gone, ignore_errors=True)  # of a death at this place
+            if os.path.lexists(gone):  # of a death at this place
+                remove_own(gone, name=path)
             path.rename(gone)
+            remove_own(gone, name=path)
         except OSError as error:  # the new one stands, and one too many harms nobody
             print(f"toolkit: {path} stays: {error.strerror}", flush=True)  # noqa: T201
-            continue
-        shutil.rmtree(gone, ignore_errors=True)
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder was committed here, and its list of files is unchanged."""
+    try:
+        return is_real_folder(folder) and bool(read_manifest(folder))
+    except (Damaged, UsageError):
+        return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +15,8 @@ from toolkit.checkpoints.states import read_random_state, read_states
 from toolkit.errors import UsageError
 from toolkit.launching.ranks import rank
 from toolkit.measuring.attestation import gather_objects
-from toolkit.results import write_text
-from toolkit.training.committing import read_manifest
 from toolkit.training.companions import Prepared
+from toolkit.training.manifests import read_manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,17 +81,3 @@ def _listed(output_dir: Path) -> list[Path]:
         tidy(output_dir)
         own = checkpoints_in(output_dir)
     return gather_objects(own)[0]
-
-
-def drop_steps_after(steps_file: Path, step: int) -> None:
-    """Drop the lines of steps that will be trained again; rank 0 calls it."""
-    if not steps_file.exists():
-        return
-    kept: list[str] = []
-    for line in steps_file.read_text(encoding="utf-8").splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-        except (ValueError, KeyError, TypeError):
-            continue  # torn by the death that is being recovered from
-    write_text(steps_file, "".join(f"{line}\n" for line in kept))

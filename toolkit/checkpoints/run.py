@@ -12,7 +12,7 @@ from toolkit.checkpoints.asked import Asked
 from toolkit.checkpoints.facts import facts_of_job
 from toolkit.checkpoints.keeping import Keeper, steps_between
 from toolkit.checkpoints.preemption import Preempted, Preemption, pulse_of
-from toolkit.checkpoints.resuming import drop_steps_after, find_checkpoint
+from toolkit.checkpoints.resuming import find_checkpoint
 from toolkit.launching.ranks import rank
 from toolkit.launching.status import StatusFile
 from toolkit.measuring.recorder import Recorder
@@ -41,8 +41,8 @@ def resumed_job(job: Job, asked: Asked | None) -> Job:
 def keeper_of(job: Job, recorder: Recorder) -> Keeper:
     """Return what saves a job's checkpoints, and tell the recorder where the run begins."""
     pulse = pulse_of(recorder)
-    if job.resumed is not None:
-        recorder.resumed_after(job.resumed.step)
+    # A run that died before its first checkpoint begins again, and none of its steps holds.
+    recorder.resumed_after(0 if job.resumed is None else job.resumed.step)
     keeper = Keeper(
         output_dir=Path(job.args.output_dir),
         facts=facts_of_job(job),
@@ -61,7 +61,7 @@ def keeper_of(job: Job, recorder: Recorder) -> Keeper:
 
 
 @contextmanager
-def preemptible(job: Job, keeper: Keeper, status: StatusFile) -> Generator[None]:
+def preemptible(keeper: Keeper, status: StatusFile) -> Generator[None]:
     """Save and leave when SIGTERM comes, and let the status file say so; every rank enters it.
 
     Without guards there is no pulse to agree by, and SIGTERM ends the process as it always did.
@@ -69,10 +69,6 @@ def preemptible(job: Job, keeper: Keeper, status: StatusFile) -> Generator[None]
     Raises:
         Preempted: on every rank.
     """
-    if rank() == 0:
-        # A run that died before its first checkpoint begins again: none of its lines holds.
-        done = -1 if job.resumed is None else job.resumed.step
-        drop_steps_after(Path(job.args.output_dir) / "steps.jsonl", done)
     if keeper.preemption is None:
         yield
         return

@@ -30,6 +30,7 @@ from toolkit.measuring.merging import merge
 from toolkit.measuring.order import OrderWatch
 from toolkit.measuring.peak import COMPILED, PeakLedger
 from toolkit.measuring.pulse import Pulse
+from toolkit.measuring.steps_file import drop_steps_after
 
 
 class Recorder:
@@ -65,6 +66,7 @@ class Recorder:
         self.steps_before = 0
         """Optimizer steps of the training that were done before this run resumed it."""
 
+        self._drops_steps = False
         self._step: list[_MicroBatch] = []
         self._steps: list[_Step] = []
         self.clip: float | None = None
@@ -134,6 +136,9 @@ class Recorder:
                 self._clock.follow_units(model)
             ranks = accelerator.num_processes
             self.pulse.prepared(rank=self._rank, ranks=ranks, device=accelerator.device)
+        if self._drops_steps and self._steps_file is not None and self._rank == 0:
+            # Not before: by now every rank has loaded all that it resumes from.
+            drop_steps_after(self._steps_file, self.steps_before)
         self.mark()
 
     def waiting_for_data(self) -> AbstractContextManager[None]:
@@ -183,8 +188,12 @@ class Recorder:
             self._start_ledgers()
 
     def resumed_after(self, step: int) -> None:
-        """Say how many optimizer steps were done before this run went on with them."""
+        """Say how many optimizer steps were done before this run went on with them.
+
+        Lines of later ones in the file of steps are dropped once everything is loaded.
+        """
         self.steps_before = step
+        self._drops_steps = True
         if self.pulse is not None:
             self.pulse.steps_before = step
 

@@ -4,40 +4,54 @@ Whoever looks at a committed folder, at whatever moment a process or a machine d
 content or all of the new one. The old one is deleted only when the new one stands. A folder that
 holds other things as well cannot be replaced: there the files come in one by one and the manifest
 last, and a commit that died in between is seen by `check`.
+
+Only files that a manifest of ours lists are ever deleted, and no link is followed. What stands in
+the way and is not ours keeps its content under another name (`keep_aside`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import hashlib
+import filecmp
+import itertools
 import os
 import platform
 import shutil
+import stat
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import psutil
 
 from toolkit.errors import UsageError
-from toolkit.results import read_json, write_json
+from toolkit.training.manifests import (
+    DRAFT_MARK,
+    MANIFEST,
+    TO_BE_EDITED,
+    Damaged,
+    check_file,
+    contents,
+    entry,
+    file_names,
+    is_own,
+    is_real_folder,
+    read_manifest,
+    remove_if_empty,
+    remove_listed,
+    sync,
+    write_manifest,
+)
 
-MANIFEST: Final = "manifest.json"
-SCHEMA: Final = 1
-
-TO_BE_EDITED: Final = frozenset({"README.md"})
-"""Files that people are to change: a model's card is not damaged by that."""
+KEPT: Final = "kept"
+"""In the names of what was in the way and is not ours: `final.kept-1`, `final/kept-1/`."""
 
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
 _CANNOT_EXCHANGE: Final = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
 """Of kernels and file systems that have no exchange, some of the networked ones among them."""
-
-
-class Damaged(ValueError):
-    """A folder that was never committed, or has changed since."""
 
 
 @contextmanager
@@ -46,6 +60,7 @@ def committing(
     *,
     obsolete: Sequence[str] = (),
     listed: Mapping[str, dict[str, Any]] | None = None,
+    shared: bool = True,
     **facts: Any,
 ) -> Generator[Path]:
     """Yield an empty folder to write into, and put it in place of `folder` at the end.
@@ -54,26 +69,28 @@ def committing(
 
     Args:
         folder: Where the files go. What an earlier commit put there is replaced as a whole; what
-            others put there stays, and only files of the same name are replaced.
-        obsolete: Patterns of files directly in `folder` that go all the same, whoever wrote them,
+            others put there stays, or is kept aside where it is in the way.
+        obsolete: Patterns of files directly in `folder` that are kept aside, whoever wrote them,
             since beside the new ones they would mean something else.
         listed: Entries of the manifest, by name, of files that the body has already had written to
             the disk and read with `entry`: many ranks do that faster than one.
+        shared: Whether others may have files of their own in `folder`. Else a folder without a
+            manifest of ours is kept aside as a whole.
         facts: Put into the manifest beside sizes and sha256 of the files.
     """
     recover(folder)
     remove_drafts(folder)
-    draft = _draft(folder)
-    draft.mkdir(parents=True)
+    draft = _new_draft(folder)
     try:
         yield draft
         known = listed or {}
         files = {name: known.get(name) or entry(draft, name) for name in file_names(draft)}
-        write_json(draft / MANIFEST, {"schema": SCHEMA, **facts, "files": files})
-        _sync(draft)
-        _put_in_place(draft, folder, obsolete)
+        write_manifest(draft, files, **facts)
+        (draft / DRAFT_MARK).unlink()
+        sync(draft)
+        _put_in_place(draft, folder, obsolete, shared=shared)
     except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
+        remove_drafts(folder)
         raise
 
 
@@ -93,116 +110,173 @@ def check(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a committed folder, without a look at its files.
-
-    Raises:
-        Damaged: it is missing or torn.
-    """
-    try:
-        manifest = cast("dict[str, Any]", read_json(folder / MANIFEST))
-        for wanted in cast("dict[str, dict[str, Any]]", manifest["files"]).values():
-            wanted["bytes"], wanted["sha256"]
-    except (UsageError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"{folder} has no manifest that can be read: {error}") from None
-    return manifest
-
-
-def check_file(folder: Path, name: str, wanted: Mapping[str, Any]) -> None:
-    """Read one file of a committed folder against its entry in the manifest.
-
-    Raises:
-        Damaged: it is missing, cut off or changed.
-    """
-    path = folder / name
-    if not path.is_file():
-        raise Damaged(f"{path} is missing")
-    size = path.stat().st_size
-    if size != wanted["bytes"]:
-        raise Damaged(f"{path} has {size} bytes, it was saved with {wanted['bytes']}")
-    if _sha256(path) != wanted["sha256"]:
-        raise Damaged(f"{path} has changed since it was saved")
-
-
-def entry(draft: Path, name: str) -> dict[str, Any]:
-    """Have one file written to the disk, and return its entry in the manifest."""
-    path = draft / name
-    _sync(path)
-    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-
-
-def file_names(folder: Path) -> list[str]:
-    """Return every file of a folder, relative to it, in order."""
-    return [str(path.relative_to(folder)) for path in _files(folder)]
-
-
 def recover(folder: Path) -> None:
     """Put the old folder back that a commit without an exchange had aside when it died."""
     aside = _aside(folder)
-    if aside.exists():
-        if folder.exists():
-            shutil.rmtree(aside)
-        else:
-            aside.rename(folder)
+    if not is_real_folder(aside):
+        return
+    if os.path.lexists(folder):
+        remove_own(aside, name=folder)
+    else:
+        aside.rename(folder)
 
 
 def remove_drafts(folder: Path) -> None:
     """Remove drafts of this machine whose writers are gone; another machine's may be alive."""
     for draft in folder.parent.glob(f".{folder.name}.draft-{platform.node()}-*"):
-        number = draft.name.rpartition("-")[2]
-        if number.isdigit() and (int(number) == os.getpid() or not psutil.pid_exists(int(number))):
+        number = draft.name.rpartition("-")[2].partition(".")[0]
+        alive = number.isdigit() and int(number) != os.getpid() and psutil.pid_exists(int(number))
+        if alive or not number.isdigit() or not is_real_folder(draft):
+            continue
+        if (draft / DRAFT_MARK).is_file():
             shutil.rmtree(draft, ignore_errors=True)
+        else:  # all of it was written, or it is what was replaced, or nothing is in it yet
+            _remove_committed(draft)
 
 
-def _put_in_place(draft: Path, folder: Path, obsolete: Sequence[str]) -> None:
-    if not folder.exists():
-        draft.rename(folder)
-    elif _has_others(folder):
-        _move_in(draft, folder, obsolete)
-    elif _exchanged(draft, folder):
-        _sync(folder.parent)
-        shutil.rmtree(draft)
+def remove_own(folder: Path, *, name: Path | None = None) -> None:
+    """Remove a folder that was committed; what else is in it is kept aside.
+
+    Args:
+        folder: What is removed.
+        name: What it was called before it was moved here.
+    """
+    _remove_committed(folder)
+    if os.path.lexists(folder):
+        keep_aside(folder, name=name)
+
+
+def _remove_committed(folder: Path) -> None:
+    listed = _listed(folder)
+    if listed is None:
+        remove_if_empty(folder)
     else:
-        # Two moves: between them `recover` finds the old folder aside.
-        folder.rename(_aside(folder))
-        try:
-            draft.rename(folder)
-        except OSError:
-            _aside(folder).rename(folder)
-            raise
-        _sync(folder.parent)
-        shutil.rmtree(_aside(folder))
-    _sync(folder.parent)
+        remove_listed(folder, listed)
 
 
-def _has_others(folder: Path) -> bool:
-    there = {str(path.relative_to(folder)) for path in _files(folder)}
-    return bool(there - _names(folder) - {MANIFEST})
+def keep_aside(path: Path, *, name: Path | None = None) -> None:
+    """Rename what is in the way and not ours, and say so."""
+    before = name or path
+    kept = _free_name(before, f"{before.name}.{KEPT}-{{}}")
+    path.rename(kept)
+    print(  # noqa: T201
+        f"toolkit: {before} holds what no manifest of the toolkit lists: it is kept as {kept}",
+        flush=True,
+    )
 
 
-def _names(folder: Path) -> set[str]:
-    """Files that an earlier commit put into a folder."""
+def _put_in_place(draft: Path, folder: Path, obsolete: Sequence[str], *, shared: bool) -> None:
+    listed = _listed(folder)
+    is_empty = is_real_folder(folder) and not any(folder.iterdir())
+    is_usable = is_real_folder(folder) and (shared or listed is not None or is_empty)
+    if os.path.lexists(folder) and not is_usable:
+        keep_aside(folder)
+    if is_empty or not folder.exists():
+        draft.rename(folder)
+    elif shared and (others := _others(draft, folder, listed)):
+        _move_in(draft, folder, others, obsolete, listed=listed or {})
+    else:
+        _replace(draft, folder)
+    sync(folder.parent)
+
+
+def _replace(draft: Path, folder: Path) -> None:
+    if _exchanged(draft, folder):
+        sync(folder.parent)
+        remove_own(draft, name=folder)
+        return
+    # Two moves: between them `recover` finds the old folder aside.
+    aside = _aside(folder)
+    if os.path.lexists(aside):
+        keep_aside(aside)
+    folder.rename(aside)
     try:
-        return set(read_json(folder / MANIFEST)["files"])
-    except (UsageError, OSError, KeyError, TypeError):
-        return set()
+        draft.rename(folder)
+    except OSError:
+        aside.rename(folder)
+        raise
+    sync(folder.parent)
+    remove_own(aside, name=folder)
 
 
-def _move_in(draft: Path, folder: Path, obsolete: Sequence[str]) -> None:
-    new = {str(path.relative_to(draft)) for path in _files(draft)}
-    old = _names(folder)
-    old |= {path.name for pattern in obsolete for path in folder.glob(pattern) if path.is_file()}
+def _others(draft: Path, folder: Path, listed: Mapping[str, Any] | None) -> set[str]:
+    """Return what is in a folder that no manifest of ours lists, or that people have edited."""
+    own = set[str]() if listed is None else {*listed, MANIFEST}
+    others = {name for name, mode in contents(folder) if name not in own or not stat.S_ISREG(mode)}
+    edited = {
+        name
+        for name in TO_BE_EDITED & (own - others)
+        if (folder / name).exists()
+        and entry(folder, name) != (listed or {})[name]
+        and not _is_same(draft / name, folder / name)
+    }
+    return others | edited
+
+
+def _listed(folder: Path) -> dict[str, Any] | None:
+    """Return the files that an earlier commit put into a folder, with their entries.
+
+    None where there was none, or its list cannot be trusted.
+    """
+    try:
+        return read_manifest(folder)["files"]
+    except (Damaged, UsageError):
+        return None
+
+
+def _move_in(
+    draft: Path,
+    folder: Path,
+    others: set[str],
+    obsolete: Sequence[str],
+    *,
+    listed: Mapping[str, Any],
+) -> None:
+    new = file_names(draft)
+    obstacles = others & _obstacles(folder, [*new, MANIFEST], obsolete)
+    obstacles |= {name for name in new if is_real_folder(folder / name)}
+    _keep_inside(draft, folder, obstacles)
     (folder / MANIFEST).unlink(missing_ok=True)
-    for path in _files(draft):
-        if path != draft / MANIFEST:
-            target = folder / path.relative_to(draft)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            path.replace(target)
-    for name in old - new:
-        (folder / name).unlink(missing_ok=True)
-    _sync(folder)
+    for name in new:
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (draft / name).replace(target)
+    for name in listed.keys() - others - set(new):
+        if is_own(folder, name):
+            (folder / name).unlink(missing_ok=True)
+    sync(folder)
     (draft / MANIFEST).replace(folder / MANIFEST)
     shutil.rmtree(draft)
+
+
+def _obstacles(folder: Path, new: Sequence[str], obsolete: Sequence[str]) -> set[str]:
+    """Return the names that new files replace, need as folders, or make obsolete."""
+    parents = {str(parent) for name in new for parent in Path(name).parents}
+    matched = {path.name for pattern in obsolete for path in folder.glob(pattern)}
+    return {*new, *parents, *matched}
+
+
+def _keep_inside(draft: Path, folder: Path, names: set[str]) -> None:
+    """Move what is in the way of new files into a folder beside them, and say so."""
+    lost = sorted(n for n in names if n == MANIFEST or not _is_same(draft / n, folder / n))
+    if not lost:
+        return
+    place = _free_name(folder / KEPT, f"{KEPT}-{{}}")
+    for name in lost:
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).rename(place / name)
+    print(  # noqa: T201
+        f"toolkit: {folder} held files in the way of new ones that no manifest of the toolkit "
+        f"lists: {', '.join(lost)}. They are kept in {place}",
+        flush=True,
+    )
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    """Whether two files hold the same; never so where one is a link or missing."""
+    if any(path.is_symlink() or not path.is_file() for path in (one, other)):
+        return False
+    return filecmp.cmp(one, other, shallow=False)
 
 
 def _exchanged(one: Path, other: Path) -> bool:
@@ -219,27 +293,21 @@ def _exchanged(one: Path, other: Path) -> bool:
     raise OSError(number, os.strerror(number), str(other))
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Have the system write a file or the names in a folder to the disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
-
-
-def _draft(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.draft-{platform.node()}-{os.getpid()}")
+def _new_draft(folder: Path) -> Path:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    name = f".{folder.name}.draft-{platform.node()}-{os.getpid()}"
+    draft = folder.with_name(name)
+    if os.path.lexists(draft):  # what is there was not made by a commit
+        draft = _free_name(draft, f"{name}.{{}}")
+    draft.mkdir()
+    (draft / DRAFT_MARK).touch(exist_ok=False)
+    return draft
 
 
 def _aside(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.aside")
+
+
+def _free_name(path: Path, pattern: str) -> Path:
+    names = (path.with_name(pattern.format(number)) for number in itertools.count(1))
+    return next(name for name in names if not os.path.lexists(name))
