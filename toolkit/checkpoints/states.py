@@ -1,9 +1,9 @@
 """What a checkpoint holds: model, optimizer, schedule, fp16 scale, and each rank's random numbers.
 
-Under DDP and alone rank 0 writes model and optimizer whole. FSDP2 writes shards with
-`torch.distributed.checkpoint`. DeepSpeed writes its own files, which Python unpickles: reading them
-runs what is in them, so they are read below a manifest that holds, and a manifest proves that they
-are unchanged, not who wrote them. The rest is read without unpickling objects.
+Under DDP and alone rank 0 writes model and optimizer whole. FSDP2 writes shards (`shards.py`).
+DeepSpeed writes its own files, and reads them with an unpickler that runs whatever they say
+(deepspeed 0.19, `torch.load(weights_only=False)`): they are read below a manifest that holds, and a
+manifest proves that they are unchanged, not who wrote them. Nothing else is read that way.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ from torch.distributed.fsdp import FSDPModule
 
 from toolkit.checkpoints.left_out import count_again, restore_swapped, swapped_state
 from toolkit.errors import UsageError
-from toolkit.measuring.engine import optimizer_of, zero_optimizer
+from toolkit.measuring.engine import (
+    local,
+    master_held,
+    optimizer_of,
+    replicas,
+    states_held,
+    zero_optimizer,
+)
+from toolkit.measuring.memory import count
 from toolkit.measuring.whole import plain_name
 from toolkit.training.adapters import adapter_config
 from toolkit.training.companions import Prepared
@@ -47,7 +55,25 @@ def write_together(draft: Path, prepared: Prepared, *, step: int) -> None:
             str(draft), tag=engine_tag(step), exclude_frozen_parameters=trained_only(prepared)
         )
     elif kind == DistributedType.FSDP:
-        _write_shards(draft / SHARDS, prepared)
+        _write_sharded(draft / SHARDS, prepared)
+
+
+def least_bytes(prepared: Prepared) -> int:
+    """Return the least that this rank's part of a checkpoint takes on the disk.
+
+    What a save holds beside trained weights and optimizer states is small, and the names that it
+    is kept under are not counted, nor is what is swapped to NVMe.
+    """
+    accelerator, model = prepared.accelerator, prepared.model
+    seen: set[tuple[torch.device, int]] = set()
+    states = count(states_held(model, prepared.optimizer), seen)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return states + count(master_held(model), seen)
+    trained = (local(each.detach()) for each in model.parameters() if each.requires_grad)
+    whole = states + count(trained, seen)
+    if accelerator.distributed_type == DistributedType.FSDP:
+        return whole // replicas(model)
+    return whole if accelerator.is_main_process else 0
 
 
 def write_own(draft: Path, prepared: Prepared) -> None:
@@ -89,7 +115,7 @@ def read_model_and_optimizer(folder: Path, prepared: Prepared, *, step: int) -> 
         if path is None:
             raise RuntimeError(f"DeepSpeed found nothing of its own in {folder}")
     elif accelerator.distributed_type == DistributedType.FSDP:
-        _read_shards(folder / SHARDS, prepared)
+        _read_sharded(folder / SHARDS, prepared)
     else:
         read_whole_model(folder, prepared)
         kept = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
@@ -159,31 +185,30 @@ def _tensors(model: torch.nn.Module, *, trained: bool) -> dict[str, torch.Tensor
     return {plain_name(name): tensor for name, tensor in found.items()}
 
 
-def _write_shards(folder: Path, prepared: Prepared) -> None:
-    import torch.distributed.checkpoint as dcp
+def _sharded_states(prepared: Prepared) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    return {
+        "model": _tensors(prepared.model, trained=trained_only(prepared)),
+        "optimizer": get_optimizer_state_dict(prepared.model, _inner(prepared)),
+    }
+
+
+def _write_sharded(folder: Path, prepared: Prepared) -> None:
+    from toolkit.checkpoints.shards import write_shards
 
     if not isinstance(prepared.model, FSDPModule):
         raise UsageError("FSDP1 has no checkpoints here: set fsdp_version to 2 in the config file.")
-    states = {
-        "model": _tensors(prepared.model, trained=trained_only(prepared)),
-        "optimizer": get_optimizer_state_dict(prepared.model, _inner(prepared)),
-    }
-    dcp.save(states, storage_writer=dcp.FileSystemWriter(str(folder)))
+    write_shards(folder, _sharded_states(prepared))
 
 
-def _read_shards(folder: Path, prepared: Prepared) -> None:
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import (
-        get_optimizer_state_dict,
-        set_optimizer_state_dict,
-    )
+def _read_sharded(folder: Path, prepared: Prepared) -> None:
+    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
-    states = {
-        "model": _tensors(prepared.model, trained=trained_only(prepared)),
-        "optimizer": get_optimizer_state_dict(prepared.model, _inner(prepared)),
-    }
-    dcp.load(states, storage_reader=dcp.FileSystemReader(str(folder)))
+    from toolkit.checkpoints.shards import read_shards
+
+    states = _sharded_states(prepared)
+    read_shards(folder, states)
     set_optimizer_state_dict(prepared.model, _inner(prepared), optim_state_dict=states["optimizer"])
 
 
