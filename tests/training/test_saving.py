@@ -21,7 +21,7 @@ from transformers import (
 
 from toolkit.training import saving
 from toolkit.training.committing import check
-from toolkit.training.saving import SaveError, save_model
+from toolkit.training.saving import SaveError, require_finite, save_model
 
 SMALL = {
     "hidden_size": 32,
@@ -110,13 +110,32 @@ def test_no_more_than_one_file_is_held(tmp_path, accelerator, tied):
 
 def test_16_bit_weights_come_back_in_16_bit(tmp_path, accelerator, tied):
     tied.to(torch.bfloat16)
-    with torch.no_grad():
-        tied.model.norm.weight[0] = torch.nan
     save_model(accelerator, tied, tmp_path / "final")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype="auto")
     assert loaded.dtype == torch.bfloat16
-    assert loaded.model.norm.weight[0].isnan()
     assert torch.equal(loaded.model.embed_tokens.weight, tied.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_not_finite_are_not_saved(tmp_path, accelerator, tied, value):
+    folder = tmp_path / "final"
+    save_model(accelerator, tied, folder)
+    before = check(folder)
+    with torch.no_grad():
+        tied.model.norm.weight[0] = value
+    with pytest.raises(SaveError, match=r"not finite \(model\.norm\.weight\)"):
+        save_model(accelerator, tied, folder)
+    assert check(folder) == before
+    with pytest.raises(SaveError, match=r"checkpoint-1 was not saved: .* \(model\.norm\.weight\)"):
+        require_finite(tied, tmp_path / "checkpoint-1")
+
+
+def test_a_model_that_the_disk_has_no_room_for_is_not_begun(tmp_path, accelerator, tied):
+    # A petabyte that takes four bytes of memory.
+    tied.huge = torch.nn.Parameter(torch.zeros(1).expand(2**48))
+    with pytest.raises(SaveError, match=r"no space left .* takes 1048576\.\d+ GiB or more, and"):
+        save_model(accelerator, tied, tmp_path / "final")
+    assert not list(tmp_path.iterdir())
 
 
 def test_weights_that_come_back_different_leave_the_old_folder(tmp_path, accelerator, tied):
@@ -168,7 +187,7 @@ def test_a_disk_that_is_full_is_an_error_that_every_rank_hears_of(tmp_path, acce
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, limits[1]))
     try:
-        with pytest.raises(SaveError, match="final: "):
+        with pytest.raises(SaveError, match="no space left on the disk of .*final, or a limit"):
             save_model(accelerator, tied, tmp_path / "final")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -16,6 +16,7 @@ from toolkit.checkpoints.writing import save_checkpoint
 from toolkit.measuring.attestation import gather_objects
 from toolkit.measuring.recorder import Recorder
 from toolkit.training.companions import Companion, Prepared
+from toolkit.training.saving import require_finite
 
 
 @dataclass(kw_only=True)
@@ -66,13 +67,15 @@ class Keeper:
 
         Raises:
             GuardError: on every rank, when the last step was not finite: nothing is written.
-            SaveError: on every rank, when any could not write.
+            SaveError: on every rank, when any could not write, or the last update made weights
+                that are not finite.
         """
         self.recorder.settle()
         if self.recorder.spoiled():
             return None
         folder = checkpoint_folder(output_dir or self.output_dir, step)
         with self.recorder.aside():
+            require_finite(prepared.model, folder)
             taken = save_checkpoint(
                 folder, prepared, step=step, facts=self.facts, write_more=write_more
             )

@@ -8,12 +8,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoints.agreeing import FORMAT, KIND
+from toolkit.checkpoints.agreeing import KIND
 from toolkit.checkpoints.folders import shares
-from toolkit.checkpoints.states import write_own, write_together
+from toolkit.checkpoints.states import least_bytes, write_own, write_together
+from toolkit.errors import UsageError
 from toolkit.measuring.attestation import gather_objects
-from toolkit.training.committing import committing, entry, file_names
+from toolkit.training.committing import committing
 from toolkit.training.companions import Prepared
+from toolkit.training.disk import in_words, room_missing
+from toolkit.training.manifests import FORMAT, entry, file_names
 from toolkit.training.saving import SaveError
 
 
@@ -27,6 +30,8 @@ def save_checkpoint(
 ) -> float:
     """Write the state after `step` and put it in place as a whole; a collective.
 
+    What stands in its place and was not committed here is kept aside.
+
     Args:
         folder: On a file system that all ranks share.
         prepared: What is trained.
@@ -38,7 +43,8 @@ def save_checkpoint(
         Seconds that it took.
 
     Raises:
-        SaveError: on every rank, when any could not write its part; `folder` is as it was.
+        SaveError: on every rank, when it does not fit on the disk or any could not write its part;
+            `folder` is as it was.
     """
     begun = time.monotonic()
     accelerator = prepared.accelerator
@@ -48,7 +54,8 @@ def save_checkpoint(
         if not accelerator.is_main_process:
             return None
         described = {"kind": KIND, "format": FORMAT, "step": step, "facts": facts}
-        return str(undo.enter_context(committing(folder, listed=listed, **described)))
+        commit = committing(folder, listed=listed, shared=False, **described)
+        return str(undo.enter_context(commit))
 
     def write_parts() -> None:
         write_own(draft, prepared)
@@ -58,10 +65,20 @@ def save_checkpoint(
     def close() -> None:
         commit.close()
 
+    needed = sum(gather_objects(least_bytes(prepared)))
+    missing = _together(folder, lambda: room_missing(folder, needed))[0]  # rank 0 looked
+    if missing is not None:
+        raise SaveError(f"{folder} was not saved: {missing}")
     with ExitStack() as undo:
         draft = Path(_together(folder, open_draft)[0])
         _together(folder, lambda: _see(draft))
-        write_together(draft, prepared, step=step)
+        try:
+            write_together(draft, prepared, step=step)
+        except UsageError:
+            raise
+        except Exception as error:  # not told by `_together`: other ranks may be stuck in theirs
+            who = f"rank {accelerator.process_index}"
+            raise SaveError(f"{folder} was not saved. {who}: {in_words(error, folder)}") from error
         _together(folder, write_parts)
         for found in _together(folder, lambda: _entries(draft, accelerator)):
             listed |= found
@@ -80,7 +97,7 @@ def _together(folder: Path, act: Callable[[], Any]) -> list[Any]:
     try:
         value = act()
     except Exception as failure:  # the other ranks wait: whatever it is, they must hear of it
-        error = f"{type(failure).__name__}: {failure}"
+        error = in_words(failure, folder)
     everyone = gather_objects((value, error))
     errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(everyone) if error]
     if errors:

@@ -24,10 +24,13 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.errors import sentence_of
 from toolkit.measuring.attestation import gather_objects
+from toolkit.measuring.engine import elements_of
+from toolkit.measuring.finite import is_finite, not_finite
 from toolkit.measuring.whole import plain_name
 from toolkit.training.adapters import adapter_config, write_adapter
 from toolkit.training.card import Card
 from toolkit.training.committing import committing
+from toolkit.training.disk import in_words, room_missing
 from toolkit.training.generation import generation_config_of
 from toolkit.training.merged import gathered_parts
 
@@ -44,11 +47,27 @@ OBSOLETE: Final = (
 )
 """Weights of an earlier save, which transformers would load in place of or beside the new ones."""
 
+NOT_FINITE: Final = (
+    "the last update left weights that are not finite ({names}). Lower --learning_rate, or clip "
+    "gradients with --max_grad_norm."
+)
+
 LAYER: Final = re.compile(r".*?\.\d+(?=\.)")
 
 
 class SaveError(RuntimeError):
-    """What was written does not load as the model that was trained."""
+    """Nothing was saved: it is not finite, could not be written, or does not load again."""
+
+
+def require_finite(model: Any, folder: Path) -> None:
+    """Check the trained weights before they are saved; a collective.
+
+    Raises:
+        SaveError: on every rank, naming weights that are not finite.
+    """
+    names = not_finite(model)
+    if names is not None:
+        raise SaveError(f"{folder} was not saved: {NOT_FINITE.format(names=names)}")
 
 
 def save_model(
@@ -79,21 +98,25 @@ def save_model(
         facts: For the manifest.
 
     Raises:
-        SaveError: on every rank, when rank 0 could not write, or the files don't load, or not as
-            the weights that were gathered.
+        SaveError: on every rank, when weights are not finite, the disk is too small, rank 0 could
+            not write, or the files don't load, or not as the weights that were gathered.
     """
     unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
     is_adapter = adapter_config(unwrapped) is not None
     weights = whole_weights(accelerator, model, unwrapped, trained_only=is_adapter)
 
+    parameters = {plain_name(name) for name, _ in unwrapped.named_parameters()}
+
     def write(draft: Path) -> None:
+        finite = _finite(weights, parameters)
         if is_adapter:
-            write_adapter(unwrapped, weights, draft, tokenizer)
+            write_adapter(unwrapped, finite, draft, tokenizer)
             _write_other_generation_config(unwrapped, draft, tokenizer)
         else:
-            _write_model(unwrapped, weights, draft, tokenizer, shard_bytes)
+            _write_model(unwrapped, finite, draft, tokenizer, shard_bytes)
 
-    _save(accelerator, folder, weights, write, card, facts)
+    needed = _least_bytes(unwrapped, trained_only=is_adapter)
+    _save(accelerator, folder, weights, write, card, facts, needed=needed)
 
 
 def save_merged(
@@ -114,9 +137,9 @@ def save_merged(
     def write(draft: Path) -> None:
         # Merging may fail, and gathering goes on all the same: other ranks are in it.
         weights = ((part.name, part.merged()) for part in parts)
-        _write_model(unwrapped, weights, draft, tokenizer, shard_bytes)
+        _write_model(unwrapped, _finite(weights), draft, tokenizer, shard_bytes)
 
-    _save(accelerator, folder, parts, write, card, facts)
+    _save(accelerator, folder, parts, write, card, facts, needed=0)
 
 
 def _save(
@@ -126,22 +149,52 @@ def _save(
     write: Callable[[Path], None],
     card: Card | None,
     facts: dict[str, Any],
+    *,
+    needed: int,
 ) -> None:
     """Have rank 0 write what every rank gathers, and all ranks raise what befell it."""
     error: str | None = None
     if accelerator.is_main_process:
         try:
+            if (missing := room_missing(folder, needed)) is not None:
+                raise SaveError(missing)
             with committing(folder, obsolete=OBSOLETE, **facts) as draft:
                 write(draft)
                 if card is not None:
                     _write_card(card, draft, folder)
         except Exception as failure:  # the other ranks wait: whatever it is, they must hear of it
-            error = f"{folder}: {failure}"
+            error = f"{folder} was not saved: {_in_words(failure, folder)}"
     for _ in gathered:
         pass  # the other ranks, and rank 0 where it could not go on, only take part
     for found in gather_objects(error):
         if found is not None:
             raise SaveError(found)
+
+
+def _in_words(failure: Exception, folder: Path) -> str:
+    return str(failure) if isinstance(failure, SaveError) else in_words(failure, folder)
+
+
+def _finite(
+    weights: Iterator[tuple[str, torch.Tensor | None]], names: set[str] | None = None
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Yield weights that are finite; those of other `names` as they are.
+
+    Around the iterator that gathers, not in it: when this one ends, others still wait in that one.
+    """
+    for name, tensor in weights:
+        if tensor is not None and (names is None or name in names) and not is_finite(tensor):
+            raise SaveError(NOT_FINITE.format(names=name))
+        yield name, tensor
+
+
+def _least_bytes(unwrapped: Any, *, trained_only: bool) -> int:
+    """Return the bytes of the weights in the dtype that they are trained in."""
+    return sum(
+        elements_of(parameter) * parameter.element_size()
+        for parameter in unwrapped.parameters()
+        if parameter.requires_grad or not trained_only
+    )
 
 
 def _write_card(card: Card, draft: Path, folder: Path) -> None:

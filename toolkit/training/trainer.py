@@ -14,7 +14,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from transformers.training_args import ParallelMode
 
 from toolkit.checkpoints.keeping import Keeper
-from toolkit.checkpoints.resuming import Resumed, drop_steps_after
+from toolkit.checkpoints.resuming import Resumed
 from toolkit.checkpoints.trainers import (
     find_for,
     keeper_for,
@@ -32,7 +32,7 @@ from toolkit.strategies import Strategy
 from toolkit.training.adapters import has_lora
 from toolkit.training.card import card_of_trainer
 from toolkit.training.interlude import interlude
-from toolkit.training.saving import full_state_dict, save_model
+from toolkit.training.saving import full_state_dict, require_finite, save_model
 from toolkit.training.speed.buckets import with_bucket_view
 from toolkit.training.token_mean import TokenMean
 
@@ -94,10 +94,7 @@ class ToolkitTrainer(Trainer):
             UsageError: on every rank, before anything is loaded, when the checkpoint is damaged or
                 of another training.
         """
-        resumed = find_for(self, resume_from_checkpoint)
-        if resumed is not None and self.args.should_save:
-            drop_steps_after(Path(self.args.output_dir) / "steps.jsonl", resumed.step)
-        return self.train_from(resumed, **kwargs)
+        return self.train_from(find_for(self, resume_from_checkpoint), **kwargs)
 
     def train_from(self, resumed: Resumed | None, **kwargs: Any) -> Any:
         """Train, from a checkpoint that all ranks have found whole."""
@@ -211,6 +208,7 @@ class ToolkitTrainer(Trainer):
         folder = Path(output_dir or self.args.output_dir)
         unwrapped = self.accelerator.unwrap_model(self.model_wrapped)
         if not isinstance(unwrapped, PreTrainedModel) and not has_lora(unwrapped):
+            require_finite(self.model_wrapped, folder)
             super().save_model(output_dir, _internal_call)
             return
         save_model(
@@ -232,6 +230,7 @@ class ToolkitTrainer(Trainer):
         if self.recorder.spoiled():
             return
         if self.args.save_only_model:
+            require_finite(self.model_wrapped, Path(self._get_output_dir(trial=trial)))
             super()._save_checkpoint(model, trial)
             return
         save_for(self, trial)

@@ -1,0 +1,40 @@
+"""Whether the weights are finite, looked at before they are saved.
+
+A loss is of the weights before the update: what the last update made of them shows in no loss.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from toolkit.measuring.attestation import gather_objects
+from toolkit.measuring.engine import local
+from toolkit.measuring.whole import plain_name
+
+NAMED = 3
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+
+
+def not_finite(model: Any) -> str | None:
+    """Name trained weights that are not finite; None where all are. A collective.
+
+    Args:
+        model: As `Accelerator.prepare` returned it. Each rank looks at what it holds in memory;
+            partitions that are swapped to NVMe are not read.
+    """
+    own = [
+        plain_name(name).removeprefix("module.")
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and not is_finite(_held(parameter))
+    ]
+    found = list(dict.fromkeys(name for names in gather_objects(own[:NAMED]) for name in names))
+    return ", ".join(found[:NAMED]) or None
+
+
+def _held(parameter: Any) -> torch.Tensor:
+    return getattr(parameter, "ds_tensor", local(parameter.detach())).detach()
