@@ -122,3 +122,15 @@ def test_two_ranks_train_each_of_an_uneven_number_of_chats_once_an_epoch(launch,
     assert set(idle[-4:]) == {FILLER_ID}  # the second rank's last micro-batch had no row at all
     template = (tmp_path / "o" / "final" / "chat_template.jinja").read_text()
     assert "{%- generation -%}" in template
+
+
+def test_what_the_last_update_broke_is_not_saved_and_the_run_has_failed(launch, tmp_path):
+    """The loss is that of the weights before the update, and as good as any."""
+    done = launch(
+        *("single", "-m", "toolkit.train", "--max_steps", 1, "--learning_rate", "1e39"),
+        *("--save_steps", 1, "--output_dir", tmp_path / "o"),
+    )
+    assert done.returncode == 1, done.stdout
+    assert "checkpoint-1 was not saved: the last update left weights that are not" in done.stdout
+    assert not [path.name for path in (tmp_path / "o").iterdir() if path.name[0] in "cf"]
+    assert not (tmp_path / "o" / "record.json").exists()

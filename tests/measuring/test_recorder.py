@@ -197,3 +197,20 @@ def test_a_method_is_given_back_in_whatever_order_those_in_front_of_it_go():
     inner()
     assert engine.step() == "stepped"
     assert "step" not in vars(engine)
+
+
+def test_lines_of_steps_that_are_trained_again_stay_until_everything_is_loaded(tmp_path):
+    """A checkpoint that cannot be loaded after all must not cost what an earlier start wrote."""
+    file = tmp_path / "steps.jsonl"
+    lines = "".join(f'{{"step": {step}}}\n' for step in (1, 2, 3))
+    file.write_text(lines)
+    facts = {"strategy": STRATEGIES["single"], "num_processes": 1, "precision": "no"}
+    for resumed, kept in ((None, lines), (2, lines[: 2 * len(lines) // 3]), (0, "")):
+        recorder = Recorder(Asked(**facts), rehearsal=True, steps_file=file)
+        before = file.read_text()
+        if resumed is not None:
+            recorder.resumed_after(resumed)
+        assert file.read_text() == before
+        train(recorder, steps=0)
+        recorder.close()
+        assert file.read_text() == kept

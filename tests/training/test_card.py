@@ -321,6 +321,17 @@ def test_a_save_writes_its_card_anew_and_leaves_a_users_own(tmp_path, accelerato
     check(folder)
 
 
+def test_what_a_link_in_the_place_of_a_card_leads_to_is_not_taken_along(tmp_path, accelerator):
+    (tmp_path / "secret").write_text("not to be shown")
+    folder = tmp_path / "final"
+    folder.mkdir()
+    (folder / CARD_FILE).symlink_to(tmp_path / "secret")
+    save_model(accelerator, tiny_llama(), folder, card=Card(base="org/one"))
+    assert "`org/one`" in (folder / CARD_FILE).read_text()
+    assert (folder / "kept-1" / CARD_FILE).is_symlink()
+    assert (tmp_path / "secret").read_text() == "not to be shown"
+
+
 def test_a_model_is_saved_though_its_card_can_not_be_written(
     tmp_path, accelerator, monkeypatch, caplog
 ):

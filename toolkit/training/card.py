@@ -65,10 +65,16 @@ class Card:
     def write(self, draft: Path, folder: Path) -> None:
         """Write the card into `draft`, which takes the place of `folder`.
 
-        The card of a user that lies in `folder` is taken along in its place.
+        The card of a user that lies in `folder` is taken along in its place; not through a link,
+        which may lead to what is not to be shown.
         """
         own = folder / CARD_FILE
-        if own.is_file() and MARKER not in own.read_text(encoding="utf-8", errors="replace"):
+        linked = folder.is_symlink() or own.is_symlink()
+        if (
+            own.is_file()
+            and not linked
+            and MARKER not in own.read_text(encoding="utf-8", errors="replace")
+        ):
             shutil.copy2(own, draft / CARD_FILE)
             return
         is_adapter = (draft / "adapter_config.json").exists()

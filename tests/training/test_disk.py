@@ -1,0 +1,71 @@
+"""A disk that is too small is seen before a save, and named when it fills up during one."""
+
+import errno
+import resource
+import shutil
+import signal
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from toolkit.checkpoints.shards import write_shards
+from toolkit.training.disk import in_words, room_missing
+
+
+@pytest.fixture
+def small_files():
+    """No file may grow beyond 64 KiB: what stands in for a full disk without being root."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    signal.signal(signal.SIGXFSZ, ignored)
+
+
+@pytest.fixture
+def one_rank():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+WRITERS = {
+    "python": lambda folder: (folder / "file").write_bytes(bytes(1 << 20)),
+    "torch": lambda folder: torch.save({"state": torch.zeros(1 << 18)}, folder / "file"),
+    "safetensors": lambda folder: save_file({"weight": torch.zeros(1 << 18)}, folder / "file"),
+    "shards": lambda folder: write_shards(folder / "sharded", {"state": torch.zeros(1 << 18)}),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_whoever_writes_a_full_disk_is_named(tmp_path, one_rank, small_files, writer):
+    with pytest.raises(Exception) as error:  # noqa: PT011  each writer has a type of its own
+        WRITERS[writer](tmp_path)
+    words = in_words(error.value, tmp_path)
+    assert words.startswith(f"no space left on the disk of {tmp_path}, or a limit on the size of")
+    assert "Make room and resume from the last checkpoint" in words
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_behind_another_error_is_named(tmp_path, number):
+    error = RuntimeError("Saving failed")
+    error.__cause__ = OSError(number, "any words")
+    assert "no space left" in in_words(error, tmp_path)
+
+
+def test_another_error_keeps_its_words(tmp_path):
+    error = PermissionError(errno.EACCES, "Permission denied", "file")
+    assert in_words(error, tmp_path) == "PermissionError: [Errno 13] Permission denied: 'file'"
+
+
+def test_room_is_asked_of_the_file_system_that_the_folder_will_be_on(tmp_path):
+    free = shutil.disk_usage(tmp_path).free
+    folder = tmp_path / "not" / "there yet"
+    assert room_missing(folder, free // 2) is None
+    words = room_missing(folder, 2 * free)
+    assert words is not None
+    assert words.startswith(f"no space left on the disk of {folder}: the save takes ")
+    assert not folder.parent.exists()
