@@ -124,13 +124,24 @@ def test_two_ranks_train_each_of_an_uneven_number_of_chats_once_an_epoch(launch,
     assert "{%- generation -%}" in template
 
 
-def test_what_the_last_update_broke_is_not_saved_and_the_run_has_failed(launch, tmp_path):
-    """The loss is that of the weights before the update, and as good as any."""
+def test_what_an_update_broke_is_not_saved_and_the_run_has_failed(launch, tmp_path):
+    """Rows of the embedding without a gradient become 0 / 0; the loss was that of before."""
     done = launch(
-        *("single", "-m", "toolkit.train", "--max_steps", 1, "--learning_rate", "1e39"),
+        *("single", "-m", "toolkit.train", "--max_steps", 2, "--adam_epsilon", 0),
         *("--save_steps", 1, "--output_dir", tmp_path / "o"),
     )
     assert done.returncode == 1, done.stdout
-    assert "checkpoint-1 was not saved: the last update left weights that are not" in done.stdout
+    said = "checkpoint-1 was not saved: the last update left weights that are not finite (model."
+    assert said in done.stdout
     assert not [path.name for path in (tmp_path / "o").iterdir() if path.name[0] in "cf"]
     assert not (tmp_path / "o" / "record.json").exists()
+
+
+def test_a_model_that_the_last_update_broke_is_not_saved(launch, tmp_path):
+    done = launch(
+        *("single", "-m", "toolkit.train", "--max_steps", 1, "--adam_epsilon", 0),
+        *("--engine", "loop", "--output_dir", tmp_path / "o"),
+    )
+    assert done.returncode == 1, done.stdout
+    assert "final was not saved: the last update left weights that are not" in done.stdout
+    assert {path.name for path in (tmp_path / "o").iterdir()} <= {".lock", "status", "steps.jsonl"}

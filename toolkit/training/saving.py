@@ -48,8 +48,8 @@ OBSOLETE: Final = (
 """Weights of an earlier save, which transformers would load in place of or beside the new ones."""
 
 NOT_FINITE: Final = (
-    "the last update left weights that are not finite ({names}). Lower --learning_rate, or clip "
-    "gradients with --max_grad_norm."
+    "the last update left weights that are not finite ({names}). Lower --learning_rate, raise "
+    "--adam_epsilon, or clip gradients with --max_grad_norm."
 )
 
 LAYER: Final = re.compile(r".*?\.\d+(?=\.)")
