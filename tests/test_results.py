@@ -6,6 +6,10 @@ import pytest
 from toolkit.errors import UsageError
 from toolkit.results import read_json, read_record, read_results, write_json
 
+MEMORY = [
+    f"{name}_bytes"
+    for name in ("peak", "parameters", "master", "gradients", "optimizer", "host_peak")
+]
 RECORD = {
     "schema": 1,
     "strategy": "ddp",
@@ -15,8 +19,8 @@ RECORD = {
     "reason": None,
     "num_processes": 2,
     "rehearsal": True,
-    "model": {},
-    "data": {},
+    "model": {"name": "tiny", "path": None, "parameters": 6},
+    "data": {"name": "rows", "hash": None, "rows": 8},
     "training": {},
     "losses": [1.0],
     "grad_norms": None,
@@ -26,7 +30,7 @@ RECORD = {
     "tokens_per_second": None,
     "step_seconds": None,
     "first_step_seconds": None,
-    "memory": {},
+    "memory": dict.fromkeys(MEMORY),
     "per_rank": [],
     "attestation": {},
     "final": None,
@@ -67,8 +71,8 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
 
 
 def test_fields_of_a_later_version_are_kept(tmp_path):
-    write_json(tmp_path / "record.json", RECORD | {"traffic": {"bytes": 7}})
-    assert read_record(tmp_path)["traffic"] == {"bytes": 7}
+    write_json(tmp_path / "record.json", RECORD | {"carbon": {"grams": 7}})
+    assert read_record(tmp_path)["carbon"] == {"grams": 7}
 
 
 def test_a_newer_schema_is_refused_and_named(tmp_path):

@@ -281,16 +281,22 @@ def report(
     """Make a comparison's reports again, or set two comparisons side by side."""
     from rich.console import Console
 
+    from toolkit.comparing.scheduling.rebuilding import restore
+
+    if other is None and to is not None:
+        raise UsageError("--to is for two comparisons; the reports of one stand in its own folder.")
+    console = Console()
+    for each in (folder, other):
+        if each is not None:
+            restore(each, console=console)
     if other is not None:
         from toolkit.comparing.reporting.side_by_side import side_by_side
 
-        side_by_side(folder, other, to=to, console=Console())
+        side_by_side(folder, other, to=to, console=console)
         return
-    if to is not None:
-        raise UsageError("--to is for two comparisons; the reports of one stand in its own folder.")
     from toolkit.comparing.reporting.remake import remake
 
-    remake(folder, console=Console())
+    remake(folder, console=console)
 
 
 @app.command()

@@ -7,10 +7,11 @@ beside it in safetensors: whole, in fp32, whatever sharded them.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final, TypedDict, cast
+from typing import Annotated, Any, Final, Literal, TypedDict, cast
 
 from toolkit.errors import UsageError
-from toolkit.results import SCHEMA, read_json
+from toolkit.results import Ranks, read_as
+from toolkit.shapes import AtLeast
 
 EVIDENCE_FILE: Final = "evidence.json"
 BEFORE_FILE: Final = "weights-before.safetensors"
@@ -80,9 +81,9 @@ class Evidence(TypedDict):
     schema: int
     strategy: str
     engine: str
-    precision: str
-    num_processes: int
-    step: int
+    precision: Annotated[str, Literal["no", "bf16", "fp16"]]
+    num_processes: Ranks
+    step: Annotated[int, AtLeast(1)]
     """From 1; fp16 may have skipped some before it."""
 
     ranks: list[list[MicroBatch]]
@@ -103,7 +104,7 @@ def read_evidence(folder: Path) -> Evidence:
     """Read the evidence in `folder`.
 
     Raises:
-        UsageError: there is none, or a newer toolkit wrote it.
+        UsageError: there is none, it is damaged, or a newer toolkit wrote it.
     """
     file = folder / EVIDENCE_FILE
     if not file.is_file():
@@ -111,8 +112,4 @@ def read_evidence(folder: Path) -> Evidence:
             f"{folder} holds no evidence of a step: the run ended, or fp16 skipped every step, "
             "before one had updated the weights."
         )
-    data = read_json(file)
-    schema = cast("dict[str, Any]", data).get("schema") if isinstance(data, dict) else None
-    if not isinstance(schema, int) or not 1 <= schema <= SCHEMA:
-        raise UsageError(f"{file} has the schema {schema!r}; this toolkit reads up to {SCHEMA}.")
-    return cast(Evidence, data)
+    return cast(Evidence, read_as(file, Evidence))

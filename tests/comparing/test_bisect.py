@@ -463,7 +463,7 @@ def test_a_folder_without_evidence_says_so(tmp_path):
 
 
 def test_evidence_of_a_newer_toolkit_is_refused(side):
-    with pytest.raises(UsageError, match="schema 2; this toolkit reads up to 1"):
+    with pytest.raises(UsageError, match="schema 2, this toolkit reads up to 1"):
         side(schema=2)
 
 

@@ -13,7 +13,7 @@ from toolkit.planning.memory.states import state_bytes
 from toolkit.planning.models.architectures import shape_from_config
 from toolkit.planning.speed.traffic import collectives
 from toolkit.planning.terms import Interval
-from toolkit.results import Model, Prediction, Record, Traffic
+from toolkit.results import Ends, Model, Prediction, Record, Traffic
 from toolkit.strategies import STRATEGIES
 
 STATES: Final = ("parameters_bytes", "master_bytes", "gradients_bytes", "optimizer_bytes")
@@ -213,12 +213,12 @@ def _share(predicted: int, counted: int) -> float:
     return (predicted - counted) / (counted or predicted or 1)
 
 
-def _beyond(expected: dict[str, int], measured: int) -> int:
+def _beyond(expected: Ends, measured: int) -> int:
     """How far a measurement is outside of an interval: the prediction less what was measured."""
     if measured < expected["low"]:
         return expected["low"] - measured
     return min(0, expected["high"] - measured)
 
 
-def _ends(interval: Interval, *, less: int = 0) -> dict[str, int]:
-    return {"low": round(interval.low) - less, "high": round(interval.high) - less}
+def _ends(interval: Interval, *, less: int = 0) -> Ends:
+    return Ends(low=round(interval.low) - less, high=round(interval.high) - less)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from toolkit import environment
 from toolkit.comparing.reporting.remake import write_reports
 from toolkit.comparing.reporting.report import print_report
-from toolkit.comparing.scheduling.attempts import completed, next_attempt
+from toolkit.comparing.scheduling.attempts import completed, next_attempt, unreadable
 from toolkit.comparing.scheduling.comparison import Comparison
 from toolkit.comparing.scheduling.options import CompareOptions
 from toolkit.comparing.scheduling.output_folder import check_output, shown
@@ -57,10 +57,10 @@ def compare(options: CompareOptions, *, console: Console) -> int:
         console.print(str(error), markup=False, highlight=False)
         return 1
 
-    with comparison.lock():
+    with comparison.lock() as told:
         folder = comparison.folder
         with build_progress(console, plan.runs) as progress:
-            for text in (*plan.notes, *_introduction(comparison, facts)):
+            for text in (*told, *plan.notes, *_introduction(comparison, facts)):
                 progress.say(text)
             try:
                 Schedule(comparison, progress).run_all()
@@ -145,6 +145,8 @@ class Schedule:
         for planned in self.comparison.plan.runs:
             if planned.skipped is None:
                 self.take_over(planned)
+                for problem in unreadable(self.comparison.folder, planned.name):
+                    self.progress.say(f"A start of {planned.name} does not count: {problem}")
         if self.comparison.finished:
             self.comparison.make_rows()
 
