@@ -716,6 +716,9 @@ def write_text(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a write that fails names no file
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -20,7 +20,8 @@ def write_reports(folder: Path) -> list[Path]:
     """Write `report.md`, `report.html` and `results.csv` beside `results.json`.
 
     Raises:
-        UsageError: there are no results to read, or the folder takes no files.
+        UsageError: there are no results to read.
+        OSError: the folder takes no files.
     """
     results = presentable(read_results(folder))
     made = {
@@ -28,11 +29,8 @@ def write_reports(folder: Path) -> list[Path]:
         PAGE_FILE: render_page(results),
         TABLE_FILE: render_table(results),
     }
-    try:
-        for name, text in made.items():
-            write_text(folder / name, text)
-    except OSError as error:
-        raise UsageError(f"{folder} takes no reports: {error.strerror}.") from None
+    for name, text in made.items():
+        write_text(folder / name, text)
     return [folder / name for name in made]
 
 

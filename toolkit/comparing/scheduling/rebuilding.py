@@ -78,6 +78,7 @@ def rebuilt(folder: Path) -> Comparison:
         each.run.name: good for each in started if (good := completed(folder, each.run.name))
     }
     options = _options(started, folder, repeats=max(map(len, finished.values()), default=1))
+    environments = [each[0].record["environment"] for each in finished.values()]
     runs = [each.run for each in started]
     engine = runs[0].engine
     comparison = Comparison(
@@ -95,7 +96,7 @@ def rebuilt(folder: Path) -> Comparison:
             fixed=fixed_by(options),
         ),
         options=options,
-        environment=next((each[0].record["environment"] for each in finished.values()), {}),
+        environment=environments[0] if environments else {},
         finished=finished,
         failures={
             each.run.name: failure
@@ -106,7 +107,7 @@ def rebuilt(folder: Path) -> Comparison:
             "dollars_per_hour": UNKNOWN,
             "runs": f"{UNKNOWN}: one that was skipped, or had not begun, left none",
         }
-        | ({} if finished else {"environment": UNKNOWN}),
+        | (dict[str, str]() if finished else {"environment": UNKNOWN}),
     )
     # Whether there is a control is told by the rows of the candidates before it.
     comparison.make_rows()
