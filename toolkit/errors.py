@@ -42,9 +42,7 @@ def file_sentence(error: BaseException) -> str | None:
         file, reason = error.filename, f"{error.strerror or error}."
     if is_full_disk(error):
         where = "" if file is None else f" for {file}"
-        return (
-            f"There is no space left{where}: {reason} Free some, and give the same command again."
-        )
+        return f"There is no space left{where}: {reason} Free some, and try again."
     if file is None:
         return None
     return f"{file}: {reason} Check the path, and whether it may be read and written."

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypedDict, cast
 
 from toolkit.errors import UsageError
-from toolkit.results import Ranks, read_as
-from toolkit.shapes import AtLeast
+from toolkit.results import FromOne, read_as
 
 EVIDENCE_FILE: Final = "evidence.json"
 BEFORE_FILE: Final = "weights-before.safetensors"
@@ -82,8 +81,8 @@ class Evidence(TypedDict):
     strategy: str
     engine: str
     precision: Annotated[str, Literal["no", "bf16", "fp16"]]
-    num_processes: Ranks
-    step: Annotated[int, AtLeast(1)]
+    num_processes: FromOne
+    step: FromOne
     """From 1; fp16 may have skipped some before it."""
 
     ranks: list[list[MicroBatch]]

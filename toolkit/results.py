@@ -39,7 +39,7 @@ Count = Annotated[int, AtLeast(0)]
 Size = Annotated[float, AtLeast(0)]
 """A time, a speed, a share: never below 0."""
 
-Ranks = Annotated[int, AtLeast(1)]
+FromOne = Annotated[int, AtLeast(1)]
 
 
 class Gap(TypedDict):
@@ -146,7 +146,7 @@ class CountedCollective(TypedDict):
     `other`."""
 
     dtype: str
-    ranks: Ranks
+    ranks: FromOne
     """In the group."""
 
     calls: Count
@@ -163,7 +163,7 @@ class Traffic(TypedDict):
     """Every collective of one optimizer step, metric gathers before it included."""
 
     step: int
-    micro_batches: Annotated[int, AtLeast(1)]
+    micro_batches: FromOne
     transport: str | None
     """The backend of the process group; null for one process."""
 
@@ -246,10 +246,15 @@ class Data(TypedDict):
     """The flags for data that were not at their defaults."""
 
 
-class Speed(TypedDict, total=False):
-    """Switches for speed."""
+class SwitchesOn(TypedDict, total=False):
+    """Switches for speed that were on, as far as they are read again; there are more."""
 
-    on: dict[str, Any]
+    checkpoint_layers: dict[str, Any]
+    loss_chunk_tokens: FromOne | None
+
+
+class Speed(TypedDict):
+    on: Annotated[dict[str, Any], SwitchesOn]
 
 
 class Training(TypedDict, total=False):
@@ -314,7 +319,7 @@ class Record(TypedDict):
     precision: Annotated[str, Literal["no", "bf16", "fp16"]]
     status: str
     reason: str | None
-    num_processes: Ranks
+    num_processes: FromOne
     rehearsal: bool
     model: Model
     data: Data
@@ -381,7 +386,7 @@ class Spec(TypedDict):
     schema: int
     strategy: str
     engine: Literal["trainer", "loop"]
-    num_processes: Ranks
+    num_processes: FromOne
     precision: Literal["no", "bf16", "fp16"]
     flags: list[str]
     """Of `toolkit.train`, all but the output folder."""
@@ -569,7 +574,7 @@ class Row(TypedDict):
     """Run folder, relative to the comparison."""
 
     command: str | None
-    num_processes: Ranks
+    num_processes: FromOne
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
     rehearsal: bool

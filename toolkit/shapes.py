@@ -6,6 +6,7 @@ behind that asks again whether a field is there and of its type.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -30,7 +31,7 @@ MOST_WHOLE: Final = 2**63
 
 @dataclass(frozen=True, slots=True)
 class AtLeast:
-    """The smallest value of a number, beside its type: `Annotated[int, AtLeast(1)]`."""
+    """The smallest value of a finite number, beside its type: `Annotated[int, AtLeast(1)]`."""
 
     value: float
 
@@ -56,7 +57,7 @@ def mismatches(value: Any, kind: Any, where: str = "") -> Iterator[str]:
         for more in getattr(kind, "__metadata__", ()):
             if not isinstance(more, AtLeast):
                 yield from mismatches(value, more, where)
-            elif isinstance(value, (int, float)) and value < more.value:
+            elif isinstance(value, (int, float)) and not more.value <= value < math.inf:
                 yield _wrong(value, where)
     elif origin in (Union, UnionType):
         yield from _union(value, arguments, where)

@@ -215,7 +215,10 @@ def read_status(path: Path) -> RankStatus | None:
             else None,
             peak_bytes=None if peak is None else int(peak),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (
+        *(OSError, ValueError, KeyError, TypeError, AttributeError),
+        *(RecursionError, OverflowError),
+    ):
         return None
 
 
