@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final, NotRequired, TypedDict
+from typing import Any, Final, NotRequired, TypedDict, get_args
 
 from toolkit.errors import UsageError
+from toolkit.planning.choices import Dtype, Method
 from toolkit.planning.job import Job
 from toolkit.planning.memory.estimate import estimate_memory
 from toolkit.planning.memory.states import state_bytes
@@ -190,6 +191,9 @@ def _speed_of(training: dict[str, Any]) -> dict[str, Any]:
 def _method_of(precision: str, training: dict[str, Any]) -> dict[str, Any]:
     """Return what a job says of the method; a record from before there were any is of `full`."""
     method, dtype = training.get("method", "full"), training.get("dtype", "float32")
+    for asked, known in ((method, Method), (dtype, Dtype)):
+        if asked not in get_args(known):
+            raise UsageError(f"not predicted: {asked!r} is none of {', '.join(get_args(known))}")
     if method == "full":
         return {"weights": dtype}
     if training.get("lora_target_modules") != ["all-linear"]:

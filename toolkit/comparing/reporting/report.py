@@ -117,7 +117,10 @@ IN_SPEED_TABLE: Final = ("supervised_tokens_per_second", "compute", "cost")
 def not_measured(results: Results) -> list[str]:
     """Name what no table has named already."""
     told = IN_TABLES if speed_and_cost(results) is None else (*IN_TABLES, *IN_SPEED_TABLE)
-    return [
+    of_all = results.get("not_measured", {}).items()
+    # How large a difference in speed means something stands among the limits.
+    lines = [f"{field}: {reason}" for field, reason in of_all if field != "noise"]
+    return lines + [
         f"{run_name(row)}, {field}: {reason}"
         for row in results["runs"]
         if row["status"] == "ok"

@@ -27,7 +27,7 @@ from toolkit.comparing.scheduling.starting import ended
 from toolkit.errors import UsageError
 from toolkit.launching.outcome import Ending, Outcome, judge
 from toolkit.launching.status import read_statuses
-from toolkit.results import Spec
+from toolkit.results import Spec, read_record
 from toolkit.strategies import STRATEGIES, get_strategy
 
 if TYPE_CHECKING:
@@ -214,12 +214,19 @@ def _failure(folder: Path, run: Run, finished: list[Finished]) -> Failure | None
 
 def _outcome(start: Path, num_processes: int) -> Outcome:
     """Say how a start ended, from what its ranks said and the end of its log."""
-    statuses = read_statuses(start / "status")
+    statuses, lines = read_statuses(start / "status"), _last_lines(start / "stdout.log")
+    if not statuses:
+        try:
+            read_record(start)
+        except UsageError as error:
+            reason = f"how it ended is not known: {error}"
+            return Outcome(status="failed", reason=reason, tail=lines, seconds=None, statuses=[])
+        return Outcome(status="ok", reason=None, tail=lines, seconds=None, statuses=[])
     return judge(
         Ending(
             statuses=statuses,
             gone={each.rank: each.time for each in statuses if each.state == "running"},
-            lines=_last_lines(start / "stdout.log"),
+            lines=lines,
             num_processes=num_processes,
             seconds=None,
         )
