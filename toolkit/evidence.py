@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypedDict, cast
 
 from toolkit.errors import UsageError
-from toolkit.results import FromOne, read_as
+from toolkit.results import FromOne, LostError, read_as
 
 EVIDENCE_FILE: Final = "evidence.json"
 BEFORE_FILE: Final = "weights-before.safetensors"
@@ -111,4 +111,7 @@ def read_evidence(folder: Path) -> Evidence:
             f"{folder} holds no evidence of a step: the run ended, or fp16 skipped every step, "
             "before one had updated the weights."
         )
-    return cast(Evidence, read_as(file, Evidence))
+    evidence = cast(Evidence, read_as(file, Evidence))
+    if not evidence["ranks"] or not all(evidence["ranks"]):
+        raise LostError(f"{file} is not complete: it tells of no micro-batch.")
+    return evidence
