@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NotRequired, TypedDict, cast
 
 from toolkit.errors import UsageError
-from toolkit.shapes import AtLeast, mismatches
+from toolkit.shapes import Least, mismatches
 
 SCHEMA: Final = 1
 
@@ -35,11 +35,11 @@ NOT_FINITE: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.i
 MOST_LEVELS: Final = 100
 """Objects and lists within each other; what we write has some ten."""
 
-Count = Annotated[int, AtLeast(0)]
-Size = Annotated[float, AtLeast(0)]
+Count = Annotated[int, Least(0)]
+Size = Annotated[float, Least(0)]
 """A time, a speed, a share: never below 0."""
 
-FromOne = Annotated[int, AtLeast(1)]
+FromOne = Annotated[int, Least(1)]
 
 
 class Gap(TypedDict):

@@ -30,8 +30,8 @@ MOST_WHOLE: Final = 2**63
 
 
 @dataclass(frozen=True, slots=True)
-class AtLeast:
-    """The smallest value of a finite number, beside its type: `Annotated[int, AtLeast(1)]`."""
+class Least:
+    """The smallest value of a finite number, beside its type: `Annotated[int, Least(1)]`."""
 
     value: float
 
@@ -55,7 +55,7 @@ def mismatches(value: Any, kind: Any, where: str = "") -> Iterator[str]:
     elif origin in (Annotated, NotRequired):
         yield from mismatches(value, arguments[0], where)
         for more in getattr(kind, "__metadata__", ()):
-            if not isinstance(more, AtLeast):
+            if not isinstance(more, Least):
                 yield from mismatches(value, more, where)
             elif isinstance(value, (int, float)) and not more.value <= value < math.inf:
                 yield _wrong(value, where)

@@ -201,7 +201,7 @@ def read_statuses(folder: Path) -> list[RankStatus]:
 def read_status(path: Path) -> RankStatus | None:
     try:
         said = cast(dict[str, Any], json.loads(path.read_text(encoding="utf-8")))
-        if said["state"] not in get_args(State):
+        if said["state"] not in get_args(State) or said["pid"] < 1:
             return None
         error, peak = said["error"], said.get("peak_bytes")
         return RankStatus(
