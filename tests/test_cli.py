@@ -120,6 +120,54 @@ def test_what_the_command_line_itself_refuses_is_status_2_too(words, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("words", [("configs", "list"), ("plan", "7b")], ids=" ".join)
+def test_a_full_disk_that_is_printed_to_is_a_sentence_and_status_1(words):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "toolkit.cli", *words]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "toolkit: There is no space left: No space left on device. Free some, and try again.\n"
+    )
+
+
+LONG = "x" * 300
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("compare", "--strategies", "ddp", "--output", LONG), "File name too long"),
+        (("report", LONG), "File name too long"),
+        (("configs", "write", "ddp", "--to", "file/below"), "Not a directory"),
+        (("configs", "write", "ddp", "--to", LONG), "File name too long"),
+        (("plan", "7b", "--gpu", "L4", "--gpu-file", "."), "Is a directory"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else None,
+)
+def test_a_path_that_cannot_be_used_is_a_sentence_and_status_2(words, says, tmp_path):
+    (tmp_path / "file").touch()
+    done = toolkit(*words, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert says in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("room", [0, 100])
+def test_config_files_that_find_no_room_leave_nothing_behind(tmp_path, room):
+    command = [sys.executable, "-m", "toolkit.cli", "configs", "write", "zero3", "--to", tmp_path]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (room, room)),
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "there is no space left" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_bug_keeps_its_traceback(monkeypatch):
     from toolkit import cli
 

@@ -12,12 +12,11 @@ from transformers import AutoModelForCausalLM
 from toolkit import environment
 from toolkit.comparing.predicted import STATES, job_of, predicted_states
 from toolkit.comparing.reporting.papers import difference_in_words
-from toolkit.comparing.reporting.report import load_results
 from toolkit.planning.job import Job
 from toolkit.planning.memory.estimate import estimate_memory
 from toolkit.planning.models.architectures import shape_from_config
 from toolkit.planning.speed.traffic import collectives, textbook_elements
-from toolkit.results import FILLER_ID, read_record
+from toolkit.results import FILLER_ID, read_record, read_results
 from toolkit.strategies import STRATEGIES
 from toolkit.training.data import prepare_data, prepare_validation
 from toolkit.training.data_arguments import DataArguments
@@ -51,7 +50,7 @@ def usual(toolkit, tmp_path_factory):
         *("compare", "--strategies", ",".join(USUAL), "--engine", "both", "--output", folder),
         *("--max_steps", 10, "--throughput_steps", 4, "--", *FLAGS),
     )
-    return done, folder, load_results(folder)
+    return done, folder, read_results(folder)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +61,7 @@ def others(toolkit, tmp_path_factory):
         *("compare", "--strategies", ",".join(OTHERS), "--output", folder),
         *("--max_steps", 10, "--throughput_steps", 0, "--", *FLAGS),
     )
-    return done, folder, load_results(folder)
+    return done, folder, read_results(folder)
 
 
 def rows(comparison):
@@ -367,7 +366,7 @@ def test_the_same_comparison_again_runs_nothing(usual, toolkit):
         timeout=60,
     )
     assert again.returncode == 0, again.stdout
-    assert load_results(folder)["runs"] == before["runs"]
+    assert read_results(folder)["runs"] == before["runs"]
 
 
 def _keys(path):

@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from toolkit.comparing.predicted import STATES
-from toolkit.comparing.reporting.report import load_results
-from toolkit.results import STARTING_ADAPTER, read_record
+from toolkit.results import STARTING_ADAPTER, read_record, read_results
 
 pytestmark = pytest.mark.filterwarnings(
     # peft 0.21 asks transformers 5.23 by the old name (peft/peft_model.py, PeftModel.__init__).
@@ -52,7 +51,7 @@ def comparison(request, toolkit, chats, tmp_path_factory):
         *("--method", method, "--merge", "--max_length", 64),
         *("--train_file", chats),
     )
-    return method, done, folder, load_results(folder)
+    return method, done, folder, read_results(folder)
 
 
 def rows_of(comparison):

@@ -1,11 +1,17 @@
 import json
 import math
+import re
+import resource
 
 import pytest
 
 from toolkit.errors import UsageError
-from toolkit.results import read_json, read_record, read_results, write_json
+from toolkit.results import LostError, read_json, read_record, read_results, write_json
 
+MEMORY = [
+    f"{name}_bytes"
+    for name in ("peak", "parameters", "master", "gradients", "optimizer", "host_peak")
+]
 RECORD = {
     "schema": 1,
     "strategy": "ddp",
@@ -15,8 +21,8 @@ RECORD = {
     "reason": None,
     "num_processes": 2,
     "rehearsal": True,
-    "model": {},
-    "data": {},
+    "model": {"name": "tiny", "path": None, "parameters": 6},
+    "data": {"name": "rows", "hash": None, "rows": 8},
     "training": {},
     "losses": [1.0],
     "grad_norms": None,
@@ -26,7 +32,7 @@ RECORD = {
     "tokens_per_second": None,
     "step_seconds": None,
     "first_step_seconds": None,
-    "memory": {},
+    "memory": dict.fromkeys(MEMORY),
     "per_rank": [],
     "attestation": {},
     "final": None,
@@ -67,8 +73,8 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
 
 
 def test_fields_of_a_later_version_are_kept(tmp_path):
-    write_json(tmp_path / "record.json", RECORD | {"traffic": {"bytes": 7}})
-    assert read_record(tmp_path)["traffic"] == {"bytes": 7}
+    write_json(tmp_path / "record.json", RECORD | {"carbon": {"grams": 7}})
+    assert read_record(tmp_path)["carbon"] == {"grams": 7}
 
 
 def test_a_newer_schema_is_refused_and_named(tmp_path):
@@ -90,6 +96,65 @@ def test_a_record_that_cannot_be_used_says_why(tmp_path, text, message):
     (tmp_path / "record.json").write_text(text)
     with pytest.raises(UsageError, match=message):
         read_record(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\xff\xfe\x00", "is not JSON .*utf-8.*Put a whole copy there"),
+        (b"[" * 100_000, "is not JSON .*recursion"),
+        (b"[" * 200 + b"]" * 200, "more than 100 levels"),
+        (b'{"schema": 1, "seconds": ' + b"9" * 5000 + b"}", "is not JSON .*digits"),
+        (b'{"schema": 1, "seconds": NaN}', "NaN is no JSON"),
+        (b'{"schema": 1, "schema": 1}', "a name stands twice"),
+        (b"", "is not JSON"),
+    ],
+    ids=["bytes", "deep", "levels", "digits", "constant", "twice", "empty"],
+)
+def test_a_damaged_file_is_a_usage_error_that_names_it(tmp_path, content, message):
+    (tmp_path / "record.json").write_bytes(content)
+    with pytest.raises(LostError, match=rf"{tmp_path}/record\.json .*{message}"):
+        read_record(tmp_path)
+
+
+def test_a_folder_in_the_place_of_a_file_is_named_and_is_not_ours_to_replace(tmp_path):
+    (tmp_path / "record.json").mkdir()
+    with pytest.raises(UsageError, match="cannot be read: Is a directory") as caught:
+        read_record(tmp_path)
+    assert not isinstance(caught.value, LostError)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("losses", [1.0, "2.0"], r"'losses\[1\]' is '2.0'"),
+        ("memory", RECORD["memory"] | {"peak_bytes": -1}, "'memory.peak_bytes' is -1"),
+        ("num_processes", 0, "'num_processes' is 0"),
+        ("num_processes", True, "'num_processes' is True"),
+        ("num_processes", 10**30, "'num_processes' is 1000"),
+        ("precision", "fp8", "'precision' is 'fp8'"),
+        ("training", {"optimizer": 3}, "'training.optimizer' is 3"),
+        ("per_rank", [{"rank": 0}], r"'per_rank\[0\].memory' is missing"),
+    ],
+)
+def test_every_field_is_checked_to_its_innermost_part(tmp_path, field, value, message):
+    write_json(tmp_path / "record.json", RECORD | {field: value})
+    with pytest.raises(LostError, match=f"is not complete: .*{message}"):
+        read_record(tmp_path)
+
+
+def test_a_write_that_finds_no_room_names_the_file_and_keeps_the_old_one(tmp_path):
+    path = tmp_path / "results.json"
+    write_json(path, {"runs": 1})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=re.escape(str(path))):
+            write_json(path, {"runs": "x" * 2000})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert read_json(path) == {"runs": 1}
+    assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
 
 
 def test_a_folder_without_results_says_so(tmp_path):

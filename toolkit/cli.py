@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from toolkit.errors import UsageError
+from toolkit.errors import UsageError, file_sentence, is_full_disk
 from toolkit.planning.choices import Attention, Dtype, Goal, Method, Optimizer
 from toolkit.strategies import STRATEGIES
 
@@ -281,16 +282,22 @@ def report(
     """Make a comparison's reports again, or set two comparisons side by side."""
     from rich.console import Console
 
+    from toolkit.comparing.scheduling.rebuilding import restore
+
+    if other is None and to is not None:
+        raise UsageError("--to is for two comparisons; the reports of one stand in its own folder.")
+    console = Console()
+    for each in (folder, other):
+        if each is not None:
+            restore(each, console=console)
     if other is not None:
         from toolkit.comparing.reporting.side_by_side import side_by_side
 
-        side_by_side(folder, other, to=to, console=Console())
+        side_by_side(folder, other, to=to, console=console)
         return
-    if to is not None:
-        raise UsageError("--to is for two comparisons; the reports of one stand in its own folder.")
     from toolkit.comparing.reporting.remake import remake
 
-    remake(folder, console=Console())
+    remake(folder, console=console)
 
 
 @app.command()
@@ -460,12 +467,28 @@ def _names(text: str) -> list[str]:
 
 
 def main() -> None:
-    """Run the command; a mistake of the user's is one sentence and exit code 2."""
+    """Run the command; a mistake of the user's is one sentence and exit code 2.
+
+    So is a file that may not be read or written; a full disk is exit code 1.
+    """
     try:
         app()
-    except UsageError as error:
-        print(f"toolkit: {error}", file=sys.stderr)  # noqa: T201
-        raise SystemExit(2) from None
+    except (UsageError, OSError) as error:
+        sentence = str(error) if isinstance(error, UsageError) else file_sentence(error)
+        if sentence is None:
+            raise
+        print(f"toolkit: {sentence}", file=sys.stderr)  # noqa: T201
+        _print_the_rest()
+        raise SystemExit(1 if is_full_disk(error) else 2) from None
+
+
+def _print_the_rest() -> None:
+    try:
+        sys.stdout.flush()
+    except OSError:
+        # Python would try once more at its end, and leave with another status.
+        with contextlib.suppress(OSError):
+            sys.stdout.close()
 
 
 if __name__ == "__main__":

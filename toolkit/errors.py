@@ -1,5 +1,16 @@
 """What speaks to the user: what is wrong, where, and what to do."""
 
+from __future__ import annotations
+
+import errno
+import re
+from typing import Final
+
+NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+NO_SPACE_TEXT: Final = re.compile(r"No space left|[Qq]uota exceeded|File too large")
+"""As libraries say it that raise errors of their own."""
+
 
 class UsageError(ValueError):
     """A mistake that the user can fix.
@@ -11,6 +22,30 @@ class UsageError(ValueError):
 
 class GuardError(RuntimeError):
     """A guard stopped the run: every rank raises it after the same step, in the same words."""
+
+
+def is_full_disk(error: BaseException | None) -> bool:
+    """Whether an error, or one that it came of, is that a disk or a quota is full."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in NO_SPACE:
+            return True
+        if NO_SPACE_TEXT.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def file_sentence(error: BaseException) -> str | None:
+    """Say what is wrong with a file, a folder or its disk; None where the error is of none."""
+    file, reason = None, sentence_of(error)
+    if isinstance(error, OSError):
+        file, reason = error.filename, f"{error.strerror or error}."
+    if is_full_disk(error):
+        where = "" if file is None else f" for {file}"
+        return f"There is no space left{where}: {reason} Free some, and try again."
+    if file is None:
+        return None
+    return f"{file}: {reason} Check the path, and whether it may be read and written."
 
 
 def sentence_of(error: BaseException) -> str:

@@ -7,10 +7,10 @@ beside it in safetensors: whole, in fp32, whatever sharded them.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final, TypedDict, cast
+from typing import Annotated, Any, Final, Literal, TypedDict, cast
 
 from toolkit.errors import UsageError
-from toolkit.results import SCHEMA, read_json
+from toolkit.results import FromOne, LostError, read_as
 
 EVIDENCE_FILE: Final = "evidence.json"
 BEFORE_FILE: Final = "weights-before.safetensors"
@@ -80,9 +80,9 @@ class Evidence(TypedDict):
     schema: int
     strategy: str
     engine: str
-    precision: str
-    num_processes: int
-    step: int
+    precision: Annotated[str, Literal["no", "bf16", "fp16"]]
+    num_processes: FromOne
+    step: FromOne
     """From 1; fp16 may have skipped some before it."""
 
     ranks: list[list[MicroBatch]]
@@ -103,7 +103,7 @@ def read_evidence(folder: Path) -> Evidence:
     """Read the evidence in `folder`.
 
     Raises:
-        UsageError: there is none, or a newer toolkit wrote it.
+        UsageError: there is none, it is damaged, or a newer toolkit wrote it.
     """
     file = folder / EVIDENCE_FILE
     if not file.is_file():
@@ -111,8 +111,7 @@ def read_evidence(folder: Path) -> Evidence:
             f"{folder} holds no evidence of a step: the run ended, or fp16 skipped every step, "
             "before one had updated the weights."
         )
-    data = read_json(file)
-    schema = cast("dict[str, Any]", data).get("schema") if isinstance(data, dict) else None
-    if not isinstance(schema, int) or not 1 <= schema <= SCHEMA:
-        raise UsageError(f"{file} has the schema {schema!r}; this toolkit reads up to {SCHEMA}.")
-    return cast(Evidence, data)
+    evidence = cast(Evidence, read_as(file, Evidence))
+    if not evidence["ranks"] or not all(evidence["ranks"]):
+        raise LostError(f"{file} is not complete: it tells of no micro-batch.")
+    return evidence

@@ -13,9 +13,10 @@ import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, NotRequired, TypedDict, cast
+from typing import Annotated, Any, Final, Literal, NotRequired, TypedDict, cast
 
 from toolkit.errors import UsageError
+from toolkit.shapes import Least, mismatches
 
 SCHEMA: Final = 1
 
@@ -31,6 +32,15 @@ Status = Literal["ok", "failed", "oom", "timeout", "refused", "skipped"]
 
 NOT_FINITE: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
+MOST_LEVELS: Final = 100
+"""Objects and lists within each other; what we write has some ten."""
+
+Count = Annotated[int, Least(0)]
+Size = Annotated[float, Least(0)]
+"""A time, a speed, a share: never below 0."""
+
+FromOne = Annotated[int, Least(1)]
+
 
 class Gap(TypedDict):
     """Distance between two series, step by step."""
@@ -45,8 +55,8 @@ class Gap(TypedDict):
 class StepSeconds(TypedDict):
     """Spread of the time of one optimizer step, after warm-up."""
 
-    median: float | None
-    p90: float | None
+    median: Size | None
+    p90: Size | None
 
 
 class Phases(TypedDict):
@@ -71,7 +81,7 @@ class Phases(TypedDict):
 class WarmUp(TypedDict):
     """What a run takes before its clock counts."""
 
-    start_seconds: float
+    start_seconds: float | None
     """From the start of the process to its first step: imports, model, wrapping."""
 
     build_seconds: float | None
@@ -88,20 +98,20 @@ class WarmUp(TypedDict):
 class Memory(TypedDict):
     """Bytes, counted from the tensors that a rank really holds."""
 
-    peak_bytes: int | None
+    peak_bytes: Count | None
     """Most that the allocator had given out on the device; null in a rehearsal."""
 
-    peak_reserved_bytes: NotRequired[int | None]
+    peak_reserved_bytes: NotRequired[Count | None]
     """Most that the allocator had taken from the device; null in a rehearsal."""
 
-    parameters_bytes: int | None
-    master_bytes: int | None
-    gradients_bytes: int | None
+    parameters_bytes: Count | None
+    master_bytes: Count | None
+    gradients_bytes: Count | None
     """At their peak, before the step."""
 
-    optimizer_bytes: int | None
-    host_peak_bytes: int | None
-    nvme_bytes: NotRequired[int | None]
+    optimizer_bytes: Count | None
+    host_peak_bytes: Count | None
+    nvme_bytes: NotRequired[Count | None]
     """In the files that DeepSpeed swaps to; 0 where it swaps nothing."""
 
 
@@ -112,8 +122,8 @@ class Peak(TypedDict):
     phase: str
     """`forward`, `backward` or `optimizer`."""
 
-    total_bytes: int
-    categories: dict[str, int]
+    total_bytes: Count
+    categories: dict[str, Count]
     """Adds up to the total: `parameters` (gathered ones included), `master`, `gradients`,
     `optimizer`, `activations` (what backward keeps), `other` (buffers, inputs, temporaries)."""
 
@@ -136,16 +146,16 @@ class CountedCollective(TypedDict):
     `other`."""
 
     dtype: str
-    ranks: int
+    ranks: FromOne
     """In the group."""
 
-    calls: int
-    elements: int
+    calls: Count
+    elements: Count
     """Of the whole buffers, padding included: what an all-reduce takes, an all-gather gives, a
     reduce-scatter takes."""
 
-    payload_bytes: int
-    wire_bytes: float
+    payload_bytes: Count
+    wire_bytes: Size
     """What one rank sends with the ring algorithm."""
 
 
@@ -153,23 +163,23 @@ class Traffic(TypedDict):
     """Every collective of one optimizer step, metric gathers before it included."""
 
     step: int
-    micro_batches: int
+    micro_batches: FromOne
     transport: str | None
     """The backend of the process group; null for one process."""
 
     collectives: list[CountedCollective]
     """Of each row the most that any rank counted."""
 
-    sent_elements: int
+    sent_elements: Count
     """Elements of parameters and gradients that a rank sends, N large."""
 
-    textbook_elements: int
+    textbook_elements: Count
     """The same by the papers, for a step of one micro-batch."""
 
-    trained_elements: NotRequired[int]
+    trained_elements: NotRequired[Count]
     """Of the model, padding left out."""
 
-    all_elements: NotRequired[int]
+    all_elements: NotRequired[Count]
 
     disagreements: list[str]
     """Rows that ranks counted differently."""
@@ -207,7 +217,9 @@ class Model(TypedDict):
     path: str | None
     """Local folder that the weights were loaded from."""
 
-    parameters: int
+    parameters: int | None
+    """Null where no safetensors tell it."""
+
     trained_parameters: NotRequired[int | None]
     """Those that the optimizer steps, adapters or all; null where they could not be counted."""
 
@@ -234,6 +246,64 @@ class Data(TypedDict):
     """The flags for data that were not at their defaults."""
 
 
+class SwitchesOn(TypedDict, total=False):
+    """Switches for speed that were on, as far as they are read again; there are more."""
+
+    checkpoint_layers: dict[str, Any]
+    loss_chunk_tokens: FromOne | None
+
+
+class Speed(TypedDict):
+    on: Annotated[dict[str, Any], SwitchesOn]
+
+
+class Training(TypedDict, total=False):
+    """Of a record's `training`, what is read again; it holds more."""
+
+    max_steps: int
+    max_length: int
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+    max_grad_norm: float | None
+    optimizer: str
+    tf32: bool
+    activation_checkpointing: bool
+    speed: Speed
+    method: str
+    dtype: str
+    lora_r: int | None
+    lora_alpha: float | None
+    lora_dropout: float | None
+    lora_target_modules: list[str] | None
+
+
+class SeenGpu(TypedDict):
+    name: str
+    memory_bytes: Count
+
+
+class Environment(TypedDict, total=False):
+    """Of an `environment`, what is read again; it holds more."""
+
+    gpus: list[SeenGpu]
+
+
+class Attestation(TypedDict, total=False):
+    """Of an `attestation`, what is read again; it holds more."""
+
+    mismatches: list[dict[str, Any]]
+
+
+class Warned(TypedDict):
+    text: str
+
+
+class Guards(TypedDict, total=False):
+    """Of a record's `guards`, what is read again; it holds more."""
+
+    warnings: list[Warned]
+
+
 # By call: `from` is no name that a class could have.
 Resumed = TypedDict("Resumed", {"from": str, "step": int, "damaged": list[str]})
 """The checkpoint that a run went on from, the steps done by then, and what was wrong with newer
@@ -246,14 +316,14 @@ class Record(TypedDict):
     schema: int
     strategy: str
     engine: str
-    precision: str
+    precision: Annotated[str, Literal["no", "bf16", "fp16"]]
     status: str
     reason: str | None
-    num_processes: int
+    num_processes: FromOne
     rehearsal: bool
     model: Model
     data: Data
-    training: dict[str, Any]
+    training: Annotated[dict[str, Any], Training]
     first_step: NotRequired[int]
     """The number of the step that every list by steps begins with, and that counts as 1 wherever
     a step of this record is named; more than 1 where the run was resumed."""
@@ -263,25 +333,25 @@ class Record(TypedDict):
     grad_norms: list[float | None] | None
     """Norms before clipping; null for a step, or as a whole, where none was measured."""
 
-    sample_ids: list[list[list[Any]]] | None
+    sample_ids: list[list[list[int]]] | None
     """Step -> rank -> ids of the rows it read."""
 
     skipped_steps: list[int]
     """Steps, from 1, whose update fp16 scaling skipped."""
 
     final_loss: float | None
-    tokens_per_second: float | None
+    tokens_per_second: Size | None
     step_seconds: StepSeconds | None
-    first_step_seconds: float | None
-    timed_seconds: NotRequired[list[float]]
+    first_step_seconds: Size | None
+    timed_seconds: NotRequired[list[Size]]
     """Of each step that `step_seconds` is made from."""
 
-    supervised_tokens_per_second: NotRequired[float | None]
+    supervised_tokens_per_second: NotRequired[Size | None]
     """Like `tokens_per_second`, of tokens that are trained on."""
 
     phases: NotRequired[Phases | None]
     warm_up: NotRequired[WarmUp | None]
-    save_seconds: NotRequired[float | None]
+    save_seconds: NotRequired[Size | None]
     """Gathering, writing and verifying the final model."""
 
     memory: Memory
@@ -290,15 +360,15 @@ class Record(TypedDict):
 
     per_rank: list[RankMemory]
     traffic: NotRequired[Traffic | None]
-    attestation: dict[str, Any]
-    guards: NotRequired[dict[str, Any]]
+    attestation: Annotated[dict[str, Any], Attestation]
+    guards: NotRequired[Annotated[dict[str, Any], Guards]]
     """What was watched: `mode` (`stop`, `warn` or `off`), with its bounds, the `warnings` that were
     given (`kind`, `step`, `text`), and what was `not_watched`, with the reason."""
 
     final: str | None
     """Folder of the final model, relative to the record."""
 
-    seconds: float | None
+    seconds: Size | None
     evaluation: NotRequired[list[Evaluated] | None]
     """In order; the first before training, the last after it."""
 
@@ -306,8 +376,22 @@ class Record(TypedDict):
     """The rows that were evaluated on."""
 
     samples: NotRequired[list[Sample] | None]
-    environment: dict[str, Any]
+    environment: Annotated[dict[str, Any], Environment]
     not_measured: dict[str, str]
+
+
+class Spec(TypedDict):
+    """What decides a run: `spec.json`."""
+
+    schema: int
+    strategy: str
+    engine: Literal["trainer", "loop"]
+    num_processes: FromOne
+    precision: Literal["no", "bf16", "fp16"]
+    flags: list[str]
+    """Of `toolkit.train`, all but the output folder."""
+
+    rehearsal: bool
 
 
 class Broken(TypedDict):
@@ -341,10 +425,10 @@ class Repeat(TypedDict):
     """One start of a run."""
 
     folder: str
-    tokens_per_second: float | None
+    tokens_per_second: Size | None
     step_seconds: StepSeconds | None
-    timed_seconds: list[float]
-    seconds: float | None
+    timed_seconds: list[Size]
+    seconds: Size | None
 
 
 class Spread(TypedDict):
@@ -390,12 +474,19 @@ class RankEnd(TypedDict):
 class Noise(TypedDict):
     """What two runs of the same thing differ by in speed."""
 
-    share: float
+    share: Size
     """Of the slower run's tokens/s: a smaller difference means nothing, at 95 % confidence."""
 
     basis: Literal["repeats", "steps"]
     repeats: int
     """Starts of each run."""
+
+
+class Ends(TypedDict):
+    """Of an interval."""
+
+    low: int
+    high: int
 
 
 class Prediction(TypedDict):
@@ -404,8 +495,8 @@ class Prediction(TypedDict):
     memory: dict[str, int] | None
     """State bytes of the rank that holds the most, by the names of `Memory`."""
 
-    peak_bytes: dict[str, int] | None
-    """`low` and `high` of the device's peak."""
+    peak_bytes: Ends | None
+    """Of the device's peak."""
 
     traffic_bytes: int | None
     """Payload of the collectives of parameters and gradients in one optimizer step."""
@@ -419,8 +510,8 @@ class Prediction(TypedDict):
     room_bytes: NotRequired[int | None]
     """Memory of the smallest device that it had; null in a rehearsal."""
 
-    over_bytes: NotRequired[dict[str, int] | None]
-    """`low` and `high` of what the device lacks, below 0 where it fits: the peak with what the
+    over_bytes: NotRequired[Ends | None]
+    """What the device lacks, below 0 where it fits: the peak with what the
     allocator, the CUDA context and the communication take, less the room; null without a room."""
 
 
@@ -446,16 +537,16 @@ class Row(TypedDict):
     gates: dict[str, bool]
     """Only what could be judged; the rest has its reason in `not_measured`."""
 
-    tokens_per_second: float | None
+    tokens_per_second: Size | None
     """The median over the repeats."""
 
-    supervised_tokens_per_second: NotRequired[float | None]
+    supervised_tokens_per_second: NotRequired[Size | None]
     step_seconds: StepSeconds | None
     """Over the timed steps of all repeats."""
 
     phases: NotRequired[Phases | None]
     warm_up: NotRequired[WarmUp | None]
-    save_seconds: NotRequired[float | None]
+    save_seconds: NotRequired[Size | None]
     repeats: NotRequired[list[Repeat]]
     """Starts that came to their end; all else in the row is of the first of them."""
 
@@ -470,8 +561,8 @@ class Row(TypedDict):
 
     traffic: NotRequired[Traffic | None]
     predicted: NotRequired[Prediction | None]
-    attestation: dict[str, Any] | None
-    seconds: float | None
+    attestation: Annotated[dict[str, Any], Attestation] | None
+    seconds: Size | None
     evaluation: NotRequired[list[Evaluated] | None]
     eval_loss_gap: NotRequired[float | None]
     """Largest absolute distance from the control of an evaluation after the same step."""
@@ -483,7 +574,7 @@ class Row(TypedDict):
     """Run folder, relative to the comparison."""
 
     command: str | None
-    num_processes: int
+    num_processes: FromOne
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
     rehearsal: bool
@@ -515,7 +606,7 @@ class Results(TypedDict):
 
     schema: int
     control: Control | None
-    environment: dict[str, Any]
+    environment: Annotated[dict[str, Any], Environment]
     runs: list[Row]
 
     name: str
@@ -545,39 +636,73 @@ def spread_of(seconds: Sequence[float]) -> StepSeconds | None:
     )
 
 
+class LostError(UsageError):
+    """A file of ours that is missing, or whose content cannot be used.
+
+    Not one of a newer toolkit, nor one that may not be read: they are whole.
+    """
+
+
 def read_record(folder: Path) -> Record:
     """Read the record of the run in `folder`.
 
     Raises:
-        UsageError: the file is missing, torn, of a newer schema, or lacks fields.
+        UsageError: the file is missing, damaged, of a newer schema, or lacks fields.
     """
-    file = folder / RECORD_FILE
-    return cast(Record, _checked(file, RECORD_FIELDS))
+    return cast(Record, read_as(folder / RECORD_FILE, Record))
 
 
 def read_results(folder: Path) -> Results:
     """Read the results of the comparison in `folder`.
 
     Raises:
-        UsageError: the file is missing, torn, of a newer schema, or lacks fields.
+        UsageError: the file is missing, damaged, of a newer schema, or lacks fields.
     """
-    return cast(Results, _checked(folder / RESULTS_FILE, RESULTS_FIELDS))
+    return cast(Results, read_as(folder / RESULTS_FILE, Results))
+
+
+def read_as(file: Path, kind: type) -> dict[str, Any]:
+    """Read a file that the toolkit wrote, with every field as the TypedDict `kind` declares it.
+
+    Raises:
+        UsageError: the file is missing, damaged, of a newer schema, or lacks fields.
+    """
+    data = read_json(file)
+    if not isinstance(data, dict) or "schema" not in data:
+        raise LostError(f"{file} was not written by the toolkit: it has no schema number.")
+    content = cast("dict[str, Any]", data)
+    schema = content["schema"]
+    if not isinstance(schema, int) or schema < 1:
+        raise LostError(f"{file} has the schema number {schema!r}; this toolkit reads {SCHEMA}.")
+    if schema > SCHEMA:
+        raise UsageError(
+            f"{file} has schema {schema}, this toolkit reads up to {SCHEMA}. "
+            "A newer toolkit wrote it: update this one to read it."
+        )
+    wrong = "; ".join(mismatches(content, kind))
+    if wrong:
+        raise LostError(f"{file} is not complete: {wrong[:500]}.")
+    return content
 
 
 def read_json(path: Path) -> Any:
     """Read strict JSON, with the names of non-finite floats turned back into floats.
 
     Raises:
-        UsageError: there is no such file, or it is not JSON.
+        UsageError: there is no such file, it cannot be read, or it is not JSON.
     """
     try:
         text = path.read_text(encoding="utf-8")
+        return _decoded(json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant))
     except FileNotFoundError:
-        raise UsageError(f"{path} does not exist.") from None
-    try:
-        return _decoded(json.loads(text))
-    except json.JSONDecodeError as error:
-        raise UsageError(f"{path} is not JSON ({error}). Was it cut off?") from None
+        raise LostError(f"{path} does not exist.") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}.") from None
+    # Bytes that are no UTF-8 and whole numbers of thousands of digits are ValueErrors, too.
+    except (ValueError, RecursionError) as error:
+        raise LostError(
+            f"{path} is not JSON ({error}). Was it cut off, or damaged? Put a whole copy there."
+        ) from None
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -596,68 +721,22 @@ def write_text(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a write that fails names no file
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
 
-NUMBER: Final = (int, float)
-
-RECORD_FIELDS: Final[dict[str, tuple[type, ...]]] = {
-    "strategy": (str,),
-    "engine": (str,),
-    "precision": (str,),
-    "status": (str,),
-    "reason": (str, type(None)),
-    "num_processes": (int,),
-    "rehearsal": (bool,),
-    "model": (dict,),
-    "data": (dict,),
-    "training": (dict,),
-    "losses": (list,),
-    "grad_norms": (list, type(None)),
-    "sample_ids": (list, type(None)),
-    "skipped_steps": (list,),
-    "final_loss": (*NUMBER, type(None)),
-    "tokens_per_second": (*NUMBER, type(None)),
-    "step_seconds": (dict, type(None)),
-    "first_step_seconds": (*NUMBER, type(None)),
-    "memory": (dict,),
-    "per_rank": (list,),
-    "attestation": (dict,),
-    "final": (str, type(None)),
-    "seconds": (*NUMBER, type(None)),
-    "environment": (dict,),
-    "not_measured": (dict,),
-}
-
-RESULTS_FIELDS: Final[dict[str, tuple[type, ...]]] = {
-    "control": (dict, type(None)),
-    "environment": (dict,),
-    "runs": (list,),
-}
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name stands twice in one object")
+    return found
 
 
-def _checked(file: Path, fields: dict[str, tuple[type, ...]]) -> dict[str, Any]:
-    data = read_json(file)
-    if not isinstance(data, dict) or "schema" not in data:
-        raise UsageError(f"{file} was not written by the toolkit: it has no schema number.")
-    content = cast("dict[str, Any]", data)
-    schema = content["schema"]
-    if not isinstance(schema, int) or schema < 1:
-        raise UsageError(f"{file} has the schema number {schema!r}; this toolkit reads {SCHEMA}.")
-    if schema > SCHEMA:
-        raise UsageError(
-            f"{file} has schema {schema}, this toolkit reads up to {SCHEMA}. "
-            "A newer toolkit wrote it: update this one to read it."
-        )
-    wrong = [
-        f"{name!r} is missing" if name not in content else f"{name!r} is {content[name]!r}"
-        for name, types in fields.items()
-        if name not in content or not isinstance(content[name], types)
-    ]
-    if wrong:
-        raise UsageError(f"{file} is not complete: {'; '.join(wrong)[:500]}.")
-    return content
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _encoded(value: Any) -> Any:
@@ -671,11 +750,14 @@ def _encoded(value: Any) -> Any:
     return value
 
 
-def _decoded(value: Any) -> Any:
+def _decoded(value: Any, *, levels: int = MOST_LEVELS) -> Any:
+    if not levels:
+        raise ValueError(f"more than {MOST_LEVELS} levels")
     if isinstance(value, str):
         return NOT_FINITE.get(value, value)
     if isinstance(value, dict):
-        return {key: _decoded(item) for key, item in cast("dict[str, Any]", value).items()}
+        items = cast("dict[str, Any]", value).items()
+        return {key: _decoded(item, levels=levels - 1) for key, item in items}
     if isinstance(value, list):
-        return [_decoded(item) for item in cast("list[Any]", value)]
+        return [_decoded(item, levels=levels - 1) for item in cast("list[Any]", value)]
     return value

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.checkpoints.folders import checkpoints_in, rotate, shares, tidy
+from toolkit.measuring.steps_file import drop_steps_after
 from toolkit.training.committing import committing
 from toolkit.training.manifests import MANIFEST
 
@@ -125,3 +126,11 @@ def test_ranks_share_the_reading_by_bytes():
     assert sorted(name for names in dealt for name in names) == ["a", "b", "c", "d"]
     assert sum(files[name]["bytes"] for name in dealt[0]) == 100
     assert shares(files, ranks=1) == [["a", "b", "c", "d"]]
+
+
+def test_lines_of_steps_that_are_damaged_are_dropped_and_the_others_kept(tmp_path):
+    file = tmp_path / "steps.jsonl"
+    damaged = [b'{"step": 2, "text": "\xff"}', b'{"step": ', b"[" * 100_000, b"7", b"\xfe\xff"]
+    file.write_bytes(b"\n".join([b'{"step": 1}', *damaged, b'{"step": 3}', b'{"step": 4}']))
+    drop_steps_after(file, 3)
+    assert file.read_text() == '{"step": 1}\n{"step": 3}\n'

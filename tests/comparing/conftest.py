@@ -9,12 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from small_llama import CONFIG
 
 from toolkit.comparing.predicted import MOVED
-from toolkit.comparing.reporting.report import LATER_FIELDS
-from toolkit.results import Results, Row
+from toolkit.results import Results, Row, write_json
 
 STEPS = 4
+
+LATER_FIELDS = {name for name, kind in Row.__annotations__.items() if "NotRequired" in str(kind)}
+"""Of a row, what the first toolkits did not write."""
 
 MEMORY = {
     "peak_bytes": None,
@@ -359,6 +362,65 @@ def full_results(make_results, make_row):
         return results
 
     return make
+
+
+FLAGS = {
+    "--max_steps": STEPS,
+    "--per_device_train_batch_size": 4,
+    "--gradient_accumulation_steps": 2,
+    "--throughput_steps": 5,
+    "--tf32": False,
+}
+
+
+@pytest.fixture
+def run_folders(tmp_path, make_record, write_weights, full_results):
+    """The folders of three runs as `toolkit compare` leaves them, without any results."""
+    start = write_weights(tmp_path / "start", {"a": np.zeros((2, 3), np.float32)})
+    (start / "config.json").write_text(json.dumps(CONFIG))
+    folder = tmp_path / "comparison"
+    training = {
+        "max_steps": STEPS,
+        "max_length": 64,
+        "optimizer": "adamw_torch",
+        "dtype": "float32",
+    }
+    training |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    training |= {"max_grad_norm": 1.0, "method": "full", "speed": {"on": {"loss_impl": "chunked"}}}
+    measured = ("memory", "peak", "per_rank", "traffic", "phases", "warm_up", "save_seconds")
+    row = full_results()["runs"][1]
+    evaluated = {"loss": 4.5, "perplexity": 90.0, "tokens": 100, "rows": 8, "seconds": 0.5}
+    for strategy, ranks in (("single", 1), ("ddp", 2), ("fsdp", 2)):
+        run = folder / f"{strategy}-trainer-1"
+        write_weights(run / "final", {"a": np.ones((2, 3), np.float32)})
+        flags = {"--engine": "trainer", "--strategy": strategy, **FLAGS, "--seed": 7}
+        if ranks == 1:
+            flags["--gradient_accumulation_steps"] = 4
+        spec = {
+            "schema": 1,
+            "strategy": strategy,
+            "engine": "trainer",
+            "num_processes": ranks,
+            "precision": "no",
+            "flags": [str(word) for flag in flags.items() for word in flag],
+            "rehearsal": True,
+        }
+        record = make_record(
+            strategy=strategy,
+            ranks=ranks,
+            start=start,
+            training=training,
+            timed_seconds=[0.5, 0.6, 0.7],
+            evaluation=[{"step": step, **evaluated} for step in (0, STEPS)],
+            samples=[{"prompt": "a", "before": "b", "after": "c"}],
+            environment={"gpus": [{"name": "NVIDIA L4", "memory_bytes": 2**34}]},
+            guards={"mode": "warn", "warnings": [{"kind": "slow", "step": 2, "text": "slow"}]},
+            **{name: row[name] for name in measured},
+        )
+        write_json(run / "spec.json", spec)
+        write_json(run / "record.json", record)
+        (run / "command.txt").write_text(f"accelerate launch {strategy}.yaml\n")
+    return folder
 
 
 @pytest.fixture

@@ -462,8 +462,22 @@ def test_a_folder_without_evidence_says_so(tmp_path):
         read_evidence(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ranks": []}, "it tells of no micro-batch"),
+        ({"ranks": [[{"rows": [{}]}]]}, "'ranks.0..0..rows.0..sample_id' is missing"),
+        ({"clipping": None}, "'clipping' is None"),
+        ({"precision": "fp8"}, "'precision' is 'fp8'"),
+    ],
+)
+def test_evidence_that_is_damaged_is_a_usage_error_that_names_it(side, changes, message):
+    with pytest.raises(UsageError, match=rf"evidence\.json is not complete: .*{message}"):
+        side(**changes)
+
+
 def test_evidence_of_a_newer_toolkit_is_refused(side):
-    with pytest.raises(UsageError, match="schema 2; this toolkit reads up to 1"):
+    with pytest.raises(UsageError, match="schema 2, this toolkit reads up to 1"):
         side(schema=2)
 
 

@@ -8,14 +8,13 @@ from rich.console import Console
 from toolkit.comparing.reporting.report import (
     COLUMNS,
     cells,
-    load_results,
     print_report,
     render_markdown,
     write_report,
 )
 from toolkit.comparing.reporting.runs_table import missing_reasons
 from toolkit.comparing.reporting.verdict import REHEARSAL, verdict
-from toolkit.results import write_json
+from toolkit.results import read_results, write_json
 
 FAILED = {
     "status": "oom",
@@ -234,7 +233,7 @@ def test_what_no_table_shows_is_named_at_the_end(make_results, make_row):
 def test_what_the_first_toolkits_wrote_still_makes_every_report(old_results, rehearsal, tmp_path):
     results = old_results(rehearsal=rehearsal)
     write_json(tmp_path / "results.json", results)
-    assert load_results(tmp_path) == results
+    assert read_results(tmp_path) == results
     markdown = render_markdown(results)
     assert "ddp-trainer" in printed(results)
     for added in ("## Speed and cost", "## The fullest moment", "## Scaling", "## Time before"):
@@ -260,7 +259,7 @@ def test_a_narrow_terminal_breaks_no_number(full_results):
 def test_the_report_can_be_made_again_from_the_results_alone(tmp_path, make_results, make_row):
     results = make_results(make_row())
     write_json(tmp_path / "results.json", results)
-    assert load_results(tmp_path) == results
+    assert read_results(tmp_path) == results
     first = write_report(tmp_path).read_text()
     (tmp_path / "report.md").unlink()
     assert write_report(tmp_path).read_text() == first

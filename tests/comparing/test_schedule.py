@@ -1,10 +1,12 @@
 """The order of runs and what is kept of them; the runs are stand-ins, see fake_train.py."""
 
+import contextlib
 import fcntl
 import io
 import json
 import math
 import os
+import resource
 import signal
 import sys
 import threading
@@ -503,3 +505,92 @@ def test_what_an_old_record_lacks_is_said_in_the_row(world):
         assert row["not_measured"][name] == "the record was written before it was measured"
     assert row["cost"] is None
     assert row["not_measured"]["cost"] == "a rehearsal used no GPU"
+
+
+def test_a_record_that_cannot_be_read_does_not_count_and_its_run_is_started_again(world):
+    world.compare("single", "ddp", "fsdp")
+    damaged = {
+        world.output / "ddp-trainer-1" / "record.json": b"\xff\xfe",
+        world.output / "fsdp-trainer-1" / "spec.json": b"{",
+    }
+    for file, content in damaged.items():
+        file.write_bytes(content)
+
+    assert world.compare("single", "ddp", "fsdp") == 0
+
+    assert world.order()[3:] == ["ddp-trainer-2", "fsdp-trainer-2"]
+    for file, content in damaged.items():
+        name = f"{file.parent.name}/{file.name}"
+        (line,) = [line for line in world.printed.splitlines() if name in line]
+        assert line.startswith(f"A start of {file.parent.name[:-2]} does not count: ")
+        assert "is not JSON" in line
+        assert file.read_bytes() == content
+
+
+def test_final_weights_that_are_damaged_give_a_row_its_reason(world):
+    world.compare("single", "ddp", "fsdp")
+    weights = world.output / "ddp-trainer-1" / "final" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-5])
+    assert world.compare("single", "ddp", "fsdp") == 1
+    _, ddp, fsdp = world.results()["runs"]
+    assert ddp["gates"]["weights"] is False
+    assert "model.safetensors is cut off" in ddp["broken"][0]["reason"]
+    assert all(fsdp["gates"].values())
+
+
+@pytest.mark.parametrize("content", [None, b'{"schema": 1, "ru', b"\xff\xfe"])
+def test_a_comparison_whose_results_are_lost_goes_on(world, content):
+    world.compare("single", "ddp")
+    file = world.output / "results.json"
+    before = world.results()
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
+
+    assert world.compare("single", "ddp") == 0
+
+    assert world.order() == ["single-trainer-1", "ddp-trainer-1"]
+    assert world.results() == before
+    assert "made again from the runs beside it" in world.printed
+    kept = file.with_name("results.json.damaged")
+    assert kept.exists() == (content is not None)
+    if content is not None:
+        assert kept.read_bytes() == content
+
+
+def test_results_of_a_newer_toolkit_are_refused_and_not_made_again(world):
+    world.compare("single")
+    file = world.output / "results.json"
+    file.write_text('{"schema": 2}')
+    with pytest.raises(UsageError, match=r"results\.json has schema 2"):
+        world.compare("single")
+    assert file.read_text() == '{"schema": 2}'
+
+
+@contextlib.contextmanager
+def room_for_files_of(count):
+    """Let no file grow beyond so many bytes: a disk that fills, as far as a program sees."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (count, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_full_disk_is_a_sentence_keeps_what_is_finished_and_the_same_command_goes_on(world):
+    assert world.compare("single") == 0
+    file = world.output / "results.json"
+
+    room = max(each.stat().st_size for each in (file, file.with_name("report.md"))) + 100
+    with room_for_files_of(room):
+        assert world.compare("single", "ddp") == 1
+
+    assert f"There is no space left for {file}: File too large." in world.printed
+    assert "--output runs/one goes on from there" in world.printed
+    assert world.statuses() == {"single": "ok"}
+    assert not world.results()["complete"]
+    assert not list(world.output.glob(".*.tmp"))
+    assert world.compare("single", "ddp") == 0
+    assert world.order() == ["single-trainer-1", "ddp-trainer-1"]
+    assert world.statuses() == {"single": "ok", "ddp": "ok"}

@@ -111,3 +111,58 @@ def test_a_file_that_is_cut_off_is_named(tmp_path, write_weights, cut):
     torn.write_bytes(torn.read_bytes()[:cut])
     with pytest.raises(WeightsError, match="model.safetensors"):
         weight_gap(torn.parent, start, start)
+
+
+def header(**changes):
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes
+    text = json.dumps({"a": entry}).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(8)
+
+
+DAMAGED = {
+    "nothing": b"",
+    "cut within its length": b"\x01\x02",
+    "cut within its header": header()[:20],
+    "cut within its numbers": header()[:-1],
+    "no JSON": struct.pack("<Q", 4) + b"\xff\xfe\x00\x01",
+    "nested": struct.pack("<Q", 100_000) + b"[" * 100_000,
+    "a list": struct.pack("<Q", 2) + b"[]",
+    "another field": header().replace(b"shape", b"shapf"),
+    "a shape of words": header(shape=["2"]),
+    "a shape below zero": header(shape=[-2]),
+    "another shape": header(shape=[3]),
+    "offsets of one": header(data_offsets=[8]),
+    "offsets below zero": header(data_offsets=[-8, 0]),
+    "an unknown dtype": header(dtype="F31"),
+    "a dtype of a list": header(dtype=["F32"]),
+    "a length beyond all": struct.pack("<Q", 2**63) + b"{}",
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
+def test_damaged_weights_are_a_weights_error_that_names_the_file(tmp_path, content):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(WeightsError, match=r"model\.safetensors"):
+        open_weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xff",
+        b"[" * 100_000,
+        b"[]",
+        b"{}",
+        b'{"weight_map": {"a": 1}}',
+        b'{"weight_map": {"a": "../other.safetensors"}}',
+    ],
+)
+def test_a_damaged_index_is_a_weights_error_that_names_it(tmp_path, content):
+    (tmp_path / "model.safetensors.index.json").write_bytes(content)
+    with pytest.raises(WeightsError, match=r"model\.safetensors\.index\.json"):
+        open_weights(tmp_path)
+
+
+def test_what_the_damaged_files_are_made_from_is_whole(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(header())
+    assert open_weights(tmp_path).keys() == {"a"}

@@ -48,6 +48,11 @@ def test_torn_and_foreign_files_are_left_out(tmp_path):
     (tmp_path / "rank-4.json").write_text(whole.decode().replace("running", "dancing"))
     (tmp_path / "rank-5.json").write_bytes(b"\xff\xfe")
     (tmp_path / "rank-6.json").write_text("")
+    (tmp_path / "rank-7.json").write_text("[" * 100_000)
+    (tmp_path / "rank-8.json").write_text(whole.decode().replace('"step": 5', '"step": Infinity'))
+    (tmp_path / "rank-9.json").mkdir()
+    pid = f'"pid": {os.getpid()}'
+    (tmp_path / "rank-10.json").write_text(whole.decode().replace(pid, '"pid": -1'))
     assert [(status.rank, status.step) for status in read_statuses(tmp_path)] == [(0, 5), (2, 1)]
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, Final, NotRequired, TypedDict, cast
+from typing import Any, Final, NotRequired, TypedDict, get_args
 
 from toolkit.errors import UsageError
+from toolkit.planning.choices import Dtype, Method
 from toolkit.planning.job import Job
 from toolkit.planning.memory.estimate import estimate_memory
 from toolkit.planning.memory.states import state_bytes
-from toolkit.planning.models.architectures import shape_from_config
+from toolkit.planning.models.resolve import resolve_model
 from toolkit.planning.speed.traffic import collectives
 from toolkit.planning.terms import Interval
-from toolkit.results import Model, Prediction, Record, Traffic
+from toolkit.results import Ends, Model, Prediction, Record, Traffic
 from toolkit.strategies import STRATEGIES
 
 STATES: Final = ("parameters_bytes", "master_bytes", "gradients_bytes", "optimizer_bytes")
@@ -87,7 +87,7 @@ def expect(told: Told, *, room_bytes: int | None = None) -> Prediction:
         estimate = estimate_memory(job)
         states = [state_bytes(job, rank).counted() for rank in range(job.gpus)]
         moved = sum(one.payload_bytes for one in collectives(job) if one.purpose in MOVED)
-    except (UsageError, OSError, ValueError) as error:  # torn JSON is a ValueError
+    except UsageError as error:
         return no_prediction(str(error), room_bytes=room_bytes)
     return Prediction(
         memory={name: max(rank[name] for rank in states) for name in STATES},
@@ -138,8 +138,8 @@ def job_of(record: Told | Record) -> Job:
     """Return the job that a run tells of.
 
     Raises:
-        UsageError: it tells of something that the planner doesn't know.
-        OSError: the model's config.json is not there any more.
+        UsageError: it tells of something that the planner doesn't know, or the model's config.json
+            is not there any more.
     """
     training = record["training"]
     if unsaid := sorted(NEEDED - training.keys()):
@@ -151,14 +151,13 @@ def job_of(record: Told | Record) -> Job:
     path = record["model"].get("path")
     if path is None:
         raise UsageError("not predicted: the run names no folder of the model")
-    text = (Path(path) / "config.json").read_text(encoding="utf-8")
     chosen: dict[str, Any] = {
         "precision": record["precision"],
         "optimizer": OPTIMIZERS[training["optimizer"]],
         **_method_of(record["precision"], training),
     }
     return Job(
-        model=shape_from_config(cast("dict[str, Any]", json.loads(text)), name="model"),
+        model=resolve_model(Path(path)),
         strategy=STRATEGIES[record["strategy"]],
         gpus=record["num_processes"],
         batch=training["per_device_train_batch_size"],
@@ -192,6 +191,9 @@ def _speed_of(training: dict[str, Any]) -> dict[str, Any]:
 def _method_of(precision: str, training: dict[str, Any]) -> dict[str, Any]:
     """Return what a job says of the method; a record from before there were any is of `full`."""
     method, dtype = training.get("method", "full"), training.get("dtype", "float32")
+    for asked, known in ((method, Method), (dtype, Dtype)):
+        if asked not in get_args(known):
+            raise UsageError(f"not predicted: {asked!r} is none of {', '.join(get_args(known))}")
     if method == "full":
         return {"weights": dtype}
     if training.get("lora_target_modules") != ["all-linear"]:
@@ -205,7 +207,7 @@ def _method_of(precision: str, training: dict[str, Any]) -> dict[str, Any]:
             f"in {dtype}"
         )
     # Nobody raises them to fp32 here: all strategies are to train beside the same weights.
-    return {"method": method, "lora_rank": training["lora_r"], "raises_frozen": False}
+    return {"method": method, "lora_rank": training.get("lora_r"), "raises_frozen": False}
 
 
 def _share(predicted: int, counted: int) -> float:
@@ -213,12 +215,12 @@ def _share(predicted: int, counted: int) -> float:
     return (predicted - counted) / (counted or predicted or 1)
 
 
-def _beyond(expected: dict[str, int], measured: int) -> int:
+def _beyond(expected: Ends, measured: int) -> int:
     """How far a measurement is outside of an interval: the prediction less what was measured."""
     if measured < expected["low"]:
         return expected["low"] - measured
     return min(0, expected["high"] - measured)
 
 
-def _ends(interval: Interval, *, less: int = 0) -> dict[str, int]:
-    return {"low": round(interval.low) - less, "high": round(interval.high) - less}
+def _ends(interval: Interval, *, less: int = 0) -> Ends:
+    return Ends(low=round(interval.low) - less, high=round(interval.high) - less)

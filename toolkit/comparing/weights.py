@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypedDict, cast
 
-from toolkit.results import Difference
+from toolkit.results import Count, Difference
+from toolkit.shapes import mismatches
 
 if TYPE_CHECKING:
     import numpy as np
@@ -53,6 +55,10 @@ class StoredTensor:
     offset: int
     """Bytes from the start of the file."""
 
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * int(NUMPY_TYPES[self.dtype][-1])
+
     def pieces(self) -> Iterator[NDArray[np.float64]]:
         """Yield the numbers in order, in float64."""
         import numpy as np
@@ -89,11 +95,12 @@ def open_weights(folder: Path) -> Weights:
     if single is not None:
         names = [single.name]
     elif index.is_file():
-        try:
-            weight_map = cast("dict[str, str]", json.loads(index.read_text())["weight_map"])
-        except (ValueError, KeyError) as error:
-            raise WeightsError(f"{index} cannot be read: {error}") from None
-        names = sorted(set(weight_map.values()))
+        content = _parsed(index, index.read_bytes)
+        if problem := next(mismatches(content, _Index), None):
+            raise WeightsError(f"{index} is damaged: {problem}")
+        names = sorted(set(content["weight_map"].values()))
+        if outside := next((name for name in names if Path(name).name != name), None):
+            raise WeightsError(f"{index} names {outside!r}, which is no file beside it")
     else:
         raise WeightsError(f"{folder} has no {' and no '.join(SINGLE_FILES)}")
 
@@ -206,30 +213,60 @@ def read_tensors(file: Path) -> Weights:
     Raises:
         WeightsError: the file is missing or torn, or holds numbers of a kind not compared.
     """
-    try:
-        with file.open("rb") as opened:
-            (length,) = struct.unpack("<Q", opened.read(8))
-            header = cast("dict[str, dict[str, Any]]", json.loads(opened.read(length)))
-        size = file.stat().st_size
-    except (OSError, struct.error, ValueError, MemoryError, OverflowError) as error:
-        raise WeightsError(f"{file} cannot be read: {error}") from None
-
+    header, start, size = _header(file)
     weights: Weights = {}
     for name, entry in header.items():
-        if name == "__metadata__":
-            continue
         begin, end = entry["data_offsets"]
         if entry["dtype"] not in NUMPY_TYPES:
             raise WeightsError(f"{file}: {name} is {entry['dtype']}, which is not compared")
-        if 8 + length + end > size:
+        if start + end > size:
             raise WeightsError(f"{file} is cut off: {name} ends after the file does")
-        weights[name] = StoredTensor(
-            file=file,
-            dtype=entry["dtype"],
-            shape=tuple(entry["shape"]),
-            offset=8 + length + begin,
+        tensor = StoredTensor(
+            file=file, dtype=entry["dtype"], shape=tuple(entry["shape"]), offset=start + begin
         )
+        if tensor.num_bytes != end - begin:
+            raise WeightsError(f"{file} is damaged: {name} has another size than its shape")
+        weights[name] = tensor
     return weights
+
+
+class _Index(TypedDict):
+    weight_map: dict[str, str]
+
+
+class _Entry(TypedDict):
+    dtype: str
+    shape: list[Count]
+    data_offsets: list[Count]
+
+
+def _header(file: Path) -> tuple[dict[str, _Entry], int, int]:
+    """Return what a file says of its tensors, where their bytes start, and how long it is."""
+    try:
+        with file.open("rb") as opened:
+            size = os.fstat(opened.fileno()).st_size
+            (length,) = struct.unpack("<Q", opened.read(8))
+            if 8 + length > size:
+                raise WeightsError(f"{file} is cut off: it ends within its header")
+            header = _parsed(file, lambda: opened.read(length))
+    except (OSError, struct.error) as error:
+        raise WeightsError(f"{file} cannot be read: {error}") from None
+    if isinstance(header, dict):
+        header = cast("dict[str, Any]", header)
+        header.pop("__metadata__", None)
+    if problem := next(mismatches(header, dict[str, _Entry]), None):
+        raise WeightsError(f"{file} is damaged: {problem}")
+    for name, entry in header.items():
+        if len(entry["data_offsets"]) != 2:
+            raise WeightsError(f"{file} is damaged: {name} does not begin and end")
+    return header, 8 + length, size
+
+
+def _parsed(file: Path, read: Callable[[], bytes]) -> Any:
+    try:
+        return json.loads(read())
+    except (OSError, ValueError, RecursionError) as error:
+        raise WeightsError(f"{file} cannot be read: {error}") from None
 
 
 def _listed(names: list[str]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from toolkit import environment
 from toolkit.configs.accelerate import accelerate_config
 from toolkit.configs.deepspeed import deepspeed_config
-from toolkit.errors import UsageError
+from toolkit.errors import UsageError, is_full_disk
 from toolkit.strategies import STRATEGIES, Device, Strategy
 
 PRECISIONS = ("no", "bf16", "fp16")
@@ -120,8 +120,9 @@ def write_configs(
             _replace(files.deepspeed, deepspeed)
         _replace(files.accelerate, launcher)
     except OSError as error:
+        reason = "there is no space left" if is_full_disk(error) else error.strerror
         raise UsageError(
-            f"{strategy.name} cannot be written to {folder}: {error.strerror}. Name another folder."
+            f"{strategy.name} cannot be written to {folder}: {reason}. Name another folder."
         ) from None
     return files
 
@@ -181,5 +182,8 @@ def _check_options(strategy: Strategy, options: ConfigOptions) -> None:
 
 def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -44,7 +44,9 @@ class Outcome:
     tail: list[str]
     """The last lines of the log, without torchelastic's."""
 
-    seconds: float
+    seconds: float | None
+    """None where nobody watched it."""
+
     statuses: list[RankStatus]
 
 
@@ -69,7 +71,7 @@ class Ending:
     out_of_memory_kills: int | None = None
     """Processes that the kernel's out-of-memory killer took from our control group meanwhile."""
 
-    seconds: float = 0.0
+    seconds: float | None = 0.0
     timeout: float = 0.0
 
 

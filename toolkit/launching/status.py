@@ -201,7 +201,7 @@ def read_statuses(folder: Path) -> list[RankStatus]:
 def read_status(path: Path) -> RankStatus | None:
     try:
         said = cast(dict[str, Any], json.loads(path.read_text(encoding="utf-8")))
-        if said["state"] not in get_args(State):
+        if said["state"] not in get_args(State) or said["pid"] < 1:
             return None
         error, peak = said["error"], said.get("peak_bytes")
         return RankStatus(
@@ -215,7 +215,10 @@ def read_status(path: Path) -> RankStatus | None:
             else None,
             peak_bytes=None if peak is None else int(peak),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (
+        *(OSError, ValueError, KeyError, TypeError, AttributeError),
+        *(RecursionError, OverflowError),
+    ):
         return None
 
 

@@ -13,10 +13,11 @@ def drop_steps_after(steps_file: Path, step: int) -> None:
     if not steps_file.exists():
         return
     kept: list[str] = []
-    for line in steps_file.read_text(encoding="utf-8").splitlines():
+    for written in steps_file.read_bytes().splitlines():
         try:
+            line = written.decode()
             if json.loads(line)["step"] <= step:
                 kept.append(line)
-        except (ValueError, KeyError, TypeError):
-            continue  # torn by the death that is being recovered from
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue  # torn by the death that is being recovered from, or damaged since
     write_text(steps_file, "".join(f"{line}\n" for line in kept))

@@ -20,7 +20,7 @@ from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
-from toolkit.errors import UsageError
+from toolkit.errors import UsageError, file_sentence, is_full_disk
 from toolkit.launching.ranks import quiet
 from toolkit.strategies import Strategy, get_strategy
 from toolkit.training.arguments import (
@@ -246,6 +246,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         sys.stderr.write(f"{error}\n")
         return 2
+    except Exception as error:
+        if not is_full_disk(error):
+            raise
+        sys.stderr.write(f"{file_sentence(error)}\n")
+        return 1
     sys.stdout.write(json.dumps(facts) + "\n")
     return 0
 

@@ -7,15 +7,10 @@ from typing import TYPE_CHECKING
 
 from toolkit.comparing.reporting.page import PAGE_FILE, render_page
 from toolkit.comparing.reporting.presentable import presentable
-from toolkit.comparing.reporting.report import (
-    REPORT_FILE,
-    load_results,
-    print_report,
-    render_markdown,
-)
+from toolkit.comparing.reporting.report import REPORT_FILE, print_report, render_markdown
 from toolkit.comparing.reporting.table_file import TABLE_FILE, render_table
 from toolkit.errors import UsageError
-from toolkit.results import RECORD_FILE, RESULTS_FILE, Results, write_text
+from toolkit.results import RECORD_FILE, RESULTS_FILE, Results, read_results, write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,19 +20,17 @@ def write_reports(folder: Path) -> list[Path]:
     """Write `report.md`, `report.html` and `results.csv` beside `results.json`.
 
     Raises:
-        UsageError: there are no results to read, or the folder takes no files.
+        UsageError: there are no results to read.
+        OSError: the folder takes no files.
     """
-    results = presentable(load_results(folder))
+    results = presentable(read_results(folder))
     made = {
         REPORT_FILE: render_markdown(results),
         PAGE_FILE: render_page(results),
         TABLE_FILE: render_table(results),
     }
-    try:
-        for name, text in made.items():
-            write_text(folder / name, text)
-    except OSError as error:
-        raise UsageError(f"{folder} takes no reports: {error.strerror}.") from None
+    for name, text in made.items():
+        write_text(folder / name, text)
     return [folder / name for name in made]
 
 
@@ -69,4 +62,4 @@ def comparison_in(folder: Path) -> Results:
             if one
             else f"{folder} holds no {RESULTS_FILE}. Name a folder that toolkit compare wrote."
         )
-    return load_results(folder)
+    return read_results(folder)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 from toolkit.comparing.reporting.markdown import bullets, code, escaped, fenced, section_text
 from toolkit.comparing.reporting.presentable import presentable
@@ -19,8 +19,7 @@ from toolkit.comparing.reporting.sections.failures import Failure, failures
 from toolkit.comparing.reporting.sections.limits import limits
 from toolkit.comparing.reporting.verdict import REHEARSAL, broken_lines, verdict
 from toolkit.comparing.reporting.words import facts
-from toolkit.errors import UsageError
-from toolkit.results import RESULTS_FILE, Results, Row, read_results, write_text
+from toolkit.results import Results, read_results, write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,7 +28,6 @@ __all__ = [
     "COLUMNS",
     "REPORT_FILE",
     "cells",
-    "load_results",
     "not_measured",
     "print_report",
     "render_markdown",
@@ -41,32 +39,11 @@ REPORT_FILE: Final = "report.md"
 ROOMY: Final = 100
 """Letters of a line from which a terminal has room between columns."""
 
-LATER_FIELDS: Final = {
-    name for name, kind in Row.__annotations__.items() if "NotRequired" in str(kind)
-}
-"""Of a row, what the first toolkits did not write."""
-
-
-def load_results(folder: Path) -> Results:
-    """Read the comparison in `folder`.
-
-    Raises:
-        UsageError: there is none, a newer toolkit wrote it, or its rows lack fields.
-    """
-    results = read_results(folder)
-    needed = Row.__annotations__.keys() - LATER_FIELDS
-    for row in cast("list[Any]", results["runs"]):
-        lacking = needed - cast("dict[str, Any]", row).keys() if isinstance(row, dict) else needed
-        if lacking:
-            listed = ", ".join(sorted(lacking))
-            raise UsageError(f"{folder / RESULTS_FILE} is not complete: a run lacks {listed}.")
-    return results
-
 
 def write_report(folder: Path) -> Path:
     """Render `report.md` from the `results.json` beside it, and return its path."""
     path = folder / REPORT_FILE
-    write_text(path, render_markdown(presentable(load_results(folder))))
+    write_text(path, render_markdown(presentable(read_results(folder))))
     return path
 
 
@@ -140,7 +117,10 @@ IN_SPEED_TABLE: Final = ("supervised_tokens_per_second", "compute", "cost")
 def not_measured(results: Results) -> list[str]:
     """Name what no table has named already."""
     told = IN_TABLES if speed_and_cost(results) is None else (*IN_TABLES, *IN_SPEED_TABLE)
-    return [
+    of_all = results.get("not_measured", {}).items()
+    # How large a difference in speed means something stands among the limits.
+    lines = [f"{field}: {reason}" for field, reason in of_all if field != "noise"]
+    return lines + [
         f"{run_name(row)}, {field}: {reason}"
         for row in results["runs"]
         if row["status"] == "ok"

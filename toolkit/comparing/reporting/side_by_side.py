@@ -30,7 +30,7 @@ from toolkit.comparing.reporting.matching import (
 from toolkit.comparing.reporting.page import LONG, STYLE, WORDY
 from toolkit.comparing.reporting.row_facts import run_name, states_of, status_of
 from toolkit.comparing.reporting.table_file import csv_cell
-from toolkit.errors import UsageError
+from toolkit.errors import UsageError, is_full_disk
 from toolkit.results import Row, write_text
 
 if TYPE_CHECKING:
@@ -63,6 +63,8 @@ def side_by_side(before: Path, after: Path, *, to: Path | None, console: Console
         for name, text in made.items():
             write_text(to / name, text)
     except OSError as error:
+        if is_full_disk(error):
+            raise
         raise UsageError(f"{to} takes no files: {error.strerror}.") from None
     for name in made:
         console.print(f"Written: {to / name}", markup=False, highlight=False, soft_wrap=True)

@@ -83,11 +83,17 @@ def method_in_words(training: Mapping[str, Any]) -> str:
     method = training.get("method", "full")
     if method == "full":
         return "full"
-    layers = ", ".join(training["lora_target_modules"])
-    return (
-        f"{method}, rank {training['lora_r']}, alpha {training['lora_alpha']}, "
-        f"dropout {training['lora_dropout']:g}, on {layers}"
-    )
+    numbers = [
+        f"{name} {value:g}"
+        for name, field in (
+            ("rank", "lora_r"),
+            ("alpha", "lora_alpha"),
+            ("dropout", "lora_dropout"),
+        )
+        if (value := training.get(field)) is not None
+    ]
+    layers = ", ".join(training.get("lora_target_modules") or ["some layers"])
+    return f"{', '.join([method, *numbers])}, on {layers}"
 
 
 def switches_in_words(trainings: Sequence[Mapping[str, Any]]) -> str:

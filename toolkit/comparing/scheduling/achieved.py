@@ -44,7 +44,7 @@ def compute_of(
         return None, {"compute": what}
     try:
         job = job_of(record)
-    except (UsageError, OSError, ValueError) as error:
+    except UsageError as error:
         return None, {"compute": str(error)}
     if job.method != "full":
         return None, {"compute": NO_CONVENTION}
@@ -114,7 +114,9 @@ def _peak_flops(name: str, record: Record) -> float:
     """
     found = gpu(name)
     training, precision = record["training"], record["precision"]
-    dtype = precision if precision != "no" else COMPUTED_IN[training.get("dtype", "float32")]
+    dtype = precision if precision != "no" else COMPUTED_IN.get(training.get("dtype", "float32"))
+    if dtype is None:
+        raise UsageError(f"the rate of {found.name} in {training['dtype']} is not known")
     if dtype != "fp32" or not training.get("tf32"):
         return found.flops(dtype)
     if found.tf32_flops is None:

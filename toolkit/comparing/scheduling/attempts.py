@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from toolkit.errors import UsageError
-from toolkit.results import RECORD_FILE, Record, read_json, read_record
+from toolkit.results import RECORD_FILE, Record, Spec, read_as, read_record
 
 SPEC_FILE: Final = "spec.json"
 COMMAND_FILE: Final = "command.txt"
@@ -51,23 +51,51 @@ def completed(folder: Path, name: str) -> list[Finished]:
     """Return the starts of a run that came to a good end."""
     found: list[Finished] = []
     for attempt in attempts(folder, name):
-        if not (attempt / RECORD_FILE).is_file() or spec_at(attempt) is None:
-            continue
         with contextlib.suppress(UsageError):
+            read_spec(attempt)
             record = read_record(attempt)
             if record["status"] == "ok":
                 found.append(Finished(record=record, folder=attempt))
     return found
 
 
-def spec_at(attempt: Path) -> dict[str, Any] | None:
-    path = attempt / SPEC_FILE
-    return read_json(path) if path.is_file() else None
+def unreadable(folder: Path, name: str) -> list[str]:
+    """Say of each start of a run that left a record why it cannot be read, if it cannot."""
+    found: list[str] = []
+    for attempt in attempts(folder, name):
+        if not (attempt / RECORD_FILE).exists():
+            continue
+        try:
+            read_spec(attempt)
+            read_record(attempt)
+        except UsageError as error:
+            found.append(str(error))
+    return found
+
+
+def read_spec(attempt: Path) -> Spec:
+    """Read what decided a start.
+
+    Raises:
+        UsageError: the file is missing, damaged, or of a newer schema.
+    """
+    return cast(Spec, read_as(attempt / SPEC_FILE, Spec))
+
+
+def spec_at(attempt: Path) -> Spec | None:
+    """Return what decided a start; None where that cannot be read."""
+    try:
+        return read_spec(attempt)
+    except UsageError:
+        return None
 
 
 def command_at(attempt: Path) -> str | None:
-    path = attempt / COMMAND_FILE
-    return path.read_text(encoding="utf-8").strip() if path.is_file() else None
+    """Return the command of a start; None where it cannot be read."""
+    try:
+        return (attempt / COMMAND_FILE).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None
 
 
 def record_at(attempt: Path) -> tuple[Record | None, str]:
@@ -78,7 +106,7 @@ def record_at(attempt: Path) -> tuple[Record | None, str]:
         return None, f"the run ended well but left no record: {error}"
 
 
-def differences(there: dict[str, Any], asked: dict[str, Any]) -> str:
+def differences(there: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
     """Say in which settings two specs differ."""
     found = [
         f"{name} was {there.get(name)!r}, asked is {value!r}"
@@ -86,7 +114,7 @@ def differences(there: dict[str, Any], asked: dict[str, Any]) -> str:
         if name != "flags" and there.get(name) != value
     ]
     if there.get("flags") != asked["flags"]:
-        was, now = (_flags(spec.get("flags", [])) for spec in (there, asked))
+        was, now = (flags_in(spec.get("flags", [])) for spec in (there, asked))
         found += [
             f"{name} was {was.get(name, 'not given')}, asked is {now.get(name, 'not given')}"
             for name in sorted({*was, *now})
@@ -95,7 +123,8 @@ def differences(there: dict[str, Any], asked: dict[str, Any]) -> str:
     return "; ".join(found)
 
 
-def _flags(words: Sequence[str]) -> dict[str, str]:
+def flags_in(words: Sequence[str]) -> dict[str, str]:
+    """Return the flags of a command line with their values, `--` included."""
     found: dict[str, str] = {}
     name = ""
     for word in words:

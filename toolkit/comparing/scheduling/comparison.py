@@ -17,7 +17,13 @@ from toolkit.comparing.scheduling.bisect_command import bisect_command
 from toolkit.comparing.scheduling.judging import Judging
 from toolkit.comparing.scheduling.noise import noise_of
 from toolkit.comparing.scheduling.options import CompareOptions
-from toolkit.comparing.scheduling.output_folder import locked, new_folder
+from toolkit.comparing.scheduling.output_folder import (
+    locked,
+    new_folder,
+    put_aside,
+    run_names,
+    why_lost,
+)
 from toolkit.comparing.scheduling.plan import Plan, Run
 from toolkit.comparing.scheduling.preparing import prepare
 from toolkit.comparing.scheduling.rows import Failure, Setting, add_judgement, build_row, facts_in
@@ -46,6 +52,8 @@ class Comparison:
     failures: dict[str, Failure] = field(default_factory=dict[str, Failure])
     facts: Facts | None = None
     judging: Judging = field(default_factory=Judging)
+    unknown: dict[str, str] = field(default_factory=dict[str, str])
+    """Of results that were made again, what could not be, with the reason."""
 
     def check_configs(self) -> None:
         """Raise UsageError for what a config file of any run would refuse, before all of them."""
@@ -111,15 +119,22 @@ class Comparison:
         return found
 
     @contextlib.contextmanager
-    def lock(self) -> Generator[None]:
-        """Hold the folder alone, and leave results in it from the first moment on."""
+    def lock(self) -> Generator[list[str]]:
+        """Hold the folder alone, with results in it from the first moment on.
+
+        Gives what the user should be told of results that were there and cannot be used.
+        """
         if self.options.output is None:
             self.folder = new_folder(self.folder)
         with locked(self.folder):
+            told: list[str] = []
+            lost = why_lost(self.folder) if run_names(self.folder) else None
+            if lost is not None:
+                told = [lost, put_aside(self.folder / RESULTS_FILE)]
             # Marks the folder as a comparison, before the first run has ended.
             if not (self.folder / RESULTS_FILE).exists():
                 self.save()
-            yield
+            yield told
 
     def control(self) -> Control | None:
         """Return the first candidate that ran to its end, and why it is not an earlier one."""
@@ -182,7 +197,7 @@ class Comparison:
             fixed=self.plan.fixed | self._facts(),
             noise=noise,
             dollars_per_hour=self.options.dollars_per_hour,
-            not_measured={} if why_not is None else {"noise": why_not},
+            not_measured=self.unknown | ({} if why_not is None else {"noise": why_not}),
         )
 
     def _facts(self) -> dict[str, Any]:

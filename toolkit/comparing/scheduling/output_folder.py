@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import re
 from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any, Final
 
-from toolkit.comparing.scheduling.attempts import attempts, differences, spec_at
+from toolkit.comparing.scheduling.attempts import SPEC_FILE, attempts, differences, spec_at
 from toolkit.errors import UsageError
-from toolkit.results import RESULTS_FILE, read_results
+from toolkit.results import RESULTS_FILE, LostError, read_results
 
 LOCK_FILE: Final = ".lock"
+
+START: Final = re.compile(r"(.+)-\d+")
+"""Folder of a start: the name of its run, and a number."""
 
 
 def check_output(folder: Path, specs: Iterable[tuple[str, dict[str, Any]]]) -> None:
@@ -26,11 +31,11 @@ def check_output(folder: Path, specs: Iterable[tuple[str, dict[str, Any]]]) -> N
         return
     if folder.is_dir() and not {path.name for path in folder.iterdir()} - {LOCK_FILE}:
         return
-    if not (folder / RESULTS_FILE).is_file():
+    if not os.path.lexists(folder / RESULTS_FILE) and not run_names(folder):
         raise UsageError(
             f"{shown(folder)} exists and is not a comparison. Choose another --output."
         )
-    read_results(folder)
+    why_lost(folder)
     for name, asked in specs:
         for attempt in attempts(folder, name):
             spec = spec_at(attempt)
@@ -39,6 +44,40 @@ def check_output(folder: Path, specs: Iterable[tuple[str, dict[str, Any]]]) -> N
                     f"{shown(attempt)} was run with other settings: {differences(spec, asked)}. "
                     "Choose another --output, or ask for the same again."
                 )
+
+
+def run_names(folder: Path) -> list[str]:
+    """Return the names of the runs that were started in a folder."""
+    starts = (path.parent.name for path in folder.glob(f"*/{SPEC_FILE}"))
+    return sorted({match[1] for name in starts if (match := START.fullmatch(name))})
+
+
+def why_lost(folder: Path) -> str | None:
+    """Return why the results have to be made again from the runs; None where they are whole.
+
+    Raises:
+        UsageError: there are no runs, or the results are not lost: they may not be read, or are of
+            a newer toolkit.
+    """
+    try:
+        read_results(folder)
+    except LostError as error:
+        if not any(spec_at(each) for name in run_names(folder) for each in attempts(folder, name)):
+            raise
+        return str(error)
+    return None
+
+
+def put_aside(file: Path) -> str:
+    """Give a file that is damaged another name, unless it is missing, and tell the user."""
+    if not os.path.lexists(file):
+        return f"{shown(file)} is missing: it is made again from the runs beside it."
+    for number in itertools.count(1):
+        aside = file.with_name(f"{file.name}.damaged{'' if number == 1 else f'-{number}'}")
+        if not os.path.lexists(aside):
+            file.rename(aside)
+            return f"It is kept as {shown(aside)}, and made again from the runs beside it."
+    raise AssertionError("numbers do not end")
 
 
 @contextlib.contextmanager

@@ -134,13 +134,18 @@ def build_plan(
         ),
         rehearsal=rehearsal,
         notes=tuple(notes),
-        fixed={
-            "rows per optimizer step": options.global_batch_size,
-            "optimizer steps": options.max_steps,
-            "precision": "fp32" if options.precision == "no" else options.precision,
-            "flags for every run": shlex.join(options.train_flags) or None,
-        },
+        fixed=fixed_by(options),
     )
+
+
+def fixed_by(options: CompareOptions) -> dict[str, Any]:
+    """Return what the options make the same in every run."""
+    return {
+        "rows per optimizer step": options.global_batch_size,
+        "optimizer steps": options.max_steps,
+        "precision": "fp32" if options.precision == "no" else options.precision,
+        "flags for every run": shlex.join(options.train_flags) or None,
+    }
 
 
 def _with_control(names: Sequence[str]) -> tuple[list[Strategy], list[str]]:

@@ -225,8 +225,9 @@ def _add_failure(row: Row, failure: Failure, setting: Setting) -> None:
             f"{failure.status}: {failure.reason}"
         )
     else:
-        row["seconds"] = failure.outcome.seconds
-        del row["not_measured"]["seconds"]
+        if failure.outcome.seconds is not None:
+            row["seconds"] = failure.outcome.seconds
+            del row["not_measured"]["seconds"]
         _add_cost(row, setting)
         if failure.record is not None and failure.record["attestation"]:
             row["attestation"] = failure.record["attestation"]

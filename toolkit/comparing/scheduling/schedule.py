@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from toolkit import environment
 from toolkit.comparing.reporting.remake import write_reports
 from toolkit.comparing.reporting.report import print_report
-from toolkit.comparing.scheduling.attempts import completed, next_attempt
+from toolkit.comparing.scheduling.attempts import completed, next_attempt, unreadable
 from toolkit.comparing.scheduling.comparison import Comparison
 from toolkit.comparing.scheduling.options import CompareOptions
 from toolkit.comparing.scheduling.output_folder import check_output, shown
@@ -27,6 +27,7 @@ from toolkit.comparing.scheduling.preparing import PrepareError
 from toolkit.comparing.scheduling.progress import Progress, build_progress
 from toolkit.comparing.scheduling.rows import Failure
 from toolkit.comparing.scheduling.starting import ended, start
+from toolkit.errors import file_sentence
 from toolkit.results import RESULTS_FILE, Results
 
 if TYPE_CHECKING:
@@ -39,10 +40,12 @@ def compare(options: CompareOptions, *, console: Console) -> int:
     """Run the comparison and return the exit code.
 
     0 when every run ended well and every gate held (a run that was skipped for a true reason
-    takes nothing from that), 1 when a run failed or a gate broke, 130 when it was interrupted.
+    takes nothing from that), 1 when a run failed, a gate broke or the disk is full, 130 when it was
+    interrupted.
 
     Raises:
         UsageError: a mistake in what was asked; nothing has been written.
+        OSError: the folder cannot be made.
     """
     plan = build_plan(options, gpus=len(environment.gpus()), missing=environment.missing_for)
     folder = (options.output or Path("runs") / time.strftime("%Y%m%d-%H%M%S")).absolute()
@@ -57,23 +60,35 @@ def compare(options: CompareOptions, *, console: Console) -> int:
         console.print(str(error), markup=False, highlight=False)
         return 1
 
-    with comparison.lock():
-        folder = comparison.folder
-        with build_progress(console, plan.runs) as progress:
-            for text in (*plan.notes, *_introduction(comparison, facts)):
-                progress.say(text)
-            try:
-                Schedule(comparison, progress).run_all()
-            except (KeyboardInterrupt, SystemExit):
-                comparison.save()
-                write_reports(folder)
-                progress.say(
-                    f"Interrupted. What is finished stands in {shown(folder)}; the same command "
-                    f"with --output {shlex.quote(shown(folder))} goes on from there."
-                )
-                return INTERRUPTED
-        results = comparison.results()
-        written = [shown(folder / RESULTS_FILE), *map(shown, write_reports(folder))]
+    with comparison.lock() as told:
+        try:
+            return _run(
+                comparison, (*told, *plan.notes, *_introduction(comparison, facts)), console
+            )
+        except OSError as error:
+            sentence = file_sentence(error)
+            if sentence is None:
+                raise
+            for text in (sentence, _goes_on(comparison.folder)):
+                console.print(text, markup=False, highlight=False, soft_wrap=True)
+            return 1
+
+
+def _run(comparison: Comparison, told: Sequence[str], console: Console) -> int:
+    """Start what is outstanding, show what came out, and return the exit code."""
+    folder = comparison.folder
+    with build_progress(console, comparison.plan.runs) as progress:
+        for text in told:
+            progress.say(text)
+        try:
+            Schedule(comparison, progress).run_all()
+        except (KeyboardInterrupt, SystemExit):
+            comparison.save()
+            write_reports(folder)
+            progress.say(f"Interrupted. {_goes_on(folder)}")
+            return INTERRUPTED
+    results = comparison.results()
+    written = [shown(folder / RESULTS_FILE), *map(shown, write_reports(folder))]
     print_report(results, console=console)
     console.print(
         f"Written: {', '.join(written[:-1])} and {written[-1]}",
@@ -82,6 +97,13 @@ def compare(options: CompareOptions, *, console: Console) -> int:
         soft_wrap=True,
     )
     return exit_code(results)
+
+
+def _goes_on(folder: Path) -> str:
+    return (
+        f"What is finished stands in {shown(folder)}; the same command with --output "
+        f"{shlex.quote(shown(folder))} goes on from there."
+    )
 
 
 def exit_code(results: Results) -> int:
@@ -145,6 +167,8 @@ class Schedule:
         for planned in self.comparison.plan.runs:
             if planned.skipped is None:
                 self.take_over(planned)
+                for problem in unreadable(self.comparison.folder, planned.name):
+                    self.progress.say(f"A start of {planned.name} does not count: {problem}")
         if self.comparison.finished:
             self.comparison.make_rows()
 

@@ -1,0 +1,123 @@
+"""Damaged files: whatever stands in a record or in results, it is used or refused in words."""
+
+import copy
+import json
+import random
+
+import pytest
+
+from toolkit.comparing.reporting.page import render_page
+from toolkit.comparing.reporting.presentable import presentable
+from toolkit.comparing.reporting.report import render_markdown
+from toolkit.comparing.reporting.table_file import render_table
+from toolkit.comparing.scheduling.rebuilding import rebuilt
+from toolkit.errors import UsageError
+from toolkit.results import read_record, read_results, write_json
+
+FLIPS = 1000
+LOST = 300
+REPORTS = 25
+CHANGES = 120
+PAGES = 5
+"""A page takes as long as all the rest of a comparison."""
+
+VALUES = [
+    *(None, True, -1, 0, 1, 2**62, 10**30, 1.5, -1.0, 1e308),
+    *("NaN", "Infinity", "-Infinity", "x", "", "\ud800"),
+    *([], [None], [[]], {}, {"a": 1}),
+]
+
+
+@pytest.fixture
+def comparison(run_folders):
+    write_json(run_folders / "results.json", rebuilt(run_folders).results())
+    return run_folders
+
+
+FILES = pytest.mark.parametrize("name", ["results.json", "ddp-trainer-1/record.json"])
+
+
+def is_read(file):
+    """Whether a file is read; else it is refused in words that name it."""
+    read = read_results if file.name == "results.json" else read_record
+    try:
+        read(file.parent)
+    except UsageError as error:
+        if str(file) not in str(error):
+            raise
+        return False
+    return True
+
+
+def report_on(folder, name, *, page):
+    """Make everything of the results, or of the records: it must not raise."""
+    results = read_results(folder) if name == "results.json" else rebuilt(folder).results()
+    shown = presentable(results)
+    render_markdown(shown)
+    render_table(shown)
+    if page:
+        render_page(shown)
+
+
+@FILES
+def test_a_flipped_bit_or_a_lost_byte_gives_results_or_a_usage_error(comparison, name):
+    file = comparison / name
+    whole = json.dumps(json.loads(file.read_text())).encode()
+    chosen = random.Random(11)
+    bits = chosen.sample(range(8 * len(whole)), FLIPS)
+    damaged = [(bit // 8, whole[bit // 8] ^ (1 << bit % 8)) for bit in bits]
+    lost = chosen.sample(range(len(whole)), LOST)
+    damaged += [(place, byte) for place in lost for byte in (0x00, 0xFF)]
+
+    def damage(place, byte):
+        file.write_bytes(whole[:place] + bytes([byte]) + whole[place + 1 :])
+
+    readable = []
+    for place, byte in damaged:
+        damage(place, byte)
+        readable += [(place, byte)] if is_read(file) else []
+
+    assert 0 < len(readable) < len(damaged) / 2
+    for number, (place, byte) in enumerate(chosen.sample(readable, REPORTS)):
+        damage(place, byte)
+        report_on(comparison, name, page=number < PAGES)
+
+
+def places_in(value, path=()):
+    """Every place of a JSON value, of a list the first two."""
+    items = value.items() if isinstance(value, dict) else enumerate(value[:2])
+    for key, item in items:
+        yield (*path, key)
+        if isinstance(item, (dict, list)):
+            yield from places_in(item, (*path, key))
+
+
+def changed(content, chosen):
+    """Return a copy with one field renamed, lost, or with another value."""
+    content = copy.deepcopy(content)
+    *above, key = chosen.choice(list(places_in(content)))
+    parent = content
+    for name in above:
+        parent = parent[name]
+    how = chosen.random()
+    if how < 0.2 and isinstance(parent, dict):
+        parent[f"{key}_"] = parent.pop(key)
+    elif how < 0.3:
+        del parent[key]
+    else:
+        parent[key] = chosen.choice(VALUES)
+    return content
+
+
+@FILES
+def test_a_field_of_another_name_or_type_gives_results_or_a_usage_error(comparison, name):
+    file = comparison / name
+    whole = json.loads(file.read_text())
+    chosen = random.Random(12)
+    used = 0
+    for _ in range(CHANGES):
+        file.write_text(json.dumps(changed(whole, chosen)))
+        if is_read(file):
+            used += 1
+            report_on(comparison, name, page=used < PAGES)
+    assert 0 < used < CHANGES

@@ -1,0 +1,133 @@
+"""Shapes: whether what was read from a file is what a TypedDict declares.
+
+A file can be damaged, or edited by hand. It is checked once, where it is read, so that no code
+behind that asks again whether a field is there and of its type.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    Final,
+    Literal,
+    NotRequired,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
+
+MOST_WHOLE: Final = 2**63
+"""Whole numbers end before it: a larger one overflows when it is turned into a float."""
+
+
+@dataclass(frozen=True, slots=True)
+class Least:
+    """The smallest value of a finite number, beside its type: `Annotated[int, Least(1)]`."""
+
+    value: float
+
+
+def mismatches(value: Any, kind: Any, where: str = "") -> Iterator[str]:
+    """Yield a phrase for each part of a value that is not of its declared type.
+
+    Fields that are not declared are passed over. A type within an `Annotated` is a second one that
+    the value must have.
+
+    Args:
+        value: As JSON gives it.
+        kind: A type annotation, usually a TypedDict.
+        where: Names the value within the file.
+    """
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return
+    if is_typeddict(kind):
+        yield from _fields(value, kind, where)
+    elif origin in (Annotated, NotRequired):
+        yield from mismatches(value, arguments[0], where)
+        for more in getattr(kind, "__metadata__", ()):
+            if not isinstance(more, Least):
+                yield from mismatches(value, more, where)
+            elif isinstance(value, (int, float)) and not more.value <= value < math.inf:
+                yield _wrong(value, where)
+    elif origin in (Union, UnionType):
+        yield from _union(value, arguments, where)
+    elif origin is list:
+        yield from _items(value, arguments[0], where)
+    elif origin is dict:
+        yield from _values(value, arguments[1], where)
+    elif origin is Literal:
+        if not isinstance(value, str) or value not in arguments:
+            yield _wrong(value, where)
+    elif not _is_plain(value, kind):
+        yield _wrong(value, where)
+
+
+def _fields(value: Any, kind: Any, where: str) -> Iterator[str]:
+    if not isinstance(value, dict):
+        yield _wrong(value, where)
+        return
+    content = cast("dict[str, Any]", value)
+    for name, declared in _hints(kind).items():
+        path = f"{where}.{name}" if where else name
+        if name in content:
+            yield from mismatches(content[name], declared, path)
+        elif kind.__total__ and get_origin(declared) is not NotRequired:
+            yield f"{path!r} is missing"
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
+
+
+def _union(value: Any, kinds: tuple[Any, ...], where: str) -> Iterator[str]:
+    """Yield what keeps a value from being of any of the types; of a part of it, where it can."""
+    found = [list(mismatches(value, kind, where)) for kind in kinds]
+    if all(found):
+        whole = _wrong(value, where)
+        yield from next((each for each in found if each != [whole]), [whole])
+
+
+def _items(value: Any, kind: Any, where: str) -> Iterator[str]:
+    if not isinstance(value, list):
+        yield _wrong(value, where)
+        return
+    items = cast("list[Any]", value)
+    # Losses and row ids are many: what is plain is looked at without a generator for each.
+    if kind in (int, float) and all(_is_plain(item, kind) for item in items):
+        return
+    for number, item in enumerate(items):
+        yield from mismatches(item, kind, f"{where}[{number}]")
+
+
+def _values(value: Any, kind: Any, where: str) -> Iterator[str]:
+    if not isinstance(value, dict):
+        yield _wrong(value, where)
+        return
+    for name, item in cast("dict[str, Any]", value).items():
+        yield from mismatches(item, kind, f"{where}.{name}")
+
+
+def _is_plain(value: Any, kind: Any) -> bool:
+    if kind in (None, NoneType):
+        return value is None
+    if kind is bool or isinstance(value, bool):
+        return kind is bool and isinstance(value, bool)
+    if isinstance(value, int):
+        return kind in (int, float) and abs(value) < MOST_WHOLE
+    return isinstance(value, kind)
+
+
+def _wrong(value: Any, where: str) -> str:
+    text = repr(value)
+    return f"{where!r} is {text if len(text) <= 60 else f'{text[:50]}...'}"
