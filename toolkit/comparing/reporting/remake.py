@@ -15,7 +15,8 @@ from toolkit.comparing.reporting.report import (
 )
 from toolkit.comparing.reporting.table_file import TABLE_FILE, render_table
 from toolkit.errors import UsageError
-from toolkit.results import RECORD_FILE, RESULTS_FILE, Results, write_text
+from toolkit.files import write_text
+from toolkit.results import RECORD_FILE, RESULTS_FILE, Results
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -20,7 +20,8 @@ from toolkit.comparing.reporting.sections.limits import limits
 from toolkit.comparing.reporting.verdict import REHEARSAL, broken_lines, verdict
 from toolkit.comparing.reporting.words import facts
 from toolkit.errors import UsageError
-from toolkit.results import RESULTS_FILE, Results, Row, read_results, write_text
+from toolkit.files import write_text
+from toolkit.results import RESULTS_FILE, Results, Row, read_results
 
 if TYPE_CHECKING:
     from rich.console import Console
