@@ -17,12 +17,13 @@ from toolkit.comparing.scheduling.bisect_command import bisect_command
 from toolkit.comparing.scheduling.judging import Judging
 from toolkit.comparing.scheduling.noise import noise_of
 from toolkit.comparing.scheduling.options import CompareOptions
-from toolkit.comparing.scheduling.output_folder import locked, new_folder
+from toolkit.comparing.scheduling.output_folder import new_folder
 from toolkit.comparing.scheduling.plan import Plan, Run
 from toolkit.comparing.scheduling.preparing import prepare
 from toolkit.comparing.scheduling.rows import Failure, Setting, add_judgement, build_row, facts_in
 from toolkit.configs import ConfigOptions, render_configs
 from toolkit.errors import UsageError
+from toolkit.launching.folder_lock import lock_folder
 from toolkit.results import RESULTS_FILE, SCHEMA, Control, Results, Row, write_json
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class Comparison:
         """Hold the folder alone, and leave results in it from the first moment on."""
         if self.options.output is None:
             self.folder = new_folder(self.folder)
-        with locked(self.folder):
+        with lock_folder(self.folder, "comparison"):
             # Marks the folder as a comparison, before the first run has ended.
             if not (self.folder / RESULTS_FILE).exists():
                 self.save()

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from toolkit.comparing.scheduling.attempts import attempts, differences, spec_at
 from toolkit.errors import UsageError
+from toolkit.files import check_takes_files
+from toolkit.launching.folder_lock import LOCK_FILE, can_be_marked
 from toolkit.results import RESULTS_FILE, read_results
-
-LOCK_FILE: Final = ".lock"
 
 
 def check_output(folder: Path, specs: Iterable[tuple[str, dict[str, Any]]]) -> None:
-    """Raise UsageError unless the folder is new, or a comparison of the same runs.
+    """Raise UsageError unless the folder can be made, or is a comparison of the same runs.
 
     Args:
         folder: What `--output` names.
         specs: Name and spec of every run that may happen.
     """
+    check_takes_files(folder, flag="--output")
     if not folder.exists():
         return
-    if folder.is_dir() and not {path.name for path in folder.iterdir()} - {LOCK_FILE}:
+    ours = can_be_marked(folder, "comparison")
+    if ours and not {path.name for path in folder.iterdir()} - {LOCK_FILE}:
         return
-    if not (folder / RESULTS_FILE).is_file():
+    if not ours or not (folder / RESULTS_FILE).is_file():
         raise UsageError(
             f"{shown(folder)} exists and is not a comparison. Choose another --output."
         )
@@ -39,23 +41,6 @@ def check_output(folder: Path, specs: Iterable[tuple[str, dict[str, Any]]]) -> N
                     f"{shown(attempt)} was run with other settings: {differences(spec, asked)}. "
                     "Choose another --output, or ask for the same again."
                 )
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Generator[None]:
-    """Keep a second comparison out of the folder; the lock goes with the process."""
-    import fcntl
-
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK_FILE).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(
-                f"Another comparison is working in {shown(folder)}. "
-                "Wait for it, or choose another --output."
-            ) from None
-        yield
 
 
 def new_folder(wanted: Path) -> Path:
