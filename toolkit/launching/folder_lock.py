@@ -58,8 +58,10 @@ def lock_folder(folder: Path, worker: Worker) -> FolderLock:
     made = [each for each in (path, folder, *folder.parents) if not os.path.lexists(each)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        while (number := _taken(path, worker)) is None:
-            pass
+        number = _taken(path, worker)
+        if os.fstat(number).st_nlink == 0:  # who held it before has undone it
+            os.close(number)
+            number = _taken(path, worker)
     except OSError as error:
         if error.errno in _NOT_A_FILE:
             raise _not_ours(path, worker) from None
@@ -79,8 +81,8 @@ def can_be_marked(folder: Path, worker: Worker) -> bool:
     return not os.path.lexists(path) or _said(path) in (b"", _mark(worker))
 
 
-def _taken(path: Path, worker: Worker) -> int | None:
-    """Open, lock and mark the lock file; None when who held it before has just removed it."""
+def _taken(path: Path, worker: Worker) -> int:
+    """Open, lock and mark the lock file."""
     # Not waiting for a reader, if it is a pipe.
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     number = os.open(path, flags, 0o666)
@@ -88,9 +90,6 @@ def _taken(path: Path, worker: Worker) -> int | None:
         if not stat.S_ISREG(os.fstat(number).st_mode):
             raise _not_ours(path, worker)
         _lock(number, path, worker)
-        if not _is_still(path, number):
-            os.close(number)
-            return None
         said = os.read(number, _MOST_BYTES)
         if said not in (b"", _mark(worker)):
             raise _not_ours(path, worker)
@@ -117,18 +116,14 @@ def _lock(number: int, path: Path, worker: Worker) -> None:
 
 
 def _said(path: Path) -> bytes | None:
-    """Return what a lock file says; None for what is no file."""
+    """Return what a lock file says; None for what is no file, or not ours to read."""
     if path.is_symlink() or not path.is_file():
         return None
-    with path.open("rb") as file:
-        return file.read(_MOST_BYTES)
-
-
-def _is_still(path: Path, number: int) -> bool:
     try:
-        return os.path.samestat(os.lstat(path), os.fstat(number))
-    except FileNotFoundError:
-        return False
+        with path.open("rb") as file:
+            return file.read(_MOST_BYTES)
+    except OSError:
+        return None
 
 
 def _mark(worker: Worker) -> bytes:
