@@ -75,8 +75,11 @@ class Job:
 def checked_job(argv: list[str]) -> Job:
     """Return what the flags and the launcher ask for. A rehearsal begins here.
 
+    The output folder is this run's alone afterwards, until the process of rank 0 ends.
+
     Raises:
-        UsageError: the flags, the config, the model or the data don't fit; nothing was written.
+        UsageError: the flags, the config, the model, the data or the output folder don't fit;
+            nothing was written.
     """
     from transformers.trainer_utils import IntervalStrategy
 
@@ -196,7 +199,7 @@ def checked_job(argv: list[str]) -> Job:
         deepspeed_changes=changes,
     )
     _ = args.device  # the ranks can talk to each other from here on
-    # Nothing was written before; without a checkpoint to go on from, nothing is again.
+    # Looking for a checkpoint tidies the folder: no other run may be working in it.
     with held(output_dir, check_output):
         return resumed_job(job, asked)
 
