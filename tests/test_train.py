@@ -6,8 +6,10 @@ import subprocess
 import sys
 from collections import Counter
 
+from killing import Run
 from places import ROOT
 
+from toolkit.launching.status import read_statuses
 from toolkit.results import FILLER_ID, read_record
 
 
@@ -53,9 +55,22 @@ def test_mistakes_leave_with_status_2_and_nothing_written(launch_environment, tm
     (taken / "record.json").write_text("{}")
     unfinished = tmp_path / "unfinished"
     (unfinished / "checkpoint-5").mkdir(parents=True)
+    for folder in (taken, unfinished):
+        (folder / ".lock").write_text("toolkit run folder\n")
+    somebodys = tmp_path / "somebodys"
+    (somebodys / "final").mkdir(parents=True)
+    for name in ("final/model.safetensors", "steps.jsonl", "train.log"):
+        (somebodys / name).write_text("mine")
+    (somebodys / "status").symlink_to(unfinished)
     cases = {
         ("--train_file", "missing.jsonl"): "missing.jsonl",
         ("--output_dir", str(taken)): "holds the record of another run",
+        ("--output_dir", str(somebodys)): (
+            "would write over it: final/, steps.jsonl, status/ (a symbolic link). Move it away"
+        ),
+        ("--output_dir", str(somebodys / "train.log" / "o")): "train.log is not a folder",
+        ("--output_dir", "/proc/self/o"): "/proc/self is read-only, or not yours",
+        ("--evidence", str(somebodys / "train.log" / "o")): "train.log is not a folder",
         ("--no_such_flag", "1"): "no_such_flag",
         ("--engine", "loop", "--torch_compile", "True"): "--torch_compile",
         ("--evidence", "kept", "--torch_compile", "True"): "--evidence looks into",
@@ -82,7 +97,7 @@ def test_mistakes_leave_with_status_2_and_nothing_written(launch_environment, tm
     cases[accumulates] = "--gradient_accumulation_steps is 2 and the launcher's config says '4'"
     smoothed = ("--label_smoothing_factor", "0.1", "--max_train_samples", "9")
     cases[smoothed] = "--label_smoothing_factor divides by the tokens of each micro-batch"
-    before = sorted(tmp_path.rglob("*"))
+    before = content(tmp_path)
     for flags, said in cases.items():
         exported = inline if flags == accumulates else {}
         done = subprocess.run(
@@ -96,7 +111,37 @@ def test_mistakes_leave_with_status_2_and_nothing_written(launch_environment, tm
         assert done.returncode == 2, done.stderr
         assert said in done.stderr
         assert "Traceback" not in done.stderr
-    assert sorted(tmp_path.rglob("*")) == before
+    assert content(tmp_path) == before
+
+
+def content(folder):
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def test_a_second_run_in_the_folder_of_one_that_works_there_is_refused_and_changes_nothing(
+    launch, launch_environment, tmp_path
+):
+    run = Run("single", "loop", tmp_path / "first", launch_environment, ("--max_steps", 100_000))
+    first = run.start()
+    try:
+        run.await_step(1, first)
+        done = launch(
+            *("ddp", "-m", "toolkit.train", "--output_dir", run.output),
+            TOOLKIT_STATUS_DIR=str(tmp_path / "second"),
+        )
+        assert done.returncode != 0
+        said = f"toolkit: Another run is working in {run.output}. Wait for it"
+        assert done.stdout.count(said) == 1, done.stdout
+        assert [each.state for each in read_statuses(tmp_path / "second")] == ["usage", "usage"]
+        assert first.poll() is None
+        assert sorted(os.listdir(run.output)) == [".lock", "status", "steps.jsonl"]
+        assert os.listdir(run.output / "status") == ["rank-0.json"]
+        before = run.statuses()[0].step
+        run.await_step(before + 1, first)
+    finally:
+        run.kill_all(first)
+    steps = [line["step"] for line in run.lines()]
+    assert steps == sorted(set(steps))
 
 
 def test_two_ranks_train_each_of_an_uneven_number_of_chats_once_an_epoch(launch, tmp_path):

@@ -8,7 +8,11 @@ from typing import Final
 
 NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
-NO_SPACE_TEXT: Final = re.compile(r"No space left|[Qq]uota exceeded|File too large")
+NO_SPACE_TEXT: Final = re.compile(
+    r"No space left|[Qq]uota exceeded|File too large"
+    # torch's writer of zip files says no more of a write that fell short (inline_container.cc).
+    r"|unexpected pos \d+ vs \d+|PytorchStreamWriter failed"
+)
 """As libraries say it that raise errors of their own."""
 
 

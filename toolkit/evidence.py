@@ -19,6 +19,8 @@ GRADIENTS_FILE: Final = "gradients.safetensors"
 
 AFTER_FILE: Final = "weights-after.safetensors"
 
+EVIDENCE_FILES: Final = (EVIDENCE_FILE, BEFORE_FILE, GRADIENTS_FILE, AFTER_FILE)
+
 
 class RowRead(TypedDict):
     """One row of a micro-batch, without its padding."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,12 @@ from toolkit.configs.requested import (
     same_features,
 )
 from toolkit.errors import UsageError
-from toolkit.evidence import EVIDENCE_FILE
+from toolkit.evidence import EVIDENCE_FILES
+from toolkit.files import check_takes_files
 from toolkit.launching.ranks import rank
+from toolkit.launching.status import STATUS_DIR
 from toolkit.rehearse import rehearse_if_needed, use_deepspeed_config
-from toolkit.results import FILLER_ID, RECORD_FILE
+from toolkit.results import FILLER_ID, RECORD_FILE, STARTING_ADAPTER, STEPS_FILE
 from toolkit.strategies import Strategy, get_strategy
 
 if TYPE_CHECKING:
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from toolkit.training.data import TrainingData
     from toolkit.training.evaluation_plan import EvaluationPlan
     from toolkit.training.guard_arguments import GuardArguments
+    from toolkit.training.method_arguments import MethodArguments
     from toolkit.training.methods import Method
     from toolkit.training.model import ModelFacts
     from toolkit.training.speed_arguments import SpeedArguments
@@ -71,8 +75,11 @@ class Job:
 def checked_job(argv: list[str]) -> Job:
     """Return what the flags and the launcher ask for. A rehearsal begins here.
 
+    The output folder is this run's alone afterwards, until the process of rank 0 ends.
+
     Raises:
-        UsageError: the flags, the config, the model or the data don't fit; nothing was written.
+        UsageError: the flags, the config, the model, the data or the output folder don't fit;
+            nothing was written.
     """
     from transformers.trainer_utils import IntervalStrategy
 
@@ -84,6 +91,7 @@ def checked_job(argv: list[str]) -> Job:
     from toolkit.training.methods import asked_precision, check_strategy, checked_method
     from toolkit.training.model import load_tokenizer, resolve_tokenizer
     from toolkit.training.prepare import model_and_data
+    from toolkit.training.run_folder import held
     from toolkit.training.speed_arguments import check_model, check_speed
     from toolkit.training.tracking import asked_trackers
 
@@ -96,10 +104,9 @@ def checked_job(argv: list[str]) -> Job:
     values = training_values(rest, model=model, run=run)
     _refuse_what_would_be_ignored(values, run, data_arguments)
     trackers = asked_trackers(values["report_to"], engine=run.engine)
-    if (Path(values["output_dir"]) / RECORD_FILE).exists():
-        raise UsageError(
-            f"{values['output_dir']} holds the record of another run. Choose another --output_dir."
-        )
+    output_dir = Path(values["output_dir"])
+    check_output = partial(_check_output, output_dir, own.method, trackers)
+    check_output()
     asked = asked_checkpoint(values)
     _check_evidence(values, run)
     check_speed(
@@ -191,7 +198,28 @@ def checked_job(argv: list[str]) -> Job:
         args=args,
         deepspeed_changes=changes,
     )
-    return resumed_job(job, asked)
+    _ = args.device  # the ranks can talk to each other from here on
+    # Looking for a checkpoint tidies the folder: no other run may be working in it.
+    with held(output_dir, check_output):
+        return resumed_job(job, asked)
+
+
+def _check_output(folder: Path, method: MethodArguments, trackers: list[str]) -> None:
+    """Raise UsageError unless the folder takes what the run writes, and nothing is lost by it."""
+    from toolkit.training.run_folder import check_names
+    from toolkit.training.tracking import names_of_trackers
+
+    names = ["final/", STEPS_FILE, RECORD_FILE, *names_of_trackers(trackers)]
+    if not os.environ.get(STATUS_DIR):
+        names.append("status/")
+    if method.merge:
+        names.append("merged/")
+    if not method.is_full:
+        names.append(STARTING_ADAPTER)
+    check_takes_files(folder, flag="--output_dir")
+    check_names(folder, names, flag="--output_dir", checkpoints=True)
+    if (folder / RECORD_FILE).exists():
+        raise UsageError(f"{folder} holds the record of another run. Choose another --output_dir.")
 
 
 def _learning_rate(
@@ -279,8 +307,10 @@ def _check_evidence(values: dict[str, Any], run: RunArguments) -> None:
             "--evidence looks into the model's forward, which --torch_compile would compile away. "
             "Leave one of them out."
         )
-    if (Path(run.evidence) / EVIDENCE_FILE).exists():
-        raise UsageError(f"{run.evidence} holds the evidence of another run. Name another folder.")
+    folder = Path(run.evidence)
+    check_takes_files(folder, flag="--evidence")
+    if any(os.path.lexists(folder / name) for name in EVIDENCE_FILES):
+        raise UsageError(f"{folder} holds the evidence of another run. Name another folder.")
 
 
 def _fit_deepspeed(

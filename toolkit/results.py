@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NotRequired, TypedDict, cast
 
 from toolkit.errors import UsageError
+from toolkit.files import write_text
 from toolkit.shapes import Least, mismatches
 
 SCHEMA: Final = 1
 
 RECORD_FILE: Final = "record.json"
+STEPS_FILE: Final = "steps.jsonl"
 RESULTS_FILE: Final = "results.json"
 STARTING_ADAPTER: Final = "adapter_start.safetensors"
 """What the adapters of a run began with, beside its record."""
@@ -709,23 +710,6 @@ def write_json(path: Path, data: Any) -> None:
     """Write `data` as strict JSON; whoever reads `path` sees the old file or all of the new one."""
     text = json.dumps(_encoded(data), indent=2, allow_nan=False) + "\n"
     write_text(path, text)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace the file at `path` in one move."""
-    # Not tempfile: its files are for their owner alone, and a report has its readers' umask.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        error.filename = error.filename or str(path)  # a write that fails names no file
-        raise
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

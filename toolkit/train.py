@@ -20,7 +20,7 @@ from toolkit.job import Job, check_fillers, checked_job, has_fillers
 from toolkit.launching.ranks import leave, quiet, rank
 from toolkit.launching.status import STATUS_DIR, StatusFile, guard, status_folder
 from toolkit.rehearse import die_with_launcher, told
-from toolkit.results import RECORD_FILE, SCHEMA, STARTING_ADAPTER, write_json
+from toolkit.results import RECORD_FILE, SCHEMA, STARTING_ADAPTER, STEPS_FILE, write_json
 from toolkit.strategies import Strategy
 
 if TYPE_CHECKING:
@@ -93,7 +93,6 @@ def train(job: Job, status: StatusFile) -> None:
 
     if rank() == 0:
         environment.commit()  # kept for the record: the code may change while the run goes on
-        Path(job.args.output_dir).mkdir(parents=True, exist_ok=True)
     for line in keep_local(job.args.report_to, Path(job.args.output_dir)):
         if rank() == 0:
             print(f"toolkit: {line}", flush=True)  # noqa: T201
@@ -298,7 +297,7 @@ def _recorder(job: Job, status: StatusFile) -> Recorder:
         asked,
         rehearsal=job.rehearsal,
         notes=job.deepspeed_changes,
-        steps_file=Path(job.args.output_dir) / "steps.jsonl",
+        steps_file=Path(job.args.output_dir) / STEPS_FILE,
         status=status,
         evidence=None
         if job.run.evidence is None

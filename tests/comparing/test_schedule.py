@@ -18,6 +18,7 @@ import pytest
 from rich.console import Console
 from small_llama import CONFIG
 
+from toolkit.comparing.bisection.running import bisect_runs
 from toolkit.comparing.reporting import matching
 from toolkit.comparing.scheduling import preparing, schedule, starting
 from toolkit.comparing.scheduling.options import CompareOptions
@@ -274,6 +275,36 @@ def test_a_folder_that_is_no_comparison_is_left_alone(world):
     with pytest.raises(UsageError, match="is not a comparison"):
         world.compare("single")
     assert [path.name for path in world.output.iterdir()] == ["thesis.tex"]
+
+
+def test_an_output_that_takes_no_files_is_found_before_anything_is_prepared(world):
+    world.prepare_ends(1, words="prepared all the same")
+    file = world.output.parent.parent / "file"
+    file.write_text("mine")
+    places = {file: "is not a folder", file / "deep" / "one": "is not a folder"}
+    places[Path("/proc/self/one")] = "/proc/self is read-only"
+    for output, said in places.items():
+        with pytest.raises(UsageError, match=said):
+            world.compare("single", output=output)
+        with pytest.raises(UsageError, match=said):
+            bisect_runs(("single", "ddp"), CompareOptions(output=output), console=Console())
+        assert "prepared all the same" not in world.printed
+    assert file.read_text() == "mine"
+
+
+def test_a_lock_file_that_is_a_link_or_a_runs_is_no_comparisons(world):
+    world.output.mkdir(parents=True)
+    mine = world.output.parent / "mine"
+    mine.write_text("toolkit run folder\n")
+    (world.output / ".lock").symlink_to(mine)
+    with pytest.raises(UsageError, match="is not a comparison"):
+        world.compare("single")
+    assert mine.read_text() == "toolkit run folder\n"
+    mine.replace(world.output / ".lock")
+    with pytest.raises(UsageError, match="is not a comparison"):
+        world.compare("single")
+    (world.output / ".lock").write_text("")  # as an earlier version left it
+    assert world.compare("single") == 0
 
 
 def test_a_mistake_that_prepare_finds_stops_it_before_anything_is_written(world):

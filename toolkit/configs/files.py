@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from toolkit import environment
 from toolkit.configs.accelerate import accelerate_config
 from toolkit.configs.deepspeed import deepspeed_config
 from toolkit.errors import UsageError, is_full_disk
+from toolkit.files import write_text
 from toolkit.strategies import STRATEGIES, Device, Strategy
 
 PRECISIONS = ("no", "bf16", "fp16")
@@ -117,8 +117,8 @@ def write_configs(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if files.deepspeed is not None and deepspeed is not None:
-            _replace(files.deepspeed, deepspeed)
-        _replace(files.accelerate, launcher)
+            write_text(files.deepspeed, deepspeed)
+        write_text(files.accelerate, launcher)
     except OSError as error:
         reason = "there is no space left" if is_full_disk(error) else error.strerror
         raise UsageError(
@@ -138,11 +138,11 @@ def write_bundled(root: Path) -> list[Path]:
         launcher, deepspeed = render_configs(strategy, deepspeed_json=relative)
         target = root / "accelerate_configs" / f"{strategy.name}.yaml"
         target.parent.mkdir(parents=True, exist_ok=True)
-        _replace(target, launcher)
+        write_text(target, launcher)
         written.append(target)
         if deepspeed is not None:
             (root / relative).parent.mkdir(parents=True, exist_ok=True)
-            _replace(root / relative, deepspeed)
+            write_text(root / relative, deepspeed)
             written.append(root / relative)
     return written
 
@@ -178,12 +178,3 @@ def _check_options(strategy: Strategy, options: ConfigOptions) -> None:
         findings.append("--layer is FSDP's: leave it out")
     if findings:
         raise UsageError(f"{strategy.name}: {'; '.join(findings)}.")
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

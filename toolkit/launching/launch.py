@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from toolkit.files import without_links
 from toolkit.launching.memory import out_of_memory_kills
 from toolkit.launching.outcome import PORT_TAKEN, Ending, Outcome, judge
 from toolkit.launching.processes import (
@@ -158,7 +159,7 @@ class Follower:
             old.unlink()
 
         kills = out_of_memory_kills()
-        with (self.folder / "stdout.log").open("wb") as log:
+        with open(self.folder / "stdout.log", "wb", opener=without_links) as log:
             supervisor = subprocess.Popen(
                 supervised(self.command),
                 stdin=subprocess.DEVNULL,

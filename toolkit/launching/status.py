@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from toolkit.errors import UsageError
+from toolkit.files import write_text
 
 State = Literal["running", "finished", "failed", "refused", "usage", "preempted"]
 Failure = Literal["failed", "refused", "usage"]
@@ -96,8 +97,6 @@ class StatusFile:
         """Reads the most memory held so far, in bytes; set by whoever knows the device."""
 
         self._peak_bytes: int | None = None
-        # A name per process: two ranks by mistake given one number must not tear each other's file.
-        self._draft = folder / f".rank-{rank}.{os.getpid()}.tmp"
         folder.mkdir(parents=True, exist_ok=True)
 
     def running(self, step: int = 0) -> None:
@@ -138,8 +137,8 @@ class StatusFile:
             "error": error,
             "peak_bytes": self._peak_bytes,
         }
-        self._draft.write_text(json.dumps(said), encoding="utf-8")
-        os.replace(self._draft, self.path)
+        # Not waiting for the disk: it is written anew every step.
+        write_text(self.path, json.dumps(said), durable=False)
 
 
 def status_folder(output_dir: Path) -> Path:

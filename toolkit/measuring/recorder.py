@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import torch
 
+from toolkit.files import without_links
 from toolkit.launching.status import StatusFile
 from toolkit.measuring import attestation, initial_weights, memory, traffic
 from toolkit.measuring.attestation import Asked, Mismatch, Refused, gather_objects
@@ -270,7 +271,7 @@ class Recorder:
         """Append one line to `steps.jsonl`: what is known of a run that may yet die."""
         if self._steps_file is not None and self._rank == 0:
             line = {"step": step} | {key: _plain(value) for key, value in values.items()}
-            with self._steps_file.open("a", encoding="utf-8") as file:
+            with open(self._steps_file, "a", encoding="utf-8", opener=without_links) as file:
                 file.write(json.dumps(line) + "\n")
 
     def peaks(self) -> None:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import errno
-import re
 import shutil
 from pathlib import Path
 from typing import Final
 
-NO_ROOM: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+from toolkit.errors import is_full_disk
 
-_IN_WORDS: Final = re.compile(
-    r"No space left|Disk quota exceeded|File too large|os error (28|122|27)\b"
-    # torch's writer of zip files says no more of a write that fell short (inline_container.cc).
-    r"|unexpected pos \d+ vs \d+|PytorchStreamWriter failed|file write failed"
+ADVICE: Final = (
+    "Make room and resume from the last checkpoint, or pass --output_dir on another disk."
 )
 
 
@@ -36,7 +32,7 @@ def room_missing(folder: Path, needed: int) -> str | None:
 def in_words(error: BaseException, folder: Path) -> str:
     """Return what a failed save says, with the full disk named where that was the cause."""
     text = f"{type(error).__name__}: {error}"
-    if not _ran_out(error):
+    if not is_full_disk(error):
         return text
     free = _free_bytes(folder)
     left = "" if free is None else f", {_gib(free)} are free"
@@ -44,21 +40,6 @@ def in_words(error: BaseException, folder: Path) -> str:
         f"no space left on the disk of {folder}, or a limit on the size of its files{left} "
         f"({' '.join(text.split())[:200]}). {ADVICE}"
     )
-
-
-ADVICE: Final = (
-    "Make room and resume from the last checkpoint, or pass --output_dir on another disk."
-)
-
-
-def _ran_out(error: BaseException | None) -> bool:
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in NO_ROOM:
-            return True
-        if _IN_WORDS.search(str(error)):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _free_bytes(folder: Path) -> int | None:

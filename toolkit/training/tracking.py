@@ -40,6 +40,14 @@ TRAINERS_OWN = {
 }
 """Others that the Trainer has a callback for (transformers 5.23), and the package they need."""
 
+KEPT_LOCAL = {
+    "tensorboard": ("TENSORBOARD_LOGGING_DIR", "tensorboard/"),
+    "wandb": ("WANDB_DIR", "wandb/"),
+    "trackio": ("TRACKIO_DIR", "trackio/"),
+    "mlflow": ("MLFLOW_TRACKING_URI", "mlflow.db"),
+}
+"""What each writes in the output folder, unless the user has set the variable."""
+
 WANDB_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 """Where wandb reports to by default: the newer looks its key up under the older's name, too."""
 
@@ -80,6 +88,12 @@ def asked_trackers(report_to: str | Sequence[str] | None, *, engine: str) -> lis
             "one. Set WANDB_API_KEY, run `wandb login`, or leave WANDB_MODE out to log offline."
         )
     return names
+
+
+def names_of_trackers(names: Sequence[str]) -> list[str]:
+    """Return what trackers write in the output folder; names of folders end with a slash."""
+    local = (KEPT_LOCAL[name] for name in names if name in KEPT_LOCAL)
+    return [written for variable, written in local if variable not in os.environ]
 
 
 def keep_local(names: Sequence[str], output_dir: Path) -> list[str]:

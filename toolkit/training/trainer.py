@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,12 @@ from toolkit.errors import UsageError
 from toolkit.measuring.attestation import Asked
 from toolkit.measuring.pulse import Choice, pulse_for
 from toolkit.measuring.recorder import Recorder
-from toolkit.results import SCHEMA, write_json
+from toolkit.results import RECORD_FILE, SCHEMA, STEPS_FILE, write_json
 from toolkit.strategies import Strategy
 from toolkit.training.adapters import has_lora
 from toolkit.training.card import card_of_trainer
 from toolkit.training.interlude import interlude
+from toolkit.training.run_folder import check_names, held
 from toolkit.training.saving import full_state_dict, require_finite, save_model
 from toolkit.training.speed.buckets import with_bucket_view
 from toolkit.training.token_mean import TokenMean
@@ -92,9 +94,16 @@ class ToolkitTrainer(Trainer):
 
         Raises:
             UsageError: on every rank, before anything is loaded, when the checkpoint is damaged or
-                of another training.
+                of another training, when another run is working in `output_dir`, or when it holds
+                a `record.json` or `steps.jsonl` that no run has left there.
         """
-        return self.train_from(find_for(self, resume_from_checkpoint), **kwargs)
+        check = partial(
+            check_names, Path(self.args.output_dir), (RECORD_FILE, STEPS_FILE), flag="output_dir"
+        )
+        with held(Path(self.args.output_dir), check) as lock:
+            resumed = find_for(self, resume_from_checkpoint)
+        with lock or nullcontext():
+            return self.train_from(resumed, **kwargs)
 
     def train_from(self, resumed: Resumed | None, **kwargs: Any) -> Any:
         """Train, from a checkpoint that all ranks have found whole."""
@@ -116,7 +125,7 @@ class ToolkitTrainer(Trainer):
         described |= {"resumed": None if self._resumed is None else self._resumed.facts()}
         self.record = described | self.recorder.finish()
         if self.is_world_process_zero():
-            write_json(Path(self.args.output_dir) / "record.json", self.record)
+            write_json(Path(self.args.output_dir) / RECORD_FILE, self.record)
 
     def training_step(
         self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None
@@ -312,7 +321,7 @@ def _recorder_for(args: TrainingArguments, model: Any, guards: Choice) -> Record
     return Recorder(
         asked,
         rehearsal=args.device.type == "cpu",
-        steps_file=Path(args.output_dir) / "steps.jsonl" if args.should_save else None,
+        steps_file=Path(args.output_dir) / STEPS_FILE if args.should_save else None,
         pulse=pulse_for(guards, checkpoints=Path(args.output_dir)),
     )
 

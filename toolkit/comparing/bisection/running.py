@@ -17,7 +17,7 @@ from toolkit.comparing.bisection.finding import BisectError, Bisection, Side, bi
 from toolkit.comparing.bisection.told import Started, as_json, page, told
 from toolkit.comparing.scheduling.comparison import Comparison
 from toolkit.comparing.scheduling.options import CompareOptions
-from toolkit.comparing.scheduling.output_folder import locked, new_folder, shown
+from toolkit.comparing.scheduling.output_folder import new_folder, shown
 from toolkit.comparing.scheduling.plan import Plan, Run, build_plan
 from toolkit.comparing.scheduling.preparing import PrepareError
 from toolkit.comparing.scheduling.progress import Lines
@@ -26,7 +26,9 @@ from toolkit.comparing.scheduling.schedule import INTERRUPTED
 from toolkit.comparing.scheduling.starting import ended, start
 from toolkit.comparing.weights import WeightsError
 from toolkit.errors import UsageError
-from toolkit.results import write_json, write_text
+from toolkit.files import check_takes_files, write_text
+from toolkit.launching.folder_lock import lock_folder
+from toolkit.results import write_json
 from toolkit.strategies import get_strategy
 
 if TYPE_CHECKING:
@@ -58,7 +60,8 @@ def bisect_runs(names: tuple[str, str], options: CompareOptions, *, console: Con
     plan, runs = _planned(names, options)
     folder = options.output or Path("runs") / time.strftime("%Y%m%d-%H%M%S-bisect")
     folder = folder.absolute()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    check_takes_files(folder, flag="--output")
+    if folder.exists() and any(folder.iterdir()):
         raise UsageError(f"{shown(folder)} exists and is not empty. Choose another --output.")
     comparison = Comparison(
         folder=folder, plan=plan, options=options, environment=environment.snapshot()
@@ -71,7 +74,7 @@ def bisect_runs(names: tuple[str, str], options: CompareOptions, *, console: Con
         return 1
     if options.output is None:
         comparison.folder = new_folder(folder)
-    with locked(comparison.folder):
+    with lock_folder(comparison.folder, "comparison"):
         try:
             started = _start_all(comparison, runs, Lines(console))
         except (KeyboardInterrupt, SystemExit):

@@ -10,7 +10,8 @@ from toolkit.comparing.reporting.presentable import presentable
 from toolkit.comparing.reporting.report import REPORT_FILE, print_report, render_markdown
 from toolkit.comparing.reporting.table_file import TABLE_FILE, render_table
 from toolkit.errors import UsageError
-from toolkit.results import RECORD_FILE, RESULTS_FILE, Results, read_results, write_text
+from toolkit.files import write_text
+from toolkit.results import RECORD_FILE, RESULTS_FILE, Results, read_results
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -19,7 +19,8 @@ from toolkit.comparing.reporting.sections.failures import Failure, failures
 from toolkit.comparing.reporting.sections.limits import limits
 from toolkit.comparing.reporting.verdict import REHEARSAL, broken_lines, verdict
 from toolkit.comparing.reporting.words import facts
-from toolkit.results import Results, read_results, write_text
+from toolkit.files import write_text
+from toolkit.results import Results, read_results
 
 if TYPE_CHECKING:
     from rich.console import Console

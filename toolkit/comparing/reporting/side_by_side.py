@@ -31,7 +31,8 @@ from toolkit.comparing.reporting.page import LONG, STYLE, WORDY
 from toolkit.comparing.reporting.row_facts import run_name, states_of, status_of
 from toolkit.comparing.reporting.table_file import csv_cell
 from toolkit.errors import UsageError, is_full_disk
-from toolkit.results import Row, write_text
+from toolkit.files import write_text
+from toolkit.results import Row
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -18,7 +18,6 @@ from toolkit.comparing.scheduling.judging import Judging
 from toolkit.comparing.scheduling.noise import noise_of
 from toolkit.comparing.scheduling.options import CompareOptions
 from toolkit.comparing.scheduling.output_folder import (
-    locked,
     new_folder,
     put_aside,
     run_names,
@@ -29,6 +28,7 @@ from toolkit.comparing.scheduling.preparing import prepare
 from toolkit.comparing.scheduling.rows import Failure, Setting, add_judgement, build_row, facts_in
 from toolkit.configs import ConfigOptions, render_configs
 from toolkit.errors import UsageError
+from toolkit.launching.folder_lock import lock_folder
 from toolkit.results import RESULTS_FILE, SCHEMA, Control, Results, Row, write_json
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class Comparison:
         """
         if self.options.output is None:
             self.folder = new_folder(self.folder)
-        with locked(self.folder):
+        with lock_folder(self.folder, "comparison"):
             told: list[str] = []
             lost = why_lost(self.folder) if run_names(self.folder) else None
             if lost is not None:

@@ -6,32 +6,34 @@ import contextlib
 import itertools
 import os
 import re
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
 from toolkit.comparing.scheduling.attempts import SPEC_FILE, attempts, differences, spec_at
 from toolkit.errors import UsageError
+from toolkit.files import check_takes_files
+from toolkit.launching.folder_lock import LOCK_FILE, can_be_marked
 from toolkit.results import RESULTS_FILE, LostError, read_results
-
-LOCK_FILE: Final = ".lock"
 
 START: Final = re.compile(r"(.+)-\d+")
 """Folder of a start: the name of its run, and a number."""
 
 
 def check_output(folder: Path, specs: Iterable[tuple[str, dict[str, Any]]]) -> None:
-    """Raise UsageError unless the folder is new, or a comparison of the same runs.
+    """Raise UsageError unless the folder can be made, or is a comparison of the same runs.
 
     Args:
         folder: What `--output` names.
         specs: Name and spec of every run that may happen.
     """
+    check_takes_files(folder, flag="--output")
     if not folder.exists():
         return
-    if folder.is_dir() and not {path.name for path in folder.iterdir()} - {LOCK_FILE}:
+    ours = can_be_marked(folder, "comparison")
+    if ours and not {path.name for path in folder.iterdir()} - {LOCK_FILE}:
         return
-    if not os.path.lexists(folder / RESULTS_FILE) and not run_names(folder):
+    if not ours or not (os.path.lexists(folder / RESULTS_FILE) or run_names(folder)):
         raise UsageError(
             f"{shown(folder)} exists and is not a comparison. Choose another --output."
         )
@@ -78,23 +80,6 @@ def put_aside(file: Path) -> str:
             file.rename(aside)
             return f"It is kept as {shown(aside)}, and made again from the runs beside it."
     raise AssertionError("numbers do not end")
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Generator[None]:
-    """Keep a second comparison out of the folder; the lock goes with the process."""
-    import fcntl
-
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK_FILE).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(
-                f"Another comparison is working in {shown(folder)}. "
-                "Wait for it, or choose another --output."
-            ) from None
-        yield
 
 
 def new_folder(wanted: Path) -> Path:

@@ -13,9 +13,10 @@ from toolkit.comparing.scheduling.plan import Run
 from toolkit.comparing.scheduling.progress import Progress
 from toolkit.comparing.scheduling.rows import Failure
 from toolkit.configs import ConfigOptions, write_configs
+from toolkit.files import write_text
 from toolkit.launching.launch import launch_command, run, shown_command
 from toolkit.launching.outcome import Outcome
-from toolkit.results import Status, write_json, write_text
+from toolkit.results import Status, write_json
 
 TRAIN_MODULE: Final = ("-m", "toolkit.train")
 

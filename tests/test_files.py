@@ -1,0 +1,112 @@
+"""What writes files: nothing of anybody else's is written through, whatever lies in the way."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from toolkit.configs import write_configs
+from toolkit.errors import UsageError
+from toolkit.files import check_takes_files, without_links, write_text
+from toolkit.launching import launch
+from toolkit.launching.status import StatusFile
+from toolkit.results import write_json
+from toolkit.strategies import get_strategy
+
+
+@pytest.fixture
+def victim(tmp_path):
+    """A file of somebody's, outside the folder that is written to; it must stay as it is."""
+    file = tmp_path / "victim"
+    file.write_text("mine")
+    yield file
+    assert file.read_text() == "mine"
+
+
+def plant(victim, folder, *names):
+    """Put links to the victim where a draft could be written, by today's names and older ones."""
+    folder.mkdir(exist_ok=True)
+    pid = os.getpid()
+    for name in names:
+        for draft in (f".{name}.{pid}-0.tmp", f".{name}.{pid}.tmp", f".{name}.{pid}"):
+            (folder / draft).symlink_to(victim)
+
+
+def links_in(folder):
+    return sum(path.is_symlink() for path in folder.iterdir())
+
+
+def test_a_planted_link_is_not_followed_by_any_draft(tmp_path, victim):
+    folder = tmp_path / "out"
+    plant(victim, folder, "record.json", "note", "zero2.json", "zero2.yaml", "rank-0.json")
+    plant(victim, folder, "rank-0")
+    planted = links_in(folder)
+    write_json(folder / "record.json", {"a": 1})
+    write_text(folder / "note", "new")
+    StatusFile(folder, 0).running(1)
+    files = write_configs(get_strategy("zero2"), folder)
+    for path in (folder / "record.json", folder / "note", folder / "rank-0.json"):
+        assert path.is_file()
+        assert not path.is_symlink()
+    assert files.accelerate.stat().st_size
+    assert links_in(folder) == planted
+    assert len(list(folder.iterdir())) == planted + 5
+
+
+def test_a_file_that_is_a_link_is_replaced_itself(tmp_path, victim):
+    (tmp_path / "note").symlink_to(victim)
+    write_text(tmp_path / "note", "new")
+    assert (tmp_path / "note").read_text() == "new"
+    assert not (tmp_path / "note").is_symlink()
+
+
+def test_who_may_read_a_file_is_for_the_umask_to_say_and_a_failure_leaves_no_draft(tmp_path):
+    before = os.umask(0o027)
+    try:
+        write_text(tmp_path / "report", "text")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "report").stat().st_mode) == 0o640
+    with pytest.raises(UnicodeEncodeError):
+        write_text(tmp_path / "report", "\udc80")
+    assert os.listdir(tmp_path) == ["report"]
+    assert (tmp_path / "report").read_text() == "text"
+
+
+@pytest.mark.parametrize("mode", ["a", "w"])
+def test_a_file_that_is_opened_in_place_is_no_link(tmp_path, victim, mode):
+    (tmp_path / "steps.jsonl").symlink_to(victim)
+    with (
+        pytest.raises(UsageError, match=r"steps.jsonl is a symbolic link"),
+        open(tmp_path / "steps.jsonl", mode, opener=without_links),
+    ):
+        pass
+
+
+def test_the_log_of_a_launch_is_written_through_no_link(tmp_path, victim):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "stdout.log").symlink_to(victim)
+    with pytest.raises(UsageError, match=r"stdout.log is a symbolic link"):
+        launch.run(["true"], folder=folder, timeout=20)
+
+
+def test_where_no_folder_can_be_is_found_before_anything_is_written(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "link").symlink_to(tmp_path)
+    cases = {
+        tmp_path / "file": f"takes no files: {tmp_path}/file is not a folder",
+        tmp_path / "file" / "deep" / "out": f"takes no files: {tmp_path}/file is not a folder",
+        tmp_path / "dangling": "dangling is not a folder",
+        # No user may write there, root neither.
+        Path("/proc/self/out"): "/proc/self is read-only, or not yours to write to",
+    }
+    for folder, said in cases.items():
+        with pytest.raises(UsageError, match=f"^--output {folder} takes no files: ") as caught:
+            check_takes_files(folder, flag="--output")
+        assert said in str(caught.value)
+    for folder in (tmp_path, tmp_path / "link", tmp_path / "new" / "one", Path("new")):
+        check_takes_files(folder, flag="--output")
+    assert sorted(os.listdir(tmp_path)) == ["dangling", "file", "link"]

@@ -1,0 +1,175 @@
+"""What is somebody's own in the folder of a run is not lost, and one run works there at a time."""
+
+import json
+import os
+from functools import partial
+
+import pytest
+from small_models import tiny_llama
+from test_evaluation import COLLATE, arguments, ragged
+
+from toolkit.errors import UsageError
+from toolkit.job import _check_output
+from toolkit.launching.folder_lock import is_marked, lock_folder
+from toolkit.training.committing import MANIFEST, committing
+from toolkit.training.method_arguments import MethodArguments
+from toolkit.training.run_folder import check_names, held
+from toolkit.training.trainer import ToolkitTrainer
+
+FULL = MethodArguments()
+ADAPTERS = MethodArguments(method="lora", merge=True)
+
+FOLDERS = ("final", "status", "merged", "checkpoint-7", "tensorboard")
+FILES = ("steps.jsonl", "record.json", "adapter_start.safetensors", "mlflow.db")
+OTHERS = ("stdout.log", "lost+found", "spec.json", "final-of-mine", "checkpoint-best", "wandb")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in ("TOOLKIT_STATUS_DIR", "TENSORBOARD_LOGGING_DIR", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def refused(folder, method=ADAPTERS, trackers=("tensorboard", "mlflow")):
+    """Return the names that the run is refused for."""
+    with pytest.raises(UsageError, match=f"^--output_dir {folder} holds what no run") as caught:
+        _check_output(folder, method, list(trackers))
+    listed = str(caught.value).partition("write over it: ")[2].partition(". Move it away")[0]
+    return listed.split(", ")
+
+
+def checkpoint(folder):
+    with committing(folder, step=7) as draft:
+        (draft / "state").write_text("tensors")
+
+
+def test_every_name_that_the_run_would_write_and_that_is_somebodys_is_named_at_once(tmp_path):
+    for name in FOLDERS:
+        (tmp_path / name).mkdir()
+    for name in (*FILES, *OTHERS, ".lock"):
+        (tmp_path / name).write_text("mine")
+    names = [*(f"{name}/" for name in FOLDERS), *FILES, ".lock"]
+    assert sorted(refused(tmp_path)) == sorted(names)
+
+
+def test_what_the_run_does_not_write_is_no_reason(tmp_path, monkeypatch):
+    for name in ("merged", "tensorboard", *OTHERS, "status"):
+        (tmp_path / name).mkdir()
+    for name in ("adapter_start.safetensors", "mlflow.db"):
+        (tmp_path / name).touch()
+    assert refused(tmp_path, FULL, ()) == ["status/"]
+    monkeypatch.setenv("TOOLKIT_STATUS_DIR", str(tmp_path / "status"))  # made by a launcher
+    _check_output(tmp_path, FULL, [])
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost")
+    _check_output(tmp_path, FULL, ["mlflow"])
+    assert refused(tmp_path, FULL, ["tensorboard"]) == ["tensorboard/"]
+
+
+def test_what_an_earlier_run_left_is_the_runs_own_but_never_a_link_or_another_kind(tmp_path):
+    lock_folder(tmp_path, "run").release()
+    for name in FOLDERS:
+        (tmp_path / name).mkdir()  # the checkpoint among them is damaged: it has no manifest
+    for name in set(FILES) - {"record.json"}:
+        (tmp_path / name).touch()
+    _check_output(tmp_path, ADAPTERS, ["tensorboard", "mlflow"])
+
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "checkpoint-8").symlink_to(elsewhere)
+    (tmp_path / "final").rmdir()
+    (tmp_path / "final").symlink_to(elsewhere)
+    (tmp_path / "steps.jsonl").unlink()
+    (tmp_path / "steps.jsonl").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "status").rmdir()
+    (tmp_path / "status").touch()
+    assert sorted(refused(tmp_path)) == [
+        "checkpoint-8/ (a symbolic link)",
+        "final/ (a symbolic link)",
+        "status/",
+        "steps.jsonl (a symbolic link)",
+    ]
+
+
+def test_the_folder_itself_may_be_a_link_and_a_finished_run_keeps_its_record(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    _check_output(tmp_path / "out", FULL, [])
+    lock_folder(tmp_path / "out", "run").release()
+    (tmp_path / "out" / "record.json").write_text("{}")
+    with pytest.raises(UsageError, match="holds the record of another run"):
+        _check_output(tmp_path / "out", FULL, [])
+
+
+def test_checkpoints_that_were_copied_alone_are_known_by_their_manifests(tmp_path):
+    checkpoint(tmp_path / "checkpoint-7")
+    _check_output(tmp_path, FULL, [])
+    (tmp_path / "checkpoint-500").mkdir()  # as another program leaves one
+    (tmp_path / "checkpoint-500" / "model.safetensors").touch()
+    assert refused(tmp_path, FULL, ()) == ["checkpoint-500/"]
+    (tmp_path / "checkpoint-7" / MANIFEST).write_text("torn")
+    assert refused(tmp_path, FULL, ()) == ["checkpoint-500/", "checkpoint-7/"]
+
+
+def test_a_mistake_that_is_found_while_it_is_held_leaves_the_folder_as_it_was(tmp_path):
+    def fail(folder):
+        with held(folder, lambda: None):
+            assert is_marked(folder, "run")
+            raise UsageError("of another training")
+
+    with pytest.raises(UsageError, match="of another training"):
+        fail(tmp_path / "new" / "out")
+    (tmp_path / "log").touch()
+    with pytest.raises(UsageError, match="of another training"):
+        fail(tmp_path)
+    assert os.listdir(tmp_path) == ["log"]
+
+
+def test_it_is_held_on_after_all_is_checked_and_not_at_all_if_the_check_fails(tmp_path):
+    (tmp_path / "final").mkdir()
+    with (
+        pytest.raises(UsageError, match="final/"),
+        held(tmp_path, partial(check_names, tmp_path, ["final/"], flag="--output_dir")),
+    ):
+        pass
+    assert os.listdir(tmp_path) == ["final"]
+
+    with held(tmp_path, lambda: None) as lock:
+        pass
+    with (
+        pytest.raises(UsageError, match="Another run is working"),
+        held(tmp_path, lambda: None),
+    ):
+        pass
+    lock.release()
+    with held(tmp_path, lambda: None) as lock:
+        lock.release()
+
+
+def trainer_in(folder):
+    return ToolkitTrainer(
+        model=tiny_llama(),
+        args=arguments(folder, max_steps=1, logging_steps=1),
+        train_dataset=ragged(4),
+        data_collator=COLLATE,
+    )
+
+
+def test_a_script_with_our_trainer_loses_nobodys_record_and_may_run_again(tmp_path):
+    mine = {"record.json": "my own record", "steps.jsonl": "my own steps"}
+    for name, text in mine.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UsageError, match=r"^output_dir .*: record.json, steps.jsonl\. Move it"):
+        trainer_in(tmp_path).train()
+    assert {name: (tmp_path / name).read_text() for name in mine} == mine
+    assert sorted(os.listdir(tmp_path)) == sorted(mine)
+
+    for name in mine:
+        (tmp_path / name).unlink()
+    (tmp_path / "notes").write_text("mine")
+    for _ in range(2):  # no checkpoint is refused here: `committing` keeps what is in it
+        trainer_in(tmp_path).train()
+    assert json.loads((tmp_path / "record.json").read_text())["status"] == "ok"
+    assert (tmp_path / "notes").read_text() == "mine"
+
+    with lock_folder(tmp_path, "run"), pytest.raises(UsageError, match="Another run is working"):
+        trainer_in(tmp_path).train()

@@ -1,0 +1,83 @@
+"""Files that are written where others may write as well: no link is followed, nothing is torn."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+from pathlib import Path
+
+from toolkit.errors import UsageError
+
+
+def write_text(path: Path, text: str, *, durable: bool = True) -> None:
+    """Replace the file at `path` in one move; whoever reads it sees the old one or all of the new.
+
+    Args:
+        path: A symbolic link there is replaced, and what it names is left alone.
+        text: What the file holds afterwards.
+        durable: Wait until the text is on the disk. Not for a file that is rewritten every step.
+    """
+    draft, number = _draft(path)
+    try:
+        with open(number, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            if durable:
+                os.fsync(number)
+        os.replace(draft, path)
+    except BaseException as error:
+        if isinstance(error, OSError):
+            error.filename = error.filename or str(path)  # a write that fails names no file
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def without_links(path: str, flags: int) -> int:
+    """Open a file for `open(..., opener=without_links)`.
+
+    Raises:
+        UsageError: it is a symbolic link, which may name anything of the user's.
+    """
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise UsageError(
+            f"{path} is a symbolic link, and nothing is written through one. Remove it."
+        ) from None
+
+
+def check_takes_files(folder: Path, *, flag: str) -> None:
+    """Raise UsageError where a folder cannot be made, or takes no files; nothing is written.
+
+    Args:
+        folder: It need not exist.
+        flag: What named it.
+    """
+    place = next(each for each in (folder, *folder.absolute().parents) if os.path.lexists(each))
+    if not place.is_dir():
+        problem = "is not a folder"
+    # Of a file system that is mounted read-only this is true for root as well.
+    elif not os.access(place, os.R_OK | os.W_OK | os.X_OK, effective_ids=_EFFECTIVE):
+        problem = "is read-only, or not yours to write to"
+    else:
+        return
+    raise UsageError(f"{flag} {folder} takes no files: {place} {problem}. Name another folder.")
+
+
+_EFFECTIVE = os.access in os.supports_effective_ids
+
+
+def _draft(path: Path) -> tuple[Path, int]:
+    """Make a file of a new name beside `path`, and open it."""
+    # Not tempfile: its files are for their owner alone, and a report has its readers' umask.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    for number in itertools.count():
+        draft = path.with_name(f".{path.name}.{os.getpid()}-{number}.tmp")
+        try:
+            return draft, os.open(draft, flags, 0o666)
+        except FileExistsError:
+            continue  # of a process that died and had our number, or put there to be followed
+    raise AssertionError("numbers do not end")

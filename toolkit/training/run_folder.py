@@ -1,0 +1,108 @@
+"""The folder of a run: nothing of somebody else's is written over there, and one run works in it.
+
+What a run left in its folder is its own by the mark in the folder's lock file. A checkpoint has a
+manifest, and is one without that mark too: checkpoints may be copied to other places alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from toolkit.checkpoints.folders import step_of
+from toolkit.errors import UsageError
+from toolkit.launching.folder_lock import (
+    LOCK_FILE,
+    FolderLock,
+    can_be_marked,
+    is_marked,
+    lock_folder,
+)
+from toolkit.launching.ranks import rank
+from toolkit.measuring.attestation import gather_objects
+from toolkit.training.manifests import Damaged, read_manifest
+
+
+def check_names(
+    folder: Path, names: Sequence[str], *, flag: str, checkpoints: bool = False
+) -> None:
+    """Raise UsageError for every name that a run would write and that is not a run's own.
+
+    Args:
+        folder: It need not exist.
+        names: What the run writes; those of folders end with a slash.
+        flag: What named the folder.
+        checkpoints: Whether it writes checkpoints, too.
+    """
+    there = sorted(os.listdir(folder)) if folder.is_dir() else []
+    if checkpoints:
+        names = [*names, *(f"{name}/" for name in there if step_of(Path(name)) is not None)]
+    marked = is_marked(folder, "run")
+    foreign = [name for name in names if not _is_free(folder / name, name, marked=marked)]
+    if not can_be_marked(folder, "run"):
+        foreign.append(LOCK_FILE)
+    if foreign:
+        listed = ", ".join(_shown(folder, name) for name in foreign)
+        raise UsageError(
+            f"{flag} {folder} holds what no run of the toolkit has left there, and this one would "
+            f"write over it: {listed}. Move it away, or name another folder."
+        )
+
+
+@contextmanager
+def held(folder: Path, check: Callable[[], None]) -> Generator[FolderLock | None]:
+    """Have rank 0 lock the folder, for longer than the body; every rank enters it.
+
+    When the body raises a UsageError, the folder is left as it was.
+
+    Args:
+        folder: Made if it is not there.
+        check: Raises UsageError for what is wrong with it; called on rank 0 at the last moment.
+
+    Yields:
+        The lock, on rank 0: it goes with the process.
+
+    Raises:
+        UsageError: on every rank, when the folder is not for this run.
+    """
+    lock, problem = None, None
+    if rank() == 0:
+        try:
+            check()
+            lock = lock_folder(folder, "run")
+        except UsageError as error:
+            problem = str(error)
+    problem = gather_objects(problem)[0]
+    if problem is not None:
+        raise UsageError(problem)
+    try:
+        yield lock
+    except UsageError:
+        if lock is not None:
+            lock.undo()
+        raise
+
+
+def _is_free(path: Path, name: str, *, marked: bool) -> bool:
+    """Whether the run may write there: there is nothing, or what an earlier run has left."""
+    if not os.path.lexists(path):
+        return True
+    if path.is_symlink() or not (path.is_dir() if name.endswith("/") else path.is_file()):
+        return False
+    return marked or (step_of(path) is not None and _is_checkpoint(path))
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    try:
+        read_manifest(folder)
+    except Damaged:
+        return False
+    except UsageError:
+        return True  # of another toolkit's, which is refused by that name
+    return True
+
+
+def _shown(folder: Path, name: str) -> str:
+    return f"{name} (a symbolic link)" if (folder / name).is_symlink() else name
