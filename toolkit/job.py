@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.configs.requested import (
     DEEPSPEED_FILE,
-    read_deepspeed_config,
     requested_processes,
     requested_strategy,
     same_features,
@@ -20,7 +19,11 @@ from toolkit.configs.requested import (
 from toolkit.errors import UsageError
 from toolkit.evidence import EVIDENCE_FILE
 from toolkit.launching.ranks import rank
-from toolkit.rehearse import rehearse_if_needed, use_deepspeed_config
+from toolkit.rehearse import (
+    checked_deepspeed_config,
+    rehearse_if_needed,
+    use_deepspeed_config,
+)
 from toolkit.results import FILLER_ID, RECORD_FILE
 from toolkit.strategies import Strategy, get_strategy
 
@@ -89,10 +92,12 @@ def checked_job(argv: list[str]) -> Job:
 
     own = own_arguments(argv)
     model, data_arguments, run, rest = own.model, own.data, own.run, own.rest
-    strategy = asked_strategy(run.strategy)
-    rest = own.speed.with_flags(rest, strategy)
     # First of all: looking at the defaults of the arguments below already wakes CUDA.
     rehearsal = rehearse_if_needed()
+    if DEEPSPEED_FILE in os.environ:
+        checked_deepspeed_config()  # all its mistakes at once, before any one stops what follows
+    strategy = asked_strategy(run.strategy)
+    rest = own.speed.with_flags(rest, strategy)
     values = training_values(rest, model=model, run=run)
     _refuse_what_would_be_ignored(values, run, data_arguments)
     trackers = asked_trackers(values["report_to"], engine=run.engine)
@@ -296,7 +301,7 @@ def _fit_deepspeed(
             max_grad_norm=os.environ.get("ACCELERATE_GRADIENT_CLIPPING"),
         )
         return []
-    config = read_deepspeed_config(os.environ)
+    config = checked_deepspeed_config()
     _refuse_contradictions(
         values,
         "the DeepSpeed file",
