@@ -138,7 +138,7 @@ def test_a_script_that_is_not_there_is_one_sentence(launch):
 def test_a_deepspeed_file_with_mistakes_is_one_sentence_before_a_script_starts(
     launch_environment, tmp_path
 ):
-    (tmp_path / "ds.json").write_text('{"gradient_cliping": 1, "bf16": {"enbled": true}}')
+    (tmp_path / "ds.json").write_text('{"gradient_cliping": 1, "bf16": {"enabledd": true}}')
     (tmp_path / "script.py").write_text("open('started', 'w')")
     asked = {
         "ACCELERATE_USE_DEEPSPEED": "true",
@@ -157,7 +157,7 @@ def test_a_deepspeed_file_with_mistakes_is_one_sentence_before_a_script_starts(
     assert done.returncode == 2, done.stderr
     assert done.stderr.strip().splitlines()[-1] == (
         "toolkit: ds.json: gradient_cliping is no key of DeepSpeed's (did you mean "
-        "gradient_clipping?); bf16.enbled is no key of DeepSpeed's (did you mean enabled?). "
+        "gradient_clipping?); bf16.enabledd is no key of DeepSpeed's (did you mean enabled?). "
         "Fix it, or generate it anew."
     )
     assert not (tmp_path / "started").exists()

@@ -58,6 +58,7 @@ def test_mistakes_leave_with_status_2_and_nothing_written(launch_environment, tm
         ("--output_dir", str(taken)): "holds the record of another run",
         ("--no_such_flag", "1"): "no_such_flag",
         ("--engine", "loop", "--torch_compile", "True"): "--torch_compile",
+        ("--engine", "loop", "--accelerator_config", "{}"): "--accelerator_config",
         ("--evidence", "kept", "--torch_compile", "True"): "--evidence looks into",
         ("--resume_from_checkpoint",): "pass the --output_dir of the run",
         ("--save_steps", "0"): "--save_steps 0",

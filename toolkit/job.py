@@ -267,6 +267,7 @@ def _refuse_what_would_be_ignored(
             "torch_compile",
             "label_smoothing_factor",
             "neftune_noise_alpha",
+            "accelerator_config",
         ]
     found = [f"--{flag}" for flag in ignored if _plain(values.get(flag)) not in NOT_ASKED]
     if found:
