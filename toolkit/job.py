@@ -95,7 +95,7 @@ def checked_job(argv: list[str]) -> Job:
     # First of all: looking at the defaults of the arguments below already wakes CUDA.
     rehearsal = rehearse_if_needed()
     if DEEPSPEED_FILE in os.environ:
-        checked_deepspeed_config()  # all its mistakes at once, before any one stops what follows
+        checked_deepspeed_config()  # names all its mistakes; what follows stops at the first
     strategy = asked_strategy(run.strategy)
     rest = own.speed.with_flags(rest, strategy)
     values = training_values(rest, model=model, run=run)

@@ -60,8 +60,9 @@ def _fields(title: str, place: Sequence[str]) -> list[str]:
 
     models = [kind for kind in _subclasses(DeepSpeedConfigModel) if kind.__name__ == title]
     for name in place:
-        annotations = [model.model_fields[name].annotation for model in models]
+        entries = [model.model_fields.get(name) for model in models]
         # `Model` or `Optional[Model]`.
+        annotations = [entry.annotation for entry in entries if entry is not None]
         kinds = [kind for outer in annotations for kind in get_args(outer) or (outer,)]
         models = [kind for kind in kinds if kind in set(_subclasses(DeepSpeedConfigModel))]
     return [field.alias or name for model in models for name, field in model.model_fields.items()]
