@@ -96,6 +96,13 @@ def test_every_help_renders(words, flag):
         (("compare", "--max_steps", "0"), "--max_steps must be at least 1"),
         (("compare", "--global_batch_size", "6"), "--global_batch_size"),
         (("compare", "--", "--output_dir", "x"), "--output"),
+        (("compare", "--timeout", "nan"), "--timeout must be at least 1, it is nan"),
+        (("compare", "--dollars-per-hour", "nan"), "--dollars-per-hour is a price above 0"),
+        (("compare", "--strategies", "ddp", "--", "--learning_rate", "nan"), "--learning_rate nan"),
+        (("configs", "write", "zero2", "--to", "x", "--clipping", "nan"), "cannot be clipped"),
+        (("configs", "write", "zero2", "--to", "x", "--clipping=-1"), "cannot be clipped"),
+        (("configs", "write", "zero2", "--to", "x", "--accumulation", "0"), "1 step or more"),
+        (("configs", "write", "zero2", "--to", "x", "--num-processes", "0"), "at least 2"),
     ],
 )
 def test_a_mistake_is_a_sentence_and_status_2(words, says, tmp_path):

@@ -4,9 +4,11 @@ import ast
 import inspect
 import json
 import re
+import subprocess
+import sys
 
 import pytest
-from places import SCRIPTS
+from places import ROOT, SCRIPTS
 
 STRATEGIES = ("ddp", "zero3", "fsdp")
 ENGAGED = {
@@ -41,8 +43,6 @@ def trainer_runs(launch, tmp_path_factory):
 def sft_runs(launch, launch_environment, tmp_path_factory):
     """TRL's own script, on a data set folder, with the built-in model."""
     import os
-    import subprocess
-    import sys
 
     build = "from toolkit.training.model import build_model; print(build_model())"
     built = subprocess.run(
@@ -133,6 +133,34 @@ def test_a_script_that_is_not_there_is_one_sentence(launch):
     done = launch("single", "-m", "toolkit.rehearse", "no_such_script.py")
     assert "There is no script no_such_script.py here" in done.stdout
     assert done.returncode != 0
+
+
+def test_a_deepspeed_file_with_mistakes_is_one_sentence_before_a_script_starts(
+    launch_environment, tmp_path
+):
+    (tmp_path / "ds.json").write_text('{"gradient_cliping": 1, "bf16": {"enabledd": true}}')
+    (tmp_path / "script.py").write_text("open('started', 'w')")
+    asked = {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "toolkit.rehearse", "script.py"],
+        cwd=tmp_path,
+        env=launch_environment | asked,
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.strip().splitlines()[-1] == (
+        "toolkit: ds.json: gradient_cliping is no key of DeepSpeed's (did you mean "
+        "gradient_clipping?); bf16.enabledd is no key of DeepSpeed's (did you mean enabled?). "
+        "Fix it, or generate it anew."
+    )
+    assert not (tmp_path / "started").exists()
 
 
 def test_the_places_inside_accelerate_that_a_rehearsal_changes_are_still_there():

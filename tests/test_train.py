@@ -73,6 +73,7 @@ def test_mistakes_leave_with_status_2_and_nothing_written(launch_environment, tm
         ("--evidence", str(somebodys / "train.log" / "o")): "train.log is not a folder",
         ("--no_such_flag", "1"): "no_such_flag",
         ("--engine", "loop", "--torch_compile", "True"): "--torch_compile",
+        ("--engine", "loop", "--accelerator_config", "{}"): "--accelerator_config",
         ("--evidence", "kept", "--torch_compile", "True"): "--evidence looks into",
         ("--resume_from_checkpoint",): "pass the --output_dir of the run",
         ("--save_steps", "0"): "--save_steps 0",
@@ -87,6 +88,9 @@ def test_mistakes_leave_with_status_2_and_nothing_written(launch_environment, tm
         ),
         ("--engine", "loop", "--eval_steps", "5"): "--eval_steps",
         ("--validation_file", "missing.txt"): "missing.txt",
+        ("--learning_rate", "-1", "--max_steps", "0"): "--max_steps 0: use 1 or more, or -1",
+        ("--deepspeed", "ds.json", "--push_to_hub"): "--deepspeed: the launcher's config file says",
+        ("--fsdp", "full_shard"): "--fsdp: the launcher's config file says it",
     }
     inline = {  # what the launcher exports of a YAML that names no DeepSpeed file
         "ACCELERATE_USE_DEEPSPEED": "true",
@@ -97,9 +101,23 @@ def test_mistakes_leave_with_status_2_and_nothing_written(launch_environment, tm
     cases[accumulates] = "--gradient_accumulation_steps is 2 and the launcher's config says '4'"
     smoothed = ("--label_smoothing_factor", "0.1", "--max_train_samples", "9")
     cases[smoothed] = "--label_smoothing_factor divides by the tokens of each micro-batch"
+    deepspeed_file = tmp_path / "ds.json"
+    deepspeed_file.write_text('{"gradient_cliping": 1, "zero_optimization": {"stage": "three"}}')
+    misspelt = ("--max_steps", "1")
+    cases[misspelt] = (
+        f"{deepspeed_file}: gradient_cliping is no key of DeepSpeed's (did you mean "
+        "gradient_clipping?); zero_optimization.stage is 'three': "
+    )
+    exports = {
+        accumulates: inline,
+        misspelt: {
+            "ACCELERATE_USE_DEEPSPEED": "true",
+            "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(deepspeed_file),
+        },
+    }
     before = content(tmp_path)
     for flags, said in cases.items():
-        exported = inline if flags == accumulates else {}
+        exported = exports.get(flags, {})
         done = subprocess.run(
             [sys.executable, "-m", "toolkit.train", *flags],
             cwd=tmp_path,

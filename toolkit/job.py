@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.configs.requested import (
     DEEPSPEED_FILE,
-    read_deepspeed_config,
     requested_processes,
     requested_strategy,
     same_features,
@@ -23,7 +22,11 @@ from toolkit.evidence import EVIDENCE_FILES
 from toolkit.files import check_takes_files
 from toolkit.launching.ranks import rank
 from toolkit.launching.status import STATUS_DIR
-from toolkit.rehearse import rehearse_if_needed, use_deepspeed_config
+from toolkit.rehearse import (
+    checked_deepspeed_config,
+    rehearse_if_needed,
+    use_deepspeed_config,
+)
 from toolkit.results import FILLER_ID, RECORD_FILE, STARTING_ADAPTER, STEPS_FILE
 from toolkit.strategies import Strategy, get_strategy
 
@@ -97,10 +100,12 @@ def checked_job(argv: list[str]) -> Job:
 
     own = own_arguments(argv)
     model, data_arguments, run, rest = own.model, own.data, own.run, own.rest
-    strategy = asked_strategy(run.strategy)
-    rest = own.speed.with_flags(rest, strategy)
     # First of all: looking at the defaults of the arguments below already wakes CUDA.
     rehearsal = rehearse_if_needed()
+    if DEEPSPEED_FILE in os.environ:
+        checked_deepspeed_config()  # names all its mistakes; what follows stops at the first
+    strategy = asked_strategy(run.strategy)
+    rest = own.speed.with_flags(rest, strategy)
     values = training_values(rest, model=model, run=run)
     _refuse_what_would_be_ignored(values, run, data_arguments)
     trackers = asked_trackers(values["report_to"], engine=run.engine)
@@ -290,6 +295,7 @@ def _refuse_what_would_be_ignored(
             "torch_compile",
             "label_smoothing_factor",
             "neftune_noise_alpha",
+            "accelerator_config",
         ]
     found = [f"--{flag}" for flag in ignored if _plain(values.get(flag)) not in NOT_ASKED]
     if found:
@@ -326,7 +332,7 @@ def _fit_deepspeed(
             max_grad_norm=os.environ.get("ACCELERATE_GRADIENT_CLIPPING"),
         )
         return []
-    config = read_deepspeed_config(os.environ)
+    config = checked_deepspeed_config()
     _refuse_contradictions(
         values,
         "the DeepSpeed file",

@@ -57,8 +57,10 @@ def main() -> None:
         status = None if folder is None else StatusFile(Path(folder), rank)
         with guard(status, refused_by=(Refused,)) if status else contextlib.nullcontext():
             rehearsal = rehearse_if_needed()
-            if not rehearsal and DEEPSPEED_FILE in os.environ and local_rank() == 0:
-                _say_builds(read_deepspeed_config(os.environ))
+            if not rehearsal and DEEPSPEED_FILE in os.environ:
+                config = read_deepspeed_config(os.environ)
+                if local_rank() == 0:
+                    _say_builds(config)
             from toolkit.measuring.foreign import watch
 
             with watch(rehearsal=rehearsal):
@@ -156,10 +158,21 @@ def rehearse_if_needed() -> bool:
     if on_one_machine and "lo" in {name for _, name in socket.if_nameindex()}:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if DEEPSPEED_FILE in os.environ:
-        use_deepspeed_config(read_deepspeed_config(os.environ), rehearsal=True)
+        use_deepspeed_config(checked_deepspeed_config(), rehearsal=True)
     _patch_accelerate()
     _patch_transformers()
     return True
+
+
+def checked_deepspeed_config() -> dict[str, Any]:
+    """Return the DeepSpeed JSON that the launcher named, checked by DeepSpeed itself as well.
+
+    Raises:
+        UsageError: the file isn't there, or has mistakes.
+    """
+    from toolkit.training.deepspeed_file import section_mistakes
+
+    return read_deepspeed_config(os.environ, check_sections=section_mistakes)
 
 
 def use_deepspeed_config(config: dict[str, Any], **fit: Any) -> list[str]:
@@ -180,7 +193,8 @@ def _say_builds(config: dict[str, Any]) -> None:
     for lock in clear_stale_locks():
         _say(f"removed the lock of a build that was killed: {lock}")
     zero = config.get("zero_optimization", {})
-    devices = [zero.get(key, {}).get("device") for key in ("offload_optimizer", "offload_param")]
+    sections = [zero.get(key) or {} for key in ("offload_optimizer", "offload_param")]
+    devices = [section.get("device") for section in sections]
     parts = ["async_io", "pin_memory"] if "nvme" in devices else []
     if devices[0] in ("cpu", "nvme") and config.get("zero_force_ds_cpu_optimizer", True):
         parts.append("cpu_adam")

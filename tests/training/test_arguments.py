@@ -2,11 +2,14 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
+from transformers import TrainingArguments
 
 from toolkit.errors import UsageError
 from toolkit.training.arguments import parse, parse_own, training_values
+from toolkit.training.value_checks import BOUNDS
 
 MODEL_FOLDER = ["--model_name_or_path", "some/folder"]
 
@@ -158,8 +161,103 @@ def test_mistakes_in_the_other_flags(flags, says):
 
 
 def test_arguments_that_contradict_each_other(tmp_path):
-    with pytest.raises(UsageError, match="do not fit together.*logging_steps"):
-        parse(["--output_dir", str(tmp_path), "--logging_steps", "0"])
+    with pytest.raises(UsageError, match="do not fit together.*dataloader_prefetch_factor"):
+        parse(["--output_dir", str(tmp_path), "--dataloader_prefetch_factor", "2"])
+
+
+# Numbers that make no sense, and flags that are not taken
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "use"),
+    [
+        ("per_device_train_batch_size", "0", "1 or more"),
+        ("per_device_eval_batch_size", "-4", "1 or more"),
+        ("gradient_accumulation_steps", "0", "1 or more"),
+        ("max_steps", "0", "1 or more, or -1 to count epochs"),
+        ("max_steps", "-2", "1 or more, or -1 to count epochs"),
+        ("num_train_epochs", "0", "more than 0"),
+        ("learning_rate", "nan", "0 or more"),
+        ("learning_rate", "1e400", "0 or more"),
+        ("learning_rate", "-0.1", "0 or more"),
+        ("max_grad_norm", "-1", "0 or more"),
+        ("max_grad_norm", "inf", "0 or more"),
+        ("weight_decay", "nan", "0 or more"),
+        ("adam_epsilon", "-1e-08", "0 or more"),
+        ("adam_beta1", "1", "0 or more, less than 1"),
+        ("adam_beta2", "nan", "0 or more, less than 1"),
+        ("warmup_steps", "-1", "0 or more"),
+        ("label_smoothing_factor", "1.5", "0 to 1"),
+        ("logging_steps", "0", "a number of steps, or a part of them"),
+        ("eval_steps", "1.5", "a number of steps, or a part of them"),
+        ("eval_steps", "inf", "a number of steps, or a part of them"),
+        ("save_steps", "-5", "a number of steps, or a part of them"),
+        ("save_total_limit", "0", "1 or more"),
+        ("seed", "-1", "0 to 4294967295"),
+        ("dataloader_num_workers", "-1", "0 or more"),
+    ],
+)
+def test_a_number_that_makes_no_sense_is_refused(flag, value, use):
+    with pytest.raises(UsageError) as caught:
+        values(f"--{flag}={value}")
+    shown = {"1e400": "inf"}.get(value, value)
+    assert str(caught.value).startswith(f"--{flag} {shown}: use {use}")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("max_steps", -1),
+        ("learning_rate", 0.0),
+        ("max_grad_norm", 0.0),
+        ("warmup_steps", 0.1),
+        ("logging_steps", 0.5),
+        ("seed", 2**32 - 1),
+    ],
+)
+def test_a_number_at_the_edge_is_taken(flag, value):
+    assert values(f"--{flag}={value}")[flag] == value
+
+
+def test_every_number_of_the_training_arguments_has_bounds():
+    numbers = {int, float, int | None, float | None}
+    assert set(BOUNDS) == {
+        entry.name for entry in fields(TrainingArguments) if entry.type in numbers
+    }
+
+
+def test_all_numbers_are_named_at_once():
+    with pytest.raises(UsageError) as caught:
+        values(
+            "--learning_rate", "nan", "--max_steps", "0", "--push_to_hub", "--fsdp", "full_shard"
+        )
+    said = str(caught.value)
+    assert [part.partition(" ")[0] for part in said.split("; ")] == [
+        "--max_steps",
+        "--learning_rate",
+        "--fsdp:",
+        "--push_to_hub:",
+    ]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--deepspeed", "deepspeed_configs/zero2.json"],
+        ["--fsdp", "full_shard"],
+        ["--fsdp_config", '{"version": 2}'],
+    ],
+)
+def test_what_the_launchers_file_says_is_no_flag(flags):
+    with pytest.raises(UsageError, match=r"accelerate_configs/<strategy>\.yaml") as caught:
+        values(*flags)
+    assert str(caught.value).startswith(f"{flags[0]}: the launcher's config file says it")
+
+
+@pytest.mark.parametrize("engine", ["trainer", "loop"])
+def test_no_engine_uploads_a_model(engine):
+    with pytest.raises(UsageError, match="toolkit.train uploads nothing. .* hf upload"):
+        values("--engine", engine, "--push_to_hub")
 
 
 def test_help_lists_both_kinds_of_flags_with_our_defaults(capsys):

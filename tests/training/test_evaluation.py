@@ -330,8 +330,6 @@ def test_asking_for_evaluation_without_rows_is_refused(flags, said):
     ("flags", "said"),
     [
         ({"bf16_full_eval": True}, "--bf16_full_eval: toolkit.train evaluates in the precision"),
-        ({"eval_steps": 1.5}, "--eval_steps 1.5: use a number of steps"),
-        ({"eval_steps": -1}, "--eval_steps -1: use a number of steps"),
         ({"eval_steps": 50}, "--eval_steps 50 says when .*, and no was passed"),
         ({"eval_strategy": "epoch", "eval_steps": 0.5}, "--eval_steps 0.5 .*, and epoch was"),
     ],

@@ -29,7 +29,7 @@ def asked_checkpoint(values: Mapping[str, Any]) -> Asked | None:
         UsageError: there is nothing to resume; or the run is to start from the beginning where an
             unfinished one has left checkpoints; or it is to save by a rule that is not known here.
     """
-    _check_strategy(values.get("save_strategy"), values.get("save_steps"))
+    _check_strategy(values.get("save_strategy"))
     output_dir = Path(values["output_dir"])
     said = _said(values["resume_from_checkpoint"])
     if said is None:
@@ -64,14 +64,10 @@ def folder_to_resume(resume: str | None, output_dir: str | None) -> str | None:
     return str(path.parent if step_of(path) is not None else path)
 
 
-def _check_strategy(strategy: Any, steps: float | None) -> None:
+def _check_strategy(strategy: Any) -> None:
     said = str(getattr(strategy, "value", strategy))
     if said not in ("None", "no", "steps", "epoch"):
         raise UsageError(f"--save_strategy {said} is not known here: use no, steps or epoch.")
-    if said == "steps" and steps is not None and steps <= 0:
-        raise UsageError(
-            f"--save_steps {steps:g}: use a number of steps, or a part of them between 0 and 1."
-        )
 
 
 def _said(resume: str | None) -> str | None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
 
+from toolkit.configs.deepspeed_keys import mistakes_by_key
 from toolkit.errors import UsageError
 from toolkit.strategies import STRATEGIES, Device, Strategy
 
@@ -43,32 +44,63 @@ def requested_processes(environ: Mapping[str, str]) -> int:
     return int(environ.get("WORLD_SIZE", "1"))
 
 
-def read_deepspeed_config(environ: Mapping[str, str]) -> dict[str, Any]:
+def read_deepspeed_config(
+    environ: Mapping[str, str],
+    *,
+    check_sections: Callable[[Mapping[str, Any]], list[str]] | None = None,
+) -> dict[str, Any]:
     """Return the DeepSpeed JSON that the launcher named.
 
+    Args:
+        environ: A rank's environment variables.
+        check_sections: Returns the mistakes that only DeepSpeed itself finds, where it can be
+            imported: `toolkit.training.deepspeed_file`.
+
     Raises:
-        UsageError: the file isn't there, or isn't JSON.
+        UsageError: the file isn't there, isn't JSON, or says what DeepSpeed would ignore or
+            refuse. All mistakes are named.
     """
-    name = environ[DEEPSPEED_FILE]
+    name, text = _deepspeed_text(environ[DEEPSPEED_FILE])
+    found: list[str] = []
+
+    def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        repeated = dict.fromkeys(key for key in keys if keys.count(key) > 1)
+        found.extend(f"{key} stands there more than once" for key in repeated)
+        return dict(pairs)
+
     try:
-        text = Path(name).read_text(encoding="utf-8")
+        content = json.loads(text, object_pairs_hook=object_of)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{name} is not JSON: {error}. Fix it, or generate it anew.") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"{name} holds no JSON object. Fix it, or generate it anew.")
+    config = cast("dict[str, Any]", content)
+    wrong = mistakes_by_key(config)
+    found += [mistake for mistakes in wrong.values() for mistake in mistakes]
+    if check_sections is not None:
+        found += check_sections({key: config[key] for key in config if key not in wrong})
+    if found:
+        raise UsageError(f"{name}: {'; '.join(found)}. Fix it, or generate it anew.")
+    return config
+
+
+def _deepspeed_text(name: str) -> tuple[str, str]:
+    """Return what to call the DeepSpeed file, and its text."""
+    try:
+        return name, Path(name).read_text(encoding="utf-8")
     except OSError:
         # Accelerate takes base64 here too, and would take the name of a missing file for it.
         try:
-            text = base64.b64decode(name, altchars=b"-_", validate=True).decode()
+            return "The DeepSpeed config", base64.b64decode(name, b"-_", validate=True).decode()
         except ValueError:
             raise UsageError(
                 f"The Accelerate config names the DeepSpeed file {name!r}, which is not in "
                 f"{Path.cwd()}. Start from the repository root, or make files with absolute "
                 "paths: toolkit configs write STRATEGY --to DIR."
             ) from None
-    try:
-        config = json.loads(text)
-    except json.JSONDecodeError as error:
+    except UnicodeDecodeError as error:
         raise UsageError(f"{name} is not JSON: {error}. Fix it, or generate it anew.") from None
-    if not isinstance(config, dict):
-        raise UsageError(f"{name} holds no JSON object. Fix it, or generate it anew.")
-    return cast("dict[str, Any]", config)
 
 
 def _from_environment(environ: Mapping[str, str]) -> Strategy:
@@ -103,10 +135,16 @@ def _from_deepspeed(environ: Mapping[str, str]) -> Strategy:
         return place(None if section is None else section.get("device"))
 
     if DEEPSPEED_FILE in environ:
-        zero: dict[str, Any] = read_deepspeed_config(environ).get("zero_optimization") or {}
-        stage = int(zero.get("stage", 0))
-        optimizer = device(zero.get("offload_optimizer"))
-        parameters = device(zero.get("offload_param"))
+        zero: dict[str, Any] = read_deepspeed_config(environ).get("zero_optimization", {})
+        try:
+            stage = int(zero.get("stage", 0))
+            optimizer = device(zero.get("offload_optimizer"))
+            parameters = device(zero.get("offload_param"))
+        except (AttributeError, TypeError, ValueError):
+            raise UsageError(
+                "zero_optimization in the DeepSpeed config needs a stage from 0 to 3, and an "
+                "object for offload_optimizer and offload_param where they are not left out."
+            ) from None
     else:
         prefix = "ACCELERATE_DEEPSPEED_"
         stage = int(environ.get(f"{prefix}ZERO_STAGE", "2"))

@@ -27,6 +27,7 @@ from toolkit.training.data_arguments import DataArguments
 from toolkit.training.guard_arguments import GuardArguments
 from toolkit.training.method_arguments import MethodArguments
 from toolkit.training.speed_arguments import SpeedArguments
+from toolkit.training.value_checks import check_values
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -215,7 +216,7 @@ def training_values(
     The user's value wins over ours, and ours over that of `TrainingArguments`.
 
     Raises:
-        UsageError: a flag is unknown or has a bad value.
+        UsageError: a flag is unknown, has a bad value or is not taken here.
     """
     from transformers.training_args import TrainingArguments
 
@@ -245,6 +246,7 @@ def training_values(
     values["report_to"] = [name for name in values["report_to"].split(",") if name]
     if not values["report_to"]:
         raise UsageError("--report_to needs a name, all or none.")
+    check_values(values)
     passed = {name for name in depends if values[name] is not None}
 
     ours = {

@@ -99,10 +99,6 @@ def check_evaluation(values: Mapping[str, Any], data: DataArguments) -> None:
             f"{', '.join(ignored)}: toolkit.train evaluates in the precision of the training, and "
             "keeps the model of the last step. Leave it out."
         )
-    if every is not None and (every <= 0 or (every > 1 and every != int(every))):
-        raise UsageError(
-            f"--eval_steps {every:g}: use a number of steps, or a part of them between 0 and 1."
-        )
     strategy = _eval_strategy(values)
     if every is not None and strategy != "steps":
         raise UsageError(

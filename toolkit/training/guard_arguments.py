@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -32,5 +33,5 @@ class GuardArguments:
     )
 
     def __post_init__(self) -> None:
-        if self.guard_grad_norm and not self.guard_grad_norm > 1:
+        if self.guard_grad_norm and not 1 < self.guard_grad_norm < math.inf:
             raise UsageError(f"--guard_grad_norm {self.guard_grad_norm:g}: use more than 1, or 0.")

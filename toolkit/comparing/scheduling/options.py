@@ -81,7 +81,7 @@ class CompareOptions:
                 ("--throughput_steps", self.throughput_steps, 0),
                 ("--timeout", self.timeout, 1),
             )
-            if value < least
+            if not value >= least
         ]
         for name, value, choices in (
             ("--engine", self.engine, ("trainer", "loop", "both")),
