@@ -68,7 +68,8 @@ def count_parameters(folder: Path) -> int | None:
     for path in files:
         try:
             with safe_open(path, "numpy") as tensors:
-                shapes = [tensors.get_slice(name).get_shape() for name in tensors.offset_keys()]
+                names = tensors.keys()
+                shapes = [tensors.get_slice(name).get_shape() for name in names]
         except (OSError, SafetensorError) as error:
             raise UsageError(
                 f"{path} is damaged, or was not downloaded whole: {sentence_of(error)} Download or "
