@@ -88,6 +88,9 @@ class WarmUp(TypedDict):
     build_seconds: float | None
     """Of these: compiling or loading the C++ parts of DeepSpeed; null where it needs none."""
 
+    cache_seconds: NotRequired[float]
+    """Of these: reading the toolkit's own cache against its manifests, once for all ranks."""
+
     first_step_seconds: float
     compile_seconds: float | None
     """torch.compile, in whatever step; null without it."""

@@ -87,6 +87,7 @@ def train(job: Job, status: StatusFile) -> None:
     from toolkit.measuring.attestation import Refused
     from toolkit.training.adapters import load_for
     from toolkit.training.before_and_after import before_and_after, with_evaluation
+    from toolkit.training.cache import check_seconds
     from toolkit.training.data import Collator
     from toolkit.training.speed import Speed
     from toolkit.training.tracking import keep_local
@@ -126,6 +127,8 @@ def train(job: Job, status: StatusFile) -> None:
         measured = with_evaluation(
             recorder.finish(throughput_steps=job.run.throughput_steps), job.evaluation, watching
         )
+        if measured["warm_up"] is not None:
+            measured["warm_up"]["cache_seconds"] = check_seconds()
     except Refused as error:
         if rank() == 0 and job.resumed is None:  # a record would close a folder of checkpoints
             refused = _described(job, speed) | {"final": None} | recorder.refused(error)

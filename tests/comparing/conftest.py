@@ -197,6 +197,7 @@ def speed_fields(speed, *, rehearsal):
         "warm_up": {
             "start_seconds": 75.0,
             "build_seconds": None,
+            "cache_seconds": 0.25,
             "first_step_seconds": 2.5,
             "compile_seconds": None,
             "steps": 3,

@@ -248,7 +248,15 @@ def test_what_comes_before_the_clock_stands_apart(full_results):
     section = warm_up(full_results())
     ddp = line(section, "ddp-trainer")
     assert (ddp["start"], ddp["steps left out"], ddp["saving"]) == ("75 s", "3", "1.500 s")
+    assert ddp["of that checking the cache"] == "0.250 s"
     assert any("it runs without torch.compile" in note for note in section.notes)
+
+
+def test_records_from_before_the_cache_was_checked_have_no_column_for_it(full_results):
+    results = full_results()
+    for row in results["runs"]:
+        (row["warm_up"] or {}).pop("cache_seconds", None)
+    assert "of that checking the cache" not in warm_up(results).header
 
 
 def test_scaling_is_measured_from_the_single_run(full_results):

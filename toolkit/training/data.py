@@ -25,7 +25,7 @@ from toolkit.training.built_in_data import (
     standard_library_hash,
     standard_library_rows,
 )
-from toolkit.training.cache import build_once
+from toolkit.training.cache import build_once, changed_meanwhile, read_cached
 from toolkit.training.chat import asked_template, shipped_templates
 from toolkit.training.order import count_steps, rows_needed, training_rows, validation_rows
 from toolkit.training.packing import pack
@@ -238,13 +238,18 @@ def _prepare(
         (folder / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
 
     folder = build_once(cache_root() / "tokens" / key, build)
-    facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
+    facts = read_cached(folder / "facts.json")
     asked = {
         entry.name: getattr(arguments, entry.name)
         for entry in fields(arguments)
         if getattr(arguments, entry.name) != entry.default
     }
-    return TrainingData(name=source.name, python=source.python, folder=folder, asked=asked, **facts)
+    try:
+        return TrainingData(
+            name=source.name, python=source.python, folder=folder, asked=asked, **facts
+        )
+    except TypeError as error:
+        raise changed_meanwhile(folder / "facts.json") from error
 
 
 def _template_identity(asked: str | None) -> list[Any]:

@@ -6,11 +6,8 @@ so that sharded loading and `zero.Init` do what they do with any other model.
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import platform
-import struct
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +17,7 @@ from toolkit.errors import UsageError, sentence_of
 from toolkit.training.arguments import ModelArguments
 from toolkit.training.cache import build_once
 from toolkit.training.data import TrainingData, standard_library_hash, standard_library_rows
+from toolkit.training.loadable import count_parameters, read_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -183,20 +181,16 @@ def load_tokenizer(
 def model_facts(folder: str | Path) -> ModelFacts:
     """Return what config.json and the headers of the weights say, without loading weights."""
     folder = Path(folder)
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise UsageError(
-            f"{folder} has no readable config.json, so it is not a model: {sentence_of(error)}"
-        ) from error
+    config = read_config(folder)
     # Models of text and images keep the part that matters here below this name.
-    text = config.get("text_config", config)
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else config
     return ModelFacts(
         path=str(folder),
         hidden_size=_first(text, "hidden_size", "n_embd", "d_model"),
         vocab_size=_first(text, "vocab_size"),
         max_positions=_first(text, "max_position_embeddings", "n_positions", "max_seq_len"),
-        parameters=_count_parameters(folder),
+        parameters=count_parameters(folder),
         decoder_layer=_decoder_layer(config),
     )
 
@@ -278,21 +272,6 @@ def _download(name: str, *, flag: str, revision: str) -> str:
 
 def _first(config: dict[str, Any], *names: str) -> int | None:
     return next((config[name] for name in names if isinstance(config.get(name), int)), None)
-
-
-def _count_parameters(folder: Path) -> int | None:
-    files = list(folder.glob("*.safetensors"))
-    if not files:
-        return None
-    total = 0
-    for path in files:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length))
-        total += sum(
-            math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"
-        )
-    return total
 
 
 def _decoder_layer(config: dict[str, Any]) -> str | None:

@@ -38,6 +38,7 @@ from toolkit.training.data import (
 )
 from toolkit.training.evaluation_plan import check_evaluation
 from toolkit.training.expected_speed import asks_the_model, expected_speed
+from toolkit.training.loadable import check_loadable
 from toolkit.training.methods import asked_precision, check_strategy, checked_method, skeleton
 from toolkit.training.model import (
     BUILT_IN_MODEL,
@@ -191,6 +192,8 @@ def model_and_data(
         UsageError: they are not there, or don't fit.
     """
     model = model_facts(resolve_model(model_arguments))
+    if model_arguments.model_name_or_path is not None:  # the cache checks what is built in
+        check_loadable(model.path, trust_remote_code=model_arguments.trust_remote_code)
     check_length(model, data_arguments.max_length)
     if data_arguments.packing == "best_fit":
         check_borders(

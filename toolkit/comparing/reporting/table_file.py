@@ -47,6 +47,7 @@ SPEED: Final = {
     **{f"{phase}_p90_seconds": f"phases.{phase}.p90" for phase in PHASES},
     "start_seconds": "warm_up.start_seconds",
     "build_seconds": "warm_up.build_seconds",
+    "cache_seconds": "warm_up.cache_seconds",
     "first_step_seconds": "warm_up.first_step_seconds",
     "compile_seconds": "warm_up.compile_seconds",
     "warm_up_steps": "warm_up.steps",

@@ -69,6 +69,12 @@ def warm_up(results: Results) -> Section | None:
     columns = [
         at("start", "warm_up.start_seconds", seconds),
         at("of that building", "warm_up.build_seconds", seconds, otherwise="it builds nothing"),
+        at(
+            "of that checking the cache",
+            "warm_up.cache_seconds",
+            seconds,
+            otherwise="its record is from before this was timed",
+        ),
         at("first step", "warm_up.first_step_seconds", seconds),
         at(
             "compiling",
@@ -82,8 +88,8 @@ def warm_up(results: Results) -> Section | None:
     ]
     text = (
         "What is in no figure of speed: start is from the start of the process to the first step "
-        "(imports, model, wrapping), building the C++ parts of DeepSpeed or loading them; then the "
-        "first step, torch.compile in whatever step, and gathering, writing and verifying the "
-        "final model."
+        "(imports, model, wrapping), building the C++ parts of DeepSpeed or loading them, and "
+        "reading the toolkit's own cache against its manifests; then the first step, torch.compile "
+        "in whatever step, and gathering, writing and verifying the final model."
     )
     return grid(good, columns, text=text, whole=False)
