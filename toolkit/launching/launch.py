@@ -222,9 +222,9 @@ class Follower:
         self.statuses = read_statuses(self.folder / "status")
 
     def _note_gone(self) -> None:
-        now = time.time()
+        now = time.monotonic()
         for status in self.statuses:
-            if status.state != "running" or is_alive(status.pid, seen_at=status.time):
+            if status.state != "running" or is_alive(status.pid, started=status.started):
                 continue
             # It may have said its last word between the reading and the look at its process.
             last = read_status(self.folder / "status" / f"rank-{status.rank}.json")
@@ -240,13 +240,15 @@ class Follower:
 
     def _stopped(self) -> frozenset[int]:
         return frozenset(
-            status.rank for status in self.statuses if is_stopped(status.pid, seen_at=status.time)
+            status.rank
+            for status in self.statuses
+            if is_stopped(status.pid, started=status.started)
         )
 
     def _end(self, supervisor: subprocess.Popen[bytes]) -> None:
         if supervisor.poll() is None:
             # Ranks first: torchelastic then sees them all dead, and prints how each one ended.
-            ranks = [find_process(status.pid, seen_at=status.time) for status in self.statuses]
+            ranks = [find_process(status.pid, started=status.started) for status in self.statuses]
             kill([process for process in ranks if process])
             with contextlib.suppress(subprocess.TimeoutExpired):
                 supervisor.wait(2 if ranks else 0)
