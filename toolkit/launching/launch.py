@@ -29,6 +29,7 @@ from toolkit.launching.processes import (
     is_stopped,
     kill,
     kill_descendants,
+    stop_signals,
 )
 from toolkit.launching.ranks import LAUNCHER_PID
 from toolkit.launching.status import (
@@ -100,7 +101,7 @@ def run(
     """Run `command`, a launcher of ranks, until it ends or has to be ended.
 
     It is ended when a rank failed, refused or vanished (the others get a few seconds to leave by
-    themselves) and when the time is up. Ctrl-C and SIGTERM end it too, before they are passed on.
+    themselves) and when the time is up. Ctrl-C, SIGTERM and SIGHUP end it too, before they are passed on.
 
     Args:
         command: what `launch_command` returns, or any other command.
@@ -123,7 +124,7 @@ def run(
         on_step=on_step or _ignore,
     )
     started = time.monotonic()
-    with _sigterm_as_exit():
+    with _signals_as_exit():
         for attempt in range(1, PORT_ATTEMPTS + 1):
             ending = follower.follow()
             outcome = judge(replace(ending, seconds=time.monotonic() - started))
@@ -316,19 +317,21 @@ def _risen(before: int | None, after: int | None) -> int | None:
 
 
 @contextlib.contextmanager
-def _sigterm_as_exit() -> Generator[None]:
-    """Let SIGTERM unwind the stack like Ctrl-C does, where nobody else has a use for it."""
-    ours = (
-        threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    )
-    if ours:
-        signal.signal(signal.SIGTERM, _exit_on)
+def _signals_as_exit() -> Generator[None]:
+    """Let SIGTERM and SIGHUP unwind the stack as Ctrl-C does, where they have no other handler."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    ours = [
+        number
+        for number in stop_signals()
+        if in_main_thread and signal.getsignal(number) is signal.SIG_DFL
+    ]
+    for number in ours:
+        signal.signal(number, _exit_on)
     try:
         yield
     finally:
-        if ours:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _exit_on(number: int, frame: FrameType | None) -> NoReturn:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -14,6 +15,12 @@ from pathlib import Path
 import psutil
 
 IMPORTED_AT = time.monotonic()
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that ask this process to end: SIGHUP is none of them under `nohup`."""
+    hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    return [signal.SIGTERM, *hangup]
 
 
 def start_of(pid: int) -> float:
