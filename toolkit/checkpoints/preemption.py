@@ -89,8 +89,8 @@ class Preemption:
 
 
 def _signals() -> list[signal.Signals]:
-    # Torchelastic takes SIGHUP under `nohup` too (torch 2.13, elastic/multiprocessing/api.py), hands
-    # it on and kills what is left: a rank that ignored it would lose its last steps.
+    # Torchelastic takes SIGHUP under `nohup` too (torch 2.13, elastic/multiprocessing/api.py),
+    # hands it on and kills what is left: a rank that ignored it would lose its last steps.
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return [signal.SIGTERM, signal.SIGHUP]
     return stop_signals()

@@ -101,7 +101,8 @@ def run(
     """Run `command`, a launcher of ranks, until it ends or has to be ended.
 
     It is ended when a rank failed, refused or vanished (the others get a few seconds to leave by
-    themselves) and when the time is up. Ctrl-C, SIGTERM and SIGHUP end it too, before they are passed on.
+    themselves) and when the time is up. Ctrl-C, SIGTERM and SIGHUP end it too, before they are
+    passed on.
 
     Args:
         command: what `launch_command` returns, or any other command.
