@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import os
 import signal
 import socket
 import subprocess
@@ -31,6 +30,7 @@ from toolkit.launching.processes import (
     kill_descendants,
     stop_signals,
 )
+from toolkit.launching.python import PACKAGE_FOLDER, package_folder, python_environment
 from toolkit.launching.ranks import LAUNCHER_PID
 from toolkit.launching.status import (
     STATUS_DIR,
@@ -291,7 +291,8 @@ class _Lines:
 
 
 def _environment(folder: Path, extra: dict[str, str], *, loopback: bool) -> dict[str, str]:
-    environment = os.environ | {
+    environment = python_environment() | {
+        PACKAGE_FOLDER: str(package_folder()),
         STATUS_DIR: str((folder / "status").absolute()),
         "PYTHONUNBUFFERED": "1",
         # A rank that dies of a signal in native code then shows where.
