@@ -105,7 +105,6 @@ SCRIPT = """
 import json, multiprocessing, sys
 from concurrent.futures import ProcessPoolExecutor
 import datasets, grp, model, random, utils
-from toolkit import UsageError
 
 def where(module):
     return sys.modules[module].__file__
@@ -114,6 +113,8 @@ def started():
     return [utils.NAME, where("random"), where("datasets")]
 
 if __name__ == "__main__":
+    from toolkit import UsageError
+
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as pool:
         spawned = pool.submit(started).result()
