@@ -4,7 +4,10 @@ Names are resolved when they are used: importing this package loads neither torc
 transformers.
 """
 
-from __future__ import annotations
+from toolkit.search_path import leave_current_folder, runs_as_module
+
+if runs_as_module(__name__):
+    leave_current_folder()  # before a file of the user's stands in for one of the modules below
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

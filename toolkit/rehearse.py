@@ -28,8 +28,10 @@ from toolkit.configs.requested import DEEPSPEED_FILE, read_deepspeed_config
 from toolkit.environment import has_compiler
 from toolkit.errors import UsageError
 from toolkit.launching.builds import clear_stale_locks, unbuilt
+from toolkit.launching.python import check_package_folder
 from toolkit.launching.ranks import die_with_parent, leave, quiet
 from toolkit.launching.status import STATUS_DIR, StatusFile, guard
+from toolkit.search_path import put_behind_library
 
 USAGE = (
     "Usage: accelerate launch --config_file FILE -m toolkit.rehearse SCRIPT.py [ARGS], "
@@ -56,6 +58,7 @@ def main() -> None:
         rank = int(os.environ.get("RANK", "0"))
         status = None if folder is None else StatusFile(Path(folder), rank)
         with guard(status, refused_by=(Refused,)) if status else contextlib.nullcontext():
+            check_package_folder()
             rehearsal = rehearse_if_needed()
             if not rehearsal and DEEPSPEED_FILE in os.environ:
                 config = read_deepspeed_config(os.environ)
@@ -77,6 +80,7 @@ def main() -> None:
 
 def _run(script: Callable[[], object]) -> None:
     """Run the script; that it ended well by `sys.exit()` is no different from its last line."""
+    _spawn_without_current_folder()
     try:
         script()
     except SystemExit as error:
@@ -94,19 +98,28 @@ def told(code: int, text: str) -> int:
     return code
 
 
+def _spawn_without_current_folder() -> None:
+    """Have `multiprocessing` start Python without the current folder in front of the library.
+
+    PYTHONSAFEPATH would also take their own folders from the scripts that the script may start.
+    tests/test_search_path.py fails when the function moves (Python 3.11).
+    """
+    from multiprocessing import util
+
+    original = util._args_from_interpreter_flags
+    util._args_from_interpreter_flags = lambda: [*original(), "-P"]
+
+
 def _script(arguments: list[str]) -> Callable[[], object]:
     """Return the call that runs the script as `python SCRIPT` or `python -m MODULE` would."""
     if arguments[:1] == ["-m"]:
         name = arguments[1] if len(arguments) > 1 else ""
-        try:
-            found = bool(name) and importlib.util.find_spec(name) is not None
-        except ModuleNotFoundError:
-            found = False
-        if not found:
+        if not _is_module(name):
             raise UsageError(f"There is no module {name!r} to rehearse. {USAGE}")
 
         def run_module() -> object:
             sys.argv = arguments[1:]
+            put_behind_library(str(Path.cwd()))
             return runpy.run_module(name, run_name="__main__", alter_sys=True)
 
         return run_module
@@ -118,10 +131,21 @@ def _script(arguments: list[str]) -> Callable[[], object]:
 
     def run_path() -> object:
         sys.argv = arguments
-        sys.path[0] = str(script.parent.resolve())
+        put_behind_library(str(script.parent.resolve()))
         return runpy.run_path(str(script), run_name="__main__")
 
     return run_path
+
+
+def _is_module(name: str) -> bool:
+    before = [*sys.path]
+    put_behind_library(str(Path.cwd()))
+    try:
+        return bool(name) and importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+    finally:
+        sys.path[:] = before  # what we import before the module is never found in its folder
 
 
 def die_with_launcher() -> None:

@@ -17,6 +17,7 @@ from toolkit import environment
 from toolkit.configs.requested import read_deepspeed_config, requested_processes
 from toolkit.errors import GuardError, UsageError
 from toolkit.job import Job, check_fillers, checked_job, has_fillers
+from toolkit.launching.python import check_package_folder
 from toolkit.launching.ranks import leave, quiet, rank
 from toolkit.launching.status import STATUS_DIR, StatusFile, guard, status_folder
 from toolkit.rehearse import die_with_launcher, told
@@ -38,6 +39,7 @@ def main() -> None:
     """Train in this rank; leave with 0, 1 (failed), 2 (usage), 3 (refused) or 143 (preempted)."""
     die_with_launcher()
     quiet()
+    os.environ["PYTHONSAFEPATH"] = "1"  # workers that are spawned start as this rank did
     from toolkit.checkpoints.preemption import EXIT_PREEMPTED, Preempted
     from toolkit.measuring.attestation import Refused
 
@@ -66,6 +68,7 @@ def _main(argv: list[str], *, refused_by: type[BaseException]) -> None:
     if STATUS_DIR in os.environ:  # a launcher that listens hears of mistakes too
         status = StatusFile(Path(os.environ[STATUS_DIR]), rank())
         with guard(status, refused_by=(refused_by,)):
+            check_package_folder()
             train(checked_job(argv), status)
         return
     job = checked_job(argv)  # without one, a mistake leaves nothing behind

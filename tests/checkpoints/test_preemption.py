@@ -1,7 +1,10 @@
-"""SIGTERM asks once, in whatever rank; what is said of it names where to go on."""
+"""A signal asks once, in whatever rank; what is said of it names where to go on."""
 
+import inspect
 import os
 import signal
+
+import pytest
 
 from toolkit.checkpoints.keeping import Keeper
 from toolkit.checkpoints.preemption import Preempted, Preemption
@@ -9,17 +12,51 @@ from toolkit.launching.outcome import Ending, judge
 from toolkit.launching.status import StatusFile, guard, read_statuses
 
 
-def test_sigterm_asks_once_and_a_second_one_changes_nothing():
+@pytest.fixture
+def hangup():
+    """Set what the process does with SIGHUP, as whoever started it might have."""
+    before = signal.getsignal(signal.SIGHUP)
+    yield lambda handler: signal.signal(signal.SIGHUP, handler)
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_asks_once_and_a_second_one_changes_nothing(number, hangup):
+    hangup(signal.SIG_DFL)
     asked = []
     preemption = Preemption(lambda: asked.append(1))
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(number)
     with preemption.listening():
         assert preemption.seconds_since_asked() is None
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         os.kill(os.getpid(), signal.SIGTERM)
         assert asked == [1]
         assert 0 <= preemption.seconds_since_asked() < 5
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(number) is before
+
+
+def test_a_hangup_that_nohup_has_ignored_stays_ignored(hangup, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    hangup(signal.SIG_IGN)
+    asked = []
+    with Preemption(lambda: asked.append(1)).listening():
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert asked == []
+
+
+def test_a_rank_saves_when_torchelastic_hands_a_hangup_on_though_nohup_has_it_ignored(
+    hangup, monkeypatch
+):
+    from torch.distributed.elastic.multiprocessing import api
+
+    assert "SIGTERM,SIGINT,SIGHUP,SIGQUIT" in inspect.getsource(api.PContext.start)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    hangup(signal.SIG_IGN)
+    asked = []
+    with Preemption(lambda: asked.append(1)).listening():
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert asked == [1]
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def test_where_nothing_was_saved_it_says_where_to_go_on_all_the_same(tmp_path):
@@ -64,6 +101,6 @@ def test_a_preempted_run_says_so_in_its_status_and_its_outcome(tmp_path):
     outcome = judge(Ending(statuses=[said], num_processes=2, returncode=1, lines=lines))
     assert outcome.status == "failed"
     assert outcome.reason == (
-        f"preempted: saved at step 7 in {tmp_path}/run/checkpoint-7, 2.3 s after SIGTERM. Go on "
+        f"preempted: saved at step 7 in {tmp_path}/run/checkpoint-7, 2.3 s after the signal. Go on "
         f"with --resume_from_checkpoint last --output_dir {tmp_path}/run"
     )

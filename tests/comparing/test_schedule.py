@@ -349,14 +349,24 @@ def test_two_comparisons_of_the_same_second_get_folders_of_their_own(world, monk
     assert names == ["20260101-120000", "20260101-120000-2"]
 
 
-def interrupt_when(started):
+def interrupt_when(started, number):
     while not started.exists():
         time.sleep(0.05)
-    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), number)
 
 
-def test_ctrl_c_keeps_what_is_finished_and_says_how_to_go_on(world):
-    threading.Thread(target=interrupt_when, args=(world.started,), daemon=True).start()
+@pytest.fixture
+def hangup_not_ignored():
+    """Have SIGHUP end this process, though it may run under `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangup_not_ignored")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interruption_keeps_what_is_finished_and_says_how_to_go_on(world, number):
+    threading.Thread(target=interrupt_when, args=(world.started, number), daemon=True).start()
 
     assert world.compare("single", "ddp", "fsdp", runs={"ddp": "wait"}) == 130
 

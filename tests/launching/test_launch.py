@@ -195,8 +195,8 @@ if rank == 1:
 
 
 def test_a_rank_that_finishes_between_two_looks_is_not_gone(ranks, tmp_path, monkeypatch):
-    def look_late(pid, *, seen_at):
-        while is_alive(pid, seen_at=seen_at):
+    def look_late(pid, *, started):
+        while is_alive(pid, started=started):
             time.sleep(0.01)
         return False
 
@@ -208,6 +208,37 @@ with guard(status):
 """)
     outcome = run(command, folder=tmp_path, timeout=20, num_processes=2)
     assert (outcome.status, outcome.reason) == ("ok", None)
+
+
+def test_ranks_go_on_when_the_clock_is_set(ranks, tmp_path):
+    command = ranks("""
+the_time = time.time
+time.time = lambda: the_time() - 3600  # set forward by an hour after each word of theirs
+with guard(status):
+    for step in range(1, 4):
+        status.running(step)
+        time.sleep(0.3)
+""")
+    outcome = run(command, folder=tmp_path, timeout=20, num_processes=2)
+    assert (outcome.status, outcome.reason) == ("ok", None)
+
+
+def test_the_first_failure_is_the_first_though_the_clock_is_set_back_after_it(ranks, tmp_path):
+    command = ranks("""
+with guard(status):
+    other = status.path.with_name("rank-1.json")
+    if rank == 0:
+        the_time = time.time
+        time.time = lambda: the_time() - 3600
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while not (other.exists() and "failed" in other.read_text()):
+            time.sleep(0.01)
+    raise ArithmeticError(f"of rank {rank}")
+""")
+    outcome = run(command, folder=tmp_path, timeout=20, num_processes=2)
+    assert (
+        outcome.reason == "rank 1 failed before its first step was done: ArithmeticError: of rank 1"
+    )
 
 
 def test_a_launcher_that_never_started_a_rank_gives_its_own_error(tmp_path):

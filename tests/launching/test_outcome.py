@@ -15,6 +15,7 @@ def said(rank, state="running", *, step=3, time=10.0, error=None):
         state=state,
         step=step,
         time=time,
+        started=0.0,
         error=RankError(type=error[0], message=error[1], traceback="") if error else None,
     )
 

@@ -20,14 +20,14 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection cl
 
 def failed(rank, time, type_="RuntimeError", message="", state="failed"):
     error = RankError(type=type_, message=message, traceback="")
-    return RankStatus(rank=rank, pid=1, state=state, step=3, time=time, error=error)
+    return RankStatus(rank=rank, pid=1, state=state, step=3, time=time, started=0.0, error=error)
 
 
 def test_the_file_holds_what_the_contract_names(tmp_path):
     StatusFile(tmp_path, 1).running(7)
     said = json.loads((tmp_path / "rank-1.json").read_text())
     names = {"schema", "rank", "pid", "state", "step", "time", "error", "peak_bytes"}
-    assert said.keys() == names
+    assert said.keys() == names | {"monotonic", "started"}
     assert (said["schema"], said["rank"], said["pid"]) == (1, 1, os.getpid())
     assert (said["state"], said["step"], said["error"]) == ("running", 7, None)
 

@@ -25,7 +25,8 @@ import sys
 from pathlib import Path
 from toolkit.launching.launch import run
 
-run(sys.argv[2:], folder=Path(sys.argv[1]), timeout=600)
+outcome = run(sys.argv[2:], folder=Path(sys.argv[1]), timeout=600)
+print(outcome.reason, file=sys.stderr)
 """
 PROCESSES = 6  # the owner, its supervisor, the launcher, two ranks, one child of a rank
 
@@ -35,6 +36,7 @@ def owner(ranks, tmp_path, wait_until, living):
     process = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(tmp_path), *ranks(BODY)],
         stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     )
     wait_until(lambda: [said.step for said in read_statuses(tmp_path / "status")] == [1, 1])
     assert len(living()) == PROCESSES
@@ -48,6 +50,7 @@ def owner(ranks, tmp_path, wait_until, living):
     [
         (signal.SIGKILL, -signal.SIGKILL),
         (signal.SIGTERM, 128 + signal.SIGTERM),
+        (signal.SIGHUP, 128 + signal.SIGHUP),
         (signal.SIGINT, -signal.SIGINT),
     ],
 )
@@ -55,6 +58,31 @@ def test_the_end_of_the_owner_is_the_end_of_all(owner, number, code, wait_until,
     owner.send_signal(number)
     assert owner.wait(10) == code
     wait_until(lambda: not living())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_supervisor_that_is_told_to_stop_leaves_nothing(owner, number, wait_until, living):
+    supervisor = next(p for p in living() if "toolkit.launching.supervised" in p.cmdline())
+    supervisor.send_signal(number)
+    assert owner.wait(10) == 0
+    assert f"({number.name})" in owner.stderr.read().decode()
+    wait_until(lambda: not living())
+
+
+def test_nothing_of_a_launch_under_nohup_hears_a_hangup(tmp_path):
+    said = "import os, signal; print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)"
+    script = f"""
+import os, signal, sys
+from pathlib import Path
+from toolkit.launching.launch import run
+
+run([sys.executable, "-c", {said!r}], folder=Path({str(tmp_path)!r}), timeout=20,
+    on_line=lambda line: (os.kill(os.getpid(), signal.SIGHUP), print(line)))
+"""
+    done = subprocess.run(
+        ["nohup", sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "True\n"
 
 
 def test_the_end_of_the_supervisor_is_the_end_of_the_ranks(owner, wait_until, living):

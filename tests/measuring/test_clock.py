@@ -137,6 +137,13 @@ def test_a_save_is_timed_and_no_part_of_a_step():
     assert made["warm_up"]["build_seconds"] is made["warm_up"]["compile_seconds"] is None
 
 
+def test_what_a_run_took_stands_when_the_clock_is_set(monkeypatch):
+    the_time = time.time
+    monkeypatch.setattr(time, "time", lambda: the_time() - 1e6)
+    made = record()
+    assert 0 < made["warm_up"]["start_seconds"] < made["seconds"] < 1e5
+
+
 def test_what_torch_compile_takes_is_counted_apart():
     clock = Clock()
     compiled = torch.compile(torch.nn.Linear(4, 1), backend="eager")

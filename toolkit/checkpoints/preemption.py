@@ -1,4 +1,4 @@
-"""SIGTERM: all ranks save at one step that they agree on, say so, and leave.
+"""SIGTERM or SIGHUP: all ranks save at one step that they agree on, say so, and leave.
 
 The step is agreed by the pulse, so it does not matter which ranks the signal reached. Launchers
 kill what is left after 30 s: a save that comes too late leaves a draft, and the last checkpoint
@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
+from toolkit.launching.processes import stop_signals
 from toolkit.launching.ranks import die_with_parent
 
 EXIT_PREEMPTED: Final = 128 + signal.SIGTERM
@@ -38,7 +39,7 @@ class Preempted(Exception):
         self, step: int, folder: Path | None, *, saved: bool, seconds: float | None
     ) -> None:
         if saved:
-            took = "" if seconds is None else f", {seconds:.1f} s after SIGTERM"
+            took = "" if seconds is None else f", {seconds:.1f} s after the signal"
             said = f"saved at step {step} in {folder}{took}"
         else:
             said = f"nothing was saved after step {step}: an earlier one was not finite"
@@ -54,7 +55,7 @@ class Preempted(Exception):
 
 
 class Preemption:
-    """One rank's ear for SIGTERM."""
+    """One rank's ear for SIGTERM and SIGHUP."""
 
     def __init__(self, ask_to_stop: Callable[[], None]) -> None:
         self._ask_to_stop = ask_to_stop
@@ -63,15 +64,16 @@ class Preemption:
 
     @contextmanager
     def listening(self) -> Generator[None]:
-        """Ask all ranks to stop when SIGTERM comes, in place of dying. In the main thread."""
-        before = signal.signal(signal.SIGTERM, self._asked)
+        """Ask all ranks to stop when a signal comes, in place of dying. In the main thread."""
+        before = {number: signal.signal(number, self._asked) for number in _signals()}
         if "TORCHELASTIC_RUN_ID" not in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ:
             # Accelerate's launcher of one process dies of SIGTERM by itself and tells nobody.
             die_with_parent(signal.SIGTERM)
         try:
             yield
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def seconds_since_asked(self) -> float | None:
         """Return None on a rank that got no signal itself."""
@@ -84,6 +86,14 @@ class Preemption:
             self._ask_to_stop()
         if os.getppid() != self._launcher:
             signal.alarm(KILL_SECONDS)  # nobody else would end a rank that hangs
+
+
+def _signals() -> list[signal.Signals]:
+    # Torchelastic takes SIGHUP under `nohup` too (torch 2.13, elastic/multiprocessing/api.py),
+    # hands it on and kills what is left: a rank that ignored it would lose its last steps.
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return [signal.SIGTERM, signal.SIGHUP]
+    return stop_signals()
 
 
 def pulse_of(recorder: Any) -> Any | None:

@@ -62,9 +62,9 @@ def keeper_of(job: Job, recorder: Recorder) -> Keeper:
 
 @contextmanager
 def preemptible(keeper: Keeper, status: StatusFile) -> Generator[None]:
-    """Save and leave when SIGTERM comes, and let the status file say so; every rank enters it.
+    """Save and leave on SIGTERM or SIGHUP, and let the status file say so; every rank enters it.
 
-    Without guards there is no pulse to agree by, and SIGTERM ends the process as it always did.
+    Without guards there is no pulse to agree by, and a signal ends the process as it always did.
 
     Raises:
         Preempted: on every rank.

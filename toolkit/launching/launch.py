@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import os
 import signal
 import socket
 import subprocess
@@ -30,7 +29,9 @@ from toolkit.launching.processes import (
     is_stopped,
     kill,
     kill_descendants,
+    stop_signals,
 )
+from toolkit.launching.python import PACKAGE_FOLDER, package_folder, python_environment
 from toolkit.launching.ranks import LAUNCHER_PID
 from toolkit.launching.status import (
     STATUS_DIR,
@@ -101,7 +102,8 @@ def run(
     """Run `command`, a launcher of ranks, until it ends or has to be ended.
 
     It is ended when a rank failed, refused or vanished (the others get a few seconds to leave by
-    themselves) and when the time is up. Ctrl-C and SIGTERM end it too, before they are passed on.
+    themselves) and when the time is up. Ctrl-C, SIGTERM and SIGHUP end it too, before they are
+    passed on.
 
     Args:
         command: what `launch_command` returns, or any other command.
@@ -124,7 +126,7 @@ def run(
         on_step=on_step or _ignore,
     )
     started = time.monotonic()
-    with _sigterm_as_exit():
+    with _signals_as_exit():
         for attempt in range(1, PORT_ATTEMPTS + 1):
             ending = follower.follow()
             outcome = judge(replace(ending, seconds=time.monotonic() - started))
@@ -223,9 +225,9 @@ class Follower:
         self.statuses = read_statuses(self.folder / "status")
 
     def _note_gone(self) -> None:
-        now = time.time()
+        now = time.monotonic()
         for status in self.statuses:
-            if status.state != "running" or is_alive(status.pid, seen_at=status.time):
+            if status.state != "running" or is_alive(status.pid, started=status.started):
                 continue
             # It may have said its last word between the reading and the look at its process.
             last = read_status(self.folder / "status" / f"rank-{status.rank}.json")
@@ -241,13 +243,15 @@ class Follower:
 
     def _stopped(self) -> frozenset[int]:
         return frozenset(
-            status.rank for status in self.statuses if is_stopped(status.pid, seen_at=status.time)
+            status.rank
+            for status in self.statuses
+            if is_stopped(status.pid, started=status.started)
         )
 
     def _end(self, supervisor: subprocess.Popen[bytes]) -> None:
         if supervisor.poll() is None:
             # Ranks first: torchelastic then sees them all dead, and prints how each one ended.
-            ranks = [find_process(status.pid, seen_at=status.time) for status in self.statuses]
+            ranks = [find_process(status.pid, started=status.started) for status in self.statuses]
             kill([process for process in ranks if process])
             with contextlib.suppress(subprocess.TimeoutExpired):
                 supervisor.wait(2 if ranks else 0)
@@ -288,7 +292,8 @@ class _Lines:
 
 
 def _environment(folder: Path, extra: dict[str, str], *, loopback: bool) -> dict[str, str]:
-    environment = os.environ | {
+    environment = python_environment() | {
+        PACKAGE_FOLDER: str(package_folder()),
         STATUS_DIR: str((folder / "status").absolute()),
         "PYTHONUNBUFFERED": "1",
         # A rank that dies of a signal in native code then shows where.
@@ -315,19 +320,21 @@ def _risen(before: int | None, after: int | None) -> int | None:
 
 
 @contextlib.contextmanager
-def _sigterm_as_exit() -> Generator[None]:
-    """Let SIGTERM unwind the stack like Ctrl-C does, where nobody else has a use for it."""
-    ours = (
-        threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    )
-    if ours:
-        signal.signal(signal.SIGTERM, _exit_on)
+def _signals_as_exit() -> Generator[None]:
+    """Let SIGTERM and SIGHUP unwind the stack as Ctrl-C does, where they have no other handler."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    ours = [
+        number
+        for number in stop_signals()
+        if in_main_thread and signal.getsignal(number) is signal.SIG_DFL
+    ]
+    for number in ours:
+        signal.signal(number, _exit_on)
     try:
         yield
     finally:
-        if ours:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _exit_on(number: int, frame: FrameType | None) -> NoReturn:

@@ -57,7 +57,10 @@ class Ending:
     statuses: list[RankStatus]
 
     gone: dict[int, float] = field(default_factory=dict[int, float])
-    """When ranks that said `running` were seen to be gone, before anything was killed here."""
+    """When ranks that said `running` were seen to be gone, before anything was killed here.
+
+    By the clock of `RankStatus.time`.
+    """
 
     lines: Sequence[str] = ()
     returncode: int | None = None

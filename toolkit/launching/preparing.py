@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from toolkit.launching.python import python_environment
 from toolkit.launching.supervised import supervised
 
 WORKER = "toolkit.training.prepare"
@@ -23,7 +24,7 @@ def prepare_once(flags: Sequence[str], *, num_processes: int | None = None) -> d
     """
     ranks = [] if num_processes is None else [f"--num_processes={num_processes}"]
     command = supervised([sys.executable, "-m", WORKER, *ranks, *flags])
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+    done = subprocess.run(command, stdout=subprocess.PIPE, env=python_environment(), check=False)
     if done.returncode != 0:
         raise SystemExit(2 if done.returncode == 2 else 1)
     return cast("dict[str, Any]", json.loads(done.stdout.decode().splitlines()[-1]))

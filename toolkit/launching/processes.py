@@ -1,35 +1,71 @@
-"""Which processes are alive, and how to end a whole tree of them."""
+"""Which processes are alive and since when, and how to end a whole tree of them.
+
+Nothing here depends on the time of day, which may be set while a process runs.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import sys
 import time
+from pathlib import Path
 
 import psutil
 
-CLOCK_SLACK_SECONDS = 5.0
-"""Start times are counted from the boot time, which moves a little when the clock is set."""
+IMPORTED_AT = time.monotonic()
 
 
-def is_alive(pid: int, *, seen_at: float) -> bool:
-    """Whether the process that was `pid` at the Unix time `seen_at` still runs (or is stopped)."""
-    return find_process(pid, seen_at=seen_at) is not None
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that ask this process to end: SIGHUP is none of them under `nohup`."""
+    hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    return [signal.SIGTERM, *hangup]
 
 
-def is_stopped(pid: int, *, seen_at: float) -> bool:
-    process = find_process(pid, seen_at=seen_at)
+def start_of(pid: int) -> float:
+    """Return the second in which a process started, counted from the start of the machine.
+
+    Elsewhere than on Linux it is a Unix time, noted once. With the process's number it says which
+    process is meant.
+
+    Raises:
+        NoSuchProcess: it is gone.
+    """
+    if sys.platform != "linux":
+        return psutil.Process(pid).create_time()
+    try:
+        line = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        raise psutil.NoSuchProcess(pid) from None
+    # The 22nd field; the second is the command's name in parentheses, which may hold anything.
+    return int(line.rpartition(b")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+
+
+def age_seconds() -> float:
+    """Return for how long this process has been running, its imports included."""
+    if sys.platform != "linux":
+        return time.monotonic() - IMPORTED_AT
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - start_of(os.getpid())
+
+
+def is_alive(pid: int, *, started: float) -> bool:
+    """Whether the process `pid` that began at `started` still runs (or is stopped)."""
+    return find_process(pid, started=started) is not None
+
+
+def is_stopped(pid: int, *, started: float) -> bool:
+    process = find_process(pid, started=started)
     with contextlib.suppress(psutil.NoSuchProcess):
         return process is not None and process.status() == psutil.STATUS_STOPPED
     return False
 
 
-def find_process(pid: int, *, seen_at: float) -> psutil.Process | None:
+def find_process(pid: int, *, started: float) -> psutil.Process | None:
     try:
         process = psutil.Process(pid)
-        if process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
-            return None
-        # A later start means that the number was given to somebody else.
-        return process if process.create_time() <= seen_at + CLOCK_SLACK_SECONDS else None
+        # Another start means that the number was given to another process.
+        return process if start_of(pid) == started and not _is_over(process) else None
     except psutil.NoSuchProcess:
         return None
 
@@ -40,7 +76,7 @@ def descendants(pid: int) -> list[psutil.Process]:
         below = psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
-    return [process for process in below if find_process(process.pid, seen_at=time.time())]
+    return [process for process in below if not _is_over(process)]
 
 
 def kill(processes: list[psutil.Process]) -> None:
@@ -62,3 +98,10 @@ def kill_descendants(pid: int, *, seconds: float = 10.0) -> list[psutil.Process]
         kill(living)
         time.sleep(0.02)
     return []
+
+
+def _is_over(process: psutil.Process) -> bool:
+    try:
+        return process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return True

@@ -1,8 +1,8 @@
 """Status files: what each rank says of itself, for the launcher that follows it.
 
 Launchers turn every rank's exit code into 1, so each rank keeps one small JSON file up to date
-and that file speaks. Ranks write it, only the standard library is needed, and a reader never
-sees half a file.
+and that file speaks. Ranks write it before they import anything heavy, and a reader never sees
+half a file.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, Literal, cast, get_args
 
 from toolkit.errors import UsageError
 from toolkit.files import write_text
+from toolkit.launching.processes import start_of
 
 State = Literal["running", "finished", "failed", "refused", "usage", "preempted"]
 Failure = Literal["failed", "refused", "usage"]
@@ -74,7 +75,10 @@ class RankStatus:
     """Last finished optimizer step, 0 before the first."""
 
     time: float
-    """When it was said, in Unix seconds."""
+    """When it was said, by `time.monotonic()`: one clock for all processes of a machine."""
+
+    started: float
+    """When the process began, as `start_of` tells it."""
 
     error: RankError | None = None
     peak_bytes: int | None = None
@@ -133,7 +137,9 @@ class StatusFile:
             "pid": os.getpid(),
             "state": state,
             "step": self.step,
-            "time": time.time(),
+            "time": time.time(),  # of day, for people
+            "monotonic": time.monotonic(),
+            "started": start_of(os.getpid()),
             "error": error,
             "peak_bytes": self._peak_bytes,
         }
@@ -208,7 +214,8 @@ def read_status(path: Path) -> RankStatus | None:
             pid=int(said["pid"]),
             state=said["state"],
             step=int(said["step"]),
-            time=float(said["time"]),
+            time=float(said["monotonic"]),
+            started=float(said["started"]),
             error=RankError(**{name: str(value) for name, value in error.items()})
             if error
             else None,

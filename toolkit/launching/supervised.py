@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
-from toolkit.launching.processes import kill_descendants
+from toolkit.launching.processes import kill_descendants, stop_signals
 from toolkit.launching.ranks import (
     LAUNCHER_PID,
     PR_SET_CHILD_SUBREAPER,
@@ -30,12 +30,18 @@ def supervised(command: Sequence[str]) -> list[str]:
 
 
 class Stopped(BaseException):
-    """SIGTERM came: from whoever started us, or from the kernel because our parent died."""
+    """A signal to end came: from the process that started us, or because that one died."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 def main(arguments: list[str]) -> int:
     parent, command = int(arguments[0]), arguments[1:]
-    signal.signal(signal.SIGTERM, _stop)
+    signals = stop_signals()
+    for number in signals:
+        signal.signal(number, _stop)
     os.environ.pop(LAUNCHER_PID, None)
     if sys.platform == "linux":
         prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -46,22 +52,25 @@ def main(arguments: list[str]) -> int:
     try:
         launcher = os.fork()
         if launcher == 0:
-            _become(command)
+            _become(command, default=signals)
         return _wait_for(launcher)
-    except (Stopped, KeyboardInterrupt):
+    except Stopped as stopped:
+        return 128 + stopped.number
+    except KeyboardInterrupt:
         return 128 + signal.SIGTERM
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for number in signals:
+            signal.signal(number, signal.SIG_IGN)
         kill_descendants(os.getpid())
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    raise Stopped
+    raise Stopped(number)
 
 
-def _become(command: list[str]) -> NoReturn:
+def _become(command: list[str], *, default: Sequence[signal.Signals]) -> NoReturn:
     try:
-        for number in (signal.SIGTERM, signal.SIGPIPE):
+        for number in (*default, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)
         die_with_parent()
         os.environ[LAUNCHER_PID] = str(os.getpid())

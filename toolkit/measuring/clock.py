@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import psutil
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from toolkit.launching.processes import age_seconds
 from toolkit.measuring.engine import optimizer_of, stand_in, zero_optimizer
 
 Phase = Literal["data", "forward", "backward", "optimizer", "other"]
@@ -43,7 +43,7 @@ class Clock:
 
     def prepared(self, model: Any, optimizer: Any) -> None:
         """Follow what `Accelerator.prepare` returned, from now on."""
-        self.start_seconds = time.time() - psutil.Process().create_time()
+        self.start_seconds = age_seconds()
         self._forward_is_own = not gathers_in_forward(model)
         self._undo += [
             model.register_forward_pre_hook(self._forward_begins, prepend=True).remove,

@@ -17,10 +17,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from toolkit.files import without_links
+from toolkit.launching.processes import age_seconds
 from toolkit.launching.status import StatusFile
 from toolkit.measuring import attestation, initial_weights, memory, traffic
 from toolkit.measuring.attestation import Asked, Mismatch, Refused, gather_objects
@@ -516,7 +516,7 @@ class Recorder:
             "no_peak": self._no_peak,
             "device": self._device,
             # Imports, process groups and the save included: what the user waited for.
-            "seconds": time.time() - psutil.Process().create_time(),
+            "seconds": age_seconds(),
         }
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from toolkit.comparing.scheduling.progress import plain
 from toolkit.errors import UsageError
+from toolkit.launching.python import python_environment
 from toolkit.launching.supervised import supervised
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def prepare(
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
+        env=python_environment(),
         start_new_session=True,
     ) as process:
         assert process.stdout is not None

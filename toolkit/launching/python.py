@@ -1,0 +1,52 @@
+"""How this package starts Python: with this package, and with no module of the current folder."""
+
+from __future__ import annotations
+
+import os
+import site
+from pathlib import Path
+
+from toolkit.errors import UsageError
+from toolkit.search_path import ROOT
+
+PACKAGE_FOLDER = "TOOLKIT_PACKAGE_FOLDER"
+
+
+def python_environment() -> dict[str, str]:
+    """Return this process's variables for another Python, which then finds the same toolkit.
+
+    Whatever lies in the current folder, it takes modules from where they are installed.
+    """
+    environment = os.environ | {"PYTHONSAFEPATH": "1"}
+    # An empty entry would be the current folder.
+    folders = [folder for folder in environment.pop("PYTHONPATH", "").split(os.pathsep) if folder]
+    if not _is_installed():
+        folders = [ROOT, *(folder for folder in folders if folder != ROOT)]
+    if folders:
+        environment["PYTHONPATH"] = os.pathsep.join(folders)
+    return environment
+
+
+def package_folder() -> Path:
+    return Path(ROOT, "toolkit").resolve()
+
+
+def check_package_folder() -> None:
+    """Refuse to be a rank of a launcher whose toolkit is another one.
+
+    Raises:
+        UsageError: it is.
+    """
+    launchers = os.environ.get(PACKAGE_FOLDER)
+    if launchers and Path(launchers) != package_folder():
+        raise UsageError(
+            f"The ranks find the toolkit in {package_folder()}, and what started them is the one "
+            f"in {launchers}. Install one of the two alone, or remove the folder of the other from "
+            "PYTHONPATH."
+        )
+
+
+def _is_installed() -> bool:
+    # Never on PYTHONPATH: in front of the standard library, what is installed could shadow it.
+    folders = [*site.getsitepackages(), site.getusersitepackages()]
+    return Path(ROOT).resolve() in [Path(folder).resolve() for folder in folders]

@@ -1,0 +1,45 @@
+"""Where Python looks for modules: in no folder of the user's before the standard library.
+
+This runs before a user's file can stand in for a module, so it imports only what Python itself
+has loaded by then.
+"""
+
+import os
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(__file__))
+"""The folder in which this package lies: site-packages, or a checkout."""
+
+_LIBRARY = os.path.dirname(os.__file__)
+_PARTS = ("lib-dynload", f"python{sys.version_info.major}{sys.version_info.minor}.zip")
+
+
+def leave_current_folder() -> None:
+    """Drop what `python -m` puts first, so that no file beside the user stands in for a module.
+
+    A toolkit that is found through it, not installed, is still found, behind the standard library.
+    """
+    if sys.flags.safe_path:
+        return
+    if sys.path.pop(0) == ROOT:
+        put_behind_library(ROOT)
+
+
+def put_behind_library(folder: str) -> None:
+    """Look for modules in `folder` before all others but those of the standard library."""
+    library = [entry for entry in sys.path if _is_library(entry)]
+    others = [entry for entry in sys.path if entry != folder and entry not in library]
+    sys.path[:] = [*library, folder, *others]
+
+
+def runs_as_module(package: str) -> bool:
+    """Whether this is `python -m` at a module of `package`, which Python is about to look for."""
+    # Until the module is found, `-m` stands for its path.
+    if sys.argv[:1] != ["-m"]:
+        return False
+    module = sys.orig_argv[-len(sys.argv)].removeprefix("-m")
+    return module.partition(".")[0] == package
+
+
+def _is_library(entry: str) -> bool:
+    return entry == _LIBRARY or os.path.basename(entry) in _PARTS
