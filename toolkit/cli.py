@@ -11,6 +11,7 @@ import typer
 
 from toolkit.errors import UsageError
 from toolkit.planning.choices import Attention, Dtype, Goal, Method, Optimizer
+from toolkit.redaction import redact_output
 from toolkit.strategies import STRATEGIES
 
 app = typer.Typer(
@@ -461,6 +462,7 @@ def _names(text: str) -> list[str]:
 
 def main() -> None:
     """Run the command; a mistake of the user's is one sentence and exit code 2."""
+    redact_output()
     try:
         app()
     except UsageError as error:

@@ -1,5 +1,8 @@
 """What speaks to the user: what is wrong, where, and what to do."""
 
+from toolkit.escaping import one_line
+from toolkit.redaction import redact_known
+
 
 class UsageError(ValueError):
     """A mistake that the user can fix.
@@ -7,6 +10,10 @@ class UsageError(ValueError):
     The command line prints its text without a traceback and exits with status 2;
     nothing has been started or written by then.
     """
+
+    def __str__(self) -> str:
+        # It quotes what the user passed: a name with a line feed in it, a token.
+        return one_line(redact_known(super().__str__()))
 
 
 class GuardError(RuntimeError):

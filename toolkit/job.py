@@ -19,7 +19,7 @@ from toolkit.configs.requested import (
 )
 from toolkit.errors import UsageError
 from toolkit.evidence import EVIDENCE_FILE
-from toolkit.launching.ranks import rank
+from toolkit.launching.ranks import rank, say
 from toolkit.rehearse import rehearse_if_needed, use_deepspeed_config
 from toolkit.results import FILLER_ID, RECORD_FILE
 from toolkit.strategies import Strategy, get_strategy
@@ -163,7 +163,7 @@ def checked_job(argv: list[str]) -> Job:
             global_batch=global_batch,
         )
     for line in told if rank() == 0 else ():
-        print(f"toolkit: {line}", flush=True)  # noqa: T201
+        say(line)
     if values["label_smoothing_factor"]:
         check_fillers(rows, global_batch, of="--label_smoothing_factor")
     args = training_arguments(rest, model=model, run=run)

@@ -13,9 +13,10 @@ import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, NotRequired, TypedDict, cast
+from typing import Any, BinaryIO, Final, Literal, NotRequired, TypedDict, cast
 
 from toolkit.errors import UsageError
+from toolkit.redaction import redact_known, redacted
 
 SCHEMA: Final = 1
 
@@ -580,24 +581,36 @@ def read_json(path: Path) -> Any:
         raise UsageError(f"{path} is not JSON ({error}). Was it cut off?") from None
 
 
-def write_json(path: Path, data: Any) -> None:
-    """Write `data` as strict JSON; whoever reads `path` sees the old file or all of the new one."""
-    text = json.dumps(_encoded(data), indent=2, allow_nan=False) + "\n"
-    write_text(path, text)
+def write_json(path: Path, data: Any, *, private: bool = False) -> None:
+    """Write `data` as strict JSON without secrets, as `write_text` does."""
+    text = json.dumps(_encoded(redacted(data)), indent=2, allow_nan=False) + "\n"
+    write_text(path, text, private=private)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace the file at `path` in one move."""
-    # Not tempfile: its files are for their owner alone, and a report has its readers' umask.
+def write_text(path: Path, text: str, *, private: bool = False) -> None:
+    """Replace the file at `path` in one move: a reader sees the old file or all of the new one.
+
+    Args:
+        path: Of the file.
+        text: Written without the secrets that are known.
+        private: Whether its owner alone may read it; else the umask says who may.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with new_file(temporary, private=private) as file:
+            file.write(redact_known(text).encode())
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def new_file(path: Path, *, private: bool) -> BinaryIO:
+    """Open a new file in the place of `path`; it is never readable by more than it will be."""
+    path.unlink(missing_ok=True)
+    mode = 0o600 if private else 0o666
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb")
 
 
 NUMBER: Final = (int, float)

@@ -12,6 +12,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Final
 
+from toolkit.launching.ranks import say
 from toolkit.training.committing import MANIFEST, recover, remove_drafts
 
 NAME: Final = re.compile(r"checkpoint-(\d+)")
@@ -85,6 +86,6 @@ def rotate(
             shutil.rmtree(gone, ignore_errors=True)  # of a death at this place
             path.rename(gone)
         except OSError as error:  # the new one stands, and one too many harms nobody
-            print(f"toolkit: {path} stays: {error.strerror}", flush=True)  # noqa: T201
+            say(f"{path} stays: {error.strerror}")
             continue
         shutil.rmtree(gone, ignore_errors=True)

@@ -39,6 +39,8 @@ from toolkit.launching.status import (
     read_statuses,
 )
 from toolkit.launching.supervised import supervised
+from toolkit.redaction import redacted_words
+from toolkit.results import new_file
 
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 5.0
@@ -80,10 +82,11 @@ def launch_command(
 
 
 def shown_command(command: Sequence[str]) -> list[str]:
-    """Return `command` as a user would type it, beginning with `accelerate launch`."""
+    """Return `command` as a user would type it, `accelerate launch` in front, without secrets."""
+    words = redacted_words(command)
     if list(command[: len(LAUNCHER)]) != LAUNCHER:
-        return list(command)
-    return ["accelerate", "launch", *command[len(LAUNCHER) :]]
+        return words
+    return ["accelerate", "launch", *words[len(LAUNCHER) :]]
 
 
 def run(
@@ -104,7 +107,8 @@ def run(
 
     Args:
         command: what `launch_command` returns, or any other command.
-        folder: gets `stdout.log` and `status/`; those of an earlier run there are replaced.
+        folder: gets `stdout.log`, without secrets and for its owner alone, and `status/`; those of
+            an earlier run there are replaced.
         timeout: seconds for the whole run.
         num_processes: ranks that must report, where it is known.
         environment: variables for the run, on top of this process's own.
@@ -158,9 +162,9 @@ class Follower:
             old.unlink()
 
         kills = out_of_memory_kills()
-        with (self.folder / "stdout.log").open("wb") as log:
+        with new_file(self.folder / "stdout.log", private=True) as log:
             supervisor = subprocess.Popen(
-                supervised(self.command),
+                supervised(self.command, redacting=True),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

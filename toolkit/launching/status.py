@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from toolkit.errors import UsageError
+from toolkit.redaction import redacted
 
 State = Literal["running", "finished", "failed", "refused", "usage", "preempted"]
 Failure = Literal["failed", "refused", "usage"]
@@ -138,7 +139,7 @@ class StatusFile:
             "error": error,
             "peak_bytes": self._peak_bytes,
         }
-        self._draft.write_text(json.dumps(said), encoding="utf-8")
+        self._draft.write_text(json.dumps(redacted(said)), encoding="utf-8")
         os.replace(self._draft, self.path)
 
 

@@ -30,6 +30,7 @@ from toolkit.measuring.merging import merge
 from toolkit.measuring.order import OrderWatch
 from toolkit.measuring.peak import COMPILED, PeakLedger
 from toolkit.measuring.pulse import Pulse
+from toolkit.redaction import redacted
 
 
 class Recorder:
@@ -262,7 +263,7 @@ class Recorder:
         if self._steps_file is not None and self._rank == 0:
             line = {"step": step} | {key: _plain(value) for key, value in values.items()}
             with self._steps_file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(json.dumps(redacted(line)) + "\n")
 
     def peaks(self) -> None:
         """Take the peaks now: before the save, which is no part of training."""

@@ -11,9 +11,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from toolkit.errors import UsageError
+from toolkit.redaction import redacted, redacted_words
 from toolkit.results import RECORD_FILE, Record, read_json, read_record
 
 SPEC_FILE: Final = "spec.json"
@@ -62,7 +63,14 @@ def completed(folder: Path, name: str) -> list[Finished]:
 
 def spec_at(attempt: Path) -> dict[str, Any] | None:
     path = attempt / SPEC_FILE
-    return read_json(path) if path.is_file() else None
+    # A spec of an older toolkit holds the token of its day: another one makes no other run.
+    return redacted_spec(read_json(path)) if path.is_file() else None
+
+
+def redacted_spec(spec: dict[str, Any]) -> dict[str, Any]:
+    """Return what decides a run as it is written and compared: secrets decide nothing."""
+    flags = {"flags": redacted_words(spec["flags"])} if "flags" in spec else {}
+    return cast("dict[str, Any]", redacted(spec | flags))
 
 
 def command_at(attempt: Path) -> str | None:

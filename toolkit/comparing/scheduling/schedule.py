@@ -13,11 +13,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from toolkit import environment
 from toolkit.comparing.reporting.remake import write_reports
 from toolkit.comparing.reporting.report import print_report
+from toolkit.comparing.reporting.terminal import print_line
 from toolkit.comparing.scheduling.attempts import completed, next_attempt
 from toolkit.comparing.scheduling.comparison import Comparison
 from toolkit.comparing.scheduling.options import CompareOptions
@@ -27,6 +28,7 @@ from toolkit.comparing.scheduling.preparing import PrepareError
 from toolkit.comparing.scheduling.progress import Progress, build_progress
 from toolkit.comparing.scheduling.rows import Failure
 from toolkit.comparing.scheduling.starting import ended, start
+from toolkit.redaction import learn, redacted
 from toolkit.results import RESULTS_FILE, Results
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ def compare(options: CompareOptions, *, console: Console) -> int:
     Raises:
         UsageError: a mistake in what was asked; nothing has been written.
     """
+    learn(options.train_flags)
     plan = build_plan(options, gpus=len(environment.gpus()), missing=environment.missing_for)
     folder = (options.output or Path("runs") / time.strftime("%Y%m%d-%H%M%S")).absolute()
     comparison = Comparison(
@@ -54,7 +57,7 @@ def compare(options: CompareOptions, *, console: Console) -> int:
     try:
         facts = comparison.prepare(console) if comparison.outstanding() else {}
     except PrepareError as error:
-        console.print(str(error), markup=False, highlight=False)
+        print_line(str(error), console=console)
         return 1
 
     with comparison.lock():
@@ -72,15 +75,10 @@ def compare(options: CompareOptions, *, console: Console) -> int:
                     f"with --output {shlex.quote(shown(folder))} goes on from there."
                 )
                 return INTERRUPTED
-        results = comparison.results()
+        results = cast(Results, redacted(comparison.results()))
         written = [shown(folder / RESULTS_FILE), *map(shown, write_reports(folder))]
     print_report(results, console=console)
-    console.print(
-        f"Written: {', '.join(written[:-1])} and {written[-1]}",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
+    print_line(f"Written: {', '.join(written[:-1])} and {written[-1]}", console=console)
     return exit_code(results)
 
 
