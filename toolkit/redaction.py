@@ -42,7 +42,8 @@ SECRET_NAME: Final = re.compile(rf"(?i)(?:{SECRET_WORD}|[_-]key|(?:^|[_-])pat|[_
 
 VALUE: Final = r"(?:\[removed\]|\"[^\"\n]*\"|'[^'\n]*'|[^\s\"',;)}\]]+)"
 
-NUMBER: Final = r"[ \t]*[=:]=?[ \t]*-?\d+(?:\.\d*)?(?:e[+-]?\d+)?(?![\w.])"
+COUNT: Final = r"(?<=token)[ \t]*[=:]=?[ \t]*-?\d+(?:\.\d*)?(?:e[+-]?\d+)?(?![\w.])"
+"""A number behind `token`: of a token of text, not of one that lets somebody in."""
 
 
 class Removal(NamedTuple):
@@ -96,11 +97,14 @@ NAMED: Final = (
             # `tokens/s` stands in every line.
             *(f"{word}{end}" for word in ("token", "key") for end in "=:'\"]) \t"),
         ),
-        re.compile(rf"(?i)({SECRET_WORD}\b(?!{NUMBER})['\"\])]*[ \t]*[=:]=?[ \t]*){VALUE}"),
+        re.compile(rf"(?i)({SECRET_WORD}\b(?!{COUNT})['\"\])]*[ \t]*[=:]=?[ \t]*){VALUE}"),
     ),
     Removal(
-        ("key=", "pat=", "pass="),
-        re.compile(rf"(\b[A-Z][A-Z0-9]*_(?:[A-Z0-9]+_)*(?:KEY|PAT|PASS)=){VALUE}"),
+        ("_key", "_pat", "_pass"),
+        re.compile(
+            r"(\b[A-Z][A-Z0-9]*_(?:[A-Z0-9]+_)*(?:KEY|PAT|PASS)['\"\])]*[ \t]*[=:][ \t]*)"
+            rf"{VALUE}"
+        ),
     ),
 )
 """A value that stands behind the name of a secret."""
