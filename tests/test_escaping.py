@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from toolkit.escaping import one_line, shell_line
+from toolkit.escaping import code, one_line, shell_line
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,11 @@ from toolkit.escaping import one_line, shell_line
 )
 def test_control_characters_are_spelled_out(text, shown):
     assert one_line(text) == shown
+
+
+def test_code_in_markdown_is_closed_by_nothing_inside_it():
+    assert code("a\nb") == "`a\\nb`"
+    assert code("a`b``c") == "``` a`b``c ```"
 
 
 @pytest.mark.parametrize("word", ["a b", "a\nb", "it's\n\\n", "\x1bé\x7f", "$(x)\t`y`", "\u2028"])

@@ -22,6 +22,14 @@ def one_line(text: str) -> str:
     return UNSEEN_OR_SPLIT.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
+def code(text: str) -> str:
+    """Return `text` as code inside of a line of markdown, which nothing inside it can close."""
+    line = one_line(text)
+    longest = max((len(run) for run in re.findall(r"`+", line)), default=0)
+    mark = "`" * (longest + 1)
+    return f"{mark} {line} {mark}" if longest else f"{mark}{line}{mark}"
+
+
 def shell_line(words: Iterable[str]) -> str:
     """Return the words of a command as one line that a shell reads back."""
     return " ".join(map(_quoted, words))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from toolkit.escaping import code
 from toolkit.results import Evaluated, write_text
 from toolkit.training.card_command import command_of, hub_name_of, shown_name
 from toolkit.training.model import BUILT_IN_MODEL
@@ -125,7 +126,7 @@ class Card:
     def _base_in_words(self) -> str:
         if self.base == BUILT_IN_MODEL:
             return f"`{self.base}`, a small Llama with random weights that the toolkit builds"
-        return f"`{shown_name(self.base)}`"
+        return code(shown_name(self.base))
 
     def _results(self) -> list[tuple[str, str, str]]:
         lines: list[tuple[str, str, str]] = []

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from toolkit.comparing.reporting.markdown import bullets, code, escaped, fenced, section_text
+from toolkit.comparing.reporting.markdown import bullets, escaped, fenced, section_text
 from toolkit.comparing.reporting.presentable import presentable
 from toolkit.comparing.reporting.row_facts import run_name
 from toolkit.comparing.reporting.runs_table import COLUMNS, cells, runs_table, speed_and_cost
@@ -20,6 +20,7 @@ from toolkit.comparing.reporting.sections.limits import limits
 from toolkit.comparing.reporting.verdict import REHEARSAL, broken_lines, verdict
 from toolkit.comparing.reporting.words import facts
 from toolkit.errors import UsageError
+from toolkit.escaping import code
 from toolkit.results import RESULTS_FILE, Results, Row, read_results, write_text
 
 if TYPE_CHECKING:
