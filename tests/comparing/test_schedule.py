@@ -188,7 +188,7 @@ def test_no_secret_is_written_or_printed_and_the_training_gets_it(world, monkeyp
     short = [(folder / name).read_text() for name in ("spec.json", "command.txt")]
     results = world.results()
     short += [results["fixed"]["flags for every run"], results["runs"][1]["fix"]]
-    assert all("--x_password '[removed]'" in text for text in short[1:])
+    assert all("--x_password [removed]" in text.replace("'", "") for text in short[1:])
     assert not any("Zq7" in text for text in short)
     for name in ("spec.json", "command.txt", "stdout.log"):
         assert (folder / name).stat().st_mode & 0o777 == 0o600
