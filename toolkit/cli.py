@@ -12,6 +12,7 @@ import typer
 
 from toolkit.errors import UsageError, file_sentence, is_full_disk
 from toolkit.planning.choices import Attention, Dtype, Goal, Method, Optimizer
+from toolkit.redaction import redact_output
 from toolkit.strategies import STRATEGIES
 
 app = typer.Typer(
@@ -471,6 +472,7 @@ def main() -> None:
 
     So is a file that may not be read or written; a full disk is exit code 1.
     """
+    redact_output()
     try:
         app()
     except (UsageError, OSError) as error:

@@ -6,6 +6,9 @@ import errno
 import re
 from typing import Final
 
+from toolkit.escaping import one_line
+from toolkit.redaction import redact_known
+
 NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 NO_SPACE_TEXT: Final = re.compile(
@@ -22,6 +25,10 @@ class UsageError(ValueError):
     The command line prints its text without a traceback and exits with status 2;
     nothing has been started or written by then.
     """
+
+    def __str__(self) -> str:
+        # It quotes what the user passed: a name with a line feed in it, a token.
+        return one_line(redact_known(super().__str__()))
 
 
 class GuardError(RuntimeError):

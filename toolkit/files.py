@@ -6,22 +6,25 @@ import errno
 import itertools
 import os
 from pathlib import Path
+from typing import BinaryIO
 
 from toolkit.errors import UsageError
+from toolkit.redaction import redact_known
 
 
-def write_text(path: Path, text: str, *, durable: bool = True) -> None:
+def write_text(path: Path, text: str, *, durable: bool = True, private: bool = False) -> None:
     """Replace the file at `path` in one move; whoever reads it sees the old one or all of the new.
 
     Args:
         path: A symbolic link there is replaced, and what it names is left alone.
-        text: What the file holds afterwards.
+        text: What the file holds afterwards, but for the secrets that are known.
         durable: Wait until the text is on the disk. Not for a file that is rewritten every step.
+        private: Whether its owner alone may read it; else the umask says who may.
     """
-    draft, number = _draft(path)
+    draft, number = _draft(path, private=private)
     try:
         with open(number, "w", encoding="utf-8") as file:
-            file.write(text)
+            file.write(redact_known(text))
             file.flush()
             if durable:
                 os.fsync(number)
@@ -31,6 +34,12 @@ def write_text(path: Path, text: str, *, durable: bool = True) -> None:
             error.filename = error.filename or str(path)  # a write that fails names no file
         draft.unlink(missing_ok=True)
         raise
+
+
+def new_file(path: Path, *, private: bool) -> BinaryIO:
+    """Open a new file in the place of `path`; it is never readable by more than it will be."""
+    path.unlink(missing_ok=True)
+    return open(_open_new(path, private=private), "wb")
 
 
 def without_links(path: str, flags: int) -> int:
@@ -70,14 +79,18 @@ def check_takes_files(folder: Path, *, flag: str) -> None:
 _EFFECTIVE = os.access in os.supports_effective_ids
 
 
-def _draft(path: Path) -> tuple[Path, int]:
+def _draft(path: Path, *, private: bool) -> tuple[Path, int]:
     """Make a file of a new name beside `path`, and open it."""
-    # Not tempfile: its files are for their owner alone, and a report has its readers' umask.
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     for number in itertools.count():
         draft = path.with_name(f".{path.name}.{os.getpid()}-{number}.tmp")
         try:
-            return draft, os.open(draft, flags, 0o666)
+            return draft, _open_new(draft, private=private)
         except FileExistsError:
             continue  # of a process that died and had our number, or put there to be followed
     raise AssertionError("numbers do not end")
+
+
+def _open_new(path: Path, *, private: bool) -> int:
+    # Not tempfile: its files are for their owner alone, and a report has its readers' umask.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    return os.open(path, flags, 0o600 if private else 0o666)

@@ -20,7 +20,7 @@ from toolkit.configs.requested import (
 from toolkit.errors import UsageError
 from toolkit.evidence import EVIDENCE_FILES
 from toolkit.files import check_takes_files
-from toolkit.launching.ranks import rank
+from toolkit.launching.ranks import rank, say
 from toolkit.launching.status import STATUS_DIR
 from toolkit.rehearse import (
     checked_deepspeed_config,
@@ -175,7 +175,7 @@ def checked_job(argv: list[str]) -> Job:
             global_batch=global_batch,
         )
     for line in told if rank() == 0 else ():
-        print(f"toolkit: {line}", flush=True)  # noqa: T201
+        say(line)
     if values["label_smoothing_factor"]:
         check_fillers(rows, global_batch, of="--label_smoothing_factor")
     args = training_arguments(rest, model=model, run=run)

@@ -27,10 +27,12 @@ from toolkit.configs import fit_to_run
 from toolkit.configs.requested import DEEPSPEED_FILE, read_deepspeed_config
 from toolkit.environment import has_compiler
 from toolkit.errors import UsageError
+from toolkit.escaping import one_line
 from toolkit.launching.builds import clear_stale_locks, unbuilt
 from toolkit.launching.python import check_package_folder
-from toolkit.launching.ranks import die_with_parent, leave, quiet
+from toolkit.launching.ranks import die_with_parent, leave, quiet, say
 from toolkit.launching.status import STATUS_DIR, StatusFile, guard
+from toolkit.redaction import redact, redact_output
 from toolkit.search_path import put_behind_library
 
 USAGE = (
@@ -47,6 +49,7 @@ def main() -> None:
     Leaves with the script's own status; 2 for a mistake of the user's, 3 when refused.
     """
     die_with_launcher()
+    redact_output()
     quiet()
     from toolkit.measuring.attestation import Refused
 
@@ -91,7 +94,7 @@ def _run(script: Callable[[], object]) -> None:
 def told(code: int, text: str) -> int:
     """Say on rank 0 why all ranks leave, and return the status to leave with."""
     if int(os.environ.get("RANK", "0")) == 0:
-        print(f"toolkit: {text}", file=sys.stderr, flush=True)  # noqa: T201
+        print(f"toolkit: {one_line(redact(text))}", file=sys.stderr, flush=True)  # noqa: T201
     else:
         # The first rank to leave has the launcher end the others: rank 0 speaks before.
         time.sleep(RANK_0_SPEAKS_SECONDS)
@@ -171,7 +174,7 @@ def rehearse_if_needed() -> bool:
     if local_rank() == 0:
         hidden = f" The {found} found stay hidden." if found else ""
         many = "rank" if ranks == 1 else "ranks"
-        _say(f"rehearsal: {ranks} {many}, {found} GPUs. Training runs on the CPU.{hidden}")
+        say(f"rehearsal: {ranks} {many}, {found} GPUs. Training runs on the CPU.{hidden}")
     os.environ |= {
         "CUDA_VISIBLE_DEVICES": "",
         "ACCELERATE_TORCH_DEVICE": "cpu",
@@ -207,7 +210,7 @@ def use_deepspeed_config(config: dict[str, Any], **fit: Any) -> list[str]:
     os.environ[DEEPSPEED_FILE] = base64.urlsafe_b64encode(text).decode()
     if local_rank() == 0:
         for change in fitted.changes:
-            _say(f"deepspeed: {change}")
+            say(f"deepspeed: {change}")
         _say_builds(fitted.config)
     return fitted.changes
 
@@ -215,7 +218,7 @@ def use_deepspeed_config(config: dict[str, Any], **fit: Any) -> list[str]:
 def _say_builds(config: dict[str, Any]) -> None:
     """Name what DeepSpeed is about to compile, and clear the locks that it would wait for."""
     for lock in clear_stale_locks():
-        _say(f"removed the lock of a build that was killed: {lock}")
+        say(f"removed the lock of a build that was killed: {lock}")
     zero = config.get("zero_optimization", {})
     sections = [zero.get(key) or {} for key in ("offload_optimizer", "offload_param")]
     devices = [section.get("device") for section in sections]
@@ -223,7 +226,7 @@ def _say_builds(config: dict[str, Any]) -> None:
     if devices[0] in ("cpu", "nvme") and config.get("zero_force_ds_cpu_optimizer", True):
         parts.append("cpu_adam")
     if missing := unbuilt(parts):
-        _say(f"DeepSpeed compiles {' and '.join(missing)} now, once; it takes some minutes")
+        say(f"DeepSpeed compiles {' and '.join(missing)} now, once; it takes some minutes")
 
 
 def _patch_accelerate() -> None:
@@ -306,10 +309,6 @@ def _patch_transformers() -> None:
 
 def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def _say(text: str) -> None:
-    print(f"toolkit: {text}", flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Final, Literal, NotRequired, TypedDict, cast
 
 from toolkit.errors import UsageError
 from toolkit.files import write_text
+from toolkit.redaction import redacted
 from toolkit.shapes import Least, mismatches
 
 SCHEMA: Final = 1
@@ -709,10 +710,10 @@ def read_json(path: Path) -> Any:
         ) from None
 
 
-def write_json(path: Path, data: Any) -> None:
-    """Write `data` as strict JSON; whoever reads `path` sees the old file or all of the new one."""
-    text = json.dumps(_encoded(data), indent=2, allow_nan=False) + "\n"
-    write_text(path, text)
+def write_json(path: Path, data: Any, *, private: bool = False) -> None:
+    """Write `data` as strict JSON without secrets, as `write_text` does."""
+    text = json.dumps(_encoded(redacted(data)), indent=2, allow_nan=False) + "\n"
+    write_text(path, text, private=private)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

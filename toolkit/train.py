@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 from toolkit import environment
 from toolkit.configs.requested import read_deepspeed_config, requested_processes
 from toolkit.errors import GuardError, UsageError
+from toolkit.escaping import one_line
 from toolkit.job import Job, check_fillers, checked_job, has_fillers
 from toolkit.launching.python import check_package_folder
-from toolkit.launching.ranks import leave, quiet, rank
+from toolkit.launching.ranks import leave, quiet, rank, say
 from toolkit.launching.status import STATUS_DIR, StatusFile, guard, status_folder
+from toolkit.redaction import redact, redact_output, redacted_words
 from toolkit.rehearse import die_with_launcher, told
 from toolkit.results import RECORD_FILE, SCHEMA, STARTING_ADAPTER, STEPS_FILE, write_json
 from toolkit.strategies import Strategy
@@ -38,6 +40,7 @@ EXIT_REFUSED = 3
 def main() -> None:
     """Train in this rank; leave with 0, 1 (failed), 2 (usage), 3 (refused) or 143 (preempted)."""
     die_with_launcher()
+    redact_output()
     quiet()
     os.environ["PYTHONSAFEPATH"] = "1"  # workers that are spawned start as this rank did
     from toolkit.checkpoints.preemption import EXIT_PREEMPTED, Preempted
@@ -45,7 +48,9 @@ def main() -> None:
 
     code = 0
     try:
-        _main(sys.argv[1:], refused_by=Refused)
+        argv = sys.argv[1:]
+        sys.argv[1:] = redacted_words(argv)  # trackers keep the command line of a run
+        _main(argv, refused_by=Refused)
     except UsageError as error:
         code = told(EXIT_USAGE, str(error))
     except Refused as error:
@@ -55,7 +60,7 @@ def main() -> None:
     except GuardError as error:
         code = told(EXIT_FAILED, f"stopped by a guard: {error}")
     except Exception:
-        traceback.print_exc()
+        sys.stderr.write(redact(traceback.format_exc()))
         code = EXIT_FAILED
     if code == 0:
         leave()
@@ -99,7 +104,7 @@ def train(job: Job, status: StatusFile) -> None:
         environment.commit()  # kept for the record: the code may change while the run goes on
     for line in keep_local(job.args.report_to, Path(job.args.output_dir)):
         if rank() == 0:
-            print(f"toolkit: {line}", flush=True)  # noqa: T201
+            say(line)
     status.peak = memory.host_peak_bytes if job.rehearsal else memory.device_peak_bytes
     if job.args.tf32 is None and job.args.mixed_precision == "no":
         torch.backends.cuda.matmul.fp32_precision = "ieee"  # parity in fp32 means fp32
@@ -114,7 +119,7 @@ def train(job: Job, status: StatusFile) -> None:
     speed = Speed(job.speed, job.args)
     speed.apply(model, loop=job.args if job.run.engine == "loop" else None)
     for why in speed.left_out.values() if rank() == 0 else ():
-        print(f"toolkit: left out of --tuned: {why}", flush=True)  # noqa: T201
+        say(f"left out of --tuned: {why}")
     _check_idle_loss(job, model)
     collate = speed.collating(Collator(pad_token_id=job.tokenizer.pad_token_id))
     recorder = _recorder(job, status)
@@ -345,7 +350,7 @@ def _described(job: Job, speed: Speed) -> dict[str, Any]:
         "status": "ok",
         "reason": None,
         "model": {
-            "name": job.model.model_name_or_path or BUILT_IN_MODEL,
+            "name": one_line(job.model.model_name_or_path or BUILT_IN_MODEL),
             "path": job.facts.path,
             "parameters": job.facts.parameters,
             "trained_parameters": job.method.trained_parameters,

@@ -36,6 +36,8 @@ def main():
     sys.stdout.write(f"toolkit.train: {strategy} begins\n")
     sys.stdout.flush()
 
+    if "leak" in fake:
+        leak(Path(fake["leak"]), statuses[0], fails=how == "leak")
     if how == "wait":
         Path(fake["started"]).touch()
         time.sleep(60)
@@ -60,6 +62,21 @@ def main():
         write_record(folder, flags, strategy, steps, ranks, fake=fake, losses=losses, speed=speed)
     for status in statuses:
         status.finished()
+
+
+def leak(told, status, *, fails):
+    """Print all that it was given, as a careless library does, and perhaps die of it."""
+    given = [*sys.argv, *(f"{name} is {value}" for name, value in os.environ.items())]
+    told.write_text("\n".join(given))
+    for stream in (sys.stdout, sys.stderr):
+        stream.write("\n".join([*given, "toolkit: " + " ".join(given), repr(given)]) + "\n")
+        stream.flush()
+    if fails:
+        try:
+            raise RuntimeError("\n".join(given))
+        except RuntimeError as error:
+            status.failed(error)
+            raise
 
 
 def told(by_strategy, strategy, number, usual):

@@ -7,19 +7,23 @@ import json
 import math
 import os
 import resource
+import shlex
 import signal
 import sys
 import threading
 import time
 from pathlib import Path
+from urllib.parse import quote
 
 import numpy as np
 import pytest
 from rich.console import Console
 from small_llama import CONFIG
 
+from toolkit import redaction
 from toolkit.comparing.bisection.running import bisect_runs
 from toolkit.comparing.reporting import matching
+from toolkit.comparing.reporting.remake import remake
 from toolkit.comparing.scheduling import preparing, schedule, starting
 from toolkit.comparing.scheduling.options import CompareOptions
 from toolkit.comparing.scheduling.schedule import compare
@@ -58,7 +62,8 @@ class World:
             lambda config, script, **_: [sys.executable, str(FAKE_TRAIN), *script[2:]],
         )
         model = {"model": {"name": "tiny", "path": str(start), "parameters": 6}}
-        self.prepare_ends(0, json.dumps(PREPARED | model))
+        self.prepared = json.dumps(PREPARED | model)
+        self.prepare_ends(0, self.prepared)
 
     def prepare_ends(self, status, output="", words=""):
         script = (
@@ -66,8 +71,10 @@ class World:
         )
         self.monkeypatch.setattr(preparing, "PREPARE", (sys.executable, "-c", script))
 
-    def compare(self, *strategies, output=None, terminal=False, runs=None, speeds=None, **options):
-        fake = self.fake | {"runs": runs or {}, "speeds": speeds or {}}
+    def compare(
+        self, *strategies, output=None, terminal=False, runs=None, speeds=None, also=None, **options
+    ):
+        fake = self.fake | {"runs": runs or {}, "speeds": speeds or {}} | (also or {})
         self.monkeypatch.setenv("FAKE_TRAIN", json.dumps(fake))
         stream = io.StringIO()
         console = Console(file=stream, width=160, force_terminal=terminal)
@@ -128,6 +135,89 @@ def test_two_good_runs_exit_0_and_leave_their_files(world):
     assert "started" in world.printed
     assert "ddp-trainer: toolkit.train: ddp begins" in world.printed
     assert "gap 0.0e+00" in world.printed
+
+
+CANARIES = {
+    "HF_TOKEN": "hub-canary-1/+%x",
+    "WANDB_API_KEY": "c0ffee00c0ffee11c0ffee22c0ffee33c0ffee44",
+    "MY_DB_PASSWORD": 'canary "2" of mine',
+    "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI/K7MDENG/bPxRfiCYcanary",
+}
+
+
+def test_no_secret_is_written_or_printed_and_the_training_gets_it(world, monkeypatch, tmp_path):
+    for name, value in CANARIES.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(redaction, "_learned", set())
+    secrets = [*CANARIES.values(), "flag-canary-3"]
+    told = tmp_path / "told"
+    world.prepare_ends(
+        0,
+        world.prepared,
+        words="".join(f"{secret} " for secret in secrets),
+    )
+    code = world.compare(
+        *("single", "ddp", "zero1"),
+        runs={"ddp": "drift", "zero1": "leak"},
+        also={"leak": str(told), "training": {"said": " ".join(secrets)}},
+        train_flags=("--hub_token", "flag-canary-3", "--x_password", "Zq7"),
+    )
+    assert code == 1
+    assert world.statuses() == {"single": "ok", "ddp": "ok", "zero1": "failed"}
+    assert all(secret in told.read_text() for secret in secrets)
+    failed = world.results()["runs"][-1]
+    assert "HF_TOKEN is [removed]" in "".join(failed["tail"])
+    assert "--bisect" in (world.results()["runs"][1]["fix"] or "")
+
+    report = io.StringIO()
+    remake(world.output, console=Console(file=report, width=160))
+    files = [path for path in world.output.rglob("*") if path.is_file()]
+    assert {"stdout.log", "spec.json", "report.html", "record.json", "rank-0.json"} <= {
+        path.name for path in files
+    }
+    texts = {str(path): path.read_bytes() for path in files}
+    texts |= {"printed": world.printed.encode(), "remade": report.getvalue().encode()}
+    found = [
+        (name, form)
+        for name, text in texts.items()
+        for secret in secrets
+        for form in (secret, json.dumps(secret)[1:-1], quote(secret, safe=""))
+        if form.encode() in text
+    ]
+    assert found == []
+
+    folder = world.output / "zero1-trainer-1"
+    # Three letters may mean anything in a log: they go where their flag is before them.
+    short = [(folder / name).read_text() for name in ("spec.json", "command.txt")]
+    results = world.results()
+    short += [results["fixed"]["flags for every run"], results["runs"][1]["fix"]]
+    assert all("--x_password [removed]" in text.replace("'", "") for text in short[1:])
+    assert not any("Zq7" in text for text in short)
+    for name in ("spec.json", "command.txt", "stdout.log"):
+        assert (folder / name).stat().st_mode & 0o777 == 0o600
+    mine = tmp_path / "mine"
+    mine.touch()
+    for path in (world.output / "report.html", world.output / "results.csv", folder / "status"):
+        assert path.stat().st_mode & 0o666 == mine.stat().st_mode & 0o666
+
+    # Another token makes no other run.
+    world.compare("single", train_flags=("--hub_token", "another-canary", "--x_password", "x"))
+    assert world.order().count("single-trainer-1") == 1
+    assert "single-trainer is finished already" in world.printed
+    flags = ("--hub_token", "x", "--x_password", "x", "--seed", "1")
+    with pytest.raises(UsageError, match="was run with other settings: --seed was not given"):
+        world.compare("single", train_flags=flags)
+
+
+def test_an_output_folder_with_a_line_feed_in_its_name_is_shown_on_one_line(world):
+    output = world.output.with_name("two\nlines")
+    assert world.compare("single", "ddp", output=output) == 0
+    assert "into runs/two\\nlines" in world.printed
+    assert "\nlines" not in world.printed
+    command = (output / "ddp-trainer-1" / "command.txt").read_text()
+    assert len(command.splitlines()) == 1
+    assert shlex.split(command)[-1] == "False"
+    assert "# Comparison two\\\\nlines" in (output / "report.md").read_text()
 
 
 def test_a_rehearsed_control_gets_no_gpu_that_its_config_pins(world, monkeypatch):

@@ -68,7 +68,9 @@ def test_what_is_empty_has_its_reason_at_the_end(full_results):
     assert "tokens_per_second: oom: rank 1 failed" in failed["not_measured"]
 
 
-@pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@x", "\t=1", "  =1", "|x", "%x"])
+@pytest.mark.parametrize(
+    "text", ["=1+1", "+1", "-1", "@x", "\t=1", "  =1", "|x", "%x", "＝1", "＋1", "－1", "＠x"]
+)
 def test_no_text_is_a_formula(make_results, make_row, text):
     line = read(make_results(make_row(strategy=text, reason=text)))[1]
     assert line["strategy"].startswith("'")

@@ -26,6 +26,12 @@ def test_the_line_is_shown_as_a_user_would_type_it():
     assert shown_command(["python", "x.py"]) == ["python", "x.py"]
 
 
+def test_the_line_is_shown_without_secrets_and_run_with_them():
+    command = launch_command(Path("ddp.yaml"), ["x.py", "--hub_token", "abc", "--db-password=d"])
+    assert command[-3:] == ["--hub_token", "abc", "--db-password=d"]
+    assert shown_command(command)[-3:] == ["--hub_token", "[removed]", "--db-password=[removed]"]
+
+
 def test_a_good_run_is_ok_and_tells_its_steps_and_lines(ranks, tmp_path):
     steps, lines = [], []
     command = ranks("""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from toolkit.errors import UsageError
+from toolkit.launching.ranks import say
 from toolkit.training.committing import recover, remove_drafts, remove_own
 from toolkit.training.manifests import Damaged, is_real_folder, read_manifest
 
@@ -91,7 +92,7 @@ def rotate(
             path.rename(gone)
             remove_own(gone, name=path)
         except OSError as error:  # the new one stands, and one too many harms nobody
-            print(f"toolkit: {path} stays: {error.strerror}", flush=True)  # noqa: T201
+            say(f"{path} stays: {error.strerror}")
 
 
 def _is_ours(folder: Path) -> bool:

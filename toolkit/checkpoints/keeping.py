@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 from toolkit.checkpoints.folders import checkpoint_folder, rotate
 from toolkit.checkpoints.preemption import Preempted, Preemption, pulse_of
 from toolkit.checkpoints.writing import save_checkpoint
+from toolkit.launching.ranks import say
 from toolkit.measuring.attestation import gather_objects
 from toolkit.measuring.recorder import Recorder
 from toolkit.training.companions import Companion, Prepared
@@ -80,7 +81,7 @@ class Keeper:
                 folder, prepared, step=step, facts=self.facts, write_more=write_more
             )
             if prepared.accelerator.is_main_process:
-                print(f"toolkit: saved {folder} in {taken:.1f} s", flush=True)  # noqa: T201
+                say(f"saved {folder} in {taken:.1f} s")
                 rotate(folder.parent, folder, limit=self.limit, keep=keep)
         self.newest = folder
         return folder

@@ -13,7 +13,7 @@ from toolkit.checkpoints.facts import facts_of_job
 from toolkit.checkpoints.keeping import Keeper, steps_between
 from toolkit.checkpoints.preemption import Preempted, Preemption, pulse_of
 from toolkit.checkpoints.resuming import find_checkpoint
-from toolkit.launching.ranks import rank
+from toolkit.launching.ranks import rank, say
 from toolkit.launching.status import StatusFile
 from toolkit.measuring.recorder import Recorder
 
@@ -33,8 +33,8 @@ def resumed_job(job: Job, asked: Asked | None) -> Job:
     resumed = find_checkpoint(asked, facts_of_job(job))
     if rank() == 0:
         for damage in resumed.damaged:
-            print(f"toolkit: damaged: {damage}", flush=True)  # noqa: T201
-        print(f"toolkit: resuming from {resumed.folder}, step {resumed.step}", flush=True)  # noqa: T201
+            say(f"damaged: {damage}")
+        say(f"resuming from {resumed.folder}, step {resumed.step}")
     return replace(job, resumed=resumed)
 
 

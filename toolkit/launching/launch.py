@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from toolkit.files import without_links
+from toolkit.files import new_file
 from toolkit.launching.memory import out_of_memory_kills
 from toolkit.launching.outcome import PORT_TAKEN, Ending, Outcome, judge
 from toolkit.launching.processes import (
@@ -41,6 +41,7 @@ from toolkit.launching.status import (
     read_statuses,
 )
 from toolkit.launching.supervised import supervised
+from toolkit.redaction import redacted_words
 
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 5.0
@@ -82,10 +83,11 @@ def launch_command(
 
 
 def shown_command(command: Sequence[str]) -> list[str]:
-    """Return `command` as a user would type it, beginning with `accelerate launch`."""
+    """Return `command` as a user would type it, `accelerate launch` in front, without secrets."""
+    words = redacted_words(command)
     if list(command[: len(LAUNCHER)]) != LAUNCHER:
-        return list(command)
-    return ["accelerate", "launch", *command[len(LAUNCHER) :]]
+        return words
+    return ["accelerate", "launch", *words[len(LAUNCHER) :]]
 
 
 def run(
@@ -107,7 +109,8 @@ def run(
 
     Args:
         command: what `launch_command` returns, or any other command.
-        folder: gets `stdout.log` and `status/`; those of an earlier run there are replaced.
+        folder: gets `stdout.log`, without secrets and for its owner alone, and `status/`; those of
+            an earlier run there are replaced.
         timeout: seconds for the whole run.
         num_processes: ranks that must report, where it is known.
         environment: variables for the run, on top of this process's own.
@@ -161,9 +164,9 @@ class Follower:
             old.unlink()
 
         kills = out_of_memory_kills()
-        with open(self.folder / "stdout.log", "wb", opener=without_links) as log:
+        with new_file(self.folder / "stdout.log", private=True) as log:
             supervisor = subprocess.Popen(
-                supervised(self.command),
+                supervised(self.command, redacting=True),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

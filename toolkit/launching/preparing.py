@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from toolkit.launching.python import python_environment
 from toolkit.launching.supervised import supervised
+from toolkit.redaction import learn
 
 WORKER = "toolkit.training.prepare"
 
@@ -22,6 +23,7 @@ def prepare_once(flags: Sequence[str], *, num_processes: int | None = None) -> d
     Raises:
         SystemExit: 2 where flags, model or data are not usable, else 1; why stands on stderr.
     """
+    learn(flags)
     ranks = [] if num_processes is None else [f"--num_processes={num_processes}"]
     command = supervised([sys.executable, "-m", WORKER, *ranks, *flags])
     done = subprocess.run(command, stdout=subprocess.PIPE, env=python_environment(), check=False)

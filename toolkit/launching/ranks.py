@@ -14,6 +14,8 @@ from typing import NoReturn
 
 import psutil
 
+from toolkit.escaping import one_line
+
 LAUNCHER_PID = "TOOLKIT_LAUNCHER_PID"
 
 PR_SET_PDEATHSIG = 1
@@ -40,6 +42,11 @@ def die_with_parent(death_signal: signal.Signals = signal.SIGKILL) -> None:
 def rank() -> int:
     """Return this process's number in the launch, 0 without one."""
     return int(os.environ.get("RANK", "0"))
+
+
+def say(text: str) -> None:
+    """Print one line for the user."""
+    print(f"toolkit: {one_line(text)}", flush=True)  # noqa: T201
 
 
 def quiet() -> None:

@@ -20,6 +20,7 @@ from typing import Any, Literal, cast, get_args
 from toolkit.errors import UsageError
 from toolkit.files import write_text
 from toolkit.launching.processes import start_of
+from toolkit.redaction import redacted
 
 State = Literal["running", "finished", "failed", "refused", "usage", "preempted"]
 Failure = Literal["failed", "refused", "usage"]
@@ -144,7 +145,7 @@ class StatusFile:
             "peak_bytes": self._peak_bytes,
         }
         # Not waiting for the disk: it is written anew every step.
-        write_text(self.path, json.dumps(said), durable=False)
+        write_text(self.path, json.dumps(redacted(said)), durable=False)
 
 
 def status_folder(output_dir: Path) -> Path:

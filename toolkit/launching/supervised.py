@@ -1,16 +1,21 @@
-"""`python -m toolkit.launching.supervised PARENT_PID COMMAND ...`: run COMMAND, leave nothing.
+"""`python -m toolkit.launching.supervised PARENT_PID [--redacting] COMMAND ...`, leaving nothing.
 
 It stands between us and the launcher. When COMMAND ends, or this process is told to stop, or the
 process PARENT_PID dies in whatever way, everything that COMMAND started is killed. Ranks sit in
 sessions of their own and a compiler they started outlives them, so neither the process group nor
 a walk down from the launcher finds all: as subreaper, this process inherits every orphan.
+
+With `--redacting`, what COMMAND and all below it print comes here first, and goes on to stdout
+without secrets.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
@@ -22,11 +27,29 @@ from toolkit.launching.ranks import (
     die_with_parent,
     prctl,
 )
+from toolkit.redaction import longest_secret, redact
 
 
-def supervised(command: Sequence[str]) -> list[str]:
-    """Return `command` as one that leaves nothing behind when it, or this process, ends."""
-    return [sys.executable, "-m", "toolkit.launching.supervised", str(os.getpid()), *command]
+def supervised(command: Sequence[str], *, redacting: bool = False) -> list[str]:
+    """Return `command` as one that leaves nothing behind when it, or this process, ends.
+
+    Args:
+        command: What is run.
+        redacting: Take secrets out of what it prints; its stderr becomes part of its stdout.
+    """
+    options = [REDACTING] if redacting else []
+    here = [sys.executable, "-m", "toolkit.launching.supervised", str(os.getpid())]
+    return [*here, *options, *command]
+
+
+REDACTING = "--redacting"
+
+READ_BYTES = 2**16
+LINE_BYTES = 2**16
+"""A line that is longer goes on before its end."""
+
+DRAIN_SECONDS = 5.0
+"""How long what was printed may take to its file once every process is gone."""
 
 
 class Stopped(BaseException):
@@ -39,6 +62,8 @@ class Stopped(BaseException):
 
 def main(arguments: list[str]) -> int:
     parent, command = int(arguments[0]), arguments[1:]
+    redacting = command[:1] == [REDACTING]
+    command = command[1:] if redacting else command
     signals = stop_signals()
     for number in signals:
         signal.signal(number, _stop)
@@ -49,10 +74,13 @@ def main(arguments: list[str]) -> int:
     if os.getppid() != parent:
         return 128 + signal.SIGTERM
 
+    pump = Pump() if redacting else None
     try:
         launcher = os.fork()
         if launcher == 0:
-            _become(command, default=signals)
+            _become(command, pump, default=signals)
+        if pump is not None:
+            pump.start()
         return _wait_for(launcher)
     except Stopped as stopped:
         return 128 + stopped.number
@@ -62,14 +90,75 @@ def main(arguments: list[str]) -> int:
         for number in signals:
             signal.signal(number, signal.SIG_IGN)
         kill_descendants(os.getpid())
+        if pump is not None:
+            pump.end()
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
     raise Stopped(number)
 
 
-def _become(command: list[str], *, default: Sequence[signal.Signals]) -> NoReturn:
+class Pump:
+    """Takes what processes print into a pipe, and prints it line by line without secrets.
+
+    In a process that does nothing else, so that none of them waits for it for long.
+    """
+
+    def __init__(self) -> None:
+        self._reader, self.writer = os.pipe()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._rest = b""
+
+    def start(self) -> None:
+        os.close(self.writer)  # the processes hold it: the pipe ends with the last of them
+        self._thread.start()
+
+    def end(self) -> None:
+        """Wait until all is printed; a process that cannot be killed may hold the pipe for ever."""
+        if self._thread.is_alive():
+            self._thread.join(DRAIN_SECONDS)
+
+    def _run(self) -> None:
+        while chunk := os.read(self._reader, READ_BYTES):
+            self._take(chunk)
+        _print(_redacted(self._rest))
+
+    def _take(self, chunk: bytes) -> None:
+        # A progress bar ends its lines with a carriage return.
+        end = max(chunk.rfind(b"\n"), chunk.rfind(b"\r")) + 1
+        if end:
+            _print(_redacted(self._rest + chunk[:end]))
+            self._rest = chunk[end:]
+        else:
+            self._rest += chunk
+        if len(self._rest) > LINE_BYTES:
+            # What is cut off last may be the beginning of a secret: it waits.
+            keep = longest_secret()
+            line = _redacted(self._rest)
+            self._rest = line[-keep:]
+            _print(line[:-keep])
+
+
+def _redacted(data: bytes) -> bytes:
+    """Return what was printed without secrets; all else comes back as it was, in any encoding."""
+    text = redact(data.decode("utf-8", errors="surrogateescape"))
+    return text.encode("utf-8", errors="surrogateescape")
+
+
+def _print(data: bytes) -> None:
+    # A full disk must not stop the training: its words are lost, and the processes go on.
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(sys.stdout.fileno(), data) :]
+
+
+def _become(
+    command: list[str], pump: Pump | None, *, default: Sequence[signal.Signals]
+) -> NoReturn:
     try:
+        if pump is not None:
+            for number in (1, 2):
+                os.dup2(pump.writer, number)
         for number in (*default, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)
         die_with_parent()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from toolkit.configs.requested import requested_processes, requested_strategy
+from toolkit.launching.ranks import say
 from toolkit.measuring.attestation import Asked
 from toolkit.measuring.engine import zero_optimizer
 from toolkit.measuring.recorder import Recorder
@@ -60,7 +61,7 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
         Accelerator.prepare = original
     if int(os.environ.get("RANK", "0")) == 0:
         for line in _report(recorder, watched):
-            print(f"toolkit: {line}", flush=True)  # noqa: T201
+            say(line)
 
 
 def _report(recorder: Recorder, watched: list[tuple[Any, Any]]) -> Iterator[str]:

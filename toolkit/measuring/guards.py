@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from toolkit.errors import GuardError
+from toolkit.launching.ranks import say
 from toolkit.measuring.beat import Beat, Own
 
 Mode = Literal["stop", "warn"]
@@ -295,7 +296,7 @@ def told(sentence: str) -> None:
     import torch
 
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        print(f"toolkit: {sentence}", flush=True)  # noqa: T201
+        say(sentence)
 
 
 def _listed(items: Any) -> str:

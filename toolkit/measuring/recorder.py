@@ -32,6 +32,7 @@ from toolkit.measuring.order import OrderWatch
 from toolkit.measuring.peak import COMPILED, PeakLedger
 from toolkit.measuring.pulse import Pulse
 from toolkit.measuring.steps_file import drop_steps_after
+from toolkit.redaction import redacted
 
 
 class Recorder:
@@ -272,7 +273,7 @@ class Recorder:
         if self._steps_file is not None and self._rank == 0:
             line = {"step": step} | {key: _plain(value) for key, value in values.items()}
             with open(self._steps_file, "a", encoding="utf-8", opener=without_links) as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(json.dumps(redacted(line)) + "\n")
 
     def peaks(self) -> None:
         """Take the peaks now: before the save, which is no part of training."""

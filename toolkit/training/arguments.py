@@ -22,6 +22,7 @@ from transformers.hf_argparser import HfArgumentParser
 
 from toolkit.checkpoints.asked import LAST, folder_to_resume
 from toolkit.errors import UsageError
+from toolkit.redaction import learn
 from toolkit.strategies import get_strategy
 from toolkit.training.data_arguments import DataArguments
 from toolkit.training.guard_arguments import GuardArguments
@@ -351,6 +352,7 @@ def _flags_of_file(path: str) -> list[str]:
         else:
             # With "=", since a value may start with a dash.
             flags.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else value}")
+    learn(flags)
     return flags
 
 

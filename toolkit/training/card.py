@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from toolkit.results import Evaluated
+from toolkit.escaping import code
+from toolkit.results import Evaluated, write_text
 from toolkit.training.card_command import command_of, hub_name_of, shown_name
 from toolkit.training.model import BUILT_IN_MODEL
 
@@ -80,7 +81,7 @@ class Card:
         is_adapter = (draft / "adapter_config.json").exists()
         generates = (draft / "generation_config.json").exists()
         text = self.text(is_adapter=is_adapter, says_generation=generates)
-        (draft / CARD_FILE).write_text(text, encoding="utf-8")
+        write_text(draft / CARD_FILE, text)
 
     def text(
         self, *, is_adapter: bool = False, says_generation: bool = False, date: str | None = None
@@ -131,7 +132,7 @@ class Card:
     def _base_in_words(self) -> str:
         if self.base == BUILT_IN_MODEL:
             return f"`{self.base}`, a small Llama with random weights that the toolkit builds"
-        return f"`{shown_name(self.base)}`"
+        return code(shown_name(self.base))
 
     def _results(self) -> list[tuple[str, str, str]]:
         lines: list[tuple[str, str, str]] = []

@@ -7,13 +7,13 @@ as warmup, is not in it, and the card says so.
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
 from toolkit.configs.requested import CUSTOM
+from toolkit.escaping import one_line, shell_line
 from toolkit.training.built_in_data import BUILT_IN_DATA
 from toolkit.training.method_arguments import MethodArguments, default_of
 from toolkit.training.methods import COMPUTED_IN
@@ -59,10 +59,10 @@ def hub_name_of(name: str) -> str | None:
 
 
 def shown_name(name: str) -> str:
-    """Return a name for others to read: of a path its last part."""
+    """Return a name for others to read, on one line: of a path its last part."""
     if hub_name_of(name) is not None or "/" not in name:
-        return name
-    return Path(name).name or "a folder"
+        return one_line(name)
+    return one_line(Path(name).name) or "a folder"
 
 
 def command_of(described: Mapping[str, Any], *, num_processes: int, data: str | None) -> str | None:
@@ -153,4 +153,4 @@ def _speed_flags(on: Mapping[str, Any]) -> dict[str, Any]:
 def _written(value: Any) -> str:
     if isinstance(value, list):
         return " ".join(map(_written, value))
-    return shlex.quote(str(value))
+    return shell_line([str(value)])

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.environment import cache_root
 from toolkit.errors import UsageError
+from toolkit.escaping import one_line
 from toolkit.training.arguments import DataArguments
 from toolkit.training.batches import Collator
 from toolkit.training.building import TEMPLATE_FILE, Build, Part
@@ -129,7 +130,8 @@ class TrainingData:
 
     def facts(self) -> dict[str, Any]:
         left_out = ("folder", "largest_id")
-        return {name: getattr(self, name) for name in self.__slots__ if name not in left_out}
+        facts = {name: getattr(self, name) for name in self.__slots__ if name not in left_out}
+        return facts | {"name": one_line(self.name)}
 
 
 def prepare_data(
@@ -223,7 +225,7 @@ def _prepare(
     def build(folder: Path) -> None:
         from toolkit.training.model import load_tokenizer
 
-        logger.info("Tokenising %s", source.name)
+        logger.info("Tokenising %s", one_line(source.name))
         job = Build(
             arguments=arguments,
             name=source.name,

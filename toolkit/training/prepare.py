@@ -21,7 +21,9 @@ from typing import Any
 from transformers.utils.logging import disable_progress_bar
 
 from toolkit.errors import UsageError, file_sentence, is_full_disk
+from toolkit.escaping import one_line
 from toolkit.launching.ranks import quiet
+from toolkit.redaction import redact_output
 from toolkit.strategies import Strategy, get_strategy
 from toolkit.training.arguments import (
     DataArguments,
@@ -111,8 +113,9 @@ def prepare(
     validation = validation_data(model_arguments, data_arguments)
     if validation is not None:
         check_vocabulary(model, validation)
+    name = one_line(model_arguments.model_name_or_path or BUILT_IN_MODEL)
     return {
-        "model": {"name": model_arguments.model_name_or_path or BUILT_IN_MODEL} | model.facts(),
+        "model": {"name": name} | model.facts(),
         "data": data.facts()
         | {"max_length": data_arguments.max_length, "folder": str(data.folder)},
         "validation": None
@@ -232,6 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--strategies", default="")
     parser.add_argument("--rehearsal", action="store_true")
     ours, flags = parser.parse_known_args(argv)
+    redact_output()
     logging.basicConfig(stream=sys.stderr, format="%(message)s", level=logging.WARNING)
     logging.getLogger("toolkit").setLevel(logging.INFO)
     quiet()

@@ -230,6 +230,14 @@ class ToolkitTrainer(Trainer):
         if self.args.push_to_hub:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        # It pickles the arguments, the token for the Hub among them (transformers 5.23).
+        token, self.args.hub_token = self.args.hub_token, None
+        try:
+            super()._save(*args, **kwargs)
+        finally:
+            self.args.hub_token = token
+
     # Checkpoints on the way: the toolkit's own, which the methods below put in the place of the
     # Trainer's (transformers 5.23).
 

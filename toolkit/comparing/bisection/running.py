@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 from toolkit import environment
 from toolkit.comparing.bisection.finding import BisectError, Bisection, Side, bisect, load_side
 from toolkit.comparing.bisection.told import Started, as_json, page, told
+from toolkit.comparing.reporting.terminal import print_line
 from toolkit.comparing.scheduling.comparison import Comparison
 from toolkit.comparing.scheduling.options import CompareOptions
 from toolkit.comparing.scheduling.output_folder import new_folder, shown
@@ -28,6 +29,7 @@ from toolkit.comparing.weights import WeightsError
 from toolkit.errors import UsageError
 from toolkit.files import check_takes_files, write_text
 from toolkit.launching.folder_lock import lock_folder
+from toolkit.redaction import learn
 from toolkit.results import write_json
 from toolkit.strategies import get_strategy
 
@@ -57,6 +59,7 @@ def bisect_runs(names: tuple[str, str], options: CompareOptions, *, console: Con
     Raises:
         UsageError: a mistake in what was asked; nothing has been written.
     """
+    learn(options.train_flags)
     plan, runs = _planned(names, options)
     folder = options.output or Path("runs") / time.strftime("%Y%m%d-%H%M%S-bisect")
     folder = folder.absolute()
@@ -70,7 +73,7 @@ def bisect_runs(names: tuple[str, str], options: CompareOptions, *, console: Con
     try:
         comparison.prepare(console)
     except PrepareError as error:
-        console.print(str(error), markup=False, highlight=False)
+        print_line(str(error), console=console)
         return 1
     if options.output is None:
         comparison.folder = new_folder(folder)
@@ -78,7 +81,7 @@ def bisect_runs(names: tuple[str, str], options: CompareOptions, *, console: Con
         try:
             started = _start_all(comparison, runs, Lines(console))
         except (KeyboardInterrupt, SystemExit):
-            console.print("Interrupted: nothing was compared.", highlight=False)
+            print_line("Interrupted: nothing was compared.", console=console)
             return INTERRUPTED
         return _report(comparison, started, console)
 
@@ -163,7 +166,7 @@ def _report(comparison: Comparison, started: Sequence[Started], console: Console
     write_text(folder / BISECT_PAGE, page(found, started, lines))
     written = f"Written: {shown(folder / BISECT_FILE)} and {shown(folder / BISECT_PAGE)}"
     for line in (*lines, written):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_line(line, console=console)
     return 0 if found is not None and found.first is None else 1
 
 

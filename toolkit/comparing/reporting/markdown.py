@@ -56,14 +56,6 @@ def fenced(text: str, *, language: str = "text") -> str:
     return f"{fence}{language}\n{text}\n{fence}"
 
 
-def code(text: str) -> str:
-    """Return `text` as code inside of a line, which nothing inside it can close."""
-    line = " ".join(_printable(text).split())
-    longest = max((len(run) for run in re.findall(r"`+", line)), default=0)
-    mark = "`" * (longest + 1)
-    return f"{mark} {line} {mark}" if longest else f"{mark}{line}{mark}"
-
-
 def _printable(text: str) -> str:
     without_colour = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "", without_colour)

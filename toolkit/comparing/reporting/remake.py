@@ -9,6 +9,7 @@ from toolkit.comparing.reporting.page import PAGE_FILE, render_page
 from toolkit.comparing.reporting.presentable import presentable
 from toolkit.comparing.reporting.report import REPORT_FILE, print_report, render_markdown
 from toolkit.comparing.reporting.table_file import TABLE_FILE, render_table
+from toolkit.comparing.reporting.terminal import print_line
 from toolkit.errors import UsageError
 from toolkit.files import write_text
 from toolkit.results import RECORD_FILE, RESULTS_FILE, Results, read_results
@@ -45,7 +46,7 @@ def remake(folder: Path, *, console: Console) -> None:
     written = write_reports(folder)
     print_report(presentable(results), console=console)
     for path in written:
-        console.print(f"Written: {path}", markup=False, highlight=False, soft_wrap=True)
+        print_line(f"Written: {path}", console=console)
 
 
 def comparison_in(folder: Path) -> Results:

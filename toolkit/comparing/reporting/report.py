@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from toolkit.comparing.reporting.markdown import bullets, code, escaped, fenced, section_text
+from toolkit.comparing.reporting.markdown import bullets, escaped, fenced, section_text
 from toolkit.comparing.reporting.presentable import presentable
 from toolkit.comparing.reporting.row_facts import run_name
 from toolkit.comparing.reporting.runs_table import COLUMNS, cells, runs_table, speed_and_cost
@@ -19,6 +19,7 @@ from toolkit.comparing.reporting.sections.failures import Failure, failures
 from toolkit.comparing.reporting.sections.limits import limits
 from toolkit.comparing.reporting.verdict import REHEARSAL, broken_lines, verdict
 from toolkit.comparing.reporting.words import facts
+from toolkit.escaping import code
 from toolkit.files import write_text
 from toolkit.results import Results, read_results
 

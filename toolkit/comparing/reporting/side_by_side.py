@@ -30,7 +30,9 @@ from toolkit.comparing.reporting.matching import (
 from toolkit.comparing.reporting.page import LONG, STYLE, WORDY
 from toolkit.comparing.reporting.row_facts import run_name, states_of, status_of
 from toolkit.comparing.reporting.table_file import csv_cell
+from toolkit.comparing.reporting.terminal import print_line
 from toolkit.errors import UsageError, is_full_disk
+from toolkit.escaping import one_line
 from toolkit.files import write_text
 from toolkit.results import Row
 
@@ -68,7 +70,7 @@ def side_by_side(before: Path, after: Path, *, to: Path | None, console: Console
             raise
         raise UsageError(f"{to} takes no files: {error.strerror}.") from None
     for name in made:
-        console.print(f"Written: {to / name}", markup=False, highlight=False, soft_wrap=True)
+        print_line(f"Written: {to / name}", console=console)
 
 
 def show(found: SideBySide, *, console: Console) -> None:
@@ -98,7 +100,7 @@ def show(found: SideBySide, *, console: Console) -> None:
 
 def named(side: Side) -> str:
     """Return a side's letter, its comparison and where that lies."""
-    return f"{side.letter}: {side.results.get('name', 'comparison')} ({side.folder})"
+    return one_line(f"{side.letter}: {side.results.get('name', 'comparison')} ({side.folder})")
 
 
 def render_markdown(found: SideBySide) -> str:

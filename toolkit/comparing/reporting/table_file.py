@@ -33,7 +33,7 @@ from toolkit.results import Peak, Results, Row, Sample
 
 TABLE_FILE: Final = "results.csv"
 
-FORMULA: Final = ("=", "+", "-", "@", "\t", "\r", "\n", "|", "%")
+FORMULA: Final = ("=", "+", "-", "@", "\t", "\r", "\n", "|", "%", "＝", "＋", "－", "＠")
 """With these a spreadsheet takes a cell for something to compute."""
 
 SPEED: Final = {

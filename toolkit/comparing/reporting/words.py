@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
+from toolkit.escaping import one_line
+
 NOT_AVAILABLE: Final = "n/a"
 
 
@@ -64,7 +66,7 @@ def flat(value: Any) -> str:
         return "; ".join(map(flat, cast("list[Any]", value))) or "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return "none" if value is None else str(value)
+    return "none" if value is None else one_line(str(value))
 
 
 def facts(recorded: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from toolkit.errors import UsageError
+from toolkit.redaction import redacted, redacted_words
 from toolkit.results import RECORD_FILE, Record, Spec, read_as, read_record
 
 SPEC_FILE: Final = "spec.json"
@@ -85,9 +86,16 @@ def read_spec(attempt: Path) -> Spec:
 def spec_at(attempt: Path) -> Spec | None:
     """Return what decided a start; None where that cannot be read."""
     try:
-        return read_spec(attempt)
+        # A spec of an older toolkit holds the token of its day: another one makes no other run.
+        return cast(Spec, redacted_spec(read_spec(attempt)))
     except UsageError:
         return None
+
+
+def redacted_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what decides a run as it is written and compared: secrets decide nothing."""
+    flags = {"flags": redacted_words(spec["flags"])} if "flags" in spec else {}
+    return cast("dict[str, Any]", redacted({**spec, **flags}))
 
 
 def command_at(attempt: Path) -> str | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import asdict
 from typing import Any
 
 from toolkit.comparing.scheduling.options import CompareOptions
+from toolkit.escaping import shell_line
+from toolkit.redaction import redacted_words
 from toolkit.results import Control, Row
 
 
@@ -43,7 +44,7 @@ def bisect_command(row: Row, control: Control | None, options: CompareOptions) -
         for text in (f"--{name}", str(value))
     ]
     sides = [f"{each['strategy']}-{each['engine']}" for each in (control, row)]
-    flags = ["--", *options.train_flags] if options.train_flags else []
-    command = shlex.join(["toolkit", "compare", "--bisect", *sides, *words, *flags])
+    flags = ["--", *redacted_words(options.train_flags)] if options.train_flags else []
+    command = shell_line(["toolkit", "compare", "--bisect", *sides, *words, *flags])
     # Fewer ranks may find GPUs enough where all runs of the comparison did not.
     return f"CUDA_VISIBLE_DEVICES= {command}" if row["rehearsal"] else command

@@ -12,7 +12,7 @@ from toolkit.comparing.parity import first_common_step
 from toolkit.comparing.predicted import Facts, facts_of
 from toolkit.comparing.reporting.report import write_report
 from toolkit.comparing.reporting.words import method_in_words, switches_in_words
-from toolkit.comparing.scheduling.attempts import Finished, completed
+from toolkit.comparing.scheduling.attempts import Finished, completed, redacted_spec
 from toolkit.comparing.scheduling.bisect_command import bisect_command
 from toolkit.comparing.scheduling.judging import Judging
 from toolkit.comparing.scheduling.noise import noise_of
@@ -28,6 +28,7 @@ from toolkit.comparing.scheduling.preparing import prepare
 from toolkit.comparing.scheduling.rows import Failure, Setting, add_judgement, build_row, facts_in
 from toolkit.configs import ConfigOptions, render_configs
 from toolkit.errors import UsageError
+from toolkit.escaping import one_line
 from toolkit.launching.folder_lock import lock_folder
 from toolkit.results import RESULTS_FILE, SCHEMA, Control, Results, Row, write_json
 
@@ -81,7 +82,7 @@ class Comparison:
         ]
 
     def spec(self, planned: Run) -> dict[str, Any]:
-        return {"schema": SCHEMA, **planned.spec(), "rehearsal": self.plan.rehearsal}
+        return redacted_spec({"schema": SCHEMA, **planned.spec(), "rehearsal": self.plan.rehearsal})
 
     def setting(self) -> Setting:
         return Setting(
@@ -190,7 +191,7 @@ class Comparison:
             control=self.control(),
             environment=self.environment,
             runs=runs,
-            name=self.folder.name,
+            name=one_line(self.folder.name),
             complete=complete and all(name in self.rows for name in order),
             rehearsal=self.plan.rehearsal,
             precision=self.options.precision,

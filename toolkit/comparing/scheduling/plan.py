@@ -6,7 +6,6 @@ optimizer steps are fixed; what a rank sees of a step is derived from its number
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -22,6 +21,8 @@ from toolkit.comparing.scheduling.batches import (
 from toolkit.comparing.scheduling.options import CompareOptions, Engine
 from toolkit.comparing.scheduling.owned_flags import check_train_flags
 from toolkit.errors import UsageError
+from toolkit.escaping import shell_line
+from toolkit.redaction import redacted_words
 from toolkit.strategies import Strategy, get_strategy
 
 CONTROLS: Final = ("single", "ddp", "zero1")
@@ -144,7 +145,7 @@ def fixed_by(options: CompareOptions) -> dict[str, Any]:
         "rows per optimizer step": options.global_batch_size,
         "optimizer steps": options.max_steps,
         "precision": "fp32" if options.precision == "no" else options.precision,
-        "flags for every run": shlex.join(options.train_flags) or None,
+        "flags for every run": shell_line(redacted_words(options.train_flags)) or None,
     }
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from toolkit.comparing.scheduling.progress import plain
+from toolkit.comparing.reporting.terminal import plain, print_line
 from toolkit.errors import UsageError
 from toolkit.launching.python import python_environment
 from toolkit.launching.supervised import supervised
@@ -64,16 +64,16 @@ def prepare(
                     continue
                 # One line behind: the last one of all may be the error that is raised below.
                 if last:
-                    console.print(last, markup=False, highlight=False, soft_wrap=True)
-                last = plain(line.strip())
+                    print_line(last, console=console)
+                last = line.strip()
             answer = process.stdout.read()
         except BaseException:
             process.terminate()
             raise
     if process.returncode == 2:
-        raise UsageError(last or "The flags of toolkit.train are not usable.")
+        raise UsageError(plain(last) or "The flags of toolkit.train are not usable.")
     if last:
-        console.print(last, markup=False, highlight=False, soft_wrap=True)
+        print_line(last, console=console)
     if process.returncode != 0:
         raise PrepareError(f"Preparing model and data ended with status {process.returncode}.")
     return cast("dict[str, Any]", json.loads(answer))

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol, Self
 
 from toolkit.comparing.reporting.report import cells
+from toolkit.comparing.reporting.terminal import plain, print_line
 from toolkit.comparing.scheduling.plan import Run
 from toolkit.results import Control, Row
 
@@ -20,8 +21,6 @@ STATUS_STYLES: Final = {"ok": "green", "skipped": "yellow", "waiting": "dim"}
 
 ANNOUNCEMENT: Final = re.compile(r"toolkit[.\w]*: ")
 """Lines of a run that are meant for the user, such as a build that takes a minute."""
-
-CONTROL_CHARACTERS: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 
 QUIET_SECONDS: Final = 15.0
 
@@ -82,7 +81,7 @@ class Lines:
         pass
 
     def say(self, text: str) -> None:
-        self.console.print(plain(text), markup=False, highlight=False, soft_wrap=True)
+        print_line(text, console=self.console)
 
     def start(
         self, run: Run, position: int, total: int, *, repeat: int = 1, repeats: int = 1
@@ -141,7 +140,7 @@ class LiveTable:
         self.live.stop()
 
     def say(self, text: str) -> None:
-        self.console.print(plain(text), markup=False, highlight=False)
+        print_line(text, console=self.console)
 
     def start(
         self, run: Run, position: int, total: int, *, repeat: int = 1, repeats: int = 1
@@ -184,11 +183,6 @@ class LiveTable:
             strategy = f"{run.strategy.name} x{run.num_processes}" if run.scaled else None
             table.add_row(strategy or run.strategy.name, run.engine, status, *map(Text, values))
         return table
-
-
-def plain(text: str) -> str:
-    """Return `text` without what would move the cursor or colour the screen."""
-    return CONTROL_CHARACTERS.sub("", text)
 
 
 def _processes(run: Run) -> str:

@@ -13,11 +13,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from toolkit import environment
 from toolkit.comparing.reporting.remake import write_reports
 from toolkit.comparing.reporting.report import print_report
+from toolkit.comparing.reporting.terminal import print_line
 from toolkit.comparing.scheduling.attempts import completed, next_attempt, unreadable
 from toolkit.comparing.scheduling.comparison import Comparison
 from toolkit.comparing.scheduling.options import CompareOptions
@@ -28,6 +29,7 @@ from toolkit.comparing.scheduling.progress import Progress, build_progress
 from toolkit.comparing.scheduling.rows import Failure
 from toolkit.comparing.scheduling.starting import ended, start
 from toolkit.errors import file_sentence
+from toolkit.redaction import learn, redacted
 from toolkit.results import RESULTS_FILE, Results
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ def compare(options: CompareOptions, *, console: Console) -> int:
         UsageError: a mistake in what was asked; nothing has been written.
         OSError: the folder cannot be made.
     """
+    learn(options.train_flags)
     plan = build_plan(options, gpus=len(environment.gpus()), missing=environment.missing_for)
     folder = (options.output or Path("runs") / time.strftime("%Y%m%d-%H%M%S")).absolute()
     comparison = Comparison(
@@ -57,7 +60,7 @@ def compare(options: CompareOptions, *, console: Console) -> int:
     try:
         facts = comparison.prepare(console) if comparison.outstanding() else {}
     except PrepareError as error:
-        console.print(str(error), markup=False, highlight=False)
+        print_line(str(error), console=console)
         return 1
 
     with comparison.lock() as told:
@@ -70,7 +73,7 @@ def compare(options: CompareOptions, *, console: Console) -> int:
             if sentence is None:
                 raise
             for text in (sentence, _goes_on(comparison.folder)):
-                console.print(text, markup=False, highlight=False, soft_wrap=True)
+                print_line(text, console=console)
             return 1
 
 
@@ -87,15 +90,10 @@ def _run(comparison: Comparison, told: Sequence[str], console: Console) -> int:
             write_reports(folder)
             progress.say(f"Interrupted. {_goes_on(folder)}")
             return INTERRUPTED
-    results = comparison.results()
+    results = cast(Results, redacted(comparison.results()))
     written = [shown(folder / RESULTS_FILE), *map(shown, write_reports(folder))]
     print_report(results, console=console)
-    console.print(
-        f"Written: {', '.join(written[:-1])} and {written[-1]}",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
+    print_line(f"Written: {', '.join(written[:-1])} and {written[-1]}", console=console)
     return exit_code(results)
 
 

@@ -13,6 +13,7 @@ from toolkit.comparing.scheduling.plan import Run
 from toolkit.comparing.scheduling.progress import Progress
 from toolkit.comparing.scheduling.rows import Failure
 from toolkit.configs import ConfigOptions, write_configs
+from toolkit.escaping import shell_line
 from toolkit.files import write_text
 from toolkit.launching.launch import launch_command, run, shown_command
 from toolkit.launching.outcome import Outcome
@@ -61,7 +62,7 @@ def write_run(
 ) -> tuple[list[str], dict[str, str]]:
     """Write what was asked into the run's folder; return the command and its variables."""
     folder.mkdir()
-    write_json(folder / SPEC_FILE, spec)
+    write_json(folder / SPEC_FILE, spec, private=True)
     on_nvme = "nvme" in (planned.strategy.offload_optimizer, planned.strategy.offload_parameters)
     options = ConfigOptions(
         num_processes=planned.num_processes, nvme_path=swap_folder if on_nvme else None
@@ -81,8 +82,8 @@ def write_run(
         files.accelerate, [*TRAIN_MODULE, *flags], gpu_ids="all" if single else None
     )
     words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
-    line = " ".join([*words, shlex.join(shown_command(command))])
-    write_text(folder / COMMAND_FILE, f"{line}\n")
+    line = " ".join([*words, shell_line(shown_command(command))])
+    write_text(folder / COMMAND_FILE, f"{line}\n", private=True)
     return command, variables
 
 

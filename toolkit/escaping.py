@@ -1,0 +1,51 @@
+"""Escaping: a text as one line that a terminal, a page or a shell takes for nothing else."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable
+from typing import Final
+
+UNSEEN: Final = (
+    "\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028-\u202e\u2060\u2066-\u2069\ufeff"
+    "\ud800-\udfff\ufffe\uffff"
+)
+"""Control characters but tab and line feed, those that turn the direction of a text or end a line,
+and halves of a pair, which no file can hold; the inside of a character class."""
+
+UNSEEN_OR_SPLIT: Final = re.compile(f"[\t\n{UNSEEN}]")
+
+
+def one_line(text: str) -> str:
+    r"""Return `text` with its control characters spelled out: a line feed is `\n`."""
+    return UNSEEN_OR_SPLIT.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def code(text: str) -> str:
+    """Return `text` as code inside of a line of markdown, which nothing inside it can close."""
+    line = one_line(text)
+    longest = max((len(run) for run in re.findall(r"`+", line)), default=0)
+    mark = "`" * (longest + 1)
+    return f"{mark} {line} {mark}" if longest else f"{mark}{line}{mark}"
+
+
+def shell_line(words: Iterable[str]) -> str:
+    """Return the words of a command as one line that a shell reads back."""
+    return " ".join(map(_quoted, words))
+
+
+def _quoted(word: str) -> str:
+    if not UNSEEN_OR_SPLIT.search(word):
+        return shlex.quote(word)
+    plain = word.replace("\\", "\\\\").replace("'", "\\'")
+    return f"$'{UNSEEN_OR_SPLIT.sub(_in_ansi_quotes, plain)}'"
+
+
+def _in_ansi_quotes(found: re.Match[str]) -> str:
+    if found[0] in "\t\n\r":
+        return found[0].encode("unicode_escape").decode()
+    code = ord(found[0])
+    if 0xDC80 <= code <= 0xDCFF:  # a byte of a name that is not UTF-8
+        return f"\\x{code - 0xDC00:02x}"
+    return f"\\x{code:02x}" if code < 0x80 else f"\\u{code:04x}"
