@@ -12,6 +12,7 @@ from datasets import Dataset
 
 from toolkit.errors import UsageError
 from toolkit.measuring.attestation import gather_objects
+from toolkit.redaction import redacted
 
 if TYPE_CHECKING:
     from toolkit.job import Job
@@ -128,7 +129,7 @@ def require_same(folder: Path, manifest: Mapping[str, Any], now: Mapping[str, An
 
 def _plain(facts: dict[str, Any]) -> dict[str, Any]:
     """As the manifest gives them back."""
-    return json.loads(json.dumps(facts, default=str))
+    return redacted(json.loads(json.dumps(facts, default=str)))
 
 
 def _digest(content: bytes) -> str:

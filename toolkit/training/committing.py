@@ -27,6 +27,7 @@ from typing import Any, Final
 import psutil
 
 from toolkit.errors import UsageError
+from toolkit.launching.ranks import say
 from toolkit.training.manifests import (
     DRAFT_MARK,
     MANIFEST,
@@ -44,6 +45,7 @@ from toolkit.training.manifests import (
     sync,
     write_manifest,
 )
+from toolkit.training.modes import follow_umask
 
 KEPT: Final = "kept"
 """In the names of what was in the way and is not ours: `final.kept-1`, `final/kept-1/`."""
@@ -83,6 +85,7 @@ def committing(
     draft = _new_draft(folder)
     try:
         yield draft
+        follow_umask(draft)
         known = listed or {}
         files = {name: known.get(name) or entry(draft, name) for name in file_names(draft)}
         write_manifest(draft, files, **facts)
@@ -159,10 +162,7 @@ def keep_aside(path: Path, *, name: Path | None = None) -> None:
     before = name or path
     kept = _free_name(before, f"{before.name}.{KEPT}-{{}}")
     path.rename(kept)
-    print(  # noqa: T201
-        f"toolkit: {before} holds what no manifest of the toolkit lists: it is kept as {kept}",
-        flush=True,
-    )
+    say(f"{before} holds what no manifest of the toolkit lists: it is kept as {kept}")
 
 
 def _put_in_place(draft: Path, folder: Path, obsolete: Sequence[str], *, shared: bool) -> None:
@@ -265,10 +265,9 @@ def _keep_inside(draft: Path, folder: Path, names: set[str]) -> None:
     for name in lost:
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).rename(place / name)
-    print(  # noqa: T201
-        f"toolkit: {folder} held files in the way of new ones that no manifest of the toolkit "
-        f"lists: {', '.join(lost)}. They are kept in {place}",
-        flush=True,
+    say(
+        f"{folder} held files in the way of new ones that no manifest of the toolkit lists: "
+        f"{', '.join(lost)}. They are kept in {place}"
     )
 
 

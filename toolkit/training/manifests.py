@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from toolkit.errors import UsageError
+from toolkit.redaction import redacted
 from toolkit.results import read_json, write_json
 
 MANIFEST: Final = "manifest.json"
@@ -46,7 +47,7 @@ def write_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]], **facts
         files: What `entry` returned, by name.
         facts: What else there is to say, as JSON holds it.
     """
-    content = {**facts, "schema": SCHEMA, "files": dict(files)}
+    content = redacted({**facts, "schema": SCHEMA, "files": dict(files)})  # as it is written
     write_json(folder / MANIFEST, content | {_HASH: _hash_of(content)})
 
 
