@@ -195,4 +195,4 @@ def test_a_training_that_the_user_launches_takes_no_module_from_the_current_fold
         [*command, "--no_such_flag"], env=launch_environment, capture_output=True, text=True
     )
     assert "of the user was imported" not in done.stderr
-    assert "'--no_such_flag' belongs to no flag" in done.stderr, done.stderr
+    assert "There is no flag --no_such_flag" in done.stderr, done.stderr
