@@ -13,6 +13,7 @@ import pytest
 
 from toolkit import redaction
 from toolkit.errors import UsageError
+from toolkit.files import new_file, write_text
 from toolkit.launching.status import StatusFile
 from toolkit.redaction import (
     is_secret_name,
@@ -22,7 +23,7 @@ from toolkit.redaction import (
     redacted,
     redacted_words,
 )
-from toolkit.results import new_file, write_json, write_text
+from toolkit.results import write_json
 
 KEY = "0123456789abcdef" * 2 + "89abcdef"
 

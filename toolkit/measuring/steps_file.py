@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from toolkit.results import write_text
+from toolkit.files import write_text
 
 
 def drop_steps_after(steps_file: Path, step: int) -> None:

@@ -14,6 +14,7 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,15 +25,17 @@ import psutil
 from filelock import FileLock
 
 from toolkit.errors import UsageError
-from toolkit.results import read_json, write_json, write_text
-from toolkit.training.committing import (
+from toolkit.files import write_text
+from toolkit.results import read_json
+from toolkit.training.manifests import (
     MANIFEST,
-    SCHEMA,
     Damaged,
     check_file,
+    contents,
     entry,
     file_names,
     read_manifest,
+    write_manifest,
 )
 
 logger = logging.getLogger(__name__)
@@ -118,7 +121,7 @@ def _build(folder: Path, build: Callable[[Path], None], *, damage: str | None) -
     building.mkdir()
     try:
         build(building)
-        _write_manifest(building)
+        write_manifest(building, {name: entry(building, name) for name in file_names(building)})
         if damage is not None:
             folder.rename(aside)  # whoever has files of it open or mapped keeps them
         building.rename(folder)
@@ -139,11 +142,6 @@ def _unwritable(folder: Path, error: OSError, damage: str | None) -> UsageError:
         f"The cache {folder.parent} can't be written ({error.strerror or error}), and {damage}. "
         "Set TOOLKIT_CACHE to a folder that can."
     )
-
-
-def _write_manifest(folder: Path) -> None:
-    files = {name: entry(folder, name) for name in file_names(folder)}
-    write_json(folder / MANIFEST, {"schema": SCHEMA, "files": files})
 
 
 def _damage(folder: Path) -> str | None:
@@ -168,12 +166,11 @@ def _damage(folder: Path) -> str | None:
 def _check(folder: Path) -> None:
     """Read a whole folder against its manifest, which names every file of it and no other."""
     files = read_manifest(folder)["files"]
-    for path in _contents(folder):
-        name = str(path.relative_to(folder))
+    for name, mode in contents(folder):
         if name not in files and name != MANIFEST:
-            raise Damaged(f"{path} is not in the manifest")
-        if path.is_symlink():
-            raise Damaged(f"{path} is a link")
+            raise Damaged(f"{folder / name} is not in the manifest")
+        if stat.S_ISLNK(mode):
+            raise Damaged(f"{folder / name} is a link")
     for name, wanted in files.items():
         check_file(folder, name, wanted)
 
@@ -185,16 +182,11 @@ def _state(folder: Path) -> str:
     if folder.is_symlink() or not folder.is_dir():
         raise Damaged(f"{folder} is not a folder")
     content = hashlib.sha256()
-    for path in _contents(folder):
-        about = path.lstat()
-        known = (str(path.relative_to(folder)), about.st_size, about.st_mtime_ns, about.st_ino)
+    for name, _ in contents(folder):
+        about = (folder / name).lstat()
+        known = (name, about.st_size, about.st_mtime_ns, about.st_ino)
         content.update(repr(known).encode())
     return content.hexdigest()
-
-
-def _contents(folder: Path) -> list[Path]:
-    found = folder.rglob("*")
-    return sorted(path for path in found if path.is_symlink() or not path.is_dir())
 
 
 def _remember(folder: Path, state: str, *, seconds: float) -> None:
