@@ -117,7 +117,8 @@ def test_the_cache_keeps_the_rows_and_not_what_they_were_made_of(tmp_path, cache
     path = write_rows(tmp_path / "rows.jsonl", numbered(11))
     for options in ({}, {"streaming": True, "max_train_samples": 5}, {"packing": "best_fit"}):
         made = prepare_data(DataArguments(train_file=path, **options), build_model())
-        assert sorted(each.name for each in made.folder.iterdir()) == ["facts.json", "rows"]
+        names = sorted(each.name for each in made.folder.iterdir())
+        assert names == ["facts.json", "manifest.json", "rows"]
         assert len(made.load()) == made.rows
 
 
