@@ -195,8 +195,6 @@ def model_and_data(
         UsageError: they are not there, or don't fit.
     """
     model = model_facts(resolve_model(model_arguments))
-    if model_arguments.model_name_or_path is not None:  # the cache checks what is built in
-        check_loadable(model.path, trust_remote_code=model_arguments.trust_remote_code)
     check_length(model, data_arguments.max_length)
     if data_arguments.packing == "best_fit":
         check_borders(
@@ -204,6 +202,8 @@ def model_and_data(
             attention=model_arguments.attn_implementation,
             trust_remote_code=model_arguments.trust_remote_code,
         )
+    if model_arguments.model_name_or_path is not None:  # the cache checks what is built in
+        check_loadable(model.path, trust_remote_code=model_arguments.trust_remote_code)
     data = prepare_data(
         data_arguments,
         resolve_tokenizer(model_arguments),
