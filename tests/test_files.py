@@ -9,7 +9,6 @@ import pytest
 from toolkit.configs import write_configs
 from toolkit.errors import UsageError
 from toolkit.files import check_takes_files, without_links, write_text
-from toolkit.launching import launch
 from toolkit.launching.status import StatusFile
 from toolkit.results import write_json
 from toolkit.strategies import get_strategy
@@ -82,14 +81,6 @@ def test_a_file_that_is_opened_in_place_is_no_link(tmp_path, victim, mode):
         open(tmp_path / "steps.jsonl", mode, opener=without_links),
     ):
         pass
-
-
-def test_the_log_of_a_launch_is_written_through_no_link(tmp_path, victim):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "stdout.log").symlink_to(victim)
-    with pytest.raises(UsageError, match=r"stdout.log is a symbolic link"):
-        launch.run(["true"], folder=folder, timeout=20)
 
 
 def test_where_no_folder_can_be_is_found_before_anything_is_written(tmp_path):
