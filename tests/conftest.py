@@ -21,6 +21,17 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone."""
+    import torch
+
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
 @pytest.fixture(scope="session")
 def launch_environment(tmp_path_factory):
     """The environment of a launched run: its own caches, and nothing of the tests' own process."""

@@ -16,14 +16,6 @@ from toolkit.checkpoints.shards import LIST, ShardError, read_shards, write_shar
 from toolkit.errors import UsageError
 
 
-@pytest.fixture(scope="module")
-def one_rank():
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def states_of(seed):
     with torch.random.fork_rng():
         torch.manual_seed(seed)

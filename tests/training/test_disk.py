@@ -24,14 +24,6 @@ def small_files():
     signal.signal(signal.SIGXFSZ, ignored)
 
 
-@pytest.fixture
-def one_rank():
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 WRITERS = {
     "python": lambda folder: (folder / "file").write_bytes(bytes(1 << 20)),
     "torch": lambda folder: torch.save({"state": torch.zeros(1 << 18)}, folder / "file"),

@@ -411,14 +411,6 @@ def test_the_trainer_makes_its_accelerator_with_the_buckets_asked_for(wanted, tm
     assert handler.gradient_as_bucket_view is wanted
 
 
-@pytest.fixture
-def one_rank():
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def test_gradients_in_buckets_are_held_once_at_the_peak_as_the_ledger_counts_it(one_rank):
     peaks, losses = {}, {}
     for within in (False, True):

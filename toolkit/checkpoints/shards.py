@@ -1,8 +1,8 @@
-"""FSDP2's shards: written by `torch.distributed.checkpoint`, read without running what they say.
+"""FSDP2's shards: written by `torch.distributed.checkpoint`, read without running code in them.
 
-torch 2.13 unpickles the list of the shards (`filesystem.py`, `read_metadata`), and whatever is no
-tensor (`default_planner.py`, `load_bytes`), with everything that a pickle may call. Here a pickle
-that names anything but the types that stand there is refused.
+torch 2.13 reads the list of the shards (`filesystem.py`, `read_metadata`), and every value that is
+no tensor (`default_planner.py`, `load_bytes`), with an unpickler that calls any function. Here a
+pickle that names another type than those of such a list is refused.
 tests/checkpoints/test_shards.py fails when torch writes another type.
 """
 
@@ -30,7 +30,7 @@ def write_shards(folder: Path, states: dict[str, Any]) -> None:
     """Write each rank's part of `states`; a collective.
 
     Raises:
-        ShardError: on every rank, with what befell the first that could not.
+        ShardError: on every rank, with the error of the first that could not.
     """
     with _as_errors():
         dcp.save(states, storage_writer=dcp.FileSystemWriter(str(folder)))
@@ -41,7 +41,7 @@ def read_shards(folder: Path, states: dict[str, Any]) -> None:
 
     Raises:
         UsageError: on every rank, when a file would run code.
-        ShardError: on every rank, with what befell the first that could not.
+        ShardError: on every rank, with the error of the first that could not.
     """
     with _as_errors():
         reader = _Reader(str(folder), _read_list(folder / LIST))
@@ -54,7 +54,7 @@ class ShardError(RuntimeError):
 
 @contextmanager
 def _as_errors() -> Generator[None]:
-    """Raise what torch reports as a `BaseException`, which nothing but it catches, as an error."""
+    """Raise torch's `CheckpointException`, which is a `BaseException`, as an ordinary error."""
     try:
         yield
     except (pickle.UnpicklingError, OSError) as error:
@@ -76,15 +76,15 @@ def _error_of(cause: BaseException, *, rank: int | None = None) -> Exception:
 
 def _read_list(file: Path) -> metadata.Metadata:
     with file.open("rb") as opened:
-        found = _Unpickler(opened).load()
-    for place in found.storage_data.values():
+        listed = _Unpickler(opened).load()
+    for place in listed.storage_data.values():
         if Path(place.relative_path).name != place.relative_path:
             raise pickle.UnpicklingError(f"{place.relative_path!r} is no file beside {LIST}")
-    return found
+    return listed
 
 
 class _Reader(dcp.FileSystemReader):
-    """Takes the list as it was read before: torch would log what was wrong with it, and go on."""
+    """Uses the list that was read before: of an error in it torch would only log a warning."""
 
     def __init__(self, folder: str, listed: metadata.Metadata) -> None:
         super().__init__(folder)
@@ -98,7 +98,7 @@ class _Reader(dcp.FileSystemReader):
 
 class _Planner(dcp.DefaultLoadPlanner):
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        torch.load(value, weights_only=True)  # refuses what the line below would run
+        torch.load(value, weights_only=True)  # raises where the line below would run code
         value.seek(0)
         super().load_bytes(read_item, value)
 

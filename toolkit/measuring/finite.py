@@ -1,6 +1,6 @@
 """Whether the weights are finite, looked at before they are saved.
 
-A loss is of the weights before the update: what the last update made of them shows in no loss.
+A loss is computed before the update of its step, so no loss shows the last update.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ def not_finite(model: Any) -> str | None:
     """Name trained weights that are not finite; None where all are. A collective.
 
     Args:
-        model: As `Accelerator.prepare` returned it. Each rank looks at what it holds in memory;
-            partitions that are swapped to NVMe are not read.
+        model: As `Accelerator.prepare` returned it. Each rank looks at the parts that it holds in
+            memory; partitions that are swapped to NVMe are not read.
     """
-    own = [
+    names = [
         plain_name(name).removeprefix("module.")
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and not is_finite(_held(parameter))
     ]
-    found = list(dict.fromkeys(name for names in gather_objects(own[:NAMED]) for name in names))
-    return ", ".join(found[:NAMED]) or None
+    ranks = gather_objects(names[:NAMED])
+    return ", ".join(list(dict.fromkeys(name for rank in ranks for name in rank))[:NAMED]) or None
 
 
 def _held(parameter: Any) -> torch.Tensor:

@@ -5,8 +5,8 @@ content or all of the new one. The old one is deleted only when the new one stan
 holds other things as well cannot be replaced: there the files come in one by one and the manifest
 last, and a commit that died in between is seen by `check`.
 
-Only files that a manifest of ours lists are ever deleted, and no link is followed. What stands in
-the way and is not ours keeps its content under another name (`keep_aside`).
+Only files that a manifest of the toolkit lists are ever deleted, and no link is followed. Any other
+entry that is in the way is renamed, and the user is told (`keep_aside`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from toolkit.training.manifests import (
 from toolkit.training.modes import follow_umask
 
 KEPT: Final = "kept"
-"""In the names of what was in the way and is not ours: `final.kept-1`, `final/kept-1/`."""
+"""In the names of entries that were in the way: `final.kept-1`, `final/kept-1/`."""
 
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
@@ -133,16 +133,16 @@ def remove_drafts(folder: Path) -> None:
             continue
         if (draft / DRAFT_MARK).is_file():
             shutil.rmtree(draft, ignore_errors=True)
-        else:  # all of it was written, or it is what was replaced, or nothing is in it yet
+        else:  # a finished draft, a folder that was replaced, or an empty one
             _remove_committed(draft)
 
 
 def remove_own(folder: Path, *, name: Path | None = None) -> None:
-    """Remove a folder that was committed; what else is in it is kept aside.
+    """Remove a folder that was committed; other files in it are kept aside.
 
     Args:
-        folder: What is removed.
-        name: What it was called before it was moved here.
+        folder: The folder to remove.
+        name: Its name before it was moved here.
     """
     _remove_committed(folder)
     if os.path.lexists(folder):
@@ -158,11 +158,11 @@ def _remove_committed(folder: Path) -> None:
 
 
 def keep_aside(path: Path, *, name: Path | None = None) -> None:
-    """Rename what is in the way and not ours, and say so."""
+    """Rename an entry that is in the way and not the toolkit's, and tell the user."""
     before = name or path
     kept = _free_name(before, f"{before.name}.{KEPT}-{{}}")
     path.rename(kept)
-    say(f"{before} holds what no manifest of the toolkit lists: it is kept as {kept}")
+    say(f"{before} is not the toolkit's, or holds other files: it is kept as {kept}")
 
 
 def _put_in_place(draft: Path, folder: Path, obsolete: Sequence[str], *, shared: bool) -> None:
@@ -200,7 +200,7 @@ def _replace(draft: Path, folder: Path) -> None:
 
 
 def _others(draft: Path, folder: Path, listed: Mapping[str, Any] | None) -> set[str]:
-    """Return what is in a folder that no manifest of ours lists, or that people have edited."""
+    """Return the entries of a folder that no manifest lists, or that people have edited."""
     own = set[str]() if listed is None else {*listed, MANIFEST}
     others = {name for name, mode in contents(folder) if name not in own or not stat.S_ISREG(mode)}
     edited = {
@@ -257,7 +257,7 @@ def _obstacles(folder: Path, new: Sequence[str], obsolete: Sequence[str]) -> set
 
 
 def _keep_inside(draft: Path, folder: Path, names: set[str]) -> None:
-    """Move what is in the way of new files into a folder beside them, and say so."""
+    """Move entries that are in the way of new files into a folder beside them; tell the user."""
     lost = sorted(n for n in names if n == MANIFEST or not _is_same(draft / n, folder / n))
     if not lost:
         return

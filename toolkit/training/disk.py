@@ -30,7 +30,7 @@ def room_missing(folder: Path, needed: int) -> str | None:
 
 
 def in_words(error: BaseException, folder: Path) -> str:
-    """Return what a failed save says, with the full disk named where that was the cause."""
+    """Return the sentence of a failed save; a full disk is named where it was the cause."""
     text = f"{type(error).__name__}: {error}"
     if not is_full_disk(error):
         return text

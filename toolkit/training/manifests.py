@@ -1,7 +1,7 @@
 """The manifest of a committed folder: its files by size and sha256, and facts about it.
 
 A manifest carries a hash of itself, so a changed fact is damage like a changed file. The names in
-it are relative and stay inside the folder: nothing else is ever read, written or removed by them.
+it are relative and stay inside the folder, so no other file is read, written or removed by them.
 A manifest proves that a folder is unchanged, not who wrote it.
 """
 
@@ -43,9 +43,9 @@ def write_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]], **facts
     """Write the manifest of a folder whose files are on the disk.
 
     Args:
-        folder: What is described.
-        files: What `entry` returned, by name.
-        facts: What else there is to say, as JSON holds it.
+        folder: Where the files lie.
+        files: The results of `entry`, by name.
+        facts: Further values, as JSON holds them.
     """
     content = redacted({**facts, "schema": SCHEMA, "files": dict(files)})  # as it is written
     write_json(folder / MANIFEST, content | {_HASH: _hash_of(content)})
@@ -129,7 +129,7 @@ def contents(folder: Path) -> list[tuple[str, int]]:
 def remove_listed(folder: Path, names: Collection[str]) -> None:
     """Remove those files of a folder and the folders that this empties, its manifest last.
 
-    Everything else stays, and so does what lies behind a link.
+    All other entries stay, and so do files behind a link.
     """
     if not is_real_folder(folder):
         return
@@ -192,18 +192,18 @@ def _is_inside(name: Any) -> bool:
 def _is_entry(wanted: Any) -> bool:
     if not isinstance(wanted, dict):
         return False
-    said = cast("dict[str, Any]", wanted)
-    return type(said.get("bytes")) is int and isinstance(said.get("sha256"), str)
+    values = cast("dict[str, Any]", wanted)
+    return type(values.get("bytes")) is int and isinstance(values.get("sha256"), str)
 
 
 def _below(folder: Path, prefix: str) -> Iterator[tuple[str, int]]:
     with os.scandir(folder) as entries:
-        for found in entries:
-            name = f"{prefix}{found.name}"
-            if found.is_dir(follow_symlinks=False):
-                yield from _below(folder / found.name, f"{name}/")
+        for child in entries:
+            name = f"{prefix}{child.name}"
+            if child.is_dir(follow_symlinks=False):
+                yield from _below(folder / child.name, f"{name}/")
             else:
-                yield name, found.stat(follow_symlinks=False).st_mode
+                yield name, child.stat(follow_symlinks=False).st_mode
 
 
 def _sha256(path: Path) -> str:
