@@ -217,11 +217,11 @@ def git(folder, *words):
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A repository that holds a copy of this module where the package's own checkout has it."""
+    """A repository that holds copies of the package's top modules, as its own checkout does."""
     folder = tmp_path / "checkout"
     (folder / "toolkit").mkdir(parents=True)
-    for name in ("__init__.py", "environment.py", "strategies.py", "errors.py"):
-        shutil.copy(ROOT / "toolkit" / name, folder / "toolkit" / name)
+    for path in (ROOT / "toolkit").glob("*.py"):
+        shutil.copy(path, folder / "toolkit")
     (folder / "pyproject.toml").write_text('[project]\nname = "toolkit"\n')
     (folder / "notes.txt").write_text("a")
     git(folder, "init", "-q")
