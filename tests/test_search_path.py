@@ -6,15 +6,18 @@ import shutil
 import site
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
 from places import ROOT
 
 from toolkit import search_path
+from toolkit.configs import write_configs
 from toolkit.launching import python
 from toolkit.launching.launch import run
 from toolkit.launching.python import PACKAGE_FOLDER, package_folder, python_environment
+from toolkit.strategies import STRATEGIES
 
 OF_THE_LIBRARY = ("random.py", "grp.py", "typing.py", "__future__.py", "json/__init__.py")
 SHADOWS = (*OF_THE_LIBRARY, "yaml.py", "psutil.py")
@@ -88,9 +91,11 @@ def test_what_we_start_finds_the_same_toolkit_and_nothing_before_the_library(hos
 def test_only_a_toolkit_that_is_not_installed_is_put_on_the_path(monkeypatch, tmp_path):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.setattr(python, "ROOT", SITE_PACKAGES)
-    assert "PYTHONPATH" not in python_environment()
+    installed = python_environment()["PYTHONPATH"].split(os.pathsep)
+    assert installed[0] == sysconfig.get_paths()["stdlib"]
+    assert installed[-1] == SITE_PACKAGES
     monkeypatch.setattr(python, "ROOT", str(tmp_path))
-    assert python_environment()["PYTHONPATH"] == str(tmp_path)
+    assert python_environment()["PYTHONPATH"].split(os.pathsep) == [str(tmp_path), *installed]
 
 
 def test_a_folder_goes_behind_the_library_and_before_all_others(monkeypatch):
@@ -179,17 +184,18 @@ def test_a_rank_whose_launcher_finds_the_toolkit_through_a_link_goes_on(tmp_path
 
 
 def test_a_comparison_takes_nothing_from_the_current_folder(hostile, launch_environment):
-    command = ["toolkit", "compare", "--strategies", "single", "--max_steps", "2"]
+    """Under ZeRO too, where accelerate puts that folder on the ranks' PYTHONPATH."""
+    command = ["toolkit", "compare", "--strategies", "single,zero2", "--max_steps", "2"]
     command += ["--throughput_steps", "0", "--output", "compared"]
     done = subprocess.run(command, env=launch_environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_training_that_the_user_launches_takes_no_module_from_the_current_folder(
-    hostile, launch_environment
+    hostile, launch_environment, tmp_path
 ):
     shutil.rmtree(hostile / "toolkit")  # Python would run that one, and none of ours
-    config = ROOT / "accelerate_configs" / "single.yaml"
+    config = write_configs(STRATEGIES["zero2"], tmp_path).accelerate  # on the ranks' PYTHONPATH
     command = ["accelerate", "launch", "--config_file", str(config), "-m", "toolkit.train"]
     done = subprocess.run(
         [*command, "--no_such_flag"], env=launch_environment, capture_output=True, text=True

@@ -15,13 +15,18 @@ _PARTS = ("lib-dynload", f"python{sys.version_info.major}{sys.version_info.minor
 
 
 def leave_current_folder() -> None:
-    """Drop what `python -m` puts first, so that no file beside the user stands in for a module.
+    """Have no file of the current folder stand in for a module that is installed.
 
-    A toolkit that is found through it, not installed, is still found, behind the standard library.
+    `python -m` looks there first, and so do ranks under DeepSpeed: accelerate 1.15 puts the folder
+    on PYTHONPATH (utils/launch.py, `prepare_deepspeed_cmd_env`). From there it goes to the end. A
+    toolkit that is found through it, not installed, is still found, behind the standard library.
     """
-    if sys.flags.safe_path:
-        return
-    if sys.path.pop(0) == ROOT:
+    here = os.getcwd()
+    first = [] if sys.flags.safe_path else sys.path[:1]
+    entries = sys.path[len(first) :]
+    on_path = [entry for entry in entries if entry == here]
+    sys.path[:] = [*(entry for entry in entries if entry != here), *on_path[:1]]
+    if ROOT in (*first, *on_path):
         put_behind_library(ROOT)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import site
+import sysconfig
 from pathlib import Path
 
 from toolkit.errors import UsageError
@@ -22,8 +23,11 @@ def python_environment() -> dict[str, str]:
     folders = [folder for folder in environment.pop("PYTHONPATH", "").split(os.pathsep) if folder]
     if not _is_installed():
         folders = [ROOT, *(folder for folder in folders if folder != ROOT)]
-    if folders:
-        environment["PYTHONPATH"] = os.pathsep.join(folders)
+    # Accelerate adds the current folder for ranks under DeepSpeed: behind all that is installed.
+    paths = sysconfig.get_paths()
+    library = [paths["stdlib"], os.path.join(paths["platstdlib"], "lib-dynload")]
+    folders += [*library, *site.getsitepackages()]
+    environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(folders))
     return environment
 
 
@@ -47,6 +51,6 @@ def check_package_folder() -> None:
 
 
 def _is_installed() -> bool:
-    # Never on PYTHONPATH: in front of the standard library, what is installed could shadow it.
+    # In front of the standard library, what is installed could shadow it.
     folders = [*site.getsitepackages(), site.getusersitepackages()]
     return Path(ROOT).resolve() in [Path(folder).resolve() for folder in folders]
