@@ -61,6 +61,18 @@ def test_a_module_of_ours_takes_nothing_from_the_current_folder(words, tmp_path)
     assert done.returncode == 0, done.stderr
 
 
+def test_a_current_folder_that_was_removed_is_no_mistake(tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    remove = f"import os; os.chdir({str(gone)!r}); os.rmdir({str(gone)!r}); "
+    start = "os.execv(os.sys.executable, [os.sys.executable, '-m', 'toolkit.configs', '--help'])"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", remove + start], env=environment, capture_output=True, text=True
+    )
+    assert "getcwd" not in done.stderr, done.stderr
+
+
 def test_a_checkout_that_is_not_installed_runs_from_its_own_folder(tmp_path):
     shutil.copytree(ROOT / "toolkit", tmp_path / "toolkit")
     write_shadows(tmp_path, *OF_THE_LIBRARY)

@@ -21,7 +21,10 @@ def leave_current_folder() -> None:
     on PYTHONPATH (utils/launch.py, `prepare_deepspeed_cmd_env`). From there it goes to the end. A
     toolkit that is found through it, not installed, is still found, behind the standard library.
     """
-    here = os.getcwd()
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:  # the folder was removed: no file of it can be found
+        return
     first = [] if sys.flags.safe_path else sys.path[:1]
     entries = sys.path[len(first) :]
     on_path = [entry for entry in entries if entry == here]
