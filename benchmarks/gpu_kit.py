@@ -45,12 +45,15 @@ POLL_SECONDS = 0.5
 
 def main() -> None:
     args = arguments().parse_args()
+    if args.page is not None:
+        write_page(Result.read(args.page))
+        return
     parts = chosen_parts(args.parts)
     if args.smoke:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     gpus = 0 if args.smoke else visible_gpus()
     machine = Machine(gpus=gpus, smoke=args.smoke, out=args.out)
-    planned = {name: [*part(name).cells(machine)] for name in parts}
+    planned = {name: chosen_cells(name, args.cells, machine) for name in parts}
     print_plan(planned, machine)
     if args.plan:
         return
@@ -66,9 +69,13 @@ def main() -> None:
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {','.join(PARTS)}")
+    parser.add_argument(
+        "--cells", nargs="+", default=[""], help="only cells whose name contains one of these"
+    )
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of the result")
     parser.add_argument("--plan", action="store_true", help="print the plan and leave")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, on the CPU")
+    parser.add_argument("--page", type=Path, help="only make the Markdown of this JSON anew")
     return parser
 
 
@@ -78,6 +85,11 @@ def chosen_parts(names: str) -> list[str]:
     if unknown or not chosen:
         stop(f"--parts {names}: choose from {','.join(PARTS)}.")
     return chosen
+
+
+def chosen_cells(name: str, texts: Sequence[str], machine: Machine) -> list[Cell]:
+    cells = part(name).cells(machine)
+    return [cell for cell in cells if any(text in cell.name for text in texts)]
 
 
 def stop(message: str) -> NoReturn:
@@ -183,8 +195,8 @@ def run_worker(
     command = [sys.executable, str(HERE / "kit" / "worker.py"), str(result.file), name]
     command += [str(machine.gpus), "smoke" if machine.smoke else "full"]
     command += [cell.name for cell in cells]
+    # It also keeps the modules of `kit/` from taking the place of the standard library's.
     variables = python_environment() | cells[0].environment
-    variables.pop("PYTHONSAFEPATH", None)
     with tempfile.TemporaryFile("w+") as log:
         # Whatever ends the kit, its workers and their launches go with it.
         process = subprocess.Popen(
@@ -218,14 +230,15 @@ def print_row(row: Row) -> None:
 
 def lost(name: str, cell: Cell, code: int, output: str) -> Row:
     """Return the row of a cell in which the process died or was given up."""
+    last_line = output.strip().rpartition("\n")[2]
     return Row(
         part=name,
         cell=cell.name,
         status="failed",
-        reason=f"its process ended with {code} within this cell: {output[-1500:]}",
+        reason=f"its process ended with {code}: {last_line[:500]}",
         seconds=0.0,
         settings=cell.settings,
-        measured={},
+        measured={"output": output},
     )
 
 

@@ -60,3 +60,26 @@ def _joined(
         ids += prompt + completion
         labels += [IGNORED] * len(prompt) + completion
     return ids, labels
+
+
+def packed_rows(rows: list[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
+    """Return the same texts in rows of up to `tokens` tokens, none of which sees another."""
+    from toolkit.training.packing import best_fit
+
+    packed: list[dict[str, Any]] = []
+    for members in best_fit([len(row["input_ids"]) for row in rows], room=tokens):
+        texts_of_row = [rows[member] for member in members]
+        packed.append(
+            {
+                "input_ids": [token for row in texts_of_row for token in row["input_ids"]],
+                # The first token of a text is not predicted from the text before it.
+                "labels": [
+                    label for row in texts_of_row for label in (IGNORED, *row["labels"][1:])
+                ],
+                "position_ids": [
+                    place for row in texts_of_row for place in range(len(row["input_ids"]))
+                ],
+                "sample_id": len(packed),
+            }
+        )
+    return packed

@@ -26,16 +26,19 @@ SMALL: Final = {
 """What a smoke run changes in a shape; grouped queries, tied embeddings and biases stay."""
 
 
-def config_values(name: str, *, smoke: bool) -> dict[str, Any]:
+def config_values(name: str, *, smoke: bool, layers: int | None = None) -> dict[str, Any]:
     """Return what a model's config.json holds.
 
     Args:
         name: One of `MODELS`.
         smoke: Whether to make it tiny.
+        layers: How many to keep; None keeps all.
     """
     values = next(dict(model.config) for model in well_known() if MODELS[name] in model.ids)
     if smoke:
         values |= {key: value for key, value in SMALL.items() if key != "head_dim" or key in values}
+    if layers is not None:
+        values["num_hidden_layers"] = min(layers, values["num_hidden_layers"])
     # The ids of the shipped shapes need not be below a tiny vocabulary.
     return values | {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "use_cache": False}
 
@@ -46,7 +49,13 @@ def shape_of(name: str, *, smoke: bool) -> ModelShape:
 
 
 def build(
-    name: str, *, smoke: bool, attention: str = "sdpa", dtype: str = "float32", seed: int = 0
+    name: str,
+    *,
+    smoke: bool,
+    attention: str = "sdpa",
+    dtype: str = "float32",
+    seed: int = 0,
+    layers: int | None = None,
 ) -> Any:
     """Return the model with random weights, on the device.
 
@@ -56,13 +65,14 @@ def build(
         attention: One of transformers' implementations.
         dtype: Of the weights, as torch calls it.
         seed: Of the weights.
+        layers: How many to keep; None keeps all.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from kit.device import device
 
-    values = config_values(name, smoke=smoke)
+    values = config_values(name, smoke=smoke, layers=layers)
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     torch.manual_seed(seed)
     with device():

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from kit.cells import PARTS, Row, part
 from toolkit.escaping import one_line
-from toolkit.files import write_text
+from toolkit.results import write_json
 
 SCHEMA: Final = 1
 
@@ -47,10 +47,7 @@ class Result:
         self.write()
 
     def write(self) -> None:
-        text = json.dumps(
-            {"schema": SCHEMA, "about": self.about, "rows": self.rows}, indent=1, allow_nan=False
-        )
-        write_text(self.file, f"{text}\n")
+        write_json(self.file, {"schema": SCHEMA, "about": self.about, "rows": self.rows})
 
     def of(self, name: str) -> list[Row]:
         return [row for row in self.rows if row["part"] == name]
@@ -73,8 +70,8 @@ class Result:
         for name in PARTS:
             rows = self.of(name)
             if rows:
-                chosen = part(name)
-                lines += ["", f"## {chosen.TITLE}", "", *chosen.tables(rows), *_unmeasured(rows)]
+                title = part(name).TITLE
+                lines += ["", f"## {title}", "", *_tables(name, rows), *_unmeasured(rows)]
         return "\n".join(lines) + "\n"
 
 
@@ -82,6 +79,13 @@ SMOKE: Final = (
     "**A smoke run on a CPU with tiny shapes: it shows that every part runs. None of its numbers "
     "says anything of a GPU.**"
 )
+
+
+def _tables(name: str, rows: Sequence[Row]) -> list[str]:
+    try:
+        return part(name).tables(rows)
+    except Exception as error:  # the rows are there all the same, and the other parts
+        return [f"The tables of this part could not be made: {type(error).__name__}: {error}."]
 
 
 def _unmeasured(rows: Sequence[Row]) -> list[str]:

@@ -53,9 +53,9 @@ def row_of(name: str, chosen: Part, cell: Cell, machine: Machine) -> Row:
         except ModuleNotFoundError as error:
             status, reason = "missing", str(error)
         except Exception as error:
-            traceback.print_exc()
+            measured = {"traceback": traceback.format_exc()[-6000:]}
             status = "out of memory" if is_out_of_memory(error) else "failed"
-            reason = f"{type(error).__name__}: {error}"[:2000]
+            reason = f"{type(error).__name__}: {error}"[:1000]
         finally:
             forget()
     return Row(
