@@ -22,6 +22,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Final
 
+from toolkit.errors import UsageError
 from toolkit.strategies import Strategy
 
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "peft", "toolkit")
@@ -62,7 +63,11 @@ def cache_root() -> Path:
 
 
 def gpus() -> list[Gpu]:
-    """The NVIDIA GPUs that a process started here would see, in CUDA's order by PCI bus."""
+    """The NVIDIA GPUs that a process started here would see, in CUDA's order by PCI bus.
+
+    Raises:
+        UsageError: the library that asks NVML is not installed.
+    """
     with _driver() as nvml:
         return [
             Gpu(
@@ -142,8 +147,13 @@ def _asked(nvml: Any, question: Callable[[], str]) -> str:
 @contextmanager
 def _driver() -> Generator[Any]:
     """Give NVML, None without a driver. Calls may be nested: NVML counts them."""
-    nvml: Any = import_module("pynvml")  # it has no types
-
+    try:
+        nvml: Any = import_module("pynvml")  # it has no types
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            "NVML can't be asked for the GPUs: nvidia-ml-py is not installed. Run: "
+            "pip install nvidia-ml-py"
+        ) from error
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:
@@ -297,18 +307,7 @@ def _git(root: Path, *words: str) -> str | None:
 
 def snapshot() -> dict[str, Any]:
     """What stands under `environment` in a record. No variable, path or host name is in it."""
-    with _driver() as nvml:
-        pcie = [_asked(nvml, lambda at=handle: _pcie(nvml, at)) for handle in _handles(nvml)]
-        found = [
-            {"name": gpu.name, "memory_bytes": gpu.memory_bytes, "pcie": link}
-            for gpu, link in zip(gpus(), pcie, strict=True)
-        ]
-        driver = None if nvml is None else _asked(nvml, lambda: nvml.nvmlSystemGetDriverVersion())
-        joined = interconnect()
-    return {
-        "gpus": found,
-        "interconnect": joined,
-        "driver": driver,
+    return _driver_facts() | {
         "cpus": os.cpu_count(),
         "memory_bytes": memory_bytes(),
         "platform": platform.platform(),
@@ -316,3 +315,20 @@ def snapshot() -> dict[str, Any]:
         "versions": versions(),
         "commit": commit(),
     }
+
+
+def _driver_facts() -> dict[str, Any]:
+    """GPUs, their links and the driver; of what NVML could not be asked, only why, as `driver`."""
+    try:
+        with _driver() as nvml:
+            pcie = [_asked(nvml, lambda at=handle: _pcie(nvml, at)) for handle in _handles(nvml)]
+            found = [
+                {"name": gpu.name, "memory_bytes": gpu.memory_bytes, "pcie": link}
+                for gpu, link in zip(gpus(), pcie, strict=True)
+            ]
+            driver = (
+                None if nvml is None else _asked(nvml, lambda: nvml.nvmlSystemGetDriverVersion())
+            )
+            return {"gpus": found, "interconnect": interconnect(), "driver": driver}
+    except UsageError as error:
+        return {"driver": f"not known: {error}"}
