@@ -10,6 +10,7 @@ from hiding import hide
 from places import ROOT, SCRIPTS
 
 from toolkit import environment
+from toolkit.strategies import STRATEGIES
 
 LIBRARIES = {
     *("datasets", "pandas", "pyarrow", "deepspeed", "trl", "peft", "bitsandbytes"),
@@ -18,17 +19,29 @@ LIBRARIES = {
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory, launch_environment):
-    folder = tmp_path_factory.mktemp("bare")
-    hiding = hide(folder, LIBRARIES)
-    path = {"PYTHONPATH": os.pathsep.join([hiding["PYTHONPATH"], str(ROOT)])}
-    done = subprocess.run(
-        [sys.executable, SCRIPTS / "on_bare_machine.py", folder],
-        env=launch_environment | path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def python_without(tmp_path_factory, launch_environment):
+    """Run Python in a folder of its own, where it doesn't find some libraries."""
+
+    def run(libraries, *words):
+        folder = tmp_path_factory.mktemp("bare")
+        hiding = hide(folder, libraries)
+        path = {"PYTHONPATH": os.pathsep.join([hiding["PYTHONPATH"], str(ROOT)])}
+        done = subprocess.run(
+            [sys.executable, *words],
+            cwd=folder,
+            env=launch_environment | path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        return done, folder
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def result(python_without):
+    done, folder = python_without(LIBRARIES, SCRIPTS / "on_bare_machine.py", ".")
     assert done.returncode == 0, done.stdout
     return json.loads((folder / "result.json").read_text())
 
@@ -54,3 +67,27 @@ def test_that_nvml_could_not_be_asked_is_not_called_no_gpu(result):
     assert "gpus" not in result["environment"]
     assert "pip install nvidia-ml-py" in result["environment"]["driver"]
     assert result["environment"].keys() | {"gpus", "interconnect"} == environment.snapshot().keys()
+
+
+@pytest.mark.parametrize(
+    ("library", "words"),
+    [
+        ("datasets", ["toolkit.train", "--output_dir=run"]),
+        ("peft", ["toolkit.train", "--output_dir=run", "--method=lora"]),
+        ("pynvml", ["toolkit.cli", "compare", "--strategies=single", "--output=run"]),
+    ],
+)
+def test_a_library_that_a_command_needs_is_named_with_how_to_install_it(
+    python_without, library, words
+):
+    done, folder = python_without({library}, "-m", *words)
+    name = environment.DISTRIBUTIONS.get(library, library)
+    assert done.returncode == 2, done.stdout
+    assert f"toolkit: {name} is not installed. Run: pip install {name}\n" in done.stdout
+    assert not (folder / "run").exists()
+
+
+def test_a_strategy_of_deepspeed_is_skipped_where_it_is_not_installed(monkeypatch):
+    monkeypatch.setattr(environment, "is_installed", lambda module: module != "deepspeed")
+    assert "pip install deepspeed" in environment.missing_for(STRATEGIES["zero2"])
+    assert environment.missing_for(STRATEGIES["fsdp"]) is None

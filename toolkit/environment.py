@@ -10,6 +10,7 @@ import platform
 import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tomllib
 from collections.abc import Callable, Generator
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Final
@@ -47,6 +49,9 @@ ANCESTORS: Final = {
 
 COMMITTED: Final = ("toolkit", "accelerate_configs", "deepspeed_configs")
 """Of a checkout, what decides a run."""
+
+DISTRIBUTIONS: Final = {"pynvml": "nvidia-ml-py"}
+"""What is installed for a module of another name."""
 
 GIT_SECONDS: Final = 5.0
 
@@ -147,13 +152,9 @@ def _asked(nvml: Any, question: Callable[[], str]) -> str:
 @contextmanager
 def _driver() -> Generator[Any]:
     """Give NVML, None without a driver. Calls may be nested: NVML counts them."""
-    try:
-        nvml: Any = import_module("pynvml")  # it has no types
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            "NVML can't be asked for the GPUs: nvidia-ml-py is not installed. Run: "
-            "pip install nvidia-ml-py"
-        ) from error
+    check_installed("pynvml")
+    nvml: Any = import_module("pynvml")  # it has no types
+
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:
@@ -197,6 +198,18 @@ def _visible(devices: list[tuple[str, str]]) -> list[int]:
     return chosen
 
 
+def is_installed(module: str) -> bool:
+    """Whether Python finds a top module, which is not imported for that."""
+    return module in sys.modules or find_spec(module) is not None
+
+
+def check_installed(module: str) -> None:
+    """Raise UsageError where a library that is needed now is not installed."""
+    if not is_installed(module):
+        name = DISTRIBUTIONS.get(module, module)
+        raise UsageError(f"{name} is not installed. Run: pip install {name}")
+
+
 def has_compiler() -> bool:
     """Whether DeepSpeed can compile here: a C++ compiler, and this Python's own headers."""
     compiler, *_ = shlex.split(os.environ.get("CXX", "")) or ["c++"]
@@ -213,6 +226,8 @@ def has_libaio() -> bool:
 
 def missing_for(strategy: Strategy) -> str | None:
     """Return why this machine cannot run a strategy and what to do about it, or None."""
+    if strategy.backend == "deepspeed" and not is_installed("deepspeed"):
+        return "deepspeed is not installed: run pip install deepspeed, and run again"
     if "nvme" not in (strategy.offload_optimizer, strategy.offload_parameters):
         return None
     if not has_libaio():
