@@ -43,8 +43,17 @@ def standard_library_rows() -> Dataset:
     """
     from datasets import Dataset
 
+    return Dataset.from_list(standard_library_texts())
+
+
+def standard_library_texts() -> list[dict[str, str]]:
+    """Return the rows of the built-in data as a list, for which `datasets` is not needed.
+
+    Raises:
+        UsageError: this Python comes without its sources.
+    """
     with (_standard_library() / "rows.jsonl").open(encoding="utf-8") as lines:
-        return Dataset.from_list([json.loads(line) for line in lines])
+        return [json.loads(line) for line in lines]
 
 
 def standard_library_hash() -> str:

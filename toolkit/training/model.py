@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from toolkit.environment import cache_root
 from toolkit.errors import UsageError, sentence_of
 from toolkit.training.arguments import ModelArguments
+from toolkit.training.built_in_data import standard_library_texts
 from toolkit.training.cache import build_once
-from toolkit.training.data import TrainingData, standard_library_hash, standard_library_rows
+from toolkit.training.data import TrainingData, standard_library_hash
 from toolkit.training.loadable import count_parameters, read_config
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def build_model() -> Path:
 
     def build(folder: Path) -> None:
         logger.info("Building the built-in model, once")
-        rows = standard_library_rows()
+        rows = standard_library_texts()
         _write_tokenizer(folder, [row["prompt"] + row["completion"] for row in rows])
         _write_weights(folder)
 

@@ -1,0 +1,237 @@
+"""Everything that only a GPU shows, from one command.
+
+    python benchmarks/gpu_kit.py
+    python benchmarks/gpu_kit.py --parts runs,memory --out results
+    python benchmarks/gpu_kit.py --plan
+    python benchmarks/gpu_kit.py --smoke
+
+Each part is independent and takes a few minutes on one GPU: whether training runs at all, speed,
+what the checks cost, the planner against the allocator, numbers in half precision, CPU offload.
+Models are built from local shapes and data are built in: no network is needed. Every cell writes
+its row at once, and the same command goes on where it was interrupted; cells that failed are run
+again. A library that is missing becomes a row, and can be carried: see `gpu_kit_wheels.sh`.
+`--smoke` runs every part with tiny shapes on the CPU, through the same code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from kit.cells import PARTS, Cell, Machine, Row, part
+from kit.result import Result, table
+
+from toolkit import environment
+from toolkit.escaping import one_line
+from toolkit.launching.python import python_environment
+from toolkit.launching.supervised import supervised
+
+HERE = Path(__file__).resolve().parent
+START_SECONDS = 15
+"""Of a process: Python, torch, transformers and the CUDA context."""
+
+POLL_SECONDS = 0.5
+
+
+def main() -> None:
+    args = arguments().parse_args()
+    parts = chosen_parts(args.parts)
+    if args.smoke:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    gpus = 0 if args.smoke else visible_gpus()
+    machine = Machine(gpus=gpus, smoke=args.smoke, out=args.out)
+    planned = {name: [*part(name).cells(machine)] for name in parts}
+    print_plan(planned, machine)
+    if args.plan:
+        return
+    if not machine.gpus and not args.smoke:
+        stop("No GPU can be seen here. Pass --smoke for tiny shapes on the CPU, or --plan.")
+    result = opened(args.out, machine)
+    for name, cells in planned.items():
+        run_part(name, cells, machine, result)
+        write_page(result)
+    print(f"\n{result.file.with_suffix('.md')}")
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {','.join(PARTS)}")
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of the result")
+    parser.add_argument("--plan", action="store_true", help="print the plan and leave")
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes, on the CPU")
+    return parser
+
+
+def chosen_parts(names: str) -> list[str]:
+    chosen = [name for name in names.split(",") if name]
+    unknown = [name for name in chosen if name not in PARTS]
+    if unknown or not chosen:
+        stop(f"--parts {names}: choose from {','.join(PARTS)}.")
+    return chosen
+
+
+def stop(message: str) -> NoReturn:
+    """Leave because of a mistake of the user's."""
+    print(f"gpu_kit: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def visible_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()  # it makes no CUDA context
+
+
+def print_plan(planned: dict[str, list[Cell]], machine: Machine) -> None:
+    rows = []
+    for name, cells in planned.items():
+        libraries = sorted({library for cell in cells for library in cell.libraries})
+        rows.append(
+            (name, part(name).TITLE, len(cells), f"{minutes(cells):.0f}", ", ".join(libraries))
+        )
+    header = ("part", "what it shows", "cells", "minutes on a GPU", "libraries that some need")
+    print("\n".join(table(header, rows)))
+    every = [cell for cells in planned.values() for cell in cells]
+    print(f"\n{len(every)} cells, {minutes(every):.0f} minutes, {machine.gpus} GPUs", flush=True)
+
+
+def minutes(cells: Sequence[Cell]) -> float:
+    starts = len([*groups(cells)])
+    return (sum(cell.seconds for cell in cells) + starts * START_SECONDS) / 60
+
+
+def groups(cells: Sequence[Cell]) -> Iterator[list[Cell]]:
+    """Yield neighbours that share a process."""
+    for _, group in itertools.groupby(cells, key=lambda cell: cell.environment):
+        yield [*group]
+
+
+def opened(out: Path, machine: Machine) -> Result:
+    """Return the newest result of this machine in a folder, or a new one."""
+    out.mkdir(parents=True, exist_ok=True)
+    about = described(machine)
+    stem = "gpu-kit-smoke" if machine.smoke else "gpu-kit"
+    for file in sorted(out.glob(f"????-??-??-{stem}.json"), reverse=True):
+        result = Result.read(file)
+        same = ("device", "versions", "toolkit")
+        if all(result.about[key] == about[key] for key in same):
+            print(f"going on with {file}: {len(result.rows)} rows", flush=True)
+            return result
+    result = Result(file=out / f"{about['date']}-{stem}.json", about=about)
+    result.write()
+    return result
+
+
+def described(machine: Machine) -> dict[str, object]:
+    """Return what the head of a result says."""
+    facts = environment.snapshot()
+    versions = facts["versions"]
+    return {
+        "date": datetime.date.today().isoformat(),
+        "command": f"python benchmarks/gpu_kit.py{' --smoke' if machine.smoke else ''}",
+        "device": device_name(machine),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "toolkit": facts["commit"],
+        "smoke": machine.smoke,
+        "environment": facts,
+    }
+
+
+def device_name(machine: Machine) -> str:
+    if not machine.gpus:
+        return "CPU"
+    import torch
+
+    one = torch.cuda.get_device_properties(0)
+    return f"{machine.gpus} x {one.name}, {one.total_memory / 2**30:.0f} GiB"
+
+
+def run_part(name: str, cells: Sequence[Cell], machine: Machine, result: Result) -> None:
+    done = result.finished(name)
+    left = [cell for cell in cells if cell.name not in done]
+    print(f"\n{name}: {len(left)} of {len(cells)} cells to run", flush=True)
+    for group in groups(left):
+        run_group(name, group, machine, result)
+
+
+def run_group(name: str, cells: list[Cell], machine: Machine, result: Result) -> None:
+    """Run cells in one process, and in a new one what is left when it dies."""
+    result.drop(name, [cell.name for cell in cells])
+    while cells:
+        code, output = run_worker(name, cells, machine, result)
+        written = {row["cell"] for row in result.of(name)}
+        cells = [cell for cell in cells if cell.name not in written]
+        if cells:
+            result.add(lost(name, cells.pop(0), code, output))
+            print_row(result.rows[-1])
+
+
+def run_worker(
+    name: str, cells: Sequence[Cell], machine: Machine, result: Result
+) -> tuple[int, str]:
+    """Return how a worker ended, and the last lines that it printed."""
+    command = [sys.executable, str(HERE / "kit" / "worker.py"), str(result.file), name]
+    command += [str(machine.gpus), "smoke" if machine.smoke else "full"]
+    command += [cell.name for cell in cells]
+    variables = python_environment() | cells[0].environment
+    variables.pop("PYTHONSAFEPATH", None)
+    with tempfile.TemporaryFile("w+") as log:
+        # Whatever ends the kit, its workers and their launches go with it.
+        process = subprocess.Popen(
+            supervised(command), env=variables, stdout=log, stderr=subprocess.STDOUT
+        )
+        try:
+            while (code := process.poll()) is None:
+                time.sleep(POLL_SECONDS)
+                print_new_rows(result)
+        except BaseException:
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+            raise
+        print_new_rows(result)
+        log.seek(0)
+        return code, log.read()[-6000:]
+
+
+def print_new_rows(result: Result) -> None:
+    """Take over the rows that a worker has written meanwhile, and print them."""
+    known = len(result.rows)
+    result.rows = Result.read(result.file).rows
+    for row in result.rows[known:]:
+        print_row(row)
+
+
+def print_row(row: Row) -> None:
+    reason = "" if row["reason"] is None else f", {one_line(row['reason'])[:200]}"
+    print(f"  {row['cell']}: {row['status']}, {row['seconds']:.0f} s{reason}", flush=True)
+
+
+def lost(name: str, cell: Cell, code: int, output: str) -> Row:
+    """Return the row of a cell in which the process died or was given up."""
+    return Row(
+        part=name,
+        cell=cell.name,
+        status="failed",
+        reason=f"its process ended with {code} within this cell: {output[-1500:]}",
+        seconds=0.0,
+        settings=cell.settings,
+        measured={},
+    )
+
+
+def write_page(result: Result) -> None:
+    result.file.with_suffix(".md").write_text(result.markdown(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

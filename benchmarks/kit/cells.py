@@ -1,0 +1,88 @@
+"""A part of the kit is a list of cells; a cell that was run is a row of the result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final, Literal, Protocol, TypedDict, cast
+
+PARTS: Final = ("runs", "speed", "costs", "memory", "numbers", "offload")
+"""In the order in which they are run: the first answers the most."""
+
+Status = Literal["ok", "missing", "refused", "out of memory", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What the cells can be run on."""
+
+    gpus: int
+    smoke: bool
+    """Tiny shapes on the CPU, through the same code."""
+
+    out: Path
+    """Folder of the result, for files that are worth keeping beside it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One measurement, described in plain values."""
+
+    name: str
+    """No other cell of the part has it: a row is found again by it."""
+
+    settings: dict[str, Any]
+    """All that `measure` needs, as JSON holds it."""
+
+    seconds: float
+    """The estimate for one GPU; a cell that takes ten times as long is given up."""
+
+    libraries: tuple[str, ...] = ()
+    """Modules that it cannot do without, beyond torch, transformers and accelerate."""
+
+    environment: dict[str, str] = field(default_factory=dict[str, str])
+    """Variables of its process. Neighbours with the same ones share a process."""
+
+
+class Row(TypedDict):
+    part: str
+    cell: str
+    status: Status
+    reason: str | None
+    """Why there is no measurement, in words; None with status `ok`."""
+
+    seconds: float
+    """Wall time of the cell, preparations included."""
+
+    settings: dict[str, Any]
+    measured: dict[str, Any]
+
+
+class Refused(Exception):
+    """Raised in a cell when a backend refuses what was asked; the message becomes the row."""
+
+
+class Part(Protocol):
+    TITLE: str
+
+    def cells(self, machine: Machine) -> Sequence[Cell]:
+        """Return the cells, in the order in which they are run. Torch is not imported for it."""
+        ...
+
+    def measure(self, settings: dict[str, Any], machine: Machine) -> dict[str, Any]:
+        """Run one cell and return what was measured, in plain values with units in the names.
+
+        It is called in a process that has run other cells before. What is not measured on this
+        machine is None.
+        """
+        ...
+
+    def tables(self, rows: Sequence[Row]) -> list[str]:
+        """Return the part's rows as paragraphs and tables of Markdown."""
+        ...
+
+
+def part(name: str) -> Part:
+    return cast("Part", import_module(f"kit.{name}"))
