@@ -333,7 +333,7 @@ def snapshot() -> dict[str, Any]:
 
 
 def _driver_facts() -> dict[str, Any]:
-    """GPUs, their links and the driver; of what NVML could not be asked, only why, as `driver`."""
+    """GPUs, their links and the driver: None where NVML could not be asked, and `driver` why."""
     try:
         with _driver() as nvml:
             pcie = [_asked(nvml, lambda at=handle: _pcie(nvml, at)) for handle in _handles(nvml)]
@@ -346,4 +346,4 @@ def _driver_facts() -> dict[str, Any]:
             )
             return {"gpus": found, "interconnect": interconnect(), "driver": driver}
     except UsageError as error:
-        return {"driver": f"not known: {error}"}
+        return {"gpus": None, "interconnect": None, "driver": f"not known: {error}"}
