@@ -12,7 +12,7 @@ if str(ROOT / "benchmarks") not in sys.path:
 
 from gpu_kit_fit import TODAY, predicted
 from kit.cells import Machine
-from kit.memory import JOBS, cells, job_of
+from kit.memory import JOBS, cells, job_of, prediction
 from kit.result import Result
 
 from toolkit.planning.memory.estimate import estimate_memory
@@ -41,7 +41,7 @@ def rows(*, ratios, workspaces, context, off_by=0, constants=TODAY, jobs=ALL):
         jobs: How many of the kit's.
     """
     made = []
-    for cell in cells(Machine(gpus=1, smoke=False)):
+    for cell in cells(Machine(gpus=1, smoke=False, out=ROOT)):
         allocator = cell.settings["allocator"]
         number = sum(row["settings"]["allocator"] == allocator for row in made)
         if allocator not in ratios or number == jobs:
@@ -50,6 +50,11 @@ def rows(*, ratios, workspaces, context, off_by=0, constants=TODAY, jobs=ALL):
         estimate = estimate_memory(job_of(cell.settings))
         allocated = round(predicted(estimate, constants)["allocated"].middle) + off_by
         reserved = round(allocated * between(ratios[allocator], share))
+        peaks = {
+            "allocated_bytes": allocated,
+            "active_bytes": allocated,
+            "reserved_bytes": reserved,
+        }
         made.append(
             {
                 "part": "memory",
@@ -59,11 +64,9 @@ def rows(*, ratios, workspaces, context, off_by=0, constants=TODAY, jobs=ALL):
                 "seconds": 1.0,
                 "settings": cell.settings,
                 "measured": {
-                    "whole": {
-                        "allocated_bytes": allocated,
-                        "active_bytes": allocated,
-                        "reserved_bytes": reserved,
-                    },
+                    "predicted": prediction(job_of(cell.settings)),
+                    "steady": peaks,
+                    "whole": dict(peaks),
                     "allocated_before_bytes": 0,
                     "allocator_retries": 0,
                     "workspaces_bytes": round(between(workspaces, share)),
