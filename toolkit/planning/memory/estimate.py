@@ -12,6 +12,7 @@ from toolkit.planning.memory.activations import (
     Activations,
     activation_terms,
     activations_of,
+    cast_weights,
     dequantised_term,
 )
 from toolkit.planning.memory.hosts import host_terms
@@ -152,8 +153,25 @@ def _ends_full(job: Job, states: StateBytes, parts: Activations) -> bool:
     In between, each layer's gradients come as its activations go.
     """
     first = parts.kept + parts.at_work + parts.loss.handed_back * job.micro_tokens
+    casts = cast_weights(job, ends_full=False)
+    first += sum(term.bytes.high for term in casts if "backward" in term.phases)
     grown = 0.0 if _gradients_always(job) else _gradient_growth(job, states)
-    return parts.last + grown > first
+    return parts.last + grown + _tied_bytes(job) > first
+
+
+def _tied_bytes(job: Job) -> int:
+    """What the gradient of a tied embedding needs at the end of backward, beside itself.
+
+    That of the head waits for that of the lookup, and autograd adds the one into the other, but
+    not where the head's is a product in the weights' own dtype, handed over as a transposed view:
+    then the sum is a third. Where a gradient is held already, the sum stands beside it.
+    """
+    plain = job.strategy.backend in ("single", "ddp") and job.method == "full"
+    if not plain or not job.model.tied:
+        return 0
+    raised = job.weights == "float32" and (job.precision != "no" or job.chunked_loss)
+    copies = (1 if raised else 2) + (1 if _gradients_always(job) else 0)
+    return copies * job.model.vocab_size * job.model.hidden_size * trained_size(job)
 
 
 def _gradients_always(job: Job) -> bool:
@@ -229,6 +247,14 @@ def _gradient_terms(
         formula="size * trained parameters / shards, padded",
         inputs=inputs,
     )
+    if ends_full and (tied := _tied_bytes(job)):
+        yield replace(
+            whole,
+            name="gradients of a tied embedding and its head, until they are one",
+            bytes=Interval.exactly(tied),
+            formula="size * vocabulary * hidden * copies",
+            phases=("backward",),
+        )
     if _gradients_always(job):
         yield whole
     elif states.gradients.gpu:
