@@ -3,7 +3,9 @@
 Every job is trained by `ToolkitTrainer` for a few steps on full rows. What the planner calls
 `allocated` is the most over all steps, as `torch.cuda.max_memory_allocated` shows it to a user; the
 peaks of the first steps, which make the optimizer's states, and of those after them stand beside
-it in the JSON. `gpu_kit_fit.py` fits the planner's constants for the allocator from these rows.
+it in the JSON. The recorder's ledgers stay off on a GPU: while they count, autograd adds two
+gradients of one weight up in memory of its own. `gpu_kit_fit.py` fits the planner's constants for
+the allocator from these rows.
 """
 
 from __future__ import annotations
@@ -87,7 +89,7 @@ OPTIMIZERS: Final = {
 """From the planner's names to those of `TrainingArguments`."""
 
 FIRST_STEPS = 2
-"""The optimizer makes its states in them, and the recorder's ledgers count in the second."""
+"""The optimizer makes its states in them; without a GPU the recorder counts in the second."""
 
 STEPS = 5
 HOPELESS = 1.25
@@ -272,7 +274,7 @@ def _trained(settings: dict[str, Any], machine: Machine) -> dict[str, Any]:
         )
         found: dict[str, Any] = {}
         trainer.add_callback(CompanionsCallback(trainer, [speed]))
-        trainer.add_callback(_watching(found))
+        trainer.add_callback(_watching(found, trainer.recorder))
         trainer.train()
     record: Any = trainer.record
     memory = record["memory"]
@@ -285,13 +287,19 @@ def _trained(settings: dict[str, Any], machine: Machine) -> dict[str, Any]:
     }
 
 
-def _watching(found: dict[str, Any]) -> Any:
+def _watching(found: dict[str, Any], recorder: Any) -> Any:
     """Return a callback that takes the peaks of the first steps, and of those after them."""
+    import torch
     from transformers import TrainerCallback
 
     from kit.device import peaks, reset_peaks, synchronize
 
     class Watch(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            if torch.cuda.is_available():
+                recorder.peaks()  # no step after it carries its ledgers
+                reset_peaks()
+
         def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
             if state.global_step == FIRST_STEPS:
                 synchronize()
