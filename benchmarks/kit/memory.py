@@ -509,8 +509,8 @@ def counted_table(rows: Sequence[Row]) -> list[str]:
         lines.append(line)
     return [
         "No allocator on a CPU: predicted is the planner's `allocated` less cuBLAS's workspaces, "
-        "counted what the recorder's ledger saw alive in the second step. While it looks on, a tied "
-        "embedding's two gradients have their sum in memory of its own. MiB.",
+        "counted what the recorder's ledger saw alive in the second step. While it looks on, a "
+        "tied embedding's two gradients have their sum in memory of its own. MiB.",
         "",
         *table(("job", "predicted", "peak in", "counted", "error", "peak in"), lines),
     ]
