@@ -2,11 +2,13 @@
 
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from transformers import Adafactor
 
 from toolkit.measuring.attestation import Asked, Refused
 from toolkit.measuring.engine import stand_in
@@ -22,10 +24,10 @@ def fresh_accelerate_state():
     GradientState._reset_state()
 
 
-def train(recorder, *, steps, micro_batches=2, clip=0.5):
+def train(recorder, *, steps, micro_batches=2, clip=0.5, kind=torch.optim.AdamW):
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = kind(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
     recorder.prepared(accelerator, model, optimizer)
     for step in range(steps):
@@ -92,6 +94,24 @@ def test_another_accumulation_than_asked_is_refused_after_the_first_step():
 def test_another_optimizer_than_asked_is_refused():
     with pytest.raises(Refused, match="optimizer_class"):
         train(recorder_for(optimizer_classes=("DeepSpeedCPUAdam",)), steps=1)
+
+
+class Quantised(torch.optim.SGD):
+    """Keeps states of matrices in 8 bits and those of vectors in 32, as bitsandbytes does."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            kept_in = torch.uint8 if parameter.ndim > 1 else torch.float32
+            self.state[parameter] = {"state1": torch.zeros_like(parameter, dtype=kept_in)}
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [partial(Adafactor, relative_step=False), Quantised])
+def test_states_that_are_factored_or_quantised_are_no_reason_to_refuse(kind):
+    recorder = recorder_for()
+    train(recorder, steps=1, kind=kind)
+    assert "optimizer_fraction" not in recorder.engaged
+    assert recorder.finish()["attestation"]["held"]
 
 
 def test_a_loss_that_is_not_finite_is_kept_as_what_it_is():

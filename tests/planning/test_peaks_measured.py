@@ -1,16 +1,19 @@
 """The peak of a whole step of a real model, counted tensor by tensor, against the estimate."""
 
+import json
 from contextlib import nullcontext
 
 import pytest
 import torch
 from live_bytes import LiveBytes
 from shapes_for_tests import llama
+from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from toolkit.planning.job import Job
 from toolkit.planning.memory.estimate import WORKSPACES, estimate_memory
 from toolkit.strategies import STRATEGIES
+from toolkit.training.speed.heads import use_chunked_loss
 
 NARROW = {"hidden": 128, "intermediate": 344, "layers": 3, "heads": 4, "kv_heads": 2, "vocab": 256}
 WORDY = {"hidden": 64, "intermediate": 172, "layers": 3, "heads": 4, "kv_heads": 4, "vocab": 4096}
@@ -93,3 +96,75 @@ def test_the_peak_of_a_step_is_met_and_not_undercut(
     predicted = estimate.allocated.low - WORKSPACES.low
     assert 0.99 * measured <= predicted <= 1.06 * measured
     assert phase in (None, estimate.peak_phase)
+
+
+LOOKED_UP = {"hidden": 256, "intermediate": 688, "layers": 2, "heads": 4, "kv_heads": 4}
+LOOKED_UP |= {"vocab": 16384}
+
+
+def profiled_peak(step, file):
+    """Bytes at the fullest moment of a step above those before it, by the profiler.
+
+    Not by a dispatch mode: while one looks on, autograd adds nothing up in place.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        step()
+    found.export_chrome_trace(str(file))
+    events = [e for e in json.loads(file.read_text())["traceEvents"] if e.get("name") == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event["ts"]):
+        now += int(event["args"]["Bytes"])
+        peak = max(peak, now)
+    return peak
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("chunk", [None, 32])
+@pytest.mark.parametrize(
+    ("precision", "weights"), [("no", "float32"), ("bf16", "float32"), ("bf16", "bfloat16")]
+)
+def test_the_two_gradients_of_a_tied_embedding_are_met(
+    precision, weights, chunk, accumulation, tmp_path
+):
+    job = Job(
+        model=llama(**LOOKED_UP, tied=True),
+        strategy=STRATEGIES["single"],
+        gpus=1,
+        sequence=8,
+        precision=precision,
+        weights=weights,
+        optimizer="sgd",
+        accumulation=accumulation,
+        chunked_loss=chunk is not None,
+        loss_chunk_tokens=chunk,
+    )
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=LOOKED_UP["vocab"],
+            hidden_size=LOOKED_UP["hidden"],
+            intermediate_size=LOOKED_UP["intermediate"],
+            num_hidden_layers=LOOKED_UP["layers"],
+            num_attention_heads=4,
+            tie_word_embeddings=True,
+            use_cache=False,
+        )
+    ).to(getattr(torch, weights))
+    if chunk is not None:
+        use_chunked_loss(model.train(), chunk_tokens=chunk)
+    held = sum(p.numel() * p.element_size() for p in model.parameters())
+    ids = torch.randint(0, LOOKED_UP["vocab"], (1, 8))
+
+    def micro_batch():
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+
+    micro_batch()
+    if accumulation == 1:
+        model.zero_grad()
+    else:
+        held *= 2  # the first micro-batch's gradients
+    measured = held + profiled_peak(micro_batch, tmp_path / "trace.json")
+    estimate = estimate_memory(job)
+    assert estimate.peak_phase == "backward"
+    assert 0.99 * measured <= estimate.allocated.low - WORKSPACES.low <= 1.09 * measured

@@ -159,16 +159,18 @@ def engaged_after(model: Any, optimizer: Any) -> dict[str, Any]:
         "optimizer_class": type(inner).__name__,
         "resident_fraction": round(engine.resident_fraction(model), 4),
     }
-    # States in the shape of their parameter tell where it is stepped on; step counts and
-    # factored or quantised states don't.
-    kept = 0
+    # States in the shape of their parameter tell where it is stepped on; step counts don't, and
+    # an optimizer that factors or quantises some of them tells nothing.
+    kept, tells = 0, True
     states: list[torch.Tensor] = []
     for parameter, state in inner.state.items():
         held = engine.local(parameter)
-        own = [s for s in engine.tensors_in(state) if engine.local(s).shape == held.shape]
+        found = [engine.local(s) for s in engine.tensors_in(state)]
+        own = [s for s in found if s.shape == held.shape and s.is_floating_point()]
+        tells &= bool(own) or all(s.numel() <= 1 for s in found)
         kept += held.numel() if own else 0
         states += own
-    if states:
+    if states and tells:
         whole = sum(engine.elements_of(p) for p in model.parameters() if p.requires_grad)
         facts["optimizer_fraction"] = round(kept / whole, 4)
         facts["optimizer_dtypes"] = _dtypes(states)

@@ -141,11 +141,16 @@ def activation_terms(job: Job, parts: Activations, *, ends_full: bool) -> Iterat
             inputs=inputs,
             phases=("backward", "step") if ends_full else ("step",),
         )
-    yield from _cast_weights(job)
+    yield from cast_weights(job, ends_full=ends_full)
 
 
-def _cast_weights(job: Job) -> Iterator[Term]:
-    """Autocast's copies of fp32 weights, which the graph holds until backward has used them."""
+def cast_weights(job: Job, *, ends_full: bool) -> Iterator[Term]:
+    """Autocast's copies of fp32 weights, which the graph holds until backward has used them.
+
+    Args:
+        job: What is trained.
+        ends_full: As in `activation_terms`: by the end of backward all of them are gone.
+    """
     regime = regime_of(job)
     if job.frozen_in_fp32 and job.precision != "no":
         yield _cast_head(job)
@@ -161,7 +166,7 @@ def _cast_weights(job: Job) -> Iterator[Term]:
         bytes=Interval.exactly(elements * regime.compute),
         formula="size * elements of linear layers",
         inputs={"size": regime.compute, "elements": elements},
-        phases=START if job.checkpointing == "full" else RUNNING,
+        phases=START if ends_full or job.checkpointing == "full" else RUNNING,
     )
 
 

@@ -12,6 +12,7 @@ from toolkit.planning.memory.activations import (
     Activations,
     activation_terms,
     activations_of,
+    cast_weights,
     dequantised_term,
 )
 from toolkit.planning.memory.hosts import host_terms
@@ -90,7 +91,7 @@ def estimate_memory(job: Job) -> MemoryEstimate:
     parts = activations_of(job)
     ends_full = _ends_full(job, states, parts)
     terms = [
-        *_state_terms(job, states, ends_full=ends_full),
+        *_state_terms(job, states, ends_full=ends_full, tied=_tied_bytes(job, parts)),
         *activation_terms(job, parts, ends_full=ends_full),
         *dequantised_term(job),
         *moving_terms(job),
@@ -152,8 +153,27 @@ def _ends_full(job: Job, states: StateBytes, parts: Activations) -> bool:
     In between, each layer's gradients come as its activations go.
     """
     first = parts.kept + parts.at_work + parts.loss.handed_back * job.micro_tokens
+    casts = cast_weights(job, ends_full=False)
+    first += sum(term.bytes.high for term in casts if "backward" in term.phases)
     grown = 0.0 if _gradients_always(job) else _gradient_growth(job, states)
-    return parts.last + grown > first
+    return parts.last + grown + _tied_bytes(job, parts) > first
+
+
+def _tied_bytes(job: Job, parts: Activations) -> int:
+    """What the gradient of a tied embedding needs at the end of backward, beside itself.
+
+    That of the head waits for that of the lookup, which comes when the last layer's activations
+    are gone. Autograd adds the one into the other, but not where the head's is a product in the
+    weights' own dtype, handed over as a transposed view: then the sum is a third. Where a gradient
+    is held already, the head's waits beside it.
+    """
+    plain = job.strategy.backend in ("single", "ddp") and job.method == "full"
+    if not plain or not job.model.tied:
+        return 0
+    one = job.model.vocab_size * job.model.hidden_size * trained_size(job)
+    raised = job.weights == "float32" and (job.precision != "no" or job.chunked_loss)
+    waiting = one if _gradients_always(job) else 0
+    return waiting + max(0, (1 if raised else 2) * one - round(parts.last))
 
 
 def _gradients_always(job: Job) -> bool:
@@ -175,7 +195,7 @@ def _gradient_growth(job: Job, states: StateBytes) -> float:
     return grown
 
 
-def _state_terms(job: Job, states: StateBytes, *, ends_full: bool) -> Iterator[Term]:
+def _state_terms(job: Job, states: StateBytes, *, ends_full: bool, tied: int) -> Iterator[Term]:
     weights, size = weights_of(job), trained_size(job)
     shards = job.shards if job.strategy.shards_parameters else 1
     counted: dict[str, float | str] = {
@@ -216,11 +236,11 @@ def _state_terms(job: Job, states: StateBytes, *, ends_full: bool) -> Iterator[T
         states.optimizer.gpu,
         optimizers.FORMULAS[job.optimizer],
     )
-    yield from _gradient_terms(job, states, counted, ends_full=ends_full)
+    yield from _gradient_terms(job, states, counted, ends_full=ends_full, tied=tied)
 
 
 def _gradient_terms(
-    job: Job, states: StateBytes, inputs: dict[str, float | str], *, ends_full: bool
+    job: Job, states: StateBytes, inputs: dict[str, float | str], *, ends_full: bool, tied: int
 ) -> Iterator[Term]:
     whole = Term(
         category="gradients",
@@ -229,6 +249,14 @@ def _gradient_terms(
         formula="size * trained parameters / shards, padded",
         inputs=inputs,
     )
+    if ends_full and tied:
+        yield replace(
+            whole,
+            name="gradients of a tied embedding and its head, until they are one",
+            bytes=Interval.exactly(tied),
+            formula="size * vocabulary * hidden * copies, less what the last layer had",
+            phases=("backward",),
+        )
     if _gradients_always(job):
         yield whole
     elif states.gradients.gpu:

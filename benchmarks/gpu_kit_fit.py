@@ -1,0 +1,218 @@
+"""The planner's constants for torch's allocator, fitted to what `gpu_kit.py` measured.
+
+    python benchmarks/gpu_kit_fit.py benchmarks/results/2026-11-22-gpu-kit.json
+
+Prints what stands in `toolkit/planning/memory/estimate.py` beside what the rows give, and changes
+nothing. Each constant is an interval that has to hold for every row, so it is fitted as the least
+and the most, rounded outwards:
+
+- RESERVED: the most that was reserved over the most that was allocated, by setting of the
+  allocator, and over both;
+- WORKSPACES: bytes that came free when cuBLAS was told to give its workspaces back;
+- CONTEXT: bytes in use on the device that the allocator has not reserved, at the end of a job. On
+  a GPU that others use as well, theirs are in it.
+
+Left out are rows that began on a device that was not empty, and rows in which the allocator had to
+give memory back to get some: what is reserved then shows the GPU's size. Then come the residuals:
+how far what was measured is outside of the planner's interval, today and with the fitted
+constants. The suite holds the planner to committed rows: allocated within its interval widened by
+5% of what was measured (MARGIN), reserved within its interval as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NoReturn
+
+from kit.cells import Row
+from kit.memory import ALLOCATORS, beyond, described, job_of
+from kit.result import Result, table
+
+from toolkit.planning.memory.estimate import (
+    CONTEXT,
+    RESERVED,
+    WORKSPACES,
+    MemoryEstimate,
+    estimate_memory,
+)
+from toolkit.planning.terms import GIB, Interval
+
+MIB: Final = 1 << 20
+MARGIN: Final = 0.05
+"""Of what was measured; for allocated bytes, which the planner counts tensor by tensor."""
+
+LEAST_ROWS: Final = 6
+"""Of one setting of the allocator: the least and the most of fewer say nothing of a next one."""
+
+MOST_BEFORE: Final = 64 * MIB
+"""Allocated when a cell begins, by what an earlier one left behind."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """The constants of `estimate.py` that a GPU decides."""
+
+    reserved: Interval
+    workspaces: Interval
+    context: Interval
+
+
+TODAY: Final = Constants(reserved=RESERVED, workspaces=WORKSPACES, context=CONTEXT)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("result", type=Path, help="a JSON file that gpu_kit.py wrote")
+    file = parser.parse_args().result
+    if not file.is_file():
+        stop(f"{file} is not there. Name a JSON file that gpu_kit.py wrote.")
+    result = Result.read(file)
+    if result.about["smoke"]:
+        stop(f"{result.file} is a smoke run on a CPU, and nothing can be fitted to it.")
+    rows = measured_rows(result.of("memory"))
+    by_allocator = {name: of_allocator(rows, name) for name in ALLOCATORS}
+    if all(len(found) < LEAST_ROWS for found in by_allocator.values()):
+        counts = ", ".join(f"{len(found)} {name}" for name, found in by_allocator.items())
+        stop(
+            f"{result.file} has too few rows of the part memory to fit to: {counts}. "
+            f"{LEAST_ROWS} of one setting are needed."
+        )
+    print(f"{result.about['device']}; {result.about['versions']}\n")
+    fitted = fit([row for found in by_allocator.values() if enough(found) for row in found])
+    print("\n".join(constants_table(by_allocator, fitted)))
+    print("\n" + "\n".join(residuals(rows, fitted)))
+    found = [sentence for row in rows for sentence in missed(row)]
+    print(f"\n{len(found)} of {2 * len(rows)} peaks are outside of what the suite allows today")
+    print("\n".join(found))
+
+
+def stop(message: str) -> NoReturn:
+    print(f"gpu_kit_fit: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def measured_rows(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows that say something of the allocator."""
+    return [
+        row
+        for row in rows
+        if row["status"] == "ok"
+        and row["measured"]["whole"]["allocated_bytes"] is not None
+        and row["measured"]["allocated_before_bytes"] <= MOST_BEFORE
+        and not row["measured"]["allocator_retries"]
+    ]
+
+
+def of_allocator(rows: Iterable[Row], name: str) -> list[Row]:
+    return [row for row in rows if row["settings"]["allocator"] == name]
+
+
+def enough(rows: Sequence[Row]) -> bool:
+    return len(rows) >= LEAST_ROWS
+
+
+def fit(rows: Sequence[Row]) -> Constants:
+    """Return the constants that hold for all of these rows, and no wider than they need."""
+    return Constants(
+        reserved=outer([ratio(row) for row in rows], step=0.01),
+        workspaces=outer([row["measured"]["workspaces_bytes"] for row in rows], step=MIB / 8),
+        context=outer([row["measured"]["outside_bytes"] for row in rows], step=MIB),
+    )
+
+
+def ratio(row: Row) -> float:
+    whole = row["measured"]["whole"]
+    return whole["reserved_bytes"] / whole["allocated_bytes"]
+
+
+def outer(values: Sequence[float], *, step: float) -> Interval:
+    """Return the least and the most of some values, rounded outwards to a multiple of `step`."""
+    # A value that is a multiple already must not be moved by the division's last bit.
+    low, high = min(values) / step + 1e-9, max(values) / step - 1e-9
+    return Interval(math.floor(low) * step, math.ceil(high) * step)
+
+
+def predicted(estimate: MemoryEstimate, constants: Constants) -> dict[str, Interval]:
+    """Return an estimate's intervals as they are with other constants."""
+    # Workspaces are alive at every moment, so they are in every peak.
+    low = estimate.allocated.low - TODAY.workspaces.low + constants.workspaces.low
+    high = estimate.allocated.high - TODAY.workspaces.high + constants.workspaces.high
+    return {
+        "allocated": Interval(low, high),
+        "reserved": Interval(low * constants.reserved.low, high * constants.reserved.high),
+    }
+
+
+def missed(row: Row) -> list[str]:
+    """Say which peaks of a row are outside of what the planner says today, by its settings.
+
+    The margin is given to allocated bytes alone.
+    """
+    intervals = predicted(estimate_memory(job_of(row["settings"])), TODAY)
+    found: list[str] = []
+    for kind, interval in intervals.items():
+        measured = row["measured"]["whole"][f"{kind}_bytes"]
+        margin = MARGIN * measured if kind == "allocated" else 0.0
+        if not interval.low - margin <= measured <= interval.high + margin:
+            found.append(
+                f"{row['cell']}: {measured / GIB:.3f} GiB {kind}, and the planner says "
+                f"{interval.low / GIB:.3f} to {interval.high / GIB:.3f}"
+            )
+    return found
+
+
+def constants_table(by_allocator: dict[str, list[Row]], fitted: Constants) -> list[str]:
+    rows = [row for found in by_allocator.values() if enough(found) for row in found]
+    lines = [_line("RESERVED", RESERVED, fitted.reserved, [ratio(row) for row in rows])]
+    for name, found in by_allocator.items():
+        if not enough(found):
+            lines.append((f"RESERVED, {name}", "", "too few rows", "", len(found)))
+            continue
+        ratios = [ratio(row) for row in found]
+        lines.append(_line(f"RESERVED, {name}", RESERVED, outer(ratios, step=0.01), ratios))
+    for name, today, new, key in (
+        ("WORKSPACES, MiB", WORKSPACES, fitted.workspaces, "workspaces_bytes"),
+        ("CONTEXT, MiB", CONTEXT, fitted.context, "outside_bytes"),
+    ):
+        values = [row["measured"][key] / MIB for row in rows]
+        lines.append(_line(name, today.times(1 / MIB), new.times(1 / MIB), values))
+    return table(("constant", "today", "fitted", "median", "rows"), lines)
+
+
+def _line(
+    name: str, today: Interval, fitted: Interval, values: Sequence[float]
+) -> tuple[object, ...]:
+    middle = statistics.median(values)
+    return name, shown(today), shown(fitted), f"{middle:.2f}", len(values)
+
+
+def shown(interval: Interval) -> str:
+    return f"{interval.low:.2f} to {interval.high:.2f}"
+
+
+def residuals(rows: Sequence[Row], fitted: Constants) -> list[str]:
+    """Return a table of how far each peak is outside of the planner's interval, as a share."""
+    lines = []
+    for row in rows:
+        estimate = estimate_memory(job_of(row["settings"]))
+        line = [f"{described(row['settings'])}, {row['settings']['allocator']}"]
+        for kind in ("allocated", "reserved"):
+            measured = row["measured"]["whole"][f"{kind}_bytes"]
+            line.append(f"{measured / GIB:.2f}")
+            for constants in (TODAY, fitted):
+                interval = predicted(estimate, constants)[kind]
+                error = beyond((round(interval.low), round(interval.high)), measured) / measured
+                line.append(f"{error:+.2%}" if error else "0")
+        lines.append(line)
+    header = ["job", "allocated GiB", "today", "fitted", "reserved GiB", "today", "fitted"]
+    return table(header, lines)
+
+
+if __name__ == "__main__":
+    main()
