@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -60,3 +60,16 @@ def _joined(
         ids += prompt + completion
         labels += [IGNORED] * len(prompt) + completion
     return ids, labels
+
+
+def packed_rows(rows: Sequence[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
+    """Return rows packed as `--packing best_fit` does it: whole ones, `tokens` tokens at most."""
+    from toolkit.training.packing import best_fit, packed_row
+
+    packed: list[dict[str, Any]] = []
+    for members in best_fit([len(row["input_ids"]) for row in rows], room=tokens):
+        pairs = [(rows[number]["input_ids"], rows[number]["labels"]) for number in members]
+        ids, labels, positions = packed_row(pairs)
+        row = {"input_ids": ids, "labels": labels, "position_ids": positions}
+        packed.append(row | {"sample_id": len(packed)})
+    return packed

@@ -571,13 +571,13 @@ def test_all_that_does_not_go_together_is_said_at_once():
 # What is measured
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp_grad_op", "zero2"])
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "fsdp_grad_op", "zero2"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_what_the_benchmark_calls_tuned_is_what_the_flag_switches_on(
     strategy, compiled, monkeypatch
 ):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    made = importlib.import_module("speed_switches").variants(strategy, compiled=compiled)
+    made = importlib.import_module("kit.variants").variants(strategy, compiled=compiled)
     names = [each.name for each in made]
     assert len(set(names)) == len(names)
     asked, tuned = (
