@@ -23,6 +23,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -31,6 +32,7 @@ from kit.cells import PARTS, Cell, Machine, Row, part
 from kit.result import Result, table
 
 from toolkit import environment
+from toolkit.escaping import one_line
 from toolkit.launching.python import python_environment
 from toolkit.launching.supervised import supervised
 
@@ -38,13 +40,16 @@ HERE = Path(__file__).resolve().parent
 START_SECONDS = 15
 """Of a process: Python, torch, transformers and the CUDA context."""
 
+POLL_SECONDS = 0.5
+
 
 def main() -> None:
     args = arguments().parse_args()
     parts = chosen_parts(args.parts)
     if args.smoke:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    machine = Machine(gpus=0 if args.smoke else visible_gpus(), smoke=args.smoke)
+    gpus = 0 if args.smoke else visible_gpus()
+    machine = Machine(gpus=gpus, smoke=args.smoke, out=args.out)
     planned = {name: [*part(name).cells(machine)] for name in parts}
     print_plan(planned, machine)
     if args.plan:
@@ -133,7 +138,7 @@ def described(machine: Machine) -> dict[str, object]:
     versions = facts["versions"]
     return {
         "date": datetime.date.today().isoformat(),
-        "command": "python benchmarks/gpu_kit.py " + " ".join(sys.argv[1:]),
+        "command": f"python benchmarks/gpu_kit.py{' --smoke' if machine.smoke else ''}",
         "device": device_name(machine),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "toolkit": facts["commit"],
@@ -164,14 +169,11 @@ def run_group(name: str, cells: list[Cell], machine: Machine, result: Result) ->
     result.drop(name, [cell.name for cell in cells])
     while cells:
         code, output = run_worker(name, cells, machine, result)
-        result.rows = Result.read(result.file).rows
         written = {row["cell"] for row in result.of(name)}
-        left = [cell for cell in cells if cell.name not in written]
-        if left:
-            result.add(lost(name, left.pop(0), code, output))
-        for row in result.of(name)[-(len(cells) - len(left)) :]:
-            print(f"  {row['cell']}: {row['status']}", flush=True)
-        cells = left
+        cells = [cell for cell in cells if cell.name not in written]
+        if cells:
+            result.add(lost(name, cells.pop(0), code, output))
+            print_row(result.rows[-1])
 
 
 def run_worker(
@@ -189,13 +191,29 @@ def run_worker(
             supervised(command), env=variables, stdout=log, stderr=subprocess.STDOUT
         )
         try:
-            code = process.wait()
+            while (code := process.poll()) is None:
+                time.sleep(POLL_SECONDS)
+                print_new_rows(result)
         except BaseException:
             process.send_signal(signal.SIGTERM)
             process.wait()
             raise
+        print_new_rows(result)
         log.seek(0)
         return code, log.read()[-6000:]
+
+
+def print_new_rows(result: Result) -> None:
+    """Take over the rows that a worker has written meanwhile, and print them."""
+    known = len(result.rows)
+    result.rows = Result.read(result.file).rows
+    for row in result.rows[known:]:
+        print_row(row)
+
+
+def print_row(row: Row) -> None:
+    reason = "" if row["reason"] is None else f", {one_line(row['reason'])[:200]}"
+    print(f"  {row['cell']}: {row['status']}, {row['seconds']:.0f} s{reason}", flush=True)
 
 
 def lost(name: str, cell: Cell, code: int, output: str) -> Row:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from kit.device import clear
-from kit.training import Watch, trainer_of, training_values
+from kit.trainers import Watch, trainer_of, training_values
 from kit.variants import Variant, variants
 from speed_switches import arguments
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback

@@ -77,6 +77,12 @@ def test_fields_of_a_later_version_are_kept(tmp_path):
     assert read_record(tmp_path)["carbon"] == {"grams": 7}
 
 
+def test_a_record_from_where_nvml_could_not_be_asked_is_read(tmp_path):
+    unknown = {"gpus": None, "interconnect": None, "driver": "not known"}
+    write_json(tmp_path / "record.json", RECORD | {"environment": unknown})
+    assert read_record(tmp_path)["environment"] == unknown
+
+
 def test_a_newer_schema_is_refused_and_named(tmp_path):
     write_json(tmp_path / "record.json", RECORD | {"schema": 2})
     with pytest.raises(UsageError, match="schema 2.*reads up to 1.*update"):

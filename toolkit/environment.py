@@ -10,6 +10,7 @@ import platform
 import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tomllib
 from collections.abc import Callable, Generator
@@ -18,10 +19,12 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Final
 
+from toolkit.errors import UsageError
 from toolkit.strategies import Strategy
 
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "peft", "toolkit")
@@ -47,6 +50,9 @@ ANCESTORS: Final = {
 COMMITTED: Final = ("toolkit", "accelerate_configs", "deepspeed_configs")
 """Of a checkout, what decides a run."""
 
+DISTRIBUTIONS: Final = {"pynvml": "nvidia-ml-py"}
+"""What is installed for a module of another name."""
+
 GIT_SECONDS: Final = 5.0
 
 
@@ -62,7 +68,11 @@ def cache_root() -> Path:
 
 
 def gpus() -> list[Gpu]:
-    """The NVIDIA GPUs that a process started here would see, in CUDA's order by PCI bus."""
+    """The NVIDIA GPUs that a process started here would see, in CUDA's order by PCI bus.
+
+    Raises:
+        UsageError: the library that asks NVML is not installed.
+    """
     with _driver() as nvml:
         return [
             Gpu(
@@ -142,6 +152,7 @@ def _asked(nvml: Any, question: Callable[[], str]) -> str:
 @contextmanager
 def _driver() -> Generator[Any]:
     """Give NVML, None without a driver. Calls may be nested: NVML counts them."""
+    check_installed("pynvml")
     nvml: Any = import_module("pynvml")  # it has no types
 
     try:
@@ -187,6 +198,18 @@ def _visible(devices: list[tuple[str, str]]) -> list[int]:
     return chosen
 
 
+def is_installed(module: str) -> bool:
+    """Whether Python finds a top module, which is not imported for that."""
+    return module in sys.modules or find_spec(module) is not None
+
+
+def check_installed(module: str) -> None:
+    """Raise UsageError where a library that is needed now is not installed."""
+    if not is_installed(module):
+        name = DISTRIBUTIONS.get(module, module)
+        raise UsageError(f"{name} is not installed. Run: pip install {name}")
+
+
 def has_compiler() -> bool:
     """Whether DeepSpeed can compile here: a C++ compiler, and this Python's own headers."""
     compiler, *_ = shlex.split(os.environ.get("CXX", "")) or ["c++"]
@@ -203,6 +226,8 @@ def has_libaio() -> bool:
 
 def missing_for(strategy: Strategy) -> str | None:
     """Return why this machine cannot run a strategy and what to do about it, or None."""
+    if strategy.backend == "deepspeed" and not is_installed("deepspeed"):
+        return "deepspeed is not installed: run pip install deepspeed, and run again"
     if "nvme" not in (strategy.offload_optimizer, strategy.offload_parameters):
         return None
     if not has_libaio():
@@ -297,18 +322,7 @@ def _git(root: Path, *words: str) -> str | None:
 
 def snapshot() -> dict[str, Any]:
     """What stands under `environment` in a record. No variable, path or host name is in it."""
-    with _driver() as nvml:
-        pcie = [_asked(nvml, lambda at=handle: _pcie(nvml, at)) for handle in _handles(nvml)]
-        found = [
-            {"name": gpu.name, "memory_bytes": gpu.memory_bytes, "pcie": link}
-            for gpu, link in zip(gpus(), pcie, strict=True)
-        ]
-        driver = None if nvml is None else _asked(nvml, lambda: nvml.nvmlSystemGetDriverVersion())
-        joined = interconnect()
-    return {
-        "gpus": found,
-        "interconnect": joined,
-        "driver": driver,
+    return _driver_facts() | {
         "cpus": os.cpu_count(),
         "memory_bytes": memory_bytes(),
         "platform": platform.platform(),
@@ -316,3 +330,20 @@ def snapshot() -> dict[str, Any]:
         "versions": versions(),
         "commit": commit(),
     }
+
+
+def _driver_facts() -> dict[str, Any]:
+    """GPUs, their links and the driver: None where NVML could not be asked, and `driver` why."""
+    try:
+        with _driver() as nvml:
+            pcie = [_asked(nvml, lambda at=handle: _pcie(nvml, at)) for handle in _handles(nvml)]
+            found = [
+                {"name": gpu.name, "memory_bytes": gpu.memory_bytes, "pcie": link}
+                for gpu, link in zip(gpus(), pcie, strict=True)
+            ]
+            driver = (
+                None if nvml is None else _asked(nvml, lambda: nvml.nvmlSystemGetDriverVersion())
+            )
+            return {"gpus": found, "interconnect": interconnect(), "driver": driver}
+    except UsageError as error:
+        return {"gpus": None, "interconnect": None, "driver": f"not known: {error}"}

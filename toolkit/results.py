@@ -290,7 +290,7 @@ class SeenGpu(TypedDict):
 class Environment(TypedDict, total=False):
     """Of an `environment`, what is read again; it holds more."""
 
-    gpus: list[SeenGpu]
+    gpus: list[SeenGpu] | None
 
 
 class Attestation(TypedDict, total=False):

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Final, Literal, Protocol, TypedDict, cast
 
 PARTS: Final = ("runs", "speed", "costs", "memory", "numbers", "offload")
@@ -21,6 +22,9 @@ class Machine:
     gpus: int
     smoke: bool
     """Tiny shapes on the CPU, through the same code."""
+
+    out: Path
+    """Folder of the result, for files that are worth keeping beside it."""
 
 
 @dataclass(frozen=True, kw_only=True)

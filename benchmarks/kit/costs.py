@@ -227,8 +227,9 @@ def _of_calls(row: Row) -> list[str]:
     return [
         "### Alone",
         "",
-        "Time of the host in a step, while the device has nothing to do: no step takes longer by "
-        "more, and one in which the host is ahead of the device does not at all.",
+        "Time of the host in a step, while the device has nothing to do. A step in which the host "
+        "is ahead of the device takes no longer for it; what the pulse computes on a GPU runs in a "
+        "stream of its own.",
         "",
         *table(("what", "microseconds", "quartiles"), lines),
     ]

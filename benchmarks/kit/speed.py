@@ -20,8 +20,9 @@ TOKENS_OF_STEP = 8192
 RAGGED_ROWS, PACKED_ROWS = 8, 2
 """Of a step: about as many tokens, padding left out."""
 
-WARM_UP, STEPS = 3, 8
-"""The second step is the probe that carries the toolkit's ledgers."""
+WARM_UP, STEPS = 5, 8
+"""The second step is the probe that carries the toolkit's ledgers; layers are compiled in the first
+and, where rows have other lengths, once more in the third."""
 
 SECONDS, COMPILED_SECONDS = 6.0, 22.0
 GIB = 2**30
@@ -48,9 +49,10 @@ TABLES: dict[str, tuple[str, str]] = {
     "switches": (
         "Switches, ragged rows",
         f"Rows of up to {SHORT // 2:,} tokens, {RAGGED_ROWS} a step, of which completions are "
-        f"learned; packed into rows of {SHORT:,}, {PACKED_ROWS} a step. `recipe` has packing and "
-        "compiled layers beside what `tuned` has. DDP's bucket view and FSDP's prefetch do nothing "
-        "in one process: `speed_switches.py` measures them.",
+        f"learned; packed into rows of {SHORT:,}, {PACKED_ROWS} a step. Packed rows are others: "
+        "the gap of their losses is that to `packing alone`. `recipe` has packing and compiled "
+        "layers beside what `tuned` has. TRL adds metrics of its own to every step. DDP's bucket "
+        "view and FSDP's prefetch do nothing in one process: `speed_switches.py` measures them.",
     ),
     "methods": (
         "Methods",
@@ -114,6 +116,8 @@ def _switch_cells(machine: Machine) -> list[Cell]:
         rows = PACKED_ROWS if variant.packed else RAGGED_ROWS
         needed = ("trl", "datasets") if variant.kind == "trl" else ()
         settings = shared | _of(variant) | {"batch": rows}
+        if variant.packed:
+            settings["same_rows"] = "packing alone"
         found.append(_cell(variant.name, machine, **settings, libraries=needed))
     liger = shared | _of(ours("liger", [])) | {"batch": RAGGED_ROWS, "liger": True}
     return [*found, _cell("liger", machine, **liger, libraries=("liger_kernel",))]
@@ -176,7 +180,7 @@ def _cell(name: str, machine: Machine, *, libraries: tuple[str, ...] = (), **set
 
 def measure(settings: dict[str, Any], machine: Machine) -> dict[str, Any]:
     from kit.device import quartiles
-    from kit.training import Watch, fresh_accelerate
+    from kit.trainers import Watch, fresh_accelerate
 
     if machine.smoke:
         settings = _tiny(settings)
@@ -230,6 +234,7 @@ def _rows(settings: dict[str, Any], steps: int) -> Any:
 
 
 def _model(settings: dict[str, Any], *, smoke: bool) -> Any:
+    from kit.device import clear
     from kit.models import build
 
     attention, method = settings["attention"], settings["method"]
@@ -247,13 +252,14 @@ def _model(settings: dict[str, Any], *, smoke: bool) -> Any:
         checked = checked_method(
             MethodArguments(method=method), arguments, model_facts(folder), precision="bf16"
         )
+        clear()
         return load_for(checked, arguments, folder, seed=0, start=None)
 
 
 def _train(
     settings: dict[str, Any], model: Any, rows: Any, watch: Any, folder: str, *, smoke: bool
 ) -> None:
-    from kit import training
+    from kit import trainers
 
     steps, batch = watch.warm_up + watch.steps, settings["batch"]
     variant = Variant(
@@ -263,19 +269,19 @@ def _train(
         speed=settings["speed"],
     )
     if variant.kind == "plain":
-        training.train_plainly(model, rows, watch, batch=batch, bf16=True)
+        trainers.train_plainly(model, rows, watch, batch=batch, bf16=True)
         return
-    values = training.training_values(folder, rows=batch, steps=steps, bf16=True)
+    values = trainers.training_values(folder, rows=batch, steps=steps, bf16=True)
     values |= {"use_cpu": smoke, "use_liger_kernel": settings["liger"]}
     if variant.kind == "loop":
-        training.train_in_loop(variant, model, rows, values, watch)
+        trainers.train_in_loop(variant, model, rows, values, watch)
         return
     tokenizer = None
     if variant.kind == "trl":
         from toolkit.training.model import build_model, load_tokenizer
 
         tokenizer = load_tokenizer(build_model())
-    trainer = training.trainer_of(
+    trainer = trainers.trainer_of(
         variant, model, rows, values, tokenizer=tokenizer, max_length=settings["tokens"]
     )
     watch.follow(trainer)
@@ -367,7 +373,7 @@ def tables(rows: Sequence[Row]) -> list[str]:
         "Rates are medians over steps, padding not counted; steps have their quartiles. Peaks are "
         "the most of the steps that are timed; reserved is what the allocator holds by then, with "
         "what the warm-up took. Losses are those of the first step and of the last, with the gap "
-        "to the first column's base.",
+        "to the first base: all train the same rows.",
         "",
         f"MFU is {CONVENTION}; the rate of the GPU is the dense one in bf16 of "
         "`toolkit/planning/speed/gpus.json`.",
@@ -385,7 +391,7 @@ def tables(rows: Sequence[Row]) -> list[str]:
 def _table(shown: Sequence[Row], measured: Mapping[str, Row]) -> list[str]:
     bases = shown[0]["settings"]["bases"]
     header = ["cell", "tokens/s", "learned tokens/s", *(f"to {base}" for base in bases), "MFU"]
-    header += ["step, ms", "allocated, GiB", "reserved, GiB", "first loss", "last loss"]
+    header += ["step, ms", "allocated, GiB", "reserved, GiB", "first loss (gap)", "last loss (gap)"]
     return table(header, [_line(row, measured) for row in shown])
 
 
@@ -393,7 +399,9 @@ def _line(row: Row, measured: Mapping[str, Row]) -> list[str]:
     from kit.device import quartiles
 
     values = row["measured"]
-    bases = [measured.get(cell) for cell in row["settings"]["bases"].values()]
+    settings = row["settings"]
+    bases = [measured.get(cell) for cell in settings["bases"].values()]
+    same_rows = measured.get(settings.get("same_rows", [*settings["bases"].values()][0]))
     first, middle, third = (1000 * each for each in quartiles(values["step_seconds"]))
     return [
         row["cell"],
@@ -404,7 +412,7 @@ def _line(row: Row, measured: Mapping[str, Row]) -> list[str]:
         f"{middle:.1f} ({first:.1f} to {third:.1f})",
         _gib(values["peak_allocated_bytes"]),
         _gib(values["peak_reserved_bytes"]),
-        *(_loss(row, bases[0], name) for name in ("first_loss", "last_loss")),
+        *(_loss(values, same_rows, name) for name in ("first_loss", "last_loss")),
     ]
 
 
@@ -418,10 +426,8 @@ def _gib(count: int | None) -> str:
     return "-" if count is None else f"{count / GIB:.2f}"
 
 
-def _loss(row: Row, base: Row | None, name: str) -> str:
-    loss = row["measured"][name]
-    if base is None:
+def _loss(values: Mapping[str, Any], same_rows: Row | None, name: str) -> str:
+    loss = values[name]
+    if same_rows is None:
         return f"{loss:.4f}"
-    if "packing" in row["settings"]["switches"]:
-        return f"{loss:.4f}, other rows"
-    return f"{loss:.4f} ({loss - base['measured'][name]:+.1e})"
+    return f"{loss:.4f} ({loss - same_rows['measured'][name]:+.1e})"

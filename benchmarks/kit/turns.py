@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from kit.training import Watch, fresh_accelerate, trainer_of, training_values
+from kit.trainers import Watch, fresh_accelerate, trainer_of, training_values
 from kit.variants import Variant
 from toolkit.training.trainer import ToolkitTrainer
 

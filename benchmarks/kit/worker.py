@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kit.cells import Cell, Machine, Part, Refused, Row, Status, part
 from kit.result import Result
+from toolkit.rehearse import rehearse_if_needed
 
 PATIENCE = 10
 LEAST_SECONDS = 120.0
@@ -24,9 +25,11 @@ LEAST_SECONDS = 120.0
 
 def main() -> None:
     file, name, gpus, size, *wanted = sys.argv[1:]
-    result, machine = Result.read(Path(file)), Machine(gpus=int(gpus), smoke=size == "smoke")
+    result = Result.read(Path(file))
+    machine = Machine(gpus=int(gpus), smoke=size == "smoke", out=result.file.parent)
     chosen = part(name)
     cells = {cell.name: cell for cell in chosen.cells(machine)}
+    rehearse_if_needed()  # on a CPU, accelerate would train in fp32 whatever is asked
     for cell in (cells[wanted_name] for wanted_name in wanted):
         # A cell that hangs shows where every thread stands, and ends this process.
         faulthandler.dump_traceback_later(max(LEAST_SECONDS, PATIENCE * cell.seconds), exit=True)

@@ -136,3 +136,4 @@ def test_the_room_is_that_of_the_smallest_gpu_that_was_used(record):
     assert room_of(environment, 2) == 85_520_809_984
     assert room_of(environment, 3) == 24 * 2**30
     assert room_of({"gpus": []}, 1) is None
+    assert room_of({"gpus": None}, 1) is None  # NVML could not be asked

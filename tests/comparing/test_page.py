@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from toolkit.comparing.reporting import figures
 from toolkit.comparing.reporting.figures import draw_all
 from toolkit.comparing.reporting.page import render_page
 from toolkit.comparing.reporting.presentable import presentable
@@ -102,6 +103,15 @@ def test_every_figure_is_there_with_a_name_a_caption_and_a_size(results):
         assert {"title", "figcaption", "h3"} <= {tag for tag, _ in tags}
     for figure in draw_all(results):
         assert re.search(r"[Bb]ytes|[Ss]econd|nats", figure.caption), figure.name
+
+
+def test_without_matplotlib_the_page_is_made_and_says_how_to_get_the_figures(results, monkeypatch):
+    monkeypatch.setattr(figures, "is_installed", lambda module: module != "matplotlib")
+    page = render_page(results)
+    assert "<svg" not in page
+    assert "matplotlib is not installed." in page
+    assert "Run pip install matplotlib" in page
+    assert "Nothing to draw" not in page
 
 
 def figure_of(results, name):

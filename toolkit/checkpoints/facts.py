@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
-
-from datasets import Dataset
 
 from toolkit.errors import UsageError
 from toolkit.measuring.attestation import gather_objects
@@ -92,7 +91,9 @@ def facts_of_trainer(trainer: Any, strategy: Any) -> dict[str, Any]:
 
 def _ends_of(rows: Any) -> str | None:
     """Return a hash of the first and the last row of a data set that is not made as it is read."""
-    if not isinstance(rows, Dataset) or not len(rows):
+    # Without the library no rows are of its class, and it may not be installed.
+    library = sys.modules.get("datasets")
+    if library is None or not isinstance(rows, library.Dataset) or not len(rows):
         return None
     return _digest(repr([sorted(rows[at].items()) for at in (0, len(rows) - 1)]).encode())
 

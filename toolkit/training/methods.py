@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.environment import check_installed
 from toolkit.errors import UsageError, sentence_of
 from toolkit.training.arguments import ModelArguments
 from toolkit.training.method_arguments import ALL_LINEAR, MethodArguments
@@ -102,6 +103,7 @@ def checked_method(
     layers: dict[str, int] = {}
     unreached = 0.0
     if not arguments.is_full:
+        check_installed("peft")
         if precision != "no" and dtype not in ("float32", computed):
             raise UsageError(
                 f"--dtype {dtype} and computing in {computed} don't go together with --method "

@@ -20,6 +20,7 @@ from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
+from toolkit.environment import check_installed
 from toolkit.errors import UsageError, file_sentence, is_full_disk
 from toolkit.escaping import one_line
 from toolkit.launching.ranks import quiet
@@ -194,6 +195,7 @@ def model_and_data(
     Raises:
         UsageError: they are not there, or don't fit.
     """
+    check_installed("datasets")
     model = model_facts(resolve_model(model_arguments))
     check_length(model, data_arguments.max_length)
     if data_arguments.packing == "best_fit":

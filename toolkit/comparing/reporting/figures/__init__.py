@@ -10,13 +10,19 @@ from toolkit.comparing.reporting.figures.memory import fullest_moment, memory_by
 from toolkit.comparing.reporting.figures.speed import scaling, speed_and_memory
 from toolkit.comparing.reporting.figures.times import phases, step_times
 from toolkit.comparing.reporting.figures.traffic import bytes_by_purpose
+from toolkit.environment import is_installed
 from toolkit.results import Results
 
 __all__ = ["Key", "Shown", "draw_all"]
 
 
 def draw_all(results: Results) -> list[Shown]:
-    """Return every figure that these results have something to say on, in reading order."""
+    """Return every figure that these results have something to say on, in reading order.
+
+    Without matplotlib it is one that says so: a comparison that took hours still gets its reports.
+    """
+    if not is_installed("matplotlib"):
+        return [_not_drawn(len(results["runs"]))]
     draw: tuple[Callable[[Results], Shown | None], ...] = (
         speed_and_memory,
         memory_by_category,
@@ -28,3 +34,16 @@ def draw_all(results: Results) -> list[Shown]:
         scaling,
     )
     return [shown for each in draw if (shown := each(results)) is not None]
+
+
+def _not_drawn(runs: int) -> Shown:
+    return Shown(
+        name="none",
+        runs=runs,
+        title="No figures",
+        instead="matplotlib is not installed.",
+        caption=(
+            "Run pip install matplotlib, then toolkit report with this folder: it makes the "
+            "reports again, with the figures."
+        ),
+    )

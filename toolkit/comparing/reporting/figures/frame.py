@@ -46,6 +46,9 @@ class Shown:
     runs: int
     """Of the comparison, drawn or not."""
 
+    instead: str = "Nothing to draw."
+    """What stands in the place of a figure without `svg`."""
+
     def lacks(self, row: Row, what: str, reason: str) -> None:
         self.lacking.setdefault((what, reason), []).append(run_name(row))
 

@@ -1,0 +1,30 @@
+"""A rank of `toolkit.train` that takes the only GPU though another rank has it too.
+
+Started by `accelerate launch` in the place of `-m toolkit.train`; see `shared.py`.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from toolkit import job, train
+from toolkit.rehearse import _patch_accelerate, rehearse_if_needed
+
+
+def share_device() -> bool:
+    """Take the place of `rehearse_if_needed`, and return whether there is no GPU at all."""
+    if not torch.cuda.is_available():
+        return rehearse_if_needed()
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
+        # Accelerate, DeepSpeed and torch's device meshes take the GPU of this number.
+        os.environ["LOCAL_RANK"] = "0"
+        torch.cuda.set_device(0)
+        _patch_accelerate()  # gloo ranks that each engine takes for those of GPUs
+    return False
+
+
+if __name__ == "__main__":
+    job.rehearse_if_needed = share_device
+    train.main()
