@@ -22,83 +22,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from toolkit.strategies import get_strategy
-
 ROOT = Path(__file__).resolve().parent.parent
-
-SWITCHES: dict[str, dict[str, Any]] = {
-    "packing": {},
-    "chunked loss": {"loss_impl": "chunked"},
-    "lean masks": {"lean_masks": True},
-    "fused optimizer": {},
-    "bucket view": {"ddp_bucket_view": True},
-    "prefetch": {"fsdp_prefetch": 1},
-    "compiled layers": {"compile_blocks": True},
-}
-"""In the recipe, where the strategy has them; compiled layers with --compile."""
-
-NOT_TUNED = ("packing", "compiled layers")
-"""Of the recipe, what is for the user to choose."""
-
-FOR_MEMORY: dict[str, dict[str, Any]] = {
-    "checkpoint selective": {"checkpoint_layers": "selective"},
-    "checkpoint every:2": {"checkpoint_layers": "every:2"},
-    "checkpoint all": {"checkpoint_layers": "all"},
-}
-"""Slower, and smaller: not in the recipe."""
-
-ONLY_FOR = {"fused optimizer": ("ddp", "fsdp"), "bucket view": ("ddp",), "prefetch": ("fsdp",)}
-"""The backends that a switch is for, where it isn't for all."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    name: str
-    kind: str = "ours"
-    """stock: transformers' Trainer; trl: TRL's SFTTrainer; ours: ToolkitTrainer."""
-
-    switches: frozenset[str] = frozenset()
-    speed: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def packed(self) -> bool:
-        return "packing" in self.switches
-
-
-def variants(strategy: str, *, compiled: bool) -> list[Variant]:
-    backend = get_strategy(strategy).backend
-    recipe = [
-        name
-        for name in SWITCHES
-        if backend in ONLY_FOR.get(name, (backend,)) and (compiled or name != "compiled layers")
-    ]
-
-    def ours(name: str, switches: list[str], **speed: Any) -> Variant:
-        for each in switches:
-            speed |= SWITCHES[each]
-        return Variant(name=name, switches=frozenset(switches), speed=speed)
-
-    tuned = [name for name in recipe if name not in NOT_TUNED]
-    without = {each: [other for other in recipe if other != each] for each in recipe}
-    return [
-        Variant(name="stock", kind="stock"),
-        ours("all off", []),
-        *(ours(f"{each} alone", [each]) for each in recipe),
-        ours("tuned", tuned),
-        *(
-            ours(f"recipe without {each}", rest)
-            for each, rest in without.items()
-            if rest != tuned  # that row is there
-        ),
-        ours("recipe", recipe),
-        *(ours(name, [], **speed) for name, speed in FOR_MEMORY.items()),
-        Variant(name="trl", kind="trl"),
-        Variant(name="trl packing", kind="trl", switches=frozenset({"packing"})),
-    ]
 
 
 def main() -> None:

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import tempfile
 import time
 from typing import Any
 
-from speed_switches import Variant, arguments, variants
+import torch
+from kit.device import clear
+from kit.trainers import Watch, trainer_of, training_values
+from kit.variants import Variant, variants
+from speed_switches import arguments
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
+from transformers.utils import logging
+
+from toolkit.measuring.engine import compiled
+from toolkit.measuring.peak import PeakLedger
+from toolkit.training.data import prepare_data
+from toolkit.training.data_arguments import DataArguments
+from toolkit.training.model import build_model, load_tokenizer
 
 
 def main() -> None:
     """Train each round of each variant, in a new order each round; the first rank tells."""
-    import torch
-    from transformers.utils import logging
-
     logging.set_verbosity_error()
     args = arguments().parse_args()
     data = Data(args)
@@ -49,10 +57,6 @@ class Data:
     """The same texts, a row each and packed, again and again as far as the steps go."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        from toolkit.training.data import prepare_data
-        from toolkit.training.data_arguments import DataArguments
-        from toolkit.training.model import build_model, load_tokenizer
-
         folder = build_model()
         self.tokenizer = load_tokenizer(folder)
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -69,9 +73,8 @@ class Data:
 
     def of(self, variant: Variant) -> Any:
         """Return the rows of each text once."""
-        if variant.kind == "trl":  # it packs by itself
-            return self.once["none"].remove_columns("sample_id")
-        return self.once["best_fit" if variant.packed else "none"]
+        packed = variant.packed and variant.kind != "trl"  # that packs by itself
+        return self.once["best_fit" if packed else "none"]
 
     def repeated(self, rows: Any) -> Any:
         return rows.select([number % len(rows) for number in range(self.needed)])
@@ -79,27 +82,25 @@ class Data:
 
 def trained(variant: Variant, data: Data, args: argparse.Namespace) -> dict[str, Any]:
     """Train one variant from the first weights, and return what was measured."""
-    import torch
-
     torch._dynamo.reset()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    clear()
+    steps = args.warm_up + args.steps
     with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_of(variant, fresh_model(args), data, args, folder)
+        trainer = trainer_of(
+            variant,
+            fresh_model(args),
+            data.of(variant),
+            training_values(folder, rows=args.rows, steps=steps, bf16=args.bf16),
+            tokenizer=data.tokenizer,
+            max_length=args.max_length,
+        )
         at_start = mean_loss(trainer)
         trainer.train_dataset = data.repeated(trainer.train_dataset)
-        watch = watching(trainer, args)
-        trainer.add_callback(watch)
+        watch = WatchInRanks(trainer, args)
         trainer.train()
-    window = slice(args.warm_up, args.warm_up + args.steps)
-    tokens, losses = (
-        summed(torch.tensor(watch.supervised[window])),
-        summed(torch.stack(watch.losses)),
-    )
+    tokens, losses = summed(torch.tensor(watch.learned)), summed(torch.stack(watch.losses))
     return {
-        "seconds": watch.seconds,
+        "seconds": sum(watch.seconds()),
         "steps": args.steps,
         "tokens": int(tokens.sum()),
         "losses": (losses / trainer.accelerator.num_processes).tolist(),
@@ -111,8 +112,6 @@ def trained(variant: Variant, data: Data, args: argparse.Namespace) -> dict[str,
 
 def summed(values: Any) -> Any:
     """Add up what each rank has."""
-    import torch
-
     if torch.distributed.is_initialized():
         values = values.to("cuda" if torch.cuda.is_available() else "cpu")
         torch.distributed.all_reduce(values)
@@ -120,9 +119,6 @@ def summed(values: Any) -> Any:
 
 
 def fresh_model(args: argparse.Namespace) -> Any:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=args.vocabulary,
@@ -138,93 +134,8 @@ def fresh_model(args: argparse.Namespace) -> Any:
     return LlamaForCausalLM(config)
 
 
-def trainer_of(
-    variant: Variant, model: Any, data: Data, args: argparse.Namespace, folder: str
-) -> Any:
-    """Return the trainer of a variant, with the rows of each text once."""
-    from transformers import Trainer, TrainingArguments
-
-    from toolkit.training.arguments import OUR_DEFAULTS
-    from toolkit.training.batches import Collator
-    from toolkit.training.companions import CompanionsCallback
-    from toolkit.training.speed import Speed
-    from toolkit.training.speed_arguments import SpeedArguments
-    from toolkit.training.trainer import ToolkitTrainer
-
-    total = args.warm_up + args.steps
-    given: dict[str, Any] = {
-        "output_dir": folder,
-        "max_steps": total,
-        "per_device_train_batch_size": args.rows,
-        "learning_rate": 1e-4,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 10 * total,  # a line waits for the device
-        "report_to": [],
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "bf16": args.bf16,
-        "train_sampling_strategy": "sequential",
-        "optim": "adamw_torch",
-    }
-    rows = data.of(variant)
-    if variant.kind == "trl":
-        from trl import SFTConfig, SFTTrainer
-
-        # Its own defaults are bf16 and checkpointing: here it does what the others do.
-        config = SFTConfig(
-            **given,
-            max_length=args.max_length,
-            packing=variant.packed,
-            activation_checkpointing=False,
-            shuffle_dataset=False,
-        )
-        return SFTTrainer(
-            model=model, args=config, train_dataset=rows, processing_class=data.tokenizer
-        )
-    given["remove_unused_columns"] = False
-    if variant.kind == "stock":
-        return Trainer(
-            model=model,
-            args=TrainingArguments(**given),
-            train_dataset=rows.remove_columns("sample_id"),
-            data_collator=Padding(),
-        )
-
-    class Unrecorded(ToolkitTrainer):
-        def finish_record(self) -> None:
-            """Nothing: times and peaks are taken of all variants alike."""
-
-    speed = Speed(SpeedArguments(**variant.speed))
-    speed.apply(model)
-    given["ddp_find_unused_parameters"] = OUR_DEFAULTS["ddp_find_unused_parameters"]
-    if "fused optimizer" in variant.switches:
-        given["optim"] = "adamw_torch_fused"
-    trainer = Unrecorded(
-        model=model,
-        args=TrainingArguments(**given),
-        train_dataset=rows,
-        data_collator=speed.collating(Collator(pad_token_id=0)),
-        ddp_bucket_view=speed.arguments.gradients_in_buckets,
-    )
-    trainer.add_callback(CompanionsCallback(trainer, [speed]))
-    return trainer
-
-
-class Padding:
-    """Pads as anyone's collator does."""
-
-    def __call__(self, rows: Any) -> dict[str, Any]:
-        from toolkit.training.batches import Collator
-
-        batch = Collator(pad_token_id=0)([row | {"sample_id": 0} for row in rows])
-        del batch["sample_id"]
-        return batch
-
-
 def mean_loss(trainer: Any) -> float:
     """The loss of a token, over each text once, before anything is trained."""
-    import torch
-
     rows, device = trainer.train_dataset.to_list(), trainer.args.device
     size = trainer.args.per_device_train_batch_size
     batches = [
@@ -247,66 +158,46 @@ def mean_loss(trainer: Any) -> float:
     return total
 
 
-def watching(trainer: Any, args: argparse.Namespace) -> Any:
-    """Return a callback that times a window, keeps losses and token counts, and takes the peak.
+class WatchInRanks(Watch):
+    """Watches one rank; on a CPU, where no allocator counts, a ledger does, in the last step of
+    the warm-up.
 
-    On a CPU the peak is that of the last step before the window, counted by the ledger.
+    Args:
+        trainer: Watched from now on.
+        args: The steps of the benchmark.
     """
-    import torch
-    from transformers import TrainerCallback
 
-    from toolkit.measuring.engine import compiled
-    from toolkit.measuring.peak import PeakLedger
+    def __init__(self, trainer: Any, args: argparse.Namespace) -> None:
+        # A CPU is shared with other ranks: what counts is the time that it gave to this one.
+        super().__init__(warm_up=args.warm_up, steps=args.steps, clock=time.process_time)
+        self.peak_bytes: int | None = None
+        self.follow(trainer)
+        trainer.add_callback(_Ledger(self, trainer))
 
-    on_gpu = torch.cuda.is_available()
-    clock = time.perf_counter if on_gpu else time.process_time
-    collate, train = trainer.data_collator, trainer.training_step
 
-    class Watch(TrainerCallback):
-        def __init__(self) -> None:
-            self.supervised: list[int] = []
-            self.losses: list[Any] = []
-            self.seconds, self.peak_bytes = 0.0, None
-            self._begun, self._ledger = 0.0, PeakLedger()
+class _Ledger(TrainerCallback):
+    def __init__(self, watch: WatchInRanks, trainer: Any) -> None:
+        self._watch, self._trainer = watch, trainer
+        self._ledger = PeakLedger()
 
-        def collate(self, rows: Any) -> Any:
-            batch = collate(rows)
-            self.supervised.append(int((batch["labels"][:, 1:] != -100).sum()))
-            return batch
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        if hasattr(self._trainer, "recorder"):
+            self._trainer.recorder.peaks()  # no step after it carries the recorder's own ledgers
 
-        def training_step(self, *given: Any, **named: Any) -> Any:
-            loss = train(*given, **named)
-            self.losses.append(loss.detach().float())
-            return loss
+    def on_step_begin(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+        counted = not torch.cuda.is_available() and not compiled(self._trainer.model_wrapped)
+        if counted and state.global_step == self._watch.warm_up - 1:
+            engine, optimizer = self._trainer.model_wrapped, self._trainer.optimizer
+            self._ledger.start(engine, optimizer, device="cpu")
 
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            if hasattr(trainer, "recorder"):
-                trainer.recorder.peaks()  # no step after it carries the recorder's own ledgers
-
-        def on_step_begin(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
-            counted = not on_gpu and not compiled(trainer.model_wrapped)
-            if counted and state.global_step == args.warm_up - 1:
-                self._ledger.start(trainer.model_wrapped, trainer.optimizer, device="cpu")
-
-        def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
-            if state.global_step == args.warm_up:
-                self._ledger.stop()
-                self._begun = self._now()
-            elif state.global_step == args.warm_up + args.steps:
-                self.seconds = self._now() - self._begun
-                found = self._ledger.found(args.warm_up)
-                self.peak_bytes = found["total_bytes"] if found else None
-                if on_gpu:
-                    self.peak_bytes = torch.cuda.max_memory_allocated()
-
-        def _now(self) -> float:
-            if on_gpu:
-                torch.cuda.synchronize()
-            return clock()
-
-    watch = Watch()
-    trainer.data_collator, trainer.training_step = watch.collate, watch.training_step
-    return watch
+    def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+        if state.global_step == self._watch.warm_up:
+            self._ledger.stop()
+        elif state.global_step == self._watch.warm_up + self._watch.steps:
+            found = self._ledger.found(self._watch.warm_up)
+            self._watch.peak_bytes = (
+                found["total_bytes"] if found else self._watch.peaks["allocated_bytes"]
+            )
 
 
 if __name__ == "__main__":

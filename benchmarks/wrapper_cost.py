@@ -18,7 +18,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +87,10 @@ def serve(folder: Path, rounds: int, steps: int) -> None:
 
     kinds = list(KINDS)
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
-    turn(kinds[-1], folder, 1)  # imports, and what is built once
+    trained(kinds[-1], folder, 1)  # imports, and what is built once
     for _ in range(rounds):
         for kind in kinds:
-            seconds[kind].append(turn(kind, folder, steps))
+            seconds[kind].append(trained(kind, folder, steps))
         kinds = kinds[1:] + kinds[:1]  # who goes first changes
     if int(os.environ["RANK"]) == 0:
         device = "CPU, gloo" if rehearsal else torch.cuda.get_device_name()
@@ -100,35 +99,12 @@ def serve(folder: Path, rounds: int, steps: int) -> None:
     os._exit(0)
 
 
-def turn(kind: str, folder: Path, steps: int) -> float:
+def trained(kind: str, folder: Path, steps: int) -> float:
     """Train, and return the seconds of a step."""
     import torch
-    from accelerate.state import AcceleratorState, GradientState
-    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
-    from transformers.training_args import TrainingArguments
+    from kit.turns import turn
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    from toolkit import ToolkitTrainer
-
-    moments: list[float] = []
-
-    class Stopwatch(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-            if state.global_step in (UNTIMED_STEPS, UNTIMED_STEPS + steps):
-                if torch.cuda.is_available():
-                    torch.cuda.synchronize()
-                moments.append(time.perf_counter())
-
-    args = TrainingArguments(
-        output_dir=str(folder / "out"),
-        per_device_train_batch_size=BATCH,
-        max_steps=UNTIMED_STEPS + steps,
-        learning_rate=1e-4,
-        report_to="none",
-        save_strategy="no",
-        logging_steps=10_000,
-        disable_tqdm=True,
-        ddp_find_unused_parameters=False,
-    )
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -137,23 +113,18 @@ def turn(kind: str, folder: Path, steps: int) -> float:
         num_hidden_layers=4,
         num_attention_heads=4,
     )
-    tokens = torch.randint(0, VOCABULARY, (BATCH * 64, SEQUENCE))
-    wrapper = {} if kind == "plain" else {"guards": "off" if kind == "off" else "stop"}
-    trainer = (ToolkitTrainer if wrapper else Trainer)(
-        model=LlamaForCausalLM(config),
-        args=args,
-        train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
-        callbacks=[Stopwatch()],
-        **wrapper,
+    ids = torch.randint(0, VOCABULARY, (BATCH * 64, SEQUENCE)).tolist()
+    seconds, _ = turn(
+        kind,
+        LlamaForCausalLM(config),
+        [{"input_ids": row, "labels": row, "sample_id": n} for n, row in enumerate(ids)],
+        folder / "out",
+        batch=BATCH,
+        untimed=UNTIMED_STEPS,
+        steps=steps,
+        bf16=False,
     )
-    if wrapper:  # the last callback, after the recorder's
-        trainer.pop_callback(Stopwatch)
-        trainer.add_callback(Stopwatch())
-    trainer.train()
-    GradientState._reset_state()
-    AcceleratorState._reset_state()
-    begun, ended = moments
-    return (ended - begun) / steps
+    return seconds
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -82,6 +83,13 @@ class Part(Protocol):
     def tables(self, rows: Sequence[Row]) -> list[str]:
         """Return the part's rows as paragraphs and tables of Markdown."""
         ...
+
+
+def first_gpu(machine: Machine) -> dict[str, str]:
+    """Return the environment of a process that is to see one GPU, as a rank does."""
+    if machine.gpus < 2:
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
 
 
 def part(name: str) -> Part:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -62,24 +62,14 @@ def _joined(
     return ids, labels
 
 
-def packed_rows(rows: list[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
-    """Return the same texts in rows of up to `tokens` tokens, none of which sees another."""
-    from toolkit.training.packing import best_fit
+def packed_rows(rows: Sequence[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
+    """Return rows packed as `--packing best_fit` does it: whole ones, `tokens` tokens at most."""
+    from toolkit.training.packing import best_fit, packed_row
 
     packed: list[dict[str, Any]] = []
     for members in best_fit([len(row["input_ids"]) for row in rows], room=tokens):
-        texts_of_row = [rows[member] for member in members]
-        packed.append(
-            {
-                "input_ids": [token for row in texts_of_row for token in row["input_ids"]],
-                # The first token of a text is not predicted from the text before it.
-                "labels": [
-                    label for row in texts_of_row for label in (IGNORED, *row["labels"][1:])
-                ],
-                "position_ids": [
-                    place for row in texts_of_row for place in range(len(row["input_ids"]))
-                ],
-                "sample_id": len(packed),
-            }
-        )
+        pairs = [(rows[number]["input_ids"], rows[number]["labels"]) for number in members]
+        ids, labels, positions = packed_row(pairs)
+        row = {"input_ids": ids, "labels": labels, "position_ids": positions}
+        packed.append(row | {"sample_id": len(packed)})
     return packed

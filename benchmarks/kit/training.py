@@ -12,11 +12,8 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers import TrainingArguments
 
+from kit.trainers import loop_recorder, training_values
 from toolkit import ToolkitTrainer
-from toolkit.measuring.attestation import Asked
-from toolkit.measuring.pulse import pulse_for
-from toolkit.measuring.recorder import Recorder
-from toolkit.strategies import get_strategy
 from toolkit.training.batches import Collator
 from toolkit.training.loop import train_loop
 
@@ -46,22 +43,10 @@ class Task:
         PartialState._reset_state()
         os.environ["ACCELERATE_MIXED_PRECISION"] = self.precision
         torch.backends.cuda.matmul.fp32_precision = "ieee" if self.precision == "no" else "none"
-        values: dict[str, Any] = {
-            "output_dir": str(self.folder),
-            "max_steps": self.steps,
-            "per_device_train_batch_size": self.batch,
-            "learning_rate": 1e-4,
-            "lr_scheduler_type": "constant",
-            "logging_steps": 10 * self.steps,  # a logged line waits for the device
-            "report_to": [],
-            "save_strategy": "no",
-            "disable_tqdm": True,
-            "remove_unused_columns": False,
-            "train_sampling_strategy": "sequential",
-            "optim": "adamw_torch",
-            "bf16": self.precision == "bf16",
-            "fp16": self.precision == "fp16",
-        }
+        values = training_values(
+            self.folder, rows=self.batch, steps=self.steps, bf16=self.precision == "bf16"
+        )
+        values |= {"remove_unused_columns": False, "fp16": self.precision == "fp16"}
         return TrainingArguments(**values | self.arguments)
 
 
@@ -80,18 +65,7 @@ def train_with_trainer(model: Any, task: Task, *, resume_from: Path | None = Non
 def train_with_loop(model: Any, task: Task) -> dict[str, Any]:
     """Train with our Accelerate loop and return the record."""
     args = task.training_arguments()
-    asked = Asked(
-        strategy=get_strategy("single"),
-        num_processes=1,
-        precision=task.precision,
-        gradient_clipping=float(args.max_grad_norm),
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
-    )
-    recorder = Recorder(
-        asked,
-        rehearsal=not torch.cuda.is_available(),
-        pulse=pulse_for("stop", checkpoints=task.folder),
-    )
+    recorder = loop_recorder(args)
     try:
         train_loop(
             model,

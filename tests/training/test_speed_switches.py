@@ -26,7 +26,7 @@ from toolkit.training.packing import PROVEN_MODELS
 from toolkit.training.samples import continuations
 from toolkit.training.speed import Speed
 from toolkit.training.speed.buckets import ddp_options
-from toolkit.training.speed.checkpointing import KEPT, checkpoint_layers
+from toolkit.training.speed.checkpointing import CHECKPOINTING, KEPT, checkpoint_layers
 from toolkit.training.speed.lean_batches import (
     LeanCollator,
     block_causal_mask,
@@ -257,7 +257,7 @@ def _is_layer(module):
 def test_none_leaves_the_model_alone_and_too_many_layers_are_refused():
     model = tiny_llama()
     assert checkpoint_layers(model, "none") == []
-    assert not model.is_activation_checkpointing
+    assert not getattr(model, f"is_{CHECKPOINTING}")
     for chosen in ("3", "every:3"):
         with pytest.raises(UsageError, match="only 2 layers"):
             checkpoint_layers(model, chosen)
@@ -292,8 +292,10 @@ def test_the_loop_obeys_the_trainers_own_flag_as_the_trainer_does(tmp_path):
     args = TrainingArguments(
         output_dir=str(tmp_path),
         use_cpu=True,
-        activation_checkpointing=True,
-        activation_checkpointing_kwargs={"every_n_layers": 2, "use_reentrant": False},
+        **{
+            CHECKPOINTING: True,
+            f"{CHECKPOINTING}_kwargs": {"every_n_layers": 2, "use_reentrant": False},
+        },
     )
     model = tiny_llama(num_hidden_layers=4)
     Speed(SpeedArguments()).apply(model, loop=args)
@@ -571,13 +573,13 @@ def test_all_that_does_not_go_together_is_said_at_once():
 # What is measured
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp_grad_op", "zero2"])
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "fsdp_grad_op", "zero2"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_what_the_benchmark_calls_tuned_is_what_the_flag_switches_on(
     strategy, compiled, monkeypatch
 ):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    made = importlib.import_module("speed_switches").variants(strategy, compiled=compiled)
+    made = importlib.import_module("kit.variants").variants(strategy, compiled=compiled)
     names = [each.name for each in made]
     assert len(set(names)) == len(names)
     asked, tuned = (

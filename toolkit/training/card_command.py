@@ -18,6 +18,7 @@ from toolkit.training.built_in_data import BUILT_IN_DATA
 from toolkit.training.method_arguments import MethodArguments, default_of
 from toolkit.training.methods import COMPUTED_IN
 from toolkit.training.model import BUILT_IN_MODEL
+from toolkit.training.speed.checkpointing import CHECKPOINTING
 from toolkit.training.speed_arguments import SpeedArguments
 
 HUB_NAME: Final = re.compile(r"[\w-][\w.-]*(?:/[\w-][\w.-]*)?")
@@ -48,7 +49,7 @@ USUAL: Final = {
 }
 """Of a record's `training`, what it is without a flag."""
 
-NAMED: Final = {"optimizer": "optim"}
+NAMED: Final = {"optimizer": "optim", "activation_checkpointing": CHECKPOINTING}
 """Flags that a record has by another name."""
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -172,7 +172,6 @@ def pack_texts(
 ) -> dict[str, list[Any]]:
     """Make the rows whose texts `batch["texts"]` numbers; made for `datasets.map`.
 
-    The first token of a text is learned nowhere: only the text before could predict it.
     `sample_id` is the number of the packed row.
     """
     rows: dict[str, list[Any]] = {**empty_rows(), "position_ids": []}
@@ -180,16 +179,27 @@ def pack_texts(
     held = texts[flat]
     pairs = zip(held["input_ids"], held["labels"], strict=True)
     for number, members in zip(numbers, batch["texts"], strict=True):
-        ids: list[int] = []
-        labels: list[int] = []
-        positions: list[int] = []
-        for text, wanted in itertools.islice(pairs, len(members)):
-            ids += text
-            labels += [IGNORED, *wanted[1:]]
-            positions += range(len(text))
+        ids, labels, positions = packed_row(itertools.islice(pairs, len(members)))
         add_row(rows, ids, labels, number)
         rows["position_ids"].append(positions)
     return rows
+
+
+def packed_row(
+    texts: Iterable[tuple[Sequence[int], Sequence[int]]],
+) -> tuple[list[int], list[int], list[int]]:
+    """Return the tokens, labels and positions of a row that holds `texts`, tokens and labels each.
+
+    The first token of a text is learned nowhere: only the text before could predict it.
+    """
+    ids: list[int] = []
+    labels: list[int] = []
+    positions: list[int] = []
+    for text, wanted in texts:
+        ids += text
+        labels += [IGNORED, *wanted[1:]]
+        positions += range(len(text))
+    return ids, labels, positions
 
 
 def check_borders(

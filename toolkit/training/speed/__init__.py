@@ -72,8 +72,8 @@ class Speed(Companion):
         arguments, inner = self.arguments, unwrap_peft_model(model)
         if loop is not None and loop.use_liger_kernel:
             apply_liger_kernel(inner, loop.liger_kernel_config)
-        if loop is not None and loop.activation_checkpointing:
-            as_the_trainer_does(inner, loop.activation_checkpointing_kwargs)
+        if loop is not None:
+            as_the_trainer_does(inner, loop)
         if numbers := checkpoint_layers(inner, arguments.checkpoint_layers):
             self.on["checkpoint_layers"] = {"asked": arguments.checkpoint_layers, "layers": numbers}
             every = len(numbers) == len(checkpointable(inner))

@@ -11,10 +11,17 @@ from torch.utils.checkpoint import (
     SelectiveCheckpointContext,
     create_selective_checkpoint_contexts,
 )
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.errors import UsageError
+
+CHECKPOINTING = (
+    "activation_checkpointing"
+    if hasattr(PreTrainedModel, "activation_checkpointing_enable")
+    else "gradient_checkpointing"
+)
+"""What transformers calls it: 5.23 warns of the older name, and 5.17 knows no other."""
 
 _aten: Any = torch.ops.aten
 
@@ -57,21 +64,28 @@ def checkpoint_layers(model: PreTrainedModel, chosen: str) -> list[int]:
     options: dict[str, Any] = {"use_reentrant": False}
     if chosen == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_products)
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    _enable(model, options=options)
     for number, layer in enumerate(layers):
         # transformers 5.23 knows `every_n_layers` only, and marks layers as this does.
         layer.gradient_checkpointing = number in numbers
     return sorted(numbers)
 
 
-def as_the_trainer_does(model: PreTrainedModel, options: dict[str, Any] | None) -> None:
+def as_the_trainer_does(model: PreTrainedModel, args: TrainingArguments) -> None:
     """Obey `--activation_checkpointing` and its options (transformers 5.23, trainer.py)."""
-    left = dict(options or {})
-    model.activation_checkpointing_enable(
+    if not getattr(args, CHECKPOINTING):
+        return
+    left = dict(getattr(args, f"{CHECKPOINTING}_kwargs") or {})
+    _enable(
+        model,
         every_n_layers=left.pop("every_n_layers", 1),
         offload=left.pop("offload", False),
-        activation_checkpointing_kwargs=left or None,
+        options=left or None,
     )
+
+
+def _enable(model: PreTrainedModel, *, options: dict[str, Any] | None, **others: Any) -> None:
+    getattr(model, f"{CHECKPOINTING}_enable")(**{f"{CHECKPOINTING}_kwargs": options}, **others)
 
 
 def checkpointable(model: torch.nn.Module) -> list[Any]:
