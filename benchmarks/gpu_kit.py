@@ -30,6 +30,7 @@ from typing import NoReturn
 
 from kit.cells import PARTS, Cell, Machine, Row, part
 from kit.result import Result, table
+from kit.wheels import install
 
 from toolkit import environment
 from toolkit.escaping import one_line
@@ -59,6 +60,7 @@ def main() -> None:
         return
     if not machine.gpus and not args.smoke:
         stop("No GPU can be seen here. Pass --smoke for tiny shapes on the CPU, or --plan.")
+    use_wheels(args.wheels)
     result = opened(args.out, machine)
     for name, cells in planned.items():
         run_part(name, cells, machine, result)
@@ -75,6 +77,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of the result")
     parser.add_argument("--plan", action="store_true", help="print the plan and leave")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, on the CPU")
+    parser.add_argument(
+        "--wheels", type=Path, default=HERE / "gpu_kit_wheels", help="for what is missing here"
+    )
     parser.add_argument("--page", type=Path, help="only make the Markdown of this JSON anew")
     return parser
 
@@ -126,6 +131,16 @@ def groups(cells: Sequence[Cell]) -> Iterator[list[Cell]]:
     """Yield neighbours that share a process."""
     for _, group in itertools.groupby(cells, key=lambda cell: cell.environment):
         yield [*group]
+
+
+def use_wheels(folder: Path) -> None:
+    """Install what is missing here, and have every Python that is started find it, last of all."""
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    target = environment.cache_root() / f"gpu-kit-{python}" / "site-packages"
+    for sentence in install(folder, target):
+        print(sentence, flush=True)
+    os.environ["PYTHONPATH"] = f"{python_environment()['PYTHONPATH']}{os.pathsep}{target}"
+    os.environ["PATH"] += f"{os.pathsep}{target / 'bin'}"
 
 
 def opened(out: Path, machine: Machine) -> Result:

@@ -69,7 +69,7 @@ def cells(machine: Machine) -> list[Cell]:
             name="more than the memory",
             settings={"kind": "memory"},
             seconds=60,
-            libraries=("datasets", "typer", "rich", "jinja2", "matplotlib"),
+            libraries=("datasets", "typer", "rich", "jinja2"),
         ),
     ]
 

@@ -18,7 +18,7 @@ from kit.result import table
 TITLE = "Does it run"
 
 PRECISIONS: Final = ("no", "bf16", "fp16")
-COMPARE: Final = ("datasets", "typer", "rich", "jinja2", "matplotlib")
+COMPARE: Final = ("datasets", "typer", "rich", "jinja2")
 """What `toolkit compare` cannot do without, from its data to its report."""
 
 SHARING: Final = {
