@@ -33,6 +33,9 @@ def compile_blocks(model: PreTrainedModel, *, backend: str) -> int:
     # Else what a checkpointed layer did in forward is done once more in backward
     # (as accelerate 1.15 sets it for its own regional compilation).
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    # What is compiled within DDP's forward is split by its buckets, what is compiled anew in
+    # backward is not, and torch 2.11 then refuses a checkpointed layer.
+    torch._dynamo.config.optimize_ddp = False
     for layer in layers:
         layer.compile(backend=backend)
     return len(layers)
