@@ -119,7 +119,7 @@ def print_plan(planned: dict[str, list[Cell]], machine: Machine) -> None:
     header = ("part", "what it shows", "cells", "minutes on a GPU", "libraries that some need")
     print("\n".join(table(header, rows)))
     every = [cell for cells in planned.values() for cell in cells]
-    print(f"\n{len(every)} cells, {minutes(every):.0f} minutes, {machine.gpus} GPUs", flush=True)
+    print(f"\n{len(every)} cells, {minutes(every):.0f} minutes", flush=True)
 
 
 def minutes(cells: Sequence[Cell]) -> float:

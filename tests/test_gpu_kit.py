@@ -7,6 +7,7 @@ import sys
 import psutil
 import pytest
 import torch
+from hiding import hide
 from places import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -100,7 +101,7 @@ def test_the_plan_is_printed_with_minutes_and_nothing_is_written(kit, tmp_path):
 
 def test_mistakes_leave_with_2_and_nothing_written(kit, tmp_path):
     out = tmp_path / "none"
-    assert "speeed: choose from" in kit("--smoke", "--parts", "speeed", "--out", out, code=2)
+    assert "fast: choose from" in kit("--smoke", "--parts", "fast", "--out", out, code=2)
     assert "--smoke" in kit("--out", out, code=2, CUDA_VISIBLE_DEVICES="")
     assert not out.exists()
 
@@ -177,3 +178,39 @@ def test_a_page_is_made_of_rows_that_its_tables_do_not_know(tmp_path, kit):
     assert (
         "The tables of this part could not be made: KeyError" in (tmp_path / "old.md").read_text()
     )
+
+
+WITHOUT = {
+    "datasets": ("toolkit compare, no", "missing"),
+    "deepspeed": ("zero2_offload", "missing"),
+    "trl": ("trl packing", "missing"),
+    "bitsandbytes": ("qlora", "missing"),
+    "peft": ("lora", "missing"),
+    "rich": ("more than the memory", "missing"),
+    "typer": ("more than the memory", "missing"),
+    "matplotlib": ("toolkit compare, no", "ok"),
+    "pynvml": ("machine", "ok"),
+}
+"""A cell that needs the library, or could be thought to, and what becomes of it without."""
+
+
+@pytest.mark.parametrize("library", WITHOUT)
+def test_a_library_that_is_missing_is_a_row_and_stops_nothing_else(kit, tmp_path, library):
+    cell, status = WITHOUT[library]
+    hidden = hide(tmp_path, [library])
+    kit("--smoke", "--cells", cell, "machine", "--out", tmp_path, **hidden)
+    rows = {row["cell"]: row for row in result_in(tmp_path).rows}
+    assert rows["machine"]["status"] == "ok"
+    assert rows[cell]["status"] == status
+    if status == "missing":
+        assert library in rows[cell]["reason"]
+    names = {row["cell"] for row in rows.values() if row["status"] == "missing"}
+    allowed = {name for name in rows if library in needed_by(name)}
+    assert names - {"liger", "flash_attention_2"} <= allowed
+
+
+def needed_by(name):
+    """Return the libraries that the cells of a name cannot do without."""
+    machine = Machine(gpus=0, smoke=True, out=ROOT)
+    cells = [cell for one in PARTS for cell in part(one).cells(machine) if cell.name == name]
+    return {library for cell in cells for library in cell.libraries}

@@ -10,12 +10,11 @@ the allocator from these rows.
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from kit.cells import Cell, Machine, Refused, Row
+from kit.cells import Cell, Machine, Refused, Row, first_gpu
 from kit.models import build, shape_of
 from kit.result import table
 from toolkit.planning.job import Job
@@ -115,17 +114,10 @@ def cells(machine: Machine) -> Iterator[Cell]:
                 seconds=SECONDS,
                 libraries=libraries or LIBRARIES.get(settings["optimizer"], ()),
                 environment={"PYTORCH_ALLOC_CONF": f"expandable_segments:{expandable}"}
-                | one_gpu(machine),
+                | first_gpu(machine),
             )
         if machine.smoke:
             return
-
-
-def one_gpu(machine: Machine) -> dict[str, str]:
-    """Return the variables that show a process one GPU of many: the Trainer would take them all."""
-    if machine.gpus < 2:
-        return {}
-    return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
 
 
 def described(settings: dict[str, Any]) -> str:

@@ -10,10 +10,11 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from kit.cells import Cell, Machine, Row
+from kit.cells import Cell, Machine, Row, first_gpu
 from kit.result import table
 
 TITLE = "Numbers"
@@ -32,6 +33,12 @@ LACKING: Final = 1.5
 
 
 def cells(machine: Machine) -> list[Cell]:
+    """Return the cells; all of them train on one GPU."""
+    shown = first_gpu(machine)
+    return [replace(cell, environment=cell.environment | shown) for cell in _cells()]
+
+
+def _cells() -> list[Cell]:
     planned = [
         Cell(
             name=f"{what}, {precision}",

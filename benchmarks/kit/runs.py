@@ -210,12 +210,12 @@ def compared(precision: str, ranks: int, machine: Machine) -> dict[str, Any]:
         if not results.exists():
             raise RuntimeError(f"it ended with {done.returncode}: {done.stdout[-1500:]}")
         report = output / "report.html"
-        if not machine.smoke:
+        if report.exists() and not machine.smoke:
             shutil.copy(report, machine.out / f"gpu-kit-report-{precision}-{ranks}.html")
         return {
             "exit_code": done.returncode,
             "runs": [row_of_run(run) for run in json.loads(results.read_text())["runs"]],
-            "report_bytes": report.stat().st_size,
+            "report_bytes": report.stat().st_size if report.exists() else None,
             "printed": done.stdout[-3000:],
         }
 
@@ -243,7 +243,12 @@ def tables(rows: Sequence[Row]) -> list[str]:
             "",
         ]
     if of_kind["compare"]:
-        lines += ["`toolkit compare` with the built-in model and data.", ""]
+        without = [row["cell"] for row in of_kind["compare"] if not row["measured"]["report_bytes"]]
+        lines += [
+            "`toolkit compare` with the built-in model and data; "
+            f"{'no report of ' + ', '.join(without) if without else 'each has its report'}.",
+            "",
+        ]
         lines += [*compare_table(of_kind["compare"]), ""]
     if of_kind["shared"]:
         lines += [

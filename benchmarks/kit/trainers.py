@@ -25,6 +25,7 @@ from toolkit.training.batches import Collator
 from toolkit.training.companions import Companion, CompanionsCallback
 from toolkit.training.loop import train_loop
 from toolkit.training.speed import Speed
+from toolkit.training.speed.checkpointing import CHECKPOINTING
 from toolkit.training.speed_arguments import SpeedArguments
 from toolkit.training.trainer import ToolkitTrainer
 
@@ -218,8 +219,8 @@ def _trl_trainer(
         **values,
         max_length=max_length,
         packing=variant.packed,
-        activation_checkpointing=False,
         shuffle_dataset=False,
+        **{CHECKPOINTING: False},
     )
     return SFTTrainer(
         model=model,
