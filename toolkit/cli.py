@@ -204,6 +204,12 @@ def compare(
         float | None,
         typer.Option("--dollars-per-hour", "--dollars_per_hour", help="Price of one GPU."),
     ] = None,
+    warm: Annotated[
+        bool,
+        typer.Option(
+            "--warm/--cold", help="Fork all ranks from one process that has imported everything."
+        ),
+    ] = False,
     train_flags: Annotated[
         list[str] | None,
         typer.Argument(metavar="[-- FLAGS]", help="Flags of toolkit.train, after --."),
@@ -230,6 +236,7 @@ def compare(
         timeout=timeout,
         nvme_path=nvme_path,
         dollars_per_hour=dollars_per_hour,
+        warm=warm,
         output=output,
         train_flags=tuple(train_flags or ()),
     )

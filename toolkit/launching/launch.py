@@ -14,11 +14,11 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import BinaryIO, NoReturn
 
 from toolkit.files import new_file
 from toolkit.launching.memory import out_of_memory_kills
@@ -41,6 +41,7 @@ from toolkit.launching.status import (
     read_statuses,
 )
 from toolkit.launching.supervised import supervised
+from toolkit.launching.warm import Fork, start
 from toolkit.redaction import redacted_words
 
 POLL_SECONDS = 0.1
@@ -124,7 +125,8 @@ def run(
         deadline=time.monotonic() + timeout,
         timeout=timeout,
         num_processes=num_processes,
-        environment=_environment(folder, environment or {}, loopback=loopback),
+        environment=launch_environment(environment or {}, loopback=loopback)
+        | {STATUS_DIR: str((folder / "status").absolute())},
         on_line=on_line or _ignore,
         on_step=on_step or _ignore,
     )
@@ -165,14 +167,7 @@ class Follower:
 
         kills = out_of_memory_kills()
         with new_file(self.folder / "stdout.log", private=True) as log:
-            supervisor = subprocess.Popen(
-                supervised(self.command, redacting=True),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self.environment,
-                start_new_session=True,
-            )
+            supervisor = self._start(log)
         with (self.folder / "stdout.log").open("rb") as log:
             output = _Lines(log.read, self._take_line)
             try:
@@ -196,7 +191,16 @@ class Follower:
             timeout=self.timeout,
         )
 
-    def _watch(self, supervisor: subprocess.Popen[bytes], output: _Lines) -> bool:
+    def _start(self, log: BinaryIO) -> subprocess.Popen[bytes] | Fork:
+        return start(
+            supervised(self.command, redacting=True),
+            environment=self.environment,
+            stdout=log.fileno(),
+            stderr=log.fileno(),
+            on_cold=lambda reason: self.on_line(f"toolkit: started cold: {reason}"),
+        )
+
+    def _watch(self, supervisor: subprocess.Popen[bytes] | Fork, output: _Lines) -> bool:
         """Return when the run is over or must be ended; True when the time is up."""
         give_up: float | None = None
         steps = 0
@@ -251,7 +255,7 @@ class Follower:
             if is_stopped(status.pid, started=status.started)
         )
 
-    def _end(self, supervisor: subprocess.Popen[bytes]) -> None:
+    def _end(self, supervisor: subprocess.Popen[bytes] | Fork) -> None:
         if supervisor.poll() is None:
             # Ranks first: torchelastic then sees them all dead, and prints how each one ended.
             ranks = [find_process(status.pid, started=status.started) for status in self.statuses]
@@ -294,10 +298,15 @@ class _Lines:
         self._take(line.rstrip("\r").rpartition("\r")[2])
 
 
-def _environment(folder: Path, extra: dict[str, str], *, loopback: bool) -> dict[str, str]:
+def launch_environment(extra: Mapping[str, str], *, loopback: bool) -> dict[str, str]:
+    """Return the variables of a launch, but for the folder of its status files.
+
+    Args:
+        extra: On top of this process's own.
+        loopback: As in `run`.
+    """
     environment = python_environment() | {
         PACKAGE_FOLDER: str(package_folder()),
-        STATUS_DIR: str((folder / "status").absolute()),
         "PYTHONUNBUFFERED": "1",
         # A rank that dies of a signal in native code then shows where.
         "PYTHONFAULTHANDLER": "1",
@@ -305,7 +314,7 @@ def _environment(folder: Path, extra: dict[str, str], *, loopback: bool) -> dict
     environment.pop(LAUNCHER_PID, None)
     if loopback and "lo" in (name for _, name in socket.if_nameindex()):
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return environment | extra
+    return environment | dict(extra)
 
 
 def _lost_the_port(outcome: Outcome, ending: Ending) -> bool:

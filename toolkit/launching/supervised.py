@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import NoReturn
 
@@ -60,7 +60,14 @@ class Stopped(BaseException):
         self.number = number
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], run: Callable[[list[str]], None] | None = None) -> int:
+    """Run a command to its end, and return the status to leave with.
+
+    Args:
+        arguments: As on the command line.
+        run: Gets the command in the process that is to become it; where it returns, the command is
+            executed.
+    """
     parent, command = int(arguments[0]), arguments[1:]
     redacting = command[:1] == [REDACTING]
     command = command[1:] if redacting else command
@@ -78,7 +85,7 @@ def main(arguments: list[str]) -> int:
     try:
         launcher = os.fork()
         if launcher == 0:
-            _become(command, pump, default=signals)
+            _become(command, pump, default=signals, run=run)
         if pump is not None:
             pump.start()
         return _wait_for(launcher)
@@ -153,7 +160,11 @@ def _print(data: bytes) -> None:
 
 
 def _become(
-    command: list[str], pump: Pump | None, *, default: Sequence[signal.Signals]
+    command: list[str],
+    pump: Pump | None,
+    *,
+    default: Sequence[signal.Signals],
+    run: Callable[[list[str]], None] | None,
 ) -> NoReturn:
     try:
         if pump is not None:
@@ -163,6 +174,8 @@ def _become(
             signal.signal(number, signal.SIG_DFL)
         die_with_parent()
         os.environ[LAUNCHER_PID] = str(os.getpid())
+        if run is not None:
+            run(command)
         os.execvp(command[0], command)
     except OSError as error:
         os.write(2, f"{command[0]}: {error.strerror}\n".encode())

@@ -65,6 +65,9 @@ class CompareOptions:
     output: Path | None = None
     """Folder of the comparison; `runs/<date-time>` when not given."""
 
+    warm: bool = False
+    """Fork the processes of all runs from one that has imported everything."""
+
     train_flags: Sequence[str] = ()
     """Flags that go to every `toolkit.train`, as they stand."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
@@ -29,6 +30,8 @@ from toolkit.comparing.scheduling.progress import Progress, build_progress
 from toolkit.comparing.scheduling.rows import Failure
 from toolkit.comparing.scheduling.starting import ended, start
 from toolkit.errors import file_sentence
+from toolkit.launching.launch import launch_environment
+from toolkit.launching.warm import warm_launches
 from toolkit.redaction import learn, redacted
 from toolkit.results import RESULTS_FILE, Results
 
@@ -57,17 +60,29 @@ def compare(options: CompareOptions, *, console: Console) -> int:
     )
     check_output(folder, ((run.name, comparison.spec(run)) for run in comparison.planned()))
     comparison.check_configs()
+    with warm_processes(comparison):
+        return _prepare_and_run(comparison, console)
+
+
+def warm_processes(comparison: Comparison) -> AbstractContextManager[None]:
+    """Have the processes of a comparison forked from one that has imported everything."""
+    if not comparison.options.warm or not comparison.outstanding():
+        return nullcontext()
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if comparison.plan.rehearsal else {}
+    return warm_launches(launch_environment(hidden, loopback=True))
+
+
+def _prepare_and_run(comparison: Comparison, console: Console) -> int:
     try:
         facts = comparison.prepare(console) if comparison.outstanding() else {}
     except PrepareError as error:
         print_line(str(error), console=console)
         return 1
 
+    notes = comparison.plan.notes
     with comparison.lock() as told:
         try:
-            return _run(
-                comparison, (*told, *plan.notes, *_introduction(comparison, facts)), console
-            )
+            return _run(comparison, (*told, *notes, *_introduction(comparison, facts)), console)
         except OSError as error:
             sentence = file_sentence(error)
             if sentence is None:

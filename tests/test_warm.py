@@ -1,0 +1,220 @@
+"""A run that is forked from a warm process is the run that a cold start gives."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from places import ROOT, SCRIPTS
+
+from toolkit.launching.launch import launch_command, launch_environment, run
+from toolkit.launching.warm import SOCKET, WarmProcess, key_of
+from toolkit.results import read_record
+
+HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.fixture(scope="module")
+def warm():
+    """A warm process, whose socket is named to nobody yet."""
+    variables = launch_environment(HIDDEN, loopback=True)
+    variables.pop("PYTEST_CURRENT_TEST")
+    process = WarmProcess(variables)
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def start(warm, monkeypatch):
+    """Launch a script warm or cold, and return how it ended, with all that it printed."""
+
+    def launched(strategy, script, folder, *, cold=False, **options):
+        if cold:
+            monkeypatch.delenv(SOCKET, raising=False)
+        else:
+            monkeypatch.setenv(SOCKET, str(warm.socket))
+        monkeypatch.delenv("PYTEST_CURRENT_TEST", raising=False)
+        lines = []
+        config = ROOT / "accelerate_configs" / f"{strategy}.yaml"
+        outcome = run(
+            launch_command(config, script, gpu_ids="all"),
+            folder=folder,
+            timeout=300,
+            environment=HIDDEN,
+            loopback=True,
+            on_line=lines.append,
+            **options,
+        )
+        assert not [line for line in lines if "started cold" in line]
+        return outcome, lines
+
+    return launched
+
+
+BY_CHANCE = {
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_ERROR_FILE",
+    "TOOLKIT_LAUNCHER_PID",
+}
+OF_IMPORTS = {"TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK"}
+"""torch and deepspeed set them when they are imported, which not every script has by then."""
+
+BY_CHANCE |= OF_IMPORTS | {"TOOLKIT_STATUS_DIR", SOCKET, "TORCHELASTIC_USE_AGENT_STORE"}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "single"])
+def test_a_script_finds_itself_in_the_same_place(start, tmp_path, strategy):
+    seen, drawn = {}, []
+    for kind in ("warm", "cold"):
+        folder = tmp_path / kind
+        script = ["-m", "toolkit.rehearse", str(SCRIPTS / "where_am_i.py"), str(folder / "seen")]
+        outcome, lines = start(strategy, script, folder, cold=kind == "cold")
+        assert outcome.status == "ok", lines
+        ranks = [json.loads(file.read_text()) for file in sorted(folder.glob("seen-*"))]
+        seen[kind] = ranks[0]["noted"]
+        drawn += [number for rank in ranks for number in rank["drawn"]]
+    assert len(set(drawn)) == len(drawn)  # by no two processes alike
+    assert seen["warm"]["environment"].keys() >= OF_IMPORTS
+    for name, value in seen["cold"].items():
+        other = seen["warm"][name]
+        if name == "environment":
+            value, other = (
+                {key: text for key, text in one.items() if key not in BY_CHANCE}
+                for one in (value, other)
+            )
+        if name == "argv":
+            value, other = value[:1], other[:1]
+        assert other == value, name
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "fsdp"])
+def test_it_trains_the_same_to_the_last_bit(start, tmp_path, strategy):
+    records = {}
+    for kind in ("warm", "cold"):
+        folder = tmp_path / kind
+        flags = ["--output_dir", str(folder), "--max_steps", "4"]
+        script = ["-m", "toolkit.train", *flags]
+        outcome, lines = start(strategy, script, folder, cold=kind == "cold", num_processes=2)
+        assert outcome.status == "ok", lines
+        records[kind] = read_record(folder)
+    one, other = records["warm"], records["cold"]
+    same = ("losses", "grad_norms", "learning_rates", "sample_ids", "attestation", "traffic")
+    for name in (*same, "training", "data", "engine", "strategy", "guards", "not_measured"):
+        assert one[name] == other[name], name
+    for name in ("parameters_bytes", "gradients_bytes", "optimizer_bytes", "master_bytes"):
+        assert one["memory"][name] == other["memory"][name]
+    assert one.keys() == other.keys()
+
+
+def test_a_rank_that_dies_of_a_signal_ends_the_run_with_its_name(start, tmp_path):
+    script = tmp_path / "dies.py"
+    script.write_text(
+        "import os, signal, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    os.kill(os.getpid(), signal.SIGSEGV)\n"
+        "time.sleep(300)\n"
+    )
+    ends = {}
+    for kind in ("warm", "cold"):
+        folder = tmp_path / kind
+        command = ["-m", "toolkit.rehearse", str(script)]
+        outcome, _ = start("ddp", command, folder, cold=kind == "cold", num_processes=2)
+        ends[kind] = (outcome.status, outcome.reason)
+    assert ends["warm"] == ends["cold"]
+    assert "SIGSEGV" in ends["warm"][1]
+
+
+def test_other_variables_are_a_cold_start_and_it_is_said(warm, tmp_path, monkeypatch):
+    monkeypatch.setenv(SOCKET, str(warm.socket))
+    lines = []
+    outcome = run(
+        [sys.executable, "-c", "print('here')"],
+        folder=tmp_path,
+        timeout=60,
+        environment=HIDDEN | {"OMP_NUM_THREADS": "3"},
+        loopback=True,
+        on_line=lines.append,
+    )
+    assert outcome.status == "ok"
+    assert lines[0] == "toolkit: started cold: the warm process was started with other variables"
+    assert "here" in lines
+
+
+def test_every_variable_but_those_of_one_launch_is_part_of_the_key():
+    base = {"PATH": "/bin", "HF_HUB_OFFLINE": "1"}
+    assert key_of(base) == key_of(base | {"TOOLKIT_STATUS_DIR": "/somewhere"})
+    assert key_of(base | {"CUDA_VISIBLE_DEVICES": "0"}) == key_of(base)
+    others = [
+        HIDDEN,
+        {"HF_HUB_OFFLINE": "0"},
+        {"DS_ACCELERATOR": "cpu"},
+        {"PYTORCH_ALLOC_CONF": ""},
+    ]
+    assert len({key_of(base | other) for other in [{}, *others]}) == 5
+
+
+SLEEPER = """
+import os, subprocess, sys, time
+from pathlib import Path
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+Path(sys.argv[1], os.environ["RANK"]).touch()
+time.sleep(600)
+"""
+
+PARENT = """
+import sys
+from pathlib import Path
+from toolkit.launching.launch import launch_command, launch_environment, run
+from toolkit.launching.warm import warm_launches
+config, script, folder = sys.argv[1:]
+hidden = {"CUDA_VISIBLE_DEVICES": ""}
+with warm_launches(launch_environment(hidden, loopback=True)):
+    command = launch_command(Path(config), ["-m", "toolkit.rehearse", script, folder])
+    run(command, folder=Path(folder), timeout=300, environment=hidden, loopback=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_whatever_ends_the_command_nothing_of_it_stays(tmp_path, launch_environment, number):
+    script = tmp_path / "sleeper.py"
+    script.write_text(SLEEPER)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    config = ROOT / "accelerate_configs" / "ddp.yaml"
+    command = [sys.executable, "-c", PARENT, str(config), str(script), str(folder)]
+    with (tmp_path / "log").open("w") as log:
+        parent = subprocess.Popen(command, env=launch_environment, stdout=log, stderr=log)
+    while not all((folder / rank).exists() for rank in "01"):
+        assert parent.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.05)
+    below = psutil.Process(parent.pid).children(recursive=True)
+    assert len(below) >= 7  # warm, supervisor, launcher, its forker, two ranks, their children
+    os.kill(parent.pid, number)
+    parent.wait(60)
+    _, alive = psutil.wait_procs(below, timeout=30)
+    assert alive == []
+
+
+def test_a_warm_process_that_is_killed_takes_its_launches_along(tmp_path, launch_environment):
+    script = tmp_path / "sleeper.py"
+    script.write_text(SLEEPER)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    config = ROOT / "accelerate_configs" / "ddp.yaml"
+    command = [sys.executable, "-c", PARENT, str(config), str(script), str(folder)]
+    with (tmp_path / "log").open("w") as log:
+        parent = subprocess.Popen(command, env=launch_environment, stdout=log, stderr=log)
+    while not all((folder / rank).exists() for rank in "01"):
+        assert parent.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.05)
+    below = psutil.Process(parent.pid).children(recursive=True)
+    (warm,) = (one for one in below if one.ppid() == parent.pid)
+    warm.kill()
+    assert parent.wait(60) == 0  # `run` returns, with a failure
+    _, alive = psutil.wait_procs(below, timeout=30)
+    assert alive == []

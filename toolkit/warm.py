@@ -1,0 +1,313 @@
+"""`python -m toolkit.warm PARENT_PID LISTENER`: what launches and their ranks are forked from.
+
+It imports what every rank imports, once. A launch is a fork of it that goes on as
+`toolkit.launching.supervised`, whose fork goes on as `accelerate launch`, and torchelastic starts,
+watches and stops the ranks as ever; only what it starts are forks as well, of a process that stood
+still since the imports. So no process that forks has more than one thread, or has touched a GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from toolkit import search_path
+from toolkit.launching import supervised
+from toolkit.launching.launch import LAUNCHER
+from toolkit.launching.ranks import die_with_parent, leave, say
+from toolkit.launching.warm import Fork, WarmError, fork, open_files, serve
+
+IMPORTED: Final = (
+    "torch.distributed.run",
+    "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler",
+    "accelerate.commands.launch",
+    "transformers.trainer",
+    "transformers.models.llama.modeling_llama",
+    "deepspeed",
+    "peft",
+    "datasets",
+    "toolkit.job",
+    "toolkit.training.loop",
+    "toolkit.training.trainer",
+    "toolkit.training.prepare",
+    "toolkit.training.data",
+    "toolkit.training.saving",
+    "toolkit.training.speed",
+    "toolkit.training.before_and_after",
+    "toolkit.training.card",
+    "toolkit.checkpoints.run",
+    "toolkit.measuring.recorder",
+    "toolkit.measuring.foreign",
+)
+
+NO_THREADS: Final = {
+    "OPENBLAS_NUM_THREADS": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+}
+"""Variables under which numpy and pyarrow start no thread when they are imported."""
+
+NO_CUDA: Final = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""With it torch asks NVML for GPUs. DeepSpeed sets it as well, in every process that imports it."""
+
+
+TORCH_SEED: Final = 67280421310721
+"""`default_rng_seed_val` of c10, with which every process began before torch drew a seed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What every forked process begins with."""
+
+    installed: tuple[str, ...]
+    """The end of `sys.path`, behind what PYTHONPATH names."""
+
+    variables: dict[str, str]
+    """Set by the libraries that are imported."""
+
+    files: frozenset[int]
+    """Opened by them."""
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    parent, listener = map(int, arguments)
+    die_with_parent()
+    if os.getppid() != parent:
+        os._exit(1)
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    installed = [entry for entry in sys.path if entry not in folders]
+    variables = import_everything()
+    start = Start(installed=tuple(installed), variables=variables, files=open_files() - {listener})
+    gc.collect()
+    gc.freeze()  # a collection in a fork would copy every page
+    serve(
+        socket.socket(fileno=listener),
+        lambda args: become(args, start),
+        kept=start.files,
+        unfit=why_unfit,
+    )
+
+
+def import_everything() -> dict[str, str]:
+    """Import what ranks import, and return the variables that libraries set meanwhile."""
+    before = dict(os.environ)
+    os.environ |= NO_THREADS | NO_CUDA
+    import torch
+
+    if not torch.cuda.device_count():
+        os.environ["DS_ACCELERATOR"] = "cpu"  # as every rank will, for it has to rehearse
+    for name in IMPORTED:
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            print(f"not imported: {error}", flush=True)  # noqa: T201
+    ours = {*before, *NO_THREADS, "DS_ACCELERATOR"}
+    made = {name: value for name, value in os.environ.items() if name not in ours}
+    os.environ.clear()
+    os.environ.update(before)
+    return made
+
+
+def why_unfit() -> str | None:
+    """Return why nothing may be forked from this process, None where it may."""
+    threads = len(os.listdir("/proc/self/task"))
+    if threads != 1:
+        return f"{threads} threads run in the warm process"
+    if on_gpu():
+        return "the warm process has touched a GPU"
+    return None
+
+
+def on_gpu() -> bool:
+    """Whether this process has opened an NVIDIA device, or initialised CUDA."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}").startswith("/dev/nvidia"):
+                return True
+        except OSError:
+            continue
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_initialized())
+
+
+def become(args: list[str], start: Start) -> NoReturn:
+    """Go on as a Python that was started with these arguments, supervisor or rank."""
+    try:
+        entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        sys.path[:] = [*dict.fromkeys([*filter(None, entries), *start.installed])]
+        for name, value in start.variables.items():
+            os.environ.setdefault(name, value)
+        if args[:3] == [sys.executable, "-m", supervised.__name__]:
+            # Its parent is the warm process now, which tells it when the one that asked is gone.
+            rest = [str(os.getppid()), *args[4:]]
+            code = supervised.main(rest, run=lambda command: become_python(command, start))
+        else:
+            if args[: len(LAUNCHER)] == LAUNCHER:
+                fork_ranks(start)
+            code = run_python(args[1:])
+        leave(code)
+    except SystemExit as error:
+        leave(exit_code(error))
+    except BaseException:
+        traceback.print_exc()
+        leave(1)
+
+
+def become_python(command: list[str], start: Start) -> None:
+    """Go on as the command where it is a Python; else return."""
+    if command[0] == sys.executable:
+        become(command, start)
+
+
+def fork_ranks(start: Start) -> None:
+    """Have ranks forked from a process that is as this one is now, whatever it does later."""
+    ours, theirs = socket.socketpair()
+    launcher = os.getpid()
+    if os.fork() == 0:
+        ours.close()
+        die_with_parent()
+        if os.getppid() != launcher:
+            os._exit(1)
+        serve(Passed(theirs), lambda args: become(args, start), kept=start.files, unfit=why_unfit)
+    theirs.close()
+
+    class Popen(subprocess.Popen[Any]):
+        """Starts Pythons by forking, and all else as ever."""
+
+        def __new__(cls, args: Any, **options: Any) -> Any:
+            if not isinstance(args, (list, tuple)) or str(args[0]) != sys.executable:
+                return super().__new__(cls)
+            try:
+                return forked(ours, [str(word) for word in args], **options)
+            except WarmError as error:
+                say(f"started cold: {error}")
+                return cold(args, **options)
+
+    cold = subprocess.Popen
+    subprocess.Popen = Popen
+    handler = importlib.import_module(IMPORTED[1])
+    handler.Popen = Popen
+
+
+def forked(
+    control: socket.socket,
+    args: list[str],
+    *,
+    env: dict[str, str] | None = None,
+    stdout: Any = None,
+    stderr: Any = None,
+    start_new_session: bool = False,
+    **_: Any,
+) -> Fork:
+    """Start a rank; the arguments are those of `subprocess.Popen` that launchers give."""
+
+    def connect() -> socket.socket:
+        mine, others = socket.socketpair()
+        socket.send_fds(control, [b"+"], [others.fileno()])
+        others.close()
+        return mine
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    streams = [
+        0,
+        1 if stdout is None else stdout.fileno(),
+        2 if stderr is None else stderr.fileno(),
+    ]
+    return fork(
+        connect,
+        args,
+        environment=os.environ if env is None else env,
+        streams=streams,
+        new_session=start_new_session,
+    )
+
+
+class Passed:
+    """Gives out connections that come through a socket, as a listener gives out those it hears."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+
+    def fileno(self) -> int:
+        return self._control.fileno()
+
+    def setblocking(self, flag: bool) -> None:
+        self._control.setblocking(flag)
+
+    def accept(self) -> tuple[socket.socket, None]:
+        data, files, _, _ = socket.recv_fds(self._control, 1, 1)
+        if not data:
+            os._exit(0)  # the launcher is gone
+        return socket.socket(fileno=files[0]), None
+
+
+def begin_anew() -> None:
+    """Do what Python does when it starts, and libraries when they are imported, in each process."""
+    import numpy as np
+    import torch
+
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_IGN)
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))
+    np.random.seed()
+    if torch.initial_seed() != TORCH_SEED:
+        torch.default_generator.seed()
+
+
+def run_python(words: list[str]) -> int:
+    """Run what `python WORDS` runs, and return the status to leave with."""
+    begin_anew()
+    while words[0] == "-u":
+        words = words[1:]
+    module = types.ModuleType("__main__")
+    module.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = module
+    if words[0] == "-m":
+        name, *rest = words[1:]
+        sys.argv = words
+        if search_path.runs_as_module("toolkit"):
+            search_path.leave_current_folder()
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            raise ModuleNotFoundError(f"No module named {name!r}")
+        code = spec.loader.get_code(name)
+        module.__spec__ = spec
+        module.__loader__ = spec.loader
+        module.__package__ = spec.parent
+        module.__file__ = spec.origin
+        sys.argv = [str(spec.origin), *rest]
+    else:
+        module.__file__ = words[0]
+        code = compile(Path(words[0]).read_bytes(), words[0], "exec")
+        sys.argv = list(words)
+        if not sys.flags.safe_path:
+            sys.path.insert(0, str(Path(words[0]).resolve().parent))
+    try:
+        exec(code, module.__dict__)
+    except SystemExit as error:
+        return exit_code(error)
+    return 0
+
+
+def exit_code(error: SystemExit) -> int:
+    if isinstance(error.code, int) or error.code is None:
+        return error.code or 0
+    print(error.code, file=sys.stderr)  # noqa: T201
+    return 1
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
