@@ -37,7 +37,7 @@ def train_sharing(strategy: str, *, steps: int) -> dict[str, Any]:
         outcome = run(
             launch_command(config.accelerate, [str(SCRIPT), *flags], gpu_ids="all"),
             folder=folder / "run",
-            timeout=300,
+            timeout=150,  # what a backend does not carry, it may wait for without end
             num_processes=ranks,
             loopback=True,
         )
