@@ -4,6 +4,7 @@ import errno
 import resource
 import shutil
 import signal
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,15 +14,20 @@ from toolkit.checkpoints.shards import write_shards
 from toolkit.training.disk import in_words, room_missing
 
 
-@pytest.fixture
+@contextmanager
 def small_files():
-    """No file may grow beyond 64 KiB: what stands in for a full disk without being root."""
+    """Let no file grow beyond 64 KiB: what stands in for a full disk without being root.
+
+    A fixture would hold for pytest as well, whose own output may be a larger file.
+    """
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    signal.signal(signal.SIGXFSZ, ignored)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
 
 
 WRITERS = {
@@ -33,8 +39,9 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_whoever_writes_a_full_disk_is_named(tmp_path, one_rank, small_files, writer):
-    with pytest.raises(Exception) as error:  # noqa: PT011  each writer has a type of its own
+def test_whoever_writes_a_full_disk_is_named(tmp_path, one_rank, writer):
+    # Each writer has a type of its own.
+    with pytest.raises(Exception) as error, small_files():  # noqa: PT011
         WRITERS[writer](tmp_path)
     words = in_words(error.value, tmp_path)
     assert words.startswith(f"no space left on the disk of {tmp_path}, or a limit on the size of")
