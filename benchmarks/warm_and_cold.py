@@ -28,8 +28,8 @@ POLL_SECONDS = 0.02
 PHASES = {
     "command": "until the first launch: the command itself, model and data made ready",
     "start": "from each launch to its first step: launcher, imports, model, data",
-    "training": "from each first step to the last",
-    "saving": "from each last step to the record",
+    "training": "from each first step to the last that is compared",
+    "rest of the run": "from there to the record: steps on packed rows, saving",
     "between": "from each record to the next launch: leaving, judging",
     "report": "after the last record",
 }
@@ -102,7 +102,7 @@ class Comparison:
             "command": zip([0.0], self.launched[:1], strict=True),
             "start": zip(self.launched, first, strict=True),
             "training": zip(first, last, strict=True),
-            "saving": zip(last, self.recorded, strict=True),
+            "rest of the run": zip(last, self.recorded, strict=True),
             "between": zip(self.recorded[:-1], self.launched[1:], strict=True),
             "report": zip(self.recorded[-1:], [self.total], strict=True),
         }
