@@ -167,6 +167,19 @@ def test_what_a_cell_raises_becomes_its_row(error, status, tmp_path):
     assert str(error) in row["reason"]
 
 
+def test_a_cell_that_measured_a_problem_is_failed_and_keeps_what_it_measured(tmp_path):
+    class Problem:
+        TITLE = "Problem"
+
+        def measure(self, settings, machine):
+            return {"problem": "gates broken: loss", "gap": 2.0}
+
+    cell = Cell(name="x", settings={}, seconds=1)
+    row = row_of("runs", Problem(), cell, Machine(gpus=0, smoke=True, out=tmp_path))
+    assert (row["status"], row["reason"]) == ("failed", "gates broken: loss")
+    assert row["measured"] == {"gap": 2.0}
+
+
 def test_a_page_is_made_of_rows_that_its_tables_do_not_know(tmp_path, kit):
     about = {"date": "2026-01-01", "command": "kit", "device": "none", "smoke": True}
     about |= {"versions": "none", "toolkit": None}

@@ -179,8 +179,9 @@ with warm_launches(launch_environment(hidden, loopback=True)):
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_whatever_ends_the_command_nothing_of_it_stays(tmp_path, launch_environment, number):
+@pytest.fixture
+def sleeping(tmp_path, launch_environment):
+    """A command whose warm launch sleeps in two ranks, and all processes below it."""
     script = tmp_path / "sleeper.py"
     script.write_text(SLEEPER)
     folder = tmp_path / "run"
@@ -194,25 +195,20 @@ def test_whatever_ends_the_command_nothing_of_it_stays(tmp_path, launch_environm
         time.sleep(0.05)
     below = psutil.Process(parent.pid).children(recursive=True)
     assert len(below) >= 7  # warm, supervisor, launcher, its forker, two ranks, their children
+    return parent, below
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_whatever_ends_the_command_nothing_of_it_stays(sleeping, number):
+    parent, below = sleeping
     os.kill(parent.pid, number)
     parent.wait(60)
     _, alive = psutil.wait_procs(below, timeout=30)
     assert alive == []
 
 
-def test_a_warm_process_that_is_killed_takes_its_launches_along(tmp_path, launch_environment):
-    script = tmp_path / "sleeper.py"
-    script.write_text(SLEEPER)
-    folder = tmp_path / "run"
-    folder.mkdir()
-    config = ROOT / "accelerate_configs" / "ddp.yaml"
-    command = [sys.executable, "-c", PARENT, str(config), str(script), str(folder)]
-    with (tmp_path / "log").open("w") as log:
-        parent = subprocess.Popen(command, env=launch_environment, stdout=log, stderr=log)
-    while not all((folder / rank).exists() for rank in "01"):
-        assert parent.poll() is None, (tmp_path / "log").read_text()
-        time.sleep(0.05)
-    below = psutil.Process(parent.pid).children(recursive=True)
+def test_a_warm_process_that_is_killed_takes_its_launches_along(sleeping):
+    parent, below = sleeping
     (warm,) = (one for one in below if one.ppid() == parent.pid)
     warm.kill()
     assert parent.wait(60) == 0  # `run` returns, with a failure

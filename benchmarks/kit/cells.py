@@ -76,7 +76,7 @@ class Part(Protocol):
         """Run one cell and return what was measured, in plain values with units in the names.
 
         It is called in a process that has run other cells before. What is not measured on this
-        machine is None.
+        machine is None. A `problem` is a sentence: the row is `failed` by it, and keeps the rest.
         """
         ...
 

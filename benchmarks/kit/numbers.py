@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -283,10 +280,12 @@ def skipped_steps(machine: Machine) -> dict[str, Any]:
         clear()
         with overflowing_scale(), tempfile.TemporaryDirectory() as folder:
             records[engine] = trained(engine, "fp16", machine, Path(folder))
+    skipped = [record["skipped_steps"] for record in records.values()]
+    alike = skipped[0] == skipped[1] != []
     return {
         "skipped_steps": {name: record["skipped_steps"] for name, record in records.items()},
         "losses": {name: record["losses"] for name, record in records.items()},
-        "alike": records["trainer"]["skipped_steps"] == records["loop"]["skipped_steps"],
+        "problem": None if alike else "the engines skipped other steps, or none",
     }
 
 
@@ -347,7 +346,16 @@ def resumed(precision: str, deterministic: bool, machine: Machine) -> dict[str, 
     def gap(other: tuple[list[float], list[Any]]) -> dict[str, float]:
         return {"loss": largest(losses, other[0]), "weights": distance(weights, other[1])}
 
-    return {"trained_twice": gap(again), "resumed": gap(after), "steps_compared": len(losses)}
+    twice, resumed_gap = gap(again), gap(after)
+    exact = not any(twice.values())
+    return {
+        "problem": "two trainings are equal, and the resumed one is not"
+        if exact and any(resumed_gap.values())
+        else None,
+        "trained_twice": twice,
+        "resumed": resumed_gap,
+        "steps_compared": len(losses),
+    }
 
 
 def preempted(machine: Machine) -> dict[str, Any]:
@@ -381,9 +389,12 @@ def preempted(machine: Machine) -> dict[str, Any]:
             [*command, "--resume_from_checkpoint"], folder=output, timeout=300, num_processes=1
         )
         record = read_record(output)
+        states = [status.state for status in stopped.statuses]
+        sound = states == ["preempted"] and ended.status == "ok"
         return {
+            "problem": None if sound else f"{states}, then {ended.status}: {ended.reason}",
             "signal_after_step": sent[0],
-            "states": [status.state for status in stopped.statuses],
+            "states": states,
             "reason": stopped.reason,
             "saved_step": saved,
             "resumed": ended.status,
@@ -400,6 +411,8 @@ def more_than_the_memory(machine: Machine) -> dict[str, Any]:
     import torch
 
     from kit.models import build
+    from kit.runs import run_compare
+    from toolkit.comparing.reporting.row_facts import planner_word
     from toolkit.training.model import build_model, load_tokenizer
 
     batch = 1
@@ -410,37 +423,25 @@ def more_than_the_memory(machine: Machine) -> dict[str, Any]:
         folder = Path(scratch, "model")
         build("qwen-0.5b", smoke=machine.smoke, dtype="bfloat16").save_pretrained(folder)
         load_tokenizer(build_model()).save_pretrained(folder)
-        output = Path(scratch, "comparison")
-        command = [sys.executable, "-m", "toolkit.cli", "compare", "--strategies", "single"]
-        command += ["--precision", "bf16", "--num_processes", "1"]
-        command += ["--max_steps", "2", "--throughput_steps", "3"]
-        command += ["--global_batch_size", str(batch), "--gradient_accumulation_steps", "1"]
-        command += ["--output", str(output), "--", "--model_name_or_path", str(folder)]
-        command += ["--packing", "best_fit", "--max_length", str(tokens)]
-        done = subprocess.run(
-            command,
-            cwd=scratch,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-        results = output / "results.json"
-        if not results.exists():
-            raise RuntimeError(f"it ended with {done.returncode}: {done.stdout[-1500:]}")
-        (only,) = json.loads(results.read_text())["runs"]
-        from toolkit.comparing.reporting.row_facts import planner_word
-
-        return {
+        flags = ["--strategies", "single", "--precision", "bf16", "--num_processes", "1"]
+        flags += ["--max_steps", "2", "--throughput_steps", "3"]
+        flags += ["--global_batch_size", str(batch), "--gradient_accumulation_steps", "1"]
+        flags += ["--", "--model_name_or_path", str(folder)]
+        flags += ["--packing", "best_fit", "--max_length", str(tokens)]
+        told = run_compare(Path(scratch), flags)
+    (only,) = told.pop("runs")
+    expected = "oom" if torch.cuda.is_available() else "ok"
+    problem = f"the run ended as {only['status']}, and {expected} was expected"
+    kept = ("status", "reason", "predicted", "fix")
+    return (
+        told
+        | {name: only[name] for name in kept}
+        | {
             "batch": batch,
-            "exit_code": done.returncode,
-            "status": only["status"],
-            "reason": only["reason"],
             "planner": planner_word(only),
-            "predicted": only["predicted"],
-            "fix": only["fix"],
-            "printed": done.stdout[-3000:],
+            "problem": None if only["status"] == expected else problem,
         }
+    )
 
 
 def too_large_a_batch(memory_bytes: int) -> int:

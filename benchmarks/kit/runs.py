@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -161,11 +160,13 @@ def engines(precision: str, machine: Machine) -> dict[str, Any]:
         "weights": distance(weights["trainer"], weights["loop"]) / moved,
     }
     limits = GATES[precision]
+    gates = {name: gap <= getattr(limits, name) for name, gap in gaps.items()}
     return {
+        "problem": None if all(gates.values()) else f"gates {verdict(gates)}",
         "losses": {engine: record["losses"] for engine, record in records.items()},
         "skipped_steps": {engine: record["skipped_steps"] for engine, record in records.items()},
         "gaps": gaps,
-        "gates": {name: gap <= getattr(limits, name) for name, gap in gaps.items()},
+        "gates": gates,
         "step_seconds": {engine: record["step_seconds"] for engine, record in records.items()},
         "phases": {engine: record["phases"] for engine, record in records.items()},
         "memory": {engine: record["memory"] for engine, record in records.items()},
@@ -193,31 +194,48 @@ def compared(precision: str, ranks: int, machine: Machine) -> dict[str, Any]:
     strategies = "single" if ranks == 1 else "single,ddp,zero1,zero2,zero3,fsdp,fsdp_grad_op"
     steps, timed = ("3", "3") if machine.smoke else ("20", "10")
     with tempfile.TemporaryDirectory() as scratch:
-        output = Path(scratch, "comparison")
-        command = [sys.executable, "-m", "toolkit.cli", "compare", "--strategies", strategies]
-        command += ["--engine", "both", "--precision", precision, "--num_processes", str(ranks)]
-        command += ["--max_steps", steps, "--throughput_steps", timed, "--output", str(output)]
-        done = subprocess.run(
-            command,
-            cwd=scratch,
-            env=os.environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-        results = output / "results.json"
-        if not results.exists():
-            raise RuntimeError(f"it ended with {done.returncode}: {done.stdout[-1500:]}")
-        report = output / "report.html"
+        flags = ["--strategies", strategies, "--engine", "both", "--precision", precision]
+        flags += ["--num_processes", str(ranks), "--max_steps", steps, "--throughput_steps", timed]
+        told = run_compare(Path(scratch), flags)
+        report = Path(scratch, "comparison", "report.html")
         if report.exists() and not machine.smoke:
             shutil.copy(report, machine.out / f"gpu-kit-report-{precision}-{ranks}.html")
-        return {
-            "exit_code": done.returncode,
-            "runs": [row_of_run(run) for run in json.loads(results.read_text())["runs"]],
+        runs = [row_of_run(run) for run in told["runs"]]
+        unsound = [run for run in runs if run["status"] not in ("ok", "skipped")]
+        problem = None
+        if told["exit_code"]:
+            named = "; ".join(f"{run['name']}: {run['status']}, {run['reason']}" for run in unsound)
+            problem = f"toolkit compare ended with {told['exit_code']}: {named or 'a broken gate'}"
+        return told | {
+            "runs": runs,
             "report_bytes": report.stat().st_size if report.exists() else None,
-            "printed": done.stdout[-3000:],
+            "problem": problem,
         }
+
+
+def run_compare(folder: Path, flags: Sequence[str]) -> dict[str, Any]:
+    """Run `toolkit compare` into `folder/comparison`; return exit code, runs and what it printed.
+
+    Raises:
+        RuntimeError: it ended without results.
+    """
+    command = [sys.executable, "-m", "toolkit.cli", "compare", "--output", "comparison", *flags]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    results = folder / "comparison" / "results.json"
+    if not results.exists():
+        raise RuntimeError(f"it ended with {done.returncode}: {done.stdout[-1500:]}")
+    return {
+        "exit_code": done.returncode,
+        "runs": json.loads(results.read_text())["runs"],
+        "printed": done.stdout[-3000:],
+    }
 
 
 def row_of_run(run: dict[str, Any]) -> dict[str, Any]:

@@ -48,6 +48,8 @@ def row_of(name: str, chosen: Part, cell: Cell, machine: Machine) -> Row:
     else:
         try:
             measured = chosen.measure(cell.settings, machine)
+            reason = measured.pop("problem", None)
+            status = "ok" if reason is None else "failed"
         except Refused as error:
             status, reason = "refused", str(error)
         except ModuleNotFoundError as error:
