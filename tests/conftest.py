@@ -3,11 +3,33 @@
 import os
 import signal
 import subprocess
-import sys
-from pathlib import Path
 
+import launches
 import pytest
+from launches import environment_in
 from places import ROOT
+
+from toolkit.launching import warm
+from toolkit.launching.warm import SOCKET, WarmProcess
+
+
+def pytest_addoption(parser):
+    parser.addoption("--cold", action="store_true", help="start every launch cold")
+
+
+def pytest_configure():
+    launches.count_runs()
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Say how many launches it took: those of tests, and those of comparisons."""
+    folder = config._tmp_path_factory.getbasetemp()
+    lines = {path.read_text() for path in folder.rglob("command.txt")}
+    of_comparisons = len({line for line in lines if "accelerate launch" in line})
+    here = len(launches.started)
+    terminalreporter.write_line(
+        f"launches: {here + of_comparisons} ({of_comparisons} of them by comparisons)"
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -33,20 +55,36 @@ def one_rank():
 
 
 @pytest.fixture(scope="session")
-def launch_environment(tmp_path_factory):
-    """The environment of a launched run: its own caches, and nothing of the tests' own process."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("ACCELERATE_", "FSDP_", "TOOLKIT_", "PYTEST"))
-    }
-    caches = tmp_path_factory.mktemp("caches")
-    return kept | {
-        "TOOLKIT_CACHE": str(caches / "toolkit"),
-        "HF_HOME": str(caches / "hf"),
-        "HF_HUB_OFFLINE": "1",
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-    }
+def cold_environment(tmp_path_factory):
+    """The variables of a launched run: its own caches, and nothing of the tests' own process."""
+    return environment_in(tmp_path_factory.mktemp("caches"))
+
+
+@pytest.fixture(scope="session")
+def warm_environment(cold_environment):
+    """The same, and where the session's warm process is."""
+    process = WarmProcess(cold_environment)
+    yield cold_environment | {SOCKET: str(process.socket)}
+    process.close()
+
+
+@pytest.fixture(scope="session")
+def launch_environment(request):
+    """One of the two: launches are warm unless `pytest --cold` was said."""
+    cold = request.config.getoption("--cold")
+    return request.getfixturevalue("cold_environment" if cold else "warm_environment")
+
+
+@pytest.fixture
+def as_launched(launch_environment, monkeypatch):
+    """Give this process the variables of a launched run, so that it launches as a command would."""
+    for name in os.environ:
+        monkeypatch.delenv(name)
+    for name, value in launch_environment.items():
+        monkeypatch.setenv(name, value)
+    # pytest sets it anew for each phase of a test.
+    kept = warm.OF_A_LAUNCH | {"PYTEST_CURRENT_TEST"}
+    monkeypatch.setattr(warm, "OF_A_LAUNCH", kept)
 
 
 @pytest.fixture(scope="session")
@@ -56,8 +94,8 @@ def launch(launch_environment):
     def run(strategy, *script, timeout=600, **environment):
         checked_in = ROOT / "accelerate_configs" / f"{strategy}.yaml"
         config = checked_in if checked_in.exists() else strategy
-        command = ["accelerate", "launch", "--config_file", config, *script]
-        return _run(command, cwd=ROOT, env=launch_environment | environment, timeout=timeout)
+        command = [*launches.TYPED, "--config_file", config, *script]
+        return launches.run(command, environment=launch_environment | environment, timeout=timeout)
 
     return run
 
@@ -67,18 +105,15 @@ def toolkit(launch_environment, tmp_path_factory):
     """Run the `toolkit` command in a folder of its own."""
 
     def run(*arguments, timeout=2400):  # DeepSpeed compiles for minutes, once
-        here = tmp_path_factory.mktemp("here")
-        return _run(["toolkit", *arguments], cwd=here, env=launch_environment, timeout=timeout)
+        return subprocess.run(
+            ["toolkit", *map(str, arguments)],
+            cwd=tmp_path_factory.mktemp("here"),
+            env=launch_environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=timeout,
+            check=False,
+        )
 
     return run
-
-
-def _run(command, **options):
-    return subprocess.run(
-        [str(word) for word in command],
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        check=False,
-        **options,
-    )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+from collections.abc import Mapping
 from pathlib import Path
+
+import launches
 
 from toolkit.configs import ConfigOptions, write_configs
 from toolkit.launching.launch import launch_command
@@ -30,18 +31,14 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
-def start(strategy: str, folder: Path, arguments: list[object], **variables: str) -> None:
+def start(
+    strategy: str, folder: Path, arguments: list[object], environment: Mapping[str, str]
+) -> None:
     files = write_configs(
         get_strategy(strategy),
         folder / f"{strategy}-config",
         options=ConfigOptions(num_processes=1 if strategy == "single" else 2),
     )
-    launch = subprocess.run(
-        launch_command(files.accelerate, [str(SCRIPT), *map(str, arguments)]),
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-    )
+    command = launch_command(files.accelerate, [SCRIPT, *arguments])
+    launch = launches.run(command, environment=environment)
     assert launch.returncode == 0, launch.stdout[-6000:]

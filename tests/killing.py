@@ -10,14 +10,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import launches
 import psutil
-from places import ROOT
 
 from toolkit.configs import ConfigOptions, write_configs
 from toolkit.launching.launch import launch_command
 from toolkit.launching.status import RankStatus, read_statuses
+from toolkit.launching.warm import Fork
 from toolkit.results import read_record
 from toolkit.strategies import get_strategy
+
+Launcher = subprocess.Popen[bytes] | Fork
 
 BY_STEP = ("losses", "grad_norms", "learning_rates", "sample_ids")
 
@@ -50,23 +53,19 @@ class Run:
         script = ["-m", "toolkit.train", "--engine", engine, "--output_dir", str(self.output)]
         self._command = launch_command(config.accelerate, [*script, *map(str, flags)])
 
-    def start(self, *flags: Any) -> subprocess.Popen[str]:
+    def start(self, *flags: Any, cold: bool = False) -> Launcher:
         """Start it, and return its launcher."""
         self._starts += 1
         self._drafts_before = self._drafts()
         for said in (self.output / "status").glob("rank-*.json"):
             said.unlink()  # by an earlier start
-        with self._log().open("w") as log:
-            return subprocess.Popen(
-                [*self._command, *map(str, flags)],
-                cwd=ROOT,
-                env=self._environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                text=True,
+        environment = launches.cold(self._environment) if cold else self._environment
+        with self._log().open("wb") as log:
+            return launches.start(
+                [*self._command, *map(str, flags)], environment=environment, log=log
             )
 
-    def end(self, launcher: subprocess.Popen[str], seconds: float = 1500) -> tuple[int, str]:
+    def end(self, launcher: Launcher, seconds: float = 1500) -> tuple[int, str]:
         """Wait for a launcher's end, and return its status and all that was said.
 
         DeepSpeed compiles for minutes, once.
@@ -78,17 +77,17 @@ class Run:
             raise
         return code, self._log().read_text()
 
-    def go(self, *flags: Any) -> str:
+    def go(self, *flags: Any, cold: bool = False) -> str:
         """Run it to its end, which must be good, and return all that was said."""
-        code, said = self.end(self.start(*flags))
+        code, said = self.end(self.start(*flags, cold=cold))
         assert code == 0, said
         return said
 
-    def await_step(self, step: int, launcher: subprocess.Popen[str]) -> None:
+    def await_step(self, step: int, launcher: Launcher) -> None:
         """Return once every rank says that it has done so many steps."""
         self._await(launcher, lambda: self._least_step() >= step)
 
-    def await_draft(self, launcher: subprocess.Popen[str]) -> None:
+    def await_draft(self, launcher: Launcher) -> None:
         """Return as soon as a save of this start has begun."""
         self._await(launcher, lambda: bool(self.drafts()))
 
@@ -99,7 +98,7 @@ class Run:
     def statuses(self) -> list[RankStatus]:
         return read_statuses(self.output / "status")
 
-    def kill_all(self, launcher: subprocess.Popen[str]) -> None:
+    def kill_all(self, launcher: Launcher) -> None:
         """End every process of it at once, as when a machine goes away."""
         below = psutil.Process(launcher.pid).children(recursive=True)
         for process in [psutil.Process(launcher.pid), *below]:
@@ -137,7 +136,7 @@ class Run:
         said = self.statuses()
         return min((each.step for each in said), default=-1) if len(said) == self.ranks else -1
 
-    def _await(self, launcher: subprocess.Popen[str], seen: Callable[[], bool]) -> None:
+    def _await(self, launcher: Launcher, seen: Callable[[], bool]) -> None:
         end = time.monotonic() + 240
         while not seen():
             assert launcher.poll() is None, self.end(launcher)[1]

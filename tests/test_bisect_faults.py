@@ -53,13 +53,17 @@ ROUNDED = "gradients_rounded_to_bf16"
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Path:
+def runs(tmp_path_factory, launch_environment) -> Path:
     """Return the folder with a run of each fault, of `clean`, and of `single/clean`."""
     folder = tmp_path_factory.mktemp("bisected")
     model = write_model(folder / "model")
-    start("single", folder, [model, folder / "single", "clean", "bf16/clean"], FAULTS_EVIDENCE="1")
     low = [f"bf16/{name}" for name in ("clean", ROUNDED, *UNDER_BF16)]
-    start("ddp", folder, [model, folder / "ddp", "clean", *FAULTS, *low], FAULTS_EVIDENCE="1")
+    for strategy, names in (
+        ("single", ["clean", "bf16/clean"]),
+        ("ddp", ["clean", *FAULTS, *low]),
+    ):
+        arguments = ["--evidence", model, folder / strategy, *names]
+        start(strategy, folder, arguments, launch_environment)
     return folder
 
 

@@ -15,7 +15,7 @@ from toolkit.launching.status import read_statuses
 
 
 @pytest.fixture
-def train_and_fail(launch_environment, tmp_path, monkeypatch):
+def train_and_fail(as_launched, tmp_path, monkeypatch):
     def start(how, strategy="ddp"):
         monkeypatch.chdir(ROOT)
         script = [str(SCRIPTS / "train_and_fail.py"), how]
@@ -26,7 +26,6 @@ def train_and_fail(launch_environment, tmp_path, monkeypatch):
             folder=tmp_path,
             timeout=120,
             num_processes=2,
-            environment=launch_environment,
             loopback=True,
         )
 

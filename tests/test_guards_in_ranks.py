@@ -208,7 +208,7 @@ def test_a_rank_that_falls_behind_stops_a_run_that_asked_for_it(ranks):
 
 @pytest.mark.parametrize("engine", ["trainer", "loop"])
 def test_a_run_that_a_guard_stops_says_so_in_one_sentence(
-    engine, launch_environment, tmp_path, monkeypatch
+    engine, as_launched, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(ROOT)
     script = [str(SCRIPTS / "train_to_nan.py"), "--output_dir", str(tmp_path / "out")]
@@ -219,7 +219,6 @@ def test_a_run_that_a_guard_stops_says_so_in_one_sentence(
         folder=tmp_path,
         timeout=300,
         num_processes=2,
-        environment=launch_environment | {"OMP_NUM_THREADS": "1"},
         loopback=True,
     )
     assert outcome.status == "failed"

@@ -36,12 +36,12 @@ FAULTS = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Path:
+def runs(tmp_path_factory, launch_environment) -> Path:
     """Return the folder with the run of each fault, of `clean`, and of `control/clean`."""
     folder = tmp_path_factory.mktemp("faults")
     model = write_model(folder / "model")
-    start("single", folder, [model, folder / "control", "clean"])
-    start("ddp", folder, [model, folder, "clean", *FAULTS])
+    start("single", folder, [model, folder / "control", "clean"], launch_environment)
+    start("ddp", folder, [model, folder, "clean", *FAULTS], launch_environment)
     return folder
 
 

@@ -2,12 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections import Counter
 
+import launches
 from killing import Run
-from places import ROOT
 
 from toolkit.launching.status import read_statuses
 from toolkit.results import FILLER_ID, read_record
@@ -118,17 +116,12 @@ def test_mistakes_leave_with_status_2_and_nothing_written(launch_environment, tm
     before = content(tmp_path)
     for flags, said in cases.items():
         exported = exports.get(flags, {})
-        done = subprocess.run(
-            [sys.executable, "-m", "toolkit.train", *flags],
-            cwd=tmp_path,
-            env=os.environ | launch_environment | exported | {"PYTHONPATH": str(ROOT)},
-            text=True,
-            capture_output=True,
-            check=False,
+        done = launches.run(
+            [*launches.TRAIN, *flags], folder=tmp_path, environment=launch_environment | exported
         )
-        assert done.returncode == 2, done.stderr
-        assert said in done.stderr
-        assert "Traceback" not in done.stderr
+        assert done.returncode == 2, done.stdout
+        assert said in done.stdout
+        assert "Traceback" not in done.stdout
     assert content(tmp_path) == before
 
 

@@ -11,40 +11,25 @@ import psutil
 import pytest
 from places import ROOT, SCRIPTS
 
-from toolkit.launching.launch import launch_command, launch_environment, run
-from toolkit.launching.warm import SOCKET, WarmProcess, key_of
+from toolkit.launching.launch import launch_command, run
+from toolkit.launching.warm import SOCKET, key_of
 from toolkit.results import read_record
-
-HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
-
-
-@pytest.fixture(scope="module")
-def warm():
-    """A warm process, whose socket is named to nobody yet."""
-    variables = launch_environment(HIDDEN, loopback=True)
-    variables.pop("PYTEST_CURRENT_TEST")
-    process = WarmProcess(variables)
-    yield process
-    process.close()
 
 
 @pytest.fixture
-def start(warm, monkeypatch):
+def start(as_launched, warm_environment, monkeypatch):
     """Launch a script warm or cold, and return how it ended, with all that it printed."""
 
     def launched(strategy, script, folder, *, cold=False, **options):
+        monkeypatch.setenv(SOCKET, warm_environment[SOCKET])
         if cold:
-            monkeypatch.delenv(SOCKET, raising=False)
-        else:
-            monkeypatch.setenv(SOCKET, str(warm.socket))
-        monkeypatch.delenv("PYTEST_CURRENT_TEST", raising=False)
+            monkeypatch.delenv(SOCKET)
         lines = []
         config = ROOT / "accelerate_configs" / f"{strategy}.yaml"
         outcome = run(
             launch_command(config, script, gpu_ids="all"),
             folder=folder,
             timeout=300,
-            environment=HIDDEN,
             loopback=True,
             on_line=lines.append,
             **options,
@@ -129,14 +114,13 @@ def test_a_rank_that_dies_of_a_signal_ends_the_run_with_its_name(start, tmp_path
     assert "SIGSEGV" in ends["warm"][1]
 
 
-def test_other_variables_are_a_cold_start_and_it_is_said(warm, tmp_path, monkeypatch):
-    monkeypatch.setenv(SOCKET, str(warm.socket))
+def test_other_variables_are_a_cold_start_and_it_is_said(as_launched, warm_environment, tmp_path):
     lines = []
     outcome = run(
         [sys.executable, "-c", "print('here')"],
         folder=tmp_path,
         timeout=60,
-        environment=HIDDEN | {"OMP_NUM_THREADS": "3"},
+        environment=warm_environment | {"OMP_NUM_THREADS": "3"},
         loopback=True,
         on_line=lines.append,
     )
@@ -150,7 +134,7 @@ def test_every_variable_but_those_of_one_launch_is_part_of_the_key():
     assert key_of(base) == key_of(base | {"TOOLKIT_STATUS_DIR": "/somewhere"})
     assert key_of(base | {"CUDA_VISIBLE_DEVICES": "0"}) == key_of(base)
     others = [
-        HIDDEN,
+        {"CUDA_VISIBLE_DEVICES": ""},
         {"HF_HUB_OFFLINE": "0"},
         {"DS_ACCELERATOR": "cpu"},
         {"PYTORCH_ALLOC_CONF": ""},
@@ -180,7 +164,7 @@ with warm_launches(launch_environment(hidden, loopback=True)):
 
 
 @pytest.fixture
-def sleeping(tmp_path, launch_environment):
+def sleeping(tmp_path, cold_environment):
     """A command whose warm launch sleeps in two ranks, and all processes below it."""
     script = tmp_path / "sleeper.py"
     script.write_text(SLEEPER)
@@ -189,7 +173,7 @@ def sleeping(tmp_path, launch_environment):
     config = ROOT / "accelerate_configs" / "ddp.yaml"
     command = [sys.executable, "-c", PARENT, str(config), str(script), str(folder)]
     with (tmp_path / "log").open("w") as log:
-        parent = subprocess.Popen(command, env=launch_environment, stdout=log, stderr=log)
+        parent = subprocess.Popen(command, env=cold_environment, stdout=log, stderr=log)
     while not all((folder / rank).exists() for rank in "01"):
         assert parent.poll() is None, (tmp_path / "log").read_text()
         time.sleep(0.05)

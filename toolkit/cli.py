@@ -204,10 +204,10 @@ def compare(
         float | None,
         typer.Option("--dollars-per-hour", "--dollars_per_hour", help="Price of one GPU."),
     ] = None,
-    warm: Annotated[
+    cold: Annotated[
         bool,
         typer.Option(
-            "--warm/--cold", help="Fork all ranks from one process that has imported everything."
+            "--cold", help="Let every rank import everything anew, instead of forking it."
         ),
     ] = False,
     train_flags: Annotated[
@@ -236,7 +236,7 @@ def compare(
         timeout=timeout,
         nvme_path=nvme_path,
         dollars_per_hour=dollars_per_hour,
-        warm=warm,
+        warm=not cold,
         output=output,
         train_flags=tuple(train_flags or ()),
     )

@@ -116,6 +116,11 @@ class Memory(TypedDict):
 
     optimizer_bytes: Count | None
     host_peak_bytes: Count | None
+    """With the pages that it shares with other processes."""
+
+    host_shared_bytes: NotRequired[Count | None]
+    """Of those, the pages of the process that it was forked from; 0 where it was started cold."""
+
     nvme_bytes: NotRequired[Count | None]
     """In the files that DeepSpeed swaps to; 0 where it swaps nothing."""
 

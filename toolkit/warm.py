@@ -1,4 +1,4 @@
-"""`python -m toolkit.warm PARENT_PID LISTENER`: what launches and their ranks are forked from.
+"""`python -m toolkit.warm PARENT_PID LISTENER ROOM`: what launches and ranks are forked from.
 
 It imports what every rank imports, once. A launch is a fork of it that goes on as
 `toolkit.launching.supervised`, whose fork goes on as `accelerate launch`, and torchelastic starts,
@@ -8,6 +8,7 @@ still since the imports. So no process that forks has more than one thread, or h
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import importlib.util
@@ -81,10 +82,11 @@ class Start:
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    parent, listener = map(int, arguments)
+    parent, listener = map(int, arguments[:2])
     die_with_parent()
     if os.getppid() != parent:
         os._exit(1)
+    show_as([sys.executable, "-m", "toolkit.warm", *arguments[:2]])
     folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     installed = [entry for entry in sys.path if entry not in folders]
     variables = import_everything()
@@ -116,7 +118,18 @@ def import_everything() -> dict[str, str]:
     made = {name: value for name, value in os.environ.items() if name not in ours}
     os.environ.clear()
     os.environ.update(before)
+    close_nvml()
     return made
+
+
+def close_nvml() -> None:
+    """Close what libraries opened to count GPUs; torch opens it anew whenever it counts."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return
+    while nvml.nvmlShutdown() == 0:  # as often as it was opened
+        pass
 
 
 def why_unfit() -> str | None:
@@ -144,6 +157,7 @@ def on_gpu() -> bool:
 def become(args: list[str], start: Start) -> NoReturn:
     """Go on as a Python that was started with these arguments, supervisor or rank."""
     try:
+        show_as(args)
         entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         sys.path[:] = [*dict.fromkeys([*filter(None, entries), *start.installed])]
         for name, value in start.variables.items():
@@ -165,9 +179,22 @@ def become(args: list[str], start: Start) -> NoReturn:
 
 
 def become_python(command: list[str], start: Start) -> None:
-    """Go on as the command where it is a Python; else return."""
-    if command[0] == sys.executable:
+    """Go on as the command where it runs a module or a script in this Python; else return."""
+    words = [word for word in command[1:2] if word == "-m" or not word.startswith("-")]
+    if command[0] == sys.executable and words:
         become(command, start)
+
+
+def show_as(words: Sequence[str]) -> None:
+    """Have `ps`, `pkill -f` and `nvidia-smi` show this process as a command, cut where too long.
+
+    Linux reads the memory in which the first arguments were: up to its end, or as one text where
+    its last byte is not zero. ROOM is an argument that makes it long.
+    """
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin, end = int(fields[45]), int(fields[46])
+    text = " ".join(words).encode()[: end - begin - 2]
+    ctypes.memmove(begin, text.ljust(end - begin - 1, b"\0") + b"-", end - begin)
 
 
 def fork_ranks(start: Start) -> None:
@@ -179,6 +206,7 @@ def fork_ranks(start: Start) -> None:
         die_with_parent()
         if os.getppid() != launcher:
             os._exit(1)
+        show_as([sys.executable, "-m", "toolkit.warm", str(launcher)])
         serve(Passed(theirs), lambda args: become(args, start), kept=start.files, unfit=why_unfit)
     theirs.close()
 

@@ -24,7 +24,7 @@ def flags(dropout_model):
 def test_five_interruptions_leave_the_run_that_nothing_interrupted(run_of, flags):
     """Under DeepSpeed and the Trainer; benchmarks/kills.py has other moments and strategies."""
     straight = run_of("zero2", "trainer", *flags, name="straight")
-    straight.go()
+    straight.go(cold=True)
 
     run = run_of("zero2", "trainer", *flags, name="interrupted")
     launcher = run.start()

@@ -82,6 +82,7 @@ class World:
             strategies=strategies,
             output=output or self.output,
             max_steps=options.pop("max_steps", 4),
+            warm=options.pop("warm", False),
             **options,
         )
         try:
@@ -377,7 +378,9 @@ def test_an_output_that_takes_no_files_is_found_before_anything_is_prepared(worl
         with pytest.raises(UsageError, match=said):
             world.compare("single", output=output)
         with pytest.raises(UsageError, match=said):
-            bisect_runs(("single", "ddp"), CompareOptions(output=output), console=Console())
+            bisect_runs(
+                ("single", "ddp"), CompareOptions(output=output, warm=False), console=Console()
+            )
         assert "prepared all the same" not in world.printed
     assert file.read_text() == "mine"
 
@@ -432,7 +435,7 @@ def test_two_comparisons_of_the_same_second_get_folders_of_their_own(world, monk
     monkeypatch.setenv("FAKE_TRAIN", json.dumps(world.fake | {"runs": {}, "speeds": {}}))
     for _ in range(2):
         compare(
-            CompareOptions(strategies=("single",), max_steps=4),
+            CompareOptions(strategies=("single",), max_steps=4, warm=False),
             console=Console(file=io.StringIO()),
         )
     names = sorted(path.name for path in Path("runs").iterdir())

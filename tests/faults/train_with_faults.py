@@ -1,13 +1,14 @@
 """Train one small model many times in one process group: as it should be, then with faults.
 
-    accelerate launch --config_file ddp.yaml tests/faults/train_with_faults.py MODEL OUTPUT NAME ...
+    accelerate launch --config_file ddp.yaml tests/faults/train_with_faults.py \
+        [--evidence] MODEL OUTPUT NAME ...
 
 Each NAME, `clean` or a key of FAULTS, leaves OUTPUT/NAME/record.json and OUTPUT/NAME/final/. The
 training is the product's own: its data, collator, loop, recorder and save. A fault is put where
 such bugs live, in what the loop calls, and is gone again before the next run. A NAME such as
 `bf16/clean` trains under that precision.
 
-With FAULTS_EVIDENCE set, two steps are trained, and OUTPUT/NAME/evidence/ is left in the place of
+With --evidence, two steps are trained, and OUTPUT/NAME/evidence/ is left in the place of
 the final weights.
 """
 
@@ -49,7 +50,7 @@ from toolkit.training.data import Collator, TrainingData, prepare_data, training
 from toolkit.training.model import load_tokenizer
 from toolkit.training.saving import save_model
 
-EVIDENCE = "FAULTS_EVIDENCE" in os.environ
+EVIDENCE = sys.argv[1:2] == ["--evidence"]
 STEPS = 2 if EVIDENCE else 20
 ROWS = 16
 MICRO_BATCHES = 4
@@ -59,7 +60,6 @@ MAX_LENGTH = 64
 MAX_GRAD_NORM = 0.2
 SEED = 42
 
-PRECISION = os.environ.get("FAULTS_PRECISION", "no")
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -67,7 +67,8 @@ RANK = int(os.environ.get("RANK", "0"))
 def main() -> None:
     """Train once for each name on the command line."""
     die_with_launcher()
-    model, output, names = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+    model, folder_name, *names = sys.argv[2:] if EVIDENCE else sys.argv[1:]
+    output = Path(folder_name)
     rehearse_if_needed()
     data = prepare_data(DataArguments(max_length=MAX_LENGTH), model)
     for name in names:
@@ -75,7 +76,7 @@ def main() -> None:
         if RANK == 0:
             folder.mkdir(parents=True)
         precision, _, fault = name.rpartition("/")
-        precision = precision or PRECISION
+        precision = precision or "no"
         args = arguments(model, folder, precision)
         run = Run(model_folder=model, data=data, args=args, precision=precision)
         with nullcontext() if fault == "clean" else FAULTS[fault](run):

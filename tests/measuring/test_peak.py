@@ -2,10 +2,10 @@
 
 import gc
 import json
-import subprocess
 import sys
 import weakref
 
+import launches
 import pytest
 import torch
 from places import SCRIPTS
@@ -25,14 +25,10 @@ OTHERS = ["single", "single_checkpointed", "fsdp", "fsdp_grad_op", "fsdp_checkpo
 @pytest.fixture(scope="module")
 def outcomes(launch_environment, tmp_path_factory):
     folder = tmp_path_factory.mktemp("peaks")
-    done = subprocess.run(
+    done = launches.run(
         [sys.executable, SCRIPTS / "peaks.py", folder],
-        env=launch_environment | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        environment=launch_environment,
         timeout=1800,  # DeepSpeed compiles for minutes, once
-        check=False,
     )
     assert done.returncode == 0, done.stdout
     return json.loads((folder / "outcomes.json").read_text())

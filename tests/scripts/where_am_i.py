@@ -16,6 +16,7 @@ import torch
 
 NOTED = {
     "argv": sys.argv,
+    "shown_as": Path("/proc/self/cmdline").read_text().replace("\0", " ").split()[:4],
     "path": sys.path,
     "environment": dict(os.environ),
     "folder": str(Path.cwd()),

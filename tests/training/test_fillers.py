@@ -1,12 +1,8 @@
 """Rows that train nothing: which models take them for that."""
 
-import os
-import subprocess
-import sys
-
+import launches
 import pytest
 import torch
-from places import ROOT
 from small_models import tiny_llama
 from transformers import MBartConfig, MBartForCausalLM, MixtralConfig, MixtralForCausalLM
 
@@ -81,17 +77,9 @@ def test_a_model_that_fillers_would_break_is_refused_before_it_trains(
     tokenizer = load_tokenizer(build_model())
     tokenizer.save_pretrained(tmp_path / "m")
     mbart(len(tokenizer)).save_pretrained(tmp_path / "m")
-    done = subprocess.run(
-        [sys.executable, "-m", "toolkit.train", "--engine", engine, "--max_train_samples", "9"]
-        + ["--model_name_or_path", tmp_path / "m", "--output_dir", tmp_path / "o"]
-        + ["--num_train_epochs", "1"],
-        cwd=tmp_path,
-        env=os.environ | launch_environment | {"PYTHONPATH": str(ROOT)},
-        text=True,
-        capture_output=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 2, done.stderr
-    assert "the loss of MBartForCausalLM is nan, not 0, for a micro-batch" in done.stderr
+    flags = ["--engine", engine, "--max_train_samples", 9, "--num_train_epochs", 1]
+    flags += ["--model_name_or_path", tmp_path / "m", "--output_dir", tmp_path / "o"]
+    done = launches.run([*launches.TRAIN, *flags], folder=tmp_path, environment=launch_environment)
+    assert done.returncode == 2, done.stdout
+    assert "the loss of MBartForCausalLM is nan, not 0, for a micro-batch" in done.stdout
     assert not (tmp_path / "o" / "steps.jsonl").exists()

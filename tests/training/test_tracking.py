@@ -1,12 +1,10 @@
 """`--report_to` under both engines: real event files, and what is decided before one is written."""
 
 import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
+import launches
 import pytest
-from places import ROOT
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from toolkit.errors import UsageError
@@ -53,16 +51,13 @@ def test_both_engines_log_the_same_values_under_the_same_names(launch, tmp_path)
 def test_a_tracker_that_is_not_there_is_one_sentence_and_leaves_nothing(
     launch_environment, tmp_path
 ):
-    done = subprocess.run(
-        [sys.executable, "-m", "toolkit.train", "--report_to", "tensorboard", "neptune"],
-        cwd=tmp_path,
-        env=os.environ | launch_environment | {"PYTHONPATH": str(ROOT)},
-        text=True,
-        capture_output=True,
-        check=False,
+    done = launches.run(
+        [*launches.TRAIN, "--report_to", "tensorboard", "neptune"],
+        folder=tmp_path,
+        environment=launch_environment,
     )
-    assert done.returncode == 2, done.stderr
-    assert "--report_to neptune: its package is not installed. pip install neptune" in done.stderr
+    assert done.returncode == 2, done.stdout
+    assert "--report_to neptune: its package is not installed. pip install neptune" in done.stdout
     assert not list(tmp_path.iterdir())
 
 

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import resource
 import select
 import selectors
 import signal
@@ -30,10 +31,21 @@ from toolkit.launching.status import STATUS_DIR
 SOCKET: Final = "TOOLKIT_WARM_SOCKET"
 """Names the socket of a warm process that launches are to be forked from, where one serves."""
 
-OF_A_LAUNCH: Final = frozenset({STATUS_DIR, LAUNCHER_PID, SOCKET, "PYTHONUNBUFFERED", "PWD", "_"})
+OF_A_LAUNCH: Final = frozenset(
+    {STATUS_DIR, LAUNCHER_PID, SOCKET, "TOOLKIT_CACHE", "PYTHONUNBUFFERED", "PWD", "_"}
+)
 """Variables that no import reads: launches that differ in these alone share a warm process."""
 
+OF_A_LAUNCHER: Final = ("ACCELERATE_", "FSDP_")
+"""How the variables begin that `accelerate launch` exports to its ranks; they get them after their
+fork as well."""
+
 STREAMS: Final = (0, 1, 2)
+
+ANSWER_SECONDS: Final = 300.0
+"""How long a warm process may take to import and to fork before a launch starts cold."""
+
+_shared = 0
 
 
 class WarmError(RuntimeError):
@@ -48,7 +60,11 @@ class Fork:
         self.returncode: int | None = None
         self._connection = connection
         self._rest = b""
-        answer = self._read(None)
+        try:
+            answer = self._read(ANSWER_SECONDS)
+        except subprocess.TimeoutExpired:
+            connection.close()
+            raise WarmError("the warm process does not answer") from None
         if answer is None:
             raise WarmError("the warm process has ended")
         if "pid" not in answer:
@@ -109,6 +125,7 @@ def fork(
     *,
     environment: Mapping[str, str],
     streams: Sequence[int] = STREAMS,
+    folder: Path | None = None,
     new_session: bool = False,
     tied: bool = False,
 ) -> Fork:
@@ -119,6 +136,7 @@ def fork(
         args: What `subprocess.Popen` would get.
         environment: All of its variables.
         streams: File descriptors for its standard streams.
+        folder: It starts there, in the current one when not given.
         new_session: Whether it leads a session of its own.
         tied: Whether it gets SIGTERM when this process ends.
 
@@ -129,7 +147,7 @@ def fork(
         request = {
             "args": list(args),
             "environment": dict(environment),
-            "folder": os.getcwd(),
+            "folder": str(folder or Path.cwd()),
             "new_session": new_session,
             "tied": tied,
         }
@@ -253,6 +271,13 @@ def _begin(request: dict[str, Any], streams: list[int], kept: frozenset[int]) ->
     os.chdir(request["folder"])
     sys.argv = request["args"][1:]
     sys.orig_argv = request["args"]
+    global _shared
+    _shared = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def shared_bytes() -> int:
+    """Return the RAM that this process shared with the warm one at its fork; 0 if it has none."""
+    return _shared
 
 
 def _tell_ends(running: dict[int, socket.socket]) -> list[socket.socket]:
@@ -294,7 +319,7 @@ class WarmProcess:
             listener.listen(64)
             number = listener.fileno()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "toolkit.warm", str(os.getpid()), str(number)],
+                [sys.executable, "-m", "toolkit.warm", str(os.getpid()), str(number), "-" * 4000],
                 env={**environment, "PYTHONUNBUFFERED": "1"},
                 pass_fds=[number],
                 stdin=subprocess.DEVNULL,
@@ -335,6 +360,7 @@ def start(
     stdout: int,
     stderr: int,
     on_cold: Callable[[str], None],
+    folder: Path | None = None,
 ) -> subprocess.Popen[bytes] | Fork:
     """Start a Python in a session of its own, without input: forked where one serves, else cold.
 
@@ -344,13 +370,19 @@ def start(
         stdout: File descriptor.
         stderr: File descriptor.
         on_cold: Is told why, when a warm process was there and could not serve.
+        folder: It starts there, in the current one when not given.
     """
     path = environment.get(SOCKET)
     with open(os.devnull, "rb") as nothing:
         if path is not None:
             streams = [nothing.fileno(), stdout, stderr]
             try:
-                return _forked(Path(path), command, environment=environment, streams=streams)
+                return _forked(
+                    *(Path(path), command),
+                    environment=environment,
+                    streams=streams,
+                    folder=folder,
+                )
             except WarmError as error:
                 on_cold(str(error))
         return subprocess.Popen(
@@ -359,13 +391,18 @@ def start(
             stdout=stdout,
             stderr=stderr,
             env=environment,
+            cwd=folder,
             start_new_session=True,
         )
 
 
 def key_of(environment: Mapping[str, str]) -> str:
     """Return a name for all variables that an import may read."""
-    kept = {name: value for name, value in environment.items() if name not in OF_A_LAUNCH}
+    kept = {
+        name: value
+        for name, value in environment.items()
+        if name not in OF_A_LAUNCH and not name.startswith(OF_A_LAUNCHER)
+    }
     # Nothing asks CUDA before a rank does: all that counts is whether the GPUs are hidden.
     kept["CUDA_VISIBLE_DEVICES"] = str(environment.get("CUDA_VISIBLE_DEVICES") == "")
     text = json.dumps([sys.executable, sorted(kept.items())])
@@ -373,7 +410,12 @@ def key_of(environment: Mapping[str, str]) -> str:
 
 
 def _forked(
-    path: Path, args: Sequence[str], *, environment: Mapping[str, str], streams: Sequence[int]
+    path: Path,
+    args: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    streams: Sequence[int],
+    folder: Path | None,
 ) -> Fork:
     if path.name != key_of(environment):
         raise WarmError("the warm process was started with other variables")
@@ -388,5 +430,11 @@ def _forked(
         return connection
 
     return fork(
-        connect, args, environment=environment, streams=streams, new_session=True, tied=True
+        connect,
+        args,
+        environment=environment,
+        streams=streams,
+        folder=folder,
+        new_session=True,
+        tied=True,
     )

@@ -19,6 +19,7 @@ CATEGORIES = (
     "peak_bytes",
     "peak_reserved_bytes",
     "host_peak_bytes",
+    "host_shared_bytes",
     "nvme_bytes",
 )
 

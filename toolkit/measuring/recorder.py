@@ -22,6 +22,7 @@ import torch
 from toolkit.files import without_links
 from toolkit.launching.processes import age_seconds
 from toolkit.launching.status import StatusFile
+from toolkit.launching.warm import shared_bytes
 from toolkit.measuring import attestation, initial_weights, memory, traffic
 from toolkit.measuring.attestation import Asked, Mismatch, Refused, gather_objects
 from toolkit.measuring.clock import Clock
@@ -280,6 +281,7 @@ class Recorder:
         self._stop_ledgers()
         self._keep_device_peaks()
         self._bytes["host_peak_bytes"] = memory.host_peak_bytes()
+        self._bytes["host_shared_bytes"] = shared_bytes()
 
     def _keep_device_peaks(self) -> None:
         """Take the device's peaks since they were reset, which are no smaller than those before."""

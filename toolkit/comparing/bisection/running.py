@@ -23,7 +23,7 @@ from toolkit.comparing.scheduling.plan import Plan, Run, build_plan
 from toolkit.comparing.scheduling.preparing import PrepareError
 from toolkit.comparing.scheduling.progress import Lines
 from toolkit.comparing.scheduling.rows import Failure
-from toolkit.comparing.scheduling.schedule import INTERRUPTED
+from toolkit.comparing.scheduling.schedule import INTERRUPTED, warm_processes
 from toolkit.comparing.scheduling.starting import ended, start
 from toolkit.comparing.weights import WeightsError
 from toolkit.errors import UsageError
@@ -70,13 +70,20 @@ def bisect_runs(names: tuple[str, str], options: CompareOptions, *, console: Con
         folder=folder, plan=plan, options=options, environment=environment.snapshot()
     )
     comparison.check_configs()
+    with warm_processes(comparison):
+        return _prepare_and_run(comparison, runs, console)
+
+
+def _prepare_and_run(
+    comparison: Comparison, runs: Sequence[tuple[str, Run]], console: Console
+) -> int:
     try:
         comparison.prepare(console)
     except PrepareError as error:
         print_line(str(error), console=console)
         return 1
-    if options.output is None:
-        comparison.folder = new_folder(folder)
+    if comparison.options.output is None:
+        comparison.folder = new_folder(comparison.folder)
     with lock_folder(comparison.folder, "comparison"):
         try:
             started = _start_all(comparison, runs, Lines(console))

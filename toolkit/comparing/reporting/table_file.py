@@ -65,6 +65,7 @@ MEMORY: Final = {
     "device_peak_bytes": "memory.peak_bytes",
     "device_peak_reserved_bytes": "memory.peak_reserved_bytes",
     "host_peak_bytes": "memory.host_peak_bytes",
+    "host_shared_bytes": "memory.host_shared_bytes",
     "nvme_bytes": "memory.nvme_bytes",
     **{name: f"memory.{name}" for name in STATES},
 }

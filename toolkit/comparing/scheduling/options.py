@@ -65,8 +65,8 @@ class CompareOptions:
     output: Path | None = None
     """Folder of the comparison; `runs/<date-time>` when not given."""
 
-    warm: bool = False
-    """Fork the processes of all runs from one that has imported everything."""
+    warm: bool = True
+    """Fork the processes of all runs from one that has imported everything (on Linux)."""
 
     train_flags: Sequence[str] = ()
     """Flags that go to every `toolkit.train`, as they stand."""

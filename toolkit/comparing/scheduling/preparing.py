@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from toolkit.comparing.reporting.terminal import plain, print_line
 from toolkit.errors import UsageError
-from toolkit.launching.python import python_environment
+from toolkit.launching.launch import launch_environment
 from toolkit.launching.supervised import supervised
+from toolkit.launching.warm import start
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,37 +48,45 @@ def prepare(
     if rehearsal:
         command.append("--rehearsal")
     last = ""
-    with subprocess.Popen(
-        supervised([*command, *flags]),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        env=python_environment(),
-        start_new_session=True,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
+    reader, writer = os.pipe()
+    with tempfile.TemporaryFile() as answer, open(reader, errors="replace") as lines:
         try:
-            for line in process.stderr:
+            process = start(
+                supervised([*command, *flags]),
+                environment=run_environment(rehearsal=rehearsal),
+                stdout=answer.fileno(),
+                stderr=writer,
+                on_cold=lambda reason: print_line(f"started cold: {reason}", console=console),
+            )
+        finally:
+            os.close(writer)
+        try:
+            for line in lines:
                 if not line.strip() or PROGRESS_BAR.search(line):
                     continue
                 # One line behind: the last one of all may be the error that is raised below.
                 if last:
                     print_line(last, console=console)
                 last = line.strip()
-            answer = process.stdout.read()
         except BaseException:
             process.terminate()
             raise
-    if process.returncode == 2:
+        finally:
+            code = process.wait()
+        answer.seek(0)
+        found = answer.read()
+    if code == 2:
         raise UsageError(plain(last) or "The flags of toolkit.train are not usable.")
     if last:
         print_line(last, console=console)
-    if process.returncode != 0:
-        raise PrepareError(f"Preparing model and data ended with status {process.returncode}.")
-    return cast("dict[str, Any]", json.loads(answer))
+    if code != 0:
+        raise PrepareError(f"Preparing model and data ended with status {code}.")
+    return cast("dict[str, Any]", json.loads(found))
+
+
+def run_environment(*, rehearsal: bool) -> dict[str, str]:
+    """Return the variables of every run of a comparison, but for those of one start."""
+    return launch_environment({"CUDA_VISIBLE_DEVICES": ""} if rehearsal else {}, loopback=True)
 
 
 class PrepareError(RuntimeError):

@@ -25,12 +25,11 @@ from toolkit.comparing.scheduling.comparison import Comparison
 from toolkit.comparing.scheduling.options import CompareOptions
 from toolkit.comparing.scheduling.output_folder import check_output, shown
 from toolkit.comparing.scheduling.plan import Run, build_plan
-from toolkit.comparing.scheduling.preparing import PrepareError
+from toolkit.comparing.scheduling.preparing import PrepareError, run_environment
 from toolkit.comparing.scheduling.progress import Progress, build_progress
 from toolkit.comparing.scheduling.rows import Failure
 from toolkit.comparing.scheduling.starting import ended, start
 from toolkit.errors import file_sentence
-from toolkit.launching.launch import launch_environment
 from toolkit.launching.warm import warm_launches
 from toolkit.redaction import learn, redacted
 from toolkit.results import RESULTS_FILE, Results
@@ -68,8 +67,7 @@ def warm_processes(comparison: Comparison) -> AbstractContextManager[None]:
     """Have the processes of a comparison forked from one that has imported everything."""
     if not comparison.options.warm or not comparison.outstanding():
         return nullcontext()
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if comparison.plan.rehearsal else {}
-    return warm_launches(launch_environment(hidden, loopback=True))
+    return warm_launches(run_environment(rehearsal=comparison.plan.rehearsal))
 
 
 def _prepare_and_run(comparison: Comparison, console: Console) -> int:

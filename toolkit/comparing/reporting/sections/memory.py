@@ -73,6 +73,12 @@ def held(results: Results) -> Section:
     unknown = [_words(name) for name in (*LATER, "host_peak_bytes") if name in names]
     if unknown:
         notes.append(f"n/a, predicted {', '.join(unknown)}: the planner has no figure for it")
+    shared = max(_held(row["memory"], "host_shared_bytes") or 0 for row in good)
+    if shared:
+        notes.append(
+            f"Up to {size(shared)} of a rank's host peak are libraries that it shares with the "
+            "process it was forked from; with --cold each rank has its own."
+        )
     return Section(text, [RUN, *map(_words, names)], rows, notes)
 
 
