@@ -5,14 +5,15 @@
 
 Cold, every launcher and every rank imports everything anew; warm, all are forked from one process
 that has. Both are started in turns on one machine, after a start that fills the caches, and what
-else the machine does falls on both. Phases are told by the files that a comparison leaves, at the
-moment in which each appears: a run's `command.txt` before its launch, its first line of
-`steps.jsonl`, the last one, `record.json`.
+else the machine does falls on both. Phases are told by what a comparison leaves: when a run's
+`command.txt` and `record.json` were written, when its rank 0 began, and what that says of its start
+and its save.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import statistics
@@ -21,15 +22,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-
-POLL_SECONDS = 0.02
 
 PHASES = {
     "command": "until the first launch: the command itself, model and data made ready",
-    "start": "from each launch to its first step: launcher, imports, model, data",
-    "training": "from each first step to the last that is compared",
-    "rest of the run": "from there to the record: steps on packed rows, saving",
+    "launcher": "from each launch until its rank 0 begins",
+    "imports": "from there to the first step: imports, process group, model, data",
+    "training": "all steps, those on packed rows as well, and evaluations",
+    "saving": "gathering, writing and checking the final model",
     "between": "from each record to the next launch: leaving, judging",
     "report": "after the last record",
 }
@@ -65,48 +66,50 @@ def row(phase: str, cold: float, warm: float, what: str) -> str:
     return f"| {phase} | {cold:.1f} | {warm:.1f} | {ratio} | {what} |"
 
 
+@dataclass(frozen=True)
+class Moments:
+    """Of one run, by the clock of the file system."""
+
+    launched: float
+    rank_began: float
+    first_step_began: float
+    first_step_ended: float
+    save_began: float
+    recorded: float
+
+
+@dataclass(frozen=True)
 class Comparison:
-    """When each file of a comparison was there, from its start on."""
+    """Seconds of one comparison."""
 
-    def __init__(self) -> None:
-        self.launched: list[float] = []
-        self.first: dict[Path, float] = {}
-        self.last: dict[Path, float] = {}
-        self.recorded: list[float] = []
-        self.total = 0.0
-        self._sizes: dict[Path, int] = {}
+    began: float
+    ended: float
+    runs: list[Moments]
 
-    def look(self, folder: Path, now: float) -> None:
-        runs = [path.parent for path in folder.glob("*/command.txt")]
-        if len(runs) > len(self.launched):
-            self.launched.append(now)
-        for run in runs:
-            steps = run / "steps.jsonl"
-            size = steps.stat().st_size if steps.exists() else 0
-            if size > self._sizes.get(run, 0):
-                self._sizes[run] = size
-                self.first.setdefault(run, now)
-                self.last[run] = now
-        if len([*folder.glob("*/record.json")]) > len(self.recorded):
-            self.recorded.append(now)
+    @property
+    def total(self) -> float:
+        return self.ended - self.began
 
     @property
     def starts(self) -> list[float]:
-        """Seconds from each launch to its first step."""
-        first = sorted(self.first.values())
-        return [step - launch for launch, step in zip(self.launched, first, strict=True)]
+        """Seconds from each launch to the end of its first step."""
+        return [run.first_step_ended - run.launched for run in self.runs]
 
     def phase(self, name: str) -> float:
-        first, last = sorted(self.first.values()), sorted(self.last.values())
+        runs = self.runs
         pairs = {
-            "command": zip([0.0], self.launched[:1], strict=True),
-            "start": zip(self.launched, first, strict=True),
-            "training": zip(first, last, strict=True),
-            "rest of the run": zip(last, self.recorded, strict=True),
-            "between": zip(self.recorded[:-1], self.launched[1:], strict=True),
-            "report": zip(self.recorded[-1:], [self.total], strict=True),
-        }
-        return sum(end - begin for begin, end in pairs[name])
+            "command": [(self.began, runs[0].launched)],
+            "launcher": [(run.launched, run.rank_began) for run in runs],
+            "imports": [(run.rank_began, run.first_step_began) for run in runs],
+            "training": [(run.first_step_began, run.save_began) for run in runs],
+            "saving": [(run.save_began, run.recorded) for run in runs],
+            "between": [
+                (before.recorded, after.launched)
+                for before, after in zip(runs, runs[1:], strict=False)
+            ],
+            "report": [(runs[-1].recorded, self.ended)],
+        }[name]
+        return sum(end - begin for begin, end in pairs)
 
 
 def seconds(comparisons: Sequence[Comparison], phase: str) -> float:
@@ -115,22 +118,35 @@ def seconds(comparisons: Sequence[Comparison], phase: str) -> float:
 
 def timed(kind: str, flags: Sequence[str]) -> Comparison:
     """Run a comparison to its end, and return when everything happened."""
-    comparison = Comparison()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch, "comparison")
         command = [sys.executable, "-m", "toolkit.cli", "compare", *flags]
-        command += [f"--{kind}", "--output", str(folder)]
-        log = Path(scratch, "log")
-        with log.open("w") as out:
-            begun = time.perf_counter()
-            process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
-            while process.poll() is None:
-                comparison.look(folder, time.perf_counter() - begun)
-                time.sleep(POLL_SECONDS)
-            comparison.total = time.perf_counter() - begun
-        if process.returncode:
-            raise SystemExit(log.read_text()[-3000:])
-    return comparison
+        command += [*(["--cold"] if kind == "cold" else []), "--output", str(folder)]
+        began = time.time()
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        ended = time.time()
+        if done.returncode:
+            raise SystemExit(done.stdout[-3000:])
+        runs = sorted(map(moments, folder.glob("*/record.json")), key=lambda run: run.launched)
+    return Comparison(began=began, ended=ended, runs=runs)
+
+
+def moments(record_file: Path) -> Moments:
+    folder = record_file.parent
+    record = json.loads(record_file.read_text())
+    rank = json.loads((folder / "status" / "rank-0.json").read_text())
+    # A process begins so many seconds after the machine did.
+    began = rank["started"] + time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    first = began + record["warm_up"]["start_seconds"]
+    recorded = record_file.stat().st_mtime
+    return Moments(
+        launched=(folder / "command.txt").stat().st_mtime,
+        rank_began=began,
+        first_step_began=first,
+        first_step_ended=first + record["warm_up"]["first_step_seconds"],
+        save_began=recorded - record["save_seconds"],
+        recorded=recorded,
+    )
 
 
 if __name__ == "__main__":

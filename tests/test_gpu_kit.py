@@ -17,7 +17,6 @@ from kit.result import Result
 from kit.worker import row_of
 
 KIT = str(ROOT / "benchmarks" / "gpu_kit.py")
-OPTIONAL = ("datasets", "deepspeed", "trl", "bitsandbytes", "peft", "pynvml", "matplotlib", "rich")
 
 
 @pytest.fixture(scope="session")
@@ -193,32 +192,38 @@ def test_a_page_is_made_of_rows_that_its_tables_do_not_know(tmp_path, kit):
     )
 
 
-WITHOUT = {
-    "datasets": ("toolkit compare, no", "missing"),
-    "deepspeed": ("zero2_offload", "missing"),
-    "trl": ("trl packing", "missing"),
-    "bitsandbytes": ("qlora", "missing"),
-    "peft": ("lora", "missing"),
-    "rich": ("more than the memory", "missing"),
-    "typer": ("more than the memory", "missing"),
-    "matplotlib": ("toolkit compare, no", "ok"),
-    "pynvml": ("machine", "ok"),
+NEEDING = {
+    "datasets": "toolkit compare, no",
+    "deepspeed": "zero2_offload",
+    "peft": "lora",
+    "rich": "more than the memory",
+    "typer": "more than the memory",
+    "trl": "trl packing",
+    "bitsandbytes": "qlora",
 }
-"""A cell that needs the library, or could be thought to, and what becomes of it without."""
+"""A cell that cannot do without the library."""
 
 
-@pytest.mark.parametrize("library", WITHOUT)
-def test_a_library_that_is_missing_is_a_row_and_stops_nothing_else(kit, tmp_path, library):
-    cell, status = WITHOUT[library]
-    hidden = hide(tmp_path, [library])
-    kit("--smoke", "--cells", cell, "machine", "--out", tmp_path, **hidden)
+@pytest.mark.parametrize(
+    ("libraries", "unmoved"),
+    [
+        (("datasets", "deepspeed", "peft", "rich", "typer", "pynvml"), "machine"),
+        (("trl", "bitsandbytes", "matplotlib"), "toolkit compare, no"),
+    ],
+)
+def test_a_library_that_is_missing_is_a_row_and_stops_nothing_else(
+    kit, tmp_path, libraries, unmoved
+):
+    cells = {NEEDING[library]: library for library in libraries if library in NEEDING}
+    kit("--smoke", "--cells", *cells, unmoved, "--out", tmp_path, **hide(tmp_path, libraries))
     rows = {row["cell"]: row for row in result_in(tmp_path).rows}
-    assert rows["machine"]["status"] == "ok"
-    assert rows[cell]["status"] == status
-    if status == "missing":
-        assert library in rows[cell]["reason"]
+    for library in libraries:
+        if library in NEEDING:
+            row = rows[NEEDING[library]]
+            assert (row["status"], library in row["reason"]) == ("missing", True), library
+    assert rows[unmoved]["status"] == "ok"
     names = {row["cell"] for row in rows.values() if row["status"] == "missing"}
-    allowed = {name for name in rows if library in needed_by(name)}
+    allowed = {name for name in rows if needed_by(name) & {*libraries}}
     assert names - {"liger", "flash_attention_2"} <= allowed
 
 

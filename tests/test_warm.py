@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,8 +12,10 @@ import psutil
 import pytest
 from places import ROOT, SCRIPTS
 
+from toolkit import warm as of_forks
+from toolkit.launching import warm
 from toolkit.launching.launch import launch_command, run
-from toolkit.launching.warm import SOCKET, key_of
+from toolkit.launching.warm import SOCKET, WarmProcess, key_of
 from toolkit.results import read_record
 
 
@@ -94,6 +97,8 @@ def test_it_trains_the_same_to_the_last_bit(start, tmp_path, strategy):
     for name in ("parameters_bytes", "gradients_bytes", "optimizer_bytes", "master_bytes"):
         assert one["memory"][name] == other["memory"][name]
     assert one.keys() == other.keys()
+    assert 2**27 < one["memory"]["host_shared_bytes"] < one["memory"]["host_peak_bytes"]
+    assert other["memory"]["host_shared_bytes"] == 0
 
 
 def test_a_rank_that_dies_of_a_signal_ends_the_run_with_its_name(start, tmp_path):
@@ -127,6 +132,57 @@ def test_other_variables_are_a_cold_start_and_it_is_said(as_launched, warm_envir
     assert outcome.status == "ok"
     assert lines[0] == "toolkit: started cold: the warm process was started with other variables"
     assert "here" in lines
+
+
+def test_a_warm_process_that_hangs_in_an_import_holds_up_no_launch(tmp_path, monkeypatch):
+    monkeypatch.setattr(warm, "ANSWER_SECONDS", 0.1)
+    path = tmp_path / key_of({})
+    said = []
+    with socket.socket(socket.AF_UNIX) as hanging, (tmp_path / "out").open("w") as out:
+        hanging.bind(str(path))
+        hanging.listen()
+        process = warm.start(
+            [sys.executable, "-c", "print('cold')"],
+            environment={SOCKET: str(path)},
+            stdout=out.fileno(),
+            stderr=out.fileno(),
+            on_cold=said.append,
+        )
+        assert process.wait(60) == 0
+    assert said == ["the warm process does not answer"]
+    assert (tmp_path / "out").read_text() == "cold\n"
+
+
+def test_of_a_process_with_a_second_thread_nothing_is_forked_and_it_is_said(
+    tmp_path, cold_environment
+):
+    threaded = "import threading, time\nthreading.Thread(target=time.sleep, args=[600]).start()\n"
+    (tmp_path / "sitecustomize.py").write_text(threaded)
+    path = f"{tmp_path}{os.pathsep}{cold_environment['PYTHONPATH']}"
+    process = WarmProcess(cold_environment | {"PYTHONPATH": path})
+    said = []
+    try:
+        with (tmp_path / "out").open("w") as out:
+            started = warm.start(
+                [sys.executable, "-S", "-c", "print('cold')"],
+                environment=cold_environment | {"PYTHONPATH": path, SOCKET: str(process.socket)},
+                stdout=out.fileno(),
+                stderr=out.fileno(),
+                on_cold=said.append,
+            )
+        assert started.wait(60) == 0
+    finally:
+        process.close()
+    assert said == ["2 threads run in the warm process"]
+    assert (tmp_path / "out").read_text() == "cold\n"
+
+
+def test_a_process_that_holds_a_gpu_s_file_is_told_from_one_that_does_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(of_forks, "GPU_DEVICES", str(tmp_path / "nvidia"))
+    assert not of_forks.on_gpu()
+    with (tmp_path / "nvidia0").open("w"):
+        assert of_forks.on_gpu()
+    assert not of_forks.on_gpu()
 
 
 def test_every_variable_but_those_of_one_launch_is_part_of_the_key():
@@ -193,8 +249,8 @@ def test_whatever_ends_the_command_nothing_of_it_stays(sleeping, number):
 
 def test_a_warm_process_that_is_killed_takes_its_launches_along(sleeping):
     parent, below = sleeping
-    (warm,) = (one for one in below if one.ppid() == parent.pid)
-    warm.kill()
+    (process,) = (one for one in below if one.ppid() == parent.pid)
+    process.kill()
     assert parent.wait(60) == 0  # `run` returns, with a failure
     _, alive = psutil.wait_procs(below, timeout=30)
     assert alive == []

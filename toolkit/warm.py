@@ -63,6 +63,8 @@ NO_CUDA: Final = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """With it torch asks NVML for GPUs. DeepSpeed sets it as well, in every process that imports it."""
 
 
+GPU_DEVICES: Final = "/dev/nvidia"
+
 TORCH_SEED: Final = 67280421310721
 """`default_rng_seed_val` of c10, with which every process began before torch drew a seed."""
 
@@ -146,7 +148,7 @@ def on_gpu() -> bool:
     """Whether this process has opened an NVIDIA device, or initialised CUDA."""
     for name in os.listdir("/proc/self/fd"):
         try:
-            if os.readlink(f"/proc/self/fd/{name}").startswith("/dev/nvidia"):
+            if os.readlink(f"/proc/self/fd/{name}").startswith(GPU_DEVICES):
                 return True
         except OSError:
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -234,6 +235,7 @@ def run_compare(folder: Path, flags: Sequence[str]) -> dict[str, Any]:
     return {
         "exit_code": done.returncode,
         "runs": json.loads(results.read_text())["runs"],
+        "started_cold": sorted(set(re.findall("started cold: (.*)", done.stdout))),
         "printed": done.stdout[-3000:],
     }
 
@@ -264,7 +266,8 @@ def tables(rows: Sequence[Row]) -> list[str]:
         without = [row["cell"] for row in of_kind["compare"] if not row["measured"]["report_bytes"]]
         lines += [
             "`toolkit compare` with the built-in model and data; "
-            f"{'no report of ' + ', '.join(without) if without else 'each has its report'}.",
+            f"{'no report of ' + ', '.join(without) if without else 'each has its report'}. "
+            f"{how_started(of_kind['compare'])}",
             "",
         ]
         lines += [*compare_table(of_kind["compare"]), ""]
@@ -276,6 +279,14 @@ def tables(rows: Sequence[Row]) -> list[str]:
             *shared_table(of_kind["shared"]),
         ]
     return lines
+
+
+def how_started(rows: Sequence[Row]) -> str:
+    """Say whether a warm process served on this machine."""
+    reasons = {why for row in rows for why in row["measured"].get("started_cold", ["not noted"])}
+    if reasons:
+        return f"Ranks that started cold: {'; '.join(sorted(reasons))}."
+    return "All ranks were forked from a process that had imported everything."
 
 
 def engines_table(rows: Sequence[Row]) -> list[str]:

@@ -28,6 +28,7 @@ from toolkit.comparing.scheduling import preparing, schedule, starting
 from toolkit.comparing.scheduling.options import CompareOptions
 from toolkit.comparing.scheduling.schedule import compare
 from toolkit.errors import UsageError
+from toolkit.launching.warm import SOCKET
 from toolkit.results import read_results
 
 FAKE_TRAIN = Path(__file__).with_name("fake_train.py")
@@ -478,6 +479,14 @@ def test_on_a_terminal_the_table_fills_row_by_row(world):
     assert world.compare("single", "ddp", terminal=True) == 0
     assert "waiting" in world.printed
     assert "gap to the control" in world.printed
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_run_that_could_not_be_forked_is_told(world, monkeypatch, terminal):
+    monkeypatch.setenv(SOCKET, "/none/none")
+    assert world.compare("single", terminal=terminal) == 0
+    said = "toolkit: started cold: the warm process was started with other variables"
+    assert world.printed.count(said) == 2  # model and data, and the run
 
 
 def test_repeats_are_rounds_that_begin_one_run_later_each_and_speed_is_their_median(world):

@@ -104,6 +104,14 @@ def test_memory_stands_beside_the_planner_s_with_reserved_and_nvme(full_results)
     assert any("planner has no figure" in note for note in section.notes)
 
 
+def test_memory_says_how_much_of_the_host_s_is_shared_between_forked_ranks(full_results):
+    results = full_results()
+    assert not any("it shares" in note for note in held(results).notes)
+    measured = next(row for row in results["runs"] if row["memory"])
+    measured["memory"]["host_shared_bytes"] = 3 * 2**28
+    assert any(note.startswith("Up to 0.75 GiB of a rank's") for note in held(results).notes)
+
+
 def test_the_fullest_moment_adds_up(full_results):
     section = fullest(full_results())
     assert line(section, "ddp-trainer")["phase"] == "backward"

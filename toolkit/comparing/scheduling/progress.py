@@ -22,6 +22,8 @@ STATUS_STYLES: Final = {"ok": "green", "skipped": "yellow", "waiting": "dim"}
 ANNOUNCEMENT: Final = re.compile(r"toolkit[.\w]*: ")
 """Lines of a run that are meant for the user, such as a build that takes a minute."""
 
+COLD: Final = "toolkit: started cold: "
+
 QUIET_SECONDS: Final = 15.0
 
 
@@ -120,6 +122,7 @@ class LiveTable:
         self.control: Control | None = None
         self.current: Run | None = None
         self.last_line = ""
+        self.heard: set[str] = set()
         self.repeat = ""
         self.started = 0.0
         self.steps = 0
@@ -153,6 +156,9 @@ class LiveTable:
         self.states[run.name] = (run, "running", None if known is None else known[2])
 
     def line(self, text: str) -> None:
+        if text.startswith(COLD) and text not in self.heard:
+            self.heard.add(text)
+            self.say(text)
         if text.strip():
             self.last_line = plain(text.strip())
 
