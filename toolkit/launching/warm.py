@@ -61,13 +61,11 @@ class Fork:
         self._connection = connection
         self._rest = b""
         try:
-            answer = self._read(ANSWER_SECONDS)
+            answer = self._read(ANSWER_SECONDS) or {"unfit": "the warm process has ended"}
         except subprocess.TimeoutExpired:
+            answer = {"unfit": "the warm process does not answer"}
+        if "unfit" in answer:
             connection.close()
-            raise WarmError("the warm process does not answer") from None
-        if answer is None:
-            raise WarmError("the warm process has ended")
-        if "pid" not in answer:
             raise WarmError(answer["unfit"])
         self.pid: int = answer["pid"]
 
