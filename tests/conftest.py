@@ -91,11 +91,12 @@ def as_launched(launch_environment, monkeypatch):
 def launch(launch_environment):
     """Run `accelerate launch` from the repository root, under a checked-in file or another."""
 
-    def run(strategy, *script, timeout=600, **environment):
+    def run(strategy, *script, timeout=600, cold=False, **environment):
         checked_in = ROOT / "accelerate_configs" / f"{strategy}.yaml"
         config = checked_in if checked_in.exists() else strategy
         command = [*launches.TYPED, "--config_file", config, *script]
-        return launches.run(command, environment=launch_environment | environment, timeout=timeout)
+        variables = launches.cold(launch_environment) if cold else launch_environment
+        return launches.run(command, environment=variables | environment, timeout=timeout)
 
     return run
 

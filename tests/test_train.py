@@ -17,6 +17,7 @@ def test_the_line_of_the_readme_trains_saves_and_records(launch, tmp_path):
         *("--scale_lr", "sqrt", "--base_batch_size", 4),
         # As on a machine where DeepSpeed cannot compile.
         CXX="there-is-no-such-compiler",
+        cold=True,
     )
     assert done.returncode == 0, done.stdout
     record = read_record(tmp_path / "o")

@@ -7,6 +7,7 @@ Runs in every rank: flags -> trainer or loop -> record. Without enough GPUs it r
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import traceback
@@ -40,6 +41,7 @@ EXIT_REFUSED = 3
 def main() -> None:
     """Train in this rank; leave with 0, 1 (failed), 2 (usage), 3 (refused) or 143 (preempted)."""
     die_with_launcher()
+    gc.disable()  # until all is imported: what imports make stays, and looking at it takes a fifth
     redact_output()
     quiet()
     os.environ["PYTHONSAFEPATH"] = "1"  # workers that are spawned start as this rank did
@@ -100,6 +102,7 @@ def train(job: Job, status: StatusFile) -> None:
     from toolkit.training.speed import Speed
     from toolkit.training.tracking import keep_local
 
+    gc.enable()
     if rank() == 0:
         environment.commit()  # kept for the record: the code may change while the run goes on
     for line in keep_local(job.args.report_to, Path(job.args.output_dir)):

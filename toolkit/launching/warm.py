@@ -67,7 +67,7 @@ class Fork:
         if "unfit" in answer:
             connection.close()
             raise WarmError(answer["unfit"])
-        self.pid: int = answer["pid"]
+        self.pid = int(answer["pid"])
 
     def poll(self) -> int | None:
         """Return how it ended, as `subprocess.Popen` says it; None while it runs."""
