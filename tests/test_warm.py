@@ -55,8 +55,20 @@ OF_IMPORTS = {"TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK"}
 BY_CHANCE |= OF_IMPORTS | {"TOOLKIT_STATUS_DIR", SOCKET, "TORCHELASTIC_USE_AGENT_STORE"}
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "single"])
-def test_a_script_finds_itself_in_the_same_place(start, tmp_path, strategy):
+@pytest.fixture
+def hangup():
+    """Set what this process does with SIGHUP: under `nohup` it is ignored."""
+    before = signal.getsignal(signal.SIGHUP)
+    yield lambda handler: signal.signal(signal.SIGHUP, handler)
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "handler"),
+    [("ddp", signal.SIG_IGN), ("zero2", signal.SIG_DFL), ("single", signal.SIG_IGN)],
+)
+def test_a_script_finds_itself_in_the_same_place(start, tmp_path, hangup, strategy, handler):
+    hangup(handler)
     seen, drawn = {}, []
     for kind in ("warm", "cold"):
         folder = tmp_path / kind

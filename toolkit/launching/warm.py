@@ -45,6 +45,9 @@ STREAMS: Final = (0, 1, 2)
 ANSWER_SECONDS: Final = 300.0
 """How long a warm process may take to import and to fork before a launch starts cold."""
 
+LEFT_TO_PYTHON: Final = (signal.SIGPIPE, signal.SIGXFSZ)
+"""Python ignores them when it starts, whatever was before."""
+
 _shared = 0
 
 
@@ -146,6 +149,7 @@ def fork(
             "args": list(args),
             "environment": dict(environment),
             "folder": str(folder or Path.cwd()),
+            "ignored": [int(number) for number in _signals() if _is_ignored(number)],
             "new_session": new_session,
             "tied": tied,
         }
@@ -257,7 +261,14 @@ def _request(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | No
 def _begin(request: dict[str, Any], streams: list[int], kept: frozenset[int]) -> None:
     """Give a forked process what was asked for it, and nothing else of its parent's."""
     signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number in _signals():
+        # As after `exec`: what was ignored stays so, all else is at its default.
+        if number in request["ignored"]:
+            signal.signal(number, signal.SIG_IGN)
+        elif _is_ignored(number) or callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    if signal.SIGINT not in request["ignored"]:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if request["new_session"]:
         os.setsid()
     for number, stream in zip(STREAMS, streams, strict=True):
@@ -276,6 +287,18 @@ def _begin(request: dict[str, Any], streams: list[int], kept: frozenset[int]) ->
 def shared_bytes() -> int:
     """Return the RAM that this process shared with the warm one at its fork; 0 if it has none."""
     return _shared
+
+
+def _signals() -> set[signal.Signals]:
+    return {
+        number
+        for number in signal.Signals
+        if number not in (signal.SIGKILL, signal.SIGSTOP, *LEFT_TO_PYTHON)
+    }
+
+
+def _is_ignored(number: signal.Signals) -> bool:
+    return signal.getsignal(number) is signal.SIG_IGN
 
 
 def _tell_ends(running: dict[int, socket.socket]) -> list[socket.socket]:
