@@ -18,12 +18,12 @@ CASES = {
     "zero2_offload": ("zero2_offload", "loop"),
     "zero3-lora": ("zero3", "trainer", "--method", "lora"),
     "zero3_offload": ("zero3_offload", "trainer"),
-    "zero3_nvme": ("zero3_nvme", "loop"),
     "fsdp": ("fsdp", "trainer"),
     "fsdp-qlora": ("fsdp", "loop", "--method", "qlora"),
     "fsdp_grad_op": ("fsdp_grad_op", "loop"),
     "fsdp_hybrid": ("fsdp_hybrid", "loop"),
     "fsdp_offload": ("fsdp_offload", "trainer"),
+    "zero3_nvme": ("zero3_nvme", "loop"),
 }
 """With zero2, in test_killed_runs.py, every strategy; and both engines with each kind of state."""
 
