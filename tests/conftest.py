@@ -56,14 +56,14 @@ def one_rank():
 
 @pytest.fixture(scope="session")
 def cold_environment(tmp_path_factory):
-    """The variables of a launched run: its own caches, and nothing of the tests' own process."""
+    """The variables of a user: caches of his own, and nothing of the tests' own process."""
     return environment_in(tmp_path_factory.mktemp("caches"))
 
 
 @pytest.fixture(scope="session")
 def warm_environment(cold_environment):
     """The same, and where the session's warm process is."""
-    process = WarmProcess(cold_environment)
+    process = WarmProcess(launches.of_runs(cold_environment))
     yield cold_environment | {SOCKET: str(process.socket)}
     process.close()
 
@@ -77,7 +77,7 @@ def launch_environment(request):
 
 @pytest.fixture
 def as_launched(launch_environment, monkeypatch):
-    """Give this process the variables of a launched run, so that it launches as a command would."""
+    """Give this process the variables of a user, so that it launches as a command would."""
     for name in os.environ:
         monkeypatch.delenv(name)
     for name, value in launch_environment.items():

@@ -27,10 +27,7 @@ started: list[str] = []
 
 
 def environment_in(caches: Path) -> dict[str, str]:
-    """Return the variables of a launched run: its own caches, and nothing of this process's own.
-
-    They are those that `toolkit compare` gives to a rehearsal, so all can share a warm process.
-    """
+    """Return the variables of a user: caches of his own, and nothing of this process's own."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -44,10 +41,18 @@ def environment_in(caches: Path) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": "",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }
+    return kept | ours
+
+
+def of_runs(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that `toolkit compare`, started with these, gives to a rehearsal.
+
+    So its runs and those that tests launch can share a warm process.
+    """
     before = dict(os.environ)
     try:
         os.environ.clear()
-        os.environ.update(kept | ours)
+        os.environ.update(environment)
         return launch_environment({}, loopback=True)
     finally:
         os.environ.clear()
@@ -79,7 +84,7 @@ def start(
         words[:2] = LAUNCHER
     return warm.start(
         words,
-        environment=environment,
+        environment=of_runs(environment),
         stdout=log.fileno(),
         stderr=log.fileno(),
         on_cold=_refuse,

@@ -41,6 +41,7 @@ def test_a_training_leaves_no_secret_and_shows_names_on_one_line(
         *("--hub_token", FLAG, "--report_to", "tensorboard", "--logging_steps", 1),
         *("--max_steps", 2, "--throughput_steps", 0, "--save_steps", 1),
         **CANARIES,
+        cold=True,
     )
     assert done.returncode == 0, done.stdout
     texts = {str(path): path.read_bytes() for path in output.rglob("*") if path.is_file()}

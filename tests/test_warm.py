@@ -170,14 +170,14 @@ def test_of_a_process_with_a_second_thread_nothing_is_forked_and_it_is_said(
 ):
     threaded = "import threading, time\nthreading.Thread(target=time.sleep, args=[600]).start()\n"
     (tmp_path / "sitecustomize.py").write_text(threaded)
-    path = f"{tmp_path}{os.pathsep}{cold_environment['PYTHONPATH']}"
-    process = WarmProcess(cold_environment | {"PYTHONPATH": path})
+    variables = cold_environment | {"PYTHONPATH": str(tmp_path)}
+    process = WarmProcess(variables)
     said = []
     try:
         with (tmp_path / "out").open("w") as out:
             started = warm.start(
                 [sys.executable, "-S", "-c", "print('cold')"],
-                environment=cold_environment | {"PYTHONPATH": path, SOCKET: str(process.socket)},
+                environment=variables | {SOCKET: str(process.socket)},
                 stdout=out.fileno(),
                 stderr=out.fileno(),
                 on_cold=said.append,
