@@ -3,11 +3,12 @@
 import os
 import signal
 import subprocess
+import sys
 
 import launches
 import pytest
 from launches import environment_in
-from places import ROOT
+from places import KIT, ROOT
 
 from toolkit.launching import warm
 from toolkit.launching.warm import SOCKET, WarmProcess
@@ -41,6 +42,26 @@ def interruptible():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kit_in_background(request, tmp_path_factory):
+    """Run all parts of the GPU kit while the other tests go on, where a test will ask for it.
+
+    Gives the process and its folder. It takes minutes, and only what the other tests leave idle.
+    """
+    if not any("smoke" in item.fixturenames for item in request.session.items):
+        yield None
+        return
+    folder = tmp_path_factory.mktemp("kit")
+    command = ["nice", "-n", "19", sys.executable, KIT, "--smoke", "--out", str(folder)]
+    environment = request.getfixturevalue("launch_environment")
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    yield process, folder
+    if process.poll() is None:
+        process.terminate()
+        process.wait(60)
 
 
 @pytest.fixture

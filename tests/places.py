@@ -3,4 +3,5 @@
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+KIT = str(ROOT / "benchmarks" / "gpu_kit.py")
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
