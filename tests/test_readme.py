@@ -1,11 +1,16 @@
-"""What the README shows is what there is: commands, flags, names, numbers and files."""
+"""What the README and the pages under `docs/` show is what there is: commands, flags, files."""
 
 import re
 import shlex
-from pathlib import Path
+import tomllib
+from functools import cache
 
+import launches
 import pytest
 import typer.main
+import yaml
+from documents import ALL, INDEX, PAGES, README, words_of
+from places import ROOT
 from typer.testing import CliRunner
 
 import toolkit
@@ -14,26 +19,33 @@ from toolkit.comparing.parity import GATED_STEPS, GATES
 from toolkit.comparing.reporting.report import COLUMNS
 from toolkit.comparing.scheduling.options import DEFAULT_STRATEGIES, CompareOptions, read_scale
 from toolkit.comparing.scheduling.plan import build_plan
-from toolkit.errors import UsageError
+from toolkit.results import Results, Row, read_record
 from toolkit.strategies import STRATEGIES, get_strategy
 
-ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-SHELL = [text.strip() for language, text in BLOCKS if language == "sh"]
-COMMANDS = [line.split(" #")[0].strip() for block in SHELL for line in block.splitlines()]
-CONFIGS = [line for line in COMMANDS if line.startswith("toolkit configs ")]
-COMPARE = [line for line in COMMANDS if line.startswith("toolkit compare ")]
-PLAN = [line for line in COMMANDS if line.startswith(("toolkit plan ", "toolkit recommend "))]
-PREPARE = [line for line in COMMANDS if line.startswith("toolkit prepare ")]
-LAUNCH = [line for line in COMMANDS if line.startswith("accelerate launch ")]
-
+MOST_WORDS = 900
 TEST_COMMAND = "pip install '.[test]' && pytest"
+LAUNCH = "accelerate launch --config_file accelerate_configs"
+COMMANDS = sorted({command for page in ALL for command in page.commands})
+WITHOUT_RANKS = ("toolkit configs ", "toolkit plan ", "toolkit recommend ")
+PYTHON = [(page, text) for page in ALL for text in page.python]
+NEEDS_RANKS = "ToolkitTrainer("
+NEEDS_A_COMPARISON = '"runs/'
+"""tests/comparing/test_documents.py has one, and runs these."""
+RUN_HERE = [
+    text for _, text in PYTHON if NEEDS_RANKS not in text and NEEDS_A_COMPARISON not in text
+]
+TRAINING, REHEARSAL, COMPARING, REPORTS, SKILL = (
+    next(page for page in PAGES if page.path.name == name)
+    for name in ("training.md", "rehearsal.md", "comparing.md", "reports.md", "SKILL.md")
+)
 
 
-def test_the_two_commands_open_it():
-    assert SHELL[:2] == ["pip install . && toolkit compare", TEST_COMMAND]
-    before = README[: README.index("```")].strip().splitlines()
+def test_the_two_commands_open_the_readme():
+    assert README.in_language("sh")[:2] == [
+        "pip install . && toolkit compare\n",
+        f"{TEST_COMMAND}\n",
+    ]
+    before = README.text[: README.text.index("```")].strip().splitlines()
     assert [line[:1] for line in before if line] == ["#", before[-1][:1]]
 
 
@@ -41,61 +53,116 @@ def test_ci_runs_the_test_command_as_it_stands():
     assert TEST_COMMAND in (ROOT / ".ci" / "run").read_text().splitlines()
 
 
-def test_every_command_is_of_a_kind_that_is_checked_here():
-    assert set(COMMANDS) == {*SHELL[:2], *CONFIGS, *PLAN, *COMPARE, *PREPARE, *LAUNCH}
-    assert CONFIGS
-    assert PLAN
-    assert COMPARE
-    assert PREPARE
-    assert LAUNCH
+def test_the_readme_is_a_page_and_no_book():
+    assert README.words <= MOST_WORDS
 
 
-@pytest.mark.parametrize("line", [*CONFIGS, *PLAN])
-def test_a_command_without_ranks_runs(line, tmp_path, monkeypatch):
-    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, shlex.split(line)[1:], catch_exceptions=False)
-    assert result.exit_code == 0
-    assert result.output
+@pytest.mark.parametrize("page", [page for page in PAGES if page is not SKILL], ids=str)
+def test_a_page_begins_with_what_its_reader_can_do_and_a_command(page):
+    assert re.match(r"# .+\n\nAfter this page .+(\n.+)*\n\n```sh\n", page.text)
 
 
-@pytest.mark.parametrize("line", COMPARE)
-def test_a_compare_command_makes_a_plan(line):
-    words, _, flags = line.partition(" -- ")
-    command = typer.main.get_command(app).commands["compare"]
-    given = command.make_context("compare", shlex.split(words)[2:]).params
+@pytest.mark.parametrize("page", ALL, ids=str)
+def test_lines_are_short_enough_to_be_read_as_they_stand(page):
+    lines = [line for line in page.text.splitlines() if not line.startswith("|")]
+    assert max(map(len, lines)) <= 130
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_is_one_that_its_program_takes(command):
+    check_command(words_of(command))
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("toolkit compare --strategy ddp", "No such option"),
+        ("toolkit compare --strategies dpp", "dpp"),
+        ("toolkit compare -- --no_such_flag 1", "no flag"),
+        ("toolkit prepare -- --train_fil my.jsonl", "no flag"),
+        ("toolkit explain", "explain"),
+        ("toolkit configs write zero3", "to"),
+        ("accelerate launch --config_file accelerate_configs/zero4.yaml -m toolkit.train", "zero4"),
+        (
+            "accelerate launch --config_file accelerate_configs/ddp.yaml -m toolkit.run",
+            "toolkit.run",
+        ),
+        (
+            "accelerate launch --config_file accelerate_configs/ddp.yaml -m toolkit.train --tunde",
+            "no flag",
+        ),
+        ("pip install '.[trakcers]'", "trakcers"),
+        ("python benchmarks/no_such_script.py", "no_such_script"),
+        ("python benchmarks/gpu_kit.py --no_such_flag", "no_such_flag"),
+        ("rm -r runs", "rm"),
+    ],
+)
+def test_a_command_that_is_wrong_would_be_noticed(command, said):
+    with pytest.raises(Exception, match=re.escape(said)):
+        check_command(words_of(command))
+
+
+def check_command(words):
+    """Raise unless the program that the words name takes them; it is not run."""
+    match words:
+        case ["toolkit", *rest]:
+            check_toolkit(rest)
+        case ["accelerate", "launch", *rest]:
+            check_launch(rest)
+        case ["pip", "install", package]:
+            extra = re.fullmatch(r"\.(?:\[(\w+)\])?", package)[1]
+            assert extra is None or extra in project()["optional-dependencies"], extra
+        case ["python", script, *flags]:
+            assert (ROOT / script).is_file(), script
+            assert set(flags) <= script_flags(script), flags
+        case ["pytest"]:
+            pass
+        case _:
+            raise AssertionError(f"no check knows {shlex.join(words)}")
+
+
+def check_toolkit(words):
+    verb, rest = verb_of(words)
+    given = verb.make_context(verb.name, rest).params
+    if verb.name == "compare":
+        check_compare(given)
+    elif verb.name == "prepare":
+        check_train_flags(given["train_flags"] or ())
+
+
+def verb_of(words):
+    """Return the verb that the words name, `configs show` is one, and the words behind it."""
+    command = typer.main.get_command(app)
+    while hasattr(command, "commands"):
+        assert words, f"{command.name} needs a verb"
+        assert words[0] in command.commands, words[0]
+        command, words = command.commands[words[0]], words[1:]
+    return command, words
+
+
+def check_compare(given):
+    as_passed = ("max_steps", "num_processes", "repeats", "throughput_steps", "output")
     options = CompareOptions(
         strategies=given["strategies"].split(",") if given["strategies"] else DEFAULT_STRATEGIES,
         engine=given["engine"].value,
-        max_steps=given["max_steps"],
-        num_processes=given["num_processes"],
         scale=read_scale(given["scale"]) if given["scale"] else (),
-        repeats=given["repeats"],
         dollars_per_hour=given["dollars_per_hour"],
         precision=given["precision"].value,
-        output=given["output"],
-        train_flags=shlex.split(flags),
+        train_flags=given["train_flags"] or (),
+        **{name: given[name] for name in as_passed},
     )
     assert all(get_strategy(side.partition("-")[0]) for side in given["bisect"] or ())
     for run in build_plan(options, gpus=0, missing=lambda strategy: None).runs:
         check_train_flags(run.flags)
 
 
-@pytest.mark.parametrize("line", PREPARE)
-def test_a_prepare_command_has_flags_that_training_takes(line):
-    words, _, flags = line.partition(" -- ")
-    typer.main.get_command(app).commands["prepare"].make_context("prepare", shlex.split(words)[2:])
-    check_train_flags(shlex.split(flags))
-
-
-@pytest.mark.parametrize("line", LAUNCH)
-def test_a_launch_command_is_one_that_accelerate_takes(line):
-    from accelerate.commands.launch import launch_command_parser
-
-    given = launch_command_parser().parse_args(shlex.split(line)[2:])
-    assert (ROOT / given.config_file).is_file()
-    assert given.module
-    assert given.training_script in ("toolkit.train", "toolkit.rehearse")
+def check_launch(words):
+    given = launch_parser().parse_args(words)
+    assert (ROOT / given.config_file).is_file(), given.config_file
+    if not given.module:
+        assert given.training_script == "your_script.py", given.training_script
+        return
+    assert given.training_script in ("toolkit.train", "toolkit.rehearse"), given.training_script
     if given.training_script == "toolkit.train":
         check_train_flags(given.training_script_args)
 
@@ -107,9 +174,53 @@ def check_train_flags(flags):
     training_values(rest, model=model, run=run)
 
 
-def test_a_flag_that_is_not_there_would_be_noticed():
-    with pytest.raises(UsageError, match="no flag"):
-        check_train_flags(["--no_such_flag", "1"])
+@cache
+def launch_parser():
+    from accelerate.commands.launch import launch_command_parser
+
+    return launch_command_parser()
+
+
+@cache
+def project():
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def script_flags(script):
+    return set(re.findall(r'"(--[\w-]+)"', (ROOT / script).read_text()))
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith(WITHOUT_RANKS)])
+def test_a_command_without_ranks_runs(command, tmp_path, monkeypatch):
+    assert output_of(command, tmp_path, monkeypatch)
+
+
+def output_of(command, folder, monkeypatch):
+    monkeypatch.setenv("TOOLKIT_CACHE", str(folder / "cache"))
+    monkeypatch.chdir(folder)
+    result = CliRunner().invoke(app, words_of(command)[1:], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.output
+
+
+def test_the_plan_that_is_shown_is_the_plan_that_is_printed(tmp_path, monkeypatch):
+    (command,) = [line for line in README.commands if line.startswith("toolkit plan ")]
+    printed = output_of(command, tmp_path, monkeypatch).splitlines()
+    assert set(README.outputs_of(command)) <= set(printed)
+
+
+def test_commands_in_the_text_name_verbs_and_flags_that_exist():
+    spans = [span for page in ALL for span in page.spans]
+    for words in (span.split() for span in spans if span.startswith("toolkit ")):
+        verb, rest = verb_of(words[1:])
+        flags = rest[: rest.index("--")] if "--" in rest else rest
+        known = {name for option in verb.params for name in option.opts}
+        assert {word for word in flags if word.startswith("--")} <= known, words
+    launched = [span for span in spans if span.startswith("accelerate launch ") and " -m " in span]
+    for words in map(str.split, launched):
+        assert launch_parser().parse_args(words[2:]).training_script.startswith("toolkit."), words
+    scripts = [span.split()[1] for span in spans if span.startswith("python ")]
+    assert all((ROOT / script).is_file() for script in scripts)
 
 
 def test_every_flag_in_the_text_exists():
@@ -120,42 +231,126 @@ def test_every_flag_in_the_text_exists():
     kinds = [*OWN.values(), TrainingArguments]
     known = {f"--{name}" for kind in kinds for name in kind.__dataclass_fields__}
     root = typer.main.get_command(app)
-    ours = (root.commands[name] for name in ("compare", "plan", "recommend", "prepare", "report"))
-    for command in (*ours, *root.commands["configs"].commands.values()):
-        known |= {name for option in command.params for name in option.opts}
-    text = re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL)
-    assert set(re.findall(r"`(--[\w-]+)", text)) <= known
+    verbs = [*root.commands.values(), *root.commands["configs"].commands.values()]
+    known |= {name for verb in verbs for option in verb.params for name in option.opts}
+    known |= {name for action in launch_parser()._actions for name in action.option_strings}
+    known |= script_flags("benchmarks/gpu_kit.py")
+    for page in ALL:
+        flags = {span.split()[0] for span in page.spans if span.startswith("--")} - {"--"}
+        assert flags <= known, page.name
 
 
-def rows_below(heading):
+@pytest.mark.parametrize(("page", "text"), PYTHON, ids=lambda value: str(value)[:20])
+def test_python_is_python_and_names_what_there_is(page, text):
+    compile(text, page.name, "exec")
+    for module, names in re.findall(r"^from (toolkit[\w.]*) import (.+)$", text, re.MULTILINE):
+        home = __import__(module, fromlist=["*"])
+        assert all(getattr(home, name.strip()) is not None for name in names.split(","))
+
+
+@pytest.mark.parametrize("text", RUN_HERE)
+def test_python_that_needs_no_ranks_runs(text, tmp_path, monkeypatch):
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    exec(compile(text, "docs", "exec"), {})
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """A folder from which the bundled configs are found as from the repository's root."""
+    folder = tmp_path_factory.mktemp("here")
+    for name in ("accelerate_configs", "deepspeed_configs"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory, launch_environment):
+    """A model of two layers, with the tokenizer of the built-in one."""
+    import os
+
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    from toolkit.training.model import build_model
+
+    folder = tmp_path_factory.mktemp("small")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(os.environ, "TOOLKIT_CACHE", launch_environment["TOOLKIT_CACHE"])
+        tokenizer = AutoTokenizer.from_pretrained(build_model())
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=len(tokenizer), num_hidden_layers=2, **sizes, **heads)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_the_launch_of_training_trains(here, small_model, launch_environment):
+    (command,) = [line for line in README.commands if "-m toolkit.train" in line]
+    words = [*words_of(command), "--model_name_or_path", small_model]
+    done = launches.run(words, environment=launch_environment, folder=here)
+    assert done.returncode == 0, done.stdout
+    (folder,) = (here / "runs").iterdir()
+    record = read_record(folder)
+    assert record["strategy"] == "zero2"
+    assert len(record["losses"]) == 20
+    assert record["model"]["name"] == str(small_model)
+
+
+def test_the_rehearsal_of_the_script_with_our_trainer_prints_what_is_shown(
+    here, small_model, launch_environment
+):
+    (script,) = [text for text in TRAINING.python if NEEDS_RANKS in text]
+    (shown,) = [text for text in README.python if NEEDS_RANKS in text]
+    assert set(shown.splitlines()) <= set(script.splitlines())
+    script = script.replace("Qwen/Qwen2.5-0.5B", str(small_model)).replace("runs/", "own/")
+    (here / "your_script.py").write_text(script)
+    command = next(line for line in README.commands if "-m toolkit.rehearse" in line)
+    done = launches.run(words_of(command), environment=launch_environment, folder=here)
+    assert done.returncode == 0, done.stdout
+    output = README.outputs_of(command)
+    assert all(line.removesuffix(", ...") in done.stdout for line in output), done.stdout
+    assert output == [line for text in REHEARSAL.in_language("text") for line in text.splitlines()]
+    assert (here / "own" / "mine" / "final" / "model.safetensors").is_file()
+
+
+def rows_below(page, heading):
     """Return the cells of the first table after a line that holds `heading`."""
-    table = re.search(r"(^\|.*\n)+", README[README.index(heading) :], re.MULTILINE)
+    table = re.search(r"(^\|.*\n)+", page.text[page.text.index(heading) :], re.MULTILINE)
     lines = [
         [cell.strip() for cell in line.strip("| \n").split(" | ")] for line in table[0].splitlines()
     ]
-    return lines[0], lines[2:]
+    return lines[2:]
 
 
 def test_the_strategies_are_those_of_the_code():
-    _, rows = rows_below("## Strategies")
+    rows = rows_below(README, "## Strategies")
     assert [(row[0].strip("`"), row[1]) for row in rows] == [
         (strategy.name, strategy.summary) for strategy in STRATEGIES.values()
     ]
     assert all(row[2] for row in rows)
+    assert all(f"`{name}`" in INDEX.prose for name in STRATEGIES)
 
 
-def test_the_table_has_the_columns_and_rows_that_compare_prints():
-    header, rows = rows_below(SHELL[0])
-    named = [cell.split()[0].strip(",") for cell in header]
-    named.remove("vs")
-    assert named == [column.split()[0] for column in COLUMNS]
-    assert tuple(row[0] for row in rows) == DEFAULT_STRATEGIES
-    assert {row[2] for row in rows} == {"ok"}
+def test_the_table_of_a_comparison_is_explained_column_by_column():
+    explained = [name for row in rows_below(REPORTS, "## The table") for name in row[0].split(", ")]
+    assert explained == list(COLUMNS)
 
 
-def test_the_gates_are_those_of_the_code():
+def test_the_fields_that_are_explained_exist():
+    rows = rows_below(REPORTS, "| field of a row")
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row[0])}
+    texts = [*REPORTS.python, SKILL.text]
+    named |= {name for text in texts for name in re.findall(r'row\["(\w+)"\]', text)}
+    assert named <= Row.__annotations__.keys()
+    of_all = {name for text in texts for name in re.findall(r'results\["(\w+)"\]', text)}
+    assert {"runs"} < of_all <= Results.__annotations__.keys()
+
+
+def test_the_usual_strategies_and_the_gates_are_those_of_the_code():
     gates = GATES["no"]
-    text = " ".join(README.split())
+    text = " ".join(COMPARING.text.split())
+    names = [f"`{name}`" for name in DEFAULT_STRATEGIES]
+    assert f"the usual six: {', '.join(names[:-1])} and {names[-1]}." in text
     assert f"over the first {GATED_STEPS} steps" in text
     assert f"loss within {short(gates.loss)}," in text
     assert f"within {short(gates.grad_norm)} relative" in text
@@ -166,23 +361,52 @@ def short(number):
     return f"{number:.0e}".replace("e-0", "e-")
 
 
-def test_python_blocks_name_what_there_is():
-    for text in (text for language, text in BLOCKS if language == "python"):
-        names = {}
-        exec(compile(text, "README.md", "exec"), names)
-        assert all(names[name] is not None for name in toolkit.__all__ if name in text)
+@pytest.mark.parametrize("page", ALL, ids=str)
+def test_every_link_and_path_exists(page):
+    by_path = {other.path: other for other in ALL}
+    for link in page.links:
+        name, _, anchor = link.partition("#")
+        if "://" in name:
+            continue
+        target = (page.path.parent / name).resolve() if name else page.path
+        assert target.exists(), link
+        assert not anchor or anchor in by_path[target].anchors, link
+    folders = "accelerate_configs|deepspeed_configs|notebooks|benchmarks|tests|toolkit|docs|\\.ci"
+    for name in re.findall(rf"`((?:{folders})/[^`]*)`", page.text):
+        assert (ROOT / name).exists(), name
 
 
-def test_every_link_and_path_exists():
-    links = re.findall(r"\]\(([^)#]+)", README)
-    paths = re.findall(
-        r"`((?:accelerate_configs|deepspeed_configs|notebooks|benchmarks|tests|toolkit|\.ci)/[^`]*)`",
-        README,
-    )
-    assert {"CONTRIBUTING.md", "LICENSE"} <= set(links)
-    for name in (*links, *paths):
-        if "://" not in name:
-            assert (ROOT / name).exists(), name
+def test_every_page_is_linked_from_the_readme_and_from_the_index():
+    assert {"CONTRIBUTING.md", "LICENSE", INDEX.name} <= set(README.links)
+    assert {page.name for page in PAGES} <= {link.partition("#")[0] for link in README.links}
+    assert {page.path.name for page in PAGES} <= set(INDEX.links)
+
+
+def test_the_index_has_the_form_of_an_llms_txt():
+    title, _, summary, *rest = INDEX.text.splitlines()
+    assert title.startswith("# ")
+    assert summary.startswith("> ")
+    sections = "\n".join(rest).split("\n## ")[1:]
+    lines = [line for section in sections for line in section.splitlines()[1:] if line]
+    assert all(re.fullmatch(r"- \[.+\]\(.+\): .+\.", line) for line in lines)
+
+
+def test_the_skill_says_when_to_use_it():
+    _, front, body = SKILL.text.split("---\n", 2)
+    matter = yaml.safe_load(front)
+    assert matter.keys() == {"name", "description"}
+    assert re.fullmatch(r"[a-z0-9-]{1,64}", matter["name"])
+    assert 0 < len(matter["description"]) <= 1024
+    assert re.match(r"\n# .+\n\nAfter this page .+(\n.+)*\n\n```sh\n", body)
+    questions = [row[1] for row in rows_below(SKILL, "## Which command")]
+    verbs = ("plan", "recommend", "prepare", "report", "compare", "configs")
+    assert all(any(f"`toolkit {verb} " in cell for cell in questions) for verb in verbs)
+
+
+def test_the_public_names_in_the_text_exist():
+    named = {name for page in ALL for name in re.findall(r"\btoolkit\.([A-Za-z]\w*)", page.text)}
+    modules = {"train", "rehearse", "results"}
+    assert named - modules <= set(toolkit.__all__)
 
 
 def test_contributing_fits_one_screen():
