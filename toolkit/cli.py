@@ -286,6 +286,10 @@ def report(
     to: Annotated[
         Path | None, typer.Option("--to", help="Of two: folder for their side-by-side files.")
     ] = None,
+    png: Annotated[
+        bool,
+        typer.Option("--png", help="Of one: write report.png there instead, a picture to share."),
+    ] = False,
 ) -> None:
     """Make a comparison's reports again, or set two comparisons side by side."""
     from rich.console import Console
@@ -294,6 +298,8 @@ def report(
 
     if other is None and to is not None:
         raise UsageError("--to is for two comparisons; the reports of one stand in its own folder.")
+    if other is not None and png:
+        raise UsageError("--png is for one comparison. Name one folder, or leave --png out.")
     console = Console()
     for each in (folder, other):
         if each is not None:
@@ -303,9 +309,9 @@ def report(
 
         side_by_side(folder, other, to=to, console=console)
         return
-    from toolkit.comparing.reporting.remake import remake
+    from toolkit.comparing.reporting.remake import remake, remake_picture
 
-    remake(folder, console=console)
+    (remake_picture if png else remake)(folder, console=console)
 
 
 @app.command()
