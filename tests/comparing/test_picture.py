@@ -4,6 +4,7 @@ import json
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import matplotlib.text
 import pytest
@@ -13,6 +14,8 @@ from toolkit.comparing.reporting.picture import page_colours, render_picture
 from toolkit.comparing.reporting.presentable import presentable
 from toolkit.errors import UsageError
 from toolkit.results import write_json
+
+ROOT = Path(__file__).parents[2]
 
 EVIL = "<b>alert</b>\"'&{{7*7}}$x_{$ \\frac{ % \x1b[31mred\x1b]0;t\x07 \ud800 \u202e 日本 _=1+1\n"
 
@@ -234,6 +237,10 @@ def test_a_secret_does_not_reach_it(tmp_path, full_results, texts):
     picture.write_picture(tmp_path)
     assert words_of(texts)
     assert not any("hf_aaa" in text for text in words_of(texts))
+
+
+def test_the_committed_picture_is_one():
+    assert pixels((ROOT / "docs" / "images" / "comparison.png").read_bytes()) == (1200, 630)
 
 
 def test_a_folder_that_takes_no_files_is_a_sentence(tmp_path, full_results):
