@@ -361,13 +361,13 @@ def report(
         Path | None,
         typer.Argument(metavar="OTHER_DIR", help="Another: shows the two side by side."),
     ] = None,
-    to: Annotated[
-        Path | None, typer.Option("--to", help="Of two: folder for their side-by-side files.")
-    ] = None,
     png: Annotated[
         bool,
         typer.Option("--png", help="Of one: write report.png there instead, a picture to share."),
     ] = False,
+    to: Annotated[
+        Path | None, typer.Option("--to", help="Of two: folder for their side-by-side files.")
+    ] = None,
 ) -> None:
     """Make a comparison's reports again, or set two comparisons side by side."""
     from rich.console import Console
@@ -382,14 +382,19 @@ def report(
     for each in (folder, other):
         if each is not None:
             restore(each, console=console)
+    if png:
+        from toolkit.comparing.reporting.remake import remake_picture
+
+        remake_picture(folder, console=console)
+        return
     if other is not None:
         from toolkit.comparing.reporting.side_by_side import side_by_side
 
         side_by_side(folder, other, to=to, console=console)
         return
-    from toolkit.comparing.reporting.remake import remake, remake_picture
+    from toolkit.comparing.reporting.remake import remake
 
-    (remake_picture if png else remake)(folder, console=console)
+    remake(folder, console=console)
 
 
 @app.command(

@@ -49,7 +49,7 @@ LEFT_CARD: Final = (MARGIN, 604)
 RIGHT_CARD: Final = (628, WIDTH - MARGIN)
 PADDING: Final = 20
 
-VERDICT_SIZES: Final = {42: 3, 36: 3, 30: 4, 26: 5, 24: 5}
+VERDICT_SIZES: Final = {40: 3, 36: 3, 30: 4, 26: 5, 24: 5}
 """Pixels of the verdict's font -> lines."""
 
 MOST_BARS: Final = 12
