@@ -15,15 +15,26 @@ from toolkit.planning.choices import Attention, Dtype, Goal, Method, Optimizer
 from toolkit.redaction import redact_output
 from toolkit.strategies import STRATEGIES
 
+
+def _examples(*lines: str) -> str:
+    """Return the end of a help text; the first line keeps it from being wrapped."""
+    return "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])
+
+
 app = typer.Typer(
     help="Fine-tune one causal LM under any backend, and see memory, speed and loss side by side.",
+    epilog=_examples("toolkit compare", "toolkit --install-completion"),
     no_args_is_help=True,
-    add_completion=False,
+    # Plain help has room for whole names of options, and is there in half the time.
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 configs = typer.Typer(
-    help="Accelerate YAML and DeepSpeed JSON for each strategy.", no_args_is_help=True
+    help="Accelerate YAML and DeepSpeed JSON for each strategy.",
+    epilog=_examples("toolkit configs list", "toolkit configs show zero3"),
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 app.add_typer(configs, name="configs")
 
@@ -46,7 +57,16 @@ class OffloadDevice(StrEnum):
     nvme = "nvme"
 
 
-StrategyName = Annotated[str, typer.Argument(help=f"One of: {', '.join(STRATEGIES)}.")]
+def _complete_strategies(incomplete: str) -> list[str]:
+    """Return what a shell may put in the place of names with commas between, the last begun."""
+    before, comma, last = incomplete.rpartition(",")
+    return [f"{before}{comma}{name}" for name in STRATEGIES if name.startswith(last)]
+
+
+StrategyName = Annotated[
+    str,
+    typer.Argument(help=f"One of: {', '.join(STRATEGIES)}.", autocompletion=_complete_strategies),
+]
 NumProcesses = Annotated[
     int | None, typer.Option("--num-processes", "--num_processes", help="Ranks in all.")
 ]
@@ -68,7 +88,33 @@ Network = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 
 
-@configs.command("list")
+def _print_version(wanted: bool) -> None:
+    if not wanted:
+        return
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        typer.echo(f"toolkit {version('toolkit')}")
+    except PackageNotFoundError:
+        raise UsageError("This toolkit was never installed. Run: pip install .") from None
+    raise typer.Exit()
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Take the options that stand before a verb."""
+
+
+@configs.command(
+    "list", epilog=_examples("toolkit configs list", "toolkit configs list | grep offload")
+)
 def configs_list() -> None:
     """List the strategies, and what each one shards."""
     width = max(map(len, STRATEGIES))
@@ -76,7 +122,9 @@ def configs_list() -> None:
         typer.echo(f"{strategy.name:<{width}}  {strategy.num_processes}  {strategy.summary}")
 
 
-@configs.command("show")
+@configs.command(
+    "show", epilog=_examples("toolkit configs show fsdp", "toolkit configs show zero2_offload")
+)
 def configs_show(name: StrategyName) -> None:
     """Print a strategy's files."""
     from toolkit.configs import render_configs
@@ -89,7 +137,13 @@ def configs_show(name: StrategyName) -> None:
         typer.echo(f"# {json_file}\n{deepspeed}")
 
 
-@configs.command("write")
+@configs.command(
+    "write",
+    epilog=_examples(
+        "toolkit configs write zero3 --to my_configs --num-processes 2",
+        "toolkit configs write zero2 --to my_configs --precision bf16 --clipping 1.0",
+    ),
+)
 def configs_write(
     name: StrategyName,
     to: Annotated[Path, typer.Option("--to", help="Folder to write to.")],
@@ -134,7 +188,13 @@ def configs_write(
             typer.echo(path)
 
 
-@configs.command("path")
+@configs.command(
+    "path",
+    epilog=_examples(
+        "toolkit configs path fsdp",
+        'accelerate launch --config_file "$(toolkit configs path ddp)" my_script.py',
+    ),
+)
 def configs_path(name: StrategyName) -> None:
     """Print the path of a strategy's YAML, for `accelerate launch --config_file`."""
     from toolkit.configs import cached_configs
@@ -143,10 +203,20 @@ def configs_path(name: StrategyName) -> None:
     typer.echo(cached_configs(get_strategy(name)).accelerate)
 
 
-@app.command()
+@app.command(
+    short_help="Train one causal LM under many strategies: a table.",
+    epilog=_examples(
+        "toolkit compare --strategies ddp,zero3,fsdp --output runs/first",
+        "toolkit compare --max_steps 50 -- --train_file my.jsonl --max_length 256",
+    ),
+)
 def compare(
     strategies: Annotated[
-        str | None, typer.Option(help="Names with commas between; the usual six if left out.")
+        str | None,
+        typer.Option(
+            help="Names with commas between; the usual six if left out.",
+            autocompletion=_complete_strategies,
+        ),
     ] = None,
     bisect: Annotated[
         tuple[str, str] | None,
@@ -249,7 +319,12 @@ def compare(
     raise typer.Exit(run(options, console=Console()))
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "toolkit prepare",
+        "toolkit prepare -- --train_file my.jsonl --max_length 1024",
+    ),
+)
 def prepare(
     num_processes: Annotated[
         int | None,
@@ -274,7 +349,10 @@ def prepare(
         typer.echo(line)
 
 
-@app.command()
+@app.command(
+    short_help="Reports of a comparison, a picture, or two side by side.",
+    epilog=_examples("toolkit report runs/first --png", "toolkit report runs/first runs/second"),
+)
 def report(
     folder: Annotated[
         Path, typer.Argument(metavar="RUN_DIR", help="Folder that toolkit compare wrote.")
@@ -283,6 +361,10 @@ def report(
         Path | None,
         typer.Argument(metavar="OTHER_DIR", help="Another: shows the two side by side."),
     ] = None,
+    png: Annotated[
+        bool,
+        typer.Option("--png", help="Of one: write report.png there instead, a picture to share."),
+    ] = False,
     to: Annotated[
         Path | None, typer.Option("--to", help="Of two: folder for their side-by-side files.")
     ] = None,
@@ -294,10 +376,17 @@ def report(
 
     if other is None and to is not None:
         raise UsageError("--to is for two comparisons; the reports of one stand in its own folder.")
+    if other is not None and png:
+        raise UsageError("--png is for one comparison. Name one folder, or leave --png out.")
     console = Console()
     for each in (folder, other):
         if each is not None:
             restore(each, console=console)
+    if png:
+        from toolkit.comparing.reporting.remake import remake_picture
+
+        remake_picture(folder, console=console)
+        return
     if other is not None:
         from toolkit.comparing.reporting.side_by_side import side_by_side
 
@@ -308,14 +397,23 @@ def report(
     remake(folder, console=console)
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "toolkit plan 7b --gpus 2 --gpu A100-80",
+        "toolkit plan 1.5b --gpu L4 --strategy ddp,zero3 --seq 4096 --explain",
+    ),
+)
 def plan(
     model: ModelName,
     gpus: Gpus = 2,
     gpu: GpuName = None,
     nodes: Nodes = 1,
     strategy: Annotated[
-        str | None, typer.Option(help="One strategy, or several with commas between.")
+        str | None,
+        typer.Option(
+            help="One strategy, or several with commas between.",
+            autocompletion=_complete_strategies,
+        ),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="All strategies, not the usual six.")] = (
         False
@@ -397,7 +495,12 @@ def plan(
         table.explain(found, console)
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "toolkit recommend 7b --gpu L4 --gpus 2",
+        "toolkit recommend 1.5b --gpu A100-80 --goal memory --method lora",
+    ),
+)
 def recommend(
     model: ModelName,
     gpu: Annotated[str, typer.Option(help="L4, A100-80, H100, ...; or one of --gpu-file.")],
@@ -481,7 +584,7 @@ def main() -> None:
     """
     redact_output()
     try:
-        app()
+        app(prog_name="toolkit")
     except (UsageError, OSError) as error:
         sentence = str(error) if isinstance(error, UsageError) else file_sentence(error)
         if sentence is None:

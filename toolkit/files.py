@@ -21,10 +21,15 @@ def write_text(path: Path, text: str, *, durable: bool = True, private: bool = F
         durable: Wait until the text is on the disk. Not for a file that is rewritten every step.
         private: Whether its owner alone may read it; else the umask says who may.
     """
+    write_bytes(path, redact_known(text).encode(), durable=durable, private=private)
+
+
+def write_bytes(path: Path, content: bytes, *, durable: bool = True, private: bool = False) -> None:
+    """Replace the file at `path` as `write_text` does, by `content` as it is."""
     draft, number = _draft(path, private=private)
     try:
-        with open(number, "w", encoding="utf-8") as file:
-            file.write(redact_known(text))
+        with open(number, "wb") as file:
+            file.write(content)
             file.flush()
             if durable:
                 os.fsync(number)

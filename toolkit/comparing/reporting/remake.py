@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.comparing.reporting.page import PAGE_FILE, render_page
+from toolkit.comparing.reporting.picture import write_picture
 from toolkit.comparing.reporting.presentable import presentable
 from toolkit.comparing.reporting.report import REPORT_FILE, print_report, render_markdown
 from toolkit.comparing.reporting.table_file import TABLE_FILE, render_table
@@ -47,6 +48,16 @@ def remake(folder: Path, *, console: Console) -> None:
     print_report(presentable(results), console=console)
     for path in written:
         print_line(f"Written: {path}", console=console)
+
+
+def remake_picture(folder: Path, *, console: Console) -> None:
+    """Write the comparison as one picture, and nothing else.
+
+    Raises:
+        UsageError: the folder holds no comparison, or matplotlib is not installed.
+    """
+    comparison_in(folder)
+    print_line(f"Written: {write_picture(folder)}", console=console)
 
 
 def comparison_in(folder: Path) -> Results:

@@ -1,0 +1,75 @@
+"""Text of a picture, measured in pixels, so that it stays where it has room."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import Any, Final
+
+from toolkit.escaping import one_line
+
+ELLIPSIS: Final = "…"
+POINTS: Final = 72
+"""Of an inch."""
+
+LONGEST: Final = 1000
+"""Letters beyond which nobody reads; measuring them takes time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ruler:
+    """Measures text as matplotlib's own renderer draws it."""
+
+    renderer: Any
+    dpi: int
+
+    def points(self, pixels: float) -> float:
+        return pixels * POINTS / self.dpi
+
+    def width(self, text: str, pixels: float, *, bold: bool = False) -> float:
+        """Return the width in pixels of one line, `pixels` the size of its font."""
+        from matplotlib.font_manager import FontProperties
+
+        font = FontProperties(size=self.points(pixels), weight="bold" if bold else "normal")
+        return self.renderer.get_text_width_height_descent(text, font, False)[0]
+
+    def cut(self, text: str, pixels: float, room: float, *, bold: bool = False) -> str:
+        """Return `text` as one line no wider than `room`, with an ellipsis if it was longer."""
+        line = one_line(" ".join(text[:LONGEST].split()))
+        if self.width(line, pixels, bold=bold) <= room:
+            return line
+        kept = bisect_left(
+            range(1, len(line)),
+            True,
+            key=lambda count: self.width(line[:count] + ELLIPSIS, pixels, bold=bold) > room,
+        )
+        return line[:kept].rstrip() + ELLIPSIS
+
+    def wrap(self, text: str, pixels: float, room: float, *, bold: bool = False) -> list[str]:
+        """Return `text` in lines no wider than `room`; a word that is wider is cut."""
+        lines: list[str] = []
+        for word in text[:LONGEST].split():
+            longer = f"{lines[-1]} {word}" if lines else word
+            if lines and self.width(longer, pixels, bold=bold) <= room:
+                lines[-1] = longer
+            else:
+                lines.append(self.cut(word, pixels, room, bold=bold))
+        return lines
+
+    def fit(
+        self, text: str, sizes: dict[int, int], room: float, *, bold: bool = False
+    ) -> tuple[int, list[str]]:
+        """Return the first size of a font at which `text` fits, and its lines there.
+
+        Args:
+            sizes: Pixels of a font -> lines that there is room for, the largest font first. At the
+                last one the text is cut.
+        """
+        pixels, lines = 0, [""]
+        for pixels, most in sizes.items():
+            lines = self.wrap(text, pixels, room, bold=bold)
+            if len(lines) <= most:
+                return pixels, lines
+        kept = lines[: sizes[pixels]]
+        kept[-1] = self.cut(f"{kept[-1]} {ELLIPSIS}", pixels, room, bold=bold)
+        return pixels, kept
