@@ -55,6 +55,8 @@ def verdict(results: Results) -> str:
             clauses.append(_speed_clause(good, results.get("noise")))
         clauses.append(_memory_clause(good, results))
     said = [clause for clause in clauses if clause]
+    if not said and not results.get("complete", True):
+        return "Not finished yet: the control ran to its end, the other runs are outstanding."
     if not said:
         return "The control ran to its end; there is nothing to compare it with."
     text = ", and ".join(filter(None, ("; ".join(said[:-1]), said[-1])))

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Final, Protocol, Self
 from toolkit.comparing.reporting.runs_table import MEASURED, cells
 from toolkit.comparing.reporting.table import SHORT
 from toolkit.comparing.reporting.terminal import plain, print_line
+from toolkit.comparing.scheduling.expected import TimeLeft, bar
+from toolkit.comparing.scheduling.options import CompareOptions
 from toolkit.comparing.scheduling.plan import Plan, Run
 from toolkit.results import Control, Row
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, Group
     from rich.table import Table
 
 STATUS_STYLES: Final = {"ok": "green", "skipped": "yellow", "waiting": "dim"}
@@ -61,17 +63,11 @@ class Progress(Protocol):
     def finish(self, run: Run, row: Row, control: Control | None) -> None: ...
 
 
-def build_progress(console: Console, plan: Plan, *, show_speed: bool = False) -> Progress:
-    """Return a live table for a terminal, lines for anything else.
-
-    Args:
-        console: Where to.
-        plan: Names the runs.
-        show_speed: Show the speeds of a rehearsal too.
-    """
+def build_progress(console: Console, plan: Plan, options: CompareOptions) -> Progress:
+    """Return a live table for a terminal, lines for anything else."""
     if not console.is_terminal:
         return Lines(console, shown_name=plan.shown_name)
-    return LiveTable(console, plan, speed=show_speed or not plan.rehearsal)
+    return LiveTable(console, plan, options)
 
 
 class Lines:
@@ -83,6 +79,7 @@ class Lines:
         self.console = console
         self.shown_name = shown_name
         self.label = ""
+        self.left = TimeLeft()
         self.spoken = 0.0
         self.heard: set[str] = set()
 
@@ -105,6 +102,7 @@ class Lines:
     ) -> None:
         which = f", repeat {repeat} of {repeats}" if repeats > 1 else ""
         self.label = f"[{position}/{total}] {self.shown_name(run)}{which}"
+        self.left.start(position, total)
         self.spoken = time.monotonic()
         self.heard.clear()
         self.say(f"{self.label}: {_processes(run)}, started")
@@ -121,19 +119,23 @@ class Lines:
             self.say(f"{self.label}: step {step}")
 
     def finish(self, run: Run, row: Row, control: Control | None) -> None:
-        self.say(f"{self.label}: {_ending(row, control)}")
+        self.left.finish()
+        words = "; ".join(filter(None, (_ending(row, control), self.left.words())))
+        self.say(f"{self.label}: {words}")
 
 
 class LiveTable:
     """The report's table, filled while the runs go on."""
 
-    def __init__(self, console: Console, plan: Plan, *, speed: bool) -> None:
+    def __init__(self, console: Console, plan: Plan, options: CompareOptions) -> None:
         from rich.live import Live
 
         self.console = console
         self.rehearsal = plan.rehearsal
         self.shown_name = plan.shown_name
+        speed = options.show_speed or not plan.rehearsal
         self.measured = (*SPEED, *MEASURED) if speed else MEASURED
+        self.wanted_steps = options.max_steps + options.throughput_steps
         self.states: dict[str, tuple[Run, str, Row | None]] = {
             run.name: (run, "waiting", None) for run in plan.runs
         }
@@ -142,10 +144,11 @@ class LiveTable:
         self.last_line = ""
         self.heard: set[str] = set()
         self.repeat = ""
+        self.left = TimeLeft()
         self.started = 0.0
         self.steps = 0
         self.live = Live(
-            console=console, refresh_per_second=4, get_renderable=self._table, transient=True
+            console=console, refresh_per_second=4, get_renderable=self._shown, transient=True
         )
 
     def __enter__(self) -> Self:
@@ -167,6 +170,7 @@ class LiveTable:
         self, run: Run, position: int, total: int, *, repeat: int = 1, repeats: int = 1
     ) -> None:
         self.current, self.last_line, self.steps = run, "", 0
+        self.left.start(position, total)
         self.repeat = f"repeat {repeat} of {repeats}, " if repeats > 1 else ""
         self.started = time.monotonic()
         # A repeat leaves what is known of the run on the screen.
@@ -185,8 +189,19 @@ class LiveTable:
 
     def finish(self, run: Run, row: Row, control: Control | None) -> None:
         self.current = None
+        self.left.finish()
         self.control = control
         self.states[run.name] = (run, row["status"], row)
+
+    def _shown(self) -> Group:
+        from rich.console import Group
+
+        left = self.left
+        going = 0.0 if self.current is None else min(self.steps / self.wanted_steps, 1.0)
+        ended = left.position - (self.current is not None)
+        words = ", ".join(filter(None, (f"run {left.position} of {left.total}", left.words())))
+        share = (ended + going) / max(left.total, 1)
+        return Group(self._table(), bar(words, share=share, width=self.console.width))
 
     def _table(self) -> Table:
         from rich.box import SIMPLE_HEAD

@@ -59,6 +59,8 @@ def compare(options: CompareOptions, *, console: Console) -> int:
     )
     check_output(folder, ((run.name, comparison.spec(run)) for run in comparison.planned()))
     comparison.check_configs()
+    if comparison.outstanding():
+        print_line(comparison.expected().sentence(), console=console)
     with warm_processes(comparison):
         return _prepare_and_run(comparison, console)
 
@@ -93,9 +95,7 @@ def _prepare_and_run(comparison: Comparison, console: Console) -> int:
 def _run(comparison: Comparison, told: Sequence[str], console: Console) -> int:
     """Start what is outstanding, show what came out, and return the exit code."""
     folder = comparison.folder
-    with build_progress(
-        console, comparison.plan, show_speed=comparison.options.show_speed
-    ) as progress:
+    with build_progress(console, comparison.plan, comparison.options) as progress:
         for text in told:
             progress.say(text)
         try:
