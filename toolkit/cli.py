@@ -85,6 +85,10 @@ HostGib = Annotated[float | None, typer.Option("--host-gib", help="RAM of a node
 Network = Annotated[
     float | None, typer.Option("--internode-gbps", help="Network of a node, in Gbit/s.")
 ]
+ShowSpeed = Annotated[
+    bool,
+    typer.Option("--show-speed", "--show_speed", help="Of a rehearsal, show the speeds too."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 
 
@@ -274,6 +278,7 @@ def compare(
         float | None,
         typer.Option("--dollars-per-hour", "--dollars_per_hour", help="Price of one GPU."),
     ] = None,
+    show_speed: ShowSpeed = False,
     cold: Annotated[
         bool,
         typer.Option(
@@ -306,6 +311,7 @@ def compare(
         timeout=timeout,
         nvme_path=nvme_path,
         dollars_per_hour=dollars_per_hour,
+        show_speed=show_speed,
         warm=not cold,
         output=output,
         train_flags=tuple(train_flags or ()),
@@ -368,6 +374,7 @@ def report(
     to: Annotated[
         Path | None, typer.Option("--to", help="Of two: folder for their side-by-side files.")
     ] = None,
+    show_speed: ShowSpeed = False,
 ) -> None:
     """Make a comparison's reports again, or set two comparisons side by side."""
     from rich.console import Console
@@ -394,7 +401,7 @@ def report(
         return
     from toolkit.comparing.reporting.remake import remake
 
-    remake(folder, console=console)
+    remake(folder, console=console, show_speed=show_speed)
 
 
 @app.command(

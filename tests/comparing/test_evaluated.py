@@ -173,7 +173,7 @@ def test_nothing_of_it_stands_in_a_comparison_that_did_not_evaluate(full_results
 
 def test_a_gate_that_was_not_judged_is_named_in_the_verdict(shown):
     results = shown()
-    assert "every gate held" in verdict(results)
+    assert "not judged" not in verdict(results)
     del results["runs"][1]["gates"]["evaluation"]
     assert "not judged everywhere: evaluation" in verdict(results)
 

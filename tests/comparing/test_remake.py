@@ -21,7 +21,7 @@ def test_every_report_is_made_again_with_the_same_bytes(tmp_path, full_results):
     for _ in range(2):
         done = report(tmp_path, tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
-        assert "trained as single-trainer did" in " ".join(done.stdout.split())
+        assert "All 5 runs trained the same model" in " ".join(done.stdout.split())
         texts.append([(tmp_path / name).read_bytes() for name in WRITTEN])
         for name in WRITTEN:
             assert f"Written: {tmp_path / name}" in done.stdout

@@ -1,9 +1,10 @@
-"""The verdict says what the data say, and no more than the noise allows."""
+"""Verdict and findings say what the data say, and no more than the noise allows."""
 
 import pytest
 
+from toolkit.comparing.reporting.names import for_readers
 from toolkit.comparing.reporting.sections.limits import limits
-from toolkit.comparing.reporting.verdict import broken_lines, verdict
+from toolkit.comparing.reporting.verdict import broken_lines, findings, verdict
 
 REPEATED = {"share": 0.03, "basis": "repeats", "repeats": 3}
 
@@ -31,12 +32,12 @@ def on_gpus(make_results, make_row):
 
 
 def test_the_fastest_is_named_where_the_noise_lets_it(on_gpus):
-    text = verdict(on_gpus(1000.0, 2000.0))
+    text = findings(on_gpus(1000.0, 2000.0))
     assert "fsdp-trainer was the fastest (2,000 tokens/s)" in text
 
 
 def test_all_that_the_noise_does_not_tell_apart_are_the_fastest(on_gpus):
-    text = verdict(on_gpus(1000.0, 1020.0, 995.0, 900.0))
+    text = findings(on_gpus(1000.0, 1020.0, 995.0, 900.0))
     assert "fsdp-trainer, ddp-trainer and zero2-trainer were the fastest" in text
     assert "too near to tell apart (995 to 1,020 tokens/s; a difference under 3.0%" in text
 
@@ -44,24 +45,24 @@ def test_all_that_the_noise_does_not_tell_apart_are_the_fastest(on_gpus):
 @pytest.mark.parametrize(("share", "said"), [(0.0199, "was the fastest"), (0.0201, "too near")])
 def test_the_noise_is_a_share_of_the_slower(on_gpus, share, said):
     noise = REPEATED | {"share": share}
-    assert said in verdict(on_gpus(1020.0, 1000.0, noise=noise))
+    assert said in findings(on_gpus(1020.0, 1000.0, noise=noise))
 
 
 def test_without_noise_nobody_is_called_the_fastest(on_gpus):
-    text = verdict(on_gpus(1000.0, 2000.0, noise=None))
+    text = findings(on_gpus(1000.0, 2000.0, noise=None))
     assert "was the fastest" not in text
     assert "fsdp-trainer had the most tokens/s (2,000), ddp-trainer came next (1,000)" in text
     assert "was not measured" in text
 
 
 def test_on_gpus_the_least_memory_is_named(on_gpus):
-    text = verdict(on_gpus(1000.0, 2000.0))
+    text = findings(on_gpus(1000.0, 2000.0))
     assert "ddp-trainer needed the least memory (1.00 GiB at its peak)" in text
     assert "fsdp-trainer the most (2.00 GiB)" in text
 
 
 def test_a_rehearsal_speaks_of_counted_tensors_and_of_no_speed(full_results):
-    text = verdict(full_results())
+    text = findings(full_results())
     assert "came to least in fsdp-trainer-x4 (0.30 GiB at their peak)" in text
     assert "fastest" not in text
 
@@ -70,15 +71,15 @@ def test_offloaded_states_on_a_cpu_make_nobody_the_largest(full_results):
     results = full_results()
     results["runs"][1] |= {"strategy": "zero2_offload"}
     results["runs"][1]["peak"] |= {"total_bytes": 2**34}
-    text = verdict(results)
+    text = findings(results)
     assert "and most in single-trainer (1.19 GiB), runs that offload left out." in text
     for row in results["runs"]:
         row["strategy"] = "fsdp_offload"
-    assert "came to least" not in verdict(results)
+    assert "came to least" not in findings(results)
 
 
 def test_without_a_control_it_says_that_nothing_was_judged(make_results, make_row):
-    text = verdict(make_results(make_row(), control=None))
+    text = findings(make_results(make_row(), control=None))
     assert "No run could be judged: there is no control." in text
 
 
@@ -86,11 +87,11 @@ def test_what_looks_the_same_is_not_called_least_and_most(on_gpus):
     results = on_gpus(1000.0, 2000.0)
     for row in results["runs"]:
         row["memory"] = row["memory"] | {"peak_bytes": 2**33 + row["num_processes"]}
-    assert "needed the least" not in verdict(results)
+    assert "needed the least" not in findings(results)
 
 
-def test_the_verdict_counts_what_agreed(make_results, make_row):
-    text = verdict(
+def test_the_findings_count_what_agreed(make_results, make_row):
+    text = findings(
         make_results(make_row(), make_row(strategy="zero2", loss_gap={"max": 3e-6, "mean": 0.0}))
     )
     assert "2 other runs trained as single-trainer did, every gate held" in text
@@ -99,12 +100,12 @@ def test_the_verdict_counts_what_agreed(make_results, make_row):
 
 def test_a_gate_that_was_not_judged_is_not_said_to_hold(make_results, make_row):
     row = make_row(gates={"loss": True, "data": True})
-    assert "not judged everywhere: grad_norm, weights" in verdict(make_results(row))
+    assert "not judged everywhere: grad_norm, weights" in findings(make_results(row))
 
 
 def test_who_ran_out_of_memory_is_not_just_said_to_have_failed(full_results):
     text = verdict(full_results())
-    assert "zero3-trainer ran out of memory." in text
+    assert "zero3-trainer ran out of memory" in text
     assert "zero3-trainer failed" not in text
 
 
@@ -158,4 +159,61 @@ def test_the_control_of_a_scale_is_one_row_alone(make_results, make_row):
     ]
     results = make_results(control=control)
     results["runs"] = rows
-    assert "1 other run trained as ddp-trainer-x2 did" in verdict(results)
+    assert "1 other run trained as ddp-trainer-x2 did" in findings(results)
+
+
+def one_sentence(text):
+    return text.endswith(".") and ". " not in text
+
+
+def test_the_verdict_of_a_rehearsal_is_one_sentence_without_speed(make_results, make_row):
+    peaks = {"ddp": 200, "fsdp": 100}
+    rows = [
+        make_row(strategy=name, peak={"total_bytes": size * 2**20, "categories": {}})
+        for name, size in peaks.items()
+    ]
+    text = verdict(for_readers(make_results(*rows)))
+    assert text == (
+        "All 3 runs trained the same model, and fsdp needed the least memory: 100.0 MiB a process "
+        "at its peak, 50% less than ddp."
+    )
+
+
+@pytest.mark.parametrize(
+    ("speeds", "noise", "said"),
+    [
+        ((1000.0, 2000.0), REPEATED, "fsdp was the fastest"),
+        ((1000.0, 1001.0), REPEATED, "fsdp and ddp were the fastest, too near to tell apart"),
+        ((1000.0, 2000.0), None, "fsdp had the most tokens a second, which may be chance"),
+    ],
+)
+def test_on_gpus_the_verdict_names_the_fastest_as_far_as_the_noise_lets_it(
+    on_gpus, speeds, noise, said
+):
+    assert verdict(for_readers(on_gpus(*speeds, noise=noise))) == (
+        f"All 3 runs trained the same model; {said}, and ddp needed the least memory: 1.00 GiB a "
+        "GPU at its peak, 50% less than fsdp."
+    )
+
+
+@pytest.mark.parametrize("rehearsal", [True, False])
+def test_the_verdict_is_one_sentence_whatever_happened(full_results, rehearsal):
+    results = full_results(rehearsal=rehearsal)
+    for change in ({}, {"complete": False}, {"control": None}):
+        text = verdict(results | change)
+        assert one_sentence(text.replace("1.19 GiB", "").replace("0.30 GiB", "")), text
+        assert "zero3-trainer ran out of memory" in text
+
+
+def test_runs_that_did_not_train_the_same_are_not_compared_by_memory(make_results, make_row):
+    gate = {"strategy": "ddp", "engine": "trainer", "gate": "loss", "reason": "apart"}
+    broken = gate | dict.fromkeys(("first_step", "value", "limit"))
+    text = verdict(for_readers(make_results(make_row(gates={"loss": False}, broken=[broken]))))
+    assert text == (
+        "ddp did not train the model that single trained, so their numbers must not be compared."
+    )
+
+
+def test_the_verdict_says_which_gates_were_not_judged(make_results, make_row):
+    text = verdict(make_results(make_row(gates={"loss": True, "data": True})))
+    assert "Both runs trained the same model (not judged everywhere: grad_norm, weights)" in text

@@ -10,10 +10,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, cast
 
+from toolkit.comparing.reporting.names import both_engines, renamed
 from toolkit.comparing.reporting.presentable import clean, presentable
 from toolkit.comparing.reporting.remake import comparison_in
 from toolkit.comparing.reporting.row_facts import (
@@ -151,6 +152,16 @@ def match(before: Path, after: Path) -> SideBySide:
         noise_reason=noise_reason,
         other_training=other_training(a, b),
     )
+
+
+def for_readers(found: SideBySide) -> SideBySide:
+    """Return the two with the names that readers see."""
+    rows = [*(row for pair in found.pairs for row in pair), *found.only[0], *found.only[1]]
+    if both_engines(row["engine"] for row in rows):
+        return found
+    only_a, only_b = (tuple(map(renamed, rows)) for rows in found.only)
+    pairs = tuple(Pair(renamed(pair.a), renamed(pair.b)) for pair in found.pairs)
+    return replace(found, pairs=pairs, only=(only_a, only_b))
 
 
 def _key(row: Row) -> tuple[str, str, int]:

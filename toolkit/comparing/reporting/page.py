@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from toolkit.comparing.reporting.figures import draw_all
+from toolkit.comparing.reporting.names import for_readers
 from toolkit.comparing.reporting.report import not_measured
 from toolkit.comparing.reporting.row_facts import baseline, is_control, run_name
-from toolkit.comparing.reporting.runs_table import runs_table
+from toolkit.comparing.reporting.runs_table import runs_table, shows_speed
 from toolkit.comparing.reporting.sections import parts
 from toolkit.comparing.reporting.sections.failures import failures
 from toolkit.comparing.reporting.sections.limits import limits
-from toolkit.comparing.reporting.verdict import REHEARSAL, broken_lines, verdict
+from toolkit.comparing.reporting.verdict import REHEARSAL, broken_lines, findings, verdict
 from toolkit.comparing.reporting.words import facts
 from toolkit.results import Results
 
@@ -39,6 +40,7 @@ def render_page(results: Results) -> str:
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
+    results = for_readers(results)
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -51,6 +53,7 @@ def render_page(results: Results) -> str:
             complete=results.get("complete", True),
             rehearsal=REHEARSAL if results.get("rehearsal") else "",
             verdict=verdict(results),
+            findings=findings(results),
             broken=broken_lines(results),
             runs=_runs(results),
             figures=draw_all(results),
@@ -90,10 +93,11 @@ def _whole(text: str) -> str:
 
 
 def _runs(results: Results) -> dict[str, Any]:
-    """Return the main table with strategy and engine in one column, and what each run is to it."""
+    """Return the main table with the run's name in one column, and what each run is to it."""
     table = runs_table(results)
     status = list(table.header).index("status")
-    base = baseline(results)
+    between = [at for at, name in enumerate(table.header[:status]) if name == "processes"]
+    base = baseline(results) if shows_speed(results) else None
     rows: list[dict[str, Any]] = []
     for row, line in zip(results["runs"], table.rows, strict=True):
         roles = (("control", is_control(row, results["control"])), ("baseline", row is base))
@@ -101,10 +105,11 @@ def _runs(results: Results) -> dict[str, Any]:
             {
                 "name": run_name(row),
                 "roles": [role for role, there in roles if there],
-                "between": line[2:status],
+                "between": [line[at] for at in between],
                 "status": line[status],
                 "tone": {"ok": "good", "skipped": "warn"}.get(line[status], "bad"),
                 "cells": line[status + 1 :],
             }
         )
-    return {"header": ["run", *table.header[2:]], "rows": rows, "notes": table.notes}
+    header = ["run", *(table.header[at] for at in between), *table.header[status:]]
+    return {"header": header, "rows": rows, "notes": table.notes}

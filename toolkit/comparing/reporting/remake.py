@@ -37,15 +37,20 @@ def write_reports(folder: Path) -> list[Path]:
     return [folder / name for name in made]
 
 
-def remake(folder: Path, *, console: Console) -> None:
+def remake(folder: Path, *, console: Console, show_speed: bool = False) -> None:
     """Print the table and write every report again.
+
+    Args:
+        folder: Of the comparison.
+        console: Where the table goes.
+        show_speed: Show the speeds of a rehearsal in it too.
 
     Raises:
         UsageError: the folder holds no comparison.
     """
     results = comparison_in(folder)
     written = write_reports(folder)
-    print_report(presentable(results), console=console)
+    print_report(presentable(results), console=console, show_speed=show_speed)
     for path in written:
         print_line(f"Written: {path}", console=console)
 

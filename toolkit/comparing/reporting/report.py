@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from toolkit.comparing.reporting.markdown import bullets, escaped, fenced, section_text
+from toolkit.comparing.reporting.names import for_readers
 from toolkit.comparing.reporting.presentable import presentable
 from toolkit.comparing.reporting.row_facts import run_name
 from toolkit.comparing.reporting.runs_table import COLUMNS, cells, runs_table, speed_and_cost
 from toolkit.comparing.reporting.sections import parts
 from toolkit.comparing.reporting.sections.failures import Failure, failures
 from toolkit.comparing.reporting.sections.limits import limits
-from toolkit.comparing.reporting.verdict import REHEARSAL, broken_lines, verdict
+from toolkit.comparing.reporting.table import tables
+from toolkit.comparing.reporting.verdict import REHEARSAL, broken_lines, findings, verdict
 from toolkit.comparing.reporting.words import facts
 from toolkit.escaping import code
 from toolkit.files import write_text
@@ -38,9 +40,6 @@ __all__ = [
 
 REPORT_FILE: Final = "report.md"
 
-ROOMY: Final = 100
-"""Letters of a line from which a terminal has room between columns."""
-
 
 def write_report(folder: Path) -> Path:
     """Render `report.md` from the `results.json` beside it, and return its path."""
@@ -49,29 +48,21 @@ def write_report(folder: Path) -> Path:
     return path
 
 
-def print_report(results: Results, *, console: Console) -> None:
-    """Print the table, what is missing in it, and the verdict."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+def print_report(results: Results, *, console: Console, show_speed: bool = False) -> None:
+    """Print the table, what is missing in it, and the verdict.
+
+    Args:
+        results: Of the comparison.
+        console: Where to.
+        show_speed: Show the speeds of a rehearsal too.
+    """
     from rich.text import Text
 
-    shown = runs_table(results)
-    status = list(shown.header).index("status")
-    narrow = console.width < ROOMY
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0 if narrow else 1))
-    for number, column in enumerate(shown.header):
-        table.add_column(
-            column.replace(" ", "\n") if narrow else column,
-            justify="left" if number <= status else "right",
-            no_wrap=number < status,
-            overflow="fold",
-        )
-    for line in shown.rows:
-        style = {"ok": "green", "skipped": "yellow"}.get(line[status], "red")
-        table.add_row(
-            *(Text(cell, style=style if at == status else "") for at, cell in enumerate(line))
-        )
-    console.print(table)
+    results = for_readers(results)
+    shown = runs_table(results, speed=True if show_speed else None)
+    for table in tables(shown, width=console.width):
+        console.print(table)
+        console.print()
     for text in (*shown.notes, *broken_lines(results)):
         console.print(Text(text), highlight=False)
     console.print(Text(verdict(results), style="bold"), highlight=False)
@@ -81,11 +72,14 @@ def print_report(results: Results, *, console: Console) -> None:
 
 def render_markdown(results: Results) -> str:
     """Return the report as GitHub markdown."""
+    results = for_readers(results)
     name = results.get("name", "comparison")
     blocks = [
         f"# Comparison {escaped(name)}",
         *([REHEARSAL] if results.get("rehearsal") else []),
-        escaped(verdict(results)),
+        f"**{escaped(verdict(results))}**",
+        bullets([escaped(line) for line in broken_lines(results)]),
+        escaped(findings(results)),
         section_text(runs_table(results)),
     ]
     for part in parts(results):

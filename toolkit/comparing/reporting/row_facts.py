@@ -22,6 +22,12 @@ def run_name(row: Row) -> str:
     return row.get("name") or f"{row['strategy']}-{row['engine']}"
 
 
+def listed(rows: Sequence[Row]) -> str:
+    """Return the names of one run or more: `ddp, zero1 and fsdp`."""
+    *before, last = map(run_name, rows)
+    return f"{', '.join(before)} and {last}" if before else last
+
+
 def evaluations(row: Row) -> list[Evaluated]:
     """Return what a run evaluated, in order."""
     return row.get("evaluation") or []

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from toolkit.comparing.reporting.grid import Column, Section, at, grid, missing_lines, value_at
+from toolkit.comparing.reporting.names import both_engines
 from toolkit.comparing.reporting.row_facts import (
     baseline,
     control_name,
@@ -24,8 +25,10 @@ from toolkit.comparing.reporting.row_facts import (
     ratio,
     reason_for,
     run_name,
+    states_of,
     status_of,
 )
+from toolkit.comparing.reporting.turned import turned_order
 from toolkit.comparing.reporting.words import (
     NOT_AVAILABLE,
     dollars,
@@ -43,12 +46,13 @@ COLUMNS: Final = (
     "status",
     "tokens/s",
     "step time",
+    "states",
     "peak memory",
     "final loss",
     "gap",
 )
 
-MEASURED: Final = COLUMNS[3:]
+MEASURED: Final = ("states", "peak memory", "final loss", "gap")
 
 EVALUATED: Final = ("eval loss", "perplexity")
 """Columns of a comparison that evaluates: of each run's last evaluation."""
@@ -75,6 +79,7 @@ def cells(row: Row, control: Control | None, *, counted: bool = False) -> dict[s
         "status": status_of(row),
         "tokens/s": number(row["tokens_per_second"], "{:,.0f}"),
         "step time": seconds(None if step is None else step["median"]),
+        "states": size(states_of(row["memory"])),
         "peak memory": peak,
         "final loss": number(row["final_loss"], "{:.4f}"),
         "gap": (
@@ -93,29 +98,64 @@ def heading(column: str, results: Results) -> str:
     return "gap to the control" if column == "gap" else column
 
 
-def runs_table(results: Results) -> Section:
-    """Return the main table: of each run strategy, engine, its processes where they differ."""
+def shows_speed(results: Results) -> bool:
+    """Whether the main table has speeds: those of a rehearsal say nothing about GPUs."""
+    return not results.get("rehearsal", False)
+
+
+def runs_table(results: Results, *, speed: bool | None = None) -> Section:
+    """Return the main table; the engine is a column where both ran, as are unlike processes.
+
+    Args:
+        results: Of the comparison.
+        speed: Whether it shows speeds; None: only where they are those of GPUs.
+    """
     base = baseline(results)
-    counted = counts_peaks(results)
-    counts = {row["num_processes"] for row in results["runs"] if row["strategy"] != "single"}
-    names = list(COLUMNS[:2])
-    header = [heading(column, results) for column in COLUMNS]
-    if scaled := len(counts) > 1:
-        header.insert(2, "processes")
+    speed = shows_speed(results) if speed is None else speed
+    names = _naming(results)
+    columns = [*names, "status", *_measured(results, base, speed=speed)]
+    rows = [[_shown(row, results, base)[name] for name in columns] for row in results["runs"]]
+    notes = [
+        *_named(results, base if speed else None),
+        *turned_order(results),
+        *_missing(results, base, speed=speed),
+    ]
+    return Section("", [heading(name, results) for name in columns], rows, notes)
+
+
+def _naming(results: Results) -> list[str]:
+    """Return the columns that tell the runs from each other."""
+    runs = results["runs"]
+    counts = {row["num_processes"] for row in runs if row["strategy"] != "single"}
+    engines = ["engine"] if both_engines(row["engine"] for row in runs) else []
+    return ["strategy", *engines, *(["processes"] if len(counts) > 1 else [])]
+
+
+def _measured(results: Results, base: Row | None, *, speed: bool) -> dict[str, str | None]:
+    """Return the columns right of the status, and where `not_measured` has the reason of each.
+
+    None stands for the peak's, which depends on the run.
+    """
+    columns: dict[str, str | None] = {}
+    if speed:
+        columns["tokens/s"] = "tokens_per_second"
+        if base is not None:
+            columns[_versus(base)] = "tokens_per_second"
+        columns["step time"] = "step_seconds"
+    columns |= {"states": "memory", "peak memory": None}
+    columns |= {"final loss": "final_loss", "gap": "loss_gap"}
+    if any(map(evaluations, results["runs"])):
+        columns |= dict.fromkeys(EVALUATED, "evaluation")
+    return columns
+
+
+def _shown(row: Row, results: Results, base: Row | None) -> dict[str, str]:
+    """Return every cell that a run can have in the main table."""
+    shown = cells(row, results["control"], counted=counts_peaks(results))
+    shown["processes"] = str(row["num_processes"])
     if base is not None:
-        header.insert(header.index("tokens/s") + 1, _versus(base))
-    if evaluated := any(map(evaluations, results["runs"])):
-        header += EVALUATED
-    rows: list[list[str]] = []
-    for row in results["runs"]:
-        shown = cells(row, results["control"], counted=counted)
-        line = [shown[name] for name in names]
-        line += [str(row["num_processes"])] if scaled else []
-        line += [shown["status"], shown["tokens/s"]]
-        line += [_times(row, base)] if base is not None else []
-        line += [shown[column] for column in MEASURED[1:]]
-        rows.append([*line, *_evaluated(row)] if evaluated else line)
-    return Section("", header, rows, [*_named(results, base), *missing_reasons(results)])
+        shown[_versus(base)] = _times(row, base)
+    return shown | dict(zip(EVALUATED, _evaluated(row), strict=True))
 
 
 def _evaluated(row: Row) -> list[str]:
@@ -126,35 +166,19 @@ def _evaluated(row: Row) -> list[str]:
     ]
 
 
-def missing_reasons(results: Results) -> list[str]:
+def _missing(results: Results, base: Row | None, *, speed: bool) -> list[str]:
     """Say for every `n/a` of the table why it is one, the same reason once."""
-    counted, base = counts_peaks(results), baseline(results)
-    evaluated = any(map(evaluations, results["runs"]))
-    missing: list[tuple[Row, str, str]] = []
-    for row in results["runs"]:
-        shown = cells(row, results["control"], counted=counted)
-        fields = {
-            "tokens/s": "tokens_per_second",
-            "step time": "step_seconds",
-            "peak memory": peak_field(row, counted=counted),
-            "final loss": "final_loss",
-            "gap": "loss_gap",
-        }
-        if base is not None:
-            shown[_versus(base)] = _times(row, base)
-            fields[_versus(base)] = "tokens_per_second"
-        if evaluated:
-            shown |= dict(zip(EVALUATED, _evaluated(row), strict=True))
-            fields |= dict.fromkeys(EVALUATED, "evaluation")
-        missing += [
-            (row, column, reason_for(row, field))
-            for column, field in fields.items()
-            if shown[column] == NOT_AVAILABLE
-        ]
+    counted = counts_peaks(results)
+    columns = _measured(results, base, speed=speed)
+    missing = [
+        (row, column, reason_for(row, field or peak_field(row, counted=counted)))
+        for row in results["runs"]
+        for shown in [_shown(row, results, base)]
+        for column, field in columns.items()
+        if shown[column] == NOT_AVAILABLE
+    ]
     # No `every run` here: the reader looks for a name.
-    return missing_lines(
-        missing, runs=0, columns=len(MEASURED) + (base is not None) + 2 * evaluated
-    )
+    return missing_lines(missing, runs=0, columns=len(columns))
 
 
 def out_of_memory(results: Results) -> list[str]:
@@ -178,8 +202,8 @@ def _named(results: Results, base: Row | None) -> list[str]:
         lines.append(f"Baseline of speed: {run_name(base)}{on}; the others are multiples of it.")
     if counts_peaks(results):
         lines.append(
-            "Peak, counted: all tensors of the fullest rank at the fullest moment of one step, of "
-            "ragged rows; a GPU's allocator adds its own."
+            "States: weights, gradients and optimizer states of the fullest rank. Peak: all its "
+            "tensors at the fullest moment of a step; a GPU's allocator adds its own."
         )
         lines += host_in_peak_lines(results["runs"])
     return [*lines, *out_of_memory(results)]

@@ -20,6 +20,7 @@ from toolkit.comparing.reporting.matching import (
     Pair,
     Side,
     SideBySide,
+    for_readers,
     loss_difference,
     match,
     peak_bytes,
@@ -79,6 +80,7 @@ def show(found: SideBySide, *, console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    found = for_readers(found)
     for line in (*map(named, (found.a, found.b)), ""):
         console.print(Text(line), highlight=False)
     console.print(Text(verdict(found), style="bold"), highlight=False)
@@ -105,6 +107,7 @@ def named(side: Side) -> str:
 
 def render_markdown(found: SideBySide) -> str:
     """Return both as GitHub markdown."""
+    found = for_readers(found)
     sides = bullets([escaped(named(side)) for side in (found.a, found.b)])
     blocks = ["# Side by side", sides, escaped(verdict(found))]
     for part in parts(found):
@@ -126,6 +129,7 @@ def render_page(found: SideBySide) -> str:
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    found = for_readers(found)
     told: list[tuple[str, Part]] = [
         (part.title.lower().replace(" ", "-"), part) for part in parts(found)
     ]

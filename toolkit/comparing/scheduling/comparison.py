@@ -14,6 +14,7 @@ from toolkit.comparing.reporting.report import write_report
 from toolkit.comparing.reporting.words import method_in_words, switches_in_words
 from toolkit.comparing.scheduling.attempts import Finished, completed, redacted_spec
 from toolkit.comparing.scheduling.bisect_command import bisect_command
+from toolkit.comparing.scheduling.expected import Expected, expected, waiting
 from toolkit.comparing.scheduling.judging import Judging
 from toolkit.comparing.scheduling.noise import noise_of
 from toolkit.comparing.scheduling.options import CompareOptions
@@ -99,14 +100,21 @@ class Comparison:
             return run_folder / "nvme"
         return self.options.nvme_path.absolute() / f"{self.folder.name}-{run_folder.name}"
 
+    def expected(self) -> Expected:
+        """Return what is outstanding, and about how long it takes."""
+        return expected(
+            self.options,
+            starts=sum(
+                self.options.repeats - len(completed(self.folder, each.name))
+                for each in self.outstanding()
+            ),
+            rehearsal=self.plan.rehearsal,
+        )
+
     def prepare(self, console: Console) -> dict[str, Any]:
         """Build caches and check the flags once, in a process of its own."""
-        status = (
-            console.status("Preparing model and data ...")
-            if console.is_terminal
-            else contextlib.nullcontext()
-        )
-        with status:
+        seconds = self.expected().preparing_seconds
+        with waiting("Preparing model and data", seconds=seconds, console=console):
             first = self.plan.runs[0]
             running = (each for each in self.plan.runs if each.skipped is None)
             found = prepare(

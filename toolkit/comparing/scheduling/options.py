@@ -65,6 +65,9 @@ class CompareOptions:
     output: Path | None = None
     """Folder of the comparison; `runs/<date-time>` when not given."""
 
+    show_speed: bool = False
+    """Show the speeds of a rehearsal in the table, which say nothing about GPUs."""
+
     warm: bool = True
     """Fork the processes of all runs from one that has imported everything (on Linux)."""
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from toolkit.comparing.reporting.names import both_engines, without_engine
 from toolkit.comparing.scheduling.batches import (
     cannot_have,
     check_batch,
@@ -83,6 +84,12 @@ class Plan:
 
     fixed: dict[str, Any]
     """What is the same in every run."""
+
+    def shown_name(self, run: Run) -> str:
+        """Return a run's name as readers see it: with its engine only where both run."""
+        if both_engines(each.engine for each in self.runs):
+            return run.name
+        return without_engine(run.name, strategy=run.strategy.name, engine=run.engine)
 
 
 def build_plan(

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol, Self
 
-from toolkit.comparing.reporting.report import cells
+from toolkit.comparing.reporting.runs_table import MEASURED, cells
+from toolkit.comparing.reporting.table import SHORT
 from toolkit.comparing.reporting.terminal import plain, print_line
-from toolkit.comparing.scheduling.plan import Run
+from toolkit.comparing.scheduling.expected import TimeLeft, bar
+from toolkit.comparing.scheduling.options import CompareOptions
+from toolkit.comparing.scheduling.plan import Plan, Run
 from toolkit.results import Control, Row
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, Group
     from rich.table import Table
 
 STATUS_STYLES: Final = {"ok": "green", "skipped": "yellow", "waiting": "dim"}
@@ -23,6 +26,8 @@ ANNOUNCEMENT: Final = re.compile(r"toolkit[.\w]*: ")
 """Lines of a run that are meant for the user, such as a build that takes a minute."""
 
 COLD: Final = "toolkit: started cold: "
+
+SPEED: Final = ("tokens/s", "step time")
 
 QUIET_SECONDS: Final = 15.0
 
@@ -58,16 +63,23 @@ class Progress(Protocol):
     def finish(self, run: Run, row: Row, control: Control | None) -> None: ...
 
 
-def build_progress(console: Console, runs: Sequence[Run]) -> Progress:
-    return LiveTable(console, runs) if console.is_terminal else Lines(console)
+def build_progress(console: Console, plan: Plan, options: CompareOptions) -> Progress:
+    """Return a live table for a terminal, lines for anything else."""
+    if not console.is_terminal:
+        return Lines(console, shown_name=plan.shown_name)
+    return LiveTable(console, plan, options)
 
 
 class Lines:
     """One line when a run starts, one when it ends, and a few between."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(
+        self, console: Console, *, shown_name: Callable[[Run], str] = lambda run: run.name
+    ) -> None:
         self.console = console
+        self.shown_name = shown_name
         self.label = ""
+        self.left = TimeLeft()
         self.spoken = 0.0
         self.heard: set[str] = set()
 
@@ -89,7 +101,8 @@ class Lines:
         self, run: Run, position: int, total: int, *, repeat: int = 1, repeats: int = 1
     ) -> None:
         which = f", repeat {repeat} of {repeats}" if repeats > 1 else ""
-        self.label = f"[{position}/{total}] {run.name}{which}"
+        self.label = f"[{position}/{total}] {self.shown_name(run)}{which}"
+        self.left.start(position, total)
         self.spoken = time.monotonic()
         self.heard.clear()
         self.say(f"{self.label}: {_processes(run)}, started")
@@ -106,28 +119,36 @@ class Lines:
             self.say(f"{self.label}: step {step}")
 
     def finish(self, run: Run, row: Row, control: Control | None) -> None:
-        self.say(f"{self.label}: {_ending(row, control)}")
+        self.left.finish()
+        words = "; ".join(filter(None, (_ending(row, control), self.left.words())))
+        self.say(f"{self.label}: {words}")
 
 
 class LiveTable:
     """The report's table, filled while the runs go on."""
 
-    def __init__(self, console: Console, runs: Sequence[Run]) -> None:
+    def __init__(self, console: Console, plan: Plan, options: CompareOptions) -> None:
         from rich.live import Live
 
         self.console = console
+        self.rehearsal = plan.rehearsal
+        self.shown_name = plan.shown_name
+        speed = options.show_speed or not plan.rehearsal
+        self.measured = (*SPEED, *MEASURED) if speed else MEASURED
+        self.wanted_steps = options.max_steps + options.throughput_steps
         self.states: dict[str, tuple[Run, str, Row | None]] = {
-            run.name: (run, "waiting", None) for run in runs
+            run.name: (run, "waiting", None) for run in plan.runs
         }
         self.control: Control | None = None
         self.current: Run | None = None
         self.last_line = ""
         self.heard: set[str] = set()
         self.repeat = ""
+        self.left = TimeLeft()
         self.started = 0.0
         self.steps = 0
         self.live = Live(
-            console=console, refresh_per_second=4, get_renderable=self._table, transient=True
+            console=console, refresh_per_second=4, get_renderable=self._shown, transient=True
         )
 
     def __enter__(self) -> Self:
@@ -149,6 +170,7 @@ class LiveTable:
         self, run: Run, position: int, total: int, *, repeat: int = 1, repeats: int = 1
     ) -> None:
         self.current, self.last_line, self.steps = run, "", 0
+        self.left.start(position, total)
         self.repeat = f"repeat {repeat} of {repeats}, " if repeats > 1 else ""
         self.started = time.monotonic()
         # A repeat leaves what is known of the run on the screen.
@@ -167,27 +189,40 @@ class LiveTable:
 
     def finish(self, run: Run, row: Row, control: Control | None) -> None:
         self.current = None
+        self.left.finish()
         self.control = control
         self.states[run.name] = (run, row["status"], row)
 
+    def _shown(self) -> Group:
+        from rich.console import Group
+
+        left = self.left
+        going = 0.0 if self.current is None else min(self.steps / self.wanted_steps, 1.0)
+        ended = left.position - (self.current is not None)
+        words = ", ".join(filter(None, (f"run {left.position} of {left.total}", left.words())))
+        share = (ended + going) / max(left.total, 1)
+        return Group(self._table(), bar(words, share=share, width=self.console.width))
+
     def _table(self) -> Table:
+        from rich.box import SIMPLE_HEAD
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(caption=Text(self.last_line[: self.console.width - 2], style="dim"))
-        for column in ("strategy", "engine", "status", "tokens/s", "step", "loss", "gap"):
+        caption = Text(self.last_line[: self.console.width - 2], style="dim")
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, caption=caption)
+        for column in ("run", "status", *(SHORT.get(name, name) for name in self.measured)):
             table.add_column(column, no_wrap=True)
         for run, state, row in self.states.values():
-            values = ["-"] * 4
+            values = ["-"] * len(self.measured)
             if row is not None:
-                shown = cells(row, self.control)
-                values = [shown[name] for name in ("tokens/s", "step time", "final loss", "gap")]
+                counted = self.rehearsal and bool(row.get("peak"))
+                shown = cells(row, self.control, counted=counted)
+                values = [shown[name] for name in self.measured]
             status = Text(state, style=STATUS_STYLES.get(state, "red"))
             if run is self.current:
                 seconds = time.monotonic() - self.started
                 status = Text(f"{self.repeat}step {self.steps}, {seconds:.0f} s", style="cyan")
-            strategy = f"{run.strategy.name} x{run.num_processes}" if run.scaled else None
-            table.add_row(strategy or run.strategy.name, run.engine, status, *map(Text, values))
+            table.add_row(self.shown_name(run), status, *map(Text, values))
         return table
 
 

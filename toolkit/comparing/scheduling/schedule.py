@@ -59,6 +59,8 @@ def compare(options: CompareOptions, *, console: Console) -> int:
     )
     check_output(folder, ((run.name, comparison.spec(run)) for run in comparison.planned()))
     comparison.check_configs()
+    if comparison.outstanding():
+        print_line(comparison.expected().sentence(), console=console)
     with warm_processes(comparison):
         return _prepare_and_run(comparison, console)
 
@@ -93,7 +95,7 @@ def _prepare_and_run(comparison: Comparison, console: Console) -> int:
 def _run(comparison: Comparison, told: Sequence[str], console: Console) -> int:
     """Start what is outstanding, show what came out, and return the exit code."""
     folder = comparison.folder
-    with build_progress(console, comparison.plan.runs) as progress:
+    with build_progress(console, comparison.plan, comparison.options) as progress:
         for text in told:
             progress.say(text)
         try:
@@ -105,7 +107,7 @@ def _run(comparison: Comparison, told: Sequence[str], console: Console) -> int:
             return INTERRUPTED
     results = cast(Results, redacted(comparison.results()))
     written = [shown(folder / RESULTS_FILE), *map(shown, write_reports(folder))]
-    print_report(results, console=console)
+    print_report(results, console=console, show_speed=comparison.options.show_speed)
     print_line(f"Written: {', '.join(written[:-1])} and {written[-1]}", console=console)
     return exit_code(results)
 
@@ -153,6 +155,9 @@ class Schedule:
     comparison: Comparison
     progress: Progress
 
+    def shown_name(self, run: Run) -> str:
+        return self.comparison.plan.shown_name(run)
+
     def run_all(self) -> None:
         self.find_finished()
         comparison = self.comparison
@@ -179,7 +184,9 @@ class Schedule:
             if planned.skipped is None:
                 self.take_over(planned)
                 for problem in unreadable(self.comparison.folder, planned.name):
-                    self.progress.say(f"A start of {planned.name} does not count: {problem}")
+                    self.progress.say(
+                        f"A start of {self.shown_name(planned)} does not count: {problem}"
+                    )
         if self.comparison.finished:
             self.comparison.make_rows()
 
@@ -188,7 +195,7 @@ class Schedule:
         if found:
             self.comparison.finished[planned.name] = found
             names = ", ".join(shown(each.folder) for each in found)
-            self.progress.say(f"{planned.name} is finished already, in {names}.")
+            self.progress.say(f"{self.shown_name(planned)} is finished already, in {names}.")
 
     def take(self, turn: Turn) -> None:
         """Start a run, unless it is skipped or has been started so often before."""
@@ -221,7 +228,8 @@ class Schedule:
         if fallback is None:
             return waiting
         reason = self.comparison.rows[last.name]["reason"]
-        self.progress.say(f"{last.name} cannot be the control ({reason}); {fallback.name} is next.")
+        name, following = map(self.shown_name, (last, fallback))
+        self.progress.say(f"{name} cannot be the control ({reason}); {following} is next.")
         others = [each for each in waiting if each != Turn(fallback, 1)]
         if fallback not in self.comparison.plan.runs:
             repeats = self.comparison.options.repeats
