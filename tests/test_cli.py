@@ -292,7 +292,8 @@ def test_help_says_how_to_complete():
 def test_a_mistake_is_a_sentence_and_status_2(words, says, tmp_path):
     done = toolkit(*words, cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stdout == ""
+    # That model and data are being prepared is said before anything is found in them.
+    assert done.stdout.count("\n") <= ("nan" in words and "--" in words)
     assert done.stderr.startswith("toolkit: ")
     assert says in done.stderr
     assert "Traceback" not in done.stderr

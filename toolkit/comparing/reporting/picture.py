@@ -16,6 +16,7 @@ from typing import Any, Final, cast
 
 from toolkit.comparing.reporting.figures.frame import colour_of, style_of
 from toolkit.comparing.reporting.fitting import Ruler
+from toolkit.comparing.reporting.names import for_readers
 from toolkit.comparing.reporting.page import STYLE
 from toolkit.comparing.reporting.presentable import presentable
 from toolkit.comparing.reporting.row_facts import (
@@ -92,6 +93,7 @@ def write_picture(folder: Path) -> Path:
 
 def render_picture(results: Results) -> bytes:
     """Return the PNG; `presentable` results are what it should be given."""
+    results = for_readers(results)
     with drawing("picture"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -168,13 +170,6 @@ class Sheet:
     def curve_colour(self, row: Row) -> str:
         """Return the name of the colour that the page gives to this run."""
         return VARIABLES[colour_of(row, self.results)].removeprefix("var(--").removesuffix(")")
-
-    def label(self, row: Row) -> str:
-        """Return the run's name, without its engine where there is one engine only."""
-        name = run_name(row)
-        if len({each["engine"] for each in self.results["runs"]}) > 1:
-            return name
-        return name.replace(f"{row['strategy']}-{row['engine']}", row["strategy"], 1)
 
 
 def _header(sheet: Sheet) -> None:
@@ -285,7 +280,7 @@ def _memory(sheet: Sheet) -> None:
     pitch = min(46.0, (bottom - top) / (len(drawn) + bool(more)))
     font = min(23.0, 0.72 * pitch)
     names = [
-        sheet.ruler.cut(sheet.label(row), font, NAME) + ("*" if _offloads(row) else "")
+        sheet.ruler.cut(run_name(row), font, NAME) + ("*" if _offloads(row) else "")
         for row in drawn
     ]
     start = left + 14 + max(sheet.ruler.width(name, font) for name in names)
@@ -435,7 +430,7 @@ def _gap(sheet: Sheet, bundles: list[list[int]]) -> str:
 def _legend(sheet: Sheet, rows: list[Row]) -> float:
     """Name the curves in as many lines as they need, and return where the last one ends."""
     left, right, y = RIGHT_CARD[0] + PADDING, RIGHT_CARD[1] - PADDING, TOP + 92
-    entries = [(sheet.label(row), sheet.curve_colour(row)) for row in rows[:MOST_CURVES]]
+    entries = [(run_name(row), sheet.curve_colour(row)) for row in rows[:MOST_CURVES]]
     if len(rows) > MOST_CURVES:
         entries.append((f"and {len(rows) - MOST_CURVES} more", ""))
     x = left
