@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -251,9 +252,13 @@ def compare(
         typer.Option(help="Folder of the comparison. Given again, finished runs are kept."),
     ] = None,
     global_batch_size: Annotated[
-        int,
-        typer.Option("--global_batch_size", "--global-batch-size", help="Rows per optimizer step."),
-    ] = 16,
+        int | None,
+        typer.Option(
+            "--global_batch_size",
+            "--global-batch-size",
+            help="Rows per optimizer step; 8, or one for every micro-batch, if left out.",
+        ),
+    ] = None,
     accumulation: Annotated[
         int,
         typer.Option(
@@ -293,7 +298,12 @@ def compare(
     """Train one causal LM under many strategies, and show them side by side."""
     from rich.console import Console
 
-    from toolkit.comparing.scheduling.options import DEFAULT_STRATEGIES, CompareOptions, read_scale
+    from toolkit.comparing.scheduling.options import (
+        DEFAULT_STRATEGIES,
+        CompareOptions,
+        read_scale,
+        usual_rows,
+    )
     from toolkit.comparing.scheduling.schedule import compare as run
 
     names = DEFAULT_STRATEGIES if strategies is None else tuple(_names(strategies))
@@ -305,7 +315,6 @@ def compare(
         scale=() if scale is None else read_scale(scale),
         repeats=repeats,
         precision=precision.value,
-        global_batch_size=global_batch_size,
         gradient_accumulation_steps=accumulation,
         throughput_steps=throughput_steps,
         timeout=timeout,
@@ -316,6 +325,9 @@ def compare(
         output=output,
         train_flags=tuple(train_flags or ()),
     )
+    if global_batch_size is None:
+        global_batch_size = usual_rows(options.processes, accumulation)
+    options = replace(options, global_batch_size=global_batch_size)
     if bisect is not None:
         from toolkit.comparing.bisection.running import bisect_runs
 

@@ -1,6 +1,6 @@
 import pytest
 
-from toolkit.comparing.scheduling.options import CompareOptions, read_scale
+from toolkit.comparing.scheduling.options import CompareOptions, read_scale, usual_rows
 from toolkit.comparing.scheduling.owned_flags import check_train_flags
 from toolkit.comparing.scheduling.plan import build_plan
 from toolkit.errors import UsageError
@@ -37,9 +37,15 @@ def test_every_run_sees_the_same_global_batch():
 
 def test_single_reads_the_micro_batches_of_the_ranks_one_after_the_other():
     single, ddp = plan_of("single", "ddp").runs
-    assert single.per_device_train_batch_size == ddp.per_device_train_batch_size == 4
+    assert single.per_device_train_batch_size == ddp.per_device_train_batch_size == 2
     assert single.gradient_accumulation_steps == 2 * ddp.gradient_accumulation_steps
     assert flag_of(single, "gradient_accumulation_steps") == "4"
+
+
+def test_no_rank_goes_without_a_row_where_none_were_asked_for():
+    assert usual_rows(2, 2) == CompareOptions().global_batch_size
+    assert usual_rows(8, 2) == 16
+    assert plan_of("ddp", num_processes=8, global_batch_size=usual_rows(8, 2)).runs
 
 
 def test_fsdp_hybrid_gets_four_processes():

@@ -40,15 +40,25 @@ def test_the_config_that_was_read_stays_as_it_is(name):
     assert config == before
 
 
-def test_buckets_are_no_larger_than_the_model():
+def test_buckets_are_a_part_of_a_small_model():
     zero2 = fit_to_run(config_of("zero2"), parameters=PARAMETERS)
-    assert zero_of(zero2)["reduce_bucket_size"] == PARAMETERS
-    assert zero_of(zero2)["allgather_bucket_size"] == PARAMETERS
+    assert zero_of(zero2)["reduce_bucket_size"] == PARAMETERS // 16
+    assert zero_of(zero2)["allgather_bucket_size"] == PARAMETERS // 16
     assert len(zero2.changes) == 2
 
     large = fit_to_run(config_of("zero2"), parameters=10**10)
     assert zero_of(large)["reduce_bucket_size"] == 50_000_000
     assert large.changes == []
+
+
+@pytest.mark.parametrize(
+    ("parameters", "live"), [(PARAMETERS, PARAMETERS // 16), (5 * 10**7, 10**9)]
+)
+def test_zero3_keeps_a_part_of_a_small_model_gathered_and_of_others_what_its_file_says(
+    parameters, live
+):
+    zero = zero_of(fit_to_run(config_of("zero3"), parameters=parameters))
+    assert zero["stage3_max_live_parameters"] == zero["stage3_max_reuse_distance"] == live
 
 
 def test_zero3_of_a_small_model_shards_everything_but_its_smallest_tensors():

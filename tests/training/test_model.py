@@ -71,15 +71,15 @@ def test_the_built_in_model_is_an_ordinary_folder(cache):
 
     facts = model_facts(folder)
     assert facts.parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert 2_000_000 <= facts.parameters <= 2_500_000
-    assert (facts.hidden_size, facts.max_positions, facts.vocab_size) == (192, 512, 2048)
+    assert 2_000_000 <= facts.parameters <= 3_000_000
+    assert (facts.hidden_size, facts.max_positions, facts.vocab_size) == (224, 512, 1024)
     assert facts.decoder_layer == "LlamaDecoderLayer"
 
 
 def test_the_built_in_tokenizer_loses_nothing(cache):
     tokenizer = AutoTokenizer.from_pretrained(build_model())
     assert len({tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id}) == 3
-    assert len(tokenizer) == 2048
+    assert len(tokenizer) == 1024
     for row in standard_library_rows().select(range(50)).to_list() + [{"completion": "é 你 \x00"}]:
         ids = tokenizer(row["completion"])["input_ids"]
         assert ids[0] == tokenizer.bos_token_id

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from toolkit.configs.deepspeed import BUCKET_ELEMENTS, NVME_PATH, PERSISTENCE_THRESHOLD
+
+PARTS_OF_SMALL: Final = 16
+"""Buckets that the gradients of a model smaller than one usual bucket are reduced in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +23,15 @@ class FittedConfig:
 
     changes: list[str] = field(default_factory=list[str])
     """What differs from the file, one sentence each."""
+
+
+def bucket_of(parameters: int) -> int:
+    """Return the elements of a bucket: of a model smaller than a usual one a part.
+
+    Such a model is there to try things out: with a bucket as large as itself, or all of it kept
+    gathered, ZeRO would hold more of it than a process without ZeRO.
+    """
+    return BUCKET_ELEMENTS if parameters >= BUCKET_ELEMENTS else parameters // PARTS_OF_SMALL
 
 
 def fit_to_run(
@@ -36,7 +48,7 @@ def fit_to_run(
 
     Args:
         config: The contents of the JSON file; left as it is.
-        parameters: Elements in the model: buckets larger than it only waste memory.
+        parameters: Elements in the model: what is larger than it only wastes memory.
         hidden_size: Sizes prefetch and persistence, so that ZeRO-3 of a small model shards.
         gradient_clipping: Written where the file says `auto`, which a plain Accelerator
             would take for 1.0 whatever the script does.
@@ -55,9 +67,11 @@ def fit_to_run(
             zero[key] = limit
 
     if parameters is not None:
-        bucket = min(BUCKET_ELEMENTS, parameters)
-        shrink("reduce_bucket_size", bucket)
-        shrink("allgather_bucket_size", bucket)
+        shrink("reduce_bucket_size", bucket_of(parameters))
+        shrink("allgather_bucket_size", bucket_of(parameters))
+        if parameters < BUCKET_ELEMENTS:
+            shrink("stage3_max_live_parameters", bucket_of(parameters))
+            shrink("stage3_max_reuse_distance", bucket_of(parameters))
     if hidden_size is not None:
         shrink("stage3_prefetch_bucket_size", hidden_size * hidden_size * 9 // 10)
         shrink("stage3_param_persistence_threshold", min(PERSISTENCE_THRESHOLD, 10 * hidden_size))

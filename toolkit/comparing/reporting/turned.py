@@ -17,7 +17,7 @@ from toolkit.comparing.reporting.words import size
 from toolkit.results import Peak, Results, Row
 from toolkit.strategies import STRATEGIES
 
-NOTICEABLE: Final = 1.01
+NOTICEABLE: Final = 1.02
 """A quotient of two sizes from which they are told apart."""
 
 BESIDE_STATES: Final = {

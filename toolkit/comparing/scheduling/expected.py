@@ -24,7 +24,7 @@ MAKE_SECONDS: Final = 4.0
 START_SECONDS: Final = 2.0
 """Of a run: its ranks begin, and its model is saved."""
 
-STEP_SECONDS: Final = 0.4
+STEP_SECONDS: Final = 0.3
 """Of an optimizer step of the built-in model in a rehearsal, the table's strategies together."""
 
 BUILT_IN: Final = ("small-llama", "standard-library")

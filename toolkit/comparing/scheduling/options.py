@@ -44,7 +44,7 @@ class CompareOptions:
     precision: Literal["no", "bf16", "fp16"] = "no"
     """Mixed precision; `no` is fp32."""
 
-    global_batch_size: int = 16
+    global_batch_size: int = 8
     """Rows that go into one optimizer step, over all processes and accumulation steps."""
 
     gradient_accumulation_steps: int = 2
@@ -112,6 +112,11 @@ class CompareOptions:
             self.scale,
             default=USUAL_PROCESSES if self.num_processes is None else self.num_processes,
         )
+
+
+def usual_rows(processes: int, accumulation: int) -> int:
+    """Return the rows of an optimizer step where none were asked for: no rank goes without one."""
+    return max(CompareOptions().global_batch_size, processes * accumulation)
 
 
 def read_scale(text: str) -> tuple[int, ...]:
