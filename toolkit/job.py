@@ -135,7 +135,9 @@ def checked_job(argv: list[str]) -> Job:
         trust_remote_code=model.trust_remote_code,
         chat_template=data.chat_template(),
     )
-    changes = _fit_deepspeed(strategy, facts, values, rehearsal=rehearsal)
+    changes = _fit_deepspeed(
+        strategy, facts, values, adapters=not method.arguments.is_full, rehearsal=rehearsal
+    )
     global_batch = (
         values["per_device_train_batch_size"]
         * values["gradient_accumulation_steps"]
@@ -320,7 +322,12 @@ def _check_evidence(values: dict[str, Any], run: RunArguments) -> None:
 
 
 def _fit_deepspeed(
-    strategy: Strategy, facts: ModelFacts, values: dict[str, Any], *, rehearsal: bool
+    strategy: Strategy,
+    facts: ModelFacts,
+    values: dict[str, Any],
+    *,
+    adapters: bool,
+    rehearsal: bool,
 ) -> list[str]:
     if strategy.backend != "deepspeed":
         return []
@@ -346,6 +353,7 @@ def _fit_deepspeed(
         config,
         parameters=facts.parameters,
         hidden_size=facts.hidden_size,
+        adapters=adapters,
         gradient_clipping=float(values["max_grad_norm"] or 0),
         rehearsal=rehearsal,
     )

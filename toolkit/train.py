@@ -37,6 +37,11 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_REFUSED = 3
 
+_kept: list[object] = []
+"""What holds the process group when training is over, kept until the process leaves. Without it
+DDP's reducer ends gloo's threads while it holds the lock of Python's interpreter, and for that one
+of them may be waiting: both then wait for ever (torch 2.13, `~ProcessGroupGloo`)."""
+
 
 def main() -> None:
     """Train in this rank; leave with 0, 1 (failed), 2 (usage), 3 (refused) or 143 (preempted)."""
@@ -151,6 +156,7 @@ def train(job: Job, status: StatusFile) -> None:
         write_json(Path(job.args.output_dir) / RECORD_FILE, _described(job, speed) | measured)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    _kept.extend((model, speed, recorder, keeper, companions))
 
 
 def _train_with_trainer(

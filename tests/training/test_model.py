@@ -72,7 +72,7 @@ def test_the_built_in_model_is_an_ordinary_folder(cache):
     facts = model_facts(folder)
     assert facts.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert 2_000_000 <= facts.parameters <= 3_000_000
-    assert (facts.hidden_size, facts.max_positions, facts.vocab_size) == (224, 512, 1024)
+    assert (facts.hidden_size, facts.max_positions, facts.vocab_size) == (192, 512, 1024)
     assert facts.decoder_layer == "LlamaDecoderLayer"
 
 

@@ -39,6 +39,7 @@ def fit_to_run(
     *,
     parameters: int | None = None,
     hidden_size: int | None = None,
+    adapters: bool = False,
     gradient_clipping: float | None = None,
     rehearsal: bool = False,
     can_build: bool = True,
@@ -50,6 +51,8 @@ def fit_to_run(
         config: The contents of the JSON file; left as it is.
         parameters: Elements in the model: what is larger than it only wastes memory.
         hidden_size: Sizes prefetch and persistence, so that ZeRO-3 of a small model shards.
+        adapters: Whether only adapters are trained: what a small model has gathered then stays so,
+            since little else would be freed.
         gradient_clipping: Written where the file says `auto`, which a plain Accelerator
             would take for 1.0 whatever the script does.
         rehearsal: Without a GPU there is nothing to pin memory for.
@@ -69,7 +72,7 @@ def fit_to_run(
     if parameters is not None:
         shrink("reduce_bucket_size", bucket_of(parameters))
         shrink("allgather_bucket_size", bucket_of(parameters))
-        if parameters < BUCKET_ELEMENTS:
+        if parameters < BUCKET_ELEMENTS and not adapters:
             shrink("stage3_max_live_parameters", bucket_of(parameters))
             shrink("stage3_max_reuse_distance", bucket_of(parameters))
     if hidden_size is not None:

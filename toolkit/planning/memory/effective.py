@@ -80,14 +80,17 @@ def zero_settings(job: Job) -> ZeroSettings:
         UsageError: the job brings a file of its own with sizes that are no numbers.
     """
     if job.deepspeed is None:
-        return _bundled(job.strategy, job.model)
+        return _bundled(job.strategy, job.model, job.method != "full")
     return _settings(job.deepspeed, job.model)
 
 
 @lru_cache(maxsize=1024)
-def _bundled(strategy: Strategy, model: ModelShape) -> ZeroSettings:
+def _bundled(strategy: Strategy, model: ModelShape, adapters: bool) -> ZeroSettings:
     fitted = fit_to_run(
-        deepspeed_config(strategy), parameters=model.parameters, hidden_size=model.hidden_size
+        deepspeed_config(strategy),
+        parameters=model.parameters,
+        hidden_size=model.hidden_size,
+        adapters=adapters,
     )
     return _settings(fitted.config, model)
 
