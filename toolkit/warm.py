@@ -28,7 +28,7 @@ from toolkit import search_path
 from toolkit.launching import supervised
 from toolkit.launching.launch import LAUNCHER
 from toolkit.launching.ranks import die_with_parent, leave, say
-from toolkit.launching.warm import Fork, WarmError, fork, open_files, serve
+from toolkit.launching.warm import COLD, Fork, WarmError, fork, open_files, serve
 
 IMPORTED: Final = (
     "torch.distributed.run",
@@ -222,7 +222,7 @@ def fork_ranks(start: Start) -> None:
             try:
                 return forked(ours, [str(word) for word in args], **options)
             except WarmError as error:
-                say(f"started cold: {error}")
+                say(f"{COLD}{error}")
                 return cold(args, **options)
 
     cold = subprocess.Popen

@@ -41,7 +41,7 @@ from toolkit.launching.status import (
     read_statuses,
 )
 from toolkit.launching.supervised import supervised
-from toolkit.launching.warm import Fork, start
+from toolkit.launching.warm import COLD, Fork, start
 from toolkit.redaction import redacted_words
 
 POLL_SECONDS = 0.1
@@ -197,7 +197,7 @@ class Follower:
             environment=self.environment,
             stdout=log.fileno(),
             stderr=log.fileno(),
-            on_cold=lambda reason: self.on_line(f"toolkit: started cold: {reason}"),
+            on_cold=lambda reason: self.on_line(f"toolkit: {COLD}{reason}"),
         )
 
     def _watch(self, supervisor: subprocess.Popen[bytes] | Fork, output: _Lines) -> bool:

@@ -40,6 +40,9 @@ OF_A_LAUNCHER: Final = ("ACCELERATE_", "FSDP_")
 """How the variables begin that `accelerate launch` exports to its ranks; they get them after their
 fork as well."""
 
+COLD: Final = "started cold: "
+"""How the sentence begins that says why a launch was not forked."""
+
 STREAMS: Final = (0, 1, 2)
 
 ANSWER_SECONDS: Final = 300.0

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from toolkit.comparing.reporting.terminal import plain, print_line
-from toolkit.comparing.scheduling.progress import COLD
 from toolkit.errors import UsageError
 from toolkit.launching.launch import launch_environment
 from toolkit.launching.supervised import supervised
-from toolkit.launching.warm import start
+from toolkit.launching.warm import COLD, start
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,7 +56,7 @@ def prepare(
                 environment=run_environment(rehearsal=rehearsal),
                 stdout=answer.fileno(),
                 stderr=writer,
-                on_cold=lambda reason: print_line(f"{COLD}{reason}", console=console),
+                on_cold=lambda reason: print_line(f"toolkit: {COLD}{reason}", console=console),
             )
         finally:
             os.close(writer)

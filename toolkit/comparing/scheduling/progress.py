@@ -14,6 +14,7 @@ from toolkit.comparing.reporting.terminal import plain, print_line
 from toolkit.comparing.scheduling.expected import TimeLeft, bar
 from toolkit.comparing.scheduling.options import CompareOptions
 from toolkit.comparing.scheduling.plan import Plan, Run
+from toolkit.launching.warm import COLD
 from toolkit.results import Control, Row
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ STATUS_STYLES: Final = {"ok": "green", "skipped": "yellow", "waiting": "dim"}
 
 ANNOUNCEMENT: Final = re.compile(r"toolkit[.\w]*: ")
 """Lines of a run that are meant for the user, such as a build that takes a minute."""
-
-COLD: Final = "toolkit: started cold: "
 
 SPEED: Final = ("tokens/s", "step time")
 
@@ -178,7 +177,7 @@ class LiveTable:
         self.states[run.name] = (run, "running", None if known is None else known[2])
 
     def line(self, text: str) -> None:
-        if text.startswith(COLD) and text not in self.heard:
+        if text.startswith(f"toolkit: {COLD}") and text not in self.heard:
             self.heard.add(text)
             self.say(text)
         if text.strip():
