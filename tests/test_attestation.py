@@ -5,7 +5,14 @@ import json
 import pytest
 import torch
 from places import SCRIPTS
+from transformers.training_args import OptimizerNames
 
+from toolkit.configs.optimizers import (
+    EVERYWHERE,
+    OF_WHOLE,
+    OF_WHOLE_OR_FLAT,
+    optimizer_problem,
+)
 from toolkit.measuring.attestation import Asked, compare
 from toolkit.strategies import STRATEGIES
 
@@ -47,6 +54,8 @@ def test_what_engaged_as_asked_is_not_refused_and_leaves_a_model(outcomes, folde
         ("loop_exported_accumulation", "gradient_accumulation_steps: asked 2, engaged 4"),
         ("loop_bf16_auto", "precision: asked bf16, engaged no"),
         ("loop_clipping_auto", "gradient_clipping: asked 0.0, engaged 1.0"),
+        ("zero2_sums_in_bf16", "accumulation_dtype: asked bfloat16, engaged ['float32']"),
+        ("own_zero2_under_ddp", "config asks for ddp (everything replicated, gradients averaged)"),
     ],
 )
 def test_a_silent_fallback_is_refused_on_every_rank_and_both_are_shown(outcomes, name, said):
@@ -64,6 +73,47 @@ def test_what_is_set_otherwise_on_the_way_and_does_no_harm_is_not_refused(outcom
         assert trained["engaged"]["gradient_accumulation_steps"] == 2
         assert rank["zero2_no_bf16"]["ended"] == "trained", rank["zero2_no_bf16"]
         assert rank["zero2_no_bf16"]["engaged"]["precision"] == "bf16"
+
+
+def test_what_the_config_asks_beside_the_strategy_is_seen_where_it_engages(outcomes):
+    for rank in outcomes:
+        checkpointed, plain = rank["fsdp_checkpointing"], rank["fsdp"]
+        assert checkpointed["engaged"]["activation_checkpointing"] is True, checkpointed
+        assert plain["engaged"]["activation_checkpointing"] is False
+        for name, dtype in (("zero3_sums_in_bf16", "bfloat16"), ("zero1_sums_in_fp32", "float32")):
+            assert rank[name]["ended"] == "trained", rank[name]
+            assert dtype in rank[name]["engaged"]["accumulation_dtype"]
+
+
+def test_what_the_arguments_ask_by_themselves_is_attested_where_no_config_asks(outcomes):
+    for rank in outcomes:
+        assert rank["own_zero2"]["engaged"]["zero_stage"] == 2, rank["own_zero2"]
+        assert rank["own_fsdp"]["engaged"]["wrapper"] == "FSDPModule", rank["own_fsdp"]
+
+
+def test_every_optimizer_that_is_not_refused_by_name_trains_and_is_attested(outcomes):
+    offered = {one.value for one in OptimizerNames}
+    asked = {name for name in offered if not optimizer_problem(name, STRATEGIES["single"])}
+    assert asked == {*EVERYWHERE, *OF_WHOLE_OR_FLAT, *OF_WHOLE}
+    trained = {f"{name}_ddp" for name in asked}
+    trained |= {f"{name}_zero3" for name in (*EVERYWHERE, *OF_WHOLE_OR_FLAT)}
+    trained |= {f"{name}_fsdp" for name in EVERYWHERE}
+    for rank in outcomes:
+        for name in sorted(trained):
+            assert rank[name]["ended"] == "trained", (name, rank[name])
+            share = rank[name]["engaged"].get("optimizer_fraction")
+            if not name.startswith("sgd_"):  # it has no states to tell by
+                assert share == pytest.approx(1.0 if name.endswith("_ddp") else 0.5, abs=0.05), name
+
+
+def test_an_optimizer_that_cannot_step_is_refused_by_name():
+    for name, strategy, words in (
+        ("adafactor", "fsdp", "cannot step on parameters that FSDP2 shards (fsdp)"),
+        ("adagrad", "zero2", "cannot step on parameters that DeepSpeed cuts (zero2)"),
+        ("sgd", "zero2_offload", "DeepSpeed steps with an AdamW of its own (zero2_offload)"),
+        ("galore_adamw", "ddp", "is not known to train with the toolkit"),
+    ):
+        assert words in optimizer_problem(name, STRATEGIES[strategy])
 
 
 def test_parameters_that_zero3_keeps_whole_are_named(outcomes):

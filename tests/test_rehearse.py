@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+import launches
 import pytest
 from places import ROOT, SCRIPTS
 
@@ -86,7 +87,7 @@ def test_a_plain_accelerator_script_engages_what_was_asked(accelerator_runs):
         done = accelerator_runs[name]
         assert done.returncode == 0, done.stdout
         assert f"attested {name}: {ENGAGED[name]}" in done.stdout, done.stdout
-        assert "rehearsal: 2 ranks" in done.stdout
+        assert f"rehearsal of {name}: 2 ranks" in done.stdout
 
 
 def test_a_plain_accelerator_script_learns_the_same_everywhere(accelerator_runs):
@@ -129,6 +130,42 @@ def test_trls_sft_script_engages_what_was_asked_and_learns_the_same(sft_runs):
         assert losses(done) == pytest.approx(control, abs=2e-3), name
 
 
+def test_what_a_script_s_own_flags_ask_engages_under_torchrun(
+    trainer_runs, launch_environment, tmp_path
+):
+    """The usual way to start a script of transformers: no config of Accelerate's anywhere."""
+    asked = {
+        "zero3": ["--deepspeed", str(ROOT / "deepspeed_configs" / "zero3.json")],
+        "fsdp": ["--fsdp", "full_shard auto_wrap"],
+    }
+    control = losses_of(trainer_runs[1]["ddp"])
+    for name, words in asked.items():
+        done = launches.run(
+            (
+                *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"),
+                *("--master_port", "0", "-m", "toolkit.rehearse"),
+                *(SCRIPTS / "plain_trainer.py", tmp_path / name, *words),
+            ),
+            environment=launch_environment,
+        )
+        assert done.returncode == 0, done.stdout
+        assert f"toolkit: {name} engaged" in done.stdout, done.stdout
+        assert f"attested {name}: {ENGAGED[name]}" in done.stdout, done.stdout
+        assert losses_of(done) == pytest.approx(control, abs=1e-5), name
+
+
+def test_a_script_s_flag_that_contradicts_the_config_is_refused_and_both_are_named(
+    launch, tmp_path
+):
+    file = ROOT / "deepspeed_configs" / "zero3.json"
+    script = SCRIPTS / "plain_trainer.py"
+    done = launch("ddp", "-m", "toolkit.rehearse", script, tmp_path, "--deepspeed", file)
+    assert done.returncode != 0
+    assert "rehearsal of ddp: 2 ranks" in done.stdout, done.stdout
+    assert "The launcher's config asks for ddp" in done.stdout, done.stdout
+    assert "and --deepspeed for zero3. Take --deepspeed out" in done.stdout
+
+
 def test_a_script_that_is_not_there_is_one_sentence(launch):
     done = launch("single", "-m", "toolkit.rehearse", "no_such_script.py")
     assert "There is no script no_such_script.py here" in done.stdout
@@ -142,6 +179,7 @@ def test_a_deepspeed_file_with_mistakes_is_one_sentence_before_a_script_starts(
     (tmp_path / "script.py").write_text("open('started', 'w')")
     asked = {
         "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file",
         "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json",
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": str(ROOT),

@@ -11,10 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.configs.optimizers import missing_package, optimizer_problem
 from toolkit.configs.requested import (
     DEEPSPEED_FILE,
     requested_processes,
     requested_strategy,
+    requests_checkpointing,
     same_features,
 )
 from toolkit.errors import UsageError
@@ -105,9 +107,14 @@ def checked_job(argv: list[str]) -> Job:
     if DEEPSPEED_FILE in os.environ:
         checked_deepspeed_config()  # names all its mistakes; what follows stops at the first
     strategy = asked_strategy(run.strategy)
+    if not rehearsal and rank() == 0:
+        say(f"{strategy.name}: {requested_processes(os.environ)} ranks, a GPU each")
     rest = own.speed.with_flags(rest, strategy)
     values = training_values(rest, model=model, run=run)
     _refuse_what_would_be_ignored(values, run, data_arguments)
+    optimizer = _plain(values["optim"])
+    if problem := optimizer_problem(optimizer, strategy) or missing_package(optimizer):
+        raise UsageError(problem)
     trackers = asked_trackers(values["report_to"], engine=run.engine)
     output_dir = Path(values["output_dir"])
     check_output = partial(_check_output, output_dir, own.method, trackers)
@@ -120,6 +127,7 @@ def checked_job(argv: list[str]) -> Job:
         strategy=strategy,
         evidence=run.evidence is not None,
         on_gpu=not rehearsal,
+        config_checkpoints=requests_checkpointing(os.environ),
     )
     facts, data = model_and_data(
         model,

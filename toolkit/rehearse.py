@@ -23,8 +23,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from toolkit.configs import fit_to_run
-from toolkit.configs.requested import DEEPSPEED_FILE, read_deepspeed_config
+from toolkit.configs import FittedConfig, fit_to_run
+from toolkit.configs.requested import (
+    CUSTOM,
+    DEEPSPEED_FILE,
+    LAUNCHER,
+    read_deepspeed_config,
+    requested_strategy,
+)
 from toolkit.environment import has_compiler
 from toolkit.errors import UsageError
 from toolkit.escaping import one_line
@@ -174,7 +180,7 @@ def rehearse_if_needed() -> bool:
     if local_rank() == 0:
         hidden = f" The {found} found stay hidden." if found else ""
         many = "rank" if ranks == 1 else "ranks"
-        say(f"rehearsal: {ranks} {many}, {found} GPUs. Training runs on the CPU.{hidden}")
+        say(f"rehearsal{_asked()}: {ranks} {many}, {found} GPUs. Training runs on the CPU.{hidden}")
     os.environ |= {
         "CUDA_VISIBLE_DEVICES": "",
         "ACCELERATE_TORCH_DEVICE": "cpu",
@@ -188,31 +194,51 @@ def rehearse_if_needed() -> bool:
         use_deepspeed_config(checked_deepspeed_config(), rehearsal=True)
     _patch_accelerate()
     _patch_transformers()
+    if importlib.util.find_spec("deepspeed") is not None:
+        _patch_deepspeed_config()
     return True
 
 
-def checked_deepspeed_config() -> dict[str, Any]:
+def _asked() -> str:
+    """Name what the launcher's config asks for; what is wrong with it is said later, in full."""
+    with contextlib.suppress(UsageError):
+        strategy = requested_strategy(os.environ)
+        if LAUNCHER in os.environ:
+            return f" of {strategy.summary if strategy.name == CUSTOM else strategy.name}"
+    return ""
+
+
+def checked_deepspeed_config(file: str | None = None) -> dict[str, Any]:
     """Return the DeepSpeed JSON that the launcher named, checked by DeepSpeed itself as well.
+
+    Args:
+        file: Another one, by its path or as base64.
 
     Raises:
         UsageError: the file isn't there, or has mistakes.
     """
     from toolkit.training.deepspeed_file import section_mistakes
 
-    return read_deepspeed_config(os.environ, check_sections=section_mistakes)
+    environ = os.environ if file is None else {DEEPSPEED_FILE: file}
+    return read_deepspeed_config(environ, check_sections=section_mistakes)
 
 
 def use_deepspeed_config(config: dict[str, Any], **fit: Any) -> list[str]:
     """Hand this rank's Accelerate a fitted config, and return what was changed."""
-    launch = f"launch-{os.getppid()}"  # the launcher is the parent of all its ranks
-    fitted = fit_to_run(config, can_build=has_compiler(), launch=launch, **fit)
+    fitted = _fitted(config, **fit)
     text = json.dumps(fitted.config).encode()
     os.environ[DEEPSPEED_FILE] = base64.urlsafe_b64encode(text).decode()
     if local_rank() == 0:
-        for change in fitted.changes:
-            say(f"deepspeed: {change}")
         _say_builds(fitted.config)
     return fitted.changes
+
+
+def _fitted(config: dict[str, Any], **fit: Any) -> FittedConfig:
+    launch = f"launch-{os.getppid()}"  # the launcher is the parent of all its ranks
+    fitted = fit_to_run(config, can_build=has_compiler(), launch=launch, **fit)
+    for change in fitted.changes if local_rank() == 0 else ():
+        say(f"deepspeed: {change}")
+    return fitted
 
 
 def _say_builds(config: dict[str, Any]) -> None:
@@ -291,6 +317,21 @@ def _patch_deepspeed() -> None:
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def _patch_deepspeed_config() -> None:
+    """Fit each DeepSpeed config that a script hands over by itself (accelerate 1.15)."""
+    from accelerate.utils.deepspeed import HfDeepSpeedConfig
+
+    original = HfDeepSpeedConfig.__init__
+
+    def init(self: Any, config_file_or_dict: str | dict[str, Any]) -> None:
+        config = config_file_or_dict
+        if not isinstance(config, dict):
+            config = checked_deepspeed_config(config)
+        original(self, _fitted(config, rehearsal=True).config)
+
+    HfDeepSpeedConfig.__init__ = init
 
 
 def _patch_transformers() -> None:

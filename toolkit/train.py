@@ -15,7 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit import environment
-from toolkit.configs.requested import read_deepspeed_config, requested_processes
+from toolkit.configs.requested import (
+    read_deepspeed_config,
+    requested_accumulation_dtype,
+    requested_processes,
+    requests_checkpointing,
+)
 from toolkit.errors import GuardError, UsageError
 from toolkit.escaping import one_line
 from toolkit.job import Job, check_fillers, checked_job, has_fillers
@@ -130,7 +135,7 @@ def train(job: Job, status: StatusFile) -> None:
         say(f"left out of --tuned: {why}")
     _check_idle_loss(job, model)
     collate = speed.collating(Collator(pad_token_id=job.tokenizer.pad_token_id))
-    recorder = _recorder(job, status)
+    recorder = _recorder(job, status, speed)
     keeper = keeper_of(job, recorder)
     try:
         train_with = _train_with_trainer if job.run.engine == "trainer" else _train_in_loop
@@ -298,7 +303,7 @@ def _companions(
     return [SaveAtTheEnd()]
 
 
-def _recorder(job: Job, status: StatusFile) -> Recorder:
+def _recorder(job: Job, status: StatusFile, speed: Speed) -> Recorder:
     from toolkit.measuring.attestation import Asked
     from toolkit.measuring.evidence import EvidenceKeeper
     from toolkit.measuring.pulse import pulse_for
@@ -311,6 +316,9 @@ def _recorder(job: Job, status: StatusFile) -> Recorder:
         gradient_clipping=float(job.args.max_grad_norm or 0),
         gradient_accumulation_steps=job.args.gradient_accumulation_steps,
         optimizer_classes=_optimizer_classes(job.strategy, str(job.args.optim.value)),
+        accumulation_dtype=requested_accumulation_dtype(os.environ),
+        activation_checkpointing=_checkpoints(job, speed)
+        or bool(speed.on.get("checkpoint_layers")),
         dtype=job.method.trained_dtype,
     )
     return Recorder(
@@ -374,12 +382,7 @@ def _described(job: Job, speed: Speed) -> dict[str, Any]:
             "base_batch_size": job.run.base_batch_size,
             "max_length": job.max_length,
             "optimizer": str(args.optim.value),
-            # transformers 5.23 renames it, and keeps the old name as an alias.
-            "activation_checkpointing": bool(
-                getattr(args, "activation_checkpointing", False)
-                or args.gradient_checkpointing
-                or speed.checkpoints_all
-            ),
+            "activation_checkpointing": _checkpoints(job, speed),
             "lr_scheduler_type": str(args.lr_scheduler_type.value),
             "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
             "speed": speed.facts(args),
@@ -389,6 +392,17 @@ def _described(job: Job, speed: Speed) -> dict[str, Any]:
         "final": "final",
         "environment": environment.snapshot(),
     }
+
+
+def _checkpoints(job: Job, speed: Speed) -> bool:
+    """Whether every layer is computed again in backward."""
+    # transformers 5.23 renames it, and keeps the old name as an alias.
+    return bool(
+        getattr(job.args, "activation_checkpointing", False)
+        or job.args.gradient_checkpointing
+        or speed.checkpoints_all
+        or requests_checkpointing(os.environ)
+    )
 
 
 def _optimizer_classes(strategy: Strategy, optim: str) -> tuple[str, ...] | None:

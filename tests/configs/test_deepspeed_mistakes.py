@@ -159,7 +159,11 @@ def test_the_mistakes_of_a_base64_config_are_named_without_it():
 def test_a_strategy_that_cannot_be_read_is_a_sentence(zero, tmp_path):
     file = tmp_path / "mine.json"
     file.write_text(json.dumps({"zero_optimization": zero}))
-    asked = {"ACCELERATE_USE_DEEPSPEED": "true", DEEPSPEED_FILE: str(file)}
+    asked = {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file",
+        DEEPSPEED_FILE: str(file),
+    }
     with pytest.raises(UsageError, match="needs a stage from 0 to 3, and an object for"):
         requested_strategy(asked)
 

@@ -10,6 +10,8 @@ from toolkit.configs import ConfigOptions, write_configs
 from toolkit.configs.requested import (
     CUSTOM,
     DEEPSPEED_FILE,
+    agreed_strategy,
+    deepspeed_strategy,
     read_deepspeed_config,
     requested_processes,
     requested_strategy,
@@ -24,7 +26,11 @@ FSDP = {
     "FSDP_RESHARD_AFTER_FORWARD": "true",
     "WORLD_SIZE": "2",
 }
-DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "WORLD_SIZE": "2"}
+DEEPSPEED = {
+    "ACCELERATE_USE_DEEPSPEED": "true",
+    "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file",
+    "WORLD_SIZE": "2",
+}
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -84,6 +90,93 @@ def test_fsdp_without_a_version_is_fsdp1_and_refused(tmp_path, launched):
     environment = launched(*yaml_file(tmp_path, "FSDP", fsdp_config=section))
     with pytest.raises(UsageError, match="fsdp_version: 2"):
         requested_strategy(environment)
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ("tp_size", r"tensor parallel \(parallelism_config_tp_size\): 2"),
+        ("cp_size", r"context parallel \(parallelism_config_cp_size\): 2"),
+        ("sp_size", r"sequence parallel \(parallelism_config_sp_size\): 2"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
+def test_a_config_that_splits_the_model_otherwise_is_refused_by_name(
+    kind, field, words, tmp_path, launched
+):
+    """As TRL's `context_parallel_2gpu.yaml`, Accelerate's `tp_hsdp.yaml`, and TRL's for Ulysses."""
+    sections = {
+        "FSDP": {"fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": True}},
+        "DEEPSPEED": {"deepspeed_config": {"zero_stage": 3}},
+    }[kind]
+    split = {
+        "parallelism_config": {
+            "parallelism_config_dp_replicate_size": 1,
+            "parallelism_config_dp_shard_size": 1,
+            f"parallelism_config_{field}": 2,
+        },
+    }
+    environment = launched(*yaml_file(tmp_path, kind, **sections, **split))
+    with pytest.raises(UsageError, match=words):
+        requested_strategy(environment)
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size: 2"),
+        ({"sequence_parallel_size": 2}, "sequence_parallel_size: 2"),
+    ],
+)
+def test_a_deepspeed_file_that_splits_the_model_otherwise_is_refused(section, words):
+    config = {"zero_optimization": {"stage": 1}} | section
+    with pytest.raises(UsageError, match=words):
+        requested_strategy(DEEPSPEED | {DEEPSPEED_FILE: encoded(config)})
+
+
+def test_what_accelerate_would_leave_unreduced_is_refused(tmp_path, launched):
+    section = {"fsdp_version": 2, "fsdp_ignored_modules": ".*norm.*"}
+    environment = launched(*yaml_file(tmp_path, "FSDP", fsdp_config=section))
+    with pytest.raises(UsageError, match="would not average the gradients"):
+        requested_strategy(environment)
+
+
+def test_megatron_is_refused_by_name():
+    with pytest.raises(UsageError, match="Megatron-LM"):
+        requested_strategy({"ACCELERATE_USE_MEGATRON_LM": "true", "WORLD_SIZE": "2"})
+
+
+@pytest.mark.parametrize("switch", ["DEEPSPEED", "FSDP", "PARALLELISM_CONFIG"])
+def test_a_switch_that_an_earlier_launch_left_in_the_shell_is_refused(
+    switch, root, launched, monkeypatch
+):
+    monkeypatch.chdir(root)
+    monkeypatch.setenv(f"ACCELERATE_USE_{switch}", "true")
+    environment = launched("--config_file", "accelerate_configs/ddp.yaml")
+    with pytest.raises(UsageError, match=f"unset ACCELERATE_USE_{switch}"):
+        requested_strategy(environment)
+
+
+def test_what_a_script_asks_holds_where_no_config_asks():
+    zero2 = deepspeed_strategy({"zero_optimization": {"stage": 2}})
+    # DeepSpeed's plugin sets the first one in the rank.
+    torchrun = {"WORLD_SIZE": "2", "ACCELERATE_USE_DEEPSPEED": "true"}
+    assert agreed_strategy(torchrun, zero2, named="--deepspeed") is STRATEGIES["zero2"]
+
+
+def test_a_script_that_asks_for_another_thing_than_the_config_is_refused_and_both_are_named(
+    root, launched, monkeypatch
+):
+    monkeypatch.chdir(root)
+    zero2 = deepspeed_strategy({"zero_optimization": {"stage": 2}})
+    for name in ("ddp", "zero3"):
+        environment = launched("--config_file", f"accelerate_configs/{name}.yaml")
+        environment |= {"ACCELERATE_USE_DEEPSPEED": "true"}
+        with pytest.raises(UsageError, match=f"asks for {name} .*and --deepspeed for zero2"):
+            agreed_strategy(environment, zero2, named="--deepspeed")
+    environment = launched("--config_file", "accelerate_configs/zero2.yaml")
+    assert agreed_strategy(environment, zero2, named="--deepspeed") is STRATEGIES["zero2"]
+    assert agreed_strategy(environment, None, named="") is STRATEGIES["zero2"]
 
 
 def test_a_plain_process_is_single():

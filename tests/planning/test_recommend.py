@@ -205,11 +205,19 @@ def test_every_optimizer_has_a_flag():
 
     from transformers.training_args import OptimizerNames
 
-    from toolkit.planning.choices import Optimizer
-    from toolkit.planning.shown.recommended import OPTIMIZER_FLAGS
+    from toolkit.planning.choices import OPTIM_FLAGS, Optimizer
 
-    assert set(get_args(Optimizer)) == set(OPTIMIZER_FLAGS)
-    assert set(OPTIMIZER_FLAGS.values()) <= {one.value for one in OptimizerNames}
+    assert set(get_args(Optimizer)) == set(OPTIM_FLAGS)
+    assert set(OPTIM_FLAGS.values()) <= {one.value for one in OptimizerNames}
+
+
+def test_a_strategy_under_which_the_optimizer_cannot_step_is_left_out_and_it_is_said():
+    found = recommend("0.5b", gpu="L4", gpus=2, optimizer="adafactor")
+    names = {one.job.strategy.name for one in (found.choice, *found.runners_up)}
+    assert "fsdp" not in names
+    assert any(
+        "adafactor cannot step under" in reason and "fsdp" in reason for reason in found.reasons
+    )
 
 
 def test_a_recommendation_is_plain_data_and_escaped_html(answers):

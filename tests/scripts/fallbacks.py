@@ -17,10 +17,18 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-from toolkit.configs.requested import requested_strategy
+from toolkit.configs.optimizers import (
+    EVERYWHERE,
+    OF_WHOLE,
+    OF_WHOLE_OR_FLAT,
+    optimizer_problem,
+)
+from toolkit.configs.requested import LAUNCHER, requested_strategy
+from toolkit.errors import UsageError
 from toolkit.measuring.attestation import Asked, Refused
 from toolkit.measuring.recorder import Recorder
 from toolkit.rehearse import _patch_accelerate, _patch_deepspeed, _patch_transformers
+from toolkit.strategies import STRATEGIES
 from toolkit.training.trainer import ToolkitTrainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,10 +42,15 @@ FSDP = {
 }
 
 
+def file_of(name):
+    return str(ROOT / "deepspeed_configs" / f"{name}.json")
+
+
 def zero(name):
     return {
         "ACCELERATE_USE_DEEPSPEED": "true",
-        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(ROOT / "deepspeed_configs" / f"{name}.json"),
+        "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": file_of(name),
     }
 
 
@@ -56,9 +69,8 @@ def start(asked, *, rehearsed=True):
     """Forget the case before, and set what the launcher would set."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    for key in set(os.environ) - UNTOUCHED:
-        del os.environ[key]
-    os.environ |= asked
+    os.environ.clear()
+    os.environ |= UNTOUCHED | asked
     if rehearsed:
         os.environ |= {"ACCELERATE_TORCH_DEVICE": "cpu", "ACCELERATE_BYPASS_DEVICE_MAP": "true"}
         PartialState._prepare_backend = REHEARSED
@@ -79,9 +91,11 @@ def small_model():
     )
 
 
-def train(name, asked, *, rehearsed=True, **arguments):
+def train(name, asked, *, rehearsed=True, no_config=False, **arguments):
     """Train 2 steps under what `asked` would make the launcher set, and tell how that ended."""
     start(asked, rehearsed=rehearsed)
+    if no_config:
+        del os.environ[LAUNCHER]  # torchrun doesn't set it
     try:
         args = TrainingArguments(
             output_dir=str(FOLDER / f"{name}-{os.environ['RANK']}"),
@@ -100,7 +114,7 @@ def train(name, asked, *, rehearsed=True, **arguments):
         trainer.train()
         trainer.save_model(str(FOLDER / name))
         return {"ended": "trained", "engaged": trainer.record["attestation"]["engaged"]}
-    except Refused as error:
+    except (Refused, UsageError) as error:
         return {"ended": "refused", "text": str(error)}
 
 
@@ -132,13 +146,15 @@ def loop(asked, **wanted):
 
 
 torch.distributed.init_process_group("gloo")
-UNTOUCHED = set(os.environ)
+UNTOUCHED = dict(os.environ)
 ORIGINAL = PartialState._prepare_backend
 _patch_accelerate()
 _patch_deepspeed()
 _patch_transformers()
 REHEARSED = PartialState._prepare_backend
 
+SUMS_IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
+SUMS_IN_BF16 = {"data_types": {"grad_accum_dtype": "bf16"}}
 CPU = {"ACCELERATE_USE_CPU": "true"}
 outcomes = {
     # Controls: the same script, rightly set up, is not refused.
@@ -175,8 +191,29 @@ outcomes = {
     "exported_accumulation": train(
         "exported_accumulation", FSDP | {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
     ),
+    # Its layers are wrapped by Accelerate, and nothing of it stands in the Trainer's arguments.
+    "fsdp_checkpointing": train(
+        "fsdp_checkpointing", FSDP | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}
+    ),
+    # DeepSpeed takes it under ZeRO-3 and passes it over under the other stages.
+    "zero3_sums_in_bf16": train("zero3_sums_in_bf16", changed("zero3", SUMS_IN_BF16)),
+    "zero2_sums_in_bf16": train("zero2_sums_in_bf16", changed("zero2", SUMS_IN_BF16)),
+    "zero1_sums_in_fp32": train(
+        "zero1_sums_in_fp32",
+        changed("zero1", {"data_types": {"grad_accum_dtype": "fp32"}}),
+        bf16=True,
+    ),
+    # What the arguments ask by themselves, with a launcher's config beside them and without.
+    "own_zero2_under_ddp": train("own_zero2_under_ddp", {}, deepspeed=file_of("zero2")),
+    "own_zero2": train("own_zero2", {}, no_config=True, deepspeed=file_of("zero2")),
+    "own_fsdp": train("own_fsdp", {}, no_config=True, fsdp="full_shard auto_wrap"),
     # A file without the section: Accelerate adds it.
     "zero2_no_bf16": train("zero2_no_bf16", changed("zero2", {"bf16": None}), bf16=True),
+} | {
+    f"{optim}_{name}": train(f"{optim}_{name}", asked, optim=optim)
+    for name, asked in {"ddp": {}, "zero3": zero("zero3"), "fsdp": FSDP}.items()
+    for optim in (*EVERYWHERE, *OF_WHOLE_OR_FLAT, *OF_WHOLE)
+    if optimizer_problem(optim, STRATEGIES[name]) is None
 }
 (FOLDER / f"outcomes-{os.environ['RANK']}.json").write_text(json.dumps(outcomes))
 torch.distributed.barrier()

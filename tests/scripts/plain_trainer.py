@@ -1,22 +1,30 @@
-"""A stock HF Trainer. It knows nothing of the toolkit."""
+"""A stock HF Trainer with its own flags behind the folder. It knows nothing of the toolkit."""
 
 import json
 import sys
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    HfArgumentParser,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 folder = sys.argv[1]
-args = TrainingArguments(
-    output_dir=folder,
-    per_device_train_batch_size=4,
-    gradient_accumulation_steps=2,
-    max_steps=6,
-    logging_steps=1,
-    report_to="none",
-    save_strategy="no",
-    learning_rate=1e-3,
-)
+flags = {
+    "output_dir": folder,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 6,
+    "logging_steps": 1,
+    "report_to": "none",
+    "save_strategy": "no",
+    "learning_rate": 1e-3,
+}
+words = [f"--{name}={value}" for name, value in flags.items()]
+[args] = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses([*words, *sys.argv[2:]])
 torch.manual_seed(0)
 model = LlamaForCausalLM(
     LlamaConfig(

@@ -179,4 +179,11 @@ def _mistakes(key: str, value: Any) -> list[str]:
         return []
     known = IN_SECTIONS[key]
     section = cast("dict[str, Any]", value)
-    return [unknown_key(f"{key}.{name}", known) for name in section if name not in known]
+    wrong = [unknown_key(f"{key}.{name}", known) for name in section if name not in known]
+    if key == "activation_checkpointing" and not wrong and any(section.values()):
+        return [
+            "activation_checkpointing has no effect: DeepSpeed does it only in models that call "
+            "deepspeed.checkpointing, and those of transformers don't (toolkit.train and the "
+            "Trainer have --gradient_checkpointing)"
+        ]
+    return wrong

@@ -82,13 +82,14 @@ def fit_to_run(
         fitted["gradient_clipping"] = gradient_clipping
         changes.append(f"gradient_clipping: auto -> {gradient_clipping}, the run's own")
     for key in ("offload_optimizer", "offload_param"):
-        section = zero.get(key)
-        if launch is not None and section and section.get("nvme_path") == str(NVME_PATH):
+        section: dict[str, Any] = zero.get(key) or {}
+        if launch is not None and section.get("nvme_path") == str(NVME_PATH):
             section["nvme_path"] = str(NVME_PATH / launch)
             changes.append(
                 f"{key}.nvme_path: {NVME_PATH} -> {section['nvme_path']}, of this launch"
             )
-        if rehearsal and section and section.get("pin_memory", True):
+        placed = section.get("device") not in (None, "none")
+        if rehearsal and placed and section.get("pin_memory", True):
             section["pin_memory"] = False
             changes.append(f"{key}.pin_memory: true -> false, no GPU to pin memory for")
     offload: dict[str, Any] = zero.get("offload_optimizer") or {}

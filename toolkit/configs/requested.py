@@ -18,6 +18,26 @@ CUSTOM = "custom"
 """The name of what a config asks for when it is none of ours."""
 
 
+LAUNCHER = "ACCELERATE_MIXED_PRECISION"
+"""What `accelerate launch` always sets, whatever its config says; torchrun doesn't."""
+
+_BESIDE = {
+    "ACCELERATE_USE_DEEPSPEED": "ACCELERATE_CONFIG_DS_FIELDS",
+    "ACCELERATE_USE_FSDP": "FSDP_VERSION",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "PARALLELISM_CONFIG_TP_SIZE",
+}
+"""Switches that Accelerate 1.15 obeys, each with a variable that its launcher writes beside it
+(utils/launch.py)."""
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+_SPLITS = {
+    "PARALLELISM_CONFIG_TP_SIZE": "tensor parallel (parallelism_config_tp_size)",
+    "PARALLELISM_CONFIG_CP_SIZE": "context parallel (parallelism_config_cp_size)",
+    "PARALLELISM_CONFIG_SP_SIZE": "sequence parallel (parallelism_config_sp_size)",
+}
+
+
 def requested_strategy(environ: Mapping[str, str]) -> Strategy:
     """Return what the launcher's config asked for, under our name for it where there is one.
 
@@ -25,11 +45,69 @@ def requested_strategy(environ: Mapping[str, str]) -> Strategy:
         environ: A rank's environment variables, as Accelerate 1.15 sets them.
 
     Raises:
-        UsageError: the config asks for something that is not one of our backends.
+        UsageError: the config asks for something that is not one of our backends, or the shell
+            holds variables of another launch.
     """
-    asked = _from_environment(environ)
+    check_left_over(environ)
+    return known_strategy(_from_environment(environ))
+
+
+def agreed_strategy(
+    environ: Mapping[str, str], of_script: Strategy | None, *, named: str
+) -> Strategy:
+    """Return what is to engage: what the launcher's config asks for and the script doesn't deny.
+
+    Args:
+        environ: A rank's environment variables.
+        of_script: What the script asks for by itself, None where it leaves that to the launcher.
+        named: By what it asks, as the user wrote it.
+
+    Raises:
+        UsageError: config and script ask for different things.
+    """
+    if of_script is None:
+        return requested_strategy(environ)
+    if LAUNCHER not in environ:
+        return known_strategy(of_script)
+    # Accelerate sets these itself, without the variable beside them, once a script asked.
+    as_launched = {
+        name: value
+        for name, value in environ.items()
+        if name not in _BESIDE or _BESIDE[name] in environ
+    }
+    of_config = requested_strategy(as_launched)
+    if not same_features(of_config, of_script):
+        raise UsageError(
+            f"The launcher's config asks for {of_config.name} ({of_config.summary}), and "
+            f"{named} for {known_strategy(of_script).name}. Take {named} out, or start the script "
+            "with torchrun, whose ranks have no config."
+        )
+    return of_config
+
+
+def check_left_over(environ: Mapping[str, str]) -> None:
+    """Refuse a switch in the environment that no launcher of this run has set.
+
+    Raises:
+        UsageError: names each.
+    """
+    left = [
+        name
+        for name, beside in _BESIDE.items()
+        if _is_true(environ, name) and beside not in environ
+    ]
+    if left:
+        raise UsageError(
+            f"{' and '.join(f'{name}={environ[name]}' for name in left)} stands in the environment "
+            "and was not set by the launcher of this run: Accelerate would obey it whatever the "
+            f"config file asks. unset {' '.join(left)}"
+        )
+
+
+def known_strategy(asked: Strategy) -> Strategy:
+    """Return the strategy of ours that asks for the same, or `asked` itself."""
     for known in STRATEGIES.values():
-        if _features(known) == _features(asked):
+        if same_features(known, asked):
             return known
     return asked
 
@@ -42,6 +120,25 @@ def same_features(one: Strategy, other: Strategy) -> bool:
 def requested_processes(environ: Mapping[str, str]) -> int:
     """The number of ranks that the launcher started."""
     return int(environ.get("WORLD_SIZE", "1"))
+
+
+def requests_checkpointing(environ: Mapping[str, str]) -> bool:
+    """Whether the launcher's FSDP section asks for activation checkpointing."""
+    return all(
+        _is_true(environ, name) for name in ("ACCELERATE_USE_FSDP", "FSDP_ACTIVATION_CHECKPOINTING")
+    )
+
+
+def requested_accumulation_dtype(environ: Mapping[str, str]) -> str | None:
+    """Return what the launcher's DeepSpeed file has gradients summed up in; None: it doesn't say.
+
+    Raises:
+        UsageError: as `read_deepspeed_config`.
+    """
+    if not _is_true(environ, "ACCELERATE_USE_DEEPSPEED") or DEEPSPEED_FILE not in environ:
+        return None
+    types: dict[str, Any] = read_deepspeed_config(environ).get("data_types") or {}
+    return _DTYPES.get(str(types.get("grad_accum_dtype")))
 
 
 def read_deepspeed_config(
@@ -104,22 +201,14 @@ def _deepspeed_text(name: str) -> tuple[str, str]:
 
 
 def _from_environment(environ: Mapping[str, str]) -> Strategy:
+    _check_supported(environ)
     if _is_true(environ, "ACCELERATE_USE_DEEPSPEED"):
         return _from_deepspeed(environ)
     if _is_true(environ, "ACCELERATE_USE_FSDP"):
-        if environ.get("FSDP_VERSION", "1") != "2":
-            raise UsageError(
-                "The Accelerate config asks for FSDP1. The toolkit runs FSDP2: "
-                "set fsdp_version: 2, or start from accelerate_configs/fsdp.yaml."
-            )
-        place: Device = "cpu" if _is_true(environ, "FSDP_OFFLOAD_PARAMS") else "none"
-        return Strategy(
-            name=CUSTOM,
-            backend="fsdp",
-            summary="FSDP2, as the config file asks",
+        return fsdp_strategy(
+            version=int(environ.get("FSDP_VERSION", "1")),
             reshard_after_forward=_is_true(environ, "FSDP_RESHARD_AFTER_FORWARD"),
-            offload_optimizer=place,
-            offload_parameters=place,
+            offload=_is_true(environ, "FSDP_OFFLOAD_PARAMS"),
             replicas=int(environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1")),
         )
     if requested_processes(environ) > 1:
@@ -127,38 +216,110 @@ def _from_environment(environ: Mapping[str, str]) -> Strategy:
     return STRATEGIES["single"]
 
 
+def _check_supported(environ: Mapping[str, str]) -> None:
+    """Raise UsageError for what a config can ask of Accelerate and no strategy here does."""
+    asked = [
+        f"{words}: {environ[name]}"
+        for name, words in _SPLITS.items()
+        if _is_true(environ, "ACCELERATE_USE_PARALLELISM_CONFIG")
+        and int(environ.get(name, "1")) > 1
+    ]
+    if _is_true(environ, "ACCELERATE_USE_MEGATRON_LM"):
+        asked.append("Megatron-LM (ACCELERATE_USE_MEGATRON_LM)")
+    if asked:
+        raise UsageError(
+            f"The Accelerate config asks for {' and '.join(asked)}. No strategy of the toolkit "
+            "does that yet. Take it out of the config, or start the script without the toolkit."
+        )
+    if _is_true(environ, "ACCELERATE_USE_FSDP") and environ.get("FSDP_IGNORED_MODULES"):
+        raise UsageError(
+            "The Accelerate config has fsdp_ignored_modules: "
+            f"{environ['FSDP_IGNORED_MODULES']}. FSDP2 would not average the gradients of these "
+            "modules over the ranks, and with fsdp_cpu_ram_efficient_loading Accelerate shards "
+            "them all the same. Take it out of the config."
+        )
+
+
+def fsdp_strategy(
+    *, version: int, reshard_after_forward: bool, offload: bool, replicas: int = 1
+) -> Strategy:
+    """Return what an FSDP section asks for.
+
+    Raises:
+        UsageError: it asks for FSDP1.
+    """
+    if version != 2:
+        raise UsageError(
+            "FSDP1 is asked for. The toolkit runs FSDP2: set fsdp_version: 2 in the Accelerate "
+            "config (accelerate_configs/fsdp.yaml does), or version: 2 in --fsdp_config."
+        )
+    place: Device = "cpu" if offload else "none"
+    return Strategy(
+        name=CUSTOM,
+        backend="fsdp",
+        summary="FSDP2 with settings of its own",
+        reshard_after_forward=reshard_after_forward,
+        offload_optimizer=place,
+        offload_parameters=place,
+        replicas=replicas,
+    )
+
+
 def _from_deepspeed(environ: Mapping[str, str]) -> Strategy:
-    def place(value: str | None) -> Device:
+    if DEEPSPEED_FILE in environ:
+        return deepspeed_strategy(read_deepspeed_config(environ))
+    prefix = "ACCELERATE_DEEPSPEED_"
+    return deepspeed_strategy(
+        {
+            "zero_optimization": {
+                "stage": environ.get(f"{prefix}ZERO_STAGE", "2"),
+                "offload_optimizer": {"device": environ.get(f"{prefix}OFFLOAD_OPTIMIZER_DEVICE")},
+                "offload_param": {"device": environ.get(f"{prefix}OFFLOAD_PARAM_DEVICE")},
+            }
+        }
+    )
+
+
+def deepspeed_strategy(config: Mapping[str, Any]) -> Strategy:
+    """Return what a DeepSpeed config asks for.
+
+    Raises:
+        UsageError: it asks for something that is not one of our backends.
+    """
+    zero: dict[str, Any] = config.get("zero_optimization") or {}
+
+    def device(name: str) -> Device:
+        section: dict[str, Any] = zero.get(name) or {}
+        value = section.get("device")
         return "cpu" if value == "cpu" else "nvme" if value == "nvme" else "none"
 
-    def device(section: dict[str, Any] | None) -> Device:
-        return place(None if section is None else section.get("device"))
-
-    if DEEPSPEED_FILE in environ:
-        zero: dict[str, Any] = read_deepspeed_config(environ).get("zero_optimization", {})
-        try:
-            stage = int(zero.get("stage", 0))
-            optimizer = device(zero.get("offload_optimizer"))
-            parameters = device(zero.get("offload_param"))
-        except (AttributeError, TypeError, ValueError):
-            raise UsageError(
-                "zero_optimization in the DeepSpeed config needs a stage from 0 to 3, and an "
-                "object for offload_optimizer and offload_param where they are not left out."
-            ) from None
-    else:
-        prefix = "ACCELERATE_DEEPSPEED_"
-        stage = int(environ.get(f"{prefix}ZERO_STAGE", "2"))
-        optimizer = place(environ.get(f"{prefix}OFFLOAD_OPTIMIZER_DEVICE"))
-        parameters = place(environ.get(f"{prefix}OFFLOAD_PARAM_DEVICE"))
+    try:
+        stage = int(zero.get("stage", 0))
+        optimizer, parameters = device("offload_optimizer"), device("offload_param")
+    except (AttributeError, TypeError, ValueError):
+        raise UsageError(
+            "zero_optimization in the DeepSpeed config needs a stage from 0 to 3, and an "
+            "object for offload_optimizer and offload_param where they are not left out."
+        ) from None
     if stage < 3 and parameters != "none":
         raise UsageError(
             f"The DeepSpeed config asks for offload_param at stage {stage}, where DeepSpeed "
             "ignores it. Use stage 3, or take offload_param out."
         )
+    tensor_parallel: dict[str, Any] = config.get("tensor_parallel") or {}
+    tensor = tensor_parallel.get("autotp_size") or 0
+    sequence = config.get("sequence_parallel_size") or 0
+    split = [f"tensor parallel (tensor_parallel.autotp_size: {tensor})"] if tensor > 1 else []
+    split += [f"sequence parallel (sequence_parallel_size: {sequence})"] if sequence > 1 else []
+    if split:
+        raise UsageError(
+            f"The DeepSpeed config asks for {' and '.join(split)}. No strategy of the toolkit "
+            "does that yet. Take it out of the config."
+        )
     return Strategy(
         name=CUSTOM,
         backend="deepspeed",
-        summary="DeepSpeed, as the config file asks",
+        summary=f"DeepSpeed's ZeRO stage {stage} with settings of its own",
         zero_stage=stage,
         offload_optimizer=optimizer,
         offload_parameters=parameters,

@@ -46,6 +46,10 @@ class Asked:
     gradient_clipping: float | None = None
     gradient_accumulation_steps: int | None = None
     optimizer_classes: tuple[str, ...] | None = None
+    activation_checkpointing: bool | None = None
+    accumulation_dtype: str | None = None
+    """What gradients are summed up in over micro-batches."""
+
     dtype: str = "float32"
     """The dtype that the weights were loaded in."""
 
@@ -64,6 +68,8 @@ class Asked:
             "wrapper": _WRAPPER[strategy.backend],
             "zero_stage": strategy.zero_stage,
             "replicas": strategy.replicas,
+            "model_split_by": "none",
+            "activation_checkpointing": self.activation_checkpointing,
             "sharded_fraction": 1 / self.shards if strategy.shards_parameters else 1.0,
             "offload_optimizer": strategy.offload_optimizer,
             "offload_parameters": strategy.offload_parameters,
@@ -86,6 +92,7 @@ class Asked:
         facts: dict[str, Any] = {
             "optimizer_class": self.optimizer_classes,
             "optimizer_fraction": 1 / self.shards if self.strategy.shards_optimizer else 1.0,
+            "accumulation_dtype": self.accumulation_dtype,
             "gradient_clipping": self.gradient_clipping,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
         }
@@ -98,7 +105,7 @@ class Asked:
         # they compute with.
         reduced = _DTYPE["no" if self.strategy.backend == "ddp" else self.precision]
         facts["reduce_dtype"] = None if self.strategy.backend == "single" else reduced
-        if self.precision == "no":
+        if self.precision == "no" and self.accumulation_dtype is None:
             facts["gradient_dtypes"] = ["float32"]
         return _asked_only(facts)
 
@@ -127,6 +134,8 @@ def engaged_before(accelerator: Any, model: Any) -> dict[str, Any]:
         "wrapper": engine.wrapper_of(model),
         "zero_stage": 0 if zero is None else model.zero_optimization_stage(),
         "replicas": engine.replicas(model),
+        "model_split_by": engine.split_by(accelerator, model),
+        "activation_checkpointing": engine.checkpoints_activations(model),
         "sharded_fraction": round(engine.sharded_fraction(model), 4),
         "parameter_dtypes": _dtypes(p for p in model.parameters() if p.requires_grad),
         "offload_optimizer": optimizer_place,
@@ -146,8 +155,10 @@ def engaged_before(accelerator: Any, model: Any) -> dict[str, Any]:
 def engaged_at_step(model: Any) -> dict[str, Any]:
     """Look at the gradients of the first step, while they are there."""
     reduced = engine.reduce_dtype(model)
+    dtypes = _dtypes(engine.gradients_held(model))
     return {
-        "gradient_dtypes": _dtypes(engine.gradients_held(model)),
+        "gradient_dtypes": dtypes,
+        "accumulation_dtype": dtypes,
         "reduce_dtype": None if reduced is None else _name(reduced),
     }
 
@@ -159,22 +170,31 @@ def engaged_after(model: Any, optimizer: Any) -> dict[str, Any]:
         "optimizer_class": type(inner).__name__,
         "resident_fraction": round(engine.resident_fraction(model), 4),
     }
-    # States in the shape of their parameter tell where it is stepped on; step counts don't, and
-    # an optimizer that factors or quantises some of them tells nothing.
+    # States as large as a parameter, or as its rows and columns, tell where it is stepped on; step
+    # counts don't, and a parameter with other states alone leaves it open.
     kept, tells = 0, True
     states: list[torch.Tensor] = []
     for parameter, state in inner.state.items():
         held = engine.local(parameter)
         found = [engine.local(s) for s in engine.tensors_in(state)]
-        own = [s for s in found if s.shape == held.shape and s.is_floating_point()]
-        tells &= bool(own) or all(s.numel() <= 1 for s in found)
-        kept += held.numel() if own else 0
-        states += own
-    if states and tells:
+        shaped = [s for s in found if s.shape in _state_shapes(held.shape)]
+        tells &= bool(shaped) or all(s.numel() <= 1 for s in found)
+        kept += held.numel() if shaped else 0
+        states += [s for s in shaped if s.is_floating_point()]
+    if kept and tells:
         whole = sum(engine.elements_of(p) for p in model.parameters() if p.requires_grad)
         facts["optimizer_fraction"] = round(kept / whole, 4)
+    if states and tells:
         facts["optimizer_dtypes"] = _dtypes(states)
     return facts
+
+
+def _state_shapes(shape: torch.Size) -> tuple[torch.Size, ...]:
+    """Return the shapes of states that stand for a whole parameter.
+
+    That is its own, and those of the rows and columns that Adafactor keeps of a matrix.
+    """
+    return (shape, shape[:-1], shape[:-2] + shape[-1:]) if len(shape) > 1 else (shape,)
 
 
 def compare(asked: dict[str, Any], engaged: dict[str, Any], *, rank: int) -> list[Mismatch]:
@@ -224,6 +244,8 @@ def _holds(what: str, wanted: Any, found: Any) -> bool:
         return abs(wanted - found) <= FRACTION_TOLERANCE
     if what == "optimizer_class":
         return found in wanted
+    if what == "accumulation_dtype":
+        return wanted in found
     return wanted == found
 
 

@@ -12,9 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+
+from toolkit.configs.requested import deepspeed_strategy, fsdp_strategy
+from toolkit.strategies import Strategy
 
 
 def wrapper_of(model: Any) -> str:
@@ -115,6 +119,57 @@ def swap_files(model: Any) -> Iterator[Path]:
             yield from map(Path, [*kept.get_swap_paths(), *kept.get_swap_gradient_paths()])
 
 
+def asked_by_plugins(*, deepspeed: Any, fsdp: Any, parallelism: Any = None) -> Strategy | None:
+    """Return what the plugins of an Accelerator ask for; None without plugins.
+
+    Args:
+        deepspeed: A `DeepSpeedPlugin`, several of them by name, or None.
+        fsdp: A `FullyShardedDataParallelPlugin` or None.
+        parallelism: A `ParallelismConfig` or None.
+
+    Raises:
+        UsageError: they ask for something that is not one of our backends.
+    """
+    if deepspeed is not None:
+        plugin = next(iter(deepspeed.values())) if isinstance(deepspeed, dict) else deepspeed
+        return deepspeed_strategy(plugin.deepspeed_config)
+    if fsdp is None:
+        return None
+    return fsdp_strategy(
+        version=fsdp.fsdp_version,
+        reshard_after_forward=fsdp.reshard_after_forward is True,
+        offload=isinstance(fsdp.cpu_offload, CPUOffloadPolicy),
+        replicas=getattr(parallelism, "dp_replicate_size", 1),
+    )
+
+
+def split_by(accelerator: Any, model: Any) -> str:
+    """Name the ways in which one copy of the model's computation is split over ranks, or `none`.
+
+    Sharded states are none of them: each rank still computes all layers, of rows of its own.
+    """
+    config = accelerator.parallelism_config
+    sizes = {
+        "tensor": getattr(config, "tp_size", 1),
+        "context": getattr(config, "cp_size", 1),
+        "sequence": getattr(config, "sp_size", 1),
+    }
+    if zero_optimizer(model) is not None:
+        sizes["tensor"] = max(sizes["tensor"], model.autotp_size())
+    elif not isinstance(model, FSDPModule):
+        meshes = [p.device_mesh.size() for p in model.parameters() if isinstance(p, DTensor)]
+        sizes["tensor"] = max(sizes["tensor"], *meshes, 1)
+    return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "none"
+
+
+def checkpoints_activations(model: Any) -> bool:
+    """Whether some layer keeps its input alone and computes the rest again in backward."""
+    return any(
+        isinstance(module, CheckpointWrapper) or getattr(module, "gradient_checkpointing", False)
+        for module in model.modules()
+    )
+
+
 def compiled(model: Any) -> bool:
     """Whether torch.compile makes graphs of the model or of a part of it."""
     return any(
@@ -171,6 +226,7 @@ def master_held(model: Any) -> Iterator[torch.Tensor]:
     zero = zero_optimizer(model)
     yield from getattr(zero, "single_partition_of_fp32_groups", ())
     yield from getattr(zero, "fp32_partitioned_groups_flat", ())
+    yield from getattr(zero, "fp32_groups_flat_partition", ())
 
 
 def gradients_held(model: Any) -> Iterator[torch.Tensor]:
@@ -183,9 +239,9 @@ def gradients_held(model: Any) -> Iterator[torch.Tensor]:
         return
     for partitions in getattr(zero, "averaged_gradients", {}).values():
         yield from tensors_in(partitions)
-    flat = getattr(zero, "grad_partitions_flat_buffer", None)
-    if flat is not None:
-        yield flat
+    yield from tensors_in(getattr(zero, "grad_partitions_flat_buffer", None))
+    # DeepSpeed turns ZeRO-1 in bf16 with `grad_accum_dtype: fp32` into an optimizer of its own.
+    yield from getattr(zero, "fp32_groups_gradients_flat", ())
     for master in master_held(model):
         if master.grad is not None:
             yield master.grad

@@ -1,23 +1,34 @@
 """Attestation of a script that knows nothing of the toolkit: its `Accelerator.prepare` is watched.
 
 Covers a plain `Accelerator` and the HF Trainer, which prepares through one. What the launcher's
-config asked for must engage; what belongs to the script (clipping, accumulation) is named.
+config or the script's own flags asked for must engage; what belongs to the script (clipping,
+accumulation) is named.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import torch
 
-from toolkit.configs.requested import requested_processes, requested_strategy
+from toolkit.configs.requested import (
+    agreed_strategy,
+    requested_accumulation_dtype,
+    requested_processes,
+    requested_strategy,
+    requests_checkpointing,
+)
 from toolkit.launching.ranks import say
 from toolkit.measuring.attestation import Asked
-from toolkit.measuring.engine import zero_optimizer
+from toolkit.measuring.engine import asked_by_plugins, zero_optimizer
 from toolkit.measuring.recorder import Recorder
+from toolkit.strategies import Strategy
 
 
 @contextmanager
@@ -25,20 +36,34 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
     """Attest the first model that is prepared for training, and say so at the end.
 
     Raises:
-        Refused: what engaged is not what the launcher's config asked for.
-        UsageError: the config asks for a backend that the toolkit doesn't run.
+        Refused: what engaged is not what was asked for.
+        UsageError: the config asks for a backend that the toolkit doesn't run, or the script for
+            another one than the config.
     """
     from accelerate import Accelerator
 
     asked = Asked(
         strategy=requested_strategy(os.environ),
         num_processes=requested_processes(os.environ),
+        accumulation_dtype=requested_accumulation_dtype(os.environ),
+        # A script may also switch it on by itself.
+        activation_checkpointing=requests_checkpointing(os.environ) or None,
     )
     recorder = Recorder(asked, rehearsal=rehearsal)
     watched: list[tuple[Any, Any]] = []
     models: list[Any] = []
     optimizers: list[Any] = []
-    original = Accelerator.prepare
+    plugins: dict[int, dict[str, Any]] = {}
+    original, original_init = Accelerator.prepare, Accelerator.__init__
+
+    def init(self: Any, *arguments: Any, **options: Any) -> None:
+        given = signature(original_init).bind(self, *arguments, **options).arguments
+        plugins[id(self)] = {
+            "deepspeed": given.get("deepspeed_plugin") or given.get("deepspeed_plugins"),
+            "fsdp": given.get("fsdp_plugin"),
+            "parallelism": given.get("parallelism_config"),
+        }
+        original_init(self, *arguments, **options)
 
     def prepare(self: Any, *objects: Any, **options: Any) -> Any:
         prepared = original(self, *objects, **options)
@@ -50,18 +75,34 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
         optimizers.extend(made for made in results if hasattr(made, "param_groups"))
         if models and optimizers:
             watched.append((self, models[0]))
+            recorder.asked = replace(asked, strategy=_agreed(plugins[id(self)]))
             recorder.prepared(self, models[0], optimizers[0])
             recorder.first_step_alone()
+            if self.is_main_process:
+                say(f"{recorder.asked.strategy.name} engaged")
         return prepared
 
-    Accelerator.prepare = prepare
+    Accelerator.prepare, Accelerator.__init__ = prepare, init
     try:
         yield
     finally:
-        Accelerator.prepare = original
+        Accelerator.prepare, Accelerator.__init__ = original, original_init
     if int(os.environ.get("RANK", "0")) == 0:
         for line in _report(recorder, watched):
             say(line)
+
+
+def _agreed(plugins: dict[str, Any]) -> Strategy:
+    """Return what is to engage, by the plugins that the script gave its Accelerator.
+
+    Raises:
+        UsageError: the launcher's config and the script ask for different things.
+    """
+    of_script = asked_by_plugins(**plugins)
+    backend = "" if of_script is None else of_script.backend
+    flags = [word for word in sys.argv[1:] if word.partition("=")[0] == f"--{backend}"]
+    named = flags[0] if flags else f"the script's own {backend} plugin"
+    return agreed_strategy(os.environ, of_script, named=named)
 
 
 def _report(recorder: Recorder, watched: list[tuple[Any, Any]]) -> Iterator[str]:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.configs.accelerate import check_num_processes
+from toolkit.configs.optimizers import optimizer_problem
 from toolkit.errors import UsageError
-from toolkit.planning.choices import Attention, Goal, Method, Optimizer, Precision
+from toolkit.planning.choices import OPTIM_FLAGS, Attention, Goal, Method, Optimizer, Precision
 from toolkit.planning.job import Job
 from toolkit.planning.learning_rate import LearningRate
 from toolkit.planning.memory.estimate import MemoryEstimate, estimate_memory
@@ -196,6 +197,9 @@ def recommend(
     if choice is None:
         closest = max(looked_at, key=lambda one: one.verdict.worst_margin_bytes)
     reasons = [*_reasons(search, choice, closest, ranked, looked_at, goal), *start.notes]
+    if search.without_optimizer:
+        left_out = ", ".join(dict.fromkeys(search.without_optimizer))
+        reasons.append(f"{optimizer} cannot step under {left_out}: these were not looked at.")
     if host_gib is None and any(one.job.strategy.offloads for one in looked_at):
         reasons.append(
             f"{host_bytes / GIB:.0f} GiB of RAM a node are assumed, twice the memory of its "
@@ -242,6 +246,8 @@ class _Search:
         self.room = room
         self.internode = internode
         self.rows = global_batch // job.gpus
+        self.without_optimizer: list[str] = []
+        """Strategies under which the optimizer that was asked for cannot step."""
 
     def candidate(self, **changes: Any) -> Candidate:
         return Candidate(
@@ -283,6 +289,9 @@ class _Search:
         strategy = STRATEGIES[name]
         if strategy.replicas > 1 and self.job.nodes == 1:
             return False  # it pays where a group lies inside a node, and the other beyond it
+        if optimizer_problem(OPTIM_FLAGS[self.job.optimizer], strategy):
+            self.without_optimizer.append(name)
+            return False
         try:
             check_num_processes(strategy, self.job.gpus)
         except UsageError:

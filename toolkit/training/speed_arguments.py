@@ -138,6 +138,7 @@ def check_speed(
     strategy: Strategy,
     evidence: bool = False,
     on_gpu: bool = True,
+    config_checkpoints: bool = False,
 ) -> None:
     """Refuse switches that go together with nothing else that was asked, all of them at once.
 
@@ -147,6 +148,7 @@ def check_speed(
         strategy: What the launcher asks for.
         evidence: Whether the first step is looked into.
         on_gpu: Whether this is no rehearsal.
+        config_checkpoints: Whether the launcher's FSDP section asks for activation checkpointing.
 
     Raises:
         UsageError: at least one of them does not.
@@ -161,6 +163,12 @@ def check_speed(
     if arguments.checkpoint_layers != "none" and _asks_for_checkpointing(values):
         found.append(
             "--checkpoint_layers and --activation_checkpointing both choose layers: pass one"
+        )
+    flags = arguments.checkpoint_layers != "none" or _asks_for_checkpointing(values)
+    if config_checkpoints and flags:
+        found.append(
+            "fsdp_activation_checkpointing: true of the Accelerate config and a flag would both "
+            "checkpoint the layers: leave one of them out"
         )
     if arguments.compiles_blocks and values.get("torch_compile"):
         found.append("--compile_blocks and --torch_compile both compile the layers: pass one")

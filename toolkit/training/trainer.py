@@ -23,7 +23,13 @@ from toolkit.checkpoints.trainers import (
     prepared_of,
     save_for,
 )
-from toolkit.configs.requested import CUSTOM, requested_strategy
+from toolkit.configs.requested import (
+    agreed_strategy,
+    deepspeed_strategy,
+    fsdp_strategy,
+    requested_accumulation_dtype,
+    requests_checkpointing,
+)
 from toolkit.errors import UsageError
 from toolkit.measuring.attestation import Asked
 from toolkit.measuring.pulse import Choice, pulse_for
@@ -321,6 +327,9 @@ def _recorder_for(args: TrainingArguments, model: Any, guards: Choice) -> Record
         precision=args.mixed_precision,
         dtype="float32" if trained == {torch.float32} else "another",
         gradient_clipping=float(args.max_grad_norm or 0),
+        accumulation_dtype=requested_accumulation_dtype(os.environ),
+        # The model may have been given some by its own call.
+        activation_checkpointing=_asks_for_checkpointing(args) or None,
         # The Trainer itself shortens the last window of an epoch; only DeepSpeed has its own say.
         gradient_accumulation_steps=args.gradient_accumulation_steps
         if args.deepspeed_plugin is not None
@@ -335,26 +344,30 @@ def _recorder_for(args: TrainingArguments, model: Any, guards: Choice) -> Record
 
 
 def _strategy_of(args: TrainingArguments) -> Strategy:
-    """What `TrainingArguments` ask for, which goes before what the launcher's config asks."""
-    plugin = args.deepspeed_plugin
-    if plugin is not None:
-        zero = plugin.deepspeed_config["zero_optimization"]
-        return Strategy(
-            name=CUSTOM,
-            backend="deepspeed",
-            summary="DeepSpeed, as the arguments ask",
-            zero_stage=zero["stage"],
-            offload_optimizer=zero.get("offload_optimizer", {}).get("device") or "none",
-            offload_parameters=zero.get("offload_param", {}).get("device") or "none",
+    """What `TrainingArguments` ask for by themselves, or else the launcher's config.
+
+    Raises:
+        UsageError: they ask for different things.
+    """
+    of_script, named = None, ""
+    if args.deepspeed:
+        named = "--deepspeed"
+        of_script = deepspeed_strategy(args.deepspeed_plugin.deepspeed_config)
+    elif args.fsdp_plugin_args is not None:
+        named, options = "--fsdp", args.fsdp_plugin_args
+        of_script = fsdp_strategy(
+            version=options["fsdp_version"],
+            reshard_after_forward=options["reshard_after_forward"] is True,
+            offload=bool(options.get("cpu_offload")),
+            replicas=getattr(args.parallelism_config, "dp_replicate_size", 1),
         )
-    if args.fsdp_plugin_args is not None and args.fsdp_plugin_args.get("fsdp_version") == 2:
-        place = "cpu" if args.fsdp_plugin_args.get("cpu_offload") else "none"
-        return Strategy(
-            name=CUSTOM,
-            backend="fsdp",
-            summary="FSDP2, as the arguments ask",
-            reshard_after_forward=args.fsdp_plugin_args.get("reshard_after_forward", True),
-            offload_optimizer=place,
-            offload_parameters=place,
-        )
-    return requested_strategy(os.environ)
+    return agreed_strategy(os.environ, of_script, named=named)
+
+
+def _asks_for_checkpointing(args: TrainingArguments) -> bool:
+    options = args.fsdp_plugin_args or {}
+    return bool(
+        args.gradient_checkpointing
+        or options.get("activation_checkpointing")
+        or requests_checkpointing(os.environ)
+    )

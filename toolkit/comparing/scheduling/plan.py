@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from toolkit.comparing.reporting.names import both_engines, without_engine
+from toolkit.comparing.scheduling.attempts import flags_in
 from toolkit.comparing.scheduling.batches import (
     cannot_have,
     check_batch,
@@ -21,10 +22,11 @@ from toolkit.comparing.scheduling.batches import (
 )
 from toolkit.comparing.scheduling.options import CompareOptions, Engine
 from toolkit.comparing.scheduling.owned_flags import check_train_flags
+from toolkit.configs.optimizers import DEFAULT, missing_package, optimizer_problem
 from toolkit.errors import UsageError
 from toolkit.escaping import shell_line
 from toolkit.redaction import redacted_words
-from toolkit.strategies import Strategy, get_strategy
+from toolkit.strategies import STRATEGIES, Strategy, get_strategy
 
 CONTROLS: Final = ("single", "ddp", "zero1")
 """Who is the control: the first of these that runs to its end."""
@@ -106,6 +108,9 @@ def build_plan(
         UsageError: an unknown strategy, a batch that does not divide, a flag that is compare's.
     """
     check_train_flags(options.train_flags)
+    optimizer = _optimizer(options.train_flags)
+    if problem := optimizer_problem(optimizer, STRATEGIES["single"]) or missing_package(optimizer):
+        raise UsageError(problem)
     strategies, notes = _with_control(options.strategies)
     controls = [get_strategy(name) for name in CONTROLS]
     counts = {s.name: _counts(s, options) for s in (*strategies, *controls)}
@@ -214,8 +219,14 @@ def _run(strategy: Strategy, engine: Engine, processes: int, options: CompareOpt
     )
 
 
+def _optimizer(flags: Sequence[str]) -> str:
+    return flags_in(flags).get("--optim") or DEFAULT
+
+
 def _reason_to_skip(run: Run, gpus: int, rehearsal: bool) -> str | None:
     if problem := cannot_have(run.strategy, run.num_processes):
+        return problem
+    if problem := optimizer_problem(_optimizer(run.flags), run.strategy):
         return problem
     if rehearsal and run.precision == "fp16" and run.strategy.backend == "deepspeed":
         return "DeepSpeed has no fp16 on a CPU; use --precision bf16, or GPUs"

@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.planning.choices import OPTIM_FLAGS
 from toolkit.planning.shown.as_json import (
     gpu_as_json,
     interval,
@@ -28,19 +29,6 @@ if TYPE_CHECKING:
 
 PORT = 29500
 """Where nodes meet: a free port of one of them, which 0 asks for, the others would not know."""
-
-OPTIMIZER_FLAGS = {
-    "adamw": "adamw_torch",
-    "adamw_fused": "adamw_torch_fused",
-    "adamw_8bit": "adamw_bnb_8bit",
-    "paged_adamw": "paged_adamw_32bit",
-    "paged_adamw_8bit": "paged_adamw_8bit",
-    "adafactor": "adafactor",
-    "sgd": "sgd",
-    "sgd_momentum": "sgd",
-    "lion": "lion_32bit",
-}
-"""From the planner's names to those of `--optim` (transformers 5.23, training_args.py)."""
 
 
 def show_recommendation(found: Recommendation, console: Console) -> None:
@@ -104,7 +92,7 @@ def command(job: Job, config: Path, *, rate: float) -> list[str]:
         "per_device_train_batch_size": job.batch,
         "gradient_accumulation_steps": job.accumulation,
         "learning_rate": f"{rate:g}",
-        "optim": OPTIMIZER_FLAGS[job.optimizer],
+        "optim": OPTIM_FLAGS[job.optimizer],
     }
     if job.optimizer == "sgd_momentum":
         flags["optim_args"] = "momentum=0.9"

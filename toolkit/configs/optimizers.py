@@ -1,0 +1,76 @@
+"""The optimizers of `--optim` (transformers 5.23), and the strategies under which each can step.
+
+All of them were tried in two processes under DDP, ZeRO and FSDP2; tests/test_attestation.py does.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Final
+
+from toolkit.strategies import Strategy
+
+DEFAULT: Final = "adamw_torch"
+
+EVERYWHERE: Final = ("adamw_torch", "adamw_torch_fused", "rmsprop", "sgd")
+
+OF_WHOLE_OR_FLAT: Final = (
+    "adafactor",
+    "adamw_8bit",
+    "adamw_bnb_8bit",
+    "ademamix",
+    "ademamix_8bit",
+    "lion_32bit",
+    "lion_8bit",
+    "paged_adamw_32bit",
+    "paged_adamw_8bit",
+    "paged_ademamix_32bit",
+    "paged_ademamix_8bit",
+    "paged_lion_32bit",
+    "paged_lion_8bit",
+    "rmsprop_bnb",
+    "rmsprop_bnb_32bit",
+    "rmsprop_bnb_8bit",
+)
+"""They step on whole parameters and on ZeRO's flat partitions, but not on FSDP2's DTensors."""
+
+OF_WHOLE: Final = ("adagrad",)
+"""Its states are made with it, before DeepSpeed and FSDP2 put parts in the parameters' place."""
+
+SWAPPED: Final = ("adamw_torch", "adamw_torch_fused")
+"""What Accelerate replaces by DeepSpeedCPUAdam where DeepSpeed offloads the step."""
+
+NOT_BY_ELEMENT: Final = ("adafactor", *(name for name in OF_WHOLE_OR_FLAT if "8bit" in name))
+"""Their update of one element depends on the others of its row, column or block, and so on how the
+parameters are cut."""
+
+
+def missing_package(name: str) -> str | None:
+    """Say what to install for an optimizer; None where nothing is missing."""
+    if name in OF_WHOLE_OR_FLAT and name != "adafactor" and find_spec("bitsandbytes") is None:
+        return f"--optim {name} needs bitsandbytes: pip install bitsandbytes"
+    return None
+
+
+def optimizer_problem(name: str, strategy: Strategy) -> str | None:
+    """Say why an optimizer cannot step under a strategy; None where it can."""
+    others = f"Use one of {', '.join(EVERYWHERE)}."
+    if name not in (*EVERYWHERE, *OF_WHOLE_OR_FLAT, *OF_WHOLE):
+        return f"--optim {name} is not known to train with the toolkit. {others}"
+    if strategy.backend == "deepspeed" and strategy.offload_optimizer != "none":
+        if name not in SWAPPED:
+            return (
+                f"--optim {name}: with its optimizer offloaded DeepSpeed steps with an AdamW of "
+                f"its own ({strategy.name}). Use --optim adamw_torch."
+            )
+    elif strategy.backend == "fsdp" and name not in EVERYWHERE:
+        return (
+            f"--optim {name} cannot step on parameters that FSDP2 shards ({strategy.name}). "
+            f"{others}"
+        )
+    elif strategy.backend == "deepspeed" and name in OF_WHOLE:
+        return (
+            f"--optim {name} cannot step on parameters that DeepSpeed cuts ({strategy.name}). "
+            f"{others}"
+        )
+    return None
