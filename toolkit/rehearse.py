@@ -24,8 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.configs import fit_to_run
-from toolkit.configs.requested import DEEPSPEED_FILE, read_deepspeed_config
-from toolkit.environment import has_compiler
+from toolkit.configs.inline import INLINE_FIELDS
+from toolkit.configs.requested import (
+    DEEPSPEED_FILE,
+    asks_for_deepspeed,
+    read_deepspeed_config,
+)
+from toolkit.environment import check_installed, has_compiler
 from toolkit.errors import UsageError
 from toolkit.escaping import one_line
 from toolkit.launching.builds import clear_stale_locks, unbuilt
@@ -40,6 +45,11 @@ USAGE = (
     "or -m toolkit.rehearse -m MODULE [ARGS]"
 )
 
+PURPOSE = (
+    "Runs the script unchanged, with fewer GPUs than processes on the CPU, under the same config, "
+    "and says at the end what engaged."
+)
+
 RANK_0_SPEAKS_SECONDS = 5.0
 
 
@@ -49,6 +59,10 @@ def main() -> None:
     Leaves with the script's own status; 2 for a mistake of the user's, 3 when refused.
     """
     die_with_launcher()
+    if sys.argv[1:2] in (["-h"], ["--help"]):
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{USAGE}\n\n{PURPOSE}")  # noqa: T201
+        return
     redact_output()
     quiet()
     from toolkit.measuring.attestation import Refused
@@ -63,7 +77,8 @@ def main() -> None:
         with guard(status, refused_by=(Refused,)) if status else contextlib.nullcontext():
             check_package_folder()
             rehearsal = rehearse_if_needed()
-            if not rehearsal and DEEPSPEED_FILE in os.environ:
+            if not rehearsal and asks_for_deepspeed(os.environ):
+                check_installed("deepspeed")
                 config = read_deepspeed_config(os.environ)
                 if local_rank() == 0:
                     _say_builds(config)
@@ -184,7 +199,7 @@ def rehearse_if_needed() -> bool:
     on_one_machine = os.environ.get("WORLD_SIZE", "1") == str(ranks)
     if on_one_machine and "lo" in {name for _, name in socket.if_nameindex()}:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if DEEPSPEED_FILE in os.environ:
+    if asks_for_deepspeed(os.environ):
         use_deepspeed_config(checked_deepspeed_config(), rehearsal=True)
     _patch_accelerate()
     _patch_transformers()
@@ -192,11 +207,12 @@ def rehearse_if_needed() -> bool:
 
 
 def checked_deepspeed_config() -> dict[str, Any]:
-    """Return the DeepSpeed JSON that the launcher named, checked by DeepSpeed itself as well.
+    """Return the DeepSpeed config that the launcher asks for, checked by DeepSpeed itself as well.
 
     Raises:
-        UsageError: the file isn't there, or has mistakes.
+        UsageError: the file isn't there, or has mistakes; or DeepSpeed is not installed.
     """
+    check_installed("deepspeed")
     from toolkit.training.deepspeed_file import section_mistakes
 
     return read_deepspeed_config(os.environ, check_sections=section_mistakes)
@@ -207,6 +223,9 @@ def use_deepspeed_config(config: dict[str, Any], **fit: Any) -> list[str]:
     launch = f"launch-{os.getppid()}"  # the launcher is the parent of all its ranks
     fitted = fit_to_run(config, can_build=has_compiler(), launch=launch, **fit)
     text = json.dumps(fitted.config).encode()
+    if DEEPSPEED_FILE not in os.environ and INLINE_FIELDS in os.environ:
+        # Of the YAML's own fields. Accelerate would refuse them beside the config below.
+        os.environ[INLINE_FIELDS] = "deepspeed_config_file"
     os.environ[DEEPSPEED_FILE] = base64.urlsafe_b64encode(text).decode()
     if local_rank() == 0:
         for change in fitted.changes:

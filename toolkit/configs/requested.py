@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from toolkit.configs.deepspeed_keys import mistakes_by_key
+from toolkit.configs.inline import inline_deepspeed_config
 from toolkit.errors import UsageError
 from toolkit.strategies import STRATEGIES, Device, Strategy
 
@@ -44,12 +45,16 @@ def requested_processes(environ: Mapping[str, str]) -> int:
     return int(environ.get("WORLD_SIZE", "1"))
 
 
+def asks_for_deepspeed(environ: Mapping[str, str]) -> bool:
+    return _is_true(environ, "ACCELERATE_USE_DEEPSPEED")
+
+
 def read_deepspeed_config(
     environ: Mapping[str, str],
     *,
     check_sections: Callable[[Mapping[str, Any]], list[str]] | None = None,
 ) -> dict[str, Any]:
-    """Return the DeepSpeed JSON that the launcher named.
+    """Return the DeepSpeed JSON that the launcher named, or the YAML's own fields as one.
 
     Args:
         environ: A rank's environment variables.
@@ -60,7 +65,7 @@ def read_deepspeed_config(
         UsageError: the file isn't there, isn't JSON, or says what DeepSpeed would ignore or
             refuse. All mistakes are named.
     """
-    name, text = _deepspeed_text(environ[DEEPSPEED_FILE])
+    name, text = _deepspeed_text(environ)
     found: list[str] = []
 
     def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -85,8 +90,11 @@ def read_deepspeed_config(
     return config
 
 
-def _deepspeed_text(name: str) -> tuple[str, str]:
-    """Return what to call the DeepSpeed file, and its text."""
+def _deepspeed_text(environ: Mapping[str, str]) -> tuple[str, str]:
+    """Return what to call the DeepSpeed config, and its text."""
+    if DEEPSPEED_FILE not in environ:
+        return "deepspeed_config in the YAML", json.dumps(inline_deepspeed_config(environ))
+    name = environ[DEEPSPEED_FILE]
     try:
         return name, Path(name).read_text(encoding="utf-8")
     except OSError:
@@ -94,17 +102,30 @@ def _deepspeed_text(name: str) -> tuple[str, str]:
         try:
             return "The DeepSpeed config", base64.b64decode(name, b"-_", validate=True).decode()
         except ValueError:
-            raise UsageError(
-                f"The Accelerate config names the DeepSpeed file {name!r}, which is not in "
-                f"{Path.cwd()}. Start from the repository root, or make files with absolute "
-                "paths: toolkit configs write STRATEGY --to DIR."
-            ) from None
+            raise UsageError(_not_there(Path(name))) from None
     except UnicodeDecodeError as error:
         raise UsageError(f"{name} is not JSON: {error}. Fix it, or generate it anew.") from None
 
 
+def _not_there(file: Path) -> str:
+    """Return the sentence on a DeepSpeed file that is missing: where it was looked for."""
+    said = f"The Accelerate config names the DeepSpeed file {str(file)!r}, and there is no file "
+    said += f"{file.absolute()}. "
+    if file.is_absolute():
+        return f"{said}Correct deepspeed_config_file in that config."
+    if file.parts[:1] == ("deepspeed_configs",) and file.stem in STRATEGIES:
+        return (
+            f"{said}It comes with the toolkit: start from the repository root, or pass the config "
+            f"that toolkit configs path {file.stem} prints."
+        )
+    return (
+        f"{said}A relative path begins in the folder that the launch was started from: start "
+        "from the right one, or write an absolute path as deepspeed_config_file."
+    )
+
+
 def _from_environment(environ: Mapping[str, str]) -> Strategy:
-    if _is_true(environ, "ACCELERATE_USE_DEEPSPEED"):
+    if asks_for_deepspeed(environ):
         return _from_deepspeed(environ)
     if _is_true(environ, "ACCELERATE_USE_FSDP"):
         if environ.get("FSDP_VERSION", "1") != "2":
@@ -134,22 +155,16 @@ def _from_deepspeed(environ: Mapping[str, str]) -> Strategy:
     def device(section: dict[str, Any] | None) -> Device:
         return place(None if section is None else section.get("device"))
 
-    if DEEPSPEED_FILE in environ:
-        zero: dict[str, Any] = read_deepspeed_config(environ).get("zero_optimization", {})
-        try:
-            stage = int(zero.get("stage", 0))
-            optimizer = device(zero.get("offload_optimizer"))
-            parameters = device(zero.get("offload_param"))
-        except (AttributeError, TypeError, ValueError):
-            raise UsageError(
-                "zero_optimization in the DeepSpeed config needs a stage from 0 to 3, and an "
-                "object for offload_optimizer and offload_param where they are not left out."
-            ) from None
-    else:
-        prefix = "ACCELERATE_DEEPSPEED_"
-        stage = int(environ.get(f"{prefix}ZERO_STAGE", "2"))
-        optimizer = place(environ.get(f"{prefix}OFFLOAD_OPTIMIZER_DEVICE"))
-        parameters = place(environ.get(f"{prefix}OFFLOAD_PARAM_DEVICE"))
+    zero: dict[str, Any] = read_deepspeed_config(environ).get("zero_optimization", {})
+    try:
+        stage = int(zero.get("stage", 0))
+        optimizer = device(zero.get("offload_optimizer"))
+        parameters = device(zero.get("offload_param"))
+    except (AttributeError, TypeError, ValueError):
+        raise UsageError(
+            "zero_optimization in the DeepSpeed config needs a stage from 0 to 3, and an "
+            "object for offload_optimizer and offload_param where they are not left out."
+        ) from None
     if stage < 3 and parameters != "none":
         raise UsageError(
             f"The DeepSpeed config asks for offload_param at stage {stage}, where DeepSpeed "

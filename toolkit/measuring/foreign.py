@@ -14,15 +14,15 @@ from typing import Any
 import torch
 
 from toolkit.configs.requested import requested_processes, requested_strategy
-from toolkit.launching.ranks import say
-from toolkit.measuring.attestation import Asked
+from toolkit.launching.ranks import rank, say
+from toolkit.measuring.attestation import Asked, Refused
 from toolkit.measuring.engine import zero_optimizer
 from toolkit.measuring.recorder import Recorder
 
 
 @contextmanager
 def watch(*, rehearsal: bool) -> Iterator[None]:
-    """Attest the first model that is prepared for training, and say so at the end.
+    """Attest the first model that is prepared for training, and say so however the script ends.
 
     Raises:
         Refused: what engaged is not what the launcher's config asked for.
@@ -55,13 +55,17 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
         return prepared
 
     Accelerator.prepare = prepare
+    refused = False
     try:
         yield
-    finally:
+    except Refused:
+        refused = True
+        raise
+    finally:  # a script that crashes has engaged something, too
         Accelerator.prepare = original
-    if int(os.environ.get("RANK", "0")) == 0:
-        for line in _report(recorder, watched):
-            say(line)
+        if rank() == 0 and not refused:
+            for line in _report(recorder, watched):
+                say(line)
 
 
 def _report(recorder: Recorder, watched: list[tuple[Any, Any]]) -> Iterator[str]:
