@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+import launches
 import pytest
 from places import ROOT, SCRIPTS
 
@@ -133,6 +134,16 @@ def test_a_script_that_is_not_there_is_one_sentence(launch):
     done = launch("single", "-m", "toolkit.rehearse", "no_such_script.py")
     assert "There is no script no_such_script.py here" in done.stdout
     assert done.returncode != 0
+
+
+def test_help_is_the_usage(launch_environment):
+    for flag in ("--help", "-h"):
+        done = launches.run(
+            [sys.executable, "-m", "toolkit.rehearse", flag], environment=launch_environment
+        )
+        assert done.returncode == 0, done.stdout
+        assert "Usage: accelerate launch --config_file FILE -m toolkit.rehearse" in done.stdout
+        assert "There is no script" not in done.stdout
 
 
 def test_a_deepspeed_file_with_mistakes_is_one_sentence_before_a_script_starts(

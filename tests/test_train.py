@@ -97,7 +97,11 @@ def test_mistakes_leave_with_status_2_and_nothing_written(launch_environment, tm
         "ACCELERATE_GRADIENT_CLIPPING": "1.0",
     }
     accumulates = ("--gradient_accumulation_steps", "2")
-    cases[accumulates] = "--gradient_accumulation_steps is 2 and the launcher's config says '4'"
+    cases[accumulates] = "--gradient_accumulation_steps is 2 and the launcher's config says 4"
+    accelerated = ("--fp16",)
+    cases[accelerated] = (
+        "--fp16 was passed, and the launcher's mixed_precision asks for bf16. Leave --fp16 out"
+    )
     smoothed = ("--label_smoothing_factor", "0.1", "--max_train_samples", "9")
     cases[smoothed] = "--label_smoothing_factor divides by the tokens of each micro-batch"
     deepspeed_file = tmp_path / "ds.json"
@@ -108,6 +112,8 @@ def test_mistakes_leave_with_status_2_and_nothing_written(launch_environment, tm
         "gradient_clipping?); zero_optimization.stage is 'three': "
     )
     exports = {
+        ("--train_file", "missing.jsonl"): {"TOOLKIT_CACHE": str(tmp_path / "built")},
+        accelerated: {"ACCELERATE_MIXED_PRECISION": "bf16"},
         accumulates: inline,
         misspelt: {
             "ACCELERATE_USE_DEEPSPEED": "true",
