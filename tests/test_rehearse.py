@@ -130,6 +130,33 @@ def test_trls_sft_script_engages_what_was_asked_and_learns_the_same(sft_runs):
         assert losses(done) == pytest.approx(control, abs=2e-3), name
 
 
+def test_deepspeed_fields_in_the_yaml_are_rehearsed_like_a_file(launch, tmp_path):
+    """With an offload, which pins memory by default and needs a compiler or a change."""
+    config = tmp_path / "theirs.yaml"
+    config.write_text(
+        "compute_environment: LOCAL_MACHINE\n"
+        "distributed_type: DEEPSPEED\n"
+        "deepspeed_config:\n"
+        "  gradient_accumulation_steps: 2\n"
+        "  offload_optimizer_device: cpu\n"
+        "  zero_stage: 2\n"
+        "num_machines: 1\n"
+        "num_processes: 2\n"
+        "main_process_port: 0\n"
+    )
+    done = launch(
+        *(config, "-m", "toolkit.rehearse", SCRIPTS / "plain_accelerator.py", "1.0"),
+        CXX="there-is-no-such-compiler",
+        cold=True,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "deepspeed: offload_optimizer.pin_memory: true -> false, no GPU" in done.stdout
+    assert "torch's AdamW steps on the CPU instead" in done.stdout
+    assert "attested zero2_offload: distributed_type DEEPSPEED, num_processes 2" in done.stdout
+    assert "optimizer_class AdamW" in done.stdout
+    assert len(losses_of(done)) == 8
+
+
 def test_a_script_that_is_not_there_is_one_sentence(launch):
     done = launch("single", "-m", "toolkit.rehearse", "no_such_script.py")
     assert "There is no script no_such_script.py here" in done.stdout
