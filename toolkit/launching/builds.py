@@ -72,15 +72,11 @@ def unbuilt(parts: Iterable[str]) -> list[str]:
 
 
 def _is_built(folder: Path) -> bool:
-    """Whether the build in a folder came to its end: its library is newer than what it is made of.
-
-    ninja makes object files as `build.ninja` says, and links the library of them last.
-    """
+    """Whether the build in a folder came to its end: the library is linked, of all object files."""
     library = folder / f"{folder.name}.so"
     try:
         made = library.stat().st_mtime
-        parts = [*folder.glob("*.o"), *folder.glob("build.ninja")]
-        return all(part.stat().st_mtime <= made for part in parts)
+        return all(part.stat().st_mtime <= made for part in folder.glob("*.o"))
     except FileNotFoundError:
         return False
 
