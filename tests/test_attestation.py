@@ -13,7 +13,7 @@ from toolkit.configs.optimizers import (
     OF_WHOLE_OR_FLAT,
     optimizer_problem,
 )
-from toolkit.measuring.attestation import Asked, compare
+from toolkit.measuring.attestation import Asked, compare, kept_whole
 from toolkit.strategies import STRATEGIES
 
 
@@ -122,6 +122,18 @@ def test_parameters_that_zero3_keeps_whole_are_named(outcomes):
         assert rank["loop_persistent"]["engaged"]["sharded_fraction"] == 0.5
         (note,) = rank["loop_persistent"]["notes"]
         assert "stage3_param_persistence_threshold" in note
+
+
+def test_what_zero3_keeps_gathered_is_said_beside_the_share():
+    every = {"zero_stage": 3, "resident_fraction": 1.5, "sharded_fraction": 0.5}
+    (note,) = kept_whole(every)
+    assert note.startswith(
+        "each rank keeps 100% of the parameters gathered between steps, beside its own share of "
+        "50% of all: ZeRO-3 does not let go of those with fewer elements than"
+    )
+    (note,) = kept_whole(every | {"resident_fraction": 0.7})
+    assert "keeps 20% of the parameters gathered" in note
+    assert kept_whole(every | {"resident_fraction": 0.5}) == []
 
 
 def test_a_fact_that_was_not_asked_for_is_not_compared():

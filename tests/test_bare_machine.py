@@ -22,14 +22,14 @@ LIBRARIES = {
 def python_without(tmp_path_factory, launch_environment):
     """Run Python in a folder of its own, where it doesn't find some libraries."""
 
-    def run(libraries, *words):
+    def run(libraries, *words, **variables):
         folder = tmp_path_factory.mktemp("bare")
         hiding = hide(folder, libraries)
         path = {"PYTHONPATH": os.pathsep.join([hiding["PYTHONPATH"], str(ROOT)])}
         done = subprocess.run(
             [sys.executable, *words],
             cwd=folder,
-            env=launch_environment | path,
+            env=launch_environment | path | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -86,6 +86,24 @@ def test_a_library_that_a_command_needs_is_named_with_how_to_install_it(
     assert done.returncode == 2, done.stdout
     assert f"toolkit: {name} is not installed. Run: pip install {name}\n" in done.stdout
     assert not (folder / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "exported"),
+    [
+        (["toolkit.rehearse", "-m", "this"], {}),
+        (["toolkit.train"], {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}),
+    ],
+)
+def test_without_deepspeed_a_config_for_it_is_one_sentence(python_without, words, exported):
+    asked = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_CONFIG_DS_FIELDS": "zero_stage"}
+    done, folder = python_without({"deepspeed"}, "-m", *words, **asked, **exported)
+    assert done.returncode == 2, done.stdout
+    assert done.stdout.splitlines()[-1] == (
+        "toolkit: deepspeed is not installed. Run: pip install deepspeed"
+    )
+    assert "Traceback" not in done.stdout
+    assert not (folder / "runs").exists()
 
 
 def test_a_strategy_of_deepspeed_is_skipped_where_it_is_not_installed(monkeypatch):

@@ -143,7 +143,7 @@ def test_what_a_script_s_own_flags_ask_engages_under_torchrun(
         done = launches.run(
             (
                 *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"),
-                *("--master_port", "0", "-m", "toolkit.rehearse"),
+                *("--standalone", "-m", "toolkit.rehearse"),
                 *(SCRIPTS / "plain_trainer.py", tmp_path / name, *words),
             ),
             environment=launch_environment,
@@ -166,10 +166,47 @@ def test_a_script_s_flag_that_contradicts_the_config_is_refused_and_both_are_nam
     assert "and --deepspeed for zero3. Take --deepspeed out" in done.stdout
 
 
+def test_deepspeed_fields_in_the_yaml_are_rehearsed_like_a_file(launch, tmp_path):
+    """With an offload, which pins memory by default and needs a compiler or a change."""
+    config = tmp_path / "theirs.yaml"
+    config.write_text(
+        "compute_environment: LOCAL_MACHINE\n"
+        "distributed_type: DEEPSPEED\n"
+        "deepspeed_config:\n"
+        "  gradient_accumulation_steps: 2\n"
+        "  offload_optimizer_device: cpu\n"
+        "  zero_stage: 2\n"
+        "num_machines: 1\n"
+        "num_processes: 2\n"
+        "main_process_port: 0\n"
+    )
+    done = launch(
+        *(config, "-m", "toolkit.rehearse", SCRIPTS / "plain_accelerator.py", "1.0"),
+        CXX="there-is-no-such-compiler",
+        cold=True,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "deepspeed: offload_optimizer.pin_memory: true -> false, no GPU" in done.stdout
+    assert "torch's AdamW steps on the CPU instead" in done.stdout
+    assert "attested zero2_offload: distributed_type DEEPSPEED, num_processes 2" in done.stdout
+    assert "optimizer_class AdamW" in done.stdout
+    assert len(losses_of(done)) == 8
+
+
 def test_a_script_that_is_not_there_is_one_sentence(launch):
     done = launch("single", "-m", "toolkit.rehearse", "no_such_script.py")
     assert "There is no script no_such_script.py here" in done.stdout
     assert done.returncode != 0
+
+
+def test_help_is_the_usage(launch_environment):
+    for flag in ("--help", "-h"):
+        done = launches.run(
+            [sys.executable, "-m", "toolkit.rehearse", flag], environment=launch_environment
+        )
+        assert done.returncode == 0, done.stdout
+        assert "Usage: accelerate launch --config_file FILE -m toolkit.rehearse" in done.stdout
+        assert "There is no script" not in done.stdout
 
 
 def test_a_deepspeed_file_with_mistakes_is_one_sentence_before_a_script_starts(

@@ -5,6 +5,7 @@ import os
 from collections import Counter
 
 import launches
+import pytest
 from killing import Run
 
 from toolkit.launching.status import read_statuses
@@ -33,6 +34,79 @@ def test_the_line_of_the_readme_trains_saves_and_records(launch, tmp_path):
     assert record["not_measured"]["memory.peak_bytes"].startswith("a rehearsal")
     assert (tmp_path / "o" / "final" / "model.safetensors").exists()
     assert (tmp_path / "o" / "steps.jsonl").read_text().count("\n") == 2
+
+
+HANDBOOK = """\
+compute_environment: LOCAL_MACHINE
+debug: false
+deepspeed_config:
+  deepspeed_multinode_launcher: standard
+  offload_optimizer_device: none
+  offload_param_device: none
+  zero3_init_flag: true
+  zero3_save_16bit_model: true
+  zero_stage: 3
+distributed_type: DEEPSPEED
+downcast_bf16: 'no'
+machine_rank: 0
+main_process_port: 0
+main_training_function: main
+mixed_precision: bf16
+num_machines: 1
+num_processes: 2
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: false
+"""
+"""zero3.yaml of huggingface/alignment-handbook, for two processes and any free port."""
+
+OFFLOAD = (
+    HANDBOOK.replace("optimizer_device: none", "optimizer_device: cpu")
+    .replace("zero_stage: 3", "zero_stage: 2\n  gradient_accumulation_steps: 2")
+    .replace("mixed_precision: bf16", "mixed_precision: 'no'")
+    .replace("  zero3_init_flag: true\n  zero3_save_16bit_model: true\n", "")
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "engine", "strategy", "precision", "said"),
+    [
+        (
+            HANDBOOK,
+            "trainer",
+            "zero3",
+            "bf16",
+            "computing in bf16, by the launcher's mixed_precision",
+        ),
+        (
+            OFFLOAD,
+            "loop",
+            "zero2_offload",
+            "no",
+            "pin_memory: true -> false, no GPU to pin memory for",
+        ),
+    ],
+    ids=["handbook", "offload"],
+)
+def test_deepspeed_fields_in_the_yaml_train_in_its_precision(
+    launch, tmp_path, text, engine, strategy, precision, said
+):
+    config = tmp_path / "theirs.yaml"
+    config.write_text(text)
+    done = launch(
+        *(config, "-m", "toolkit.train", "--engine", engine, "--max_steps", 2),
+        *("--output_dir", tmp_path / "o"),
+    )
+    assert done.returncode == 0, done.stdout
+    record = read_record(tmp_path / "o")
+    assert (record["strategy"], record["precision"]) == (strategy, precision)
+    assert record["attestation"]["engaged"]["precision"] == precision
+    assert len(record["losses"]) == 2
+    assert done.stdout.count(f"toolkit: {said}") + done.stdout.count(f"optimizer.{said}") == 1
+    assert (tmp_path / "o" / "final" / "model.safetensors").exists()
 
 
 def test_a_launch_that_contradicts_its_arguments_is_one_sentence_and_leaves_nothing(
@@ -97,7 +171,11 @@ def test_mistakes_leave_with_status_2_and_nothing_written(launch_environment, tm
         "ACCELERATE_GRADIENT_CLIPPING": "1.0",
     }
     accumulates = ("--gradient_accumulation_steps", "2")
-    cases[accumulates] = "--gradient_accumulation_steps is 2 and the launcher's config says '4'"
+    cases[accumulates] = "--gradient_accumulation_steps is 2 and the launcher's config says 4"
+    accelerated = ("--fp16",)
+    cases[accelerated] = (
+        "--fp16 was passed, and the launcher's mixed_precision asks for bf16. Leave --fp16 out"
+    )
     smoothed = ("--label_smoothing_factor", "0.1", "--max_train_samples", "9")
     cases[smoothed] = "--label_smoothing_factor divides by the tokens of each micro-batch"
     deepspeed_file = tmp_path / "ds.json"
@@ -108,6 +186,8 @@ def test_mistakes_leave_with_status_2_and_nothing_written(launch_environment, tm
         "gradient_clipping?); zero_optimization.stage is 'three': "
     )
     exports = {
+        ("--train_file", "missing.jsonl"): {"TOOLKIT_CACHE": str(tmp_path / "built")},
+        accelerated: {"ACCELERATE_MIXED_PRECISION": "bf16"},
         accumulates: inline,
         misspelt: {
             "ACCELERATE_USE_DEEPSPEED": "true",

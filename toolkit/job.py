@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.configs.optimizers import missing_package, optimizer_problem
 from toolkit.configs.requested import (
-    DEEPSPEED_FILE,
+    asks_for_deepspeed,
     requested_processes,
     requested_strategy,
     requests_checkpointing,
@@ -93,22 +93,25 @@ def checked_job(argv: list[str]) -> Job:
     from toolkit.training.arguments import own_arguments, training_arguments, training_values
     from toolkit.training.data import count_steps, rows_needed, training_rows
     from toolkit.training.evaluation_plan import not_done_with_evidence, planned_evaluation
-    from toolkit.training.methods import asked_precision, check_strategy, checked_method
+    from toolkit.training.methods import check_strategy, checked_method
     from toolkit.training.model import load_tokenizer, resolve_tokenizer
-    from toolkit.training.prepare import model_and_data
+    from toolkit.training.precision import asked_precision, with_precision
+    from toolkit.training.prepare import check_files, model_and_data
     from toolkit.training.run_folder import held
     from toolkit.training.speed_arguments import check_model, check_speed
     from toolkit.training.tracking import asked_trackers
 
     own = own_arguments(argv)
-    model, data_arguments, run, rest = own.model, own.data, own.run, own.rest
+    model, data_arguments, run = own.model, own.data, own.run
+    check_files(model, data_arguments)
     # First of all: looking at the defaults of the arguments below already wakes CUDA.
     rehearsal = rehearse_if_needed()
-    if DEEPSPEED_FILE in os.environ:
+    if asks_for_deepspeed(os.environ):
         checked_deepspeed_config()  # names all its mistakes; what follows stops at the first
     strategy = asked_strategy(run.strategy)
     if not rehearsal and rank() == 0:
         say(f"{strategy.name}: {requested_processes(os.environ)} ranks, a GPU each")
+    rest, from_config = with_precision(own.rest, os.environ)
     rest = own.speed.with_flags(rest, strategy)
     values = training_values(rest, model=model, run=run)
     _refuse_what_would_be_ignored(values, run, data_arguments)
@@ -134,7 +137,7 @@ def checked_job(argv: list[str]) -> Job:
         data_arguments,
         rows_needed=rows_needed(values, num_processes=requested_processes(os.environ)),
     )
-    precision = asked_precision(values, os.environ)
+    precision = asked_precision(values)
     check_model(own.speed, facts.path)
     method = checked_method(own.method, model, facts, precision=precision)
     check_strategy(method, strategy, precision=precision)
@@ -169,7 +172,7 @@ def checked_job(argv: list[str]) -> Job:
     rate, batch = _learning_rate(values, run, global_batch)
     if rate != values["learning_rate"]:
         rest = [*rest, f"--learning_rate={rate!r}"]
-    told, evaluation = [batch, *method.notes()], None
+    told, evaluation = [*from_config, batch, *method.notes()], None
     if run.evidence is not None:  # of a run that is taken apart nobody asks what it learned
         undone = not_done_with_evidence(data_arguments, samples=run.sample_prompts)
         told += [undone] if undone else []
@@ -339,18 +342,9 @@ def _fit_deepspeed(
 ) -> list[str]:
     if strategy.backend != "deepspeed":
         return []
-    if DEEPSPEED_FILE not in os.environ:  # the YAML itself holds what DeepSpeed needs
-        _refuse_contradictions(
-            values,
-            "the launcher's config",
-            gradient_accumulation_steps=os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
-            max_grad_norm=os.environ.get("ACCELERATE_GRADIENT_CLIPPING"),
-        )
-        return []
     config = checked_deepspeed_config()
     _refuse_contradictions(
         values,
-        "the DeepSpeed file",
         gradient_accumulation_steps=config.get("gradient_accumulation_steps"),
         per_device_train_batch_size=config.get("train_micro_batch_size_per_gpu"),
         max_grad_norm=config.get("gradient_clipping"),
@@ -367,16 +361,16 @@ def _fit_deepspeed(
     )
 
 
-def _refuse_contradictions(values: dict[str, Any], where: str, **written: Any) -> None:
+def _refuse_contradictions(values: dict[str, Any], **written: Any) -> None:
     """Raise UsageError for what the launcher's files say otherwise than the flags, all of it."""
     contradictions = [
-        f"--{flag} is {values[flag]!r} and {where} says {value!r} for it"
+        f"--{flag} is {values[flag]!r} and the launcher's config says {value!r} for it"
         for flag, value in written.items()
         if value not in (None, "auto") and not _same(value, values[flag])
     ]
     if contradictions:
         raise UsageError(
-            f'{"; ".join(contradictions)}. Write "auto" in the file, or pass the same value.'
+            f'{"; ".join(contradictions)}. Write "auto" there, or pass the same value.'
         )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import importlib.util
 import json
 import os
@@ -24,14 +25,17 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.configs import FittedConfig, fit_to_run
+from toolkit.configs.inline import INLINE_FIELDS
 from toolkit.configs.requested import (
     CUSTOM,
     DEEPSPEED_FILE,
     LAUNCHER,
+    asks_for_deepspeed,
+    check_left_over,
     read_deepspeed_config,
     requested_strategy,
 )
-from toolkit.environment import has_compiler
+from toolkit.environment import check_installed, has_compiler
 from toolkit.errors import UsageError
 from toolkit.escaping import one_line
 from toolkit.launching.builds import clear_stale_locks, unbuilt
@@ -46,6 +50,11 @@ USAGE = (
     "or -m toolkit.rehearse -m MODULE [ARGS]"
 )
 
+PURPOSE = (
+    "Runs the script unchanged, with fewer GPUs than processes on the CPU, under the same config, "
+    "and says at the end what engaged."
+)
+
 RANK_0_SPEAKS_SECONDS = 5.0
 
 
@@ -55,6 +64,10 @@ def main() -> None:
     Leaves with the script's own status; 2 for a mistake of the user's, 3 when refused.
     """
     die_with_launcher()
+    if sys.argv[1:2] in (["-h"], ["--help"]):
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{USAGE}\n\n{PURPOSE}")  # noqa: T201
+        return
     redact_output()
     quiet()
     from toolkit.measuring.attestation import Refused
@@ -69,7 +82,8 @@ def main() -> None:
         with guard(status, refused_by=(Refused,)) if status else contextlib.nullcontext():
             check_package_folder()
             rehearsal = rehearse_if_needed()
-            if not rehearsal and DEEPSPEED_FILE in os.environ:
+            if not rehearsal and asks_for_deepspeed(os.environ):
+                check_installed("deepspeed")
                 config = read_deepspeed_config(os.environ)
                 if local_rank() == 0:
                     _say_builds(config)
@@ -170,9 +184,13 @@ def rehearse_if_needed() -> bool:
 
     Returns:
         Whether this is a rehearsal.
+
+    Raises:
+        UsageError: the shell holds variables of another launch, or the config has mistakes.
     """
     import torch
 
+    check_left_over(os.environ)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     found = torch.accelerator.device_count()
     if found >= ranks:
@@ -190,7 +208,7 @@ def rehearse_if_needed() -> bool:
     on_one_machine = os.environ.get("WORLD_SIZE", "1") == str(ranks)
     if on_one_machine and "lo" in {name for _, name in socket.if_nameindex()}:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if DEEPSPEED_FILE in os.environ:
+    if asks_for_deepspeed(os.environ):
         use_deepspeed_config(checked_deepspeed_config(), rehearsal=True)
     _patch_accelerate()
     _patch_transformers()
@@ -209,14 +227,15 @@ def _asked() -> str:
 
 
 def checked_deepspeed_config(file: str | None = None) -> dict[str, Any]:
-    """Return the DeepSpeed JSON that the launcher named, checked by DeepSpeed itself as well.
+    """Return the DeepSpeed config that the launcher asks for, checked by DeepSpeed itself as well.
 
     Args:
         file: Another one, by its path or as base64.
 
     Raises:
-        UsageError: the file isn't there, or has mistakes.
+        UsageError: the file isn't there, or has mistakes; or DeepSpeed is not installed.
     """
+    check_installed("deepspeed")
     from toolkit.training.deepspeed_file import section_mistakes
 
     environ = os.environ if file is None else {DEEPSPEED_FILE: file}
@@ -227,6 +246,9 @@ def use_deepspeed_config(config: dict[str, Any], **fit: Any) -> list[str]:
     """Hand this rank's Accelerate a fitted config, and return what was changed."""
     fitted = _fitted(config, **fit)
     text = json.dumps(fitted.config).encode()
+    if DEEPSPEED_FILE not in os.environ and INLINE_FIELDS in os.environ:
+        # Of the YAML's own fields. Accelerate would refuse them beside the config below.
+        os.environ[INLINE_FIELDS] = "deepspeed_config_file"
     os.environ[DEEPSPEED_FILE] = base64.urlsafe_b64encode(text).decode()
     if local_rank() == 0:
         _say_builds(fitted.config)
@@ -294,6 +316,7 @@ def _patch_accelerate() -> None:
 
     init = Accelerator.__init__
 
+    @functools.wraps(init)
     def init_with_fp16(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         # On a CPU Accelerate silently computes in fp32 when fp16 is asked, though torch can do it.

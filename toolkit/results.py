@@ -217,7 +217,7 @@ class Sample(TypedDict):
 
     prompt: str
     before: str | None
-    """Null where the run went on with a training that had begun before."""
+    """Null where the run went on from a checkpoint that has no text for the prompt."""
 
     after: str | None
 

@@ -11,6 +11,7 @@ import gc
 import os
 import sys
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,7 +107,11 @@ def train(job: Job, status: StatusFile) -> None:
     from toolkit.measuring import memory
     from toolkit.measuring.attestation import Refused
     from toolkit.training.adapters import load_for
-    from toolkit.training.before_and_after import before_and_after, with_evaluation
+    from toolkit.training.before_and_after import (
+        before_and_after,
+        with_evaluation,
+        write_so_far,
+    )
     from toolkit.training.cache import check_seconds
     from toolkit.training.data import Collator
     from toolkit.training.speed import Speed
@@ -140,8 +145,14 @@ def train(job: Job, status: StatusFile) -> None:
     try:
         train_with = _train_with_trainer if job.run.engine == "trainer" else _train_in_loop
         watching = before_and_after(
-            job.evaluation, collate, tokenizer=job.tokenizer, recorder=recorder
+            job.evaluation,
+            collate,
+            tokenizer=job.tokenizer,
+            recorder=recorder,
+            checkpoint=None if job.resumed is None else job.resumed.folder,
         )
+        if job.evaluation is not None:
+            keeper.write_beside = partial(write_so_far, plan=job.evaluation, companions=watching)
         companions = [speed, *watching, *_companions(job, recorder, speed, watching)]
         with preemptible(keeper, status):
             train_with(job, model, collate, recorder, companions, keeper)

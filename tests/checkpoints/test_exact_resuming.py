@@ -1,5 +1,6 @@
 """A run that resumes does, to the last bit, what it would have done without the interruption."""
 
+import json
 import shutil
 
 import pytest
@@ -28,15 +29,26 @@ CASES = {
 """With zero2, in test_killed_runs.py, every strategy; and both engines with each kind of state."""
 
 
+TEXTS = ("def add(a, b):\n    return a + b\n", "def subtract(a, b):\n    return a - b\n")
+"""Rows to evaluate on, whose beginnings are continued."""
+
+EVALUATES = ("ddp", "zero1")
+"""Cases that evaluate and sample as well, one under each engine."""
+
+
 def test_no_strategy_is_left_out():
     assert {strategy for strategy, *_ in CASES.values()} | {"zero2"} == set(STRATEGIES)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_resumed_from_within_an_epoch_it_goes_on_bit_for_bit(run_of, dropout_model, case):
+def test_resumed_from_within_an_epoch_it_goes_on_bit_for_bit(run_of, dropout_model, tmp_path, case):
     strategy, engine, *flags = CASES[case]
     if (missing := environment.missing_for(STRATEGIES[strategy])) is not None:
         pytest.skip(missing)
+    if case in EVALUATES:
+        held_out = tmp_path / "held_out.jsonl"
+        held_out.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+        flags += ["--validation_file", held_out, "--eval_steps", SAVED, "--sample_prompts", 2]
     model = ("--model_name_or_path", dropout_model)
     # 40 rows: of two ranks the first epoch ends with the third step, half filled.
     run = run_of(
@@ -45,6 +57,7 @@ def test_resumed_from_within_an_epoch_it_goes_on_bit_for_bit(run_of, dropout_mod
     )
     run.go(cold=True)  # here every strategy imports everything itself
     straight = run.tail(SAVED) | {"weights": run.weights(), "lines": run.lines()}
+    evaluated = outcome(run)
     assert (run.output / "checkpoint-4").is_dir()
     swapped = list((run.output / "checkpoint-2").rglob("exp_avg-*.swp"))
     assert len(swapped) == (2 if strategy == "zero3_nvme" else 0)  # one a rank: the large group's
@@ -57,6 +70,12 @@ def test_resumed_from_within_an_epoch_it_goes_on_bit_for_bit(run_of, dropout_mod
     assert f"resuming from {run.output / 'checkpoint-2'}, step 2" in said
     resumed = run.tail(SAVED) | {"weights": run.weights(), "lines": run.lines()}
     assert resumed == straight
+    if case in EVALUATES:
+        assert outcome(run) == evaluated
+        assert [each["step"] for each in evaluated["evaluation"]] == [0, 2, 4, 5]
+        assert all(each["before"] and each["after"] for each in evaluated["samples"])
+        assert len(evaluated["card"]) == 2
+        assert "not measured" not in str(evaluated["card"])
     record = read_record(run.output)
     assert record["first_step"] == SAVED + 1
     assert record["resumed"] == {
@@ -65,3 +84,15 @@ def test_resumed_from_within_an_epoch_it_goes_on_bit_for_bit(run_of, dropout_mod
         "damaged": [],
     }
     assert {each.step for each in run.statuses()} == {STEPS}
+
+
+def outcome(run):
+    """Return what a run says of its evaluations and samples, in its record and on its card."""
+    record = read_record(run.output)
+    evaluations = record["evaluation"] or []
+    card = (run.output / "final" / "README.md").read_text()
+    return {
+        "evaluation": [{**each, "seconds": None} for each in evaluations],
+        "samples": record["samples"],
+        "card": [line for line in card.splitlines() if line.startswith(("| eval", "| perpl"))],
+    }

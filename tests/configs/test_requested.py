@@ -85,6 +85,51 @@ def test_a_config_with_its_fields_in_the_yaml(
     assert (asked.offload_optimizer, asked.offload_parameters) == (optimizer, parameters)
 
 
+@pytest.mark.parametrize(
+    ("section", "exported"),
+    [
+        ({"zero_stage": 3, "zero3_init_flag": True, "zero3_save_16bit_model": True}, {}),
+        (
+            {
+                "zero_stage": 2,
+                "offload_optimizer_device": "cpu",
+                "gradient_accumulation_steps": 4,
+                "gradient_clipping": 0.5,
+            },
+            {},
+        ),
+        ({"gradient_clipping": 0.0, "gradient_accumulation_steps": "auto"}, {}),
+        (
+            {"zero_stage": 3, "offload_param_device": "nvme"},
+            {"ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH": "/mnt/fast"},
+        ),
+    ],
+)
+def test_fields_in_the_yaml_are_the_config_that_accelerate_makes_of_them(
+    section, exported, tmp_path, launched, monkeypatch
+):
+    from accelerate.utils import DeepSpeedPlugin
+
+    environment = exported | launched(*yaml_file(tmp_path, "DEEPSPEED", deepspeed_config=section))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    made = dict(DeepSpeedPlugin().deepspeed_config)
+    del made["steps_per_print"]  # this only keeps DeepSpeed quiet
+    assert read_deepspeed_config(environment) == made
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "three", "needs a stage from 0 to 3"),
+        ("ACCELERATE_GRADIENT_CLIPPING", "much", "deepspeed_config in the YAML: gradient_clipping"),
+    ],
+)
+def test_a_field_in_the_yaml_that_is_no_number_is_named(name, value, said):
+    with pytest.raises(UsageError, match=said):
+        requested_strategy(DEEPSPEED | {name: value})
+
+
 def test_fsdp_without_a_version_is_fsdp1_and_refused(tmp_path, launched):
     section = {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_sync_module_states": True}
     environment = launched(*yaml_file(tmp_path, "FSDP", fsdp_config=section))
@@ -218,13 +263,33 @@ def test_a_config_handed_over_as_base64_is_read():
     assert read_deepspeed_config({DEEPSPEED_FILE: encoded(config)}) == config
 
 
-@pytest.mark.parametrize("name", ["deepspeed_configs/zero9.json", "zero2", "abcd", "nowhere/ds"])
-def test_a_json_that_is_not_there_is_named_with_the_current_folder(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        (
+            "deepspeed_configs/zero2.json",
+            "It comes with the toolkit: start from the repository root, or pass the config that "
+            "toolkit configs path zero2 prints.",
+        ),
+        ("deepspeed_configs/zero9.json", "A relative path begins in the folder that the launch"),
+        ("zero2", "A relative path begins in the folder that the launch was started from"),
+        ("./abcd", "write an absolute path as deepspeed_config_file"),
+        ("nowhere/ds", "write an absolute path as deepspeed_config_file"),
+        ("/nowhere/ds.json", "Correct deepspeed_config_file in that config."),
+    ],
+)
+def test_a_json_that_is_not_there_is_named_with_where_it_was_looked_for(
+    name, advice, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match="Start from the repository root") as caught:
+    with pytest.raises(
+        UsageError, match="The Accelerate config names the DeepSpeed file"
+    ) as caught:
         read_deepspeed_config({DEEPSPEED_FILE: name})
-    assert name in str(caught.value)
-    assert str(tmp_path) in str(caught.value)
+    said = str(caught.value)
+    assert f"there is no file {tmp_path / name}. " in said
+    assert advice in said
+    assert ("repository" in said) is (name == "deepspeed_configs/zero2.json")
 
 
 @pytest.mark.parametrize("text", ["{'stage': 3}", "", "[1, 2]", '"zero3"', '{"a": 1,}'])

@@ -97,3 +97,25 @@ def test_the_lock_is_where_torch_puts_it():
     assert "self.fd = os.open(self.lock_file_path, os.O_CREAT | os.O_EXCL)" in (
         utils / "file_baton.py"
     ).read_text(encoding="utf-8")
+
+
+def test_the_lock_beside_a_build_that_ended_well_is_cleared_without_a_word(
+    lock, monkeypatch, capsys
+):
+    """As torch 2.15 leaves it, which an older torch would wait for."""
+    monkeypatch.setenv(DEEPSPEED_FILE, "")
+    folder = lock.parent
+    for name in ("cpu_adam.o", "cpu_adam.so"):
+        (folder / name).touch()
+        make_old(folder / name)
+    use_deepspeed_config({"zero_optimization": {"stage": 2}}, rehearsal=True)
+    assert not lock.exists()
+    assert "lock" not in capsys.readouterr().out
+
+
+def test_a_library_of_an_earlier_build_does_not_hide_that_the_last_one_was_killed(lock):
+    folder = lock.parent
+    (folder / "cpu_adam.so").touch()
+    make_old(folder / "cpu_adam.so")
+    (folder / "cpu_adam.o").touch()  # compiled anew, and not linked yet
+    assert clear_stale_locks() == [lock]

@@ -170,6 +170,20 @@ def test_the_flags_of_the_command_are_flags_of_the_script(tmp_path, monkeypatch)
         assert args.gradient_accumulation_steps == found.choice.job.accumulation
 
 
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_adapters_are_trained_by_the_command_that_is_written(method, tmp_path):
+    from toolkit.training.arguments import own_arguments
+
+    found = recommend("3b", gpu="L4", gpus=2, method=method)
+    words = write_recommendation(found, tmp_path)
+    own = own_arguments(words[words.index("toolkit.train") + 1 :])
+    assert (own.method.method, own.method.lora_r) == (method, found.choice.job.lora_rank)
+    assert own.run.strategy == found.choice.job.strategy.name
+    reasons = " ".join(found.reasons)
+    assert f"toolkit.train --method {method} --lora_r 16 trains them" in reasons
+    assert "no adapters" not in reasons
+
+
 def test_nodes_meet_at_a_port_and_a_count_is_no_model(tmp_path):
     found = recommend("7b", gpu="A100-80", gpus=16, nodes=2)
     line = shlex.join(write_recommendation(found, tmp_path))

@@ -129,3 +129,33 @@ def test_the_model_is_asked_only_where_a_switch_is_put_on_it(cache, monkeypatch)
     assert on(prepare(list(ROWS), strategies=["ddp"]), "ddp") == {}
     with pytest.raises(TypeError):
         prepare(["--tuned", "true", *ROWS], strategies=["ddp"])
+
+
+def test_what_flags_name_is_looked_for_before_anything_is_built(tmp_path, monkeypatch):
+    """All that is missing is named at once, and the cache stays as it was."""
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "rows.xml").write_text("<rows/>")
+    flags = {
+        "--train_file": "missing.jsonl",
+        "--validation_file": "rows.xml",
+        "--model_name_or_path": "model",
+        "--tokenizer_name": "./missing",
+        "--chat_template": "missing.jinja",
+    }
+    with pytest.raises(UsageError) as caught:
+        prepare([word for pair in flags.items() for word in pair])
+    for said in (
+        f"--train_file missing.jsonl is not there: check the path (this is {tmp_path})",
+        "--validation_file rows.xml ends in '.xml'",
+        "--model_name_or_path model is a folder without config.json",
+        "--tokenizer_name ./missing is not there",
+        "--chat_template missing.jinja is no file that can be read",
+    ):
+        assert said in str(caught.value)
+    with pytest.raises(UsageError, match="--dataset_name data/of/mine is not there"):
+        prepare(["--dataset_name", "data/of/mine"])
+    with pytest.raises(UsageError, match=r"--accelerator_config no\.json: there is no such file"):
+        prepare(["--accelerator_config", "no.json"])
+    assert not (tmp_path / "cache").exists()

@@ -37,6 +37,9 @@ class Keeper:
     """Of the training. A run that is asked to stop there ends as it would have anyway, and weights
     that packed rows have moved on are nobody's."""
 
+    write_beside: Callable[[Path], None] | None = None
+    """Writes into each checkpoint what a run that resumes goes on with; rank 0 calls it."""
+
     preemption: Preemption | None = None
     newest: Path | None = None
     """The last one that this run saved, or the one that it goes on from."""
@@ -75,10 +78,16 @@ class Keeper:
         if self.recorder.spoiled():
             return None
         folder = checkpoint_folder(output_dir or self.output_dir, step)
+
+        def write_files(draft: Path) -> None:
+            for write in (self.write_beside, write_more):
+                if write is not None:
+                    write(draft)
+
         with self.recorder.aside():
             require_finite(prepared.model, folder)
             taken = save_checkpoint(
-                folder, prepared, step=step, facts=self.facts, write_more=write_more
+                folder, prepared, step=step, facts=self.facts, write_more=write_files
             )
             if prepared.accelerator.is_main_process:
                 say(f"saved {folder} in {taken:.1f} s")

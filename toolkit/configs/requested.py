@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from toolkit.configs.deepspeed_keys import mistakes_by_key
+from toolkit.configs.inline import inline_deepspeed_config
 from toolkit.errors import UsageError
 from toolkit.strategies import STRATEGIES, Device, Strategy
 
@@ -135,10 +136,14 @@ def requested_accumulation_dtype(environ: Mapping[str, str]) -> str | None:
     Raises:
         UsageError: as `read_deepspeed_config`.
     """
-    if not _is_true(environ, "ACCELERATE_USE_DEEPSPEED") or DEEPSPEED_FILE not in environ:
+    if not asks_for_deepspeed(environ):
         return None
     types: dict[str, Any] = read_deepspeed_config(environ).get("data_types") or {}
     return _DTYPES.get(str(types.get("grad_accum_dtype")))
+
+
+def asks_for_deepspeed(environ: Mapping[str, str]) -> bool:
+    return _is_true(environ, "ACCELERATE_USE_DEEPSPEED")
 
 
 def read_deepspeed_config(
@@ -146,7 +151,7 @@ def read_deepspeed_config(
     *,
     check_sections: Callable[[Mapping[str, Any]], list[str]] | None = None,
 ) -> dict[str, Any]:
-    """Return the DeepSpeed JSON that the launcher named.
+    """Return the DeepSpeed JSON that the launcher named, or the YAML's own fields as one.
 
     Args:
         environ: A rank's environment variables.
@@ -157,7 +162,7 @@ def read_deepspeed_config(
         UsageError: the file isn't there, isn't JSON, or says what DeepSpeed would ignore or
             refuse. All mistakes are named.
     """
-    name, text = _deepspeed_text(environ[DEEPSPEED_FILE])
+    name, text = _deepspeed_text(environ)
     found: list[str] = []
 
     def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -182,8 +187,11 @@ def read_deepspeed_config(
     return config
 
 
-def _deepspeed_text(name: str) -> tuple[str, str]:
-    """Return what to call the DeepSpeed file, and its text."""
+def _deepspeed_text(environ: Mapping[str, str]) -> tuple[str, str]:
+    """Return what to call the DeepSpeed config, and its text."""
+    if DEEPSPEED_FILE not in environ:
+        return "deepspeed_config in the YAML", json.dumps(inline_deepspeed_config(environ))
+    name = environ[DEEPSPEED_FILE]
     try:
         return name, Path(name).read_text(encoding="utf-8")
     except OSError:
@@ -191,19 +199,32 @@ def _deepspeed_text(name: str) -> tuple[str, str]:
         try:
             return "The DeepSpeed config", base64.b64decode(name, b"-_", validate=True).decode()
         except ValueError:
-            raise UsageError(
-                f"The Accelerate config names the DeepSpeed file {name!r}, which is not in "
-                f"{Path.cwd()}. Start from the repository root, or make files with absolute "
-                "paths: toolkit configs write STRATEGY --to DIR."
-            ) from None
+            raise UsageError(_not_there(Path(name))) from None
     except UnicodeDecodeError as error:
         raise UsageError(f"{name} is not JSON: {error}. Fix it, or generate it anew.") from None
 
 
+def _not_there(file: Path) -> str:
+    """Return the sentence on a DeepSpeed file that is missing: where it was looked for."""
+    said = f"The Accelerate config names the DeepSpeed file {str(file)!r}, and there is no file "
+    said += f"{file.absolute()}. "
+    if file.is_absolute():
+        return f"{said}Correct deepspeed_config_file in that config."
+    if file.parts[:1] == ("deepspeed_configs",) and file.stem in STRATEGIES:
+        return (
+            f"{said}It comes with the toolkit: start from the repository root, or pass the config "
+            f"that toolkit configs path {file.stem} prints."
+        )
+    return (
+        f"{said}A relative path begins in the folder that the launch was started from: start "
+        "from the right one, or write an absolute path as deepspeed_config_file."
+    )
+
+
 def _from_environment(environ: Mapping[str, str]) -> Strategy:
     _check_supported(environ)
-    if _is_true(environ, "ACCELERATE_USE_DEEPSPEED"):
-        return _from_deepspeed(environ)
+    if asks_for_deepspeed(environ):
+        return deepspeed_strategy(read_deepspeed_config(environ))
     if _is_true(environ, "ACCELERATE_USE_FSDP"):
         return fsdp_strategy(
             version=int(environ.get("FSDP_VERSION", "1")),
@@ -262,21 +283,6 @@ def fsdp_strategy(
         offload_optimizer=place,
         offload_parameters=place,
         replicas=replicas,
-    )
-
-
-def _from_deepspeed(environ: Mapping[str, str]) -> Strategy:
-    if DEEPSPEED_FILE in environ:
-        return deepspeed_strategy(read_deepspeed_config(environ))
-    prefix = "ACCELERATE_DEEPSPEED_"
-    return deepspeed_strategy(
-        {
-            "zero_optimization": {
-                "stage": environ.get(f"{prefix}ZERO_STAGE", "2"),
-                "offload_optimizer": {"device": environ.get(f"{prefix}OFFLOAD_OPTIMIZER_DEVICE")},
-                "offload_param": {"device": environ.get(f"{prefix}OFFLOAD_PARAM_DEVICE")},
-            }
-        }
     )
 
 

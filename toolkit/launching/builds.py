@@ -3,7 +3,7 @@
 DeepSpeed compiles its C++ parts at first use through torch, which takes an empty file `lock` in
 the part's folder as its baton. A build that is killed leaves the file, and every later run waits
 for it in silence, for ever. (torch 2.15 has the system lock that file instead, which ends with the
-process; removing a file that nobody holds does no harm there.)
+process, and leaves the file there. Removing it while nobody holds it does no harm.)
 """
 
 from __future__ import annotations
@@ -50,21 +50,35 @@ def stale_locks() -> list[Path]:
 
 
 def clear_stale_locks() -> list[Path]:
-    """Remove stale locks and return them, so that the caller can say so."""
-    removed: list[Path] = []
+    """Remove stale locks, and return those of builds that were killed, for the caller to say so.
+
+    torch 2.15 leaves its lock behind a build that ended well; an older torch would wait for it.
+    """
+    killed: list[Path] = []
     for lock in stale_locks():
         # Someone else may have cleared it and begun to build since.
         with contextlib.suppress(FileNotFoundError):
             if _age(lock) > YOUNG_SECONDS:
                 lock.unlink()
-                removed.append(lock)
-    return removed
+                if not _is_built(lock.parent):
+                    killed.append(lock)
+    return killed
 
 
 def unbuilt(parts: Iterable[str]) -> list[str]:
     """Return those of DeepSpeed's parts that no build has left here yet."""
     folders = extension_folders()
     return [part for part in parts if not any((f / part / f"{part}.so").exists() for f in folders)]
+
+
+def _is_built(folder: Path) -> bool:
+    """Whether the build in a folder came to its end: the library is linked, of all object files."""
+    library = folder / f"{folder.name}.so"
+    try:
+        made = library.stat().st_mtime
+        return all(part.stat().st_mtime <= made for part in folder.glob("*.o"))
+    except FileNotFoundError:
+        return False
 
 
 def _age(lock: Path) -> float:

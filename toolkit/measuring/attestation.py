@@ -212,9 +212,9 @@ def kept_whole(engaged: dict[str, Any]) -> list[str]:
     if engaged["zero_stage"] < 3 or resident - sharded <= FRACTION_TOLERANCE:
         return []
     return [
-        f"each rank holds {resident:.0%} of the parameters between steps, where its share is "
-        f"{sharded:.0%}: ZeRO-3 keeps those whole that have fewer elements than "
-        "stage3_param_persistence_threshold. Lower it to save that memory."
+        f"each rank keeps {resident - sharded:.0%} of the parameters gathered between steps, "
+        f"beside its own share of {sharded:.0%} of all: ZeRO-3 does not let go of those with "
+        "fewer elements than stage3_param_persistence_threshold. Lower it to save that memory."
     ]
 
 

@@ -24,8 +24,9 @@ from toolkit.configs.requested import (
     requested_strategy,
     requests_checkpointing,
 )
-from toolkit.launching.ranks import say
-from toolkit.measuring.attestation import Asked
+from toolkit.errors import UsageError
+from toolkit.launching.ranks import rank, say
+from toolkit.measuring.attestation import Asked, Refused
 from toolkit.measuring.engine import asked_by_plugins, zero_optimizer
 from toolkit.measuring.recorder import Recorder
 from toolkit.strategies import Strategy
@@ -33,7 +34,7 @@ from toolkit.strategies import Strategy
 
 @contextmanager
 def watch(*, rehearsal: bool) -> Iterator[None]:
-    """Attest the first model that is prepared for training, and say so at the end.
+    """Attest the first model that is prepared for training, and say so however the script ends.
 
     Raises:
         Refused: what engaged is not what was asked for.
@@ -83,13 +84,17 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
         return prepared
 
     Accelerator.prepare, Accelerator.__init__ = prepare, init
+    refused = False
     try:
         yield
-    finally:
+    except (Refused, UsageError):
+        refused = True
+        raise
+    finally:  # a script that crashes has engaged something, too
         Accelerator.prepare, Accelerator.__init__ = original, original_init
-    if int(os.environ.get("RANK", "0")) == 0:
-        for line in _report(recorder, watched):
-            say(line)
+        if rank() == 0 and not refused:
+            for line in _report(recorder, watched):
+                say(line)
 
 
 def _agreed(plugins: dict[str, Any]) -> Strategy:

@@ -377,7 +377,10 @@ def _reasons(
             "Adapters are another training than the whole model: compare their quality too. They "
             "take a higher learning rate, about ten times (LoRA Without Regret, 2025)."
         )
-        yield "toolkit.train has no adapters yet: the files are for a script of your own."
+        yield (
+            f"toolkit.train --method {job.method} --lora_r {job.lora_rank} trains them, on every "
+            "linear layer but the head."
+        )
 
 
 def _on_one_gpu(search: _Search) -> str:

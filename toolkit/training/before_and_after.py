@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Final
 
+from toolkit.files import write_text
+from toolkit.launching.ranks import rank, say
 from toolkit.measuring.recorder import Recorder
-from toolkit.results import Evaluated
+from toolkit.results import Evaluated, Sample
 from toolkit.training.companions import Companion
 from toolkit.training.evaluation import Evaluation
 from toolkit.training.evaluation_plan import EvaluationPlan
@@ -15,6 +19,9 @@ from toolkit.training.samples import Samples
 NO_ROWS: Final = "no rows to evaluate on were asked for: --validation_split_percentage, for one"
 NO_PROMPTS: Final = "no prompts were asked for: --sample_prompts"
 
+SO_FAR: Final = "so_far.json"
+"""In a checkpoint: the evaluations and samples before it."""
+
 
 def before_and_after(
     plan: EvaluationPlan | None,
@@ -22,8 +29,12 @@ def before_and_after(
     *,
     tokenizer: Any,
     recorder: Recorder,
+    checkpoint: Path | None = None,
 ) -> list[Companion]:
-    """Return what goes along with a training to carry out the plan."""
+    """Return what goes along with a training to carry out the plan.
+
+    What was found before the `checkpoint` that it goes on from is found already.
+    """
     if plan is None:
         return []
     companions: list[Companion] = []
@@ -47,12 +58,49 @@ def before_and_after(
                 recorder=recorder,
             )
         )
+    if checkpoint is not None:
+        _take_up(checkpoint, plan, companions)
     return companions
 
 
 def evaluations_of(companions: Sequence[Companion]) -> list[Evaluated]:
     """Return what was evaluated so far."""
     return [each for one in companions if isinstance(one, Evaluation) for each in one.found]
+
+
+def write_so_far(folder: Path, *, plan: EvaluationPlan, companions: Sequence[Companion]) -> None:
+    """Write into a checkpoint what was found by then, for a run that goes on from it."""
+    so_far = {
+        "rows": _rows_of(plan),
+        "evaluation": evaluations_of(companions),
+        "samples": _samples_of(companions),
+    }
+    write_text(folder / SO_FAR, json.dumps(so_far))
+
+
+def _take_up(folder: Path, plan: EvaluationPlan, companions: Sequence[Companion]) -> None:
+    """Give companions what was found before the checkpoint, of the same rows and prompts."""
+    file = folder / SO_FAR
+    if not file.exists():  # of an older toolkit
+        return
+    so_far = json.loads(file.read_text(encoding="utf-8"))
+    of_these_rows = so_far["rows"] == _rows_of(plan)
+    if so_far["evaluation"] and not of_these_rows and rank() == 0:
+        say(f"the evaluations before {folder.name} were of other rows: the record leaves them out")
+    for one in companions:
+        if isinstance(one, Evaluation) and of_these_rows:
+            one.found += so_far["evaluation"]
+        elif isinstance(one, Samples):
+            known = {each["prompt"]: each for each in so_far["samples"]}
+            one.found = [known.get(each["prompt"], each) for each in one.found]
+
+
+def _rows_of(plan: EvaluationPlan) -> str | None:
+    return None if plan.data is None else plan.data["tokens_hash"]
+
+
+def _samples_of(companions: Sequence[Companion]) -> list[Sample]:
+    return [each for one in companions if isinstance(one, Samples) for each in one.found]
 
 
 def with_evaluation(

@@ -32,7 +32,7 @@ def _refused(config: Mapping[str, Any], *, within: str | None = None) -> list[st
 
     try:
         # The batch is the run's, and DeepSpeed reads nothing without one.
-        DeepSpeedConfig({**config, "train_batch_size": 1})
+        DeepSpeedConfig({**config, "train_micro_batch_size_per_gpu": 1})
     except ValidationError as error:
         return [_in_words(error.title, mistake, within) for mistake in error.errors()]
     except Exception as error:  # an assertion, or whatever its looking things up ends with

@@ -67,7 +67,8 @@ class Evaluation(Companion):
     def prepared(self, prepared: Prepared) -> None:
         self._engine = prepared
         done = self._recorder.steps_before
-        if done == 0 or done >= self._schedule.last:  # what it died before is done now
+        known = done in {each["step"] for each in self.found}  # the checkpoint came after it
+        if not known and (done == 0 or done >= self._schedule.last):  # what it died before
             self._evaluate(done)
 
     def step_done(self, step: int) -> None:

@@ -130,13 +130,6 @@ def checked_method(
     )
 
 
-def asked_precision(values: Mapping[str, Any], env: Mapping[str, str]) -> str:
-    """Return what is computed in, as `TrainingArguments` will find it in flags and environment."""
-    if values["fp16"] or values["bf16"]:
-        return "fp16" if values["fp16"] else "bf16"
-    return env.get("ACCELERATE_MIXED_PRECISION") or "no"
-
-
 def check_strategy(method: Method, strategy: Strategy, *, precision: str) -> None:
     """Check that a strategy can hold the weights that the method leaves frozen.
 

@@ -30,6 +30,9 @@ BUILT_IN_MODEL = "small-llama"
 _RECIPE = 2
 """To be raised with any change to the built-in model or its tokenizer."""
 
+NEEDED = {"--model_name_or_path": "config.json", "--tokenizer_name": "tokenizer*"}
+"""What a folder has to hold that one of these flags names."""
+
 _SEED = 20
 # Sizes are multiples of 64: bitsandbytes 0.50 quantizes other rows wrongly on a CPU.
 # Wide, with few words: on short rows its states outweigh its activations, as those of models do
@@ -71,14 +74,10 @@ def resolve_model(arguments: ModelArguments) -> str:
     Raises:
         UsageError: there is no such folder, or the Hub can't give it.
     """
-    if arguments.model_name_or_path is None:
+    name, flag = arguments.model_name_or_path, "--model_name_or_path"
+    if name is None:
         return str(build_model())
-    return _local_folder(
-        arguments.model_name_or_path,
-        flag="--model_name_or_path",
-        needs="config.json",
-        revision=arguments.model_revision,
-    )
+    return local_folder(flag, name) or _download(name, flag=flag, revision=arguments.model_revision)
 
 
 def resolve_tokenizer(arguments: ModelArguments) -> str:
@@ -87,9 +86,10 @@ def resolve_tokenizer(arguments: ModelArguments) -> str:
     Raises:
         UsageError: there is no such folder, or the Hub can't give it.
     """
-    if arguments.tokenizer_name is None:
+    name, flag = arguments.tokenizer_name, "--tokenizer_name"
+    if name is None:
         return resolve_model(arguments)
-    return _local_folder(arguments.tokenizer_name, flag="--tokenizer_name", needs="tokenizer*")
+    return local_folder(flag, name) or _download(name, flag=flag)
 
 
 def build_model() -> Path:
@@ -225,7 +225,17 @@ def check_vocabulary(model: ModelFacts, data: TrainingData) -> None:
         )
 
 
-def _local_folder(name: str, *, flag: str, needs: str, revision: str = "main") -> str:
+def local_folder(flag: str, name: str) -> str | None:
+    """Return the folder on this machine that a flag names; None: it names one on the Hub.
+
+    Args:
+        flag: One of `NEEDED`.
+        name: Its value.
+
+    Raises:
+        UsageError: it can only be meant as a folder here, and there is none with what is needed.
+    """
+    needs = NEEDED[flag]
     path = Path(name).expanduser()
     if path.is_dir():
         if not any(path.glob(needs)):
@@ -236,19 +246,23 @@ def _local_folder(name: str, *, flag: str, needs: str, revision: str = "main") -
         return str(path.absolute())
     if path.is_file():
         raise UsageError(f"{flag} {name} is a file: pass the folder that it is in.")
-    # A Hub name is `name` or `owner/name`; anything else can only be meant as a path.
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:
+    if meant_as_path(name):
         raise UsageError(
             f"{flag} {name} is not there: check the path (this is {Path.cwd()}), or pass a Hub "
             "name."
         )
-    return _download(name, flag=flag, revision=revision)
+    return None
+
+
+def meant_as_path(name: str) -> bool:
+    """Whether a name is none of the Hub's, which are `name` or `owner/name`."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
 
 
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt"]
 
 
-def _download(name: str, *, flag: str, revision: str) -> str:
+def _download(name: str, *, flag: str, revision: str = "main") -> str:
     """Return the folder of a Hub model in the Hub's own cache, which locks and resumes."""
     from huggingface_hub import snapshot_download
 

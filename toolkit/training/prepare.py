@@ -12,10 +12,10 @@ import argparse
 import contextlib
 import json
 import logging
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
@@ -33,6 +33,7 @@ from toolkit.training.arguments import (
     own_arguments,
     training_values,
 )
+from toolkit.training.chat import asked_template
 from toolkit.training.data import (
     TrainingData,
     prepare_data,
@@ -42,17 +43,21 @@ from toolkit.training.data import (
 from toolkit.training.evaluation_plan import check_evaluation
 from toolkit.training.expected_speed import asks_the_model, expected_speed
 from toolkit.training.loadable import check_loadable
-from toolkit.training.methods import asked_precision, check_strategy, checked_method, skeleton
+from toolkit.training.methods import check_strategy, checked_method, skeleton
 from toolkit.training.model import (
     BUILT_IN_MODEL,
     ModelFacts,
     check_length,
     check_vocabulary,
+    local_folder,
+    meant_as_path,
     model_facts,
     resolve_model,
     resolve_tokenizer,
 )
 from toolkit.training.packing import check_borders
+from toolkit.training.precision import asked_precision
+from toolkit.training.sources import check_file
 from toolkit.training.speed_arguments import check_model, check_speed
 from toolkit.training.tracking import asked_trackers
 
@@ -91,21 +96,24 @@ def prepare(
     """
     own = own_arguments(argv)
     model_arguments, data_arguments, run = own.model, own.data, own.run
+    check_files(model_arguments, data_arguments)
     asked = [get_strategy(name) for name in strategies or filter(None, [run.strategy])]
     values = {each.name: _values_under(own, each) for each in asked or [get_strategy("single")]}
     training = next(iter(values.values()))
-    _refuse_all([partial(_check_flags, own, values, each, rehearsal) for each in asked])
+    same = "" if len(asked) < 2 else " All strategies of a comparison get the same flags."
+    _refuse_all([partial(_check_flags, own, values, each, rehearsal) for each in asked], same)
     asked_trackers(training["report_to"], engine=run.engine)
     check_evaluation(training, data_arguments)
     ranks_take = (
         None if num_processes is None else rows_needed(training, num_processes=num_processes)
     )
     model, data = model_and_data(model_arguments, data_arguments, rows_needed=ranks_take)
-    precision = asked_precision(training, os.environ)
+    precision = asked_precision(training)
     check_model(own.speed, model.path)
     method = checked_method(own.method, model_arguments, model, precision=precision)
     if strategies:  # else a launcher's config may still choose the precision
-        _refuse_all([partial(check_strategy, method, each, precision=precision) for each in asked])
+        checks = [partial(check_strategy, method, each, precision=precision) for each in asked]
+        _refuse_all(checks, same)
     for note in method.notes():
         logger.info("%s", note)
     by_strategy = {
@@ -146,18 +154,45 @@ def _check_flags(
     )
 
 
-def _refuse_all(checks: Sequence[Callable[[], None]]) -> None:
-    """Make one check of each strategy, and raise one UsageError for all that don't hold."""
+def check_files(model: ModelArguments, data: DataArguments) -> None:
+    """Check what the flags name on this machine, before anything is built or downloaded.
+
+    Raises:
+        UsageError: a file or a folder is not there, or not what it should be. All are named.
+    """
+    rows = {"--train_file": data.train_file, "--validation_file": data.validation_file}
+    folders = {
+        "--model_name_or_path": model.model_name_or_path,
+        "--tokenizer_name": model.tokenizer_name,
+    }
+    checks: list[Callable[[], object]] = []
+    checks += [partial(check_file, Path(name), flag=flag) for flag, name in rows.items() if name]
+    checks += [partial(local_folder, flag, name) for flag, name in folders.items() if name]
+    if data.dataset_name is not None:
+        checks.append(partial(_check_dataset, data.dataset_name))
+    if data.chat_template is not None:
+        checks.append(partial(asked_template, data.chat_template))
+    _refuse_all(checks)
+
+
+def _check_dataset(name: str) -> None:
+    if meant_as_path(name) and not Path(name).exists():
+        raise UsageError(
+            f"--dataset_name {name} is not there: check the path (this is {Path.cwd()}), or pass "
+            "a Hub name."
+        )
+
+
+def _refuse_all(checks: Sequence[Callable[[], object]], more: str = "") -> None:
+    """Make every check, and raise one UsageError for all that don't hold, with `more` behind it."""
     found: list[str] = []
     for check in checks:
         try:
             check()
         except UsageError as error:
             found.append(str(error))
-    if not found:
-        return
-    same = "" if len(checks) == 1 else " All strategies of a comparison get the same flags."
-    raise UsageError(" ".join(dict.fromkeys(found)) + same)
+    if found:
+        raise UsageError(" ".join(dict.fromkeys(found)) + more)
 
 
 def _differing(

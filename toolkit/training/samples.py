@@ -58,7 +58,8 @@ class Samples(Companion):
         if done == 0:
             for sample, text in zip(self.found, self._continued(), strict=True):
                 sample["before"] = text
-        elif done >= self._last_step:  # what it died before is done now
+        elif done >= self._last_step and any(each["after"] is None for each in self.found):
+            # It died before these.
             self.step_done(self._last_step)
 
     def step_done(self, step: int) -> None:
@@ -124,7 +125,13 @@ def _room(model: Any, asked: int) -> int:
 
 
 def _shown(sample: Sample) -> str:
-    prompt, before, after = (
-        " ".join((sample[part] or "").split()) for part in ("prompt", "before", "after")
+    before, after = (
+        "not known" if text is None else repr(_one_line(text)[:SHOWN])
+        for text in (sample["before"], sample["after"])
     )
-    return f"sample …{prompt[-SHOWN:]!r}: before {before[:SHOWN]!r}, after {after[:SHOWN]!r}"
+    prompt = _one_line(sample["prompt"])[-SHOWN:]
+    return f"sample …{prompt!r}: before {before}, after {after}"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -88,7 +88,12 @@ _FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
 """The builder of `datasets` for each kind of file, and its options."""
 
 
-def _file_source(path: Path, flag: str, limit: int | None) -> Source:
+def check_file(path: Path, *, flag: str) -> None:
+    """Check that a file of rows can be read, without a look at them.
+
+    Raises:
+        UsageError: it is not there, empty, or of no format that is read here.
+    """
     if not path.is_file():
         what = "is a folder, not a file" if path.is_dir() else "is not there"
         raise UsageError(
@@ -102,6 +107,10 @@ def _file_source(path: Path, flag: str, limit: int | None) -> Source:
         )
     if not path.stat().st_size:
         raise UsageError(f"{path} is empty: zero training rows. Pass a file with rows.")
+
+
+def _file_source(path: Path, flag: str, limit: int | None) -> Source:
+    check_file(path, flag=flag)
     builder, options = _FORMATS[path.suffix]
 
     def load(scratch: Path) -> Dataset:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
 from toolkit.errors import UsageError
 from toolkit.strategies import Strategy
 from toolkit.training.packing import PROVEN_MODELS
+from toolkit.training.precision import switched
 
 LAYERS = r"none|all|selective|every:[1-9]\d*|[1-9]\d*"
 """What `--checkpoint_layers` takes."""
@@ -110,21 +109,18 @@ class SpeedArguments:
     def compiles_blocks(self) -> bool:
         return bool(self.compile_blocks)
 
-    def with_flags(
-        self, rest: Sequence[str], strategy: Strategy, *, env: Mapping[str, str] = os.environ
-    ) -> list[str]:
+    def with_flags(self, rest: Sequence[str], strategy: Strategy) -> list[str]:
         """Return the flags for `TrainingArguments`, and those of its flags that are tuned.
 
         Args:
-            rest: What was passed for `TrainingArguments`.
+            rest: What was passed for `TrainingArguments`, with the precision of the run.
             strategy: What the launcher asks for.
-            env: Where the launcher says in which precision.
         """
         ours = {"logging_steps": "10"}
         # DeepSpeed has optimizers of its own. In fp16 torch's GradScaler (2.13) leaves it to a
         # fused one not to step after an overflow, so Accelerate doesn't know of it, and the
         # learning rate would go on where it waits for others.
-        if strategy.backend != "deepspeed" and not _in_fp16(rest, env):
+        if strategy.backend != "deepspeed" and not switched(rest, "fp16"):
             ours["optim"] = "adamw_torch_fused"
         passed = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in rest}
         wanted = ours.keys() - passed if self.tuned else set[str]()
@@ -232,24 +228,6 @@ COMPILED_ZERO3 = (
     "--compile_blocks gains nothing under ZeRO-3: DeepSpeed's hooks in every module of a layer are "
     "compiled anew for each until torch gives up (recompile_limit), and runs the layers as they are"
 )
-
-
-def _in_fp16(rest: Sequence[str], env: Mapping[str, str]) -> bool:
-    """As `methods.asked_precision`, before the flags are read: these belong to them."""
-    if _switched_on(rest, "fp16") or _switched_on(rest, "bf16"):
-        return _switched_on(rest, "fp16")
-    return env.get("ACCELERATE_MIXED_PRECISION") == "fp16"
-
-
-def _switched_on(rest: Sequence[str], name: str) -> bool:
-    """Whether the last `--name` of some flags is true, or stands alone."""
-    on = False
-    for word, after in zip_longest(rest, rest[1:], fillvalue="--"):
-        flag, given, value = word.partition("=")
-        if flag == f"--{name}":
-            said = value if given else after
-            on = said.startswith("--") or said.lower() in ("yes", "true", "t", "y", "1")
-    return on
 
 
 def _asks_for_checkpointing(values: dict[str, Any]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from toolkit.errors import UsageError
@@ -88,6 +89,9 @@ def check_values(values: Mapping[str, Any]) -> None:
             f"{', '.join(asked)}: the launcher's config file says it, accelerate launch "
             "--config_file accelerate_configs/<strategy>.yaml ..., so leave it out"
         )
+    file = str(values.get("accelerator_config") or "{}")
+    if not file.startswith("{") and not Path(file).is_file():
+        found.append(f"--accelerator_config {file}: there is no such file (this is {Path.cwd()})")
     if values.get("push_to_hub"):
         found.append(
             "--push_to_hub: toolkit.train uploads nothing. Leave it out, and when the run is done: "

@@ -100,12 +100,10 @@ def command(job: Job, config: Path, *, rate: float) -> list[str]:
         flags[job.precision] = True
     if job.checkpointing == "full":
         flags["gradient_checkpointing"] = True
-    script = ["YOUR_SCRIPT.py"]
-    if job.method == "full":
-        script = ["-m", "toolkit.train", "--strategy", job.strategy.name]
-    return (
-        words + script + [word for key, value in flags.items() for word in (f"--{key}", str(value))]
-    )
+    words += ["-m", "toolkit.train", "--strategy", job.strategy.name]
+    if job.method != "full":
+        words += ["--method", job.method, "--lora_r", str(job.lora_rank)]
+    return words + [word for key, value in flags.items() for word in (f"--{key}", str(value))]
 
 
 def recommendation_as_json(found: Recommendation) -> dict[str, Any]:
