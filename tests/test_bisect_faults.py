@@ -213,11 +213,18 @@ def test_under_bf16_a_fault_is_named_with_the_part_that_rounding_explains(found,
     assert gradients.words.endswith("of the 100%")
 
 
-def test_the_command_finds_two_sharded_backends_equal_and_writes_what_it_saw(
-    toolkit, tmp_path
+@pytest.mark.parametrize(
+    ("one", "other", "ranks"),
+    # Three ranks divide no matrix of this model without a remainder.
+    [("zero3", "fsdp-loop", 2), ("fsdp-loop", "zero2", 2), ("zero2", "zero3", 3)],
+)
+def test_the_command_gives_every_backend_the_weights_and_finds_the_step_equal(
+    toolkit, tmp_path, one: str, other: str, ranks: int
 ) -> None:
-    output = ("--output", tmp_path / "runs")
-    done = toolkit("compare", "--bisect", "zero3", "fsdp-loop", "--at", 2, *output)
+    size = ("--num_processes", ranks, "--global_batch_size", 4 * ranks)
+    model = ("--", "--model_name_or_path", write_model(tmp_path / "model"))
+    asked = ("--at", 2, *size, "--output", tmp_path / "runs", *model)
+    done = toolkit("compare", "--bisect", one, other, *asked)
     assert done.returncode == 0, done.stdout
     assert "Nothing differs beyond its limit." in done.stdout
 
@@ -227,7 +234,9 @@ def test_the_command_finds_two_sharded_backends_equal_and_writes_what_it_saw(
     found = {each["what"]: each["verdict"] for each in written["findings"]}
     assert set(found.values()) <= {"equal", "within"}
     assert found["saved weights"] == "equal"
-    assert [run["name"] for run in written["runs"]] == ["zero3-trainer", "fsdp-loop"]
+    assert "weights before the step" in found
+    names = [name if name.endswith("-loop") else f"{name}-trainer" for name in (one, other)]
+    assert [run["name"] for run in written["runs"]] == names
     for run in written["runs"]:
         assert run["attestation"]["held"]
         assert run["traffic"]["step"] == 3  # none of them is the evidence's own

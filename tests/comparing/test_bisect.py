@@ -13,7 +13,8 @@ from toolkit.comparing.bisection import running
 from toolkit.comparing.bisection.finding import ROUNDINGS, BisectError, Side, bisect, load_side
 from toolkit.comparing.bisection.of_gates import step_of_gates
 from toolkit.comparing.bisection.running import bisect_runs
-from toolkit.comparing.bisection.told import page, told
+from toolkit.comparing.bisection.told import Started, page, told
+from toolkit.comparing.scheduling.attempts import Finished
 from toolkit.comparing.scheduling.bisect_command import bisect_command
 from toolkit.comparing.scheduling.options import CompareOptions
 from toolkit.comparing.scheduling.plan import build_plan, fixed_by
@@ -205,6 +206,71 @@ def test_a_fault_within_a_later_step_goes_before_what_parted_the_weights_and_its
     found = bisect(later("single-2"), later("fsdp", own=apart, after=moved))
     assert found.first is not None
     assert found.first.what == "weights before the step"
+
+
+class Told:
+    """What a progress is told."""
+
+    def __init__(self):
+        self.lines = []
+
+    def say(self, text):
+        self.lines.append(text)
+
+
+@pytest.mark.parametrize(
+    ("fault_at", "compared", "first_link", "advice"),
+    [
+        (6, [6], "learning rate", []),
+        (5, [6, 5], "learning rate", []),
+        (
+            4,
+            [6, 5],
+            "weights before the step",
+            ["The fault acts in an earlier step. To look half-way to it, pass --at 2."],
+        ),
+        (
+            None,
+            [6, 5],
+            "weights before the step",
+            ["Step 5 differs in nothing: what parted the two came after its update."],
+        ),
+    ],
+)
+def test_where_only_the_weights_before_differ_the_step_before_is_looked_at(
+    side, monkeypatch, fault_at, compared, first_link, advice
+):
+    started_at = []
+    parted_from = 6 if fault_at is None else fault_at + 1
+
+    def start_all(_, runs, at, progress):
+        """Leave what runs would whose rate is another in one step, and write no other file."""
+        started_at.append(at)
+        started = []
+        for name in runs:
+            own = {key: BEFORE[key] + (WAY if name == "ddp" else 0) for key in BEFORE}
+            kept = with_group(learning_rate=2e-3) if name == "ddp" and at == fault_at else None
+            made = side(
+                f"{name}-{at}/evidence",
+                kept,
+                before=own if at >= parted_from else BEFORE,
+                after=BEFORE,
+                step=at,
+                given=name == "ddp",
+            )
+            save_file({key: BEFORE[key] - WAY for key in BEFORE}, made.folder / INITIAL_FILE)
+            folder = made.folder.parent
+            end = Finished(record={"losses": [4.0] * at, "final": None}, folder=folder)
+            started.append(Started(name=name, folder=folder, end=end))
+        return started
+
+    monkeypatch.setattr(running, "_start_all", start_all)
+    progress = Told()
+    looked = running._look(None, ["single", "ddp"], 6, progress)
+    assert started_at == compared
+    assert looked.found.first.what == first_link
+    assert looked.advice == advice
+    assert len(progress.lines) == len(compared) - 1
 
 
 @pytest.mark.parametrize("parted", [0.0, 1e-4])
