@@ -148,6 +148,12 @@ def test_mistakes_leave_with_status_2_and_nothing_written(launch_environment, tm
         ("--engine", "loop", "--torch_compile", "True"): "--torch_compile",
         ("--engine", "loop", "--accelerator_config", "{}"): "--accelerator_config",
         ("--evidence", "kept", "--torch_compile", "True"): "--evidence looks into",
+        ("--evidence", "kept", "--evidence_step", "2", "--evidence_weights", str(taken)): (
+            "holds no weights-before.safetensors. Name the --evidence folder of a run that kept"
+        ),
+        ("--evidence", "kept", "--evidence_step", "9", "--max_steps", "8"): (
+            "--evidence_step 9 lies beyond the 8 steps of the training"
+        ),
         ("--resume_from_checkpoint",): "pass the --output_dir of the run",
         ("--save_steps", "0"): "--save_steps 0",
         ("--save_strategy", "best"): "--save_strategy best is not known here",

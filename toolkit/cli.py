@@ -213,6 +213,8 @@ def configs_path(name: StrategyName) -> None:
     epilog=_examples(
         "toolkit compare --strategies ddp,zero3,fsdp --output runs/first",
         "toolkit compare --max_steps 50 -- --train_file my.jsonl --max_length 256",
+        "toolkit compare --bisect single zero2-loop --at 6",
+        "toolkit compare --bisect single ddp --output runs/first",
     ),
 )
 def compare(
@@ -227,6 +229,14 @@ def compare(
         tuple[str, str] | None,
         typer.Option(
             metavar="A B", help="Name the first thing that differs in one step of two runs."
+        ),
+    ] = None,
+    at: Annotated[
+        int | None,
+        typer.Option(
+            metavar="STEP",
+            help="The step that --bisect looks at; if left out, the first that broke a gate of the "
+            "comparison in --output, or else the first of all.",
         ),
     ] = None,
     engine: Annotated[Engine, typer.Option(help="The HF Trainer, the loop, or both.")] = (
@@ -333,7 +343,9 @@ def compare(
 
         if strategies is not None:
             raise UsageError("--bisect names its two runs itself. Leave --strategies out.")
-        raise typer.Exit(bisect_runs(bisect, options, console=Console()))
+        raise typer.Exit(bisect_runs(bisect, options, console=Console(), at=at))
+    if at is not None:
+        raise UsageError("--at names a step to --bisect: pass --bisect A B too.")
     raise typer.Exit(run(options, console=Console()))
 
 

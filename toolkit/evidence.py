@@ -7,19 +7,33 @@ beside it in safetensors: whole, in fp32, whatever sharded them.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypedDict, cast
+from typing import Annotated, Any, Final, Literal, NotRequired, TypedDict, cast
 
 from toolkit.errors import UsageError
 from toolkit.results import FromOne, LostError, read_as
 
 EVIDENCE_FILE: Final = "evidence.json"
+INITIAL_FILE: Final = "weights-initial.safetensors"
+"""Before the first step, where a later one is kept."""
+
 BEFORE_FILE: Final = "weights-before.safetensors"
+"""As the run's own steps had left them, whatever the step then began with."""
+
 GRADIENTS_FILE: Final = "gradients.safetensors"
 """Averaged over the ranks, before clipping."""
 
 AFTER_FILE: Final = "weights-after.safetensors"
+HELD_FILE: Final = "weights-held.safetensors"
+"""When the final model was about to be saved."""
 
-EVIDENCE_FILES: Final = (EVIDENCE_FILE, BEFORE_FILE, GRADIENTS_FILE, AFTER_FILE)
+EVIDENCE_FILES: Final = (
+    EVIDENCE_FILE,
+    INITIAL_FILE,
+    BEFORE_FILE,
+    GRADIENTS_FILE,
+    AFTER_FILE,
+    HELD_FILE,
+)
 
 
 class RowRead(TypedDict):
@@ -77,7 +91,7 @@ class Optimizer(TypedDict):
 
 
 class Evidence(TypedDict):
-    """The first optimizer step of a run that updated."""
+    """One optimizer step: the one that was asked for, or the first of a run that updated."""
 
     schema: int
     strategy: str
@@ -86,6 +100,9 @@ class Evidence(TypedDict):
     num_processes: FromOne
     step: FromOne
     """From 1; fp16 may have skipped some before it."""
+
+    given: NotRequired[bool]
+    """Whether the step began with the weights that the reference had, not with the run's own."""
 
     ranks: list[list[MicroBatch]]
     gradient_norm: float
@@ -96,6 +113,9 @@ class Evidence(TypedDict):
 
     weights_agree: bool | None
     """Likewise of the weights after the step."""
+
+    before_agree: NotRequired[bool | None]
+    """Likewise of the run's own weights before the step."""
 
     clipping: Clipping
     optimizer: Optimizer
@@ -110,8 +130,8 @@ def read_evidence(folder: Path) -> Evidence:
     file = folder / EVIDENCE_FILE
     if not file.is_file():
         raise UsageError(
-            f"{folder} holds no evidence of a step: the run ended, or fp16 skipped every step, "
-            "before one had updated the weights."
+            f"{folder} holds no evidence of a step: the run ended before it, or fp16 skipped it, "
+            "so that it updated nothing."
         )
     evidence = cast(Evidence, read_as(file, Evidence))
     if not evidence["ranks"] or not all(evidence["ranks"]):

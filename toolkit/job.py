@@ -20,7 +20,7 @@ from toolkit.configs.requested import (
     same_features,
 )
 from toolkit.errors import UsageError
-from toolkit.evidence import EVIDENCE_FILES
+from toolkit.evidence import BEFORE_FILE, EVIDENCE_FILES
 from toolkit.files import check_takes_files
 from toolkit.launching.ranks import rank, say
 from toolkit.launching.status import STATUS_DIR
@@ -75,6 +75,11 @@ class Job:
     args: TrainingArguments
     deepspeed_changes: list[str]
     resumed: Resumed | None = None
+
+    @property
+    def last_step(self) -> int:
+        """The step that training ends with, packed rows aside: it may end before `steps`."""
+        return min(self.steps, self.args.max_steps)
 
 
 def checked_job(argv: list[str]) -> Job:
@@ -160,6 +165,10 @@ def checked_job(argv: list[str]) -> Job:
         max_steps=values["max_steps"],
         num_train_epochs=values["num_train_epochs"],
     )
+    if run.evidence_step is not None and run.evidence_step > steps:
+        raise UsageError(
+            f"--evidence_step {run.evidence_step} lies beyond the {steps} steps of the training."
+        )
     rows = training_rows(
         data.load(),
         steps=steps,
@@ -193,6 +202,8 @@ def checked_job(argv: list[str]) -> Job:
         check_fillers(rows, global_batch, of="--label_smoothing_factor")
     args = training_arguments(rest, model=model, run=run)
     args.max_steps = steps + run.throughput_steps
+    if run.evidence_step is not None:  # the schedule stays, and the next step shows what came of it
+        args.max_steps = min(steps, run.evidence_step + 1)
     args.eval_strategy = IntervalStrategy.NO  # `evaluation` does it, in either engine
     # The platform asks for Kubeflow, not the user: transformers adds it to whatever was asked.
     args.report_to = [*trackers, *({"kubeflow"} & set(args.report_to) - set(trackers))]
@@ -330,6 +341,12 @@ def _check_evidence(values: dict[str, Any], run: RunArguments) -> None:
     check_takes_files(folder, flag="--evidence")
     if any(os.path.lexists(folder / name) for name in EVIDENCE_FILES):
         raise UsageError(f"{folder} holds the evidence of another run. Name another folder.")
+    given = run.evidence_weights
+    if given is not None and not (Path(given) / BEFORE_FILE).is_file():
+        raise UsageError(
+            f"--evidence_weights {given} holds no {BEFORE_FILE}. Name the --evidence folder of a "
+            "run that kept the same step."
+        )
 
 
 def _fit_deepspeed(

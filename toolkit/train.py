@@ -191,15 +191,16 @@ def _train_with_trainer(
 
     class RunTrainer(ToolkitTrainer):
         def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-            # The packed rows come after the training that was asked for.
-            return super().create_scheduler(min(num_training_steps, job.steps), optimizer)
+            # Packed rows come after the training that was asked for, and evidence may end it
+            # before: the schedule is that of the whole.
+            return super().create_scheduler(job.steps, optimizer)
 
         def finish_record(self) -> None:
             """Left to `train`, which knows how many steps were packed rows."""
 
     class QuietOnPackedRows(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step > job.steps:
+            if state.global_step > job.last_step:
                 control.should_log = False  # it would wait for the GPU within a timed step
 
     trainer = RunTrainer(
@@ -279,11 +280,11 @@ def _companions(
     class SaveAtTheEnd(Companion):
         def prepared(self, prepared: Prepared) -> None:
             self.engine = prepared
-            if job.resumed is not None and job.resumed.step == job.steps:
-                self.step_done(job.steps)  # it died within this save, or after it
+            if job.resumed is not None and job.resumed.step == job.last_step:
+                self.step_done(job.last_step)  # it died within this save, or after it
 
         def step_done(self, step: int) -> None:
-            if step != job.steps:
+            if step != job.last_step:
                 return
             accelerator = self.engine.accelerator
             written = [("final", save_model)]
@@ -342,6 +343,8 @@ def _recorder(job: Job, status: StatusFile, speed: Speed) -> Recorder:
         if job.run.evidence is None
         else EvidenceKeeper(
             Path(job.run.evidence),
+            step=job.run.evidence_step,
+            weights=None if job.run.evidence_weights is None else Path(job.run.evidence_weights),
             strategy=job.strategy.name,
             engine=job.run.engine,
             precision=job.args.mixed_precision,
@@ -387,7 +390,7 @@ def _described(job: Job, speed: Speed) -> dict[str, Any]:
         "training": {name: getattr(args, name) for name in same_name}
         | {
             "global_batch_size": job.global_batch_size,
-            "max_steps": job.steps,
+            "max_steps": job.last_step,
             "throughput_steps": job.run.throughput_steps,
             "scale_lr": job.run.scale_lr,
             "base_batch_size": job.run.base_batch_size,

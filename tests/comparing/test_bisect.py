@@ -11,12 +11,22 @@ from safetensors.numpy import save_file
 
 from toolkit.comparing.bisection import running
 from toolkit.comparing.bisection.finding import ROUNDINGS, BisectError, Side, bisect, load_side
+from toolkit.comparing.bisection.of_gates import step_of_gates
 from toolkit.comparing.bisection.running import bisect_runs
-from toolkit.comparing.bisection.told import page, told
+from toolkit.comparing.bisection.told import Started, page, told
+from toolkit.comparing.scheduling.attempts import Finished
 from toolkit.comparing.scheduling.bisect_command import bisect_command
 from toolkit.comparing.scheduling.options import CompareOptions
+from toolkit.comparing.scheduling.plan import build_plan, fixed_by
 from toolkit.errors import UsageError
-from toolkit.evidence import AFTER_FILE, BEFORE_FILE, GRADIENTS_FILE, read_evidence
+from toolkit.evidence import (
+    AFTER_FILE,
+    BEFORE_FILE,
+    GRADIENTS_FILE,
+    HELD_FILE,
+    INITIAL_FILE,
+    read_evidence,
+)
 
 RANDOM = np.random.default_rng(0)
 SHAPES = {"embed.weight": (5, 3), "up.weight": (4, 3), "norm.weight": (3,)}
@@ -79,17 +89,27 @@ def side(tmp_path):
     """Write one side's evidence, and read it again."""
 
     def make(
-        name="single", kept=None, *, before=BEFORE, gradients=GRADIENTS, after=None, **changes
+        name="single",
+        kept=None,
+        *,
+        before=BEFORE,
+        gradients=GRADIENTS,
+        after=None,
+        saved=None,
+        **changes,
     ):
         folder = tmp_path / name
-        folder.mkdir()
+        (folder / "final").mkdir(parents=True)
         moved = {key: before[key] - np.float32(0.01) * np.sign(GRADIENTS[key]) for key in before}
+        moved = moved if after is None else after
         save_file(before, folder / BEFORE_FILE)
         save_file(gradients, folder / GRADIENTS_FILE)
-        save_file(moved if after is None else after, folder / AFTER_FILE)
+        save_file(moved, folder / AFTER_FILE)
+        save_file(moved, folder / HELD_FILE)
+        save_file(moved if saved is None else saved, folder / "final" / "model.safetensors")
         content = (evidence() if kept is None else kept) | changes
         (folder / "evidence.json").write_text(json.dumps(content))
-        return load_side(name, folder, next_loss=4.0)
+        return load_side(name, folder, next_loss=4.0, final=folder / "final")
 
     return make
 
@@ -112,7 +132,10 @@ def test_other_ranks_and_micro_batches_are_no_difference_but_are_told(side):
         "the rows are read by single as 1 rank x 2 micro-batches, by zero2 as 2 ranks x 2 "
         "micro-batches",
     )
-    assert told(found)[-1] == "Nothing differs beyond its limit."
+    assert told(found)[-2:] == [
+        "Nothing differs beyond its limit.",
+        "No other step was looked at: to see what begins in a later one, add --at STEP.",
+    ]
 
 
 def test_an_initial_weight_is_named_with_its_difference(side):
@@ -125,11 +148,188 @@ def test_an_initial_weight_is_named_with_its_difference(side):
     )
 
 
-def test_a_tensor_that_one_side_lacks_is_named(side):
+def test_a_tensor_that_one_side_does_not_train_is_named_with_that_side(side):
     fewer = {name: BEFORE[name] for name in BEFORE if name != "norm.weight"}
-    what, words = first(side(), side("zero2", before=fewer))
-    assert what == "initial weights"
-    assert words == "only one of single and zero2 has norm.weight (the first of 1)"
+    whole, part = side(), side("zero2", before=fewer)
+    assert first(whole, part) == (
+        "trained parameters",
+        "norm.weight (the first of 1) is trained by single and not by zero2, where it is frozen or "
+        "no part of the model",
+    )
+    assert "is trained by single and not by zero2" in first(part, whole)[1]
+    weights = next(each for each in bisect(whole, part).findings if each.what == "initial weights")
+    assert weights.verdict == "equal"
+
+
+WAY = np.float32(0.1)
+
+
+@pytest.fixture
+def later(side):
+    """Write a side at step 6, before which its weights had gone a way of 0.1 in each number.
+
+    A second one began the step with the first one's weights, whatever its own were.
+    """
+
+    def make(name="single", kept=None, *, own=BEFORE, **changes):
+        given = {} if name == "single" else {"given": True}
+        moved = {key: BEFORE[key] - np.float32(0.01) * np.sign(GRADIENTS[key]) for key in BEFORE}
+        made = side(name, kept, before=own, step=6, **{"after": moved} | given | changes)
+        save_file({key: BEFORE[key] - WAY for key in BEFORE}, made.folder / INITIAL_FILE)
+        return made
+
+    return make
+
+
+def test_a_later_step_begins_with_equal_weights_and_what_parted_them_before_is_a_link(later):
+    apart = {key: BEFORE[key] + WAY / 2 for key in BEFORE}
+    found = bisect(later(), later("zero2", own=apart))
+    assert found.first is found.parted_before
+    assert found.first.what == "weights before the step"
+    assert found.first.value == pytest.approx(0.5, rel=1e-3)
+    assert found.first.words.startswith("steps 1 to 5 left them apart by 50% of single's way from")
+    verdicts = {each.what: each.verdict for each in found.findings}
+    assert verdicts["update"] == "equal"
+    assert found.notes[0].startswith("both were trained from the start to step 5; zero2 then took")
+
+
+def test_a_fault_within_a_later_step_goes_before_what_parted_the_weights_and_its_states(later):
+    apart = {key: BEFORE[key] + WAY / 2 for key in BEFORE}
+    kept = with_group(learning_rate=2e-3)
+    found = bisect(later(), later("zero2", kept, own=apart))
+    assert found.first is not None
+    assert found.first.what == "learning rate"
+    assert any(line.startswith("It may act before step 6 too: ") for line in told(found))
+
+    # Another update may come from optimizer states that earlier steps left.
+    moved = {name: BEFORE[name] - np.float32(0.2) * np.sign(GRADIENTS[name]) for name in BEFORE}
+    found = bisect(later("single-2"), later("fsdp", own=apart, after=moved))
+    assert found.first is not None
+    assert found.first.what == "weights before the step"
+
+
+class Told:
+    """What a progress is told."""
+
+    def __init__(self):
+        self.lines = []
+
+    def say(self, text):
+        self.lines.append(text)
+
+
+@pytest.mark.parametrize(
+    ("fault_at", "compared", "first_link", "advice"),
+    [
+        (6, [6], "learning rate", []),
+        (5, [6, 5], "learning rate", []),
+        (
+            4,
+            [6, 5],
+            "weights before the step",
+            ["The fault acts in an earlier step. To look half-way to it, pass --at 2."],
+        ),
+        (
+            None,
+            [6, 5],
+            "weights before the step",
+            ["Step 5 differs in nothing: what parted the two came after its update."],
+        ),
+    ],
+)
+def test_where_only_the_weights_before_differ_the_step_before_is_looked_at(
+    side, monkeypatch, fault_at, compared, first_link, advice
+):
+    started_at = []
+    parted_from = 6 if fault_at is None else fault_at + 1
+
+    def start_all(_, runs, at, progress):
+        """Leave what runs would whose rate is another in one step, and write no other file."""
+        started_at.append(at)
+        started = []
+        for name in runs:
+            own = {key: BEFORE[key] + (WAY if name == "ddp" else 0) for key in BEFORE}
+            kept = with_group(learning_rate=2e-3) if name == "ddp" and at == fault_at else None
+            made = side(
+                f"{name}-{at}/evidence",
+                kept,
+                before=own if at >= parted_from else BEFORE,
+                after=BEFORE,
+                step=at,
+                given=name == "ddp",
+            )
+            save_file({key: BEFORE[key] - WAY for key in BEFORE}, made.folder / INITIAL_FILE)
+            folder = made.folder.parent
+            end = Finished(record={"losses": [4.0] * at, "final": None}, folder=folder)
+            started.append(Started(name=name, folder=folder, end=end))
+        return started
+
+    monkeypatch.setattr(running, "_start_all", start_all)
+    progress = Told()
+    looked = running._look(None, ["single", "ddp"], 6, progress)
+    assert started_at == compared
+    assert looked.found.first.what == first_link
+    assert looked.advice == advice
+    assert len(progress.lines) == len(compared) - 1
+
+
+@pytest.mark.parametrize("parted", [0.0, 1e-4])
+def test_an_update_may_differ_by_what_the_weights_before_it_tell_of_the_states(later, parted):
+    own = {key: BEFORE[key] + WAY * np.float32(parted) for key in BEFORE}
+    after = {
+        key: BEFORE[key] - np.float32(0.01 * 1.0008) * np.sign(GRADIENTS[key]) for key in BEFORE
+    }
+    found = bisect(later(), later("zero2", own=own, after=after))
+    assert (found.first is None) == (parted > 0)
+
+
+def test_ranks_that_hold_other_weights_before_a_later_step_are_named(later):
+    what, words = first(later(), later("zero2", before_agree=False))
+    assert what == "weights before the step"
+    assert words.startswith("the ranks of zero2 hold different weights before the step")
+
+
+def test_what_was_saved_is_held_against_what_was_held(side):
+    held = {key: BEFORE[key] - np.float32(0.01) * np.sign(GRADIENTS[key]) for key in BEFORE}
+    other = held | {"up.weight": held["up.weight"] + np.float32(0.25)}
+    assert first(side(), side("zero2", saved=other)) == (
+        "saved weights",
+        "zero2 saved other numbers than its ranks held: up.weight differs by up to 2.5e-01 (1 "
+        "tensor of 3 do, the first is up.weight)",
+    )
+    fewer = {key: held[key] for key in held if key != "up.weight"}
+    assert first(side("a"), side("b", saved=fewer)) == (
+        "saved weights",
+        "b saved no up.weight (1 tensor of 3)",
+    )
+
+
+def test_what_was_saved_under_the_names_of_peft_is_found_and_what_is_not_is_no_fault(side):
+    layer = "layers.0.q_proj"
+    names = {f"{layer}.lora_A.default.weight": "embed.weight"}
+    held = {name: BEFORE[key] for name, key in names.items()}
+    saved = {f"base_model.model.{layer}.lora_A.weight": BEFORE["embed.weight"]}
+    lora = side("lora", saved=saved)
+    save_file(held, lora.folder / HELD_FILE)
+    assert bisect(side(), lora).first is None
+
+    renamed = side("renamed", saved={"other": BEFORE["embed.weight"]})
+    found = bisect(side("again"), renamed)
+    assert found.first is None
+    assert found.findings[-1].words == (
+        "not compared: renamed saved no embed.weight (3 tensors of 3): it may stand there under "
+        "another name"
+    )
+
+
+def test_a_run_that_saved_nothing_or_what_cannot_be_read_is_told_so(side):
+    found = bisect(side(), dataclasses.replace(side("zero2"), final=None))
+    assert found.findings[-1].words == "not compared: zero2 saved no model"
+    torn = side("torn")
+    (torn.folder / "final" / "model.safetensors").write_bytes(b"x")
+    what, words = first(side("again"), torn)
+    assert what == "saved weights"
+    assert words.startswith("what torn saved cannot be read: ")
 
 
 def test_a_row_that_only_one_side_read_is_named(side):
@@ -449,7 +649,8 @@ def test_weights_that_start_rounded_are_no_difference_under_bf16(side, low, shar
         side("zero2", kept, before=before, after=after, gradients=noisy(0.01, 1)),
         in_fp32=in_fp32,
     )
-    assert (found.findings[0].verdict == "differs") == differs
+    weights = next(each for each in found.findings if each.what == "initial weights")
+    assert (weights.verdict == "differs") == differs
 
 
 def test_evidence_of_different_steps_is_refused(side):
@@ -481,10 +682,10 @@ def test_evidence_of_a_newer_toolkit_is_refused(side):
         side(schema=2)
 
 
-def run(*names, **options):
+def run(*names, at=None, **options):
     from rich.console import Console
 
-    return bisect_runs(names, CompareOptions(**options), console=Console())
+    return bisect_runs(names, CompareOptions(**options), console=Console(), at=at)
 
 
 @pytest.mark.parametrize(
@@ -496,6 +697,9 @@ def run(*names, **options):
         (("single", "ddp"), {"repeats": 2}, "leave --scale and --repeats out"),
         (("single", "ddp"), {"global_batch_size": 6}, "does not divide"),
         (("single", "ddp"), {"train_flags": ["--evidence", "x"]}, "toolkit compare --bisect sets"),
+        (("single", "ddp"), {"train_flags": ["--evidence_step", "2"]}, "has its own --at"),
+        (("single", "ddp"), {"at": 21}, "--at 21 is none of the 20 steps"),
+        (("single", "ddp"), {"at": 0}, "--at 0 is none of the 20 steps"),
     ],
 )
 def test_what_cannot_be_bisected_is_a_mistake_of_the_user(names, options, words, monkeypatch):
@@ -532,6 +736,59 @@ def test_the_command_for_a_broken_row_repeats_what_was_asked(make_row):
     assert bisect_command(make_row(rehearsal=False), CONTROL, CompareOptions()) == (
         "toolkit compare --bisect single-trainer ddp-trainer"
     )
+
+
+def test_the_command_names_the_first_step_that_broke_a_gate(make_row):
+    def command(*steps, **options):
+        broken = [{"gate": "loss", "first_step": step} for step in steps]
+        found = bisect_command(
+            make_row(rehearsal=False, broken=broken), CONTROL, CompareOptions(**options)
+        )
+        return found.removeprefix("toolkit compare --bisect single-trainer ddp-trainer")
+
+    assert command(None, 7, 6) == " --at 6"
+    assert command(1, None) == command() == ""
+    assert command(None, max_steps=8) == " --max_steps 8 --at 8"
+
+
+def results(rows, **fixed):
+    options = CompareOptions()
+    return {"runs": rows, "fixed": fixed_by(options) | fixed}
+
+
+def test_the_step_is_found_from_the_gates_of_a_comparison(make_row, tmp_path):
+    options = CompareOptions()
+    plan = build_plan(
+        dataclasses.replace(options, strategies=["single", "ddp"]), gpus=2, missing=lambda _: None
+    )
+
+    def step(*broken, **fixed):
+        rows = [make_row(strategy="single", num_processes=1), make_row(broken=list(broken))]
+        return step_of_gates(results(rows, **fixed), plan.runs, options, folder=tmp_path)
+
+    late, unknown = (
+        {"gate": gate, "first_step": step} for gate, step in (("grad_norm", 6), ("weights", None))
+    )
+    assert step(unknown, late) == (
+        6,
+        f"In {tmp_path} the grad_norm gate was the first to break, at step 6.",
+    )
+    found, sentence = step(unknown)
+    assert found == 20
+    assert sentence.endswith(
+        "the weights gate broke, which names no step: the last one, 20, is compared."
+    )
+    assert step() == (
+        None,
+        f"No gate of single-trainer and ddp-trainer broke in {tmp_path}: step 1 is compared.",
+    )
+    with pytest.raises(UsageError, match="optimizer steps 50 there, 20 here. Pass its flags again"):
+        step(late, **{"optimizer steps": 50})
+    with pytest.raises(UsageError, match="is a comparison without single-trainer"):
+        step_of_gates(results([]), plan.runs, options, folder=tmp_path)
+    wide = results([make_row(strategy="single", num_processes=1), make_row(num_processes=4)])
+    with pytest.raises(UsageError, match="ddp-trainer had 4 processes, not 2"):
+        step_of_gates(wide, plan.runs, options, folder=tmp_path)
 
 
 def test_what_was_rehearsed_is_bisected_on_the_cpu_too(make_row):

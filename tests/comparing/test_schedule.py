@@ -558,8 +558,8 @@ def test_a_broken_gate_tells_how_to_bisect_unless_a_repeat_failed_which_has_its_
     runs = {"ddp": "drift", "zero2": ["drift", "oom"]}
     assert world.compare("single", "ddp", "zero2", repeats=2, runs=runs) == 1
     _, ddp, zero2 = world.results()["runs"]
-    assert ddp["fix"].startswith("This compares their first step, link by link: ")
-    assert ddp["fix"].endswith("toolkit compare --bisect single-trainer ddp-trainer")
+    assert ddp["fix"].startswith("This compares one step of the two, link by link: ")
+    assert ddp["fix"].endswith("--bisect single-trainer ddp-trainer --max_steps 4 --at 3")
     assert (zero2["status"], bool(zero2["broken"])) == ("oom", True)
     assert zero2["fix"].startswith("Use a smaller --global_batch_size")
 

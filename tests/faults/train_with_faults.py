@@ -8,8 +8,10 @@ training is the product's own: its data, collator, loop, recorder and save. A fa
 such bugs live, in what the loop calls, and is gone again before the next run. A NAME such as
 `bf16/clean` trains under that precision.
 
-With --evidence, two steps are trained, and OUTPUT/NAME/evidence/ is left in the place of
-the final weights.
+With --evidence, two steps are trained, and OUTPUT/NAME/evidence/ is left in the place of the final
+weights, which only the NAMES in SAVED leave too. Of a NAME such as `late/not_clipped` it is that of
+step 6, with which the fault begins; two ranks begin it with the weights of
+OUTPUT/../single/late/clean.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from toolkit.measuring.recorder import Recorder
 from toolkit.rehearse import die_with_launcher, rehearse_if_needed
 from toolkit.results import SCHEMA, write_json
 from toolkit.strategies import get_strategy
-from toolkit.training import loop
+from toolkit.training import loop, saving
 from toolkit.training.arguments import DataArguments, parse
 from toolkit.training.companions import Companion, Prepared
 from toolkit.training.data import Collator, TrainingData, prepare_data, training_rows
@@ -52,6 +54,11 @@ from toolkit.training.saving import save_model
 
 EVIDENCE = sys.argv[1:2] == ["--evidence"]
 STEPS = 2 if EVIDENCE else 20
+LATE = 6
+"""The step with which a late fault begins, of SCHEDULED steps; the run ends after the next."""
+
+SCHEDULED = 8
+SAVED = {"clean", "saved_in_bf16"}
 ROWS = 16
 MICRO_BATCHES = 4
 """Of one optimizer step, over all ranks: each of two ranks accumulates over two."""
@@ -75,10 +82,20 @@ def main() -> None:
         folder = output / name
         if RANK == 0:
             folder.mkdir(parents=True)
-        precision, _, fault = name.rpartition("/")
-        precision = precision or "no"
-        args = arguments(model, folder, precision)
-        run = Run(model_folder=model, data=data, args=args, precision=precision)
+        kind, _, fault = name.rpartition("/")
+        late = kind == "late"
+        precision = "no" if late else kind or "no"
+        run = Run(
+            model_folder=model,
+            data=data,
+            args=arguments(model, folder, precision, LATE + 1 if late else STEPS),
+            precision=precision,
+            steps=SCHEDULED if late else STEPS,
+            kept=LATE if late else None,
+            begins=LATE if late else 1,
+            reference=output.parent / "single" / name.replace(fault, "clean") / "evidence",
+            saves=not EVIDENCE or name in SAVED,
+        )
         with nullcontext() if fault == "clean" else FAULTS[fault](run):
             run.go(folder)
         # Accelerate keeps one state a process, and a new Accelerator would go on with it.
@@ -91,11 +108,11 @@ def main() -> None:
     os._exit(0)  # as toolkit.train leaves: a rank that is done sometimes aborts in its exit
 
 
-def arguments(model: str, folder: Path, precision: str) -> TrainingArguments:
+def arguments(model: str, folder: Path, precision: str, steps: int) -> TrainingArguments:
     flags = {
         "model_name_or_path": model,
         "output_dir": folder,
-        "max_steps": STEPS,
+        "max_steps": steps,
         "per_device_train_batch_size": ROWS // MICRO_BATCHES,
         "gradient_accumulation_steps": MICRO_BATCHES // RANKS,
         "max_grad_norm": MAX_GRAD_NORM,
@@ -107,10 +124,17 @@ def arguments(model: str, folder: Path, precision: str) -> TrainingArguments:
 
 
 class Kept(Companion):
-    """Remembers what was trained."""
+    """Remembers what was trained, and lets a fault act between two steps."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
 
     def prepared(self, prepared: Prepared) -> None:
         self.engine = prepared
+
+    def step_done(self, step: int) -> None:
+        self.run.done = step
+        self.run.between(self.engine)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -121,8 +145,26 @@ class Run:
     data: TrainingData
     args: TrainingArguments
     precision: str
+    steps: int
+    """Of the schedule."""
+
+    kept: int | None
+    """The step of the evidence; None: the first."""
+
+    begins: int
+    """The step that a fault first acts in."""
+
+    reference: Path
+    saves: bool
     order_seed: int = SEED
     load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
+    between: Callable[[Prepared], None] = lambda prepared: None
+    done: int = 0
+    """Steps."""
+
+    @property
+    def acts(self) -> bool:
+        return self.done + 1 >= self.begins
 
     def go(self, folder: Path) -> None:
         """Train, and leave the record and the final weights in `folder`."""
@@ -133,6 +175,8 @@ class Run:
             rehearsal=True,
             evidence=EvidenceKeeper(
                 folder / "evidence",
+                step=self.kept,
+                weights=None if self.kept is None or RANKS == 1 else self.reference,
                 strategy=strategy.name,
                 engine="loop",
                 precision=self.precision,
@@ -142,27 +186,28 @@ class Run:
         )
         rows = training_rows(
             self.data.load(),
-            steps=STEPS,
+            steps=self.steps,
             global_batch=ROWS,
             seed=self.order_seed,
             max_length=MAX_LENGTH,
         )
         torch.manual_seed(SEED)
         model = self.load(self.model_folder, dtype=torch.float32)
-        kept = Kept()
+        kept = Kept(self)
         loop.train_loop(
             model,
             self.args,
             rows,
             Collator(pad_token_id=tokenizer.pad_token_id),
             recorder=recorder,
-            scheduled_steps=STEPS,
+            scheduled_steps=self.steps,
             companions=[kept],
         )
         accelerator, wrapped = kept.engine.accelerator, kept.engine.model
+        if self.saves:
+            with recorder.saving():
+                save_model(accelerator, wrapped, folder / "final", tokenizer=tokenizer)
         measured = recorder.finish()
-        if not EVIDENCE:
-            save_model(accelerator, wrapped, folder / "final", tokenizer=tokenizer)
         if RANK == 0:
             write_json(folder / "record.json", self.described(recorder) | measured)
         accelerator.free_memory()
@@ -177,8 +222,8 @@ class Run:
             "reason": None,
             "model": {"name": "small", "path": self.model_folder, "parameters": None},
             "data": self.data.facts(),
-            "training": {"max_steps": STEPS, "max_grad_norm": MAX_GRAD_NORM},
-            "final": "final",
+            "training": {"max_steps": self.args.max_steps, "max_grad_norm": MAX_GRAD_NORM},
+            "final": "final" if self.saves else None,
             "environment": environment.snapshot(),
         }
 
@@ -272,7 +317,7 @@ def not_clipped(run: Run) -> Iterator[None]:
     original = Accelerator.clip_grad_norm_
 
     def measure_only(self: Accelerator, parameters: Any, max_norm: float, *args: Any) -> Any:
-        return original(self, parameters, math.inf, *args)
+        return original(self, parameters, math.inf if run.acts else max_norm, *args)
 
     with patch.object(Accelerator, "clip_grad_norm_", measure_only):
         yield
@@ -333,7 +378,7 @@ def gradients_doubled(run: Run) -> Iterator[None]:
     original = Accelerator.backward
 
     def backward(self: Accelerator, loss: torch.Tensor, **kwargs: Any) -> None:
-        original(self, loss * 2, **kwargs)
+        original(self, loss * 2 if run.acts else loss, **kwargs)
 
     with patch.object(Accelerator, "backward", backward):
         yield
@@ -344,7 +389,7 @@ def gradients_summed_over_the_ranks(run: Run) -> Iterator[None]:
     original = Accelerator.prepare_model
 
     def hook(state, bucket):
-        bucket.set_buffer(bucket.buffer() * RANKS)
+        bucket.set_buffer(bucket.buffer() * (RANKS if run.acts else 1))
         return allreduce_hook(torch.distributed.group.WORLD, bucket)
 
     def prepare_model(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
@@ -394,7 +439,7 @@ def prompt_learned_in_one_row(run: Run) -> Iterator[None]:
 
     def take(*args: Any) -> list[dict[str, torch.Tensor]]:
         window = original(*args)
-        if window and RANK == 0:
+        if window and RANK == 0 and run.acts:
             window[0]["labels"][0, :2] = window[0]["input_ids"][0, :2]
         return window
 
@@ -412,7 +457,7 @@ def weights_kept_in_bf16(run: Run) -> Iterator[None]:
             super().step(*args, **kwargs)
             with torch.no_grad():
                 for group in self.param_groups:
-                    for parameter in group["params"]:
+                    for parameter in group["params"] if run.acts else ():
                         parameter.copy_(parameter.bfloat16().float())
 
     def rounding(*args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -420,6 +465,95 @@ def weights_kept_in_bf16(run: Run) -> Iterator[None]:
 
     with patch.object(loop.Trainer, "get_optimizer_cls_and_kwargs", rounding):
         yield
+
+
+@contextmanager
+def layer_frozen(run: Run) -> Iterator[None]:
+    original = run.load
+
+    def frozen(folder: str, **options: Any) -> Any:
+        model = original(folder, **options)
+        model.model.layers[1].mlp.requires_grad_(False)
+        return model
+
+    run.load = frozen
+    yield
+
+
+@contextmanager
+def saved_in_bf16(run: Run) -> Iterator[None]:
+    original = saving.whole_weights
+
+    def rounded(*args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
+        for name, tensor in original(*args, **kwargs):
+            yield name, None if tensor is None else tensor.bfloat16().float()
+
+    with patch.object(saving, "whole_weights", rounded):
+        yield
+
+
+@contextmanager
+def rate_doubled(run: Run) -> Iterator[None]:
+    """In every step from the one on with which it begins."""
+
+    def doubled(prepared: Prepared) -> None:
+        for group in prepared.optimizer.param_groups if run.acts else ():
+            group["lr"] *= 2
+
+    run.between = doubled
+    yield
+
+
+@contextmanager
+def rate_doubled_before(run: Run) -> Iterator[None]:
+    """From three steps before, as a gate may see it late."""
+    run.begins -= 3
+    with rate_doubled(run):
+        yield
+
+
+@contextmanager
+def rate_doubled_once_before(run: Run) -> Iterator[None]:
+    """In the step before alone."""
+
+    def doubled(prepared: Prepared) -> None:
+        for group in prepared.optimizer.param_groups if run.done + 2 == run.begins else ():
+            group["lr"] *= 2
+
+    run.between = doubled
+    yield
+
+
+@contextmanager
+def decay_dropped(run: Run) -> Iterator[None]:
+    def dropped(prepared: Prepared) -> None:
+        for group in prepared.optimizer.param_groups if run.acts else ():
+            group["weight_decay"] = 0.0
+
+    run.between = dropped
+    yield
+
+
+@contextmanager
+def attention_dropped(run: Run) -> Iterator[None]:
+    def dropped(prepared: Prepared) -> None:
+        for module in prepared.model.modules() if run.acts else ():
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.1
+
+    run.between = dropped
+    yield
+
+
+@contextmanager
+def weights_of_one_rank_moved(run: Run) -> Iterator[None]:
+    def moved(prepared: Prepared) -> None:
+        if run.done + 2 == run.begins and RANK == 1:
+            with torch.no_grad():
+                next(prepared.model.parameters()).mul_(1.1)
+
+    run.between = moved
+    yield
 
 
 FAULTS: dict[str, Callable[[Run], AbstractContextManager[None]]] = {
@@ -444,6 +578,14 @@ FAULTS: dict[str, Callable[[Run], AbstractContextManager[None]]] = {
         divided_by_the_accumulation_twice,
         prompt_learned_in_one_row,
         weights_kept_in_bf16,
+        layer_frozen,
+        saved_in_bf16,
+        rate_doubled,
+        rate_doubled_before,
+        rate_doubled_once_before,
+        decay_dropped,
+        attention_dropped,
+        weights_of_one_rank_moved,
     )
 }
 

@@ -134,6 +134,12 @@ def test_files_of_arguments_that_are_none(content, says, tmp_path):
         (["--max_length", "1"], "use 2 or more"),
         (["--max_train_samples", "0"], "zero training rows: use 1 or more"),
         (["--throughput_steps", "-1"], "use 0 or more"),
+        (["--evidence_step", "2"], "--evidence_step needs --evidence"),
+        (["--evidence", "a", "--evidence_step", "0"], "--evidence_step 0: use 1 or more"),
+        (
+            ["--evidence", "a", "--evidence_weights", "b"],
+            "--evidence_weights needs --evidence_step",
+        ),
         (["--dataset_name", "a", "--train_file", "b"], "exclude each other: pass one"),
         (["--dataset_config_name", "a"], "needs --dataset_name"),
         (["--strategy", "zero_3"], "Did you mean 'zero3'"),

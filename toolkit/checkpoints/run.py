@@ -51,7 +51,7 @@ def keeper_of(job: Job, recorder: Recorder) -> Keeper:
         every=steps_between(
             job.args, steps=job.steps, rows=job.data.rows, global_batch=job.global_batch_size
         ),
-        last_step=job.steps,
+        last_step=job.last_step,
         preemption=None if pulse is None else Preemption(pulse.ask_to_stop),
         newest=None if job.resumed is None else job.resumed.folder,
     )

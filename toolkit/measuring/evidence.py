@@ -1,7 +1,8 @@
-"""Evidence of the first step that updates: weights, rows, losses, gradients, rates, settings.
+"""Evidence of one step: weights, rows, losses, gradients, rates, settings.
 
 It hangs on the model, the optimizer and the clipping themselves, so it sees what they were given
-by whatever loop there is. It costs gathering the model three times; no other step pays.
+by whatever loop there is. It costs gathering the model up to six times: the weights at first,
+before the step, given for it, after it and when they are saved, and the gradients.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from toolkit.evidence import (
     AFTER_FILE,
     BEFORE_FILE,
     EVIDENCE_FILE,
     GRADIENTS_FILE,
+    HELD_FILE,
+    INITIAL_FILE,
     Clipping,
     Group,
     MicroBatch,
@@ -28,7 +32,14 @@ from toolkit.evidence import (
 )
 from toolkit.measuring import engine
 from toolkit.measuring.attestation import gather_objects
-from toolkit.measuring.whole import whole_gradient, whole_weight, write_whole
+from toolkit.measuring.whole import (
+    plain_name,
+    put_whole_weight,
+    shape_of,
+    whole_gradient,
+    whole_weight,
+    write_whole,
+)
 from toolkit.results import SCHEMA, write_json
 
 IGNORED = -100
@@ -43,68 +54,127 @@ class EvidenceKeeper:
 
     Args:
         folder: Made by rank 0 if it isn't there.
+        step: The step that is kept, from 1; None: the first that updates.
+        weights: Evidence of the same step of a reference: the step begins with the weights that
+            it had before it, not with the run's own, which are kept. None: with its own.
         described: Strategy, engine and precision of the run.
     """
 
-    def __init__(self, folder: Path, **described: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        step: int | None = None,
+        weights: Path | None = None,
+        **described: str,
+    ) -> None:
         self.folder = folder
         self.described = described
-        self._open = False
+        self.is_open = False
+        """Whether the step that is kept has begun, and has not ended."""
+
+        self._wanted = step
+        self._weights = weights
         self._step = _Step()
         self._number = 1
         self._undo: list[Callable[[], None]] = []
+
+    def resumed_after(self, step: int) -> None:
+        """Count from a checkpoint on."""
+        self._number = step + 1
 
     def prepared(self, accelerator: Any, model: Any, optimizer: Any) -> None:
         """Keep the initial weights, and watch the model from here on; a collective."""
         self._accelerator, self._model, self._optimizer = accelerator, model, optimizer
         self._main = accelerator.is_main_process
-        module = accelerator.unwrap_model(model)
-        # What is frozen has no gradients, and what is packed in 4 bits no numbers to compare.
-        self._parameters = {
-            name: each for name, each in module.named_parameters() if each.requires_grad
-        }
+        module = self._module = accelerator.unwrap_model(model)
         self._sharded = engine.sharded_fraction(model) < 1.0
         self._zero = engine.zero_optimizer(model)
         if self._main:
             self.folder.mkdir(parents=True, exist_ok=True)
-        self._keep_weights(BEFORE_FILE)
         # First of all hooks: FSDP2's own rounds what the model returned to its output dtype.
         watched = module.register_forward_hook(self._forward, with_kwargs=True, prepend=True)
         self._undo.append(watched.remove)
         self._watch_step()
         if self._zero is None:
             self._watch_clipping()
-        self._open = True
+        self._find_parameters()
+        if self._wanted is None or self._wanted == self._number:
+            self._begin()
+        else:
+            self._keep_weights(INITIAL_FILE)
 
     def micro_batch(self, sample_ids: torch.Tensor | None) -> None:
         """Take the ids of the rows that the last micro-batch had."""
-        if self._open:
+        if self.is_open:
             self._step.sample_ids.append(None if sample_ids is None else sample_ids.tolist())
 
     def step_done(self) -> None:
-        """Write the evidence if the step updated, else begin anew with the next; a collective."""
-        if not self._open:
-            return
-        if not self._step.updated:
-            self._step = _Step()
-            self._number += 1
-            return
-        for group, (settings, _) in zip(self._step.groups, self._groups(), strict=True):
-            group["next_learning_rate"] = float(settings["lr"])
-        self._write(gather_objects(self._of_this_rank()))
-        self.close()
+        """Write the evidence of the step if it was kept and updated; a collective.
+
+        One that fp16 skipped leaves none: the next is kept, unless this very one was asked for.
+        """
+        if self.is_open and self._step.updated:
+            for group, (settings, _) in zip(self._step.groups, self._groups(), strict=True):
+                group["next_learning_rate"] = float(settings["lr"])
+            self._write(gather_objects(self._of_this_rank()))
+        if self.is_open and (self._step.updated or self._wanted is not None):
+            self.close()
+        self._number += 1
+        if self.is_open:
+            self._step = _Step(before_digest=self._step.before_digest)
+        elif self._number == self._wanted:
+            self._find_parameters()
+            self._begin()
+
+    def saving(self) -> None:
+        """Keep the weights that are about to be saved; a collective."""
+        self._keep_weights(HELD_FILE)
 
     def close(self) -> None:
         """Take every hook off again."""
-        self._open = False
+        self.is_open = False
         for undo in self._undo:
             undo()
         self._undo.clear()
 
     # What is watched
 
+    def _find_parameters(self) -> None:
+        # What is frozen has no gradients, and what is packed in 4 bits no numbers to compare.
+        self._parameters = {
+            plain_name(name): each
+            for name, each in self._module.named_parameters()
+            if each.requires_grad
+        }
+
+    def _begin(self) -> None:
+        self._keep_weights(BEFORE_FILE)
+        self._step.before_digest = self._weights_digest()
+        if self._weights is not None:
+            self._take_weights(self._weights / BEFORE_FILE)
+        self.is_open = True
+
+    def _take_weights(self, file: Path) -> None:
+        """Go on from the weights in a file, of which every rank reads the whole; a collective."""
+        with safe_open(file, "pt") as given:
+            names = set(given.keys())
+            for name, parameter in self._parameters.items():
+                if name not in names:
+                    continue
+                wanted = given.get_tensor(name)
+                if tuple(wanted.shape) != shape_of(parameter):
+                    continue
+                put_whole_weight(self._model, parameter, wanted)
+                taken = whole_weight(self._model, parameter).to("cpu", torch.float32)
+                if not torch.equal(taken, wanted):
+                    raise RuntimeError(
+                        f"{name} did not take the weights that {file} holds before the step: "
+                        f"this backend's weights cannot be replaced while it trains"
+                    )
+
     def _forward(self, module: Any, _: Any, inputs: dict[str, Any], output: Any) -> None:
-        loss = getattr(output, "loss", None)
+        loss = getattr(output, "loss", None) if self.is_open else None
         if module.training and loss is not None and loss.requires_grad:
             read = _Read(inputs, output)
             loss.register_hook(read.backward)
@@ -122,7 +192,7 @@ class EvidenceKeeper:
         original = self._model.step
 
         def step(*args: Any, **kwargs: Any) -> None:
-            if not self._open:
+            if not self.is_open:
                 original(*args, **kwargs)
                 return
             scale = float(getattr(self._zero, "loss_scale", 1.0))
@@ -139,7 +209,7 @@ class EvidenceKeeper:
         original = self._accelerator.clip_grad_norm_
 
         def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
-            if not self._open:
+            if not self.is_open:
                 return original(parameters, max_norm, *args, **kwargs)
             scale = self._loss_scale()
             self._keep_gradients(loss_scale=scale, held_scale=scale)
@@ -150,6 +220,8 @@ class EvidenceKeeper:
         self._undo.append(engine.stand_in(self._accelerator, "clip_grad_norm_", clip_grad_norm_))
 
     def _stepping(self, inner: torch.optim.Optimizer) -> None:
+        if not self.is_open:
+            return
         step = self._step
         # Set where the optimizer unscales by itself, as a fused one does, and nobody has before.
         pending = getattr(inner, "grad_scale", None)
@@ -167,14 +239,12 @@ class EvidenceKeeper:
     def _after_step(self, inner: torch.optim.Optimizer) -> None:
         # A fused optimizer is called on an overflow too, and leaves the weights alone.
         overflowed = getattr(inner, "found_inf", None)
-        if overflowed is None or not float(overflowed):
+        if self.is_open and (overflowed is None or not float(overflowed)):
             self._stepped()
 
     def _stepped(self) -> None:
         self._keep_weights(AFTER_FILE)
-        self._step.weights_digest = _digest(
-            engine.local(each.detach()) for each in self._parameters.values()
-        )
+        self._step.weights_digest = self._weights_digest()
         self._step.updated = True
 
     # What is kept
@@ -185,6 +255,9 @@ class EvidenceKeeper:
             self._parameters,
             lambda parameter: whole_weight(self._model, parameter),
         )
+
+    def _weights_digest(self) -> str:
+        return _digest(engine.local(each.detach()) for each in self._parameters.values())
 
     def _loss_scale(self) -> float:
         scaler = self._accelerator.scaler
@@ -238,6 +311,7 @@ class EvidenceKeeper:
             "squares": sum(step.squares.values()) if step.squares else None,
             "gradients_digest": step.gradients_digest,
             "weights_digest": step.weights_digest,
+            "before_digest": step.before_digest,
         }
 
     def _write(self, ranks: list[dict[str, Any]]) -> None:
@@ -262,10 +336,12 @@ class EvidenceKeeper:
             | {
                 "num_processes": len(ranks),
                 "step": self._number,
+                "given": self._weights is not None,
                 "ranks": [rank["read"] for rank in ranks],
                 "gradient_norm": step.gradient_norm,
                 "gradients_agree": None if apart else _agree(ranks, "gradients_digest"),
                 "weights_agree": None if self._sharded else _agree(ranks, "weights_digest"),
+                "before_agree": None if self._sharded else _agree(ranks, "before_digest"),
                 "clipping": clipping,
                 "optimizer": Optimizer(
                     name=type(engine.optimizer_of(self._model, self._optimizer)).__name__,
@@ -313,6 +389,7 @@ class _Step:
     gradient_norm: float | None = None
     gradients_digest: str | None = None
     weights_digest: str | None = None
+    before_digest: str | None = None
     clip_norm: Any = None
     limit: float | None = None
     squares: dict[int, float] = field(default_factory=dict)

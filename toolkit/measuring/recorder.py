@@ -187,7 +187,8 @@ class Recorder:
         if self._status is not None:
             self._status.running(self.steps_before + len(self._steps))
         attested = "optimizer_class" in self.engaged
-        if attested and self._traffic is None and self._model is not None:
+        kept = self._evidence is not None and self._evidence.is_open  # its gathers are no traffic
+        if attested and self._traffic is None and self._model is not None and not kept:
             self._start_ledgers()
 
     def resumed_after(self, step: int) -> None:
@@ -199,6 +200,8 @@ class Recorder:
         self._drops_steps = True
         if self.pulse is not None:
             self.pulse.steps_before = step
+        if self._evidence is not None:
+            self._evidence.resumed_after(step)
 
     def mark(self) -> None:
         """Restart the clock, after anything that doesn't belong to a step."""
@@ -245,6 +248,8 @@ class Recorder:
         """
         self.settle()
         self.peaks()
+        if self._evidence is not None:
+            self._evidence.saving()
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # what is queued of the last step is no part of the save
         begun = time.perf_counter()

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from toolkit.measuring.engine import elements_of, zero_optimizer
+from toolkit.measuring.engine import elements_of, local, zero_optimizer
 
 
 def whole_weight(model: Any, parameter: Any) -> torch.Tensor:
@@ -54,6 +54,51 @@ def whole_gradient(model: Any, parameter: Any) -> torch.Tensor:
     if gradient is None:
         return torch.zeros(shape_of(parameter))
     return _gathered(gradient.detach())
+
+
+@torch.no_grad()
+def put_whole_weight(model: Any, parameter: Any, whole: torch.Tensor) -> None:
+    """Give a trained parameter other numbers, between two steps.
+
+    Args:
+        model: As `Accelerator.prepare` returned it.
+        parameter: One of its parameters.
+        whole: In the whole parameter's shape; the same on every rank.
+    """
+    if zero_optimizer(model) is not None:
+        _put_into_zero(parameter, whole)
+    elif isinstance(parameter, DTensor):
+        # Each rank has the whole: nothing needs to be sent.
+        spread = distribute_tensor(
+            whole, parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
+        local(parameter).copy_(spread.to_local())
+    else:
+        parameter.copy_(whole)
+
+
+def _put_into_zero(parameter: Any, whole: torch.Tensor) -> None:
+    """Set what is computed with, and the fp32 master that the optimizer steps on."""
+    import deepspeed
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+
+    if not hasattr(parameter, "ds_id"):
+        parameter.copy_(whole)
+        safe_set_full_fp32_param(parameter, whole)
+        return
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+        parameter.copy_(whole)
+    ranks = torch.distributed.get_world_size(parameter.ds_process_group)
+    length = -(-whole.numel() // ranks)
+    if length * ranks == whole.numel():
+        safe_set_full_fp32_param(parameter, whole)
+        return
+    # That cuts past the end of a parameter whose last partition is padded (deepspeed 0.19).
+    begin = length * torch.distributed.get_rank(parameter.ds_process_group)
+    part = torch.zeros(length)
+    kept = whole.flatten()[begin : begin + length]
+    part[: len(kept)] = kept
+    safe_set_local_fp32_param(parameter, part)
 
 
 def plain_name(name: str) -> str:

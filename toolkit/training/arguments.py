@@ -95,7 +95,21 @@ class RunArguments:
     )
     evidence: str | None = field(
         default=None,
-        metadata={"help": "Folder for what the first step did, for toolkit compare --bisect."},
+        metadata={"help": "Folder for what one step did, for toolkit compare --bisect."},
+    )
+    evidence_step: int | None = field(
+        default=None,
+        metadata={
+            "help": "The step that --evidence keeps; the run ends after the next. None: the first "
+            "that updates, and the run goes on to its end."
+        },
+    )
+    evidence_weights: str | None = field(
+        default=None,
+        metadata={
+            "help": "--evidence folder of another run, whose weights the step that is kept begins "
+            "with."
+        },
     )
     sample_prompts: int | None = field(
         default=None,
@@ -108,6 +122,12 @@ class RunArguments:
     def __post_init__(self) -> None:
         if self.strategy is not None:
             get_strategy(self.strategy)
+        if self.evidence is None and self.evidence_step is not None:
+            raise UsageError("--evidence_step needs --evidence, the folder to keep it in.")
+        if self.evidence_step is None and self.evidence_weights is not None:
+            raise UsageError("--evidence_weights needs --evidence_step, the step that they are of.")
+        if self.evidence_step is not None and self.evidence_step < 1:
+            raise UsageError(f"--evidence_step {self.evidence_step}: use 1 or more.")
         if self.sample_prompts is not None and self.sample_prompts < 0:
             raise UsageError(f"--sample_prompts {self.sample_prompts}: use 0 or more.")
         if self.throughput_steps < 0:

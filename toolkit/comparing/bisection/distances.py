@@ -104,9 +104,19 @@ def distance(
     """
     first, second = read_tensors(one), read_tensors(other)
     starts = (read_tensors(since[0]), read_tensors(since[1])) if since else None
-    names = [name for name in first if name in second]
     if not first and not second:
         raise WeightsError(f"{one} and {other} hold no tensor")
+    return distance_of(first, second, starts, slack)
+
+
+def distance_of(
+    first: Weights,
+    second: Weights,
+    starts: tuple[Weights, Weights] | None = None,
+    slack: float = 0.0,
+) -> Distance:
+    """Compare tensors that have been found, as `distance` does."""
+    names = [name for name in first if name in second]
     return Distance(
         tensors=tuple(_distance(name, first, second, starts, slack) for name in names),
         missing=tuple(sorted(first.keys() ^ second.keys())),

@@ -2,9 +2,13 @@
 
 A step is a chain: weights, rows, losses, their weights in the gradient, gradients, clipping, rate,
 settings, update. Whatever breaks one link shows in all that follow, so the first to differ beyond
-its limit is the cause, and the rest are consequences. Under bf16 and fp16 two sound runs differ
-by rounding: how much is measured, by the first run once more in fp32, of the same step. Where fp16
-skipped the step that fp32 made, it cannot be, and wider fixed limits hold.
+its limit is the cause, and the rest are consequences. A later step begins with the weights of the
+first run in both: what earlier steps did to the second is a link by itself, and no cause of what
+differs in the step, but for the optimizer's states, which are each run's own.
+
+Under bf16 and fp16 two sound runs differ by rounding: how much is measured, by the first run once
+more in fp32, of the same step. Where fp16 skipped the step that fp32 made, it cannot be, and wider
+fixed limits hold.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from toolkit.comparing.bisection import of_rows
-from toolkit.comparing.bisection.links import LINKS, Link
+from toolkit.comparing.bisection.links import BEFORE, LINKS, Link
 from toolkit.comparing.bisection.pair import Pair, Seen
 from toolkit.evidence import Evidence, read_evidence
 
@@ -41,6 +45,9 @@ class Side:
     next_loss: float | None = None
     """Of the step after."""
 
+    final: Path | None = None
+    """Folder of the model that it saved."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
@@ -56,6 +63,9 @@ class Finding:
     rounding: float | None = None
     """How far rounding alone moves the first run, in the same measure."""
 
+    carries: bool = False
+    """Whether what earlier steps left in the optimizer shows in it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bisection:
@@ -70,26 +80,43 @@ class Bisection:
 
     @property
     def first(self) -> Finding | None:
-        """The first that differs beyond its limit."""
-        return next((each for each in self.findings if each.verdict == "differs"), None)
+        """The first that differs beyond its limit by itself."""
+        differing = self._differing
+        if differing and differing[0].what == BEFORE.what:
+            # The step began with equal weights all the same.
+            within = (each for each in differing[1:] if not each.carries)
+            return next(within, differing[0])
+        return differing[0] if differing else None
+
+    @property
+    def parted_before(self) -> Finding | None:
+        """What says that the two were apart before the step."""
+        return next((each for each in self._differing if each.what == BEFORE.what), None)
 
     @property
     def consequences(self) -> list[Finding]:
-        differing = [each for each in self.findings if each.verdict == "differs"]
-        return differing[1:]
+        before = (self.first, self.parted_before)
+        return [each for each in self._differing if each not in before]
+
+    @property
+    def _differing(self) -> list[Finding]:
+        return [each for each in self.findings if each.verdict == "differs"]
 
 
 class BisectError(ValueError):
     """Evidence of two runs that cannot be held against each other."""
 
 
-def load_side(name: str, folder: Path, *, next_loss: float | None = None) -> Side:
+def load_side(
+    name: str, folder: Path, *, next_loss: float | None = None, final: Path | None = None
+) -> Side:
     """Read the evidence in `folder`.
 
     Raises:
         UsageError: there is none, or a newer toolkit wrote it.
     """
-    return Side(name=name, folder=folder, evidence=read_evidence(folder), next_loss=next_loss)
+    evidence = read_evidence(folder)
+    return Side(name=name, folder=folder, evidence=evidence, next_loss=next_loss, final=final)
 
 
 def bisect(one: Side, other: Side, *, in_fp32: Side | None = None) -> Bisection:
@@ -113,7 +140,7 @@ def bisect(one: Side, other: Side, *, in_fp32: Side | None = None) -> Bisection:
             "--precision bf16 or no."
         )
     pair = _pair(one, other)
-    reference, notes = None, list(of_rows.notes(pair))
+    reference, notes = None, [*_begun(pair), *of_rows.notes(pair)]
     if in_fp32 is not None and in_fp32.evidence["step"] == steps[0]:
         reference = _pair(one, in_fp32)
     elif in_fp32 is not None:
@@ -121,14 +148,29 @@ def bisect(one: Side, other: Side, *, in_fp32: Side | None = None) -> Bisection:
             f"what rounding does was not measured: {in_fp32.name} first updated in step "
             f"{in_fp32.evidence['step']}, before {one.name}, so wider fixed limits hold"
         )
+    parted = (_measured(BEFORE.compare, pair) or 0.0) if pair.given else 0.0
     return Bisection(
         one=one.name,
         other=other.name,
         step=steps[0],
         precision=one.evidence["precision"],
-        findings=tuple(_finding(link, pair, reference) for link in LINKS),
+        findings=tuple(
+            _finding(link, pair, reference, parted)
+            for link in LINKS
+            if link is not BEFORE or pair.given
+        ),
         notes=tuple(notes),
     )
+
+
+def _begun(pair: Pair) -> list[str]:
+    step = pair.evidence[0]["step"]
+    if not pair.given:
+        return []
+    return [
+        f"both were trained from the start to step {step - 1}; {pair.other} then took the weights "
+        f"of {pair.one}, so that step {step} begins equal but for the optimizer's states"
+    ]
 
 
 def _pair(one: Side, other: Side) -> Pair:
@@ -138,15 +180,19 @@ def _pair(one: Side, other: Side) -> Pair:
         folders=(one.folder, other.folder),
         evidence=(one.evidence, other.evidence),
         next_losses=(one.next_loss, other.next_loss),
+        finals=(one.final, other.final),
     )
 
 
-def _finding(link: Link, pair: Pair, reference: Pair | None) -> Finding:
+def _finding(link: Link, pair: Pair, reference: Pair | None, parted: float) -> Finding:
+    """Compare one link; `parted` is how far apart the weights were before the step."""
     seen = link.compare(pair)
     if isinstance(seen, str):
         return Finding(what=link.what, verdict="unknown", words=f"not compared: {seen}")
-    rounding = _rounding(link.compare, reference) if link.rounds else None
-    limit = link.limit
+    rounding = None
+    if link.rounds and reference is not None:
+        rounding = _measured(link.compare, reference)
+    limit = max(link.limit, link.drift * parted)
     if rounding is not None:
         limit = max(limit, ROUNDINGS * rounding)
     low = pair.precision != "no"
@@ -163,13 +209,12 @@ def _finding(link: Link, pair: Pair, reference: Pair | None) -> Finding:
         value=seen.value,
         limit=limit,
         rounding=rounding,
+        carries=link.carries,
     )
 
 
-def _rounding(compare: Callable[[Pair], Seen | str], reference: Pair | None) -> float | None:
-    if reference is None:
-        return None
-    seen = compare(reference)
+def _measured(compare: Callable[[Pair], Seen | str], pair: Pair) -> float | None:
+    seen = compare(pair)
     return None if isinstance(seen, str) else seen.value
 
 

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from toolkit.comparing.bisection import of_rows, of_settings, of_tensors
+from toolkit.comparing.bisection import of_rows, of_saves, of_settings, of_tensors
 from toolkit.comparing.bisection.pair import Pair, Seen, share_of, size_of
+from toolkit.comparing.parity import GATES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +32,32 @@ class Link:
     rounds: bool = True
     """Whether rounding moves it, so that its part is measured."""
 
+    carries: bool = False
+    """Whether what earlier steps left in the optimizer shows in it."""
+
+    drift: float = 0.0
+    """How many times what earlier steps left between the weights is no difference here."""
+
     shown: Callable[[float], str] = size_of
 
 
+BEFORE: Final = Link(
+    # As gated at the end of a comparison: clean runs reach 5.6e-5.
+    what="weights before the step",
+    compare=of_tensors.weights_before,
+    limit=GATES["no"].weights,
+    low_precision_limit=GATES["bf16"].weights,
+    rounds=False,
+    shown=share_of,
+)
+"""Of a later step, which the second run begins with the weights of the first."""
+
+
 LINKS: Final = (
+    Link(what="trained parameters", compare=of_tensors.trained_parameters, rounds=False),
     # All load one checkpoint: 0.
     Link(what="initial weights", compare=of_tensors.initial_weights, rounds=False),
+    BEFORE,
     Link(what="batch", compare=of_rows.batch, rounds=False),
     # 0, in other micro-batches too; a GPU's kernels may sum another width in another order.
     # Autocast moves small models by 7e-5 under fp16 and 9e-4 under bf16.
@@ -74,12 +95,14 @@ LINKS: Final = (
     Link(what="learning rate", compare=of_settings.learning_rate, limit=1e-9, rounds=False),
     Link(what="optimizer settings", compare=of_settings.settings, rounds=False),
     # 1.1e-5: Adam's first step divides a gradient by its own size, tiny ones included. Autocast:
-    # 3e-2 and 0.11.
+    # 3e-2 and 0.11. With states of their own in step 6: three times as far as the weights before.
     Link(
         what="update",
         compare=of_tensors.update,
         limit=5e-4,
         unmeasured_limit=0.5,
+        carries=True,
+        drift=10.0,
         shown=share_of,
     ),
     Link(
@@ -94,6 +117,9 @@ LINKS: Final = (
         compare=of_settings.next_loss,
         limit=1e-5,
         low_precision_limit=7e-2,
+        carries=True,
     ),
+    # What is saved is read again and compared before it counts as saved: 0.
+    Link(what="saved weights", compare=of_saves.saved_weights, rounds=False),
 )
 """In the order of cause and effect."""

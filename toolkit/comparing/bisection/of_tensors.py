@@ -12,29 +12,68 @@ from toolkit.comparing.bisection.pair import (
     Seen,
     counted,
     factor_in_words,
+    largest_in_words,
     missing_words,
     share_of,
 )
-from toolkit.evidence import AFTER_FILE, BEFORE_FILE, GRADIENTS_FILE
+from toolkit.comparing.weights import read_tensors
+from toolkit.evidence import AFTER_FILE, BEFORE_FILE, GRADIENTS_FILE, INITIAL_FILE
 
 SLACK: Final = {"no": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-10}
 """Share of itself that a weight may lose when it is rounded; DeepSpeed starts from rounded ones."""
 
 
+def trained_parameters(pair: Pair) -> Seen | str:
+    """The number of tensors that only one of the two trains."""
+    ours, theirs = (read_tensors(file) for file in pair.files(BEFORE_FILE))
+    problems = [
+        f"{only[0]} (the first of {len(only)}) is trained by {name} and not by {other}, where it "
+        "is frozen or no part of the model"
+        for only, name, other in (
+            ([each for each in ours if each not in theirs], pair.one, pair.other),
+            ([each for each in theirs if each not in ours], pair.other, pair.one),
+        )
+        if only
+    ]
+    return Seen(
+        value=float(len(ours.keys() ^ theirs.keys())),
+        differs="; ".join(problems),
+        equal=f"the same {counted(len(ours), 'tensor')}",
+    )
+
+
 def initial_weights(pair: Pair) -> Seen | str:
     """The largest difference of one weight."""
-    found = distance(*pair.files(BEFORE_FILE), slack=SLACK[pair.precision])
-    if found.missing:
-        return Seen(value=math.inf, fault=True, differs=missing_words(found, pair))
-    worst, apart = found.largest, found.apart
-    if not apart:
-        return Seen(value=0.0, equal=_as_rounded(worst.largest, pair))
-    others = f"{counted(len(apart), 'tensor')} of {len(found.tensors)} do"
-    return Seen(
-        value=worst.largest,
-        differs=f"{worst.name} differs by up to {worst.largest:.1e} ({others}, the first is "
-        f"{apart[0].name})",
+    found = distance(
+        *pair.files(INITIAL_FILE if pair.given else BEFORE_FILE), slack=SLACK[pair.precision]
     )
+    if not found.tensors:
+        return "they train no tensor in common"
+    largest = found.largest.largest
+    if not found.apart:
+        return Seen(value=0.0, equal=_as_rounded(largest, pair))
+    return Seen(value=largest, differs=largest_in_words(found))
+
+
+def weights_before(pair: Pair) -> Seen | str:
+    """||w - w_one|| before the step, as the runs' own steps left them, by ||w_one - w_start||."""
+    apart = distance(*pair.files(BEFORE_FILE))
+    if not apart.tensors:
+        return "they train no tensor in common"
+    way = distance(pair.folders[0] / INITIAL_FILE, pair.folders[0] / BEFORE_FILE)
+    gap, length = (
+        math.sqrt(sum(each.apart_squares for each in one.tensors)) for one in (apart, way)
+    )
+    share = gap / length if length else math.inf if gap else gap
+    words = (
+        f"steps 1 to {pair.evidence[0]['step'] - 1} left them apart by {share_of(share)} of "
+        f"{pair.one}'s way from the initial ones, most in {apart.worst.name}"
+    )
+    for name, evidence in zip((pair.one, pair.other), pair.evidence, strict=True):
+        if evidence.get("before_agree") is False:
+            words = f"the ranks of {name} hold different weights before the step; {words}"
+            return Seen(value=share, differs=words, fault=True)
+    return Seen(value=share, differs=words)
 
 
 def gradients(pair: Pair) -> Seen | str:
@@ -58,10 +97,7 @@ def gradients(pair: Pair) -> Seen | str:
 
 def update(pair: Pair) -> Seen | str:
     """||u - u_one|| / ||u_one|| of what the step added to the weights."""
-    found = distance(
-        *pair.files(AFTER_FILE),
-        since=(pair.folders[0] / BEFORE_FILE, pair.folders[1] / BEFORE_FILE),
-    )
+    found = distance(*pair.files(AFTER_FILE), since=pair.begun_with)
     if found.missing:
         return Seen(value=math.inf, fault=True, differs=missing_words(found, pair))
     words = (

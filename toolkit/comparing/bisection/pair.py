@@ -11,7 +11,7 @@ from toolkit.comparing.bisection import reading
 from toolkit.comparing.bisection.distances import Distance
 from toolkit.comparing.bisection.reading import Rows
 from toolkit.comparing.reporting.words import share
-from toolkit.evidence import Evidence
+from toolkit.evidence import BEFORE_FILE, Evidence
 
 SCALE_TOLERANCE: Final = 0.01
 """What still counts as one factor, relative."""
@@ -26,6 +26,8 @@ class Pair:
     folders: tuple[Path, Path]
     evidence: tuple[Evidence, Evidence]
     next_losses: tuple[float | None, float | None] = (None, None)
+    finals: tuple[Path | None, Path | None] = (None, None)
+    """Folders of the models that they saved."""
 
     @property
     def precision(self) -> str:
@@ -39,6 +41,17 @@ class Pair:
     def rows(self) -> tuple[Rows, Rows]:
         one, other = (reading.rows_of(each, by_id=self.by_id) for each in self.evidence)
         return one, other
+
+    @property
+    def begun_with(self) -> tuple[Path, Path]:
+        """The weights that the step began with, where both train the same tensors."""
+        one, other = self.files(BEFORE_FILE)
+        return one, one if self.given else other
+
+    @property
+    def given(self) -> bool:
+        """Whether the second run began the step with the weights of the first."""
+        return self.evidence[1].get("given", False)
 
     def files(self, name: str) -> tuple[Path, Path]:
         return self.folders[0] / name, self.folders[1] / name
@@ -94,4 +107,13 @@ def missing_words(found: Distance, pair: Pair) -> str:
     return (
         f"only one of {pair.one} and {pair.other} has {found.missing[0]} "
         f"(the first of {len(found.missing)})"
+    )
+
+
+def largest_in_words(found: Distance) -> str:
+    """Name the element that is furthest apart, and how many tensors have any that is."""
+    others = f"{counted(len(found.apart), 'tensor')} of {len(found.tensors)} do"
+    return (
+        f"{found.largest.name} differs by up to {found.largest.largest:.1e} ({others}, the first "
+        f"is {found.apart[0].name})"
     )

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from toolkit.comparing.bisection.finding import Bisection, Finding
 from toolkit.comparing.scheduling.attempts import Finished, command_at
 from toolkit.comparing.scheduling.rows import Failure
 from toolkit.results import SCHEMA
+
+ONE_STEP: Final = "No other step was looked at: to see what begins in a later one, add --at STEP."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +48,12 @@ def told(found: Bisection) -> list[str]:
         lines.append(f"  {each.what:<{width}}  {words}")
     lines += [f"  {note}" for note in found.notes]
     if found.first is None:
-        return [*lines, "Nothing differs beyond its limit."]
+        return [*lines, "Nothing differs beyond its limit.", ONE_STEP]
     lines.append(f"The first difference: {found.first.what}: {found.first.words}.")
+    if found.first is found.parted_before:
+        lines.append(f"Step {found.step} itself, begun with equal weights, adds nothing to it.")
+    elif found.parted_before is not None:
+        lines.append(f"It may act before step {found.step} too: {found.parted_before.words}.")
     if found.consequences:
         lines.append("What follows from it:")
         lines += [f"  {each.what}: {each.words}" for each in found.consequences]

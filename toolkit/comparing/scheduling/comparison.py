@@ -186,7 +186,7 @@ class Comparison:
                 add_judgement(row, self.judging.of(starts, control=control, first_step=first))
                 command = bisect_command(row, self.control(), self.options)
                 if row["broken"] and row["status"] == "ok" and command is not None:
-                    row["fix"] = f"This compares their first step, link by link: {command}"
+                    row["fix"] = f"This compares one step of the two, link by link: {command}"
             self.rows[planned.name] = row
 
     def results(self, *, complete: bool = True) -> Results:

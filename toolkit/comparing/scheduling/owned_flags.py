@@ -35,6 +35,8 @@ OWNED_FLAGS: Final[dict[str, str]] = {
     "accelerator_config": CONFIGURED,
     "ddp_backend": CONFIGURED,
     "evidence": "toolkit compare --bisect sets it",
+    "evidence_step": "toolkit compare --bisect has its own --at",
+    "evidence_weights": "toolkit compare --bisect sets it",
     "local_rank": "the launcher sets it",
     "use_cpu": "set CUDA_VISIBLE_DEVICES= in front of toolkit compare to rehearse on the CPU",
 }
