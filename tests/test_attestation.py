@@ -47,6 +47,14 @@ def test_what_engaged_as_asked_is_not_refused_and_leaves_a_model(outcomes, folde
         ("loop_exported_accumulation", "gradient_accumulation_steps: asked 2, engaged 4"),
         ("loop_bf16_auto", "precision: asked bf16, engaged no"),
         ("loop_clipping_auto", "gradient_clipping: asked 0.0, engaged 1.0"),
+        *(
+            (f"loop_{backend}_{setting}", f"{setting}: asked {asked}, engaged [{engaged}]")
+            for backend in ("ddp", "fsdp", "zero3")
+            for setting, asked, engaged in (
+                ("weight_decay", 0.01, 0.011),
+                ("betas", (0.9, 0.999), (0.9, 0.99)),
+            )
+        ),
     ],
 )
 def test_a_silent_fallback_is_refused_on_every_rank_and_both_are_shown(outcomes, name, said):

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from toolkit.training.companions import Companion
     from toolkit.training.speed import Speed
 
+ADAMW = ("adamw_torch", "adamw_torch_fused")
+
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_REFUSED = 3
@@ -274,7 +276,7 @@ def _companions(
             if job.method.arguments.merge:
                 written.append(("merged", save_merged))
             described = _described(job, speed)
-            with recorder.saving():
+            with recorder.saving(self.engine.model):
                 card = card_of_run(
                     described,
                     num_processes=accelerator.num_processes,
@@ -311,6 +313,7 @@ def _recorder(job: Job, status: StatusFile) -> Recorder:
         gradient_clipping=float(job.args.max_grad_norm or 0),
         gradient_accumulation_steps=job.args.gradient_accumulation_steps,
         optimizer_classes=_optimizer_classes(job.strategy, str(job.args.optim.value)),
+        optimizer_settings=_optimizer_settings(job.args),
         dtype=job.method.trained_dtype,
     )
     return Recorder(
@@ -392,12 +395,21 @@ def _described(job: Job, speed: Speed) -> dict[str, Any]:
 
 
 def _optimizer_classes(strategy: Strategy, optim: str) -> tuple[str, ...] | None:
-    if optim not in ("adamw_torch", "adamw_torch_fused"):
+    if optim not in ADAMW:
         return None
     swapped = strategy.backend == "deepspeed" and strategy.offload_optimizer != "none"
     if swapped and read_deepspeed_config(os.environ).get("zero_force_ds_cpu_optimizer", True):
         return ("DeepSpeedCPUAdam",)
     return ("AdamW",)
+
+
+def _optimizer_settings(args: Any) -> dict[str, Any]:
+    """Return what the optimizer's groups must hold; other rules than AdamW's have other names."""
+    settings = {"learning_rate": args.learning_rate, "weight_decay": args.weight_decay}
+    if str(args.optim.value) in ADAMW:
+        betas = (args.adam_beta1, args.adam_beta2)
+        settings |= {"betas": betas, "eps": args.adam_epsilon}
+    return settings
 
 
 if __name__ == "__main__":

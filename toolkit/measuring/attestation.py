@@ -24,6 +24,10 @@ MAY_BE_UNKNOWN = {
     "gradient_accumulation_steps",  # likewise
     "optimizer_fraction",  # an optimizer without states in its parameters' shape
     "optimizer_dtypes",  # likewise
+    "learning_rate",  # an optimizer whose groups hold no parameters of the model
+    "weight_decay",  # likewise
+    "betas",  # likewise, or another rule than Adam's
+    "eps",  # likewise
 }
 """Facts that cannot always be seen. Any other that nobody saw is refused."""
 
@@ -46,6 +50,10 @@ class Asked:
     gradient_clipping: float | None = None
     gradient_accumulation_steps: int | None = None
     optimizer_classes: tuple[str, ...] | None = None
+    optimizer_settings: dict[str, Any] | None = None
+    """What the optimizer's groups must hold: `learning_rate` before any schedule, `weight_decay` of
+    the groups that decay, `betas`, `eps`."""
+
     dtype: str = "float32"
     """The dtype that the weights were loaded in."""
 
@@ -88,6 +96,7 @@ class Asked:
             "optimizer_fraction": 1 / self.shards if self.strategy.shards_optimizer else 1.0,
             "gradient_clipping": self.gradient_clipping,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            **(self.optimizer_settings or {}),
         }
         if self.strategy.offload_optimizer == "nvme":
             del facts["optimizer_fraction"]  # swapped out after the step
@@ -158,6 +167,7 @@ def engaged_after(model: Any, optimizer: Any) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "optimizer_class": type(inner).__name__,
         "resident_fraction": round(engine.resident_fraction(model), 4),
+        **_settings(engine.parameter_groups(model, optimizer)),
     }
     # States in the shape of their parameter tell where it is stepped on; step counts don't, and
     # an optimizer that factors or quantises some of them tells nothing.
@@ -175,6 +185,27 @@ def engaged_after(model: Any, optimizer: Any) -> dict[str, Any]:
         facts["optimizer_fraction"] = round(kept / whole, 4)
         facts["optimizer_dtypes"] = _dtypes(states)
     return facts
+
+
+def _settings(groups: list[tuple[dict[str, Any], list[Any]]]) -> dict[str, Any]:
+    """Return what an optimizer's groups hold: of each setting every value, smallest first."""
+    stepped = [settings for settings, parameters in groups if parameters]
+    held = {
+        # A schedule keeps beside the rate what it began with.
+        "learning_rate": [each.get("initial_lr", each.get("lr")) for each in stepped],
+        "weight_decay": [each.get("weight_decay") for each in stepped],
+        "betas": [each.get("betas") for each in stepped],
+        "eps": [each.get("eps") for each in stepped],
+    }
+    return {
+        name: sorted({_plain_setting(value) for value in values})
+        for name, values in held.items()
+        if values and None not in values
+    }
+
+
+def _plain_setting(value: Any) -> Any:
+    return tuple(map(float, value)) if isinstance(value, list | tuple) else float(value)
 
 
 def compare(asked: dict[str, Any], engaged: dict[str, Any], *, rank: int) -> list[Mismatch]:
@@ -224,6 +255,10 @@ def _holds(what: str, wanted: Any, found: Any) -> bool:
         return abs(wanted - found) <= FRACTION_TOLERANCE
     if what == "optimizer_class":
         return found in wanted
+    if what == "weight_decay":  # norms and biases are kept out of it
+        return {float(each) for each in found} - {0.0} == {float(wanted)} - {0.0}
+    if what in ("learning_rate", "betas", "eps"):
+        return found == [_plain_setting(wanted)]
     return wanted == found
 
 
