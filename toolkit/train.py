@@ -106,6 +106,8 @@ def train(job: Job, status: StatusFile) -> None:
     from toolkit.training.before_and_after import before_and_after, with_evaluation
     from toolkit.training.cache import check_seconds
     from toolkit.training.data import Collator
+    from toolkit.training.dropout import turn_off
+    from toolkit.training.randomness import RandomForwards
     from toolkit.training.speed import Speed
     from toolkit.training.tracking import keep_local
 
@@ -126,6 +128,8 @@ def train(job: Job, status: StatusFile) -> None:
         seed=job.args.seed,
         start=Path(job.args.output_dir) / STARTING_ADAPTER if rank() == 0 else None,
     )
+    if job.run.dropout == "off":
+        turn_off(model)
     speed = Speed(job.speed, job.args)
     speed.apply(model, loop=job.args if job.run.engine == "loop" else None)
     for why in speed.left_out.values() if rank() == 0 else ():
@@ -139,12 +143,15 @@ def train(job: Job, status: StatusFile) -> None:
         watching = before_and_after(
             job.evaluation, collate, tokenizer=job.tokenizer, recorder=recorder
         )
-        companions = [speed, *watching, *_companions(job, recorder, speed, watching)]
+        random = [RandomForwards(recorder)] if job.run.dropout == "off" else []
+        saving = _companions(job, recorder, speed, watching)
+        companions = [speed, *random, *watching, *saving]
         with preemptible(keeper, status):
             train_with(job, model, collate, recorder, companions, keeper)
         measured = with_evaluation(
             recorder.finish(throughput_steps=job.run.throughput_steps), job.evaluation, watching
         )
+        measured["random_forward"] = next((each.found for each in random), None)
         if measured["warm_up"] is not None:
             measured["warm_up"]["cache_seconds"] = check_seconds()
     except Refused as error:
@@ -343,6 +350,7 @@ def _described(job: Job, speed: Speed) -> dict[str, Any]:
     """The part of the record that was known before the first step."""
     import torch
 
+    from toolkit.training.dropout import dropout_facts
     from toolkit.training.model import BUILT_IN_MODEL
 
     args = job.args
@@ -387,7 +395,13 @@ def _described(job: Job, speed: Speed) -> dict[str, Any]:
             "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
             "speed": speed.facts(args),
         }
-        | job.method.facts(),
+        | job.method.facts()
+        | dropout_facts(
+            job.facts.path,
+            off=job.run.dropout == "off",
+            lora_dropout=job.method.arguments.lora_dropout,
+            trust_remote_code=job.model.trust_remote_code,
+        ),
         "resumed": None if job.resumed is None else job.resumed.facts(),
         "final": "final",
         "environment": environment.snapshot(),
