@@ -11,8 +11,8 @@ from toolkit.escaping import one_line
 NOT_AVAILABLE: Final = "n/a"
 
 DROPOUT_DIFFERS: Final = (
-    "each run would draw other masks, and none could be judged. toolkit.train alone keeps it, and "
-    "the saved models have their own values."
+    "with it each run draws other masks, and none could be judged. toolkit.train alone keeps it, "
+    "and the saved models have their own values."
 )
 
 
