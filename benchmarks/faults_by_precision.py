@@ -1,4 +1,4 @@
-"""Which gate catches which fault, in fp32 and in bf16: the 14 faults of the test suite, twice.
+"""Which gate catches which fault, in fp32 and in bf16: the faults of the test suite, twice.
 
     python benchmarks/faults_by_precision.py
 
@@ -43,7 +43,8 @@ def main() -> None:
     versions = environment.snapshot()["versions"]
     print(f"{os.cpu_count()} CPU cores, 2 ranks (gloo), ddp, loop; ", end="")
     print(", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers", "accelerate")))
-    print(f"{time.time() - started:.0f} s; `loss / norm / weights`, the broken ones in bold\n")
+    print(f"{time.time() - started:.0f} s; ", end="")
+    print("`loss / norm, and that of one parameter / weights`, the broken ones in bold\n")
     print("| fault | " + " | ".join(f"{named(p)}: gates {limits(p)}" for p in PRECISIONS) + " |")
     print("|---|" + "---|" * len(PRECISIONS))
     for name in ("clean", *FAULTS):
@@ -90,8 +91,11 @@ def cell(judgement: Judgement) -> str:
         "weights": judgement.weight_gap,
     }
     shown = []
+    of_one = judgement.gradient_difference
     for gate, value in found.items():
         text = "?" if value is None else f"{value:.1e}"
+        if gate == "grad_norm" and of_one is not None:
+            text += f", {of_one['value']:.1e}"
         shown.append(text if judgement.gates.get(gate) else f"**{text}**")
     data = "" if judgement.gates.get("data") else ", **data**"
     caught = "" if all(judgement.gates.values()) else "caught: "
@@ -100,7 +104,8 @@ def cell(judgement: Judgement) -> str:
 
 def limits(precision: str) -> str:
     gates = GATES[precision]
-    return f"{gates.loss:g} / {gates.grad_norm:g} / {gates.weights:g}"
+    norms = f"{gates.grad_norm:g}, {gates.gradients:g}"
+    return f"{gates.loss:g} / {norms} / {gates.weights:g}"
 
 
 def named(precision: str) -> str:

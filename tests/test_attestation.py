@@ -56,6 +56,14 @@ def test_what_engaged_as_asked_is_not_refused_and_leaves_a_model(outcomes, folde
         ("loop_clipping_auto", "gradient_clipping: asked 0.0, engaged 1.0"),
         ("zero2_sums_in_bf16", "accumulation_dtype: asked bfloat16, engaged ['float32']"),
         ("own_zero2_under_ddp", "config asks for ddp (everything replicated, gradients averaged)"),
+        *(
+            (f"loop_{backend}_{setting}", f"{setting}: asked {asked}, engaged [{engaged}]")
+            for backend in ("ddp", "fsdp", "zero3")
+            for setting, asked, engaged in (
+                ("weight_decay", 0.01, 0.011),
+                ("betas", (0.9, 0.999), (0.9, 0.99)),
+            )
+        ),
     ],
 )
 def test_a_silent_fallback_is_refused_on_every_rank_and_both_are_shown(outcomes, name, said):

@@ -30,12 +30,25 @@ RUNS = {
         "order",
         "order_loop",
         "seed",
+        "parted",
+        "parted_warned",
+        "parted_loop",
         "slow",
         "slow_rows",
         "slow_stopped",
     ],
     "fsdp": [*COST, "clean_loop", "nan", "exploding_loop", "weights", "order", "slow"],
-    "zero2": [*COST, "clean", "nan", "exploding", "infinite_gradients", "weights", "order", "slow"],
+    "zero2": [
+        *COST,
+        "clean",
+        "nan",
+        "exploding",
+        "infinite_gradients",
+        "weights",
+        "order",
+        "parted",
+        "slow",
+    ],
     "zero3": [*COST, "clean", "nan", "exploding", "weights", "order", "slow_rows"],
 }
 
@@ -188,6 +201,52 @@ def test_ranks_that_read_the_rows_in_another_order_are_stopped_at_once(ranks):
         error, step = stopped(ranks, name)
         assert error.startswith("Rank 1 read the rows of step 1 in another order than the others.")
         assert step <= 2
+
+
+PARTED = (
+    f"by step {STEPS}: 1 of 21 parameters differ that should be equal, the first is "
+    "model.layers.1.mlp.up_proj.weight."
+)
+
+
+def test_ranks_whose_weights_part_late_are_stopped_before_anything_is_saved(ranks):
+    for name in runs_of(ranks, "parted", "parted_loop"):
+        error, step = stopped(ranks, name)
+        assert error.startswith(f"Rank 1 parted from the others {PARTED}")
+        assert step == STEPS
+        assert not (ranks["folder"] / name / "final").exists()
+    for name in runs_of(ranks, "parted"):
+        error, _ = stopped(ranks, name)
+        kept = [path.name for path in (ranks["folder"] / name).glob("checkpoint-*")]
+        assert kept == [f"checkpoint-{STEPS // 2}"]
+        assert f"The last good checkpoint is {ranks['folder'] / name / kept[0]}." in error
+
+
+def test_guards_that_warn_of_ranks_that_part_let_no_checkpoint_follow(ranks):
+    for name in runs_of(ranks, "parted_warned"):
+        for seen in ranks[name]:
+            assert seen["step"] == STEPS
+            (warning,) = seen["record"]["guards"]["warnings"]
+            assert (warning["kind"], warning["step"]) == ("replicas", STEPS)
+        kept = {path.name for path in (ranks["folder"] / name).glob("checkpoint-*")}
+        assert kept == {f"checkpoint-{STEPS // 2}"}
+
+
+def test_groups_that_each_shard_a_whole_model_are_held_against_each_other(launch, tmp_path):
+    """Of fsdp_hybrid's four ranks the second and the last hold the same half."""
+    runs = ("saved_loop", "parted_loop")
+    script = SCRIPTS / "guards_in_ranks.py"
+    ended = launch("fsdp_hybrid", script, tmp_path, *runs, OMP_NUM_THREADS="1")
+    assert ended.returncode == 0, ended.stdout[-6000:]
+    for rank in range(4):
+        saved, parted = (
+            json.loads((tmp_path / name / f"rank-{rank}.json").read_text()) for name in runs
+        )
+        assert saved["error"] is None, saved
+        assert "crash" not in saved, saved["crash"]
+        assert parted["error"].startswith(f"Rank 3 parted from the others {PARTED}"), parted
+    assert (tmp_path / "saved_loop" / "final" / "model.safetensors").exists()
+    assert not (tmp_path / "parted_loop" / "final").exists()
 
 
 def test_a_rank_that_falls_behind_is_named_and_the_run_goes_on(ranks):

@@ -1,8 +1,8 @@
 """The gates of a comparison catch what makes a run another training, and let a sound one through.
 
-The 14 faults are those of which the size was measured before the gates were set: from reading
-the same rows on both ranks down to doubled gradients, which move the loss by 5e-7. Clipping is
-active in every step, since it hides the faults of scale.
+The first 14 faults are those of which the size was measured before the gates were set: from
+reading the same rows on both ranks down to doubled gradients, which move the loss by 5e-7. Clipping
+is active in every step, since it hides the faults of scale.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ FAULTS = {
     "no_weight_decay": {"weights"},
     "gradients_rounded_to_bf16": {"weights"},
     "gradients_doubled": {"grad_norm"},
+    "half_the_gradient_of_one_matrix": {"grad_norm"},
+    "half_the_gradient_of_one_norm": {"grad_norm"},
 }
 """Each fault, and the gates that break for it by a margin; others may break as well."""
 
@@ -72,6 +74,27 @@ def test_clipping_is_active_in_every_step(control: Record) -> None:
 def test_a_sound_run_passes_every_gate(judged) -> None:
     judgement = judged("clean")
     assert judgement.gates == dict.fromkeys(("loss", "grad_norm", "weights", "data"), True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "tensor"),
+    [
+        ("half_the_gradient_of_one_matrix", "model.layers.1.self_attn.k_proj.weight"),
+        ("half_the_gradient_of_one_norm", "model.layers.1.post_attention_layernorm.weight"),
+    ],
+)
+def test_a_fault_in_one_small_gradient_is_seen_and_its_parameter_named(judged, fault, tensor):
+    judgement = judged(fault)
+    assert judgement.gradient_difference == {
+        "value": pytest.approx(0.5, rel=1e-3),
+        "tensor": tensor,
+    }
+    (broken,) = [one for one in judgement.broken if one["gate"] == "grad_norm"]
+    assert broken["first_step"] == 1
+    assert broken["reason"] == (
+        "the gradient norms of 1 of 21 parameters are apart from the control's, most that of "
+        f"{tensor}"
+    )
 
 
 @pytest.mark.parametrize(

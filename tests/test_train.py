@@ -173,6 +173,7 @@ def test_mistakes_leave_with_status_2_and_nothing_written(launch_environment, tm
     }
     inline = {  # what the launcher exports of a YAML that names no DeepSpeed file
         "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_CONFIG_DS_FIELDS": "zero_stage",
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
         "ACCELERATE_GRADIENT_CLIPPING": "1.0",
     }
@@ -197,9 +198,13 @@ def test_mistakes_leave_with_status_2_and_nothing_written(launch_environment, tm
         accumulates: inline,
         misspelt: {
             "ACCELERATE_USE_DEEPSPEED": "true",
+            "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file",
             "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(deepspeed_file),
         },
     }
+    left_over = ("--max_steps", "2")
+    cases[left_over] = "unset ACCELERATE_USE_DEEPSPEED"
+    exports[left_over] = {"ACCELERATE_USE_DEEPSPEED": "true"}
     before = content(tmp_path)
     for flags, said in cases.items():
         exported = exports.get(flags, {})

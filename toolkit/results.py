@@ -275,6 +275,8 @@ class Training(TypedDict, total=False):
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
     max_grad_norm: float | None
+    dropout: str
+    own_dropout: dict[str, float]
     optimizer: str
     tf32: bool
     activation_checkpointing: bool
@@ -320,6 +322,16 @@ Resumed = TypedDict("Resumed", {"from": str, "step": int, "damaged": list[str]})
 ones that were passed over."""
 
 
+class Gradients(TypedDict):
+    """Norms in the first step that updates, before clipping."""
+
+    step: int
+    """From 1, of this record."""
+
+    norms: dict[str, float]
+    """By parameter, over all ranks."""
+
+
 class Record(TypedDict):
     """What rank 0 wrote at the end of one run."""
 
@@ -342,6 +354,11 @@ class Record(TypedDict):
     losses: list[float]
     grad_norms: list[float | None] | None
     """Norms before clipping; null for a step, or as a whole, where none was measured."""
+
+    gradients: NotRequired[Gradients | None]
+    random_forward: NotRequired[str | None]
+    """How far two forwards in training differed though dropout was set to 0; null where they were
+    equal, or nobody looked."""
 
     sample_ids: list[list[list[int]]] | None
     """Step -> rank -> ids of the rows it read."""
@@ -424,7 +441,7 @@ class Broken(TypedDict):
 
 
 class Difference(TypedDict):
-    """The largest of all differences between two sets of weights."""
+    """The largest of all differences between two sets of weights or gradients."""
 
     value: float
     tensor: str
@@ -543,6 +560,9 @@ class Row(TypedDict):
     weight_gap: float | None
     weight_difference: NotRequired[Difference | None]
     """Absolute, from the control's final weights."""
+
+    gradient_difference: NotRequired[Difference | None]
+    """Of the gradient norms of one parameter, relative; the largest."""
 
     gates: dict[str, bool]
     """Only what could be judged; the rest has its reason in `not_measured`."""

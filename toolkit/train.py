@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from toolkit.training.companions import Companion
     from toolkit.training.speed import Speed
 
+ADAMW = ("adamw_torch", "adamw_torch_fused")
+
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_REFUSED = 3
@@ -114,6 +116,8 @@ def train(job: Job, status: StatusFile) -> None:
     )
     from toolkit.training.cache import check_seconds
     from toolkit.training.data import Collator
+    from toolkit.training.dropout import turn_off
+    from toolkit.training.randomness import RandomForwards
     from toolkit.training.speed import Speed
     from toolkit.training.tracking import keep_local
 
@@ -134,6 +138,8 @@ def train(job: Job, status: StatusFile) -> None:
         seed=job.args.seed,
         start=Path(job.args.output_dir) / STARTING_ADAPTER if rank() == 0 else None,
     )
+    if job.run.dropout == "off":
+        turn_off(model)
     speed = Speed(job.speed, job.args)
     speed.apply(model, loop=job.args if job.run.engine == "loop" else None)
     for why in speed.left_out.values() if rank() == 0 else ():
@@ -153,12 +159,15 @@ def train(job: Job, status: StatusFile) -> None:
         )
         if job.evaluation is not None:
             keeper.write_beside = partial(write_so_far, plan=job.evaluation, companions=watching)
-        companions = [speed, *watching, *_companions(job, recorder, speed, watching)]
+        random = [RandomForwards(recorder)] if job.run.dropout == "off" else []
+        saving = _companions(job, recorder, speed, watching)
+        companions = [speed, *random, *watching, *saving]
         with preemptible(keeper, status):
             train_with(job, model, collate, recorder, companions, keeper)
         measured = with_evaluation(
             recorder.finish(throughput_steps=job.run.throughput_steps), job.evaluation, watching
         )
+        measured["random_forward"] = next((each.found for each in random), None)
         if measured["warm_up"] is not None:
             measured["warm_up"]["cache_seconds"] = check_seconds()
     except Refused as error:
@@ -291,7 +300,7 @@ def _companions(
             if job.method.arguments.merge:
                 written.append(("merged", save_merged))
             described = _described(job, speed)
-            with recorder.saving():
+            with recorder.saving(self.engine.model):
                 card = card_of_run(
                     described,
                     num_processes=accelerator.num_processes,
@@ -331,6 +340,7 @@ def _recorder(job: Job, status: StatusFile, speed: Speed) -> Recorder:
         accumulation_dtype=requested_accumulation_dtype(os.environ),
         activation_checkpointing=_checkpoints(job, speed)
         or bool(speed.on.get("checkpoint_layers")),
+        optimizer_settings=_optimizer_settings(job.args),
         dtype=job.method.trained_dtype,
     )
     return Recorder(
@@ -362,6 +372,7 @@ def _described(job: Job, speed: Speed) -> dict[str, Any]:
     """The part of the record that was known before the first step."""
     import torch
 
+    from toolkit.training.dropout import dropout_facts
     from toolkit.training.model import BUILT_IN_MODEL
 
     args = job.args
@@ -401,7 +412,13 @@ def _described(job: Job, speed: Speed) -> dict[str, Any]:
             "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
             "speed": speed.facts(args),
         }
-        | job.method.facts(),
+        | job.method.facts()
+        | dropout_facts(
+            job.facts.path,
+            off=job.run.dropout == "off",
+            lora_dropout=job.method.arguments.lora_dropout,
+            trust_remote_code=job.model.trust_remote_code,
+        ),
         "resumed": None if job.resumed is None else job.resumed.facts(),
         "final": "final",
         "environment": environment.snapshot(),
@@ -420,12 +437,21 @@ def _checkpoints(job: Job, speed: Speed) -> bool:
 
 
 def _optimizer_classes(strategy: Strategy, optim: str) -> tuple[str, ...] | None:
-    if optim not in ("adamw_torch", "adamw_torch_fused"):
+    if optim not in ADAMW:
         return None
     swapped = strategy.backend == "deepspeed" and strategy.offload_optimizer != "none"
     if swapped and read_deepspeed_config(os.environ).get("zero_force_ds_cpu_optimizer", True):
         return ("DeepSpeedCPUAdam",)
     return ("AdamW",)
+
+
+def _optimizer_settings(args: Any) -> dict[str, Any]:
+    """Return what the optimizer's groups must hold; other rules than AdamW's have other names."""
+    settings = {"learning_rate": args.learning_rate, "weight_decay": args.weight_decay}
+    if str(args.optim.value) in ADAMW:
+        betas = (args.adam_beta1, args.adam_beta2)
+        settings |= {"betas": betas, "eps": args.adam_epsilon}
+    return settings
 
 
 if __name__ == "__main__":

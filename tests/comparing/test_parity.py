@@ -109,6 +109,77 @@ def test_doubled_gradients_break_the_gradient_gate_and_no_other(compare):
     assert (broken["first_step"], broken["value"], broken["limit"]) == (1, 1.0, 5e-4)
 
 
+def gradients(**norms):
+    return {"step": 1, "norms": {"large": 2.0, "small": 0.02} | norms}
+
+
+def test_one_small_gradient_apart_breaks_the_gradient_gate_and_is_named(compare):
+    """The norm of all of them moves by 4e-5."""
+    control = {"gradients": gradients()}
+    judgement = compare(gradients=gradients(small=0.01), control=control)
+    broken = only_broken(judgement, "grad_norm")
+    assert broken_sentence(broken) == (
+        "ddp-trainer: the grad_norm gate broke at step 1: the gradient norms of 1 of 2 parameters "
+        "are apart from the control's, most that of small (is 5.00e-01, limit 1.00e-03)."
+    )
+    assert judgement.gradient_difference == {"value": 0.5, "tensor": "small"}
+    assert compare(gradients=gradients(small=0.02 + 1e-8), control=control).gates == ALL_GATES
+
+
+def test_a_gradient_that_is_rounding_alone_is_held_against_all_of_them_together(compare):
+    """Such as that of a key's bias, which changes no output."""
+    control = {"gradients": gradients(bias=1e-9)}
+    judgement = compare(gradients=gradients(bias=7e-9), control=control)
+    assert judgement.gates == ALL_GATES
+    assert judgement.gradient_difference["value"] < 1e-5
+
+
+@pytest.mark.parametrize("missing", ["run", "control"])
+def test_a_parameter_that_one_of_them_does_not_train_is_apart(compare, missing):
+    more, fewer = gradients(frozen=0.5), gradients()
+    ours, theirs = (fewer, more) if missing == "run" else (more, fewer)
+    judgement = compare(gradients=ours, control={"gradients": theirs})
+    assert only_broken(judgement, "grad_norm")["reason"].endswith("most that of frozen")
+
+
+def test_gradients_that_are_not_finite_are_apart(compare):
+    judgement = compare(gradients=gradients(small=math.nan), control={"gradients": gradients()})
+    assert only_broken(judgement, "grad_norm")["value"] == math.inf
+
+
+def test_gradients_of_other_steps_or_of_an_older_record_are_not_compared(compare):
+    control = {"gradients": gradients()}
+    judgement = compare(gradients=gradients(small=9.0) | {"step": 2}, control=control)
+    assert judgement.gates == ALL_GATES
+    assert judgement.not_measured["gradient_difference"] == (
+        "the run's first step that updates is step 2, the control's 1"
+    )
+    judgement = compare(control=control)
+    assert judgement.gates == ALL_GATES
+    assert "the run has none" in judgement.not_measured["gradient_difference"]
+
+
+@pytest.mark.parametrize("whose", ["run", "control"])
+def test_a_model_whose_forward_is_random_is_not_judged_and_the_reason_stands(compare, whose):
+    reason = "two forwards of the same tokens differ"
+    changes = {"random_forward": reason}
+    apart = {"losses": losses_with(0.3, at=2), "grad_norms": [3.0] * 4, "weights": 2.0}
+    judgement = compare(
+        **apart | (changes if whose == "run" else {}),
+        control=changes if whose == "control" else None,
+    )
+    assert judgement.gates == {}
+    assert judgement.broken == []
+    for gate in ALL_GATES:
+        assert judgement.not_measured[f"gates.{gate}"] == reason
+    assert judgement.loss_gap["max"] == pytest.approx(0.3)
+
+
+def test_rows_that_differ_break_their_gate_for_a_random_model_too(compare):
+    judgement = compare(random_forward="it is random", data={"hash": "another"})
+    assert judgement.gates == {"data": False}
+
+
 def test_weights_apart_break_their_gate(compare):
     broken = only_broken(compare(weights=1 + 8.6e-4), "weights")
     assert broken["first_step"] is None

@@ -219,7 +219,7 @@ def test_an_output_folder_with_a_line_feed_in_its_name_is_shown_on_one_line(worl
     assert "\nlines" not in world.printed
     command = (output / "ddp-trainer-1" / "command.txt").read_text()
     assert len(command.splitlines()) == 1
-    assert shlex.split(command)[-1] == "False"
+    assert shlex.split(command)[-1] == "off"
     assert "# Comparison two\\\\nlines" in (output / "report.md").read_text()
 
 

@@ -384,6 +384,26 @@ def gradients_doubled(run: Run) -> Iterator[None]:
         yield
 
 
+def half_the_gradient_of(run: Run, name: str) -> AbstractContextManager[None]:
+    original = run.load
+
+    def with_half(folder: str, **options: Any) -> Any:
+        model = original(folder, **options)
+        model.get_parameter(name).register_hook(lambda gradient: gradient / 2)
+        return model
+
+    run.load = with_half
+    return nullcontext()
+
+
+def half_the_gradient_of_one_matrix(run: Run) -> AbstractContextManager[None]:
+    return half_the_gradient_of(run, "model.layers.1.self_attn.k_proj.weight")
+
+
+def half_the_gradient_of_one_norm(run: Run) -> AbstractContextManager[None]:
+    return half_the_gradient_of(run, "model.layers.1.post_attention_layernorm.weight")
+
+
 @contextmanager
 def gradients_summed_over_the_ranks(run: Run) -> Iterator[None]:
     original = Accelerator.prepare_model
@@ -573,6 +593,8 @@ FAULTS: dict[str, Callable[[Run], AbstractContextManager[None]]] = {
         no_weight_decay,
         gradients_rounded_to_bf16,
         gradients_doubled,
+        half_the_gradient_of_one_matrix,
+        half_the_gradient_of_one_norm,
         gradients_summed_over_the_ranks,
         mean_of_means,
         divided_by_the_accumulation_twice,

@@ -126,7 +126,7 @@ def test_a_save_is_timed_and_no_part_of_a_step():
         recorder.micro_batch(loss, tokens=7)
         optimizer.step()
         recorder.step_done(learning_rate=0.1)
-        with recorder.saving():
+        with recorder.saving(model):
             time.sleep(SLEPT)
     made = recorder.finish()
     recorder.close()

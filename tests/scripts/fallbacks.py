@@ -118,7 +118,11 @@ def train(name, asked, *, rehearsed=True, no_config=False, **arguments):
         return {"ended": "refused", "text": str(error)}
 
 
-def loop(asked, **wanted):
+ADAMW = {"learning_rate": 1e-3, "weight_decay": 0.01, "betas": (0.9, 0.999), "eps": 1e-8}
+"""What torch's AdamW does unless it is told otherwise."""
+
+
+def loop(asked, *, steps_with=None, **wanted):
     """Train 1 step in a stock loop that accumulates 2 micro-batches and never clips."""
     start(asked)
     strategy = requested_strategy(os.environ)
@@ -126,7 +130,7 @@ def loop(asked, **wanted):
     try:
         accelerator = Accelerator(gradient_accumulation_steps=2)
         model = small_model()
-        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer = torch.optim.AdamW(model.parameters(), **steps_with or {})
         loader = torch.utils.data.DataLoader(torch.randint(0, 64, (32, 8)), batch_size=2)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         recorder.prepared(accelerator, model, optimizer)
@@ -173,7 +177,17 @@ outcomes = {
     # A config without a wrapping policy shards the root alone: nothing is freed on the way.
     "fsdp_no_wrap": train("fsdp_no_wrap", FSDP | {"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}),
     # The control of those below.
-    "loop": loop(zero("zero2"), gradient_accumulation_steps=2, precision="no"),
+    "loop": loop(
+        zero("zero2"), gradient_accumulation_steps=2, precision="no", optimizer_settings=ADAMW
+    ),
+    # The optimizer is made with other numbers than were asked.
+    **{
+        f"loop_{name}_{setting}": loop(
+            backend, steps_with={setting: value}, optimizer_settings=ADAMW
+        )
+        for name, backend in (("ddp", {}), ("fsdp", FSDP), ("zero3", zero("zero3")))
+        for setting, value in (("weight_decay", 0.011), ("betas", (0.9, 0.99)))
+    },
     # Without the key DeepSpeed steps after each micro-batch, whatever the Accelerator was told.
     "loop_no_accumulation": loop(
         changed("zero2", {"gradient_accumulation_steps": None}), gradient_accumulation_steps=2

@@ -27,10 +27,13 @@ from toolkit.configs.requested import requested_strategy
 from toolkit.errors import GuardError
 from toolkit.measuring import guards as bounds
 from toolkit.measuring.attestation import Asked
+from toolkit.measuring.engine import local
 from toolkit.measuring.pulse import pulse_for
 from toolkit.measuring.recorder import Recorder
 from toolkit.rehearse import die_with_launcher, rehearse_if_needed
+from toolkit.training.companions import Companion
 from toolkit.training.loop import train_loop
+from toolkit.training.saving import save_model
 
 RANK = int(os.environ["RANK"])
 STEPS = 16
@@ -195,10 +198,50 @@ class SlowRows(torch.utils.data.Dataset):
         return self.rows[row]
 
 
+PARTED = "model.layers.1.mlp.up_proj.weight"
+
+
+def part(model):
+    """Have the last rank change a matrix by itself, between two steps."""
+    if int(os.environ["WORLD_SIZE"]) - 1 == RANK:
+        with torch.no_grad():
+            local(dict(model.named_parameters())[PARTED]).mul_(1.1)
+
+
+class Part(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, model=None, **_):
+        if state.global_step == self.step:
+            part(model)
+
+
+class PartAndSave(Companion):
+    """Has a rank part after the last step, and saves."""
+
+    def __init__(self, folder, recorder, parts):
+        self.folder, self.recorder, self.parts = folder, recorder, parts
+
+    def prepared(self, prepared):
+        self.engine = prepared
+
+    def step_done(self, step):
+        accelerator, model = self.engine.accelerator, self.engine.model
+        if step != STEPS:
+            return
+        if self.parts:
+            part(accelerator.unwrap_model(model))
+        with self.recorder.saving(model):
+            save_model(accelerator, model, self.folder / "final")
+
+
 # The trainings
 
 
-def with_trainer(folder, model=None, rows=None, *, guards="stop", kind=Sequential, **changes):
+def with_trainer(
+    folder, model=None, rows=None, *, guards="stop", kind=Sequential, parted_at=None, **changes
+):
     trainer = kind(
         model=build() if model is None else model,
         args=arguments(folder, **changes),
@@ -206,6 +249,7 @@ def with_trainer(folder, model=None, rows=None, *, guards="stop", kind=Sequentia
         data_collator=collate,
         **{} if kind is Trainer else {"guards": guards},
     )
+    trainer.add_callback(Part(parted_at))
     seen = {}
     try:
         trainer.train()
@@ -216,10 +260,12 @@ def with_trainer(folder, model=None, rows=None, *, guards="stop", kind=Sequentia
         WHAT.update(seen)
 
 
-def with_loop(folder, model=None, rows=None, *, slow_rank="warn", **changes):
+def with_loop(
+    folder, model=None, rows=None, *, slow_rank="warn", saves=False, parts=False, **changes
+):
     strategy = requested_strategy(os.environ)
     recorder = Recorder(
-        Asked(strategy=strategy, num_processes=2),
+        Asked(strategy=strategy, num_processes=int(os.environ["WORLD_SIZE"])),
         rehearsal=True,
         pulse=pulse_for("stop", checkpoints=folder, slow_rank=slow_rank),
     )
@@ -231,6 +277,7 @@ def with_loop(folder, model=None, rows=None, *, slow_rank="warn", **changes):
             collate,
             recorder=recorder,
             scheduled_steps=STEPS,
+            companions=[PartAndSave(folder, recorder, parts)] if saves else [],
         )
         WHAT["record"] = kept_of(recorder.finish())
     finally:
@@ -298,6 +345,14 @@ RUNS = {
     "order_loop": lambda f: with_loop(f, rows=rows_for(order=RANK)),
     # The Trainer's own sampler shuffles by the seed.
     "seed": lambda f: with_trainer(f, build(), kind=ToolkitTrainer, data_seed=RANK),
+    "parted": lambda f: with_trainer(
+        f, parted_at=STEPS, save_strategy="steps", save_steps=STEPS // 2
+    ),
+    "parted_warned": lambda f: with_trainer(
+        f, parted_at=STEPS // 2 + 1, guards="warn", save_strategy="steps", save_steps=STEPS // 2
+    ),
+    "parted_loop": lambda f: with_loop(f, saves=True, parts=True),
+    "saved_loop": lambda f: with_loop(f, saves=True),
     "slow": lambda f: with_trainer(f, slow_at_bad_step(build())),
     "slow_loop": lambda f: with_loop(f, slow_at_bad_step(build())),
     "slow_rows": lambda f: with_trainer(f, rows=SlowRows()),

@@ -59,6 +59,8 @@ def facts_of_job(job: Job) -> dict[str, Any]:
         "optim": str(args.optim.value),
     }
     facts |= {name: getattr(args, name) for name in _SCHEDULE}
+    if job.run.dropout != "model":  # checkpoints from before there was a choice say nothing
+        facts["dropout"] = job.run.dropout
     return _plain(facts | job.method.facts())
 
 

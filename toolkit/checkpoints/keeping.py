@@ -70,11 +70,13 @@ class Keeper:
             that is not worth a checkpoint.
 
         Raises:
-            GuardError: on every rank, when the last step was not finite: nothing is written.
+            GuardError: on every rank, when the last step was not finite, or ranks hold other
+                weights that should hold the same: nothing is written.
             SaveError: on every rank, when any could not write, or the last update made weights
                 that are not finite.
         """
-        self.recorder.settle()
+        with self.recorder.aside():
+            self.recorder.check_before_save(prepared.model)
         if self.recorder.spoiled():
             return None
         folder = checkpoint_folder(output_dir or self.output_dir, step)

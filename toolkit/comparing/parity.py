@@ -38,19 +38,27 @@ class Gates:
     grad_norm: float
     """Relative, per step, before clipping."""
 
+    gradients: float
+    """Relative, of each parameter in the first step that updates, see `gradient_distances`."""
+
     weights: float
     """||w - w_control|| / ||w_control - w_start||"""
 
 
 GATES: Final[dict[str, Gates]] = {
-    # Clean runs reach 1.4e-6, 4.6e-5 and 5.6e-5.
-    "no": Gates(loss=1e-5, grad_norm=5e-4, weights=3e-4),
+    # Clean runs reach 1.4e-6, 4.6e-5, 3.1e-7 and 5.6e-5.
+    "no": Gates(loss=1e-5, grad_norm=5e-4, gradients=1e-3, weights=3e-4),
     # Clean runs of the built-in model reach 1.1e-3 (FSDP2, whose loss is itself rounded to bf16:
-    # 3.2e-2), 2.2e-3 and 5.7e-2.
-    "bf16": Gates(loss=7e-2, grad_norm=1e-2, weights=0.2),
-    # Measured for ddp alone, on a CPU: 2.5e-5, 1.3e-5 and 2.9e-3.
-    "fp16": Gates(loss=2e-2, grad_norm=1e-2, weights=0.2),
+    # 3.2e-2), 2.2e-3, 1.4e-2 and 5.7e-2.
+    "bf16": Gates(loss=7e-2, grad_norm=1e-2, gradients=0.2, weights=0.2),
+    # Measured for ddp alone, on a CPU, but for that of each parameter: 2.5e-5, 1.3e-5 and 2.9e-3.
+    "fp16": Gates(loss=2e-2, grad_norm=1e-2, gradients=0.2, weights=0.2),
 }
+
+
+SMALL: Final = 1e-3
+"""Of the norm of all gradients together: below it a parameter's own may be rounding alone, as that
+of a key's bias is, which changes no output."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,6 +69,7 @@ class Judgement:
     grad_norm_gap: float | None = None
     weight_gap: float | None = None
     weight_difference: Difference | None = None
+    gradient_difference: Difference | None = None
     eval_loss_gap: float | None = None
     gates: dict[str, bool] = field(default_factory=dict[str, bool])
     broken: list[Broken] = field(default_factory=list[Broken])
@@ -84,6 +93,7 @@ def judge(
     limits = GATES[record["precision"]]
     judge_losses(judgement, record, control, limit=limits.loss, first_step=first_step)
     judge_grad_norms(judgement, record, control, limit=limits.grad_norm, first_step=first_step)
+    judge_gradients(judgement, record, control, limit=limits.gradients)
     judge_weights(
         judgement,
         record,
@@ -96,22 +106,28 @@ def judge(
     judge_evaluation(judgement, record, control, limit=limits.loss)
     trained = first_step <= min(len(record["losses"]), GATED_STEPS)
     finite = all(map(math.isfinite, record["losses"]))
-    if trained and finite and sorted(record["skipped_steps"]) != sorted(control["skipped_steps"]):
-        _leave_ungated(judgement, record, control)
+    if random := record.get("random_forward") or control.get("random_forward"):
+        _leave_ungated(judgement, ("loss", "grad_norm", "weights", "evaluation"), random)
+        if judgement.gates.get("data"):  # the rows alone say nothing of what was trained on them
+            _leave_ungated(judgement, ("data",), random)
+    elif trained and finite and sorted(record["skipped_steps"]) != sorted(control["skipped_steps"]):
+        # They leave other weights, which no gate can tell from a fault.
+        _leave_ungated(
+            judgement,
+            ("loss", "grad_norm", "evaluation"),
+            f"the run and the control skipped different steps ({record['skipped_steps']} and "
+            f"{control['skipped_steps']}): their weights differ from there on",
+        )
     return judgement
 
 
-def _leave_ungated(judgement: Judgement, record: Record, control: Record) -> None:
-    """Other steps skipped than in the control leave other weights, which no gate can tell from
-    a fault."""
-    trained = ("loss", "grad_norm", "evaluation")
-    for gate in trained if "evaluation" in judgement.gates else trained[:2]:
-        judgement.gates.pop(gate, None)
-        judgement.not_measured[f"gates.{gate}"] = (
-            f"the run and the control skipped different steps ({record['skipped_steps']} and "
-            f"{control['skipped_steps']}): their weights differ from there on"
-        )
-    judgement.broken = [one for one in judgement.broken if one["gate"] not in trained]
+def _leave_ungated(judgement: Judgement, gates: Sequence[str], reason: str) -> None:
+    """Take back what these gates came to, those of an evaluation where there was one."""
+    for gate in gates:
+        if gate in judgement.gates or gate != "evaluation":
+            judgement.gates.pop(gate, None)
+            judgement.not_measured[f"gates.{gate}"] = reason
+    judgement.broken = [one for one in judgement.broken if one["gate"] not in gates]
 
 
 def judge_control(record: Record) -> Judgement:
@@ -124,6 +140,7 @@ def judge_control(record: Record) -> Judgement:
             "grad_norm_gap",
             "weight_gap",
             "weight_difference",
+            "gradient_difference",
             "eval_loss_gap",
             "gates.grad_norm",
             "gates.weights",
@@ -264,6 +281,64 @@ def judge_grad_norms(
         _break(judgement, record, "grad_norm", limit=limit, reason="no gated step was compared")
         return
     judgement.gates["grad_norm"] = True
+
+
+def judge_gradients(judgement: Judgement, record: Record, control: Record, *, limit: float) -> None:
+    """Gate the gradient norm of each parameter in the first step that updates.
+
+    It is part of the gate of the gradient norms: one break of that gate is told, that of a
+    parameter where there is one, for it says where.
+    """
+    ours, theirs = record.get("gradients"), control.get("gradients")
+    if ours is None or theirs is None:
+        whose, which = ("the run", record) if ours is None else ("the control", control)
+        reason = which["not_measured"].get("gradients", "it was written before they were")
+        judgement.not_measured["gradient_difference"] = f"{whose} has none: {reason}"
+        return
+    if ours["step"] != theirs["step"]:
+        judgement.not_measured["gradient_difference"] = (
+            f"the run's first step that updates is step {ours['step']}, the control's "
+            f"{theirs['step']}"
+        )
+        return
+    distances = gradient_distances(ours["norms"], theirs["norms"])
+    if not distances:
+        judgement.not_measured["gradient_difference"] = "no parameter is trained"
+        return
+    largest = max(distances, key=lambda name: distances[name])
+    judgement.gradient_difference = Difference(value=distances[largest], tensor=largest)
+    apart = [name for name, distance in distances.items() if distance > limit]
+    if not apart:
+        return
+    judgement.broken = [one for one in judgement.broken if one["gate"] != "grad_norm"]
+    _break(
+        judgement,
+        record,
+        "grad_norm",
+        first_step=ours["step"],
+        value=distances[largest],
+        limit=limit,
+        reason=(
+            f"the gradient norms of {len(apart)} of {len(distances)} parameters are apart from the "
+            f"control's, most that of {largest}"
+        ),
+    )
+
+
+def gradient_distances(ours: dict[str, float], theirs: dict[str, float]) -> dict[str, float]:
+    """Return how far each parameter's norm is from the control's, as a share of the control's.
+
+    A small one is held against `SMALL` of all of them together. One that is missing counts as 0,
+    and one that is not finite is infinitely far.
+    """
+    least = SMALL * math.hypot(*theirs.values())
+    distances: dict[str, float] = {}
+    for name in dict.fromkeys((*theirs, *ours)):
+        norm, wanted = ours.get(name, 0.0), theirs.get(name, 0.0)
+        apart, scale = abs(norm - wanted), max(wanted, least)
+        distance = apart / scale if scale else 0.0 if apart == 0 else math.inf
+        distances[name] = distance if math.isfinite(distance) else math.inf
+    return distances
 
 
 def judge_weights(

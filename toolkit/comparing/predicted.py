@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NotRequired, TypedDict, get_args
 
@@ -156,8 +157,11 @@ def job_of(record: Told | Record) -> Job:
         "optimizer": OPTIMIZERS[training["optimizer"]],
         **_method_of(record["precision"], training),
     }
+    model = resolve_model(Path(path))
+    if training.get("dropout") == "off":
+        model = replace(model, dropout=False)
     return Job(
-        model=resolve_model(Path(path)),
+        model=model,
         strategy=STRATEGIES[record["strategy"]],
         gpus=record["num_processes"],
         batch=training["per_device_train_batch_size"],

@@ -24,6 +24,10 @@ MAY_BE_UNKNOWN = {
     "gradient_accumulation_steps",  # likewise
     "optimizer_fraction",  # an optimizer without states in its parameters' shape
     "optimizer_dtypes",  # likewise
+    "learning_rate",  # an optimizer whose groups hold no parameters of the model
+    "weight_decay",  # likewise
+    "betas",  # likewise, or another rule than Adam's
+    "eps",  # likewise
 }
 """Facts that cannot always be seen. Any other that nobody saw is refused."""
 
@@ -49,6 +53,10 @@ class Asked:
     activation_checkpointing: bool | None = None
     accumulation_dtype: str | None = None
     """What gradients are summed up in over micro-batches."""
+
+    optimizer_settings: dict[str, Any] | None = None
+    """What the optimizer's groups must hold: `learning_rate` before any schedule, `weight_decay` of
+    the groups that decay, `betas`, `eps`."""
 
     dtype: str = "float32"
     """The dtype that the weights were loaded in."""
@@ -95,6 +103,7 @@ class Asked:
             "accumulation_dtype": self.accumulation_dtype,
             "gradient_clipping": self.gradient_clipping,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            **(self.optimizer_settings or {}),
         }
         if self.strategy.offload_optimizer == "nvme":
             del facts["optimizer_fraction"]  # swapped out after the step
@@ -169,6 +178,7 @@ def engaged_after(model: Any, optimizer: Any) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "optimizer_class": type(inner).__name__,
         "resident_fraction": round(engine.resident_fraction(model), 4),
+        **_settings(engine.parameter_groups(model, optimizer)),
     }
     # States as large as a parameter, or as its rows and columns, tell where it is stepped on; step
     # counts don't, and a parameter with other states alone leaves it open.
@@ -195,6 +205,27 @@ def _state_shapes(shape: torch.Size) -> tuple[torch.Size, ...]:
     That is its own, and those of the rows and columns that Adafactor keeps of a matrix.
     """
     return (shape, shape[:-1], shape[:-2] + shape[-1:]) if len(shape) > 1 else (shape,)
+
+
+def _settings(groups: list[tuple[dict[str, Any], list[Any]]]) -> dict[str, Any]:
+    """Return what an optimizer's groups hold: of each setting every value, smallest first."""
+    stepped = [settings for settings, parameters in groups if parameters]
+    held = {
+        # A schedule keeps beside the rate what it began with.
+        "learning_rate": [each.get("initial_lr", each.get("lr")) for each in stepped],
+        "weight_decay": [each.get("weight_decay") for each in stepped],
+        "betas": [each.get("betas") for each in stepped],
+        "eps": [each.get("eps") for each in stepped],
+    }
+    return {
+        name: sorted({_plain_setting(value) for value in values})
+        for name, values in held.items()
+        if values and None not in values
+    }
+
+
+def _plain_setting(value: Any) -> Any:
+    return tuple(map(float, value)) if isinstance(value, list | tuple) else float(value)
 
 
 def compare(asked: dict[str, Any], engaged: dict[str, Any], *, rank: int) -> list[Mismatch]:
@@ -246,6 +277,10 @@ def _holds(what: str, wanted: Any, found: Any) -> bool:
         return found in wanted
     if what == "accumulation_dtype":
         return wanted in found
+    if what == "weight_decay":  # norms and biases are kept out of it
+        return {float(each) for each in found} - {0.0} == {float(wanted)} - {0.0}
+    if what in ("learning_rate", "betas", "eps"):
+        return found == [_plain_setting(wanted)]
     return wanted == found
 
 

@@ -247,6 +247,74 @@ def gradients_held(model: Any) -> Iterator[torch.Tensor]:
             yield master.grad
 
 
+def gradient_squares(model: Any) -> Iterator[tuple[str, torch.Tensor | float, int]]:
+    """Yield the name of each trained parameter and what this rank holds of its gradient.
+
+    To be asked before the optimizer step: the sum of squares of this rank's part, unread, and how
+    many ranks hold that same part. DeepSpeed's gradients are still multiplied by its loss scale.
+    """
+    zero = zero_optimizer(model)
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        # DeepSpeed's bf16 optimizer leaves gradients in 16 bits beside those that it steps on.
+        whole = parameter.grad is not None and getattr(parameter, "_hp_grad", None) is None
+        if zero is not None and not whole:
+            yield name, _square_of_partition(zero, parameter), 1
+        elif parameter.grad is None:
+            yield name, 0.0, ranks
+        else:
+            copies = replicas(model) if isinstance(parameter, DTensor) else ranks
+            yield name, _square(local(parameter.grad)), copies
+
+
+def _square_of_partition(zero: Any, parameter: Any) -> torch.Tensor | float:
+    """Return the sum of squares of this rank's partition of one gradient (deepspeed 0.19)."""
+    norms = getattr(zero, "norm_for_param_grads", None)
+    if norms is not None:  # offloaded: taken while it was on the device, for clipping
+        return norms.get(zero.get_param_id(parameter), 0.0) ** 2
+    if hasattr(parameter, "ds_id"):
+        from deepspeed.utils import safe_get_local_grad
+
+        return _square(safe_get_local_grad(parameter))
+    mapping = getattr(parameter, "_hp_mapping", None)
+    if mapping is None:  # other ranks' partitions hold all of it
+        return 0.0
+    # As `get_full_hp_grad` of deepspeed/utils/tensor_fragment.py reads it.
+    held = mapping.get_lp_grad_fragment(parameter._index_in_param_group).flatten()
+    address = mapping.lp_fragment_address
+    if held.numel() == parameter.numel():
+        held = held.narrow(0, address.start, address.numel)
+    return _square(held)
+
+
+def _square(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64) ** 2
+
+
+def loss_scale(model: Any) -> float:
+    """Return what DeepSpeed has multiplied the loss with, 1.0 elsewhere."""
+    return float(getattr(zero_optimizer(model), "loss_scale", 1.0))
+
+
+def pieces(model: Any) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...]]]:
+    """Yield each parameter that others may hold too: its name, what is here, and which piece it is.
+
+    Ranks with the same piece have to hold the same numbers. The piece of a whole parameter is ();
+    ZeRO-3's partitions are left out, for no two ranks hold the same one.
+    """
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "ds_tensor") or parameter.is_meta:
+            continue
+        piece: tuple[int, ...] = ()
+        if isinstance(parameter, DTensor):
+            at = parameter.device_mesh.get_coordinate() or ()
+            split = zip(at, parameter.placements, strict=True)
+            piece = tuple(where for where, placement in split if not placement.is_replicate())
+        yield name, local(parameter.detach()), piece
+
+
 def optimizer_of(model: Any, optimizer: Any) -> torch.optim.Optimizer:
     """Unwrap Accelerate's and DeepSpeed's wrappers down to the optimizer that steps."""
     inner = optimizer

@@ -23,7 +23,14 @@ from toolkit.measuring.beat import Beat, Own
 Mode = Literal["stop", "warn"]
 
 Kind = Literal[
-    "loss", "gradients", "gradient norm", "fp16", "data order", "initial weights", "slow rank"
+    "loss",
+    "gradients",
+    "gradient norm",
+    "fp16",
+    "data order",
+    "initial weights",
+    "replicas",
+    "slow rank",
 ]
 
 GRAD_NORM_FACTOR = 100.0
@@ -73,8 +80,10 @@ class Guards:
         self.factor = grad_norm_factor
         self.warnings: list[dict[str, Any]] = []
         self.spoiled_at: int | None = None
-        """The first step with a loss or gradients that were not finite: weights of later steps are
-        not worth a checkpoint."""
+        """The first step that was not finite, or by which ranks had parted: weights of later steps
+        are not worth a checkpoint."""
+
+        self._spoiled_why = ""
 
         self.last_checkpoint: Callable[[], Path | None] = lambda: newest_checkpoint(checkpoints)
         self.not_watched: dict[str, str] = {}
@@ -130,7 +139,12 @@ class Guards:
         """Tell, once, that no checkpoint is written any more."""
         if not self._told_of_checkpoints:
             self._told_of_checkpoints = True
-            told(f"no checkpoint is written after step {self.spoiled_at}, which was not finite.")
+            told(f"no checkpoint is written after step {self.spoiled_at}, {self._spoiled_why}.")
+
+    def spoil(self, step: int, why: str) -> None:
+        """Keep the first step whose weights are not worth a checkpoint, and why."""
+        if self.spoiled_at is None:
+            self.spoiled_at, self._spoiled_why = step, why
 
     def _stop(self, sentence: str, advice: str) -> NoReturn:
         from toolkit.measuring.attestation import gather_objects
@@ -145,7 +159,7 @@ class Guards:
         self._skipped = self._skipped + 1 if beat.skipped else 0
         if not beat.loss_is_finite or not beat.norm_is_finite:
             first = self.spoiled_at is None
-            self.spoiled_at = beat.step if first else self.spoiled_at
+            self.spoil(beat.step, "which was not finite")
             if first or self.mode == "stop":
                 self._tell_not_finite(beat, everyone())
         elif self._skipped == SKIPPED_IN_A_ROW:

@@ -69,7 +69,7 @@ def differing(model: Any) -> str | None:
 
 def checksums(model: Any) -> dict[str, int]:
     """Return a sum over the bits of each parameter, wherever it is; waits for the device."""
-    return {name: _checksum(parameter) for name, parameter in model.named_parameters()}
+    return {name: checksum(local(each.detach())) for name, each in model.named_parameters()}
 
 
 def loaded_on_rank_0_only(model: Any) -> bool:
@@ -90,8 +90,8 @@ def _loads_on_rank_0() -> bool:
 
 
 @torch.no_grad()
-def _checksum(parameter: torch.Tensor) -> int:
-    held = local(parameter).detach()
+def checksum(held: torch.Tensor) -> int:
+    """Return a sum over the bits of a tensor; waits for the device."""
     if held.is_meta:
         return 0
     raw = held.contiguous().view(-1).view(torch.uint8)

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from toolkit.measuring import memory, traffic
+from toolkit.measuring import gradients, memory, traffic
 from toolkit.measuring.clock import PHASES
 from toolkit.results import spread_of
 
@@ -41,6 +41,9 @@ def merge(
         not_measured["sample_ids"] = "the data set has no sample_id column"
     if all(norm is None for norm in ranks[0]["grad_norms"]):
         not_measured["grad_norms"] = "nothing asked for the gradient norm"
+    of_parameters = gradients.merged([rank["gradients"] for rank in ranks])
+    if of_parameters is None:
+        not_measured["gradients"] = gradients.NO_STEP
     peaks = [rank["peak"] for rank in ranks]
     if None in peaks:
         not_measured["peak"] = next(
@@ -55,6 +58,7 @@ def merge(
         "first_step": steps_before + 1,
         "losses": losses[:count],
         "grad_norms": ranks[0]["grad_norms"][:count],
+        "gradients": of_parameters,
         "learning_rates": ranks[0]["learning_rates"][:count],
         "skipped_steps": [step for step in ranks[0]["skipped"] if step <= count],
         "sample_ids": None

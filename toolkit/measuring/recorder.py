@@ -23,10 +23,17 @@ from toolkit.files import without_links
 from toolkit.launching.processes import age_seconds
 from toolkit.launching.status import StatusFile
 from toolkit.launching.warm import shared_bytes
-from toolkit.measuring import attestation, initial_weights, memory, traffic
+from toolkit.measuring import attestation, gradients, initial_weights, memory, replicas, traffic
 from toolkit.measuring.attestation import Asked, Mismatch, Refused, gather_objects
 from toolkit.measuring.clock import Clock
-from toolkit.measuring.engine import compiled, number, optimizer_of, stand_in, zero_optimizer
+from toolkit.measuring.engine import (
+    compiled,
+    loss_scale,
+    number,
+    optimizer_of,
+    stand_in,
+    zero_optimizer,
+)
 from toolkit.measuring.evidence import EvidenceKeeper
 from toolkit.measuring.merging import merge
 from toolkit.measuring.order import OrderWatch
@@ -76,6 +83,7 @@ class Recorder:
         """The norm that the script clips to, None while it has not asked, 0 for no limit."""
 
         self._grad_norm: Any = None
+        self._gradients: gradients.Kept | None = None
         self._bytes: dict[str, int | None] = {}
         self._model: Any = None
         self._ledger = traffic.Ledger()
@@ -240,16 +248,19 @@ class Recorder:
         return first, last
 
     @contextmanager
-    def saving(self) -> Iterator[None]:
+    def saving(self, model: Any) -> Iterator[None]:
         """Take the peaks, then time what happens inside as the save: no part of any step.
+
+        Args:
+            model: As `Accelerator.prepare` returned it.
 
         Raises:
             GuardError: on every rank, where a guard stops the run: nothing is saved.
         """
-        self.settle()
         self.peaks()
         if self._evidence is not None:
             self._evidence.saving()
+        self.check_before_save(model)
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # what is queued of the last step is no part of the save
         begun = time.perf_counter()
@@ -258,7 +269,7 @@ class Recorder:
         self.mark()
 
     def settle(self) -> None:
-        """Wait until the last step has been judged; every rank calls it before it saves.
+        """Wait until the last step has been judged; every rank calls it.
 
         Raises:
             GuardError: on every rank, where a guard stops the run.
@@ -266,8 +277,21 @@ class Recorder:
         if self.pulse is not None:
             self.pulse.settle()
 
+    def check_before_save(self, model: Any) -> None:
+        """Judge the last step, and the weights of ranks that should hold the same; a collective.
+
+        Args:
+            model: As `Accelerator.prepare` returned it.
+
+        Raises:
+            GuardError: on every rank, where a guard stops the run: nothing is to be saved.
+        """
+        self.settle()
+        if self.pulse is not None:
+            replicas.check(self.pulse.guards, model, step=self.steps_before + len(self._steps))
+
     def spoiled(self) -> bool:
-        """Whether a step was not finite, and the guards only warned: no checkpoint is worth it."""
+        """Whether a guard only warned of what makes a checkpoint worth nothing."""
         guards = None if self.pulse is None else self.pulse.guards
         if guards is None or guards.spoiled_at is None:
             return False
@@ -367,6 +391,7 @@ class Recorder:
             "first_step_seconds": None,
             "memory": dict.fromkeys(memory.CATEGORIES),
             "per_rank": [],
+            "gradients": None,
             "traffic": None,
             "peak": None,
             "attestation": self._attestation(error.mismatches),
@@ -393,6 +418,10 @@ class Recorder:
         original = accelerator.clip_grad_norm_
 
         def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
+            # DeepSpeed has done its step by now. Asking for the scale waits for the device.
+            if "optimizer_class" not in self.engaged and zero_optimizer(self._model) is None:
+                scaler = accelerator.scaler
+                self._keep_gradients(scale=1.0 if scaler is None else float(scaler.get_scale()))
             with (
                 self._clock.within("optimizer"),
                 self._ledger.within("clipping"),
@@ -414,6 +443,7 @@ class Recorder:
                 if "optimizer_class" in self.engaged:
                     original(*args, **kwargs)
                     return
+                self._keep_gradients(scale=loss_scale(model))
                 self._before_first(model)
                 original(*args, **kwargs)
                 if getattr(zero_optimizer(model), "overflow", False):
@@ -427,8 +457,12 @@ class Recorder:
         inner = optimizer_of(model, optimizer)
 
         def before(*_: Any) -> None:
-            if "optimizer_class" not in self.engaged:
-                self._before_first(model)
+            if "optimizer_class" in self.engaged:
+                return
+            if self._gradients is None or self._gradients.step <= len(self._steps):
+                # Nothing was clipped. A fused optimizer unscales by itself.
+                self._keep_gradients(scale=float(getattr(inner, "grad_scale", None) or 1.0))
+            self._before_first(model)
 
         def after(*_: Any) -> None:
             # A fused optimizer is called for a step that fp16 skips, too, and skips it by itself.
@@ -443,6 +477,12 @@ class Recorder:
             inner.register_step_pre_hook(before).remove,
             inner.register_step_post_hook(after).remove,
         ]
+
+    def _keep_gradients(self, *, scale: float) -> None:
+        """Keep the gradients of the first step that updates: those of the last that was tried."""
+        if self._model is not None:
+            step = len(self._steps) + 1
+            self._gradients = gradients.keep(self._model, step=step, scale=scale)
 
     def _before_first(self, model: Any) -> None:
         self.engaged |= attestation.engaged_at_step(model)
@@ -519,6 +559,7 @@ class Recorder:
             "warm_up": self._clock.warm_up(),
             "save_seconds": self._save_seconds,
             "memory": {key: self._bytes.get(key) for key in memory.CATEGORIES},
+            "gradients": None if self._gradients is None else self._gradients.read(),
             "traffic": self._traffic,
             "peak": self._peak,
             "no_peak": self._no_peak,

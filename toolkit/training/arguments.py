@@ -93,6 +93,13 @@ class RunArguments:
         default=None,
         metadata={"help": "Rows of an optimizer step that --learning_rate was chosen for."},
     )
+    dropout: Literal["model", "off"] = field(
+        default="model",
+        metadata={
+            "help": "model: as its config and --lora_dropout ask; off: none, for a run that is to "
+            "be compared. What is saved keeps the model's own."
+        },
+    )
     evidence: str | None = field(
         default=None,
         metadata={"help": "Folder for what one step did, for toolkit compare --bisect."},

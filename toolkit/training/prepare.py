@@ -40,6 +40,7 @@ from toolkit.training.data import (
     prepare_validation,
     rows_needed,
 )
+from toolkit.training.dropout import dropout_facts
 from toolkit.training.evaluation_plan import check_evaluation
 from toolkit.training.expected_speed import asks_the_model, expected_speed
 from toolkit.training.loadable import check_loadable
@@ -132,7 +133,13 @@ def prepare(
         else validation.facts() | {"folder": str(validation.folder)},
         "training": {name: training[name] for name in _TRAINING_FACTS}
         | next(iter(by_strategy.values()))
-        | method.facts(),
+        | method.facts()
+        | dropout_facts(
+            model.path,
+            off=run.dropout == "off",
+            lora_dropout=own.method.lora_dropout,
+            trust_remote_code=model_arguments.trust_remote_code,
+        ),
         "by_strategy": by_strategy,
     }
 

@@ -31,6 +31,7 @@ from toolkit.training.adapters import adapter_config, write_adapter
 from toolkit.training.card import Card
 from toolkit.training.committing import committing
 from toolkit.training.disk import in_words, room_missing
+from toolkit.training.dropout import own_values
 from toolkit.training.generation import generation_config_of
 from toolkit.training.merged import gathered_parts
 
@@ -292,7 +293,8 @@ def _write_all_but_weights(model: Any, folder: Path, tokenizer: Any, dtype: str)
     config.architectures = [_class_of(model).__name__]
     if model.is_remote_code():
         custom_object_save(model, folder, config=config)
-    config.save_pretrained(folder)
+    with own_values(model):
+        config.save_pretrained(folder)
     if model.can_generate():
         generation_config_of(model, tokenizer).save_pretrained(folder)
     if tokenizer is not None:

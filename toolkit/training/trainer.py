@@ -219,7 +219,7 @@ class ToolkitTrainer(Trainer):
                 return
             super().save_model(output_dir, _internal_call)
             return
-        self.recorder.settle()
+        self.recorder.check_before_save(self.model_wrapped)
         folder = Path(output_dir or self.args.output_dir)
         unwrapped = self.accelerator.unwrap_model(self.model_wrapped)
         if not isinstance(unwrapped, PreTrainedModel) and not has_lora(unwrapped):
@@ -249,7 +249,8 @@ class ToolkitTrainer(Trainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         # Transformers 5.23 has no hook before it; every rank comes here.
-        self.recorder.settle()
+        with self.recorder.aside():
+            self.recorder.check_before_save(self.model_wrapped)
         if self.recorder.spoiled():
             return
         if self.args.save_only_model:

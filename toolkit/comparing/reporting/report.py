@@ -101,6 +101,7 @@ def render_markdown(results: Results) -> str:
 
 IN_TABLES: Final = (
     *("gates.", "loss_gap", "grad_norm_gap", "weight_gap", "weight_difference"),
+    "gradient_difference",
     *("evaluation", "eval_loss_gap", "samples"),
     *("memory", "peak", "traffic"),
     *("tokens_per_second", "step_seconds", "phases", "spread", "warm_up", "save_seconds"),

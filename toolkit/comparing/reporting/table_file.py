@@ -88,6 +88,8 @@ AGREEMENT: Final = {
     "weight_gap": "weight_gap",
     "weight_difference": "weight_difference.value",
     "weight_difference_tensor": "weight_difference.tensor",
+    "gradient_difference": "gradient_difference.value",
+    "gradient_difference_tensor": "gradient_difference.tensor",
     **{f"gate_{gate}": f"gates.{gate}" for gate in (*GATE_NAMES, EVALUATION)},
 }
 

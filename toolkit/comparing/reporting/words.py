@@ -10,6 +10,11 @@ from toolkit.escaping import one_line
 
 NOT_AVAILABLE: Final = "n/a"
 
+DROPOUT_DIFFERS: Final = (
+    "with it each run draws other masks, and none could be judged. toolkit.train alone keeps it, "
+    "and the saved models have their own values."
+)
+
 
 def size(count: int | None) -> str:
     """Return bytes in GiB (2^30), or MiB where that would be nearly nothing; a few as they are."""
@@ -93,9 +98,19 @@ def method_in_words(training: Mapping[str, Any]) -> str:
             ("dropout", "lora_dropout"),
         )
         if (value := training.get(field)) is not None
+        and not (name == "dropout" and training.get("dropout") == "off")
     ]
     layers = ", ".join(training.get("lora_target_modules") or ["some layers"])
     return f"{', '.join([method, *numbers])}, on {layers}"
+
+
+def dropout_in_words(training: Mapping[str, Any]) -> str | None:
+    """Say which dropout was set to 0, from a record's `training`; None where there was none."""
+    own: dict[str, float] = training.get("own_dropout", {})
+    if training.get("dropout") != "off" or not own:
+        return None
+    names = ", ".join(f"{name} {value:g}" for name, value in own.items())
+    return f"set to 0 in every run (own values: {names})"
 
 
 def switches_in_words(trainings: Sequence[Mapping[str, Any]]) -> str:

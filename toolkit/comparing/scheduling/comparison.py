@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 from toolkit.comparing.parity import first_common_step
 from toolkit.comparing.predicted import Facts, facts_of
 from toolkit.comparing.reporting.report import write_report
-from toolkit.comparing.reporting.words import method_in_words, switches_in_words
+from toolkit.comparing.reporting.terminal import print_line
+from toolkit.comparing.reporting.words import (
+    DROPOUT_DIFFERS,
+    dropout_in_words,
+    method_in_words,
+    switches_in_words,
+)
 from toolkit.comparing.scheduling.attempts import Finished, completed, redacted_spec
 from toolkit.comparing.scheduling.bisect_command import bisect_command
 from toolkit.comparing.scheduling.expected import Expected, expected, waiting
@@ -112,7 +118,7 @@ class Comparison:
         )
 
     def prepare(self, console: Console) -> dict[str, Any]:
-        """Build caches and check the flags once, in a process of its own."""
+        """Build caches and check the flags once, in a process of its own; say what is set."""
         seconds = self.expected().preparing_seconds
         with waiting("Preparing model and data", seconds=seconds, console=console):
             first = self.plan.runs[0]
@@ -125,6 +131,10 @@ class Comparison:
                 console=console,
             )
         self.facts = facts_of(found)
+        dropout = dropout_in_words(self.facts["training"])
+        if dropout is not None:
+            text = f"Dropout is {dropout}: {DROPOUT_DIFFERS}"
+            print_line(text, console=console)
         return found
 
     @contextlib.contextmanager
@@ -215,11 +225,13 @@ class Comparison:
             return {}
         record = control.record
         training = record["training"]
+        dropout = dropout_in_words(training)
         names = ("seed", "optimizer", "learning_rate", "lr_scheduler_type", "weight_decay")
         return {
             "model": record["model"]["name"],
             "parameters": record["model"]["parameters"],
             "method": method_in_words(training),
+            **({} if dropout is None else {"dropout": dropout}),
             **self._switches(),
             "data": record["data"]["name"],
             "data hash": record["data"]["hash"],

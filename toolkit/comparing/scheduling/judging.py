@@ -75,7 +75,7 @@ def _judged(start: Finished, control: Finished | None, first_step: int) -> Judge
     if control is None:
         names = (
             *("loss_gap", "grad_norm_gap", "weight_gap", "weight_difference"),
-            "eval_loss_gap",
+            *("gradient_difference", "eval_loss_gap"),
         )
         gates = ("gates.loss", "gates.grad_norm", "gates.weights", "gates.data")
         return Judgement(not_measured=dict.fromkeys((*names, *gates), NO_CONTROL))

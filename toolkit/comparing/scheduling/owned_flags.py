@@ -25,6 +25,7 @@ OWNED_FLAGS: Final[dict[str, str]] = {
     "bf16": "compare has its own --precision",
     "fp16": "compare has its own --precision",
     "tf32": "a comparison keeps TF32 off, or its gates would not hold; there is --precision bf16",
+    "dropout": "a comparison sets it to 0, or its gates would not hold; toolkit.train keeps it",
     "throughput_steps": "compare has its own --throughput_steps, in front of the --",
     "dtype": "a comparison loads fp32 weights everywhere; compare has its own --precision",
     "resume_from_checkpoint": f"{KEEPS_FINAL}; give the same --output to resume the comparison",

@@ -203,6 +203,8 @@ def _run(strategy: Strategy, engine: Engine, processes: int, options: CompareOpt
         "throughput_steps": options.throughput_steps,
         # Said aloud: the Trainer turns it on by itself when it compiles.
         "tf32": False,
+        # Ranks and strategies draw other masks: with dropout no run could be judged.
+        "dropout": "off",
     }
     if options.precision != "no":
         flags[options.precision] = True

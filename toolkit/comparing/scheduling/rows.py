@@ -31,6 +31,7 @@ NOT_MEASURED_FIELDS: Final = (
     "grad_norm_gap",
     "weight_gap",
     "weight_difference",
+    "gradient_difference",
     "evaluation",
     "eval_loss_gap",
     "samples",
@@ -141,6 +142,7 @@ def bare_row(
         grad_norm_gap=None,
         weight_gap=None,
         weight_difference=None,
+        gradient_difference=None,
         evaluation=None,
         eval_loss_gap=None,
         samples=None,
@@ -265,6 +267,7 @@ def _apply(row: Row, judgement: Judgement) -> None:
     row["grad_norm_gap"] = judgement.grad_norm_gap
     row["weight_gap"] = judgement.weight_gap
     row["weight_difference"] = judgement.weight_difference
+    row["gradient_difference"] = judgement.gradient_difference
     row["eval_loss_gap"] = judgement.eval_loss_gap
     row["gates"] = judgement.gates
     row["broken"] = judgement.broken

@@ -22,8 +22,9 @@ def agreement(results: Results) -> Section:
     gates = GATES.get(results.get("precision", "no"), GATES["no"])
     text = (
         f"Gates over the first {GATED_STEPS} steps: loss within {gates.loss:g} of the control, "
-        f"gradient norm before clipping within {gates.grad_norm:g} relative, final weights "
-        f"within {gates.weights:g} of the control's own update, the same rows in each step and "
+        f"gradient norm before clipping within {gates.grad_norm:g} relative (that of each "
+        f"parameter within {gates.gradients:g} in the first step), final weights within "
+        f"{gates.weights:g} of the control's own update, the same rows in each step and "
         "no row on two ranks. The gaps are over all steps."
     )
     columns = [
@@ -37,8 +38,24 @@ def agreement(results: Results) -> Section:
         columns.append(
             Column(
                 "largest weight difference",
-                lambda row: CONTROL if is_control(row, control) else _difference(row),
+                lambda row: (
+                    CONTROL
+                    if is_control(row, control)
+                    else _difference(row.get("weight_difference"))
+                ),
                 "weight_difference",
+            )
+        )
+    if any("gradient_difference" in row for row in results["runs"]):
+        columns.append(
+            Column(
+                "largest gradient difference",
+                lambda row: (
+                    CONTROL
+                    if is_control(row, control)
+                    else _difference(row.get("gradient_difference"))
+                ),
+                "gradient_difference",
             )
         )
     columns += [_gate_column(gate, control) for gate in gate_names(results["runs"])]
@@ -74,8 +91,7 @@ def _loss_gap(row: Row, which: Literal["max", "mean"]) -> float | None:
     return None if gap is None else gap[which]
 
 
-def _difference(row: Row) -> str | None:
-    found: Difference | None = row.get("weight_difference")
+def _difference(found: Difference | None) -> str | None:
     return None if found is None else f"{number(found['value'], '{:.1e}')} ({found['tensor']})"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from toolkit.comparing.reporting.row_facts import measured, reason_for, run_name
-from toolkit.comparing.reporting.words import share
+from toolkit.comparing.reporting.words import DROPOUT_DIFFERS, share
 from toolkit.results import Results
 
 
@@ -13,6 +13,8 @@ def limits(results: Results) -> list[str]:
         _noise(results),
         "Tokens/s is read from packed rows after warm-up, parity from ragged rows before them.",
     ]
+    if dropout := results.get("fixed", {}).get("dropout"):
+        lines.append(f"Dropout was {dropout}: {DROPOUT_DIFFERS}")
     if any(len(row.get("repeats") or []) > 1 for row in measured(results)):
         lines.append(
             "Speed is over all starts; losses, memory and traffic are those of the first start."
