@@ -205,7 +205,7 @@ class Run:
         )
         accelerator, wrapped = kept.engine.accelerator, kept.engine.model
         if self.saves:
-            with recorder.saving():
+            with recorder.saving(wrapped):
                 save_model(accelerator, wrapped, folder / "final", tokenizer=tokenizer)
         measured = recorder.finish()
         if RANK == 0:
