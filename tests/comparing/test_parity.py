@@ -175,6 +175,22 @@ def test_a_model_whose_forward_is_random_is_not_judged_and_the_reason_stands(com
     assert judgement.loss_gap["max"] == pytest.approx(0.3)
 
 
+def test_an_optimizer_whose_update_depends_on_how_zero_cuts_is_judged_up_to_it(
+    compare, make_record
+):
+    training = make_record()["training"] | {"optimizer": "adafactor"}
+    apart = {"training": training, "losses": losses_with(2e-3, at=2), "weights": 1.5}
+    cut = compare(strategy="zero2", **apart)
+    assert cut.gates == {}
+    assert cut.broken == []
+    assert cut.loss_gap["max"] == pytest.approx(2e-3)
+    assert cut.not_measured["gates.weights"].startswith("adafactor makes one update of a whole")
+    whole = compare(strategy="ddp", **apart)
+    assert {broken["gate"] for broken in whole.broken} == {"loss", "weights"}
+    first = compare(strategy="zero2", **apart | {"losses": losses_with(2e-3, at=1)})
+    assert {broken["gate"] for broken in first.broken} == {"loss"}
+
+
 def test_rows_that_differ_break_their_gate_for_a_random_model_too(compare):
     judgement = compare(random_forward="it is random", data={"hash": "another"})
     assert judgement.gates == {"data": False}

@@ -22,7 +22,9 @@ from toolkit.comparing.weights import (
     same_weights,
     weight_gap,
 )
+from toolkit.configs.optimizers import NOT_BY_ELEMENT
 from toolkit.results import FILLER_ID, STARTING_ADAPTER, Broken, Difference, Gap, Record
+from toolkit.strategies import STRATEGIES
 
 GATED_STEPS: Final = 20
 """Gates end here: rounding grows with every step, and at 200 zero3 had drifted past them."""
@@ -91,8 +93,13 @@ def judge(
     """
     judgement = Judgement()
     limits = GATES[record["precision"]]
-    judge_losses(judgement, record, control, limit=limits.loss, first_step=first_step)
-    judge_grad_norms(judgement, record, control, limit=limits.grad_norm, first_step=first_step)
+    cut = _other_update(record, control)
+    steps = {
+        "first_step": first_step,
+        "last_step": GATED_STEPS if cut is None else min(first_step, GATED_STEPS),
+    }
+    judge_losses(judgement, record, control, limit=limits.loss, **steps)
+    judge_grad_norms(judgement, record, control, limit=limits.grad_norm, **steps)
     judge_gradients(judgement, record, control, limit=limits.gradients)
     judge_weights(
         judgement,
@@ -110,6 +117,10 @@ def judge(
         _leave_ungated(judgement, ("loss", "grad_norm", "weights", "evaluation"), random)
         if judgement.gates.get("data"):  # the rows alone say nothing of what was trained on them
             _leave_ungated(judgement, ("data",), random)
+    elif cut is not None:
+        _leave_ungated(judgement, ("weights", "evaluation"), cut)
+        if not judgement.broken:  # up to the first update all is well, which is no training
+            _leave_ungated(judgement, ("loss", "grad_norm", "data"), cut)
     elif trained and finite and sorted(record["skipped_steps"]) != sorted(control["skipped_steps"]):
         # They leave other weights, which no gate can tell from a fault.
         _leave_ungated(
@@ -119,6 +130,18 @@ def judge(
             f"{control['skipped_steps']}): their weights differ from there on",
         )
     return judgement
+
+
+def _other_update(record: Record, control: Record) -> str | None:
+    """Say why the first update already differs, though both runs are sound; None where it can't."""
+    optimizer = record["training"].get("optimizer")
+    flat = [name for name, known in STRATEGIES.items() if known.zero_stage > 0]
+    if optimizer not in NOT_BY_ELEMENT or not {record["strategy"], control["strategy"]} & {*flat}:
+        return None
+    return (
+        f"{optimizer} makes one update of a whole matrix or block, and ZeRO steps on flat parts of "
+        "them: from the first update on this is another training"
+    )
 
 
 def _leave_ungated(judgement: Judgement, gates: Sequence[str], reason: str) -> None:
@@ -187,7 +210,13 @@ def first_common_step(records: Sequence[Record]) -> int:
 
 
 def judge_losses(
-    judgement: Judgement, record: Record, control: Record, *, limit: float, first_step: int = 1
+    judgement: Judgement,
+    record: Record,
+    control: Record,
+    *,
+    limit: float,
+    first_step: int = 1,
+    last_step: int = GATED_STEPS,
 ) -> None:
     """Gate the loss of every step by its absolute distance."""
     losses, wanted = record["losses"], control["losses"]
@@ -199,7 +228,7 @@ def judge_losses(
         judgement.not_measured["loss_gap"] = "the two runs have no step in common"
 
     for step in steps:
-        if step > GATED_STEPS:
+        if step > last_step:
             break
         gap = abs(losses[step - 1] - wanted[step - 1])
         if not gap <= limit:
@@ -216,14 +245,20 @@ def judge_losses(
             return
     if not _same_length(judgement, record, control, "loss", len(losses), len(wanted)):
         return
-    if first_step > GATED_STEPS or not steps:
+    if first_step > last_step or not steps:
         _break(judgement, record, "loss", limit=limit, reason="no gated step was compared")
         return
     judgement.gates["loss"] = True
 
 
 def judge_grad_norms(
-    judgement: Judgement, record: Record, control: Record, *, limit: float, first_step: int = 1
+    judgement: Judgement,
+    record: Record,
+    control: Record,
+    *,
+    limit: float,
+    first_step: int = 1,
+    last_step: int = GATED_STEPS,
 ) -> None:
     """Gate the gradient norm of every step, before clipping, by its relative distance."""
     norms, wanted = record["grad_norms"], control["grad_norms"]
@@ -258,7 +293,7 @@ def judge_grad_norms(
         judgement.not_measured["grad_norm_gap"] = "the two runs have no step in common"
 
     for step, gap in gaps.items():
-        if step <= GATED_STEPS and not gap <= limit:
+        if step <= last_step and not gap <= limit:
             ours = norms[step - 1]
             finite = ours is not None and math.isfinite(ours)
             _break(
@@ -277,7 +312,7 @@ def judge_grad_norms(
             return
     if not _same_length(judgement, record, control, "grad_norm", len(norms), len(wanted)):
         return
-    if not any(step <= GATED_STEPS for step in gaps):
+    if not any(step <= last_step for step in gaps):
         _break(judgement, record, "grad_norm", limit=limit, reason="no gated step was compared")
         return
     judgement.gates["grad_norm"] = True

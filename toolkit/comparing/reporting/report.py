@@ -19,7 +19,13 @@ from toolkit.comparing.reporting.sections import parts
 from toolkit.comparing.reporting.sections.failures import Failure, failures
 from toolkit.comparing.reporting.sections.limits import limits
 from toolkit.comparing.reporting.table import tables
-from toolkit.comparing.reporting.verdict import REHEARSAL, broken_lines, findings, verdict
+from toolkit.comparing.reporting.verdict import (
+    REHEARSAL,
+    broken_lines,
+    findings,
+    unjudged_lines,
+    verdict,
+)
 from toolkit.comparing.reporting.words import facts
 from toolkit.escaping import code
 from toolkit.files import write_text
@@ -63,7 +69,7 @@ def print_report(results: Results, *, console: Console, show_speed: bool = False
     for table in tables(shown, width=console.width):
         console.print(table)
         console.print()
-    for text in (*shown.notes, *broken_lines(results)):
+    for text in (*shown.notes, *broken_lines(results), *unjudged_lines(results)):
         console.print(Text(text), highlight=False)
     console.print(Text(verdict(results), style="bold"), highlight=False)
     if results.get("rehearsal"):

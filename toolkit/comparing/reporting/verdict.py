@@ -169,6 +169,24 @@ def broken_lines(results: Results) -> list[str]:
     ]
 
 
+def unjudged_lines(results: Results) -> list[str]:
+    """Return the gates that runs were not judged by, one line for each reason."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for row in results["runs"]:
+        if row["status"] != "ok" or is_control(row, results["control"]):
+            continue
+        for field, reason in row["not_measured"].items():
+            if field.startswith("gates."):
+                gates = found.setdefault(reason, {}).setdefault(run_name(row), [])
+                gates.append(field.removeprefix("gates."))
+    return [
+        "Not judged: "
+        + ", ".join(f"{row} ({', '.join(gates)})" for row, gates in rows.items())
+        + f": {reason}"
+        for reason, rows in found.items()
+    ]
+
+
 def _agreement_sentences(good: Sequence[Row], results: Results) -> list[str]:
     broken = [row for row in good if row["broken"]]
     if broken:

@@ -8,7 +8,7 @@ from typing import Final, Literal
 from toolkit.comparing.parity import GATED_STEPS, GATES
 from toolkit.comparing.reporting.grid import Column, Section, grid
 from toolkit.comparing.reporting.row_facts import is_control, run_name
-from toolkit.comparing.reporting.verdict import broken_lines, gate_names
+from toolkit.comparing.reporting.verdict import broken_lines, gate_names, unjudged_lines
 from toolkit.comparing.reporting.words import number
 from toolkit.results import Control, Difference, Results, Row
 
@@ -60,20 +60,15 @@ def agreement(results: Results) -> Section:
         )
     columns += [_gate_column(gate, control) for gate in gate_names(results["runs"])]
     section = grid(results["runs"], columns, text=text)
-    unjudged = [
-        f"{run_name(row)}, {field.removeprefix('gates.')}: {reason}"
-        for row in results["runs"]
-        if row["status"] == "ok" and not is_control(row, control)
-        for field, reason in row["not_measured"].items()
-        if field.startswith("gates.")
-    ]
     notes = [f"{run_name(row)}: {note}" for row in results["runs"] for note in row["notes"]]
     notes += [
         f"{run_name(row)}, a guard warned: {text}"
         for row in results["runs"]
         for text in row.get("guard_warnings", [])
     ]
-    return section._replace(notes=[*broken_lines(results), *section.notes, *unjudged, *notes])
+    return section._replace(
+        notes=[*broken_lines(results), *section.notes, *unjudged_lines(results), *notes]
+    )
 
 
 def _gap_column(
