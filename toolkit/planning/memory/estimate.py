@@ -357,10 +357,12 @@ def _new_gradients(job: Job, whole: Term, *, ends_full: bool) -> Iterator[Term]:
         phases=tuple(phases),
     )
     if held and not ends_full:
+        widest = max(layers, default=0) * size
         yield replace(
             whole,
             name="gradient of a layer's weight, until it is added",
-            bytes=Interval.exactly(max(layers, default=0) * size),
+            # A layer may need the most at another moment; a plan is to lack nothing.
+            bytes=Interval(widest if job.micro_batch is None else 0, widest),
             formula="size * largest weight of a layer",
             phases=("backward",),
         )
