@@ -188,6 +188,20 @@ def test_state_bytes_equal_their_formula(usual):
             assert 0 <= bytes_of[name]["gradients_bytes"] - whole // 2 <= 1024
 
 
+def test_the_counted_peak_lies_where_the_planner_expects_it(usual, others):
+    outside, widths = {}, {}
+    for _, _, results in (usual, others):
+        for row in results["runs"]:
+            if row["status"] == "skipped":
+                continue
+            ends, counted = row["predicted"]["counted_bytes"], row["peak"]["total_bytes"]
+            if row["predicted"]["errors"]["counted_bytes"]:
+                outside[row["name"]] = (counted, ends)
+            widths[row["name"]] = (ends["high"] - ends["low"]) / counted
+    assert not outside
+    assert max(widths.values()) < 0.16, widths
+
+
 def test_the_order_of_peaks_is_the_one_that_theory_gives(usual):
     found = rows(usual)
     for engine in ("trainer", "loop"):
@@ -257,7 +271,7 @@ def test_the_planner_predicts_the_states_of_every_rank_to_the_byte(usual, others
             record = read_record(folder / f"{row['strategy']}-{row['engine']}-1")
             counted = [{name: rank["memory"][name] for name in STATES} for rank in row["per_rank"]]
             assert predicted_states(record) == counted, row["strategy"]
-            exact = dict.fromkeys((*STATES, "traffic_bytes"), 0)
+            exact = dict.fromkeys((*STATES, "counted_bytes", "traffic_bytes"), 0)
             assert row["predicted"]["errors"] == exact, row["strategy"]
             # Buffers don't hide what is sharded: the states of a model this size are more.
             estimate = estimate_memory(job_of(record))

@@ -311,8 +311,10 @@ def _refuse_what_would_be_ignored(
 ) -> None:
     """Raise UsageError for flags that this script or its loop takes and would not obey, all."""
     from toolkit.training.evaluation_plan import check_evaluation
+    from toolkit.training.packing import check_no_cache
 
     check_evaluation(values, data)
+    check_no_cache(values, packing=data.packing)
     ignored = ["save_only_model", "ignore_data_skip", "enable_jit_checkpoint"]
     if run.engine == "loop":
         ignored += [

@@ -125,6 +125,14 @@ class Memory(TypedDict):
     """In the files that DeepSpeed swaps to; 0 where it swaps nothing."""
 
 
+class MicroBatch(TypedDict):
+    """What one rank read for one forward."""
+
+    rows: FromOne
+    tokens: FromOne
+    """Of all rows, padding included."""
+
+
 class Peak(TypedDict):
     """The fullest moment of one optimizer step, counted from the tensors that were alive."""
 
@@ -136,6 +144,9 @@ class Peak(TypedDict):
     categories: dict[str, Count]
     """Adds up to the total: `parameters` (gathered ones included), `master`, `gradients`,
     `optimizer`, `activations` (what backward keeps), `other` (buffers, inputs, temporaries)."""
+
+    micro_batches: NotRequired[list[MicroBatch]]
+    """Of the step, on that rank; none where it read no rows of tokens."""
 
 
 class RankMemory(TypedDict):
@@ -523,13 +534,17 @@ class Prediction(TypedDict):
     """State bytes of the rank that holds the most, by the names of `Memory`."""
 
     peak_bytes: Ends | None
-    """Of the device's peak."""
+    """Of the device's peak, for rows of the greatest length."""
+
+    counted_bytes: NotRequired[Ends | None]
+    """Of the counted peak: tensors alone, for the rows of the step that was counted; null where
+    none was."""
 
     traffic_bytes: int | None
     """Payload of the collectives of parameters and gradients in one optimizer step."""
 
     errors: dict[str, float]
-    """Predicted less measured, as a share of the measured; of the peak, 0 inside its interval."""
+    """Predicted less measured, as a share of the measured; of a peak, 0 inside its interval."""
 
     reason: str | None
     """Why there is no prediction."""

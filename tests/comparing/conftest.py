@@ -246,6 +246,7 @@ def full_results(make_results, make_row):
             predicted = {
                 "memory": {name: held[name] for name in list(MEMORY)[1:5]},
                 "peak_bytes": {"low": 4 * parameters, "high": 6 * parameters},
+                "counted_bytes": {"low": 4 * parameters, "high": 5 * parameters},
                 "traffic_bytes": sent,
                 "errors": {"traffic_bytes": 0.0} | ({} if rehearsal else {"peak_bytes": 0.0}),
                 "reason": None,

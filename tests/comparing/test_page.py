@@ -129,6 +129,7 @@ def test_predictions_stand_as_ticks_beside_what_was_counted(results):
         assert "predicted by the planner" in keys_of(figure)
         assert not any("No tick" in note for note in figure.notes)
     peak = figure_of(results, "peak")
+    assert "predicted by the planner" in keys_of(peak)
     assert ("peak on the device" in keys_of(peak)) != results["rehearsal"]
     assert {"activations", "other"} <= set(keys_of(peak))
 

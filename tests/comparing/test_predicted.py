@@ -59,6 +59,50 @@ def test_a_peak_inside_its_interval_has_no_error_and_one_outside_has_its_distanc
         assert predict(record)["errors"]["peak_bytes"] == pytest.approx(error, abs=0.01)
 
 
+def counted(*widths, total):
+    batches = [{"rows": 4, "tokens": 4 * width} for width in widths]
+    return {"step": 2, "phase": "backward", "total_bytes": total, "micro_batches": batches}
+
+
+def test_the_counted_peak_is_predicted_for_the_rows_of_its_step(record):
+    record |= {"rehearsal": True, "peak": counted(20, 33, total=10**6)}
+    found = predict(record)
+    ends = found["counted_bytes"]
+    # Neither workspaces of a GPU nor rows of the greatest length.
+    assert ends["high"] < found["peak_bytes"]["low"]
+    assert found["errors"]["counted_bytes"] == (ends["low"] - 10**6) / 10**6
+    record["peak"]["total_bytes"] = (ends["low"] + ends["high"]) // 2
+    assert predict(record)["errors"]["counted_bytes"] == 0
+    record["peak"] = counted(20, 64, total=10**6)
+    assert predict(record)["counted_bytes"]["low"] > ends["high"]
+
+
+def test_the_first_micro_batch_finds_no_gradients_of_another(record):
+    one, first, last = (
+        predict(record | {"rehearsal": True, "peak": counted(*widths, total=1)})["counted_bytes"]
+        for widths in ((64,), (64, 8), (8, 64))
+    )
+    assert one == first
+    assert last["low"] > first["low"]
+
+
+@pytest.mark.parametrize("name", ["zero2_offload", "zero3_offload", "fsdp_offload"])
+def test_what_is_offloaded_is_in_the_counted_peak_of_a_rehearsal_alone(record, name):
+    record |= {"strategy": name, "peak": counted(20, 33, total=1)}
+    on_cpu, on_gpu = (
+        predict(record | {"rehearsal": rehearsal})["counted_bytes"] for rehearsal in (True, False)
+    )
+    assert on_cpu["low"] - on_gpu["low"] > 8 * record["model"]["parameters"] / 2
+
+
+def test_without_a_counted_step_or_its_rows_there_is_no_such_prediction(record):
+    assert predict(record)["counted_bytes"] is None
+    record |= {"rehearsal": True, "peak": counted(total=1)}
+    found = predict(record)
+    assert found["counted_bytes"] is None
+    assert "counted_bytes" not in found["errors"]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

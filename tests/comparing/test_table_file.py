@@ -41,6 +41,7 @@ def test_every_later_number_has_a_column(full_results):
         "dollars_per_million_tokens": 1.23,
         "device_peak_reserved_bytes": 6 * 2**28,
         "counted_peak_activations_bytes": 2**27,
+        "predicted_counted_peak_high_bytes": 5 * 2**28,
         "room_bytes": 2**34,
         "predicted_over_high_bytes": -(2**32),
         "sent_wire_bytes": 2**28 + 24,

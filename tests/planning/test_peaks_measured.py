@@ -166,5 +166,5 @@ def test_the_two_gradients_of_a_tied_embedding_are_met(
         held *= 2  # the first micro-batch's gradients
     measured = held + profiled_peak(micro_batch, tmp_path / "trace.json")
     estimate = estimate_memory(job)
-    assert estimate.peak_phase == "backward"
+    assert estimate.peak_phase in ("head", "backward")
     assert 0.99 * measured <= estimate.allocated.low - WORKSPACES.low <= 1.09 * measured

@@ -7,6 +7,7 @@ buffers of its own, which no GPU has, and the allocator would count them.
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_TORCH_DEVICE": "cpu"}
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.integrations import HfDeepSpeedConfig
 
 from toolkit import environment
 from toolkit.measuring import memory
@@ -62,7 +64,7 @@ def sharded(offload=False, checkpointing=None, **options):
     return model, adamw(model)
 
 
-def zero(name, model):
+def zero_config(name):
     """A bundled DeepSpeed file, all of it sharded however small."""
     config = json.loads((ROOT / "deepspeed_configs" / f"{name}.json").read_text())
     config |= {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.5}
@@ -77,8 +79,13 @@ def zero(name, model):
             section[part]["nvme_path"] = str(FOLDER / "nvme")
     if name.startswith("zero3"):
         section |= {"stage3_param_persistence_threshold": 40, "stage3_prefetch_bucket_size": 1000}
+    return config
+
+
+def zero(name, model):
+    config = zero_config(name)
     optimizer = adamw(model)
-    if "offload_optimizer" in section:
+    if "offload_optimizer" in config["zero_optimization"]:
         optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(model.parameters(), lr=1e-3)
     wrapped, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     return wrapped, optimizer
@@ -109,13 +116,7 @@ def measured(model, optimizer):
         at_start = ledger._storages.total_bytes
         step(model, optimizer)
         ledger.stop()
-    events = [
-        each for each in profiler.profiler.kineto_results.events() if each.name() == "[memory]"
-    ]
-    now = most = 0
-    for event in sorted(events, key=lambda each: each.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
+    most = max(size for _, size in sizes(profiler))
     return {
         "peak": ledger.found(3),
         "at_start": at_start,
@@ -124,6 +125,43 @@ def measured(model, optimizer):
         "nvme": memory.nvme_bytes(model),
         "left": left_behind(model),
         "modes": torch._C._len_torch_dispatch_stack(),
+    }
+
+
+def sizes(profiler):
+    """Yield when the allocator gave out or got back, and the bytes that it had given out then."""
+    events = [
+        each for each in profiler.profiler.kineto_results.events() if each.name() == "[memory]"
+    ]
+    now = 0
+    for event in sorted(events, key=lambda each: each.start_ns()):
+        now += event.nbytes()
+        yield event.start_ns(), now
+
+
+def loaded():
+    """ZeRO-3 as a run has it: rank 0 reads the weights. All of its life is under the profiler.
+
+    Over gloo such a sum means nothing: gloo frees in threads of its own, where no profiler looks.
+    """
+    new_model().save_pretrained(FOLDER / "model")
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        sharding = HfDeepSpeedConfig(zero_config("zero3"))  # while it lives, models load sharded
+        model, optimizer = zero("zero3", LlamaForCausalLM.from_pretrained(FOLDER / "model").train())
+        for _ in range(2):
+            step(model, optimizer)
+        ledger = PeakLedger()
+        ledger.start(model, optimizer, device="cpu")
+        at_start, begun = ledger._storages.total_bytes, time.time_ns()
+        step(model, optimizer)
+        ledger.stop()
+    del sharding
+    found = list(sizes(profiler))
+    return {
+        "peak": ledger.found(3)["total_bytes"],
+        "at_start": at_start,
+        "allocated_before": [size for when, size in found if when < begun][-1],
+        "allocated": max(size for when, size in found if when >= begun),
     }
 
 
@@ -169,5 +207,6 @@ for name, strategy in STRATEGIES.items():
         outcomes[name] = measured(*zero(name, new_model()))
 if "zero3_nvme" in outcomes:
     outcomes["swapped"] = swapped()
+outcomes["loaded"] = loaded()
 (FOLDER / "outcomes.json").write_text(json.dumps(outcomes))
 os._exit(0)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 from small_models import small_of, tiny_llama
+from transformers import TrainingArguments
 
 from toolkit.errors import UsageError
 from toolkit.training.arguments import DataArguments, ModelArguments
@@ -17,10 +18,12 @@ from toolkit.training.packing import (
     FixedPacking,
     best_fit,
     check_borders,
+    keep_texts_apart,
     pack_texts,
 )
 from toolkit.training.prepare import prepare
 from toolkit.training.tokens import row_features
+from toolkit.training.trainer import ToolkitTrainer
 
 PAD = 9
 
@@ -197,6 +200,77 @@ def test_an_architecture_that_takes_positions_and_mixes_texts_is_not_taken():
     gap, _ = compared(small_of("gpt_bigcode", "sdpa"), texts_of(LENGTHS), room=40)
     assert gap > 1e-3
     assert "GPTBigCodeForCausalLM" not in PROVEN_MODELS
+
+
+# A cache of keys and values
+
+
+def with_cache(batch):
+    return batch | {"use_cache": True}
+
+
+def test_with_a_cache_transformers_mixes_texts_that_share_a_row():
+    gap, apart = compared(tiny_llama(), texts_of(LENGTHS), room=40, change=with_cache)
+    assert gap > 1e-3
+    assert apart > 1e-3
+
+
+@pytest.mark.parametrize("architecture", PROVEN_MODELS)
+def test_rows_of_several_texts_are_refused_where_there_is_a_cache(architecture):
+    model = small_of(PROVEN_MODELS[architecture], "eager")
+    keep_texts_apart(model)
+    texts = texts_of(LENGTHS)
+    gap, _ = compared(model, texts, room=40)
+    assert gap < 1e-4
+    with pytest.raises(UsageError, match=r"use_cache.*see each other.*use_cache to False"):
+        compared(model, texts, room=40, change=with_cache)
+    model.config.use_cache = True
+    with pytest.raises(UsageError, match="see each other"):
+        compared(model, texts, room=40)
+    # A row of one text has no neighbour, nor has what is generated.
+    ids = torch.tensor([texts[0]["input_ids"]])
+    model(input_ids=ids, position_ids=torch.arange(ids.shape[1]).unsqueeze(0))
+    model.eval().generate(ids, max_new_tokens=2, use_cache=True, do_sample=False)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_don_t_hide_the_cache_of_what_they_stand_in():
+    import peft
+
+    config = peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(tiny_llama(), config)
+    keep_texts_apart(model)
+    batch = Collator(pad_token_id=PAD)(packed(texts_of(LENGTHS), room=40)[1].to_list())
+    inputs = {name: column for name, column in batch.items() if name != "sample_id"}
+    model(**inputs)
+    with pytest.raises(UsageError, match="see each other"):
+        model(**inputs, use_cache=True)
+
+
+def test_a_trainer_refuses_it_in_training_and_in_evaluation(tmp_path):
+    _, rows = packed(texts_of(LENGTHS), room=40)
+    trainer = ToolkitTrainer(
+        model=tiny_llama(),
+        args=TrainingArguments(
+            output_dir=str(tmp_path),
+            use_cache=True,
+            use_cpu=True,
+            max_steps=1,
+            report_to="none",
+            remove_unused_columns=False,
+        ),
+        train_dataset=rows,
+        eval_dataset=rows,
+        data_collator=Collator(pad_token_id=PAD),
+    )
+    for run in (trainer.evaluate, trainer.train):
+        with pytest.raises(UsageError, match="see each other"):
+            run()
+
+
+def test_the_flag_is_refused_before_anything_is_launched():
+    with pytest.raises(UsageError, match=r"--packing best_fit and --use_cache.*Leave one of them"):
+        prepare(["--packing", "best_fit", "--use_cache", "True"])
 
 
 # What is refused

@@ -9,7 +9,7 @@ from typing import Any, Final, NotRequired, TypedDict, get_args
 from toolkit.errors import UsageError
 from toolkit.planning.choices import Dtype, Method
 from toolkit.planning.job import Job
-from toolkit.planning.memory.estimate import estimate_memory
+from toolkit.planning.memory.estimate import estimate_memory, step_peak
 from toolkit.planning.memory.states import state_bytes
 from toolkit.planning.models.resolve import resolve_model
 from toolkit.planning.speed.traffic import collectives
@@ -56,8 +56,9 @@ class Facts(TypedDict):
 def predict(record: Record, *, room_bytes: int | None = None) -> Prediction:
     """Return the prediction for a run, and how far it is from what was measured.
 
-    Memory is that of the rank that holds the most, as in the record. The peak is an interval; its
-    error is the distance to the nearer end, 0 inside, and it has none in a rehearsal.
+    Memory is that of the rank that holds the most, as in the record. Peaks are intervals; the error
+    of one is the distance to the nearer end, 0 inside. That of the device has none in a rehearsal;
+    the counted one is of the very step that was counted, with the rows that it had.
 
     Args:
         record: The run.
@@ -75,6 +76,13 @@ def predict(record: Record, *, room_bytes: int | None = None) -> Prediction:
     measured = record["memory"]["peak_bytes"]
     if measured:
         errors["peak_bytes"] = _beyond(peak, measured) / measured
+    counted = record.get("peak")
+    if counted and (shapes := counted.get("micro_batches")):
+        job = replace(job_of(record), on_cpu=record["rehearsal"])
+        read = [(each["rows"], each["tokens"] // each["rows"]) for each in shapes]
+        found["counted_bytes"] = ends = _ends(step_peak(job, read))
+        together = counted["total_bytes"]
+        errors["counted_bytes"] = _beyond(ends, together) / together
     traffic = record.get("traffic")
     if traffic is not None:
         errors["traffic_bytes"] = _share(moved, moved_bytes(traffic))
@@ -93,6 +101,7 @@ def expect(told: Told, *, room_bytes: int | None = None) -> Prediction:
     return Prediction(
         memory={name: max(rank[name] for rank in states) for name in STATES},
         peak_bytes=_ends(estimate.allocated),
+        counted_bytes=None,
         traffic_bytes=moved,
         errors={},
         reason=None,
@@ -105,6 +114,7 @@ def no_prediction(reason: str, *, room_bytes: int | None = None) -> Prediction:
     return Prediction(
         memory=None,
         peak_bytes=None,
+        counted_bytes=None,
         traffic_bytes=None,
         errors={},
         reason=reason,

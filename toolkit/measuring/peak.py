@@ -54,6 +54,7 @@ class PeakLedger(TorchDispatchMode):
         self._storages = Storages("cpu")
         self._fullest: Fullest | None = None
         self._phase: Phase | None = None
+        self._micro_batches: list[dict[str, int]] = []
         self._look_at_states: Callable[[], None] = _nothing
         self._undo: list[Callable[[], None]] = []
 
@@ -70,6 +71,7 @@ class PeakLedger(TorchDispatchMode):
             device: That the rank computes on.
         """
         self._storages, self._fullest = Storages(device), None
+        self._micro_batches = []
         self._look_at_states = lambda: self._learn_states(model, optimizer)
         self._storages.meet(engine.parameters_held(model), "parameters")
         self._storages.meet(engine.parameters_gathered(model), "parameters")
@@ -114,6 +116,7 @@ class PeakLedger(TorchDispatchMode):
             "phase": self._fullest.phase,
             "total_bytes": self._fullest.total_bytes,
             "categories": {name: self._fullest.bytes[name] for name in CATEGORIES},
+            "micro_batches": self._micro_batches,
         }
 
     @classmethod
@@ -172,12 +175,15 @@ class PeakLedger(TorchDispatchMode):
         self._phase = phase
         self._look_at_states()
 
-    def _forward_begins(self, module: Any, *_: Any) -> None:
+    def _forward_begins(self, module: Any, _: Any, inputs: dict[str, Any]) -> None:
         # An evaluation between two steps is not part of either.
-        if module.training:
-            self._begin("forward")
-        else:
+        if not module.training:
             self._phase = None
+            return
+        self._begin("forward")
+        ids = inputs.get("input_ids")
+        if isinstance(ids, torch.Tensor) and ids.dim() == 2:
+            self._micro_batches.append({"rows": len(ids), "tokens": ids.numel()})
 
     def _stepped(self, *_: Any) -> None:
         self._look_at_states()
@@ -185,7 +191,9 @@ class PeakLedger(TorchDispatchMode):
 
     def _watch(self, model: Any, optimizer: Any) -> None:
         self._undo = [
-            model.register_forward_pre_hook(self._forward_begins, prepend=True).remove,
+            model.register_forward_pre_hook(
+                self._forward_begins, prepend=True, with_kwargs=True
+            ).remove,
             _follow_resizes(self._storages.resized),
             *(self._follow_gradient(leaf) for leaf in engine.leaves(model)),
         ]

@@ -84,6 +84,13 @@ class Job:
     """QLoRA: what is not in 4 bits is raised to fp32, as peft's `prepare_model_for_kbit_training`
     does; nobody calls it where weights are sharded (trl, sft_trainer.py)."""
 
+    micro_batch: int | None = None
+    """Which of a step's micro-batches is looked at, from 1; None: one that finds the gradients of
+    another and is the last as well, which needs the most."""
+
+    on_cpu: bool = False
+    """A rehearsal: what is offloaded lies where the rest does, and AdamW steps tensor by tensor."""
+
     gradient_clipping: float = 1.0
     gradient_as_bucket_view: bool = False
     """DDP: gradients live in the buckets. The Trainer has no argument for it and leaves it off."""
@@ -133,6 +140,16 @@ class Job:
         """Whether embeddings, norms and head of a 4-bit model are held in fp32."""
         sharded = self.strategy.shards_parameters
         return self.method == "qlora" and self.raises_frozen and not sharded
+
+    @property
+    def sums_up(self) -> bool:
+        """Whether an earlier micro-batch has left gradients to which others are added."""
+        return self.accumulation > 1 and self.micro_batch != 1
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether gradients are reduced, and stepped with, after this micro-batch."""
+        return self.micro_batch in (None, self.accumulation)
 
     @property
     def shards(self) -> int:

@@ -9,10 +9,11 @@ from typing import Literal, get_args
 GIB = 2**30
 
 Place = Literal["gpu", "host", "nvme"]
-Phase = Literal["loss", "backward", "step"]
-PHASES: tuple[Phase, ...] = ("loss", "backward", "step")
-"""The moments at which a rank's memory can peak: when the loss is taken, while gradients appear,
-while the optimizer steps. A term counts in those in which it is alive."""
+Phase = Literal["loss", "head", "backward", "step"]
+PHASES: tuple[Phase, ...] = ("loss", "head", "backward", "step")
+"""The moments at which a rank's memory can peak: when the loss is taken, while the head is played
+backwards, while the layers are, while the optimizer steps. A term counts in those in which it is
+alive."""
 
 Category = Literal[
     "parameters",

@@ -22,6 +22,7 @@ from toolkit.errors import UsageError
 from toolkit.measuring.recorder import Recorder
 from toolkit.training import tracking
 from toolkit.training.companions import Companion, Prepared
+from toolkit.training.packing import keep_texts_apart
 from toolkit.training.speed.buckets import ddp_options
 
 NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -75,6 +76,7 @@ def train_loop(
         pin_memory=args.dataloader_pin_memory,
     )
     model.train()
+    keep_texts_apart(model)
     recorder.loaded(model)
     optimizer = build_optimizer(model, args)
     wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)

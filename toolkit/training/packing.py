@@ -73,6 +73,10 @@ Taking positions is not enough: OPT, BioGPT and GPT-BigCode take them and mix te
 (transformers 5.23), and models with a state carry it from one text to the next.
 """
 
+MIXED = (
+    "with a cache of keys and values (use_cache) transformers lets texts in one row see each other"
+)
+
 
 def pack(dataset: Dataset, *, length: int, rows: int) -> Dataset:
     """Return `rows` rows of exactly `length` tokens, for measuring speed.
@@ -200,6 +204,50 @@ def packed_row(
         labels += [IGNORED, *wanted[1:]]
         positions += range(len(text))
     return ids, labels, positions
+
+
+def check_no_cache(values: Mapping[str, Any], *, packing: str) -> None:
+    """Check that nobody asks for a cache of keys and values beside texts that share a row.
+
+    Args:
+        values: Of `TrainingArguments`.
+        packing: Of the rows.
+
+    Raises:
+        UsageError: somebody does.
+    """
+    if packing == "best_fit" and values.get("use_cache"):
+        raise UsageError(f"--packing best_fit and --use_cache: {MIXED}. Leave one of them out.")
+
+
+def keep_texts_apart(model: Any) -> None:
+    """Have a model refuse rows of several texts wherever it would let them see each other.
+
+    transformers 5.23 looks for texts that share a row only where it has no cache of keys and values
+    (masking_utils.py `_preprocess_mask_arguments`), and a decoder makes one wherever `use_cache`
+    is asked, by its config as well. A forward with such rows then raises UsageError.
+    """
+    # The decoder's own call: adapters call the forward of what is around it, and no hooks.
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    decoder = getattr(inner, "base_model", None)
+    if decoder is not None and hasattr(decoder, "config"):
+        decoder.register_forward_pre_hook(_refuse_mixing, with_kwargs=True)
+
+
+def _refuse_mixing(decoder: Any, _: Any, inputs: Mapping[str, Any]) -> None:
+    positions = inputs.get("position_ids")
+    if positions is None or positions.dim() != 2 or inputs.get("attention_mask") is not None:
+        return
+    asked = inputs.get("use_cache")
+    caches = getattr(decoder.config, "use_cache", False) if asked is None else asked
+    if not caches and inputs.get("past_key_values") is None:
+        return
+    # Only now: the answer waits for the device.
+    if (positions[:, 1:] != positions[:, :-1] + 1).any():
+        raise UsageError(
+            f"These rows hold several texts each, and {MIXED}. Leave use_cache out, or set "
+            "model.config.use_cache to False."
+        )
 
 
 def check_borders(

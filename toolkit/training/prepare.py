@@ -56,7 +56,7 @@ from toolkit.training.model import (
     resolve_model,
     resolve_tokenizer,
 )
-from toolkit.training.packing import check_borders
+from toolkit.training.packing import check_borders, check_no_cache
 from toolkit.training.precision import asked_precision
 from toolkit.training.sources import check_file
 from toolkit.training.speed_arguments import check_model, check_speed
@@ -105,6 +105,7 @@ def prepare(
     _refuse_all([partial(_check_flags, own, values, each, rehearsal) for each in asked], same)
     asked_trackers(training["report_to"], engine=run.engine)
     check_evaluation(training, data_arguments)
+    check_no_cache(training, packing=data_arguments.packing)
     ranks_take = (
         None if num_processes is None else rows_needed(training, num_processes=num_processes)
     )

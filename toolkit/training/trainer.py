@@ -39,6 +39,7 @@ from toolkit.strategies import Strategy
 from toolkit.training.adapters import has_lora
 from toolkit.training.card import card_of_trainer
 from toolkit.training.interlude import interlude
+from toolkit.training.packing import keep_texts_apart
 from toolkit.training.run_folder import check_names, held
 from toolkit.training.saving import full_state_dict, require_finite, save_model
 from toolkit.training.speed.buckets import with_bucket_view
@@ -82,6 +83,7 @@ class ToolkitTrainer(Trainer):
                 "(accelerate launch --config_file accelerate_configs/ddp.yaml ...), or show it "
                 "one GPU only (CUDA_VISIBLE_DEVICES=0)."
             )
+        keep_texts_apart(self.model)
         self.recorder = (
             _recorder_for(self.args, self.model, guards) if recorder is None else recorder
         )

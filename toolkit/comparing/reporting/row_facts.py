@@ -161,12 +161,15 @@ def reason_for(row: Row, field: str, *, otherwise: str | None = None) -> str:
     return otherwise or "its record gives no reason"
 
 
-def predicted_peak(row: Row) -> tuple[int, int] | None:
-    """Return both ends of the peak that the planner expects, bytes on the device."""
+def predicted_peak(row: Row, *, counted: bool = False) -> tuple[int, int] | None:
+    """Return both ends of the peak that the planner expects, bytes on the device.
+
+    Args:
+        counted: Of the tensors alone, in the step that was counted.
+    """
     predicted = row.get("predicted")
-    if predicted is None or predicted["peak_bytes"] is None:
-        return None
-    return predicted["peak_bytes"]["low"], predicted["peak_bytes"]["high"]
+    ends = predicted and (predicted.get("counted_bytes") if counted else predicted["peak_bytes"])
+    return (ends["low"], ends["high"]) if ends else None
 
 
 def why_not_predicted(row: Row) -> str:

@@ -72,6 +72,8 @@ MEMORY: Final = {
 
 PREDICTED: Final = {
     **{f"predicted_{name}": f"predicted.memory.{name}" for name in STATES},
+    "predicted_counted_peak_low_bytes": "predicted.counted_bytes.low",
+    "predicted_counted_peak_high_bytes": "predicted.counted_bytes.high",
     "predicted_device_peak_low_bytes": "predicted.peak_bytes.low",
     "predicted_device_peak_high_bytes": "predicted.peak_bytes.high",
     "room_bytes": "predicted.room_bytes",

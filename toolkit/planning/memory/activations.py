@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from toolkit.planning.job import Job
 from toolkit.planning.memory.layers import layer_bytes, regime_of
 from toolkit.planning.memory.losses import LossBytes, loss_bytes
-from toolkit.planning.memory.moving import RUNNING
+from toolkit.planning.memory.moving import FIRST, RUNNING
 from toolkit.planning.memory.weights import COMPUTE_SIZE, weights_of
 from toolkit.planning.models.shape import TensorKind
 from toolkit.planning.terms import Interval, Phase, Term
 
 START: tuple[Phase, ...] = ("loss",)
+HEAD: tuple[Phase, ...] = ("head",)
 BACK: tuple[Phase, ...] = ("backward",)
 
 
@@ -22,11 +23,14 @@ class Activations:
     """Bytes on one GPU for one micro-batch."""
 
     kept: float
-    """From forward to backward, of all layers, the last norm's and the head's input included."""
+    """From forward to backward, of all layers."""
 
-    repeated: float
-    """What `kept` grows by where attention needs a copy of keys and values for every query head:
-    SDPA with a mask, as padded rows have one."""
+    tail: float
+    """By the last norm and the head, until these have been played backwards."""
+
+    masked: float
+    """What `kept` grows by where rows are padded: SDPA with a mask needs a copy of keys and values
+    for every query head, and turns the mask into numbers for each layer."""
 
     at_work: float
     """Of one layer while it is played backwards, beyond what `kept` holds of it."""
@@ -48,10 +52,6 @@ def activations_of(job: Job) -> Activations:
     """
     model, tokens = job.model, job.micro_tokens
     layer, loss = layer_bytes(job), loss_bytes(job)
-    repeated = 0.0
-    if job.attention == "flash" and model.kv_heads < model.heads:
-        extra = 2 * (model.heads - model.kv_heads) * model.head_dim
-        repeated = extra * COMPUTE_SIZE[job.precision]
     match job.checkpointing:
         case "none":
             per_layer, formula = layer.kept, "layers * kept of a layer"
@@ -63,15 +63,16 @@ def activations_of(job: Job) -> Activations:
             per_layer = layer.boundary + layer.products
             formula = "layers * (input, every second product and the attention of a layer)"
             at_work, last = layer.backward_peak - layer.products, layer.backward_peak
-    kept = model.layers * per_layer + loss.tail
+    kept = model.layers * per_layer
     once = 1 if job.checkpointing == "full" else model.layers
     return Activations(
         kept=kept * tokens + _mask(job),
-        repeated=repeated * once * tokens,
+        tail=loss.tail * tokens,
+        masked=_masked(job) * once,
         at_work=at_work * tokens,
         last=last * tokens,
         loss=loss,
-        formula=f"tokens * ({formula} + last norm and head)",
+        formula=f"tokens * ({formula})",
         per_token=kept,
     )
 
@@ -90,12 +91,21 @@ def activation_terms(job: Job, parts: Activations, *, ends_full: bool) -> Iterat
     kept = Term(
         category="activations",
         name="kept for backward",
-        bytes=Interval(parts.kept, parts.kept + parts.repeated),
+        bytes=Interval(parts.kept, parts.kept + parts.masked),
         formula=parts.formula,
         inputs=inputs,
-        phases=START if ends_full else RUNNING,
+        phases=FIRST if ends_full else RUNNING,
     )
     yield kept
+    yield replace(
+        kept,
+        name="kept by the last norm and the head",
+        bytes=Interval.exactly(parts.tail),
+        formula="tokens * bytes a token",
+        inputs={"tokens": tokens, "bytes a token": parts.loss.tail},
+        phases=FIRST,
+    )
+    yield _batch(job)
     if ends_full:
         yield replace(
             kept,
@@ -122,15 +132,20 @@ def activation_terms(job: Job, parts: Activations, *, ends_full: bool) -> Iterat
         inputs=inputs,
         phases=START,
     )
-    if loss.handed_back and not ends_full:
-        yield Term(
+    if loss.handed_back:
+        handed = Term(
             category="logits",
-            name="gradient of the logits, as the head is played backwards",
-            bytes=Interval.exactly(loss.handed_back * tokens + loss.fixed),
-            formula="size * tokens * vocabulary",
+            name="gradient of the logits, as the head is played backwards, and of its input",
+            bytes=Interval.exactly((loss.handed_back + loss.into_head) * tokens + loss.fixed),
+            formula="size * tokens * (vocabulary + hidden)",
             inputs=inputs,
-            phases=BACK,
+            phases=HEAD,
         )
+        yield handed
+        if not (ends_full or job.on_cpu):
+            # Runs on GPUs held more as layers began than these need: as much as if it were there.
+            late = Interval.exactly((loss.handed_back - loss.kept_after) * tokens + loss.fixed)
+            yield replace(handed, bytes=late, phases=BACK)
     if loss.kept_after:
         yield Term(
             category="logits",
@@ -139,7 +154,7 @@ def activation_terms(job: Job, parts: Activations, *, ends_full: bool) -> Iterat
             bytes=Interval.exactly(loss.kept_after * tokens),
             formula="size * tokens * vocabulary",
             inputs=inputs,
-            phases=("backward", "step") if ends_full else ("step",),
+            phases=("backward", "step"),
         )
     yield from cast_weights(job, ends_full=ends_full)
 
@@ -166,7 +181,7 @@ def cast_weights(job: Job, *, ends_full: bool) -> Iterator[Term]:
         bytes=Interval.exactly(elements * regime.compute),
         formula="size * elements of linear layers",
         inputs={"size": regime.compute, "elements": elements},
-        phases=START if ends_full or job.checkpointing == "full" else RUNNING,
+        phases=FIRST if ends_full or job.checkpointing == "full" else RUNNING,
     )
 
 
@@ -181,7 +196,7 @@ def _cast_head(job: Job) -> Term:
         bytes=Interval.exactly(elements * size),
         formula="size * elements of the head",
         inputs={"size": size, "elements": elements},
-        phases=START,
+        phases=FIRST,
     )
 
 
@@ -198,6 +213,27 @@ def dequantised_term(job: Job) -> Iterator[Term]:
             inputs={"size": size, "largest linear layer": largest},
             phases=BACK,
         )
+
+
+def _batch(job: Job) -> Term:
+    """Ids, labels and masks, and the cosines and sines of positions, which all layers share."""
+    turned = 2 * job.model.head_dim * 4
+    return Term(
+        category="activations",
+        name="the batch itself, and the tables of its positions",
+        bytes=Interval(0, job.micro_tokens * (4 * 8 + turned)),
+        formula="up to tokens * (4 * 8 + 2 * 4 * head)",
+        inputs={"tokens": job.micro_tokens, "head": job.model.head_dim},
+    )
+
+
+def _masked(job: Job) -> float:
+    """Bytes more of one layer where rows are padded to the longest; a single row never is."""
+    model, size = job.model, COMPUTE_SIZE[job.precision]
+    if job.attention != "flash" or job.batch == 1:
+        return 0.0
+    copies = 2 * max(0, model.heads - model.kv_heads) * model.head_dim * job.micro_tokens
+    return float(size * (copies + job.batch * job.sequence**2))
 
 
 def _mask(job: Job) -> float:

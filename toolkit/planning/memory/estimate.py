@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -16,8 +16,8 @@ from toolkit.planning.memory.activations import (
     dequantised_term,
 )
 from toolkit.planning.memory.hosts import host_terms
-from toolkit.planning.memory.moving import moving_terms
-from toolkit.planning.memory.states import StateBytes, most_loaded
+from toolkit.planning.memory.moving import RUNNING, moving_terms
+from toolkit.planning.memory.states import StateBytes, most_loaded, persistent_bytes
 from toolkit.planning.memory.stepping import step_terms
 from toolkit.planning.memory.weights import trained_size, weights_of
 from toolkit.planning.terms import PHASES, Category, Interval, Phase, Term
@@ -88,14 +88,8 @@ def estimate_memory(job: Job) -> MemoryEstimate:
             architecture computes a layer.
     """
     states = most_loaded(job)
-    parts = activations_of(job)
-    ends_full = _ends_full(job, states, parts)
     terms = [
-        *_state_terms(job, states, ends_full=ends_full, tied=_tied_bytes(job, parts)),
-        *activation_terms(job, parts, ends_full=ends_full),
-        *dequantised_term(job),
-        *moving_terms(job),
-        *step_terms(job),
+        *_tensor_terms(job, states),
         Term(
             category="temporaries",
             name="cuBLAS workspaces",
@@ -131,6 +125,46 @@ def estimate_memory(job: Job) -> MemoryEstimate:
     )
 
 
+def step_peak(job: Job, micro_batches: Sequence[tuple[int, int]]) -> Interval:
+    """Return what the tensors of one rank come to at the fullest moment of one step.
+
+    Left out is what is no tensor of the step: workspaces, and what the allocator adds.
+
+    Args:
+        job: What is trained.
+        micro_batches: Those of the step in their order: rows, and tokens of a row.
+
+    Raises:
+        UsageError: as `estimate_memory` does.
+    """
+    low = high = 0.0
+    for number, (rows, tokens) in enumerate(micro_batches, 1):
+        one = replace(
+            job,
+            batch=rows,
+            sequence=tokens,
+            accumulation=len(micro_batches),
+            micro_batch=number,
+        )
+        states = most_loaded(one)
+        terms = _tensor_terms(one, states.in_one_place() if job.on_cpu else states)
+        for needed in _by_phase(terms).values():
+            low, high = max(low, needed.low), max(high, needed.high)
+    return Interval(low, high)
+
+
+def _tensor_terms(job: Job, states: StateBytes) -> list[Term]:
+    parts = activations_of(job)
+    ends_full = _ends_full(job, states, parts)
+    return [
+        *_state_terms(job, states, ends_full=ends_full, tied=_tied_bytes(job, parts)),
+        *activation_terms(job, parts, ends_full=ends_full),
+        *dequantised_term(job),
+        *moving_terms(job),
+        *step_terms(job),
+    ]
+
+
 def _sum(terms: Iterable[Term]) -> Interval:
     low = high = 0.0
     for term in terms:
@@ -141,10 +175,14 @@ def _sum(terms: Iterable[Term]) -> Interval:
 
 def _peak(terms: Iterable[Term]) -> tuple[Phase, Interval]:
     """The phase that can need the most, and what it needs."""
-    on_gpu = [term for term in terms if term.place == "gpu"]
-    sums = {phase: _sum(t for t in on_gpu if phase in t.phases) for phase in PHASES}
+    sums = _by_phase(terms)
     phase = max(PHASES, key=lambda name: sums[name].high)
     return phase, sums[phase]
+
+
+def _by_phase(terms: Iterable[Term]) -> dict[Phase, Interval]:
+    on_gpu = [term for term in terms if term.place == "gpu"]
+    return {phase: _sum(t for t in on_gpu if phase in t.phases) for phase in PHASES}
 
 
 def _ends_full(job: Job, states: StateBytes, parts: Activations) -> bool:
@@ -152,10 +190,11 @@ def _ends_full(job: Job, states: StateBytes, parts: Activations) -> bool:
 
     In between, each layer's gradients come as its activations go.
     """
-    first = parts.kept + parts.at_work + parts.loss.handed_back * job.micro_tokens
+    handed = (parts.loss.handed_back + parts.loss.into_head) * job.micro_tokens
+    first = parts.kept + max(parts.at_work, parts.tail + handed)
     casts = cast_weights(job, ends_full=False)
     first += sum(term.bytes.high for term in casts if "backward" in term.phases)
-    grown = 0.0 if _gradients_always(job) else _gradient_growth(job, states)
+    grown = 0.0 if _gradients_always(job) or job.sums_up else _gradient_growth(job, states)
     return parts.last + grown + _tied_bytes(job, parts) > first
 
 
@@ -181,16 +220,20 @@ def _gradients_always(job: Job) -> bool:
     strategy = job.strategy
     if strategy.zero_stage == 3:
         return True
-    if strategy.backend == "fsdp" or (strategy.zero_stage and strategy.offloads):
+    if strategy.backend == "fsdp":
         return False
+    if strategy.zero_stage and strategy.offloads:
+        return True  # in fp32 on the host, where the optimizer steps
     if strategy.backend == "ddp" and job.gradient_as_bucket_view:
         return True
-    return job.accumulation > 1 or job.zeroes_gradients
+    if strategy.zero_stage == 1:
+        return False  # its part of them is laid out when they are reduced
+    return job.sums_up or job.zeroes_gradients
 
 
 def _gradient_growth(job: Job, states: StateBytes) -> float:
     grown = float(states.gradients.gpu)
-    if job.strategy.zero_stage == 1:
+    if job.strategy.zero_stage == 1 or (job.strategy.backend == "fsdp" and not job.ends_step):
         grown += weights_of(job).trained.elements * trained_size(job)
     return grown
 
@@ -214,7 +257,17 @@ def _state_terms(job: Job, states: StateBytes, *, ends_full: bool, tied: int) ->
                 inputs=counted,
             )
 
-    own = states.parameters.gpu
+    small = persistent_bytes(job)
+    if small:
+        yield Term(
+            category="parameters",
+            name="small tensors that stay gathered",
+            bytes=Interval.exactly(small),
+            formula="size * elements of tensors up to stage3_param_persistence_threshold",
+            inputs={"size": size},
+            phases=RUNNING,
+        )
+    own = states.parameters.gpu - small
     if job.method == "full":
         yield from exact("parameters", "weights", own, "size * trained parameters / shards, padded")
     else:
@@ -258,32 +311,61 @@ def _gradient_terms(
             phases=("backward",),
         )
     if _gradients_always(job):
-        yield whole
+        yield from [whole] if states.gradients.gpu else []
     elif states.gradients.gpu:
         yield replace(whole, phases=("backward", "step") if ends_full else ("step",))
-        if not ends_full and job.strategy.backend in ("single", "ddp") and job.method == "full":
-            head = job.model.vocab_size * job.model.hidden_size * trained_size(job)
-            yield replace(
-                whole,
-                name="gradient of the head, the first to come",
-                bytes=Interval.exactly(min(head, states.gradients.gpu)),
-                formula="size * vocabulary * hidden",
-                phases=("backward",),
-            )
+    yield from _new_gradients(job, whole, ends_full=ends_full)
     if job.strategy.zero_stage == 1:
         size = trained_size(job)
         unsharded = weights_of(job).trained.elements * size
-        always = job.accumulation > 1
+        always = job.sums_up
         if always or ends_full:
             yield replace(
                 whole,
                 name="whole gradients, until they are reduced",
                 bytes=Interval.exactly(unsharded),
                 formula="size * trained parameters",
-                phases=("loss", "backward") if always else ("backward",),
+                phases=RUNNING if always else ("backward",),
             )
-    if job.strategy.zero_stage == 2 and job.accumulation > 1 and not job.strategy.offloads:
-        yield replace(whole, name="gradients of one micro-batch", phases=("backward",))
+    if job.strategy.zero_stage == 2 and not job.strategy.offloads:
+        # Its part has a buffer from the first of them on that lies in it.
+        new = Interval(0, states.gradients.gpu)
+        if job.sums_up or not ends_full:
+            yield replace(
+                whole, name="gradients of one micro-batch", bytes=new, phases=("backward",)
+            )
+
+
+def _new_gradients(job: Job, whole: Term, *, ends_full: bool) -> Iterator[Term]:
+    """Yield those that are no part of the others yet: they are added to what is there already."""
+    if job.strategy.backend not in ("single", "ddp") or job.method != "full":
+        return
+    size, held = trained_size(job), _gradients_always(job)
+    head = job.model.vocab_size * job.model.hidden_size * size
+    layers = [t.elements for t in job.model.tensors if t.layer is not None]
+    # A chunked loss has gathered it in fp32 already.
+    phases: list[Phase] = []
+    if not (job.chunked_loss and size == 4):
+        phases.append("head")
+    if not (held or ends_full):
+        phases.append("backward")
+    yield replace(
+        whole,
+        name="gradient of the head, the first to come",
+        bytes=Interval.exactly(min(head, whole.bytes.high)),
+        formula="size * vocabulary * hidden",
+        phases=tuple(phases),
+    )
+    if held and not ends_full:
+        widest = max(layers, default=0) * size
+        yield replace(
+            whole,
+            name="gradient of a layer's weight, until it is added",
+            # A layer may need the most at another moment; a plan is to lack nothing.
+            bytes=Interval(widest if job.micro_batch is None else 0, widest),
+            formula="size * largest weight of a layer",
+            phases=("backward",),
+        )
 
 
 def _outside_terms(job: Job) -> Iterator[Term]:

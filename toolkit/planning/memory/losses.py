@@ -27,6 +27,9 @@ class LossBytes:
     handed_back: float
     """What is left of them while the head is played backwards: the gradient of the logits."""
 
+    into_head: float
+    """The gradient of the head's input, as it comes."""
+
     kept_after: float
     """Logits that the script still holds when the step is over."""
 
@@ -51,6 +54,7 @@ def loss_bytes(job: Job) -> LossBytes:
         logits=width * model.vocab_size + holding,
         logits_formula=f"({formula}) * tokens * vocabulary",
         handed_back=(regime.compute + softcap / 2) * model.vocab_size + holding,
+        into_head=regime.compute * model.hidden_size,
         kept_after=holding,
     )
 
@@ -80,6 +84,7 @@ def _chunked(job: Job, tail: float, compute: int) -> LossBytes:
         logits=logits / tokens + compute * model.hidden_size,
         logits_formula=f"({compute} + 4) * rows of a chunk * vocabulary, gradients of the stream",
         handed_back=compute * model.hidden_size,
+        into_head=0.0,
         kept_after=0.0,
         fixed=gathered_in * model.vocab_size * model.hidden_size,
     )

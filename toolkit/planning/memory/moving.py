@@ -7,18 +7,18 @@ for how long.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from toolkit.planning.job import Job
-from toolkit.planning.memory.effective import ZeroSettings, zero_settings
+from toolkit.planning.memory.effective import OPTIMIZER_BUFFERS, ZeroSettings, zero_settings
 from toolkit.planning.memory.states import partition_elements, sub_groups
 from toolkit.planning.memory.weights import COMPUTE_SIZE, Weights, trained_size, weights_of
 from toolkit.planning.models.shape import ModelShape
 from toolkit.planning.terms import Interval, Phase, Term
 
-ALWAYS: tuple[Phase, ...] = ("loss", "backward", "step")
-RUNNING: tuple[Phase, ...] = ("loss", "backward")
+FIRST: tuple[Phase, ...] = ("loss", "head")
+RUNNING: tuple[Phase, ...] = (*FIRST, "backward")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +38,9 @@ class Units:
     largest: int
     total: int
 
+    widest: int
+    """The largest tensor of a layer."""
+
 
 @lru_cache(maxsize=1024)
 def units_of(model: ModelShape) -> Units:
@@ -52,6 +55,7 @@ def units_of(model: ModelShape) -> Units:
         embedding=embedding,
         largest=max(layer, tail, embedding),
         total=model.parameters,
+        widest=max((t.elements for t in model.tensors if t.layer is not None), default=0),
     )
 
 
@@ -109,6 +113,14 @@ def _fsdp(job: Job, weights: Weights) -> Iterator[Term]:
             inputs={"size": size, "parameters": units.total},
             phases=RUNNING,
         )
+        yield Term(
+            category="gathered",
+            name="buffers of the last all-gathers, which forward ends with",
+            bytes=Interval(0, units.layer * size + tail),
+            formula="up to size * (layer + tail)",
+            inputs=inputs,
+            phases=FIRST,
+        )
     else:
         yield Term(
             category="gathered",
@@ -116,29 +128,31 @@ def _fsdp(job: Job, weights: Weights) -> Iterator[Term]:
             bytes=Interval.exactly(tail),
             formula="size * tail",
             inputs=inputs | {"size": compute},
-            phases=RUNNING,
+            # On a GPU what another stream still reads is given back late.
+            phases=FIRST if job.on_cpu else RUNNING,
         )
-        yield Term(
+        least, most, copy = (0, 2, tail) if job.on_cpu else (2, 3, 0)
+        gathered = Term(
             category="gathered",
             name="the layer at work, the one after it, and a buffer of the all-gather",
-            # Forward holds on to the last all-gather's buffer; backward gathers one ahead.
-            bytes=Interval(2 * units.layer * size, 3 * units.layer * size),
-            formula="2 to 3 * size * layer",
+            # Forward holds on to the last all-gather's buffer; backward gathers one ahead, and
+            # waits for that where collectives don't overlap, as on a CPU.
+            bytes=Interval(2 * units.layer * size, most * units.layer * size),
+            formula=f"2 to {most} * size * layer",
             inputs=inputs,
-            phases=RUNNING,
-        )
-    if job.method == "full":
-        own = units.largest if job.accumulation == 1 else units.layer
-        yield Term(
-            category="gradients",
-            name="whole gradients of a unit, and what they are reduced in",
-            # A unit's own gradients, and the input of a reduce-scatter, its own or the last one's.
-            bytes=Interval(own * (compute + reduce), own * compute + 2 * own * reduce),
-            formula="unit * (size + 1 to 2 * reduce size)",
-            inputs={"unit": own, "size": compute, "reduce size": reduce},
             phases=("backward",),
         )
-    if job.accumulation > 1:
+        yield gathered
+        yield replace(
+            gathered,
+            name="the last layer, gathered for backward, and buffers of all-gathers",
+            bytes=Interval(least * units.layer * size, most * units.layer * size + copy),
+            formula=f"{least} to {most} * size * layer, and up to a copy of the tail",
+            phases=FIRST,
+        )
+    if job.method == "full":
+        yield from _fsdp_gradients(job, units, compute, reduce)
+    if job.sums_up:
         whole = weights.trained.elements
         yield Term(
             category="gradients",
@@ -148,6 +162,41 @@ def _fsdp(job: Job, weights: Weights) -> Iterator[Term]:
             inputs={"reduce size": reduce, "trained parameters": whole},
             phases=RUNNING,
         )
+
+
+def _fsdp_gradients(job: Job, units: Units, compute: int, reduce: int) -> Iterator[Term]:
+    """Yield whole gradients on their way: those of the head first, then of a layer."""
+    inputs = {"tail": units.tail, "size": compute, "reduce size": reduce}
+    head = Term(
+        category="gradients",
+        name="whole gradients of the head, and what they are reduced in",
+        bytes=Interval(units.tail * compute, units.tail * (compute + reduce)),
+        formula="tail * (size + up to reduce size)",
+        inputs=inputs,
+        phases=("head",),
+    )
+    yield head
+    if not job.ends_step:
+        # Nothing is reduced yet: what comes stays, or is added to what is there.
+        yield replace(head, formula="size * tail", phases=("backward",))
+        return
+    own = units.layer if job.sums_up else units.largest
+    low, high = own * (compute + reduce), own * (compute + 2 * reduce)
+    if job.sums_up or job.on_cpu:
+        # The head's has gone into its reduce-scatter, whose result is a shard; a layer's come one
+        # by one.
+        low = units.tail * reduce // job.shards
+    if job.sums_up and job.on_cpu:
+        high = low + units.widest * compute + own * reduce
+    yield Term(
+        category="gradients",
+        name="whole gradients of a unit, and what they are reduced in",
+        # A unit's own gradients, and the input of a reduce-scatter, its own or the last one's.
+        bytes=Interval(low, high),
+        formula="unit * (size + 1 to 2 * reduce size); the first of summed ones less",
+        inputs=inputs | {"unit": own},
+        phases=("backward",),
+    )
 
 
 def _zero12(job: Job, weights: Weights, settings: ZeroSettings) -> Iterator[Term]:
@@ -160,24 +209,27 @@ def _zero12(job: Job, weights: Weights, settings: ZeroSettings) -> Iterator[Term
         bytes=Interval.exactly(count * settings.reduce_bucket * size),
         formula=f"{count} * size * reduce_bucket_size",
         inputs={"size": size, "reduce_bucket_size": settings.reduce_bucket},
-        phases=("backward",),
+        # Made with the first gradient; stage 2 gives them back after each micro-batch.
+        phases=RUNNING if job.strategy.zero_stage == 1 and job.sums_up else ("head", "backward"),
     )
     flat = min(max(settings.reduce_bucket, largest), weights.trained.elements)
+    alone = largest if largest > settings.reduce_bucket else 0
     yield Term(
         category="buckets",
         name="a bucket flattened for its all-reduce, and the gradient that is on its way",
-        # Only tensors larger than a bucket are flattened by themselves.
-        bytes=Interval(largest * size, (flat + largest) * size),
+        # Only tensors larger than a bucket go by themselves; others move into it as they come.
+        bytes=Interval(alone * size, (flat + largest) * size),
         formula="size * (up to the larger of bucket and tensor, and the largest tensor)",
         inputs={"size": size, "bucket": settings.reduce_bucket, "largest tensor": largest},
-        phases=("backward",),
+        phases=("head", "backward"),
     )
     if job.strategy.offload_optimizer != "none":
+        ends = 2 if job.on_cpu else 1
         yield Term(
             category="buckets",
             name="a buffer for gradients to and from the host",
-            bytes=Interval.exactly(largest * size),
-            formula="size * largest tensor",
+            bytes=Interval.exactly(ends * largest * size),
+            formula=f"{ends} * size * largest tensor",
             inputs={"size": size, "largest tensor": largest},
         )
 
@@ -197,11 +249,20 @@ def _zero3(job: Job, weights: Weights, settings: ZeroSettings) -> Iterator[Term]
         category="gradients",
         name="the largest gradient on its way, and a copy laid out for its reduce-scatter",
         # A tensor larger than a bucket goes by itself, uncopied where the ranks divide it.
-        bytes=Interval((largest + bucket) * size, (largest + max(bucket, largest)) * size),
-        formula="size * (largest tensor + the bucket, or the larger of bucket and tensor)",
+        bytes=Interval(largest * size, (largest + max(bucket, largest)) * size),
+        formula="size * (largest tensor, and up to the larger of bucket and tensor)",
         inputs={"size": size, "bucket": settings.reduce_bucket, "largest tensor": largest},
-        phases=("backward",),
+        phases=("head", "backward"),
     )
+    if job.on_cpu and job.strategy.offload_optimizer == "nvme":
+        at_once = 4 * stepped_at_once(job, weights)
+        yield Term(
+            category="buckets",
+            name="buffers for optimizer states from files",
+            bytes=Interval.exactly(OPTIMIZER_BUFFERS * at_once),
+            formula=f"{OPTIMIZER_BUFFERS} * 4 * elements stepped at once",
+            inputs={"stepped at once": at_once // 4},
+        )
     if job.shards == 1 and job.strategy.offload_parameters == "none":
         return
     yield from _live(job, weights, settings)
@@ -220,11 +281,13 @@ def _live(job: Job, weights: Weights, settings: ZeroSettings) -> Iterator[Term]:
     if not job.zero_init and job.checkpointing == "none":
         # A plain linear layer keeps a view of its gathered weight until backward.
         kept = total
+    # What is kept of a model that fits is all of it, and of another at least what is at work.
+    least = kept if kept == total else min(kept, units_of(job.model).widest)
     yield Term(
         category="gathered",
         name="gathered weights",
-        bytes=Interval.exactly(kept * element),
-        formula=f"size * min(parameters, max_live / {meetings} + largest layer)",
+        bytes=Interval(least * element, kept * element),
+        formula=f"size * (largest tensor to min(parameters, max_live / {meetings} + layer))",
         inputs={"size": element, "parameters": total, "max_live": settings.max_live},
         phases=RUNNING,
     )
@@ -233,8 +296,8 @@ def _live(job: Job, weights: Weights, settings: ZeroSettings) -> Iterator[Term]:
         yield Term(
             category="gathered",
             name="weights fetched ahead, as they arrive and as they are used",
-            bytes=Interval(ahead * element, 2 * ahead * element),
-            formula="1 to 2 * size * prefetch_bucket_size",
+            bytes=Interval(0, 2 * ahead * element),
+            formula="up to 2 * size * prefetch_bucket_size",
             inputs={"size": element, "prefetch_bucket_size": ahead},
             phases=RUNNING,
         )

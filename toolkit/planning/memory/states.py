@@ -14,7 +14,6 @@ from toolkit.planning.memory import optimizers
 from toolkit.planning.memory.effective import (
     MAX_IN_CPU,
     SWAPPED_FROM_BYTES,
-    ZeroSettings,
     zero_settings,
 )
 from toolkit.planning.memory.weights import COMPUTE_SIZE, Tensors, Weights, trained_size, weights_of
@@ -60,6 +59,15 @@ class StateBytes:
     @property
     def total(self) -> Held:
         return self.parameters + self.master + self.gradients + self.optimizer
+
+    def in_one_place(self) -> StateBytes:
+        """Return them as a rehearsal has them: what is offloaded lies where the rest does."""
+        moved = {
+            each.name: Held(gpu=held.in_memory, nvme=held.nvme)
+            for each in fields(self)
+            for held in [getattr(self, each.name)]
+        }
+        return StateBytes(**moved)
 
     def counted(self) -> dict[str, int]:
         """The bytes in memory, GPU and host together, under the names that records have."""
@@ -204,7 +212,7 @@ def _zero3(job: Job, weights: Weights, size: int, fixed: int) -> StateBytes:
     shards = job.shards
     groups = sub_groups(weights, shards, settings.sub_group)
     own = sum(groups)
-    gathered = _persistent_bytes(weights, shards, size, settings)
+    gathered = persistent_bytes(job)
     masters = own * settings.master_size
     states = optimizers.of_elements(job.optimizer, own, settings.state_size, tensors=len(groups))
     if job.strategy.offload_parameters == "nvme":
@@ -243,12 +251,16 @@ def sub_groups(weights: Weights, shards: int, limit: int) -> tuple[int, ...]:
     return tuple(pieces)
 
 
-def _persistent_bytes(weights: Weights, shards: int, size: int, settings: ZeroSettings) -> int:
-    """Bytes of what stays gathered beside its partition; alone, a rank's partition is the whole."""
-    if shards == 1:
+def persistent_bytes(job: Job) -> int:
+    """Bytes of what ZeRO-3 keeps gathered beside its partition, but for the optimizer's step.
+
+    Alone, a rank's partition is the whole.
+    """
+    if job.strategy.zero_stage != 3 or job.shards == 1:
         return 0
+    weights, threshold = weights_of(job), zero_settings(job).persistence_threshold
     parts = (weights.trained, weights.frozen)
-    return size * sum(t.at_most(settings.persistence_threshold, shards) for t in parts)
+    return trained_size(job) * sum(part.at_most(threshold, job.shards) for part in parts)
 
 
 def _zero3_nvme(

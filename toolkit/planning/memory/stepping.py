@@ -16,7 +16,9 @@ NORM_SIZE = 8
 
 def step_terms(job: Job) -> Iterator[Term]:
     """Yield what a job's optimizer step needs on the GPU."""
-    if job.strategy.offload_optimizer != "none":
+    if job.strategy.offload_optimizer != "none" and (
+        not job.on_cpu or job.strategy.backend == "deepspeed"
+    ):
         return
     weights = weights_of(job)
     at_once = stepped_at_once(job, weights)
@@ -49,6 +51,9 @@ def _of_optimizer(job: Job, size: int, at_once: int, largest: int) -> tuple[int,
     kernels nothing.
     """
     match job.optimizer:
+        case "adamw" if job.on_cpu:
+            # Tensor by tensor: a root, and the root with its epsilon.
+            return 2 * size * largest, f"2 * {size} * the largest tensor (roots)"
         case "adamw":
             return size * at_once, f"{size} * stepped at once (roots of the second moments)"
         case "adafactor":

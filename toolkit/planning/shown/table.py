@@ -41,6 +41,7 @@ LETTERS: dict[Category, tuple[str, str]] = {
 
 PEAKS: dict[Phase, str] = {
     "loss": "when the loss is taken",
+    "head": "while the head's gradient appears",
     "backward": "while gradients appear",
     "step": "while the optimizer steps",
 }

@@ -11,6 +11,7 @@ from toolkit.comparing.reporting.figures.frame import NOT_DRAWN, PREDICTED, Key,
 from toolkit.comparing.reporting.row_facts import (
     host_in_peak_lines,
     peak_of,
+    predicted_peak,
     reason_for,
     states_of,
     why_not_predicted,
@@ -60,8 +61,7 @@ def memory_by_category(results: Results) -> Shown:
     shown.keys = _areas(bars, STATE_NAMES)
     _explain_peaks(shown, bars)
     shown.svg = byte_bars(shown, bars, PARTS[: len(STATE_NAMES)])
-    if any(bar.tick is not None for bar in bars):
-        shown.keys.append(Key(text=PREDICTED, colour=VARIABLES[INK], kind="tick"))
+    _explain_ticks(shown, bars)
     return shown
 
 
@@ -85,13 +85,17 @@ def fullest_moment(results: Results) -> Shown | None:
         if peak is None:
             shown.lacks(row, NOT_DRAWN, reason_for(row, "peak"))
         else:
-            bars.append(Bar(row=row, parts=parts_of(peak), peak=_device(row)))
+            expected = predicted_peak(row, counted=True)
+            tick = None if expected is None else sum(expected) / 2
+            bars.append(Bar(row=row, parts=parts_of(peak), tick=tick, peak=_device(row)))
     if not bars:
         return shown
     shown.caption = " ".join([shown.caption, *host_in_peak_lines([bar.row for bar in bars])])
     shown.keys = _areas(bars, PEAK_NAMES)
     _explain_peaks(shown, bars)
     shown.svg = byte_bars(shown, bars, PARTS)
+    if _explain_ticks(shown, bars):
+        shown.caption += " The tick is what the planner expects for the rows of that step."
     return shown
 
 
@@ -113,6 +117,13 @@ def _explain_peaks(shown: Shown, bars: Sequence[Bar]) -> None:
     if any(bar.peak is not None for bar in bars):
         shown.caption += DEVICE
         shown.keys.append(Key(text="peak on the device", colour=VARIABLES[INK], kind="diamond"))
+
+
+def _explain_ticks(shown: Shown, bars: Sequence[Bar]) -> bool:
+    drawn = any(bar.tick is not None for bar in bars)
+    if drawn:
+        shown.keys.append(Key(text=PREDICTED, colour=VARIABLES[INK], kind="tick"))
+    return drawn
 
 
 def _device(row: Row) -> int | None:

@@ -10,6 +10,7 @@ from toolkit.comparing.reporting.grid import RUN, Column, Section, at, grid, mis
 from toolkit.comparing.reporting.row_facts import (
     host_in_peak_lines,
     measured,
+    predicted_peak,
     reason_for,
     run_name,
     states_of,
@@ -127,10 +128,15 @@ def fullest(results: Results) -> Section | None:
         at("together", "peak.total_bytes", size),
         *(Column(name, _part(name), "peak") for name in PEAK_CATEGORIES),
     ]
+    notes = host_in_peak_lines(good)
+    if any(predicted_peak(row, counted=True) for row in good):
+        columns.insert(3, Column("predicted", _expected, "peak"))
+        notes += not_predicted([row for row in good if row.get("peak")], "counted_bytes")
     text = (
         "The fullest moment of one optimizer step, of ragged rows, on the rank that held the "
         "most, counted from the tensors that were alive: `parameters` with those gathered for a "
         "moment, `activations` what backward keeps, `other` buffers, inputs and temporaries. "
+        "`predicted` is what the planner's formulas give for the rows of that step. "
         + (
             "A GPU's allocator adds its own; but for offloaded states these tensors are the same "
             "on a GPU, as far as its kernels keep the same ones."
@@ -140,11 +146,20 @@ def fullest(results: Results) -> Section | None:
         )
     )
     section = grid(good, columns, text=text)
-    return section._replace(notes=[*host_in_peak_lines(good), *section.notes])
+    return section._replace(notes=[*notes, *section.notes])
 
 
 def str_or_gap(value: str | int | None) -> str:
     return NOT_AVAILABLE if value is None else str(value)
+
+
+def _expected(row: Row) -> str | None:
+    """What the planner expects of the counted step, and how far outside of it the count is."""
+    ends, predicted = predicted_peak(row, counted=True), row.get("predicted")
+    if ends is None or predicted is None:
+        return "not predicted" if row.get("peak") else None
+    error = predicted["errors"].get("counted_bytes")
+    return size_between(*ends) + (f" ({error:+.2%})" if error else "")
 
 
 def _part(name: str) -> Callable[[Row], str | None]:
