@@ -109,6 +109,10 @@ def check_command(words):
             check_toolkit(rest)
         case ["accelerate", "launch", *rest]:
             check_launch(rest)
+        case ["torchrun", *rest]:
+            given = torchrun_parser().parse_args(rest)
+            assert given.module
+            assert given.training_script == "toolkit.rehearse", given.training_script
         case ["pip", "install", package]:
             extra = re.fullmatch(r"\.(?:\[(\w+)\])?", package)[1]
             assert extra is None or extra in project()["optional-dependencies"], extra
@@ -172,6 +176,13 @@ def check_train_flags(flags):
 
     model, _, run, rest = parse_own(flags)
     training_values(rest, model=model, run=run)
+
+
+@cache
+def torchrun_parser():
+    from torch.distributed.run import get_args_parser
+
+    return get_args_parser()
 
 
 @cache

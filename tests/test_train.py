@@ -7,6 +7,7 @@ from collections import Counter
 import launches
 import pytest
 from killing import Run
+from places import ROOT
 
 from toolkit.launching.status import read_statuses
 from toolkit.results import FILLER_ID, read_record
@@ -107,6 +108,23 @@ def test_deepspeed_fields_in_the_yaml_train_in_its_precision(
     assert len(record["losses"]) == 2
     assert done.stdout.count(f"toolkit: {said}") + done.stdout.count(f"optimizer.{said}") == 1
     assert (tmp_path / "o" / "final" / "model.safetensors").exists()
+
+
+def test_checkpointing_that_the_config_asks_for_stands_in_the_record(launch, tmp_path):
+    bundled = (ROOT / "accelerate_configs" / "fsdp.yaml").read_text()
+    config = tmp_path / "theirs.yaml"
+    asked = bundled.replace("checkpointing: false", "checkpointing: true")
+    assert asked != bundled
+    config.write_text(asked)
+    out = tmp_path / "o"
+    done = launch(config, "-m", "toolkit.train", "--max_steps", 2, "--output_dir", out)
+    assert done.returncode == 0, done.stdout
+    record = read_record(out)
+    assert record["training"]["activation_checkpointing"] is True
+    assert record["attestation"]["engaged"]["activation_checkpointing"] is True
+    words = ("--gradient_checkpointing", "--output_dir", tmp_path / "twice")
+    twice = launch(config, "-m", "toolkit.train", *words)
+    assert "would both checkpoint the layers: leave one of them out" in twice.stdout
 
 
 def test_a_launch_that_contradicts_its_arguments_is_one_sentence_and_leaves_nothing(

@@ -94,6 +94,23 @@ def test_a_batch_must_divide_for_the_strategy_with_more_processes_too():
         plan_of("ddp", "fsdp_hybrid", global_batch_size=4)
 
 
+@pytest.mark.parametrize("switch", ["DEEPSPEED", "FSDP", "PARALLELISM_CONFIG"])
+def test_a_shell_whose_switch_goes_before_every_config_file_is_refused(switch, monkeypatch):
+    monkeypatch.setenv(f"ACCELERATE_USE_{switch}", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")  # left over as well
+    with pytest.raises(UsageError, match=f"unset ACCELERATE_USE_{switch}"):
+        plan_of("single", "ddp")
+
+
+def test_a_strategy_under_which_an_optimizer_cannot_step_is_skipped_with_the_reason():
+    runs = plan_of("single", "zero2", "fsdp", train_flags=("--optim", "adafactor")).runs
+    skipped = {run.strategy.name: run.skipped for run in runs if run.skipped}
+    assert skipped.keys() == {"fsdp"}
+    assert "--optim adafactor cannot step on parameters that FSDP2 shards" in skipped["fsdp"]
+    with pytest.raises(UsageError, match="--optim galore_adamw is not known to train"):
+        plan_of("single", "ddp", train_flags=("--optim=galore_adamw",))
+
+
 def test_one_process_is_single_and_nothing_else():
     assert plan_of("single", num_processes=1).runs[0].num_processes == 1
     with pytest.raises(UsageError, match="--num_processes 2"):

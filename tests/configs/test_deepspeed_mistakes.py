@@ -92,6 +92,15 @@ def test_the_table_of_keys_is_what_deepspeed_looks_up():
     assert {key: set(names) for key, names in IN_SECTIONS.items()} == seen
 
 
+def test_a_section_that_deepspeed_reads_for_other_models_alone_is_refused_where_it_asks_for_more():
+    defaults = {"partition_activations": False, "number_checkpoints": None}
+    assert mistakes_by_key({"activation_checkpointing": defaults}) == {}
+    asked = {"activation_checkpointing": defaults | {"cpu_checkpointing": True}}
+    (mistake,) = mistakes_by_key(asked)["activation_checkpointing"]
+    assert "has no effect" in mistake
+    assert "--gradient_checkpointing" in mistake
+
+
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name.startswith("zero")])
 def test_no_bundled_file_has_a_mistake(name, root):
     file = root / "deepspeed_configs" / f"{name}.json"

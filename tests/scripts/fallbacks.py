@@ -14,6 +14,7 @@ os.environ |= {"DS_ACCELERATOR": "cpu"}
 
 import torch
 from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
@@ -122,13 +123,13 @@ ADAMW = {"learning_rate": 1e-3, "weight_decay": 0.01, "betas": (0.9, 0.999), "ep
 """What torch's AdamW does unless it is told otherwise."""
 
 
-def loop(asked, *, steps_with=None, **wanted):
+def loop(asked, *, steps_with=None, split=None, **wanted):
     """Train 1 step in a stock loop that accumulates 2 micro-batches and never clips."""
     start(asked)
     strategy = requested_strategy(os.environ)
     recorder = Recorder(Asked(strategy=strategy, num_processes=2, **wanted), rehearsal=True)
     try:
-        accelerator = Accelerator(gradient_accumulation_steps=2)
+        accelerator = Accelerator(gradient_accumulation_steps=2, parallelism_config=split)
         model = small_model()
         optimizer = torch.optim.AdamW(model.parameters(), **steps_with or {})
         loader = torch.utils.data.DataLoader(torch.randint(0, 64, (32, 8)), batch_size=2)
@@ -199,6 +200,8 @@ outcomes = {
     # "auto" is filled in by the Trainer; in a loop it means no bf16, and clipping at 1.0.
     "loop_bf16_auto": loop(zero("zero2"), precision="bf16"),
     "loop_clipping_auto": loop(zero("zero2"), gradient_clipping=0.0),
+    # By the script's own words, where no config asks for it.
+    "loop_context_parallel": loop(FSDP, split=ParallelismConfig(cp_size=2)),
     # Below its threshold ZeRO-3 keeps each parameter whole on every rank, here all of them.
     "loop_persistent": loop(zero("zero3")),
     # The Trainer goes by its arguments alone.

@@ -86,8 +86,12 @@ def agreed_strategy(
     return of_config
 
 
-def check_left_over(environ: Mapping[str, str]) -> None:
+def check_left_over(environ: Mapping[str, str], *, launched: bool = True) -> None:
     """Refuse a switch in the environment that no launcher of this run has set.
+
+    Args:
+        environ: Of a rank, or of the process that is about to launch some.
+        launched: Whether it is a rank's, where a launcher may have set the switch.
 
     Raises:
         UsageError: names each.
@@ -95,7 +99,7 @@ def check_left_over(environ: Mapping[str, str]) -> None:
     left = [
         name
         for name, beside in _BESIDE.items()
-        if _is_true(environ, name) and beside not in environ
+        if _is_true(environ, name) and not (launched and beside in environ)
     ]
     if left:
         raise UsageError(

@@ -6,6 +6,7 @@ optimizer steps are fixed; what a rank sees of a step is derived from its number
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -23,6 +24,7 @@ from toolkit.comparing.scheduling.batches import (
 from toolkit.comparing.scheduling.options import CompareOptions, Engine
 from toolkit.comparing.scheduling.owned_flags import check_train_flags
 from toolkit.configs.optimizers import DEFAULT, missing_package, optimizer_problem
+from toolkit.configs.requested import check_left_over
 from toolkit.errors import UsageError
 from toolkit.escaping import shell_line
 from toolkit.redaction import redacted_words
@@ -105,8 +107,10 @@ def build_plan(
         missing: Says why the machine cannot run a strategy, or None.
 
     Raises:
-        UsageError: an unknown strategy, a batch that does not divide, a flag that is compare's.
+        UsageError: an unknown strategy, a batch that does not divide, a flag that is compare's, or
+            a shell with a switch of Accelerate's that goes before every config file.
     """
+    check_left_over(os.environ, launched=False)
     check_train_flags(options.train_flags)
     optimizer = _optimizer(options.train_flags)
     if problem := optimizer_problem(optimizer, STRATEGIES["single"]) or missing_package(optimizer):
