@@ -56,7 +56,7 @@ def test_what_engaged_as_asked_is_not_refused_and_leaves_a_model(outcomes, folde
         ("loop_clipping_auto", "gradient_clipping: asked 0.0, engaged 1.0"),
         ("zero2_sums_in_bf16", "accumulation_dtype: asked bfloat16, engaged ['float32']"),
         ("loop_context_parallel", "model_split_by: asked none, engaged context 2"),
-        ("own_zero2_under_ddp", "config asks for ddp (everything replicated, gradients averaged)"),
+        ("own_zero2_under_ddp", "config asks for ddp, and --deepspeed for zero2. Take"),
         *(
             (f"loop_{backend}_{setting}", f"{setting}: asked {asked}, engaged [{engaged}]")
             for backend in ("ddp", "fsdp", "zero3")

@@ -18,6 +18,7 @@ from toolkit.configs.requested import (
     requested_strategy,
     requests_checkpointing,
     same_features,
+    shown,
 )
 from toolkit.errors import UsageError
 from toolkit.evidence import BEFORE_FILE, EVIDENCE_FILES
@@ -115,7 +116,9 @@ def checked_job(argv: list[str]) -> Job:
         checked_deepspeed_config()  # names all its mistakes; what follows stops at the first
     strategy = asked_strategy(run.strategy)
     if not rehearsal and rank() == 0:
-        say(f"{strategy.name}: {requested_processes(os.environ)} ranks, a GPU each")
+        ranks = requested_processes(os.environ)
+        each = "1 rank on a GPU" if ranks == 1 else f"{ranks} ranks on a GPU each"
+        say(f"training under {shown(strategy)}: {each}")
     rest, from_config = with_precision(own.rest, os.environ)
     rest = own.speed.with_flags(rest, strategy)
     values = training_values(rest, model=model, run=run)

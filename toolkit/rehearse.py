@@ -27,13 +27,13 @@ from typing import Any
 from toolkit.configs import FittedConfig, fit_to_run
 from toolkit.configs.inline import INLINE_FIELDS
 from toolkit.configs.requested import (
-    CUSTOM,
     DEEPSPEED_FILE,
     LAUNCHER,
     asks_for_deepspeed,
     check_left_over,
     read_deepspeed_config,
     requested_strategy,
+    shown,
 )
 from toolkit.environment import check_installed, has_compiler
 from toolkit.errors import UsageError
@@ -222,7 +222,7 @@ def _asked() -> str:
     with contextlib.suppress(UsageError):
         strategy = requested_strategy(os.environ)
         if LAUNCHER in os.environ:
-            return f" of {strategy.summary if strategy.name == CUSTOM else strategy.name}"
+            return f" of {shown(strategy)}"
     return ""
 
 

@@ -79,8 +79,8 @@ def agreed_strategy(
     of_config = requested_strategy(as_launched)
     if not same_features(of_config, of_script):
         raise UsageError(
-            f"The launcher's config asks for {of_config.name} ({of_config.summary}), and "
-            f"{named} for {known_strategy(of_script).name}. Take {named} out, or start the script "
+            f"The launcher's config asks for {shown(of_config)}, and {named} for "
+            f"{shown(known_strategy(of_script))}. Take {named} out, or start the script "
             "with torchrun, whose ranks have no config."
         )
     return of_config
@@ -120,6 +120,11 @@ def known_strategy(asked: Strategy) -> Strategy:
 def same_features(one: Strategy, other: Strategy) -> bool:
     """Whether two strategies ask for the same, whatever they are called."""
     return _features(one) == _features(other)
+
+
+def shown(strategy: Strategy) -> str:
+    """Return what to call a strategy in a message: one that is none of ours by what it does."""
+    return strategy.summary if strategy.name == CUSTOM else strategy.name
 
 
 def requested_processes(environ: Mapping[str, str]) -> int:

@@ -23,6 +23,7 @@ from toolkit.configs.requested import (
     requested_processes,
     requested_strategy,
     requests_checkpointing,
+    shown,
 )
 from toolkit.errors import UsageError
 from toolkit.launching.ranks import rank, say
@@ -80,7 +81,7 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
             recorder.prepared(self, models[0], optimizers[0])
             recorder.first_step_alone()
             if self.is_main_process:
-                say(f"{recorder.asked.strategy.name} engaged")
+                say(f"{shown(recorder.asked.strategy)} engaged")
         return prepared
 
     Accelerator.prepare, Accelerator.__init__ = prepare, init
@@ -111,7 +112,7 @@ def _agreed(plugins: dict[str, Any]) -> Strategy:
 
 
 def _report(recorder: Recorder, watched: list[tuple[Any, Any]]) -> Iterator[str]:
-    name = recorder.asked.strategy.name
+    name = shown(recorder.asked.strategy)
     if not watched:
         yield (
             f"{name} was asked, and the script never passed a model and an optimizer through "
@@ -123,9 +124,9 @@ def _report(recorder: Recorder, watched: list[tuple[Any, Any]]) -> Iterator[str]
     if "optimizer_class" not in facts:
         yield f"{name} engaged, and the script ended before its first optimizer step"
         return
-    shown = ("distributed_type", "num_processes", "zero_stage", "sharded_fraction")
-    shown += ("optimizer_fraction", "optimizer_class", "parameter_dtypes", "precision")
-    yield f"attested {name}: " + ", ".join(f"{key} {facts[key]}" for key in shown if key in facts)
+    keys = ("distributed_type", "num_processes", "zero_stage", "sharded_fraction")
+    keys += ("optimizer_fraction", "optimizer_class", "parameter_dtypes", "precision")
+    yield f"attested {name}: " + ", ".join(f"{key} {facts[key]}" for key in keys if key in facts)
     yield from recorder.notes
     exported = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if exported not in ("no", facts["precision"]):
