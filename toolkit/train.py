@@ -164,8 +164,10 @@ def train(job: Job, status: StatusFile) -> None:
         companions = [speed, *random, *watching, *saving]
         with preemptible(keeper, status):
             train_with(job, model, collate, recorder, companions, keeper)
+        # A run whose evidence is of a later step ends before its packed rows.
+        packed = job.run.throughput_steps if job.run.evidence_step is None else 0
         measured = with_evaluation(
-            recorder.finish(throughput_steps=job.run.throughput_steps), job.evaluation, watching
+            recorder.finish(throughput_steps=packed), job.evaluation, watching
         )
         measured["random_forward"] = next((each.found for each in random), None)
         if measured["warm_up"] is not None:
@@ -447,7 +449,11 @@ def _optimizer_classes(strategy: Strategy, optim: str) -> tuple[str, ...] | None
 
 def _optimizer_settings(args: Any) -> dict[str, Any]:
     """Return what the optimizer's groups must hold; other rules than AdamW's have other names."""
-    settings = {"learning_rate": args.learning_rate, "weight_decay": args.weight_decay}
+    settings = {"weight_decay": args.weight_decay}
+    # A scheduler of DeepSpeed's writes into the groups and keeps nothing of the rate before it.
+    plugin = args.deepspeed_plugin
+    if plugin is None or "scheduler" not in plugin.deepspeed_config:
+        settings["learning_rate"] = args.learning_rate
     if str(args.optim.value) in ADAMW:
         betas = (args.adam_beta1, args.adam_beta2)
         settings |= {"betas": betas, "eps": args.adam_epsilon}

@@ -134,7 +134,7 @@ def test_other_ranks_and_micro_batches_are_no_difference_but_are_told(side):
     )
     assert told(found)[-2:] == [
         "Nothing differs beyond its limit.",
-        "No other step was looked at: to see what begins in a later one, add --at STEP.",
+        "No other step was looked at: --at STEP looks at another one.",
     ]
 
 
@@ -753,7 +753,7 @@ def test_the_command_names_the_first_step_that_broke_a_gate(make_row):
 
 def results(rows, **fixed):
     options = CompareOptions()
-    return {"runs": rows, "fixed": fixed_by(options) | fixed}
+    return {"runs": rows, "fixed": fixed_by(options) | fixed, "control": CONTROL}
 
 
 def test_the_step_is_found_from_the_gates_of_a_comparison(make_row, tmp_path):
@@ -762,8 +762,10 @@ def test_the_step_is_found_from_the_gates_of_a_comparison(make_row, tmp_path):
         dataclasses.replace(options, strategies=["single", "ddp"]), gpus=2, missing=lambda _: None
     )
 
+    single = make_row(strategy="single", num_processes=1, gradient_accumulation_steps=4)
+
     def step(*broken, **fixed):
-        rows = [make_row(strategy="single", num_processes=1), make_row(broken=list(broken))]
+        rows = [single, make_row(broken=list(broken))]
         return step_of_gates(results(rows, **fixed), plan.runs, options, folder=tmp_path)
 
     late, unknown = (
@@ -771,7 +773,7 @@ def test_the_step_is_found_from_the_gates_of_a_comparison(make_row, tmp_path):
     )
     assert step(unknown, late) == (
         6,
-        f"In {tmp_path} the grad_norm gate was the first to break, at step 6.",
+        f"In {tmp_path} the grad_norm gate was the first to break: step 6 is compared.",
     )
     found, sentence = step(unknown)
     assert found == 20
@@ -786,9 +788,16 @@ def test_the_step_is_found_from_the_gates_of_a_comparison(make_row, tmp_path):
         step(late, **{"optimizer steps": 50})
     with pytest.raises(UsageError, match="is a comparison without single-trainer"):
         step_of_gates(results([]), plan.runs, options, folder=tmp_path)
-    wide = results([make_row(strategy="single", num_processes=1), make_row(num_processes=4)])
+    wide = results([single, make_row(num_processes=4)])
     with pytest.raises(UsageError, match="ddp-trainer had 4 processes, not 2"):
         step_of_gates(wide, plan.runs, options, folder=tmp_path)
+    longer = results([single, make_row(gradient_accumulation_steps=8)])
+    with pytest.raises(UsageError, match="ddp-trainer had 8 micro-batches a step, not 2"):
+        step_of_gates(longer, plan.runs, options, folder=tmp_path)
+    failed = results([single, make_row(status="failed")])
+    found, sentence = step_of_gates(failed, plan.runs, options, folder=tmp_path)
+    assert found is None
+    assert sentence.startswith("ddp-trainer was not judged in")
 
 
 def test_what_was_rehearsed_is_bisected_on_the_cpu_too(make_row):

@@ -273,18 +273,16 @@ def test_a_config_handed_over_as_base64_is_read():
         ),
         ("deepspeed_configs/zero9.json", "A relative path begins in the folder that the launch"),
         ("zero2", "A relative path begins in the folder that the launch was started from"),
-        ("./abcd", "write an absolute path as deepspeed_config_file"),
-        ("nowhere/ds", "write an absolute path as deepspeed_config_file"),
-        ("/nowhere/ds.json", "Correct deepspeed_config_file in that config."),
+        ("./abcd", "write an absolute path (as deepspeed_config_file, or in the flag)"),
+        ("nowhere/ds", "write an absolute path (as deepspeed_config_file, or in the flag)"),
+        ("/nowhere/ds.json", "Correct it where it is named"),
     ],
 )
 def test_a_json_that_is_not_there_is_named_with_where_it_was_looked_for(
     name, advice, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        UsageError, match="The Accelerate config names the DeepSpeed file"
-    ) as caught:
+    with pytest.raises(UsageError, match="is asked for, and there is no file") as caught:
         read_deepspeed_config({DEEPSPEED_FILE: name})
     said = str(caught.value)
     assert f"there is no file {tmp_path / name}. " in said

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -113,22 +113,31 @@ def judge(
     judge_evaluation(judgement, record, control, limit=limits.loss)
     trained = first_step <= min(len(record["losses"]), GATED_STEPS)
     finite = all(map(math.isfinite, record["losses"]))
-    if random := record.get("random_forward") or control.get("random_forward"):
-        _leave_ungated(judgement, ("loss", "grad_norm", "weights", "evaluation"), random)
-        if judgement.gates.get("data"):  # the rows alone say nothing of what was trained on them
-            _leave_ungated(judgement, ("data",), random)
+    skipped = sorted(record["skipped_steps"]), sorted(control["skipped_steps"])
+    judged = {"loss", "grad_norm"} if finite else {"grad_norm"}
+    if random := control.get("random_forward"):
+        _leave_ungated(judgement, {*judged, "weights", "evaluation"}, random)
     elif cut is not None:
-        _leave_ungated(judgement, ("weights", "evaluation"), cut)
+        updated = set(range(1, first_step)) - {*skipped[0]} | set(range(1, first_step)) - {
+            *skipped[1]
+        }
+        _leave_ungated(judgement, {"weights", "evaluation"} | (judged if updated else set()), cut)
         if not judgement.broken:  # up to the first update all is well, which is no training
-            _leave_ungated(judgement, ("loss", "grad_norm", "data"), cut)
-    elif trained and finite and sorted(record["skipped_steps"]) != sorted(control["skipped_steps"]):
+            _leave_ungated(judgement, {"loss", "grad_norm"}, cut)
+    elif trained and finite and skipped[0] != skipped[1]:
         # They leave other weights, which no gate can tell from a fault.
         _leave_ungated(
             judgement,
-            ("loss", "grad_norm", "evaluation"),
+            {"loss", "grad_norm", "evaluation"},
             f"the run and the control skipped different steps ({record['skipped_steps']} and "
             f"{control['skipped_steps']}): their weights differ from there on",
         )
+    if (random or cut) and judgement.gates.keys() == {"data"} and judgement.gates["data"]:
+        # The rows alone say nothing of what was trained on them.
+        _leave_ungated(judgement, {"data"}, str(random or cut))
+    own = record.get("random_forward")
+    if own and not random:  # the same model's was not in the control: gates tell what comes of it
+        judgement.notes.append(own)
     return judgement
 
 
@@ -144,9 +153,9 @@ def _other_update(record: Record, control: Record) -> str | None:
     )
 
 
-def _leave_ungated(judgement: Judgement, gates: Sequence[str], reason: str) -> None:
+def _leave_ungated(judgement: Judgement, gates: Set[str], reason: str) -> None:
     """Take back what these gates came to, those of an evaluation where there was one."""
-    for gate in gates:
+    for gate in sorted(gates):
         if gate in judgement.gates or gate != "evaluation":
             judgement.gates.pop(gate, None)
             judgement.not_measured[f"gates.{gate}"] = reason
@@ -228,11 +237,11 @@ def judge_losses(
         judgement.not_measured["loss_gap"] = "the two runs have no step in common"
 
     for step in steps:
-        if step > last_step:
+        if step > GATED_STEPS:
             break
         gap = abs(losses[step - 1] - wanted[step - 1])
-        if not gap <= limit:
-            finite = math.isfinite(losses[step - 1])
+        finite = math.isfinite(losses[step - 1])
+        if not gap <= limit and (step <= last_step or not finite):
             _break(
                 judgement,
                 record,

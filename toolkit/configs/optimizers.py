@@ -60,8 +60,8 @@ def optimizer_problem(name: str, strategy: Strategy) -> str | None:
     if strategy.backend == "deepspeed" and strategy.offload_optimizer != "none":
         if name not in SWAPPED:
             return (
-                f"--optim {name}: with its optimizer offloaded DeepSpeed steps with an AdamW of "
-                f"its own ({strategy.name}). Use --optim adamw_torch."
+                f"--optim {name} is not known to train where DeepSpeed offloads its optimizer "
+                f"({strategy.name}). Use --optim adamw_torch."
             )
     elif strategy.backend == "fsdp" and name not in EVERYWHERE:
         return (

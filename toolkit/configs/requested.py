@@ -132,6 +132,13 @@ def requested_processes(environ: Mapping[str, str]) -> int:
     return int(environ.get("WORLD_SIZE", "1"))
 
 
+def requested_replicas(environ: Mapping[str, str]) -> int:
+    """Return the groups that the launcher's config asks for, each with a whole sharded model."""
+    if not _is_true(environ, "ACCELERATE_USE_PARALLELISM_CONFIG"):
+        return 1
+    return int(environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
+
+
 def requests_checkpointing(environ: Mapping[str, str]) -> bool:
     """Whether the launcher's FSDP section asks for activation checkpointing."""
     return all(
@@ -147,7 +154,12 @@ def requested_accumulation_dtype(environ: Mapping[str, str]) -> str | None:
     """
     if not asks_for_deepspeed(environ):
         return None
-    types: dict[str, Any] = read_deepspeed_config(environ).get("data_types") or {}
+    return accumulation_dtype(read_deepspeed_config(environ))
+
+
+def accumulation_dtype(config: Mapping[str, Any]) -> str | None:
+    """Return what a DeepSpeed config has gradients summed up in; None where it doesn't say."""
+    types: dict[str, Any] = config.get("data_types") or {}
     return _DTYPES.get(str(types.get("grad_accum_dtype")))
 
 
@@ -215,10 +227,10 @@ def _deepspeed_text(environ: Mapping[str, str]) -> tuple[str, str]:
 
 def _not_there(file: Path) -> str:
     """Return the sentence on a DeepSpeed file that is missing: where it was looked for."""
-    said = f"The Accelerate config names the DeepSpeed file {str(file)!r}, and there is no file "
+    said = f"A DeepSpeed config file {str(file)!r} is asked for, and there is no file "
     said += f"{file.absolute()}. "
     if file.is_absolute():
-        return f"{said}Correct deepspeed_config_file in that config."
+        return f"{said}Correct it where it is named: as deepspeed_config_file, or in a flag."
     if file.parts[:1] == ("deepspeed_configs",) and file.stem in STRATEGIES:
         return (
             f"{said}It comes with the toolkit: start from the repository root, or pass the config "
@@ -226,7 +238,7 @@ def _not_there(file: Path) -> str:
         )
     return (
         f"{said}A relative path begins in the folder that the launch was started from: start "
-        "from the right one, or write an absolute path as deepspeed_config_file."
+        "from the right one, or write an absolute path (as deepspeed_config_file, or in the flag)."
     )
 
 
@@ -239,7 +251,7 @@ def _from_environment(environ: Mapping[str, str]) -> Strategy:
             version=int(environ.get("FSDP_VERSION", "1")),
             reshard_after_forward=_is_true(environ, "FSDP_RESHARD_AFTER_FORWARD"),
             offload=_is_true(environ, "FSDP_OFFLOAD_PARAMS"),
-            replicas=int(environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1")),
+            replicas=requested_replicas(environ),
         )
     if requested_processes(environ) > 1:
         return STRATEGIES["ddp"]

@@ -7,6 +7,7 @@ tests/test_every_strategy.py, which counts every byte, fails when they move.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from toolkit.configs.requested import deepspeed_strategy, fsdp_strategy
+from toolkit.configs.requested import deepspeed_strategy, fsdp_strategy, requested_replicas
 from toolkit.strategies import Strategy
+
+SUMMED_AT_ONCE = 1 << 20
+"""Elements of a tensor whose squares are added up at once."""
 
 
 def wrapper_of(model: Any) -> str:
@@ -135,11 +139,12 @@ def asked_by_plugins(*, deepspeed: Any, fsdp: Any, parallelism: Any = None) -> S
         return deepspeed_strategy(plugin.deepspeed_config)
     if fsdp is None:
         return None
+    replicas = getattr(parallelism, "dp_replicate_size", None) or requested_replicas(os.environ)
     return fsdp_strategy(
         version=fsdp.fsdp_version,
         reshard_after_forward=fsdp.reshard_after_forward is True,
         offload=isinstance(fsdp.cpu_offload, CPUOffloadPolicy),
-        replicas=getattr(parallelism, "dp_replicate_size", 1),
+        replicas=replicas,
     )
 
 
@@ -289,8 +294,10 @@ def _square_of_partition(zero: Any, parameter: Any) -> torch.Tensor | float:
     return _square(held)
 
 
-def _square(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64) ** 2
+def _square(tensor: torch.Tensor) -> torch.Tensor | float:
+    # Piece by piece: a copy of all of it in fp64 would count in the peak of the step.
+    pieces = tensor.detach().reshape(-1).split(SUMMED_AT_ONCE)
+    return sum(torch.linalg.vector_norm(piece, dtype=torch.float64) ** 2 for piece in pieces)
 
 
 def loss_scale(model: Any) -> float:
@@ -338,8 +345,9 @@ def parameter_groups(model: Any, optimizer: Any) -> list[tuple[dict[str, Any], l
     if zero is None:
         return [(group, list(group["params"])) for group in groups]
     held: list[list[Any]] = [[] for _ in groups]
-    for number, parameters in enumerate(getattr(zero, "bit16_groups", ())):
-        held[number] += parameters
+    for name in ("bit16_groups", "bf16_groups"):  # the latter of its optimizer for bf16
+        for number, parameters in enumerate(getattr(zero, name, ())):
+            held[number] += parameters
     for number, parameters in enumerate(getattr(zero, "fp16_groups", ())):
         held[zero.sub_group_to_group_id[number]] += parameters
     return list(zip(groups, held, strict=True))

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from toolkit.configs.requested import (
+    accumulation_dtype,
     agreed_strategy,
     requested_accumulation_dtype,
     requested_processes,
@@ -77,7 +78,11 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
         optimizers.extend(made for made in results if hasattr(made, "param_groups"))
         if models and optimizers:
             watched.append((self, models[0]))
-            recorder.asked = replace(asked, strategy=_agreed(plugins[id(self)]))
+            given = plugins[id(self)]
+            recorder.asked = replace(asked, strategy=_agreed(given))
+            if given["deepspeed"] is not None:
+                summed = accumulation_dtype(self.state.deepspeed_plugin.deepspeed_config)
+                recorder.asked = replace(recorder.asked, accumulation_dtype=summed)
             recorder.prepared(self, models[0], optimizers[0])
             recorder.first_step_alone()
             if self.is_main_process:

@@ -1,4 +1,4 @@
-"""Ranks that should hold the same weights, held against each other before anything is saved.
+"""Ranks that should hold the same parameters, held against each other before anything is saved.
 
 Their optimizers make the same update from the same gradients, so replicas stay equal to the bit.
 Where they part, losses and gradients show it a step too late or never, and rank 0's weights are

@@ -24,10 +24,12 @@ from toolkit.checkpoints.trainers import (
     save_for,
 )
 from toolkit.configs.requested import (
+    accumulation_dtype,
     agreed_strategy,
     deepspeed_strategy,
     fsdp_strategy,
     requested_accumulation_dtype,
+    requested_replicas,
     requests_checkpointing,
 )
 from toolkit.errors import UsageError
@@ -330,7 +332,9 @@ def _recorder_for(args: TrainingArguments, model: Any, guards: Choice) -> Record
         precision=args.mixed_precision,
         dtype="float32" if trained == {torch.float32} else "another",
         gradient_clipping=float(args.max_grad_norm or 0),
-        accumulation_dtype=requested_accumulation_dtype(os.environ),
+        accumulation_dtype=accumulation_dtype(args.deepspeed_plugin.deepspeed_config)
+        if args.deepspeed
+        else requested_accumulation_dtype(os.environ),
         # The model may have been given some by its own call.
         activation_checkpointing=_asks_for_checkpointing(args) or None,
         # The Trainer itself shortens the last window of an epoch; only DeepSpeed has its own say.
@@ -362,7 +366,8 @@ def _strategy_of(args: TrainingArguments) -> Strategy:
             version=options["fsdp_version"],
             reshard_after_forward=options["reshard_after_forward"] is True,
             offload=bool(options.get("cpu_offload")),
-            replicas=getattr(args.parallelism_config, "dp_replicate_size", 1),
+            replicas=getattr(args.parallelism_config, "dp_replicate_size", None)
+            or requested_replicas(os.environ),
         )
     return agreed_strategy(os.environ, of_script, named=named)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from toolkit.comparing.reporting.row_facts import is_control
 from toolkit.comparing.scheduling.bisect_command import first_broken_step
 from toolkit.comparing.scheduling.options import CompareOptions
 from toolkit.comparing.scheduling.output_folder import shown
 from toolkit.comparing.scheduling.plan import Run, fixed_by
 from toolkit.errors import UsageError
-from toolkit.results import Results, Row
+from toolkit.results import Control, Results, Row
 
 
 def step_of_gates(
@@ -31,8 +32,12 @@ def step_of_gates(
         UsageError: the comparison lacks one of the runs, or was of another training.
     """
     _check_same(results, options, folder)
-    broken = [each for run in runs for each in _row(results, run, folder)["broken"]]
+    rows = [_row(results, run, folder) for run in runs]
+    broken = [each for row in rows for each in row["broken"]]
     names = " and ".join(run.name for run in runs)
+    if not broken and (unjudged := [row for row in rows if _not_judged(row, results["control"])]):
+        which = " and ".join(f"{row['strategy']}-{row['engine']}" for row in unjudged)
+        return None, f"{which} was not judged in {shown(folder)}: step 1 is compared."
     if not broken:
         return None, f"No gate of {names} broke in {shown(folder)}: step 1 is compared."
     step = first_broken_step(broken, options.max_steps)
@@ -43,7 +48,14 @@ def step_of_gates(
             f"one, {step}, is compared."
         )
     gate = min(by_step, key=lambda each: each["first_step"] or 0)["gate"]
-    return step, f"In {shown(folder)} the {gate} gate was the first to break, at step {step}."
+    return (
+        step,
+        f"In {shown(folder)} the {gate} gate was the first to break: step {step} is compared.",
+    )
+
+
+def _not_judged(row: Row, control: Control | None) -> bool:
+    return row["status"] != "ok" or not (row["gates"] or is_control(row, control))
 
 
 def _row(results: Results, run: Run, folder: Path) -> Row:
@@ -63,6 +75,13 @@ def _row(results: Results, run: Run, folder: Path) -> Row:
         raise UsageError(
             f"In {shown(folder)} {run.name} had {counts} processes, not {run.num_processes}. Pass "
             "the same --num_processes, or another --output."
+        )
+    steps = same[0]["gradient_accumulation_steps"]
+    if steps != run.gradient_accumulation_steps:
+        raise UsageError(
+            f"In {shown(folder)} {run.name} had {steps} micro-batches a step, not "
+            f"{run.gradient_accumulation_steps}. Pass the same --gradient_accumulation_steps, or "
+            "another --output."
         )
     return same[0]
 

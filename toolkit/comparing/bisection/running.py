@@ -133,6 +133,8 @@ class _Looked:
     advice: list[str] = field(default_factory=list[str])
     """Where to look next."""
 
+    interrupted: bool = False
+
 
 def _look(
     comparison: Comparison, runs: Sequence[tuple[str, Run]], at: int | None, progress: Lines
@@ -146,9 +148,12 @@ def _look(
     if at is None or at == 1 or first is None or first.what != BEFORE.what:
         return looked
     progress.say(f"The two were apart before step {at}, which adds nothing: step {at - 1} is next.")
-    earlier = _looked_at(comparison, runs, at - 1, progress)
+    try:
+        earlier = _looked_at(comparison, runs, at - 1, progress)
+    except (KeyboardInterrupt, SystemExit):
+        return replace(looked, advice=[f"Step {at - 1} was interrupted."], interrupted=True)
     if earlier.found is None:
-        return replace(looked, advice=earlier.problem)
+        return replace(looked, advice=[f"Step {at - 1} was not compared: {earlier.problem[0]}"])
     if earlier.found.first is None:
         text = f"Step {at - 1} differs in nothing: what parted the two came after its update."
         return replace(looked, advice=[text])
@@ -250,15 +255,17 @@ def _start_all(
 def _report(comparison: Comparison, looked: _Looked, console: Console) -> int:
     folder, started, found = comparison.folder, looked.started, looked.found
     lines = looked.problem if found is None else [*told(found), *looked.advice]
-    content = as_json(found, started, looked.problem) | {
+    content = as_json(found, started, looked.problem, looked.advice) | {
         "rehearsal": comparison.plan.rehearsal,
         "environment": comparison.environment,
     }
     write_json(folder / BISECT_FILE, content)
-    write_text(folder / BISECT_PAGE, page(found, started, lines))
+    write_text(folder / BISECT_PAGE, page(found, started, lines, looked.advice))
     written = f"Written: {shown(folder / BISECT_FILE)} and {shown(folder / BISECT_PAGE)}"
     for line in (*lines, written):
         print_line(line, console=console)
+    if looked.interrupted:
+        return INTERRUPTED
     return 0 if found is not None and found.first is None else 1
 
 

@@ -12,7 +12,7 @@ from toolkit.comparing.scheduling.attempts import Finished, command_at
 from toolkit.comparing.scheduling.rows import Failure
 from toolkit.results import SCHEMA
 
-ONE_STEP: Final = "No other step was looked at: to see what begins in a later one, add --at STEP."
+ONE_STEP: Final = "No other step was looked at: --at STEP looks at another one."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,10 @@ def told(found: Bisection) -> list[str]:
 
 
 def as_json(
-    found: Bisection | None, started: Sequence[Started], problem: Sequence[str]
+    found: Bisection | None,
+    started: Sequence[Started],
+    problem: Sequence[str],
+    advice: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return what `bisect.json` holds of runs and findings; `problem` says why there are none."""
     return {
@@ -72,11 +75,17 @@ def as_json(
         "first": None if found is None or found.first is None else found.first.what,
         "findings": [] if found is None else [asdict(each) for each in found.findings],
         "notes": [] if found is None else list(found.notes),
+        "advice": [*advice],
         "problem": " ".join(problem) or None,
     }
 
 
-def page(found: Bisection | None, started: Sequence[Started], lines: Sequence[str]) -> str:
+def page(
+    found: Bisection | None,
+    started: Sequence[Started],
+    lines: Sequence[str],
+    advice: Sequence[str] = (),
+) -> str:
     """Return `bisect.md`: a table of the links, and the commands that trained."""
     title = " and ".join(each.name for each in started[:2])
     text = [f"# {title}: the first difference", ""]
@@ -93,7 +102,7 @@ def page(found: Bisection | None, started: Sequence[Started], lines: Sequence[st
             "|---|---|",
             *(f"| {each.what} | {_cell(each)} |" for each in found.findings),
             "",
-            *(f"- {note}" for note in found.notes),
+            *(f"- {note}" for note in (*found.notes, *advice)),
             "",
         ]
     for each in started:

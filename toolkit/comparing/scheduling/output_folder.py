@@ -42,9 +42,11 @@ def check_output(folder: Path, specs: Iterable[tuple[str, dict[str, Any]]]) -> N
         for attempt in attempts(folder, name):
             spec = spec_at(attempt)
             if spec is not None and spec != asked:
+                older = "--dropout" in asked["flags"] and "--dropout" not in spec.get("flags", [])
+                way = "" if older else ", or ask for the same again"
                 raise UsageError(
                     f"{shown(attempt)} was run with other settings: {differences(spec, asked)}. "
-                    "Choose another --output, or ask for the same again."
+                    f"Choose another --output{way}."
                 )
 
 

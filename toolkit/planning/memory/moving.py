@@ -186,6 +186,7 @@ def _fsdp_gradients(job: Job, units: Units, compute: int, reduce: int) -> Iterat
         # The head's has gone into its reduce-scatter, whose result is a shard; a layer's come one
         # by one.
         low = units.tail * reduce // job.shards
+        high = max(high, low + units.layer * (compute + 2 * reduce))
     if job.sums_up and job.on_cpu:
         high = low + units.widest * compute + own * reduce
     yield Term(

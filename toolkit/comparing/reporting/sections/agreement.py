@@ -20,12 +20,13 @@ def agreement(results: Results) -> Section:
     """Return the gaps of every run to the control, and whether its gates held."""
     control = results["control"]
     gates = GATES.get(results.get("precision", "no"), GATES["no"])
+    by_parameter = any("gradient_difference" in row for row in results["runs"])
+    each = f" (that of each parameter within {gates.gradients:g} in the first step)"
     text = (
         f"Gates over the first {GATED_STEPS} steps: loss within {gates.loss:g} of the control, "
-        f"gradient norm before clipping within {gates.grad_norm:g} relative (that of each "
-        f"parameter within {gates.gradients:g} in the first step), final weights within "
-        f"{gates.weights:g} of the control's own update, the same rows in each step and "
-        "no row on two ranks. The gaps are over all steps."
+        f"gradient norm before clipping within {gates.grad_norm:g} relative{each * by_parameter}, "
+        f"final weights within {gates.weights:g} of the control's own update, the same rows in "
+        "each step and no row on two ranks. The gaps are over all steps."
     )
     columns = [
         _gap_column("largest loss gap", "loss_gap", lambda row: _loss_gap(row, "max"), control),
@@ -46,7 +47,7 @@ def agreement(results: Results) -> Section:
                 "weight_difference",
             )
         )
-    if any("gradient_difference" in row for row in results["runs"]):
+    if by_parameter:
         columns.append(
             Column(
                 "largest gradient difference",

@@ -129,14 +129,18 @@ def fullest(results: Results) -> Section | None:
         *(Column(name, _part(name), "peak") for name in PEAK_CATEGORIES),
     ]
     notes = host_in_peak_lines(good)
-    if any(predicted_peak(row, counted=True) for row in good):
+    predicted = any(predicted_peak(row, counted=True) for row in good)
+    if predicted:
         columns.insert(3, Column("predicted", _expected, "peak"))
         notes += not_predicted([row for row in good if row.get("peak")], "counted_bytes")
     text = (
         "The fullest moment of one optimizer step, of ragged rows, on the rank that held the "
         "most, counted from the tensors that were alive: `parameters` with those gathered for a "
         "moment, `activations` what backward keeps, `other` buffers, inputs and temporaries. "
-        "`predicted` is what the planner's formulas give for the rows of that step. "
+        + (
+            "`predicted` is what the planner's formulas give for the rows of that step. "
+            * predicted
+        )
         + (
             "A GPU's allocator adds its own; but for offloaded states these tensors are the same "
             "on a GPU, as far as its kernels keep the same ones."
