@@ -53,6 +53,15 @@ def test_the_states_in_the_terms_are_the_exact_ones(strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_term_is_at_least_more_than_it_is_at_most(strategy):
+    """With a head that outweighs a layer by far, and micro-batches whose gradients are summed."""
+    wide = llama(vocab=400_000)
+    for accumulation in (1, 4):
+        for one in estimate_memory(job(strategy, model=wide, accumulation=accumulation)).terms:
+            assert one.bytes.low <= one.bytes.high, one
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_more_of_anything_never_needs_less(strategy):
     small = estimate_memory(job(strategy, batch=1, sequence=512)).total
     for more in ({"batch": 2}, {"sequence": 1024}, {"attention": "eager"}):
