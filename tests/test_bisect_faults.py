@@ -284,7 +284,7 @@ def test_a_fault_of_the_model_s_own_code_is_found_at_the_step_that_the_gates_nam
 
     done = toolkit("compare", "--bisect", "single", "ddp", *asked, *flags)
     assert done.returncode == 1, done.stdout
-    assert "the grad_norm gate was the first to break, at step 6." in done.stdout
+    assert "the grad_norm gate was the first to break: step 6 is compared." in done.stdout
     (folder,) = runs.glob("bisect-*")
     written = json.loads((folder / "bisect.json").read_text())
     assert (written["step"], written["first"]) == (6, "loss weighting")

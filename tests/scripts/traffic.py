@@ -56,6 +56,7 @@ def zero(name, **changes):
     text = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
     return config, {
         "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file",
         "ACCELERATE_DEEPSPEED_CONFIG_FILE": text,
     }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from inspect import signature
@@ -45,8 +45,9 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
     """
     from accelerate import Accelerator
 
+    launched = dict(os.environ)  # a script may change it
     asked = Asked(
-        strategy=requested_strategy(os.environ),
+        strategy=requested_strategy(launched),
         num_processes=requested_processes(os.environ),
         accumulation_dtype=requested_accumulation_dtype(os.environ),
         # A script may also switch it on by itself.
@@ -79,7 +80,7 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
         if models and optimizers:
             watched.append((self, models[0]))
             given = plugins[id(self)]
-            recorder.asked = replace(asked, strategy=_agreed(given))
+            recorder.asked = replace(asked, strategy=_agreed(given, launched))
             if given["deepspeed"] is not None:
                 summed = accumulation_dtype(self.state.deepspeed_plugin.deepspeed_config)
                 recorder.asked = replace(recorder.asked, accumulation_dtype=summed)
@@ -103,8 +104,12 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
                 say(line)
 
 
-def _agreed(plugins: dict[str, Any]) -> Strategy:
+def _agreed(plugins: dict[str, Any], launched: Mapping[str, str]) -> Strategy:
     """Return what is to engage, by the plugins that the script gave its Accelerator.
+
+    Args:
+        plugins: As `asked_by_plugins` takes them.
+        launched: The environment variables before the script began.
 
     Raises:
         UsageError: the launcher's config and the script ask for different things.
@@ -113,7 +118,7 @@ def _agreed(plugins: dict[str, Any]) -> Strategy:
     backend = "" if of_script is None else of_script.backend
     flags = [word for word in sys.argv[1:] if word.partition("=")[0] == f"--{backend}"]
     named = flags[0] if flags else f"the script's own {backend} plugin"
-    return agreed_strategy(os.environ, of_script, named=named)
+    return agreed_strategy(launched, of_script, named=named)
 
 
 def _report(recorder: Recorder, watched: list[tuple[Any, Any]]) -> Iterator[str]:
