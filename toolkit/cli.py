@@ -212,9 +212,7 @@ def configs_path(name: StrategyName) -> None:
     short_help="Train one causal LM under many strategies: a table.",
     epilog=_examples(
         "toolkit compare --strategies ddp,zero3,fsdp --output runs/first",
-        "toolkit compare --max_steps 50 -- --train_file my.jsonl --max_length 256",
-        "toolkit compare --bisect single zero2-loop --at 6",
-        "toolkit compare --bisect single ddp --output runs/first",
+        "toolkit compare --bisect single zero2-loop --at 6 -- --train_file my.jsonl",
     ),
 )
 def compare(

@@ -126,6 +126,11 @@ def profiled_peak(step, file):
 def test_the_two_gradients_of_a_tied_embedding_are_met(
     precision, weights, chunk, accumulation, tmp_path
 ):
+    if precision == "bf16":
+        factors = torch.ones(64, 64, dtype=torch.bfloat16), torch.ones(64, 64, dtype=torch.bfloat16)
+        product = profiled_peak(lambda: torch.mm(*factors), tmp_path / "product.json")
+        if product > 2 * 64 * 64:
+            pytest.skip("without bf16 instructions, this CPU adds up each product in fp32 buffers")
     job = Job(
         model=llama(**LOOKED_UP, tied=True),
         strategy=STRATEGIES["single"],
