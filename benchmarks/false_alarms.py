@@ -27,9 +27,9 @@ from rich.console import Console
 
 from toolkit import environment
 from toolkit.comparing.parity import GATES
-from toolkit.comparing.scheduling.options import CompareOptions, Engine
-from toolkit.comparing.scheduling.schedule import INTERRUPTED, compare
-from toolkit.results import Results, Row, read_results
+from toolkit.comparing.run.options import CompareOptions, Engine
+from toolkit.comparing.run.schedule import INTERRUPTED, compare
+from toolkit.records.results import Results, Row, read_results
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},

@@ -19,7 +19,7 @@ from toolkit import environment
 from toolkit.comparing.parity import GATES, Judgement, judge
 from toolkit.configs import ConfigOptions, write_configs
 from toolkit.launching.launch import launch_command
-from toolkit.results import read_record
+from toolkit.records.results import read_record
 from toolkit.strategies import get_strategy
 
 SCRIPT = Path(__file__).resolve().parents[1] / "tests" / "faults" / "train_with_faults.py"

@@ -27,9 +27,9 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from killing import Run
 
+from toolkit.checkpoints.committing import check
 from toolkit.checkpoints.folders import checkpoints_in, step_of
-from toolkit.training.committing import check
-from toolkit.training.manifests import Damaged
+from toolkit.records.manifests import Damaged
 
 STEPS = 60
 SAVE_STEPS = 3

@@ -17,10 +17,10 @@ from speed_switches import arguments
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 from transformers.utils import logging
 
-from toolkit.measuring.engine import compiled
+from toolkit.data.arguments import DataArguments
+from toolkit.data.training_data import prepare_data
+from toolkit.engines.inspection import compiled
 from toolkit.measuring.peak import PeakLedger
-from toolkit.training.data import prepare_data
-from toolkit.training.data_arguments import DataArguments
 from toolkit.training.model import build_model, load_tokenizer
 
 

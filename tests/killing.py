@@ -17,7 +17,7 @@ from toolkit.configs import ConfigOptions, write_configs
 from toolkit.launching.launch import launch_command
 from toolkit.launching.status import RankStatus, read_statuses
 from toolkit.launching.warm import Fork
-from toolkit.results import read_record
+from toolkit.records.results import read_record
 from toolkit.strategies import get_strategy
 
 Launcher = subprocess.Popen[bytes] | Fork

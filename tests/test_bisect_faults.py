@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from fault_runs import start, write_model
 
-from toolkit.comparing.bisection.finding import Bisection, bisect, load_side
-from toolkit.comparing.bisection.told import told
-from toolkit.results import read_record
+from toolkit.comparing.bisect.finding import Bisection, bisect, load_side
+from toolkit.comparing.bisect.render import told
+from toolkit.records.results import read_record
 
 FAULTS = {
     "other_initial_weights": ("initial weights", "differs by up to"),

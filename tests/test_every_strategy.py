@@ -12,15 +12,15 @@ from transformers import AutoModelForCausalLM
 
 from toolkit import environment
 from toolkit.comparing.predicted import STATES, job_of, predicted_states
-from toolkit.comparing.reporting.papers import difference_in_words
+from toolkit.comparing.report.textbook_volume import difference_in_words
+from toolkit.data.arguments import DataArguments
+from toolkit.data.training_data import prepare_data, prepare_validation
 from toolkit.planning.job import Job
 from toolkit.planning.memory.estimate import estimate_memory
 from toolkit.planning.models.architectures import shape_from_config
 from toolkit.planning.speed.traffic import collectives, textbook_elements
-from toolkit.results import FILLER_ID, read_record, read_results
+from toolkit.records.results import FILLER_ID, read_record, read_results
 from toolkit.strategies import STRATEGIES
-from toolkit.training.data import prepare_data, prepare_validation
-from toolkit.training.data_arguments import DataArguments
 from toolkit.training.model import build_model
 
 USUAL = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp")

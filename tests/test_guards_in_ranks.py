@@ -97,12 +97,12 @@ def test_with_guards_off_each_step_asks_for_the_collectives_of_the_plain_trainer
 
 def test_with_guards_on_a_step_has_one_more_all_reduce(ranks):
     for off, on in zip(ranks["off"], ranks["on"], strict=True):
-        for without_pulse, with_pulse in zip(off["steps"][1:], on["steps"][1:], strict=True):
-            assert without(with_pulse, without_pulse) == [PULSE]
-            assert len(with_pulse) == len(without_pulse) + 1
+        for unguarded, guarded in zip(off["steps"][1:], on["steps"][1:], strict=True):
+            assert without(guarded, unguarded) == [PULSE]
+            assert len(guarded) == len(unguarded) + 1
 
 
-def test_the_ledger_names_the_pulse(ranks):
+def test_the_ledger_names_the_heartbeat(ranks):
     def of_guards(seen):
         rows = seen["record"]["traffic"]["collectives"]
         return [row for row in rows if row["purpose"] == "guards"]
@@ -115,7 +115,7 @@ def test_the_ledger_names_the_pulse(ranks):
         assert others == off["record"]["traffic"]["collectives"]
 
 
-def test_the_pulse_leaves_every_loss_as_it_was(ranks):
+def test_the_heartbeat_leaves_every_loss_as_it_was(ranks):
     assert ranks["on"][0]["record"]["losses"] == ranks["off"][0]["record"]["losses"]
 
 

@@ -13,7 +13,7 @@ import pytest
 from fault_runs import start, write_model
 
 from toolkit.comparing.parity import Judgement, judge
-from toolkit.results import Record, read_record
+from toolkit.records.results import Record, read_record
 
 ALL = {"loss", "grad_norm", "weights"}
 FAULTS = {

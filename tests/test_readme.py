@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 import toolkit
 from toolkit.cli import app
 from toolkit.comparing.parity import GATED_STEPS, GATES
-from toolkit.comparing.reporting.report import COLUMNS
-from toolkit.comparing.scheduling.options import DEFAULT_STRATEGIES, CompareOptions, read_scale
-from toolkit.comparing.scheduling.plan import build_plan
-from toolkit.results import Results, Row, read_record
+from toolkit.comparing.report.write import COLUMNS
+from toolkit.comparing.run.options import DEFAULT_STRATEGIES, CompareOptions, read_scale
+from toolkit.comparing.run.plan import build_plan
+from toolkit.records.results import Results, Row, read_record
 from toolkit.strategies import STRATEGIES, get_strategy
 
 MOST_WORDS = 900

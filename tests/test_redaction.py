@@ -15,6 +15,7 @@ from toolkit import redaction
 from toolkit.errors import UsageError
 from toolkit.files import new_file, write_text
 from toolkit.launching.status import StatusFile
+from toolkit.records.results import write_json
 from toolkit.redaction import (
     is_secret_name,
     learn,
@@ -23,7 +24,6 @@ from toolkit.redaction import (
     redacted,
     redacted_words,
 )
-from toolkit.results import write_json
 
 KEY = "0123456789abcdef" * 2 + "89abcdef"
 

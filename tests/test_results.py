@@ -6,7 +6,7 @@ import resource
 import pytest
 
 from toolkit.errors import UsageError
-from toolkit.results import LostError, read_json, read_record, read_results, write_json
+from toolkit.records.results import LostError, read_json, read_record, read_results, write_json
 
 MEMORY = [
     f"{name}_bytes"

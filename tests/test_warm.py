@@ -16,7 +16,7 @@ from toolkit import warm as of_forks
 from toolkit.launching import warm
 from toolkit.launching.launch import launch_command, run
 from toolkit.launching.warm import SOCKET, WarmProcess, key_of
-from toolkit.results import read_record
+from toolkit.records.results import read_record
 
 
 @pytest.fixture

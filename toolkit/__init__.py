@@ -13,8 +13,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from toolkit.comparing.scheduling.options import CompareOptions as CompareOptions
-    from toolkit.comparing.scheduling.schedule import compare as compare
+    from toolkit.comparing.run.options import CompareOptions as CompareOptions
+    from toolkit.comparing.run.schedule import compare as compare
     from toolkit.configs import write_configs as write_configs
     from toolkit.errors import GuardError as GuardError
     from toolkit.errors import UsageError as UsageError
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from toolkit.training.trainer import ToolkitTrainer as ToolkitTrainer
 
 _HOMES = {
-    "CompareOptions": "toolkit.comparing.scheduling.options",
+    "CompareOptions": "toolkit.comparing.run.options",
     "GuardError": "toolkit.errors",
     "STRATEGIES": "toolkit.strategies",
     "Strategy": "toolkit.strategies",
     "ToolkitTrainer": "toolkit.training.trainer",
     "UsageError": "toolkit.errors",
-    "compare": "toolkit.comparing.scheduling.schedule",
+    "compare": "toolkit.comparing.run.schedule",
     "plan": "toolkit.planning.plan",
     "recommend": "toolkit.planning.recommend",
     "write_configs": "toolkit.configs",

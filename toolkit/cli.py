@@ -306,13 +306,13 @@ def compare(
     """Train one causal LM under many strategies, and show them side by side."""
     from rich.console import Console
 
-    from toolkit.comparing.scheduling.options import (
+    from toolkit.comparing.run.options import (
         DEFAULT_STRATEGIES,
         CompareOptions,
         read_scale,
         usual_rows,
     )
-    from toolkit.comparing.scheduling.schedule import compare as run
+    from toolkit.comparing.run.schedule import compare as run
 
     names = DEFAULT_STRATEGIES if strategies is None else tuple(_names(strategies))
     options = CompareOptions(
@@ -337,7 +337,7 @@ def compare(
         global_batch_size = usual_rows(options.processes, accumulation)
     options = replace(options, global_batch_size=global_batch_size)
     if bisect is not None:
-        from toolkit.comparing.bisection.running import bisect_runs
+        from toolkit.comparing.bisect.running import bisect_runs
 
         if strategies is not None:
             raise UsageError("--bisect names its two runs itself. Leave --strategies out.")
@@ -401,7 +401,7 @@ def report(
     """Make a comparison's reports again, or set two comparisons side by side."""
     from rich.console import Console
 
-    from toolkit.comparing.scheduling.rebuilding import restore
+    from toolkit.comparing.run.rebuilding import restore
 
     if other is None and to is not None:
         raise UsageError("--to is for two comparisons; the reports of one stand in its own folder.")
@@ -412,16 +412,16 @@ def report(
         if each is not None:
             restore(each, console=console)
     if png:
-        from toolkit.comparing.reporting.remake import remake_picture
+        from toolkit.comparing.report.remake import remake_picture
 
         remake_picture(folder, console=console)
         return
     if other is not None:
-        from toolkit.comparing.reporting.side_by_side import side_by_side
+        from toolkit.comparing.report.side_by_side import side_by_side
 
         side_by_side(folder, other, to=to, console=console)
         return
-    from toolkit.comparing.reporting.remake import remake
+    from toolkit.comparing.report.remake import remake
 
     remake(folder, console=console, show_speed=show_speed)
 
@@ -516,7 +516,7 @@ def plan(
         return
     from rich.console import Console
 
-    from toolkit.planning.shown import table
+    from toolkit.planning.render import table
 
     console = Console()
     table.show_plan(found, console)
@@ -581,7 +581,7 @@ def recommend(
         internode_gbps=internode_gbps,
         gpu_file=gpu_file,
     )
-    from toolkit.planning.shown import recommended
+    from toolkit.planning.render import recommended
 
     line = None
     if write is not None:

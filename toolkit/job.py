@@ -21,16 +21,16 @@ from toolkit.configs.requested import (
     shown,
 )
 from toolkit.errors import UsageError
-from toolkit.evidence import BEFORE_FILE, EVIDENCE_FILES
 from toolkit.files import check_takes_files
 from toolkit.launching.ranks import rank, say
 from toolkit.launching.status import STATUS_DIR
+from toolkit.records.evidence import BEFORE_FILE, EVIDENCE_FILES
+from toolkit.records.results import FILLER_ID, RECORD_FILE, STARTING_ADAPTER, STEPS_FILE
 from toolkit.rehearse import (
     checked_deepspeed_config,
     rehearse_if_needed,
     use_deepspeed_config,
 )
-from toolkit.results import FILLER_ID, RECORD_FILE, STARTING_ADAPTER, STEPS_FILE
 from toolkit.strategies import Strategy, get_strategy
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, TrainingArguments
 
     from toolkit.checkpoints.resuming import Resumed
+    from toolkit.data.training_data import TrainingData
     from toolkit.training.arguments import DataArguments, ModelArguments, RunArguments
-    from toolkit.training.data import TrainingData
     from toolkit.training.evaluation_plan import EvaluationPlan
     from toolkit.training.guard_arguments import GuardArguments
     from toolkit.training.method_arguments import MethodArguments
@@ -94,15 +94,15 @@ def checked_job(argv: list[str]) -> Job:
     """
     from transformers.trainer_utils import IntervalStrategy
 
-    from toolkit.checkpoints.asked import asked_checkpoint
-    from toolkit.checkpoints.run import resumed_job
+    from toolkit.checkpoints.resume_request import asked_checkpoint
+    from toolkit.data.training_data import count_steps, rows_needed, training_rows
     from toolkit.training.arguments import own_arguments, training_arguments, training_values
-    from toolkit.training.data import count_steps, rows_needed, training_rows
     from toolkit.training.evaluation_plan import not_done_with_evidence, planned_evaluation
     from toolkit.training.methods import check_strategy, checked_method
     from toolkit.training.model import load_tokenizer, resolve_tokenizer
     from toolkit.training.precision import asked_precision, with_precision
     from toolkit.training.prepare import check_files, model_and_data
+    from toolkit.training.run_checkpoints import resumed_job
     from toolkit.training.run_folder import held
     from toolkit.training.speed_arguments import check_model, check_speed
     from toolkit.training.tracking import asked_trackers
@@ -313,8 +313,8 @@ def _refuse_what_would_be_ignored(
     values: dict[str, Any], run: RunArguments, data: DataArguments
 ) -> None:
     """Raise UsageError for flags that this script or its loop takes and would not obey, all."""
+    from toolkit.data.packing import check_no_cache
     from toolkit.training.evaluation_plan import check_evaluation
-    from toolkit.training.packing import check_no_cache
 
     check_evaluation(values, data)
     check_no_cache(values, packing=data.packing)

@@ -28,15 +28,15 @@ from toolkit.job import Job, check_fillers, checked_job, has_fillers
 from toolkit.launching.python import check_package_folder
 from toolkit.launching.ranks import leave, quiet, rank, say
 from toolkit.launching.status import STATUS_DIR, StatusFile, guard, status_folder
+from toolkit.records.results import RECORD_FILE, SCHEMA, STARTING_ADAPTER, STEPS_FILE, write_json
 from toolkit.redaction import redact, redact_output, redacted_words
 from toolkit.rehearse import die_with_launcher, told
-from toolkit.results import RECORD_FILE, SCHEMA, STARTING_ADAPTER, STEPS_FILE, write_json
 from toolkit.strategies import Strategy
 
 if TYPE_CHECKING:
     from toolkit.checkpoints.keeping import Keeper
     from toolkit.measuring.recorder import Recorder
-    from toolkit.training.companions import Companion
+    from toolkit.training.observers import Observer
     from toolkit.training.speed import Speed
 
 ADAMW = ("adamw_torch", "adamw_torch_fused")
@@ -105,7 +105,8 @@ def train(job: Job, status: StatusFile) -> None:
     """
     import torch
 
-    from toolkit.checkpoints.run import keeper_of, preemptible
+    from toolkit.data.cache import check_seconds
+    from toolkit.data.training_data import Collator
     from toolkit.measuring import memory
     from toolkit.measuring.attestation import Refused
     from toolkit.training.adapters import load_for
@@ -114,10 +115,9 @@ def train(job: Job, status: StatusFile) -> None:
         with_evaluation,
         write_so_far,
     )
-    from toolkit.training.cache import check_seconds
-    from toolkit.training.data import Collator
     from toolkit.training.dropout import turn_off
     from toolkit.training.randomness import RandomForwards
+    from toolkit.training.run_checkpoints import keeper_of, preemptible
     from toolkit.training.speed import Speed
     from toolkit.training.tracking import keep_local
 
@@ -158,12 +158,12 @@ def train(job: Job, status: StatusFile) -> None:
             checkpoint=None if job.resumed is None else job.resumed.folder,
         )
         if job.evaluation is not None:
-            keeper.write_beside = partial(write_so_far, plan=job.evaluation, companions=watching)
+            keeper.write_beside = partial(write_so_far, plan=job.evaluation, observers=watching)
         random = [RandomForwards(recorder)] if job.run.dropout == "off" else []
-        saving = _companions(job, recorder, speed, watching)
-        companions = [speed, *random, *watching, *saving]
+        saving = _observers(job, recorder, speed, watching)
+        observers = [speed, *random, *watching, *saving]
         with preemptible(keeper, status):
-            train_with(job, model, collate, recorder, companions, keeper)
+            train_with(job, model, collate, recorder, observers, keeper)
         # A run whose evidence is of a later step ends before its packed rows.
         packed = job.run.throughput_steps if job.run.evidence_step is None else 0
         measured = with_evaluation(
@@ -183,7 +183,7 @@ def train(job: Job, status: StatusFile) -> None:
         write_json(Path(job.args.output_dir) / RECORD_FILE, _described(job, speed) | measured)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    _kept.extend((model, speed, recorder, keeper, companions))
+    _kept.extend((model, speed, recorder, keeper, observers))
 
 
 def _train_with_trainer(
@@ -191,13 +191,13 @@ def _train_with_trainer(
     model: Any,
     collate: Any,
     recorder: Recorder,
-    companions: list[Companion],
+    observers: list[Observer],
     keeper: Keeper,
 ) -> None:
     from transformers import TrainerCallback
 
     from toolkit.checkpoints.keeping import KeeperCallback
-    from toolkit.training.companions import CompanionsCallback
+    from toolkit.training.observers import ObserversCallback
     from toolkit.training.trainer import ToolkitTrainer
 
     class RunTrainer(ToolkitTrainer):
@@ -225,7 +225,7 @@ def _train_with_trainer(
         ddp_bucket_view=job.speed.gradients_in_buckets,
     )
     trainer.add_callback(QuietOnPackedRows())
-    trainer.add_callback(CompanionsCallback(trainer, companions))
+    trainer.add_callback(ObserversCallback(trainer, observers))
     trainer.add_callback(KeeperCallback(keeper))
     if not trainer.model_accepts_loss_kwargs:
         check_fillers(job.rows, job.global_batch_size, of="the loss of this model")
@@ -236,7 +236,7 @@ def _check_idle_loss(job: Job, model: Any) -> None:
     """Refuse a model that would learn from rows that train nothing, or break by them."""
     import torch
 
-    from toolkit.training.fillers import idle_loss
+    from toolkit.data.fillers import idle_loss
     from toolkit.training.methods import skeleton
 
     if not has_fillers(job.rows):
@@ -260,10 +260,10 @@ def _train_in_loop(
     model: Any,
     collate: Any,
     recorder: Recorder,
-    companions: list[Companion],
+    observers: list[Observer],
     keeper: Keeper,
 ) -> None:
-    from toolkit.checkpoints.keeping import KeeperCompanion
+    from toolkit.checkpoints.keeping import KeeperObserver
     from toolkit.training.loop import train_loop
 
     train_loop(
@@ -273,22 +273,22 @@ def _train_in_loop(
         collate,
         recorder=recorder,
         scheduled_steps=job.steps,
-        companions=[*companions, KeeperCompanion(keeper)],
+        observers=[*observers, KeeperObserver(keeper)],
         resumed=job.resumed,
         ddp_bucket_view=job.speed.gradients_in_buckets,
     )
 
 
-def _companions(
-    job: Job, recorder: Recorder, speed: Speed, watching: list[Companion]
-) -> list[Companion]:
+def _observers(
+    job: Job, recorder: Recorder, speed: Speed, watching: list[Observer]
+) -> list[Observer]:
     """Return what goes along with the training, in the order in which it is called."""
     from toolkit.training.before_and_after import evaluations_of
     from toolkit.training.card import card_of_run
-    from toolkit.training.companions import Companion, Prepared
+    from toolkit.training.observers import Observer, Prepared
     from toolkit.training.saving import save_merged, save_model
 
-    class SaveAtTheEnd(Companion):
+    class SaveAtTheEnd(Observer):
         def prepared(self, prepared: Prepared) -> None:
             self.engine = prepared
             if job.resumed is not None and job.resumed.step == job.last_step:
@@ -329,7 +329,7 @@ def _companions(
 def _recorder(job: Job, status: StatusFile, speed: Speed) -> Recorder:
     from toolkit.measuring.attestation import Asked
     from toolkit.measuring.evidence import EvidenceKeeper
-    from toolkit.measuring.pulse import pulse_for
+    from toolkit.measuring.heartbeat import heartbeat_for
     from toolkit.measuring.recorder import Recorder
 
     asked = Asked(
@@ -361,7 +361,7 @@ def _recorder(job: Job, status: StatusFile, speed: Speed) -> Recorder:
             engine=job.run.engine,
             precision=job.args.mixed_precision,
         ),
-        pulse=pulse_for(
+        heartbeat=heartbeat_for(
             job.guards.guards,
             grad_norm_factor=job.guards.guard_grad_norm,
             slow_rank=job.guards.guard_slow_rank,

@@ -27,7 +27,7 @@ RATIOS: dict[str, tuple[str, str]] = {
     "Trainer's subclass (bare / plain)": ("bare", "plain"),
     "clock (clock / bare)": ("clock", "bare"),
     "after the ledgers (off / clock)": ("off", "clock"),
-    "pulse and guards (on / off)": ("on", "off"),
+    "heartbeat and guards (on / off)": ("on", "off"),
 }
 
 UNTIMED_STEPS = 4
@@ -109,7 +109,7 @@ def _turns(settings: dict[str, Any], *, smoke: bool) -> dict[str, Any]:
 def _alone(calls: int) -> dict[str, Any]:
     """Return the microseconds of the host that some checks take, while the device is idle."""
     return {
-        "pulse_microseconds": _timed(_pulse(), calls),
+        "heartbeat_microseconds": _timed(_heartbeat(), calls),
         "clock_microseconds": _timed(_clock(), calls),
     }
 
@@ -128,19 +128,19 @@ def _timed(step: Callable[[], object], calls: int) -> list[float]:
     return found
 
 
-def _pulse() -> Callable[[], None]:
+def _heartbeat() -> Callable[[], None]:
     import torch
 
     from kit.device import device
-    from toolkit.measuring.pulse import pulse_for
+    from toolkit.measuring.heartbeat import heartbeat_for
 
-    pulse = pulse_for("stop", checkpoints=Path("nowhere"))
-    assert pulse is not None
-    pulse.prepared(rank=0, ranks=1, device=device())
+    heartbeat = heartbeat_for("stop", checkpoints=Path("nowhere"))
+    assert heartbeat is not None
+    heartbeat.prepared(rank=0, ranks=1, device=device())
     loss, norm = torch.tensor(2.0, device=device()), torch.tensor(1.0, device=device())
 
     def step() -> None:
-        pulse.step_done(
+        heartbeat.step_done(
             losses=[loss], grad_norm=norm, skipped=None, order=0, busy_seconds=lambda: 0.0
         )
 
@@ -168,7 +168,7 @@ def tables(rows: Sequence[Row]) -> list[str]:
     measured = {row["cell"]: row for row in rows if row["status"] == "ok"}
     lines = [
         "One process; several ranks are measured by `wrapper_cost.py` and `ledgers_cost.py`. In "
-        "one process the pulse has no collective, and all else of it.",
+        "one process the heartbeat has no collective, and all else of it.",
     ]
     for row in measured.values():
         lines += ["", *(_of_turns(row) if row["settings"]["what"] == "turns" else _of_calls(row))]
@@ -219,7 +219,7 @@ def _of_calls(row: Row) -> list[str]:
 
     lines = []
     for name, what in (
-        ("pulse_microseconds", "the pulse with its guards"),
+        ("heartbeat_microseconds", "the heartbeat with its guards"),
         ("clock_microseconds", "the moments that the clock notes"),
     ):
         first, middle, third = quartiles(row["measured"][name])
@@ -228,8 +228,8 @@ def _of_calls(row: Row) -> list[str]:
         "### Alone",
         "",
         "Time of the host in a step, while the device has nothing to do. A step in which the host "
-        "is ahead of the device takes no longer for it; what the pulse computes on a GPU runs in a "
-        "stream of its own.",
+        "is ahead of the device takes no longer for it; what the heartbeat computes on a GPU "
+        "runs in a stream of its own.",
         "",
         *table(("what", "microseconds", "quartiles"), lines),
     ]

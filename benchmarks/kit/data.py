@@ -13,7 +13,7 @@ IGNORED = -100
 @cache
 def texts() -> list[tuple[list[int], list[int]]]:
     """Return the tokens of each built-in row: its prompt, and its completion with an end."""
-    from toolkit.training.built_in_data import standard_library_texts
+    from toolkit.data.built_in import standard_library_texts
     from toolkit.training.model import build_model, load_tokenizer
 
     tokenizer = load_tokenizer(build_model())
@@ -64,7 +64,7 @@ def _joined(
 
 def packed_rows(rows: Sequence[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
     """Return rows packed as `--packing best_fit` does it: whole ones, `tokens` tokens at most."""
-    from toolkit.training.packing import best_fit, packed_row
+    from toolkit.data.packing import best_fit, packed_row
 
     packed: list[dict[str, Any]] = []
     for members in best_fit([len(row["input_ids"]) for row in rows], room=tokens):

@@ -229,8 +229,8 @@ def _trained(settings: dict[str, Any], machine: Machine) -> dict[str, Any]:
     from transformers import TrainingArguments
 
     from kit.data import full_rows
-    from toolkit.training.batches import Collator
-    from toolkit.training.companions import CompanionsCallback
+    from toolkit.data.collation import Collator
+    from toolkit.training.observers import ObserversCallback
     from toolkit.training.speed import Speed
     from toolkit.training.speed_arguments import SpeedArguments
     from toolkit.training.trainer import ToolkitTrainer
@@ -265,7 +265,7 @@ def _trained(settings: dict[str, Any], machine: Machine) -> dict[str, Any]:
             data_collator=speed.collating(Collator(pad_token_id=0)),
         )
         found: dict[str, Any] = {}
-        trainer.add_callback(CompanionsCallback(trainer, [speed]))
+        trainer.add_callback(ObserversCallback(trainer, [speed]))
         trainer.add_callback(_watching(found, trainer.recorder))
         trainer.train()
     record: Any = trainer.record

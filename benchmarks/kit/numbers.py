@@ -144,7 +144,7 @@ def loss_and_gradients(
 
     from kit.device import device
     from kit.training import PAD
-    from toolkit.training.batches import Collator
+    from toolkit.data.collation import Collator
 
     dtype = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     torch.backends.cuda.matmul.fp32_precision = "ieee" if precision == "no" else "none"
@@ -363,7 +363,7 @@ def preempted(machine: Machine) -> dict[str, Any]:
     from toolkit.configs import ConfigOptions, write_configs
     from toolkit.launching.launch import launch_command, run
     from toolkit.launching.status import read_statuses
-    from toolkit.results import read_record
+    from toolkit.records.results import read_record
     from toolkit.strategies import get_strategy
 
     sent: list[int] = []
@@ -412,7 +412,7 @@ def more_than_the_memory(machine: Machine) -> dict[str, Any]:
 
     from kit.models import build
     from kit.runs import run_compare
-    from toolkit.comparing.reporting.row_facts import planner_word
+    from toolkit.comparing.report.row_facts import planner_word
     from toolkit.training.model import build_model, load_tokenizer
 
     batch = 1

@@ -16,14 +16,14 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from kit.data import IGNORED
 from kit.device import Stopwatch, device, peaks, reset_peaks
 from kit.variants import Variant
+from toolkit.data.collation import Collator
 from toolkit.measuring.attestation import Asked
-from toolkit.measuring.pulse import Choice, pulse_for
+from toolkit.measuring.heartbeat import Choice, heartbeat_for
 from toolkit.measuring.recorder import Recorder
 from toolkit.strategies import STRATEGIES
 from toolkit.training.arguments import OUR_DEFAULTS
-from toolkit.training.batches import Collator
-from toolkit.training.companions import Companion, CompanionsCallback
 from toolkit.training.loop import train_loop
+from toolkit.training.observers import Observer, ObserversCallback
 from toolkit.training.speed import Speed
 from toolkit.training.speed.checkpointing import CHECKPOINTING
 from toolkit.training.speed_arguments import SpeedArguments
@@ -120,7 +120,7 @@ class _StepEnds(TrainerCallback):
         self._watch.step_done()
 
 
-class _WatchInLoop(Companion):
+class _WatchInLoop(Observer):
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
 
@@ -200,7 +200,7 @@ def trainer_of(
         ddp_bucket_view=speed.arguments.gradients_in_buckets,
         guards=guards,
     )
-    trainer.add_callback(CompanionsCallback(trainer, [speed]))
+    trainer.add_callback(ObserversCallback(trainer, [speed]))
     return trainer
 
 
@@ -277,7 +277,7 @@ def train_in_loop(
             watch.counting(speed.collating(Collator(pad_token_id=0))),
             recorder=recorder,
             scheduled_steps=args.max_steps,
-            companions=[speed, _WatchInLoop(watch)],
+            observers=[speed, _WatchInLoop(watch)],
         )
         losses = recorder.outer_losses()
     finally:
@@ -297,7 +297,7 @@ def loop_recorder(args: TrainingArguments) -> Recorder:
             gradient_accumulation_steps=args.gradient_accumulation_steps,
         ),
         rehearsal=not torch.cuda.is_available(),
-        pulse=pulse_for("stop", checkpoints=Path(args.output_dir)),
+        heartbeat=heartbeat_for("stop", checkpoints=Path(args.output_dir)),
     )
 
 

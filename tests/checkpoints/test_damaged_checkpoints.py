@@ -5,14 +5,14 @@ import random
 
 import pytest
 
-from toolkit.checkpoints.agreeing import damages
-from toolkit.checkpoints.asked import Asked, asked_checkpoint, folder_to_resume
-from toolkit.checkpoints.facts import differences
+from toolkit.checkpoints.committing import committing
+from toolkit.checkpoints.fingerprint import differences
+from toolkit.checkpoints.integrity import damages
+from toolkit.checkpoints.resume_request import Asked, asked_checkpoint, folder_to_resume
 from toolkit.checkpoints.resuming import find_checkpoint
 from toolkit.errors import UsageError
 from toolkit.measuring.steps_file import drop_steps_after
-from toolkit.training.committing import committing
-from toolkit.training.manifests import MANIFEST, read_manifest, write_manifest
+from toolkit.records.manifests import MANIFEST, read_manifest, write_manifest
 
 FACTS = {"num_processes": 2, "strategy": "zero2", "per_device_train_batch_size": 4, "seed": 1}
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.checkpoints.committing import committing
 from toolkit.checkpoints.folders import checkpoints_in, rotate, shares, tidy
 from toolkit.measuring.steps_file import drop_steps_after
-from toolkit.training.committing import committing
-from toolkit.training.manifests import MANIFEST
+from toolkit.records.manifests import MANIFEST
 
 
 def save(output_dir, step):

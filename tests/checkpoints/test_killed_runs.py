@@ -7,8 +7,8 @@ import time
 import psutil
 import pytest
 
+from toolkit.checkpoints.committing import check
 from toolkit.checkpoints.folders import checkpoints_in
-from toolkit.training.committing import check
 
 STEPS = 60
 

@@ -69,7 +69,7 @@ def test_where_nothing_was_saved_it_says_where_to_go_on_all_the_same(tmp_path):
 
 def test_weights_that_packed_rows_have_moved_on_are_not_saved(tmp_path):
     class Everybody:
-        pulse = type("Agreed", (), {"stop_agreed": True})
+        heartbeat = type("Agreed", (), {"stop_agreed": True})
 
     keeper = Keeper(
         output_dir=tmp_path,

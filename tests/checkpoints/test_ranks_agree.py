@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from toolkit.training.committing import committing
+from toolkit.checkpoints.committing import committing
 
 RANK = """
 import json, sys
 from pathlib import Path
 import torch
-from toolkit.checkpoints.asked import Asked
+from toolkit.checkpoints.resume_request import Asked
 from toolkit.checkpoints.resuming import find_checkpoint
 from toolkit.errors import UsageError
 rank, folder, facts = int(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from toolkit.checkpoints.shards import LIST, ShardError, read_shards, write_shards
+from toolkit.engines.fsdp_shards import LIST, ShardError, read_shards, write_shards
 from toolkit.errors import UsageError
 
 

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from small_llama import CONFIG
 
 from toolkit.comparing.predicted import MOVED
-from toolkit.results import Results, Row, write_json
+from toolkit.records.results import Results, Row, write_json
 
 STEPS = 4
 

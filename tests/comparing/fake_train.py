@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from toolkit.launching.status import StatusFile
-from toolkit.results import write_json
+from toolkit.records.results import write_json
 
 MEMORY = ("peak", "parameters", "master", "gradients", "optimizer", "host_peak")
 

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from toolkit.comparing.scheduling.achieved import compute_of, cost_of, room_of
+from toolkit.comparing.run.achieved import compute_of, cost_of, room_of
 
 HIDDEN, LAYERS, VOCABULARY, LENGTH = 64, 2, 128, 64
 

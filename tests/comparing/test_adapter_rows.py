@@ -9,11 +9,11 @@ from small_llama import CONFIG
 
 from toolkit.comparing.parity import judge
 from toolkit.comparing.predicted import job_of
-from toolkit.comparing.reporting.matching import SAME_TRAINING, Side
-from toolkit.comparing.reporting.words import method_in_words
-from toolkit.comparing.scheduling.achieved import NO_CONVENTION, compute_of
+from toolkit.comparing.report.matching import SAME_TRAINING, Side
+from toolkit.comparing.report.words import method_in_words
+from toolkit.comparing.run.achieved import NO_CONVENTION, compute_of
 from toolkit.errors import UsageError
-from toolkit.results import STARTING_ADAPTER
+from toolkit.records.results import STARTING_ADAPTER
 
 LORA = {
     "method": "lora",

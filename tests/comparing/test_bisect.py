@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from toolkit.comparing.bisection import running
-from toolkit.comparing.bisection.finding import ROUNDINGS, BisectError, Side, bisect, load_side
-from toolkit.comparing.bisection.of_gates import step_of_gates
-from toolkit.comparing.bisection.running import bisect_runs
-from toolkit.comparing.bisection.told import Started, page, told
-from toolkit.comparing.scheduling.attempts import Finished
-from toolkit.comparing.scheduling.bisect_command import bisect_command
-from toolkit.comparing.scheduling.options import CompareOptions
-from toolkit.comparing.scheduling.plan import build_plan, fixed_by
+from toolkit.comparing.bisect import running
+from toolkit.comparing.bisect.finding import ROUNDINGS, BisectError, Side, bisect, load_side
+from toolkit.comparing.bisect.of_gates import step_of_gates
+from toolkit.comparing.bisect.render import Started, page, told
+from toolkit.comparing.bisect.running import bisect_runs
+from toolkit.comparing.run.attempts import Finished
+from toolkit.comparing.run.bisect_command import bisect_command
+from toolkit.comparing.run.options import CompareOptions
+from toolkit.comparing.run.plan import build_plan, fixed_by
 from toolkit.errors import UsageError
-from toolkit.evidence import (
+from toolkit.records.evidence import (
     AFTER_FILE,
     BEFORE_FILE,
     GRADIENTS_FILE,

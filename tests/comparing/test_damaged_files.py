@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from toolkit.comparing.reporting.page import render_page
-from toolkit.comparing.reporting.presentable import presentable
-from toolkit.comparing.reporting.report import render_markdown
-from toolkit.comparing.reporting.table_file import render_table
-from toolkit.comparing.scheduling.rebuilding import rebuilt
+from toolkit.comparing.report.page import render_page
+from toolkit.comparing.report.redact import redact_results
+from toolkit.comparing.report.table_file import render_table
+from toolkit.comparing.report.write import render_markdown
+from toolkit.comparing.run.rebuilding import rebuilt
 from toolkit.errors import UsageError
-from toolkit.results import read_record, read_results, write_json
+from toolkit.records.results import read_record, read_results, write_json
 
 FLIPS = 1000
 LOST = 300
@@ -52,7 +52,7 @@ def is_read(file):
 def report_on(folder, name, *, page):
     """Make everything of the results, or of the records: it must not raise."""
     results = read_results(folder) if name == "results.json" else rebuilt(folder).results()
-    shown = presentable(results)
+    shown = redact_results(results)
     render_markdown(shown)
     render_table(shown)
     if page:

@@ -3,8 +3,8 @@
 import pytest
 from documents import ALL
 
-from toolkit.comparing.reporting.report import write_report
-from toolkit.results import RESULTS_FILE, write_json
+from toolkit.comparing.report.write import write_report
+from toolkit.records.results import RESULTS_FILE, write_json
 
 BLOCKS = [text for page in ALL for text in page.python]
 READERS = [text for text in BLOCKS if '"runs/' in text and "ToolkitTrainer" not in text]

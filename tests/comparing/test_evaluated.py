@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from toolkit.comparing.parity import judge
-from toolkit.comparing.reporting.page import render_page
-from toolkit.comparing.reporting.report import render_markdown
-from toolkit.comparing.reporting.runs_table import runs_table
-from toolkit.comparing.reporting.sections import parts
-from toolkit.comparing.reporting.sections.agreement import agreement
-from toolkit.comparing.reporting.sections.evaluation import evaluation, samples
-from toolkit.comparing.reporting.table_file import render_table
-from toolkit.comparing.reporting.verdict import verdict
+from toolkit.comparing.report.page import render_page
+from toolkit.comparing.report.runs_table import runs_table
+from toolkit.comparing.report.sections import parts
+from toolkit.comparing.report.sections.agreement import agreement
+from toolkit.comparing.report.sections.evaluation import evaluation, samples
+from toolkit.comparing.report.table_file import render_table
+from toolkit.comparing.report.verdict import verdict
+from toolkit.comparing.report.write import render_markdown
 
 
 def evaluated(*losses, steps=(0, 2, 4), tokens=50, rows=7):

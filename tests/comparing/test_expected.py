@@ -10,7 +10,7 @@ import time
 import pytest
 from rich.console import Console
 
-from toolkit.comparing.scheduling.expected import (
+from toolkit.comparing.run.expected import (
     BUILT_IN,
     TimeLeft,
     about,
@@ -18,8 +18,8 @@ from toolkit.comparing.scheduling.expected import (
     expected,
     waiting,
 )
-from toolkit.comparing.scheduling.options import CompareOptions
-from toolkit.training.built_in_data import BUILT_IN_DATA
+from toolkit.comparing.run.options import CompareOptions
+from toolkit.data.built_in import BUILT_IN_DATA
 from toolkit.training.model import BUILT_IN_MODEL
 
 

@@ -7,12 +7,12 @@ import re
 import pytest
 from rich.console import Console
 
-from toolkit.comparing.reporting.names import for_readers
-from toolkit.comparing.reporting.page import render_page
-from toolkit.comparing.reporting.report import print_report, render_markdown
-from toolkit.comparing.reporting.runs_table import runs_table
-from toolkit.comparing.reporting.table_file import render_table
-from toolkit.comparing.reporting.turned import turned_order
+from toolkit.comparing.report.names import for_readers
+from toolkit.comparing.report.page import render_page
+from toolkit.comparing.report.runs_table import runs_table
+from toolkit.comparing.report.table_file import render_table
+from toolkit.comparing.report.turned import turned_order
+from toolkit.comparing.report.write import print_report, render_markdown
 
 MIB = 2**20
 
@@ -144,8 +144,8 @@ def test_without_a_terminal_or_with_no_color_nothing_is_coloured(six, monkeypatc
 def test_a_stream_that_takes_ascii_alone_gets_the_table():
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
-    from toolkit.comparing.reporting.grid import Section
-    from toolkit.comparing.reporting.table import tables
+    from toolkit.comparing.report.grid import Section
+    from toolkit.comparing.report.table import tables
 
     section = Section("", ["strategy", "status"], [["ddp", "ok"]])
     console = Console(file=stream, width=80)

@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from toolkit.comparing.scheduling.noise import noise_of, student_quantile
+from toolkit.comparing.run.noise import noise_of, student_quantile
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ from html.parser import HTMLParser
 
 import pytest
 
-from toolkit.comparing.reporting import figures
-from toolkit.comparing.reporting.figures import draw_all
-from toolkit.comparing.reporting.page import render_page
-from toolkit.comparing.reporting.presentable import presentable
-from toolkit.comparing.reporting.verdict import REHEARSAL
+from toolkit.comparing.report import figures
+from toolkit.comparing.report.figures import draw_all
+from toolkit.comparing.report.page import render_page
+from toolkit.comparing.report.redact import redact_results
+from toolkit.comparing.report.verdict import REHEARSAL
 
 FIGURES = ["speed", "memory", "peak", "traffic", "losses", "steps", "phases", "scaling"]
 OLD_FIGURES = ["speed", "memory", "traffic", "losses", "steps"]
@@ -264,7 +264,7 @@ def test_what_a_run_says_cannot_become_part_of_the_page(results, poisoned):
     for name in ("fixed", "environment"):
         evil[name][EVIL] = {EVIL: [EVIL]}
     evil["runs"][-1]["tail"] += ["</pre></main><style>*{display:none}</style>", "<!--", "]]>"]
-    plain, page = Page(render_page(results)), Page(render_page(presentable(evil)))
+    plain, page = Page(render_page(results)), Page(render_page(redact_results(evil)))
     # Words, and not one tag that isn't the page's own.
     assert {tag for tag, _ in page.tags} == {tag for tag, _ in plain.tags}
     assert list(page.figures) == FIGURES
@@ -281,7 +281,7 @@ def test_names_alone_that_are_hostile_do_not_break_a_figure(results):
         ]
         row.pop("name", None)
     results["control"]["strategy"] = results["runs"][0]["strategy"]
-    page = Page(render_page(presentable(results)))
+    page = Page(render_page(redact_results(results)))
     assert list(page.figures) == FIGURES
 
 

@@ -12,8 +12,8 @@ import subprocess
 import matplotlib.image
 import pytest
 
-from toolkit.comparing.reporting.page import render_page
-from toolkit.comparing.reporting.presentable import presentable
+from toolkit.comparing.report.page import render_page
+from toolkit.comparing.report.redact import redact_results
 
 CHROMIUM = shutil.which("chromium")
 THEMES = {"dark": 0, "light": 1}
@@ -71,7 +71,7 @@ def browse(tmp_path):
 @pytest.fixture(params=[True, False], ids=["rehearsal", "gpus"])
 def page(request, full_results, tmp_path):
     path = tmp_path / "report.html"
-    path.write_text(render_page(presentable(full_results(rehearsal=request.param))))
+    path.write_text(render_page(redact_results(full_results(rehearsal=request.param))))
     return path
 
 

@@ -11,7 +11,7 @@ from toolkit.comparing.parity import (
     judge,
     judge_control,
 )
-from toolkit.results import FILLER_ID
+from toolkit.records.results import FILLER_ID
 
 ALL_GATES = {"loss": True, "grad_norm": True, "weights": True, "data": True}
 START = {"a": np.zeros((2, 3), np.float32)}

@@ -9,12 +9,12 @@ from pathlib import Path
 import matplotlib.text
 import pytest
 
-from toolkit.comparing.reporting import picture
-from toolkit.comparing.reporting.picture import page_colours, render_picture
-from toolkit.comparing.reporting.presentable import presentable
-from toolkit.comparing.reporting.verdict import verdict
+from toolkit.comparing.report import picture
+from toolkit.comparing.report.picture import page_colours, render_picture
+from toolkit.comparing.report.redact import redact_results
+from toolkit.comparing.report.verdict import verdict
 from toolkit.errors import UsageError
-from toolkit.results import write_json
+from toolkit.records.results import write_json
 
 ROOT = Path(__file__).parents[2]
 
@@ -167,7 +167,7 @@ def test_the_engine_is_named_where_both_ran(full_results, make_results, make_row
 
 def test_texts_of_results_cannot_break_it(full_results, poisoned, texts):
     evil = poisoned(full_results(), EVIL * 3)
-    assert pixels(render_picture(presentable(evil))) == (1200, 630)
+    assert pixels(render_picture(redact_results(evil))) == (1200, 630)
     check_fits(texts)
     assert not any("\x1b" in text or "\n" in text for text in words_of(texts))
     assert any(text.startswith("single<b>alert") for text in words_of(texts))
@@ -180,7 +180,7 @@ def test_names_that_are_hostile_do_not_break_it(full_results, texts, name):
         row["strategy"] = name
         row.pop("name", None)
     results["control"]["strategy"] = name
-    assert pixels(render_picture(presentable(results))) == (1200, 630)
+    assert pixels(render_picture(redact_results(results))) == (1200, 630)
     check_fits(texts)
 
 

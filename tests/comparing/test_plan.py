@@ -1,8 +1,8 @@
 import pytest
 
-from toolkit.comparing.scheduling.options import CompareOptions, read_scale, usual_rows
-from toolkit.comparing.scheduling.owned_flags import check_train_flags
-from toolkit.comparing.scheduling.plan import build_plan
+from toolkit.comparing.run.options import CompareOptions, read_scale, usual_rows
+from toolkit.comparing.run.owned_flags import check_train_flags
+from toolkit.comparing.run.plan import build_plan
 from toolkit.errors import UsageError
 
 

@@ -8,10 +8,10 @@ import sys
 import pytest
 from rich.console import Console
 
-from toolkit.comparing.scheduling.rebuilding import rebuilt, restore
+from toolkit.comparing.run.rebuilding import rebuilt, restore
 from toolkit.errors import UsageError
 from toolkit.launching.status import StatusFile
-from toolkit.results import read_results, write_json
+from toolkit.records.results import read_results, write_json
 
 LOST = {
     "missing": None,

@@ -5,16 +5,16 @@ import re
 import pytest
 from rich.console import Console
 
-from toolkit.comparing.reporting.report import (
+from toolkit.comparing.report.runs_table import runs_table
+from toolkit.comparing.report.verdict import REHEARSAL, verdict
+from toolkit.comparing.report.write import (
     COLUMNS,
     cells,
     print_report,
     render_markdown,
     write_report,
 )
-from toolkit.comparing.reporting.runs_table import runs_table
-from toolkit.comparing.reporting.verdict import REHEARSAL, verdict
-from toolkit.results import read_results, write_json
+from toolkit.records.results import read_results, write_json
 
 FAILED = {
     "status": "oom",

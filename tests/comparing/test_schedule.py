@@ -22,15 +22,15 @@ from rich.console import Console
 from small_llama import CONFIG
 
 from toolkit import redaction
-from toolkit.comparing.bisection.running import bisect_runs
-from toolkit.comparing.reporting import matching
-from toolkit.comparing.reporting.remake import remake
-from toolkit.comparing.scheduling import preparing, schedule, starting
-from toolkit.comparing.scheduling.options import CompareOptions
-from toolkit.comparing.scheduling.schedule import compare
+from toolkit.comparing.bisect.running import bisect_runs
+from toolkit.comparing.report import matching
+from toolkit.comparing.report.remake import remake
+from toolkit.comparing.run import preparing, schedule, starting
+from toolkit.comparing.run.options import CompareOptions
+from toolkit.comparing.run.schedule import compare
 from toolkit.errors import UsageError
 from toolkit.launching.warm import SOCKET
-from toolkit.results import read_results
+from toolkit.records.results import read_results
 
 FAKE_TRAIN = Path(__file__).with_name("fake_train.py")
 PREPARED = {

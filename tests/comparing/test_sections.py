@@ -2,20 +2,20 @@
 
 import pytest
 
-from toolkit.comparing.reporting.contrast import memory as memory_of_two
-from toolkit.comparing.reporting.figures.memory import fullest_moment
-from toolkit.comparing.reporting.figures.speed import speed_and_memory
-from toolkit.comparing.reporting.matching import match
-from toolkit.comparing.reporting.row_facts import planner_word
-from toolkit.comparing.reporting.runs_table import runs_table, speed_and_cost
-from toolkit.comparing.reporting.sections import parts
-from toolkit.comparing.reporting.sections.agreement import agreement
-from toolkit.comparing.reporting.sections.failures import failures
-from toolkit.comparing.reporting.sections.memory import fullest, held, over_ranks
-from toolkit.comparing.reporting.sections.scaling import scaled_runs, scaling
-from toolkit.comparing.reporting.sections.steps import step_time, warm_up
-from toolkit.comparing.reporting.sections.traffic import collectives, sent
-from toolkit.results import write_json
+from toolkit.comparing.report.contrast import memory as memory_of_two
+from toolkit.comparing.report.figures.memory import fullest_moment
+from toolkit.comparing.report.figures.speed import speed_and_memory
+from toolkit.comparing.report.matching import match
+from toolkit.comparing.report.row_facts import planner_word
+from toolkit.comparing.report.runs_table import runs_table, speed_and_cost
+from toolkit.comparing.report.sections import parts
+from toolkit.comparing.report.sections.agreement import agreement
+from toolkit.comparing.report.sections.failures import failures
+from toolkit.comparing.report.sections.memory import fullest, held, over_ranks
+from toolkit.comparing.report.sections.scaling import scaled_runs, scaling
+from toolkit.comparing.report.sections.steps import step_time, warm_up
+from toolkit.comparing.report.sections.traffic import collectives, sent
+from toolkit.records.results import write_json
 
 GIB = 2**30
 

@@ -9,16 +9,16 @@ import sys
 import pytest
 from rich.console import Console
 
-from toolkit.comparing.reporting.contrast import differences, losses, memory, parts, speed, verdict
-from toolkit.comparing.reporting.matching import (
+from toolkit.comparing.report.contrast import differences, losses, memory, parts, speed, verdict
+from toolkit.comparing.report.matching import (
     combined_noise,
     loss_difference,
     match,
     speed_verdict,
 )
-from toolkit.comparing.reporting.row_facts import run_name
-from toolkit.comparing.reporting.side_by_side import render_csv, render_markdown, render_page, show
-from toolkit.results import write_json
+from toolkit.comparing.report.row_facts import run_name
+from toolkit.comparing.report.side_by_side import render_csv, render_markdown, render_page, show
+from toolkit.records.results import write_json
 
 SAME_DATA = {
     "rows per optimizer step": 16,

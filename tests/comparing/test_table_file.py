@@ -3,7 +3,7 @@ import io
 
 import pytest
 
-from toolkit.comparing.reporting.table_file import render_table
+from toolkit.comparing.report.table_file import render_table
 
 
 def read(results):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from toolkit.comparing.reporting.names import for_readers
-from toolkit.comparing.reporting.sections.limits import limits
-from toolkit.comparing.reporting.verdict import broken_lines, findings, verdict
+from toolkit.comparing.report.names import for_readers
+from toolkit.comparing.report.sections.limits import limits
+from toolkit.comparing.report.verdict import broken_lines, findings, verdict
 
 REPEATED = {"share": 0.03, "basis": "repeats", "repeats": 3}
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from toolkit.comparing.reporting.words import (
+from toolkit.comparing.report.words import (
     dollars,
     flat,
     number,

@@ -39,17 +39,17 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 from toolkit import environment
+from toolkit.data.training_data import Collator, TrainingData, prepare_data, training_rows
 from toolkit.measuring.attestation import Asked
 from toolkit.measuring.evidence import EvidenceKeeper
 from toolkit.measuring.recorder import Recorder
+from toolkit.records.results import SCHEMA, write_json
 from toolkit.rehearse import die_with_launcher, rehearse_if_needed
-from toolkit.results import SCHEMA, write_json
 from toolkit.strategies import get_strategy
 from toolkit.training import loop, saving
 from toolkit.training.arguments import DataArguments, parse
-from toolkit.training.companions import Companion, Prepared
-from toolkit.training.data import Collator, TrainingData, prepare_data, training_rows
 from toolkit.training.model import load_tokenizer
+from toolkit.training.observers import Observer, Prepared
 from toolkit.training.saving import save_model
 
 EVIDENCE = sys.argv[1:2] == ["--evidence"]
@@ -123,7 +123,7 @@ def arguments(model: str, folder: Path, precision: str, steps: int) -> TrainingA
     return parse([text for name, value in flags.items() for text in (f"--{name}", str(value))])[-1]
 
 
-class Kept(Companion):
+class Kept(Observer):
     """Remembers what was trained, and lets a fault act between two steps."""
 
     def __init__(self, run: Run) -> None:
@@ -201,7 +201,7 @@ class Run:
             Collator(pad_token_id=tokenizer.pad_token_id),
             recorder=recorder,
             scheduled_steps=self.steps,
-            companions=[kept],
+            observers=[kept],
         )
         accelerator, wrapped = kept.engine.accelerator, kept.engine.model
         if self.saves:

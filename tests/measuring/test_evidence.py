@@ -2,9 +2,9 @@
 
 import pytest
 
+from toolkit.data.collation import Collator
 from toolkit.measuring.evidence import _rows
-from toolkit.results import FILLER_ID
-from toolkit.training.batches import Collator
+from toolkit.records.results import FILLER_ID
 
 PAD = 0
 

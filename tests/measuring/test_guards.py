@@ -6,7 +6,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from toolkit.errors import GuardError
 from toolkit.measuring import guards as of_guards
-from toolkit.measuring.beat import Beat, Own
 from toolkit.measuring.guards import (
     NORMS_NEEDED,
     PACE_KEPT,
@@ -18,6 +17,7 @@ from toolkit.measuring.guards import (
 )
 from toolkit.measuring.initial_weights import checksums
 from toolkit.measuring.order import OrderWatch
+from toolkit.measuring.step_health import Own, StepHealth
 
 NORMAL = {
     "loss_is_finite": True,
@@ -33,7 +33,7 @@ NORMAL = {
 
 
 def beat(step, **other):
-    return Beat(step=step, **NORMAL | other)
+    return StepHealth(step=step, **NORMAL | other)
 
 
 def nobody():

@@ -9,8 +9,14 @@ from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 
 from toolkit.errors import UsageError
-from toolkit.evidence import AFTER_FILE, BEFORE_FILE, GRADIENTS_FILE, INITIAL_FILE, read_evidence
 from toolkit.measuring.evidence import EvidenceKeeper
+from toolkit.records.evidence import (
+    AFTER_FILE,
+    BEFORE_FILE,
+    GRADIENTS_FILE,
+    INITIAL_FILE,
+    read_evidence,
+)
 
 OVERFLOWING = 2.0**127
 """A gradient of 3 is inf in fp32 under this scale, and finite under half of it."""

@@ -10,8 +10,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from transformers import Adafactor
 
+from toolkit.engines.inspection import stand_in
 from toolkit.measuring.attestation import Asked, Refused
-from toolkit.measuring.engine import stand_in
 from toolkit.measuring.merging import WARMUP_STEPS
 from toolkit.measuring.recorder import Recorder
 from toolkit.strategies import STRATEGIES

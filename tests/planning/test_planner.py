@@ -9,7 +9,7 @@ from rich.console import Console
 
 from toolkit.errors import UsageError
 from toolkit.planning.plan import plan
-from toolkit.planning.shown import table
+from toolkit.planning.render import table
 from toolkit.planning.speed.traffic import collectives
 from toolkit.planning.terms import CATEGORIES
 from toolkit.strategies import STRATEGIES

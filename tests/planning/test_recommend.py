@@ -6,7 +6,7 @@ import pytest
 from toolkit.errors import UsageError
 from toolkit.planning.plan import plan
 from toolkit.planning.recommend import SAME_SPEED, SHARDED, WHOLE, LearningRate, recommend
-from toolkit.planning.shown.recommended import write_recommendation
+from toolkit.planning.render.recommended import write_recommendation
 
 GRID = [
     (model, gpu, gpus)

@@ -24,15 +24,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from toolkit import ToolkitTrainer
 from toolkit.configs.requested import requested_strategy
+from toolkit.engines.inspection import local
 from toolkit.errors import GuardError
 from toolkit.measuring import guards as bounds
 from toolkit.measuring.attestation import Asked
-from toolkit.measuring.engine import local
-from toolkit.measuring.pulse import pulse_for
+from toolkit.measuring.heartbeat import heartbeat_for
 from toolkit.measuring.recorder import Recorder
 from toolkit.rehearse import die_with_launcher, rehearse_if_needed
-from toolkit.training.companions import Companion
 from toolkit.training.loop import train_loop
+from toolkit.training.observers import Observer
 from toolkit.training.saving import save_model
 
 RANK = int(os.environ["RANK"])
@@ -217,7 +217,7 @@ class Part(TrainerCallback):
             part(model)
 
 
-class PartAndSave(Companion):
+class PartAndSave(Observer):
     """Has a rank part after the last step, and saves."""
 
     def __init__(self, folder, recorder, parts):
@@ -267,7 +267,7 @@ def with_loop(
     recorder = Recorder(
         Asked(strategy=strategy, num_processes=int(os.environ["WORLD_SIZE"])),
         rehearsal=True,
-        pulse=pulse_for("stop", checkpoints=folder, slow_rank=slow_rank),
+        heartbeat=heartbeat_for("stop", checkpoints=folder, slow_rank=slow_rank),
     )
     try:
         train_loop(
@@ -277,7 +277,7 @@ def with_loop(
             collate,
             recorder=recorder,
             scheduled_steps=STEPS,
-            companions=[PartAndSave(folder, recorder, parts)] if saves else [],
+            observers=[PartAndSave(folder, recorder, parts)] if saves else [],
         )
         WHAT["record"] = kept_of(recorder.finish())
     finally:

@@ -11,9 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 import toolkit
 from toolkit import STRATEGIES, ToolkitTrainer, checkpoints, environment, measuring, training
+from toolkit.data.collation import Collator
 from toolkit.measuring.attestation import Asked
 from toolkit.measuring.recorder import Recorder
-from toolkit.training.batches import Collator
 from toolkit.training.loop import train_loop
 
 STEPS = 4

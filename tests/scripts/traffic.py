@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from toolkit.configs.requested import requested_strategy
+from toolkit.engines.inspection import zero_optimizer
 from toolkit.measuring.attestation import Asked
-from toolkit.measuring.engine import zero_optimizer
 from toolkit.measuring.recorder import Recorder
 from toolkit.measuring.traffic import Ledger
 from toolkit.rehearse import _patch_accelerate, _patch_deepspeed

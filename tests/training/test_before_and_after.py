@@ -5,14 +5,14 @@ from accelerate import Accelerator
 from datasets import Dataset
 from small_models import tiny_llama
 
+from toolkit.data.collation import Collator
 from toolkit.measuring.attestation import Asked
 from toolkit.measuring.recorder import Recorder
 from toolkit.strategies import get_strategy
-from toolkit.training.batches import Collator
 from toolkit.training.before_and_after import before_and_after, with_evaluation, write_so_far
-from toolkit.training.companions import Prepared
 from toolkit.training.evaluation_plan import EvaluationPlan, Schedule
 from toolkit.training.model import build_model, load_tokenizer
+from toolkit.training.observers import Prepared
 
 LAST = 3
 
@@ -36,7 +36,7 @@ def run(cache, capsys):
         )
         recorder = Recorder(Asked(strategy=get_strategy("single"), num_processes=1), rehearsal=True)
         recorder.resumed_after(done)
-        companions = before_and_after(
+        observers = before_and_after(
             plan,
             Collator(pad_token_id=0),
             tokenizer=tokenizer,
@@ -50,16 +50,16 @@ def run(cache, capsys):
             scheduler=None,
             report=lambda step, values: None,
         )
-        for one in companions:
+        for one in observers:
             one.prepared(engine)
         for step in steps:
-            for one in companions:
+            for one in observers:
                 one.step_done(step)
         if save is not None:
             save.mkdir()
-            write_so_far(save, plan=plan, companions=companions)
+            write_so_far(save, plan=plan, observers=observers)
         recorder.close()
-        record = with_evaluation({"not_measured": {}}, plan, companions)
+        record = with_evaluation({"not_measured": {}}, plan, observers)
         return record, capsys.readouterr().out
 
     return run

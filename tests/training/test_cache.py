@@ -9,17 +9,17 @@ import sys
 
 import pytest
 
+from toolkit.data.cache import build_once, read_cached
+from toolkit.data.training_data import prepare_data
 from toolkit.environment import cache_root
 from toolkit.errors import UsageError
 from toolkit.training.arguments import DataArguments
-from toolkit.training.cache import build_once, read_cached
-from toolkit.training.data import prepare_data
 from toolkit.training.model import build_model
 
 STUCK_BUILDER = """
 import sys, time
 from pathlib import Path
-from toolkit.training.cache import build_once
+from toolkit.data.cache import build_once
 
 def build(folder):
     (folder / "half").write_text("half")
@@ -209,7 +209,7 @@ def test_a_file_that_changes_after_the_check_is_one_sentence(content, tmp_path):
 RANK = """
 import sys
 from pathlib import Path
-from toolkit.training.cache import build_once, check_seconds
+from toolkit.data.cache import build_once, check_seconds
 
 def build(folder):
     sys.exit("built again")

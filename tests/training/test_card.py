@@ -12,12 +12,12 @@ from small_models import tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from toolkit import ToolkitTrainer
+from toolkit.checkpoints.committing import check
+from toolkit.data.arguments import DataArguments
+from toolkit.data.built_in import BUILT_IN_DATA
 from toolkit.training.arguments import ModelArguments, own_arguments, training_values
-from toolkit.training.built_in_data import BUILT_IN_DATA
 from toolkit.training.card import CARD_FILE, MARKER, Card, card_of_run
 from toolkit.training.card_command import hub_name_of, shown_name
-from toolkit.training.committing import check
-from toolkit.training.data_arguments import DataArguments
 from toolkit.training.method_arguments import MethodArguments
 from toolkit.training.model import BUILT_IN_MODEL, build_model
 from toolkit.training.saving import save_model

@@ -9,19 +9,19 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from toolkit.errors import UsageError
-from toolkit.training.arguments import DataArguments
-from toolkit.training.chat import (
+from toolkit.data.chat import (
     MODELS_OWN,
     ChatTokeniser,
     Template,
     find_template,
     shipped_templates,
 )
-from toolkit.training.data import IGNORED, prepare_data
-from toolkit.training.formats import Chat, Format
+from toolkit.data.formats import Chat, Format
+from toolkit.data.tokens import Tally
+from toolkit.data.training_data import IGNORED, prepare_data
+from toolkit.errors import UsageError
+from toolkit.training.arguments import DataArguments
 from toolkit.training.model import build_model, load_tokenizer
-from toolkit.training.tokens import Tally
 
 SPECIAL = [
     *("<|im_start|>", "<|im_end|>", "<start_of_turn>", "<end_of_turn>", "<|end|>"),

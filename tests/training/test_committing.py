@@ -14,15 +14,15 @@ import time
 
 import pytest
 
+from toolkit.checkpoints import committing as room
+from toolkit.checkpoints.committing import check, committing, remove_own
 from toolkit.errors import UsageError
-from toolkit.training import committing as room
-from toolkit.training.committing import check, committing, remove_own
-from toolkit.training.manifests import MANIFEST, Damaged, read_manifest, write_manifest
+from toolkit.records.manifests import MANIFEST, Damaged, read_manifest, write_manifest
 
 COMMITS_FOR_EVER = """
 import itertools, sys
 from pathlib import Path
-from toolkit.training import committing as room
+from toolkit.checkpoints import committing as room
 if sys.argv[2] == "renames":
     room._exchanged = lambda one, other: False
 for version in itertools.count(1):

@@ -8,10 +8,8 @@ from datasets import Dataset, List, Value
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from toolkit.errors import UsageError
-from toolkit.training import built_in_data
-from toolkit.training.arguments import DataArguments, ModelArguments
-from toolkit.training.data import (
+from toolkit.data import built_in
+from toolkit.data.training_data import (
     IGNORED,
     Collator,
     prepare_data,
@@ -20,6 +18,8 @@ from toolkit.training.data import (
     supervised_tokens,
     tokenise,
 )
+from toolkit.errors import UsageError
+from toolkit.training.arguments import DataArguments, ModelArguments
 from toolkit.training.model import load_tokenizer, resolve_tokenizer
 
 WORDS = ["</s>", "a", "b", "c", "d", "e", "f"]
@@ -281,7 +281,7 @@ def test_the_built_in_data_are_the_same_in_another_process(cache, built_at_once,
 
 
 def test_a_python_without_sources_is_told_the_way_out(monkeypatch, own_cache, tmp_path):
-    monkeypatch.setattr(built_in_data.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(built_in.sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(UsageError, match="without the sources.*--train_file"):
         standard_library_rows()
 

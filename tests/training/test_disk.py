@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from toolkit.checkpoints.shards import write_shards
-from toolkit.training.disk import in_words, room_missing
+from toolkit.checkpoints.disk import in_words, room_missing
+from toolkit.engines.fsdp_shards import write_shards
 
 
 @contextmanager

@@ -12,14 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainingArguments
 
 from toolkit import ToolkitTrainer
+from toolkit.data.arguments import DataArguments
+from toolkit.data.tokens import IGNORED
+from toolkit.data.training_data import Collator
+from toolkit.engines.between_steps import NotBetweenSteps, between_steps
 from toolkit.errors import UsageError
 from toolkit.measuring.attestation import Asked
 from toolkit.measuring.recorder import Recorder
 from toolkit.strategies import get_strategy
 from toolkit.training.arguments import parse_own, training_values
-from toolkit.training.companions import CompanionsCallback
-from toolkit.training.data import Collator
-from toolkit.training.data_arguments import DataArguments
 from toolkit.training.evaluation import Evaluation, loss_and_tokens, perplexity
 from toolkit.training.evaluation_plan import (
     Schedule,
@@ -28,11 +29,10 @@ from toolkit.training.evaluation_plan import (
     prompts_of,
     schedule,
 )
-from toolkit.training.interlude import NotBetweenSteps, interlude
 from toolkit.training.loop import train_loop
+from toolkit.training.observers import ObserversCallback
 from toolkit.training.speed import Speed
 from toolkit.training.speed_arguments import SpeedArguments
-from toolkit.training.tokens import IGNORED
 
 COLLATE = Collator(pad_token_id=0)
 
@@ -172,11 +172,11 @@ def test_perplexity_is_the_exponential_or_infinite():
     assert math.isnan(perplexity(math.nan))
 
 
-def test_an_interlude_leaves_modes_random_numbers_and_gradients_as_they_were(accelerator):
+def test_between_steps_leaves_modes_random_numbers_and_gradients_as_they_were(accelerator):
     model = tiny_llama()
     model.model.layers[0].eval()
     before = torch.random.get_rng_state()
-    with interlude(accelerator, model):
+    with between_steps(accelerator, model):
         assert not any(module.training for module in model.modules())
         assert not torch.is_grad_enabled()
         torch.rand(3)
@@ -203,7 +203,7 @@ def trained(engine, folder, *, evaluated):
     evaluation = Evaluation(
         ragged(7), COLLATE, batch_rows=2, schedule=Schedule(last=4, every=1), recorder=kept
     )
-    companions = [evaluation] if evaluated else []
+    observers = [evaluation] if evaluated else []
     args = arguments(folder)
     torch.manual_seed(3)
     try:
@@ -215,14 +215,14 @@ def trained(engine, folder, *, evaluated):
                 COLLATE,
                 recorder=kept,
                 scheduled_steps=4,
-                companions=companions,
+                observers=observers,
             )
             record = kept.finish()
         else:
             trainer = ToolkitTrainer(
                 model=model, args=args, train_dataset=rows, data_collator=COLLATE, recorder=kept
             )
-            trainer.add_callback(CompanionsCallback(trainer, companions))
+            trainer.add_callback(ObserversCallback(trainer, observers))
             trainer.train()
             record = trainer.record
     finally:

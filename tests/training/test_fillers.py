@@ -6,7 +6,7 @@ import torch
 from small_models import tiny_llama
 from transformers import MBartConfig, MBartForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from toolkit.training.fillers import idle_loss
+from toolkit.data.fillers import idle_loss
 from toolkit.training.model import build_model, load_tokenizer
 
 CPU = torch.device("cpu")

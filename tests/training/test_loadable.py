@@ -23,10 +23,10 @@ from transformers import (
     ViTForImageClassification,
 )
 
+from toolkit.data.packing import PROVEN_MODELS
 from toolkit.errors import UsageError
 from toolkit.training.loadable import check_loadable
 from toolkit.training.model import build_model, model_facts
-from toolkit.training.packing import PROVEN_MODELS
 from toolkit.training.prepare import main
 
 BERT = {

@@ -8,9 +8,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, PreTrainedTokenizerFast
 
+from toolkit.data.training_data import TrainingData, standard_library_rows
 from toolkit.errors import UsageError
 from toolkit.training.arguments import ModelArguments
-from toolkit.training.data import TrainingData, standard_library_rows
 from toolkit.training.model import (
     build_model,
     check_length,

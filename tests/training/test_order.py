@@ -6,9 +6,8 @@ import torch
 from datasets import Dataset
 from small_models import tiny_llama
 
-from toolkit.errors import UsageError
-from toolkit.results import FILLER_ID
-from toolkit.training.data import (
+from toolkit.data.tokens import row_features
+from toolkit.data.training_data import (
     IGNORED,
     Collator,
     count_steps,
@@ -18,7 +17,8 @@ from toolkit.training.data import (
     training_rows,
     validation_rows,
 )
-from toolkit.training.tokens import row_features
+from toolkit.errors import UsageError
+from toolkit.records.results import FILLER_ID
 
 
 def numbered(rows):

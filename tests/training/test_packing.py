@@ -8,11 +8,7 @@ from datasets import Dataset
 from small_models import small_of, tiny_llama
 from transformers import TrainingArguments
 
-from toolkit.errors import UsageError
-from toolkit.training.arguments import DataArguments, ModelArguments
-from toolkit.training.data import IGNORED, Collator, prepare_data, supervised_tokens, training_rows
-from toolkit.training.model import build_model, load_model
-from toolkit.training.packing import (
+from toolkit.data.packing import (
     PROVEN_ATTENTION,
     PROVEN_MODELS,
     FixedPacking,
@@ -21,8 +17,18 @@ from toolkit.training.packing import (
     keep_texts_apart,
     pack_texts,
 )
+from toolkit.data.tokens import row_features
+from toolkit.data.training_data import (
+    IGNORED,
+    Collator,
+    prepare_data,
+    supervised_tokens,
+    training_rows,
+)
+from toolkit.errors import UsageError
+from toolkit.training.arguments import DataArguments, ModelArguments
+from toolkit.training.model import build_model, load_model
 from toolkit.training.prepare import prepare
-from toolkit.training.tokens import row_features
 from toolkit.training.trainer import ToolkitTrainer
 
 PAD = 9

@@ -7,9 +7,9 @@ from small_models import small_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.comparing.predicted import expect, facts_of, job_of
-from toolkit.comparing.scheduling.options import CompareOptions
-from toolkit.comparing.scheduling.plan import build_plan
-from toolkit.comparing.scheduling.rows import _told_of
+from toolkit.comparing.run.options import CompareOptions
+from toolkit.comparing.run.plan import build_plan
+from toolkit.comparing.run.rows import _told_of
 from toolkit.errors import UsageError
 from toolkit.training.model import build_model
 from toolkit.training.prepare import main, prepare

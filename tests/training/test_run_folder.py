@@ -8,11 +8,11 @@ import pytest
 from small_models import tiny_llama
 from test_evaluation import COLLATE, arguments, ragged
 
+from toolkit.checkpoints.committing import committing
 from toolkit.errors import UsageError
 from toolkit.job import _check_output
 from toolkit.launching.folder_lock import is_marked, lock_folder
-from toolkit.training.committing import committing
-from toolkit.training.manifests import MANIFEST
+from toolkit.records.manifests import MANIFEST
 from toolkit.training.method_arguments import MethodArguments
 from toolkit.training.run_folder import check_names, held
 from toolkit.training.trainer import ToolkitTrainer

@@ -19,8 +19,8 @@ from transformers import (
     dynamic_module_utils,
 )
 
+from toolkit.checkpoints.committing import check
 from toolkit.training import saving
-from toolkit.training.committing import check
 from toolkit.training.saving import SaveError, require_finite, save_model
 
 SMALL = {

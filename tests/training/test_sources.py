@@ -8,9 +8,9 @@ import sys
 import pytest
 from datasets import Dataset
 
+from toolkit.data.training_data import prepare_data, prepare_validation
 from toolkit.errors import UsageError
 from toolkit.training.arguments import DataArguments
-from toolkit.training.data import prepare_data, prepare_validation
 from toolkit.training.model import build_model
 from toolkit.training.prepare import prepare
 

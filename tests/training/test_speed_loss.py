@@ -9,15 +9,15 @@ from datasets import Dataset
 from small_models import small_of, tiny_llama
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from toolkit.data.collation import Collator
+from toolkit.data.packing import PROVEN_MODELS
+from toolkit.data.tokens import IGNORED
 from toolkit.errors import UsageError
-from toolkit.training.batches import Collator
-from toolkit.training.packing import PROVEN_MODELS
 from toolkit.training.speed import Speed
 from toolkit.training.speed.chunked_loss import LogitsOf, chunked_cross_entropy
 from toolkit.training.speed.heads import PROVEN_HEADS, use_chunked_loss
 from toolkit.training.speed.lean_batches import POSITIONS, LeanCollator
 from toolkit.training.speed_arguments import SpeedArguments
-from toolkit.training.tokens import IGNORED
 
 LENGTHS = (9, 23, 5, 16)
 

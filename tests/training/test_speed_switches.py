@@ -14,14 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from toolkit.data.collation import Collator
+from toolkit.data.packing import PROVEN_MODELS
+from toolkit.data.tokens import IGNORED
 from toolkit.errors import UsageError
 from toolkit.measuring.peak import PeakLedger
 from toolkit.strategies import STRATEGIES
 from toolkit.training.arguments import RunArguments, own_arguments, training_values
-from toolkit.training.batches import Collator
 from toolkit.training.evaluation import loss_and_tokens
 from toolkit.training.model import ModelArguments, build_model, load_tokenizer
-from toolkit.training.packing import PROVEN_MODELS
 from toolkit.training.precision import asked_precision, with_precision
 from toolkit.training.samples import continuations
 from toolkit.training.speed import Speed
@@ -34,7 +35,6 @@ from toolkit.training.speed.lean_batches import (
     takes_masks_as_given,
 )
 from toolkit.training.speed_arguments import SpeedArguments, check_model, check_speed
-from toolkit.training.tokens import IGNORED
 from toolkit.training.trainer import ToolkitTrainer
 
 SYNCS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal"}

@@ -10,16 +10,16 @@ from small_models import tiny_llama
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from toolkit.data.collation import Collator
+from toolkit.data.tokens import IGNORED, row_features
 from toolkit.measuring.attestation import Asked
 from toolkit.measuring.recorder import Recorder
 from toolkit.strategies import STRATEGIES
 from toolkit.training.arguments import OUR_DEFAULTS
-from toolkit.training.batches import Collator
-from toolkit.training.companions import Companion, CompanionsCallback
 from toolkit.training.loop import train_loop
+from toolkit.training.observers import Observer, ObserversCallback
 from toolkit.training.speed import Speed
 from toolkit.training.speed_arguments import SpeedArguments
-from toolkit.training.tokens import IGNORED, row_features
 from toolkit.training.trainer import ToolkitTrainer
 
 ANSWERS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal"}
@@ -30,7 +30,7 @@ NOT_OF_THE_DEVICE = (
     "lean_batches.py",  # a batch is made on the CPU
     "batches.py",
     "torch/utils/data/",
-    "measuring/pulse.py",  # reads the step before, of which a copy lies in the host's memory
+    "measuring/heartbeat.py",  # reads the step before, of which a copy lies in the host's memory
 )
 STEPS, FIRST = 6, 3
 """The first step is attested, the second carries the ledgers."""
@@ -51,7 +51,7 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Watched(Companion):
+class Watched(Observer):
     def __init__(self):
         self.mode = Waits()
 
@@ -120,14 +120,14 @@ def test_a_tuned_step_waits_for_nothing(engine, packed, alone, tmp_path):
             *(model, args, rows(packed), collate),
             recorder=told,
             scheduled_steps=STEPS,
-            companions=[speed, watched],
+            observers=[speed, watched],
         )
         told.close()
     else:
         trainer = ToolkitTrainer(
             model=model, args=args, train_dataset=rows(packed), data_collator=collate
         )
-        trainer.add_callback(CompanionsCallback(trainer, [speed, watched]))
+        trainer.add_callback(ObserversCallback(trainer, [speed, watched]))
         trainer.train()
     assert watched.mode.asked == []
 

@@ -12,10 +12,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Final
 
+from toolkit.checkpoints.committing import recover, remove_drafts, remove_own
 from toolkit.errors import UsageError
 from toolkit.launching.ranks import say
-from toolkit.training.committing import recover, remove_drafts, remove_own
-from toolkit.training.manifests import Damaged, is_real_folder, read_manifest
+from toolkit.records.manifests import Damaged, is_real_folder, read_manifest
 
 NAME: Final = re.compile(r"checkpoint-(\d+)")
 

@@ -11,12 +11,12 @@ from typing import Any
 from transformers import TrainerCallback
 
 from toolkit.checkpoints.folders import checkpoint_folder, rotate
-from toolkit.checkpoints.preemption import Preempted, Preemption, pulse_of
+from toolkit.checkpoints.preemption import Preempted, Preemption, heartbeat_of
 from toolkit.checkpoints.writing import save_checkpoint
 from toolkit.launching.ranks import say
 from toolkit.measuring.attestation import gather_objects
 from toolkit.measuring.recorder import Recorder
-from toolkit.training.companions import Companion, Prepared
+from toolkit.training.observers import Observer, Prepared
 from toolkit.training.saving import require_finite
 
 
@@ -50,8 +50,8 @@ class Keeper:
         return by_count or self.stopping(step)
 
     def stopping(self, step: int) -> bool:
-        pulse = pulse_of(self.recorder)
-        asked = self.preemption is not None and pulse is not None and pulse.stop_agreed
+        heartbeat = heartbeat_of(self.recorder)
+        asked = self.preemption is not None and heartbeat is not None and heartbeat.stop_agreed
         return asked and step < self.last_step
 
     def save(
@@ -111,7 +111,7 @@ class Keeper:
         raise Preempted(step, self.newest, saved=saved, seconds=max(asked, default=None))
 
 
-class KeeperCompanion(Companion):
+class KeeperObserver(Observer):
     """Lets a keeper go along with the loop."""
 
     def __init__(self, keeper: Keeper) -> None:

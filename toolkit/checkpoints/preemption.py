@@ -1,6 +1,6 @@
 """SIGTERM or SIGHUP: all ranks save at one step that they agree on, say so, and leave.
 
-The step is agreed by the pulse, so it does not matter which ranks the signal reached. Launchers
+The step is agreed by the heartbeat, so it does not matter which ranks the signal reached. Launchers
 kill what is left after 30 s: a save that comes too late leaves a draft, and the last checkpoint
 stands.
 """
@@ -96,6 +96,6 @@ def _signals() -> list[signal.Signals]:
     return stop_signals()
 
 
-def pulse_of(recorder: Any) -> Any | None:
+def heartbeat_of(recorder: Any) -> Any | None:
     """Return what the ranks agree by; None where the guards are off."""
-    return getattr(recorder, "pulse", None)
+    return getattr(recorder, "heartbeat", None)

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoints.agreeing import damages
-from toolkit.checkpoints.asked import Asked
-from toolkit.checkpoints.facts import require_same
+from toolkit.checkpoints.fingerprint import require_same
 from toolkit.checkpoints.folders import checkpoints_in, step_of, tidy
+from toolkit.checkpoints.integrity import damages
+from toolkit.checkpoints.resume_request import Asked
 from toolkit.checkpoints.states import read_random_state, read_states
 from toolkit.errors import UsageError
 from toolkit.launching.ranks import rank
 from toolkit.measuring.attestation import gather_objects
-from toolkit.training.companions import Prepared
-from toolkit.training.manifests import read_manifest
+from toolkit.records.manifests import read_manifest
+from toolkit.training.observers import Prepared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,9 +18,9 @@ from accelerate.utils import DistributedType
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch.distributed.fsdp import FSDPModule
 
-from toolkit.checkpoints.left_out import count_again, restore_swapped, swapped_state
-from toolkit.errors import UsageError
-from toolkit.measuring.engine import (
+from toolkit.engines.deepspeed_gaps import count_again, restore_swapped, swapped_state
+from toolkit.engines.gather import plain_name
+from toolkit.engines.inspection import (
     local,
     master_held,
     optimizer_of,
@@ -28,10 +28,10 @@ from toolkit.measuring.engine import (
     states_held,
     zero_optimizer,
 )
+from toolkit.errors import UsageError
 from toolkit.measuring.memory import count
-from toolkit.measuring.whole import plain_name
 from toolkit.training.adapters import adapter_config
-from toolkit.training.companions import Prepared
+from toolkit.training.observers import Prepared
 
 WEIGHTS: Final = "model.safetensors"
 OPTIMIZER: Final = "optimizer.pt"
@@ -195,7 +195,7 @@ def _sharded_states(prepared: Prepared) -> dict[str, Any]:
 
 
 def _write_sharded(folder: Path, prepared: Prepared) -> None:
-    from toolkit.checkpoints.shards import write_shards
+    from toolkit.engines.fsdp_shards import write_shards
 
     if not isinstance(prepared.model, FSDPModule):
         raise UsageError("FSDP1 has no checkpoints here: set fsdp_version to 2 in the config file.")
@@ -205,7 +205,7 @@ def _write_sharded(folder: Path, prepared: Prepared) -> None:
 def _read_sharded(folder: Path, prepared: Prepared) -> None:
     from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
-    from toolkit.checkpoints.shards import read_shards
+    from toolkit.engines.fsdp_shards import read_shards
 
     states = _sharded_states(prepared)
     read_shards(folder, states)

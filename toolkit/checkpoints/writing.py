@@ -8,15 +8,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoints.agreeing import KIND
+from toolkit.checkpoints.committing import committing
+from toolkit.checkpoints.disk import in_words, room_missing
 from toolkit.checkpoints.folders import shares
+from toolkit.checkpoints.integrity import KIND
 from toolkit.checkpoints.states import least_bytes, write_own, write_together
 from toolkit.errors import UsageError
 from toolkit.measuring.attestation import gather_objects
-from toolkit.training.committing import committing
-from toolkit.training.companions import Prepared
-from toolkit.training.disk import in_words, room_missing
-from toolkit.training.manifests import FORMAT, entry, file_names
+from toolkit.records.manifests import FORMAT, entry, file_names
+from toolkit.training.observers import Prepared
 from toolkit.training.saving import SaveError
 
 

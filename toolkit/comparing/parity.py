@@ -23,7 +23,7 @@ from toolkit.comparing.weights import (
     weight_gap,
 )
 from toolkit.configs.optimizers import NOT_BY_ELEMENT
-from toolkit.results import FILLER_ID, STARTING_ADAPTER, Broken, Difference, Gap, Record
+from toolkit.records.results import FILLER_ID, STARTING_ADAPTER, Broken, Difference, Gap, Record
 from toolkit.strategies import STRATEGIES
 
 GATED_STEPS: Final = 20

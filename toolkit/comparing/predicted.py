@@ -14,7 +14,7 @@ from toolkit.planning.memory.states import state_bytes
 from toolkit.planning.models.resolve import resolve_model
 from toolkit.planning.speed.traffic import collectives
 from toolkit.planning.terms import Interval
-from toolkit.results import Ends, Model, Prediction, Record, Traffic
+from toolkit.records.results import Ends, Model, Prediction, Record, Traffic
 from toolkit.strategies import STRATEGIES
 
 STATES: Final = ("parameters_bytes", "master_bytes", "gradients_bytes", "optimizer_bytes")

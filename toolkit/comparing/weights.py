@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypedDict, cast
 
-from toolkit.results import Count, Difference
-from toolkit.shapes import mismatches
+from toolkit.records.results import Count, Difference
+from toolkit.records.shapes import mismatches
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from toolkit.measuring import engine
+from toolkit.engines import inspection as engine
 from toolkit.strategies import Strategy
 
 FRACTION_TOLERANCE = 0.05

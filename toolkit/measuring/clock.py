@@ -19,8 +19,8 @@ from typing import Any, Literal
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from toolkit.engines.inspection import optimizer_of, stand_in, zero_optimizer
 from toolkit.launching.processes import age_seconds
-from toolkit.measuring.engine import optimizer_of, stand_in, zero_optimizer
 
 Phase = Literal["data", "forward", "backward", "optimizer", "other"]
 

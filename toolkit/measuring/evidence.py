@@ -17,7 +17,17 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from toolkit.evidence import (
+from toolkit.engines import inspection as engine
+from toolkit.engines.gather import (
+    plain_name,
+    put_whole_weight,
+    shape_of,
+    whole_gradient,
+    whole_weight,
+    write_whole,
+)
+from toolkit.measuring.attestation import gather_objects
+from toolkit.records.evidence import (
     AFTER_FILE,
     BEFORE_FILE,
     EVIDENCE_FILE,
@@ -30,17 +40,7 @@ from toolkit.evidence import (
     Optimizer,
     RowRead,
 )
-from toolkit.measuring import engine
-from toolkit.measuring.attestation import gather_objects
-from toolkit.measuring.whole import (
-    plain_name,
-    put_whole_weight,
-    shape_of,
-    whole_gradient,
-    whole_weight,
-    write_whole,
-)
-from toolkit.results import SCHEMA, write_json
+from toolkit.records.results import SCHEMA, write_json
 
 IGNORED = -100
 """The label of a token that the loss leaves out."""

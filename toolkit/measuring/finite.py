@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from toolkit.engines.gather import plain_name
+from toolkit.engines.inspection import local
 from toolkit.measuring.attestation import gather_objects
-from toolkit.measuring.engine import local
-from toolkit.measuring.whole import plain_name
 
 NAMED = 3
 

@@ -26,10 +26,10 @@ from toolkit.configs.requested import (
     requests_checkpointing,
     shown,
 )
+from toolkit.engines.inspection import asked_by_plugins, zero_optimizer
 from toolkit.errors import UsageError
 from toolkit.launching.ranks import rank, say
 from toolkit.measuring.attestation import Asked, Refused
-from toolkit.measuring.engine import asked_by_plugins, zero_optimizer
 from toolkit.measuring.recorder import Recorder
 from toolkit.strategies import Strategy
 

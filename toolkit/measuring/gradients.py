@@ -13,8 +13,8 @@ from typing import Any, Final, TypedDict
 
 import torch
 
-from toolkit.measuring.engine import gradient_squares
-from toolkit.measuring.whole import plain_name
+from toolkit.engines.gather import plain_name
+from toolkit.engines.inspection import gradient_squares
 
 NO_STEP: Final = "no optimizer step that updates was seen from its beginning"
 

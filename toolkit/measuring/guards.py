@@ -1,4 +1,4 @@
-"""Guards: what the pulse tells of a step is judged, and the run stopped or the user warned.
+"""Guards: what the heartbeat tells of a step is judged, and the run stopped or the user warned.
 
 All ranks judge the same numbers, so they come to the same end after the same step, in the same
 words: which guard, whose rank, which step, what was found, what to do, and the last checkpoint
@@ -18,7 +18,7 @@ from typing import Any, Literal, NoReturn
 
 from toolkit.errors import GuardError
 from toolkit.launching.ranks import say
-from toolkit.measuring.beat import Beat, Own
+from toolkit.measuring.step_health import Own, StepHealth
 
 Mode = Literal["stop", "warn"]
 
@@ -90,7 +90,7 @@ class Guards:
         self._told_of_checkpoints = False
         self._norms = Norms()
         self._skipped = 0
-        self._paces: deque[Beat] = deque(maxlen=PACE_KEPT)
+        self._paces: deque[StepHealth] = deque(maxlen=PACE_KEPT)
         self._beats = 0
 
     def described(self) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class Guards:
             "not_watched": self.not_watched,
         }
 
-    def judge(self, beat: Beat, everyone: Callable[[], list[Own]]) -> None:
+    def judge(self, beat: StepHealth, everyone: Callable[[], list[Own]]) -> None:
         """Raise or warn where a step went wrong; every rank calls it with the same beat.
 
         Raises:
@@ -155,7 +155,7 @@ class Guards:
 
     # Numbers
 
-    def _judge_numbers(self, beat: Beat, everyone: Callable[[], list[Own]]) -> None:
+    def _judge_numbers(self, beat: StepHealth, everyone: Callable[[], list[Own]]) -> None:
         self._skipped = self._skipped + 1 if beat.skipped else 0
         if not beat.loss_is_finite or not beat.norm_is_finite:
             first = self.spoiled_at is None
@@ -173,7 +173,7 @@ class Guards:
         elif beat.grad_norm is not None:
             self._judge_norm(beat, beat.grad_norm)
 
-    def _tell_not_finite(self, beat: Beat, ranks: list[Own]) -> None:
+    def _tell_not_finite(self, beat: StepHealth, ranks: list[Own]) -> None:
         bad = [own for own in ranks if not math.isfinite(own.loss)]
         if not beat.loss_is_finite:
             rows = "".join(
@@ -197,7 +197,7 @@ class Guards:
             step=beat.step,
         )
 
-    def _judge_norm(self, beat: Beat, norm: float) -> None:
+    def _judge_norm(self, beat: StepHealth, norm: float) -> None:
         times = self._norms.above(norm)
         if times > self.factor:
             self.found(
@@ -211,7 +211,7 @@ class Guards:
 
     # Ranks
 
-    def _judge_order(self, beat: Beat, everyone: Callable[[], list[Own]]) -> None:
+    def _judge_order(self, beat: StepHealth, everyone: Callable[[], list[Own]]) -> None:
         if any(warning["kind"] == "data order" for warning in self.warnings):
             return  # and it stays different
         orders = {own.rank: own.order for own in everyone()}
@@ -223,7 +223,7 @@ class Guards:
             step=beat.step,
         )
 
-    def _judge_pace(self, beat: Beat) -> None:
+    def _judge_pace(self, beat: StepHealth) -> None:
         if self._beats <= PACE_NEEDED:
             return
         excess = beat.busiest_seconds - beat.idlest_seconds
@@ -241,7 +241,7 @@ class Guards:
         elif len(self._paces) == PACE_KEPT:
             self._judge_lag(beat)
 
-    def _judge_lag(self, beat: Beat) -> None:
+    def _judge_lag(self, beat: StepHealth) -> None:
         rank = statistics.mode(past.busiest for past in self._paces)
         of_it = [past for past in self._paces if past.busiest == rank]
         lost = sum(past.busiest_seconds - past.idlest_seconds for past in of_it)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from toolkit.engines.inspection import local
 from toolkit.measuring.attestation import gather_objects
-from toolkit.measuring.engine import local
 from toolkit.measuring.guards import Guards, odd_ones_out
 
 BY_RANK_0 = (

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from toolkit.measuring import engine
+from toolkit.engines import inspection as engine
 
 CATEGORIES = (
     "parameters_bytes",

@@ -8,7 +8,7 @@ from typing import Any
 
 from toolkit.measuring import gradients, memory, traffic
 from toolkit.measuring.clock import PHASES
-from toolkit.results import spread_of
+from toolkit.records.results import spread_of
 
 WARMUP_STEPS = 2
 """Steps before the clock counts: the first of a shape pays for kernels and allocations."""

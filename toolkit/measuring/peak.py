@@ -8,7 +8,7 @@ Counted are storages on the device that the rank computes on. On a GPU, offloade
 therefore left out. On a CPU they are in: in a rehearsal the host is the device, and offload makes
 the peak no smaller. Outside of the count are what an operation makes and frees within itself
 (workspaces), the rounding of allocators, and what was there before and no operation of the step
-touches, unless `toolkit.measuring.engine` knows of it.
+touches, unless `toolkit.engines.inspection` knows of it.
 
 `activations` are what forward made and is alive when backward begins: what autograd keeps, and
 outputs that the loop still holds. (Hooks on saved tensors would tell the two apart, but
@@ -33,7 +33,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from toolkit.measuring import engine
+from toolkit.engines import inspection as engine
 from toolkit.measuring.storages import CATEGORIES, UNDECIDED, Fullest, Storages
 from toolkit.measuring.traffic import CALLS, NAMESPACES
 

@@ -19,14 +19,7 @@ from typing import Any
 
 import torch
 
-from toolkit.files import without_links
-from toolkit.launching.processes import age_seconds
-from toolkit.launching.status import StatusFile
-from toolkit.launching.warm import shared_bytes
-from toolkit.measuring import attestation, gradients, initial_weights, memory, replicas, traffic
-from toolkit.measuring.attestation import Asked, Mismatch, Refused, gather_objects
-from toolkit.measuring.clock import Clock
-from toolkit.measuring.engine import (
+from toolkit.engines.inspection import (
     compiled,
     loss_scale,
     number,
@@ -34,11 +27,18 @@ from toolkit.measuring.engine import (
     stand_in,
     zero_optimizer,
 )
+from toolkit.files import without_links
+from toolkit.launching.processes import age_seconds
+from toolkit.launching.status import StatusFile
+from toolkit.launching.warm import shared_bytes
+from toolkit.measuring import attestation, gradients, initial_weights, memory, replicas, traffic
+from toolkit.measuring.attestation import Asked, Mismatch, Refused, gather_objects
+from toolkit.measuring.clock import Clock
 from toolkit.measuring.evidence import EvidenceKeeper
+from toolkit.measuring.heartbeat import Heartbeat
 from toolkit.measuring.merging import merge
 from toolkit.measuring.order import OrderWatch
 from toolkit.measuring.peak import COMPILED, PeakLedger
-from toolkit.measuring.pulse import Pulse
 from toolkit.measuring.steps_file import drop_steps_after
 from toolkit.redaction import redacted
 
@@ -55,10 +55,10 @@ class Recorder:
         steps_file: Path | None = None,
         status: StatusFile | None = None,
         evidence: EvidenceKeeper | None = None,
-        pulse: Pulse | None = None,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         self.asked = asked
-        self.pulse = pulse
+        self.heartbeat = heartbeat
         """What the ranks tell each other after each step, None with the guards off."""
 
         self._order = OrderWatch()
@@ -106,8 +106,8 @@ class Recorder:
         Raises:
             GuardError: on every rank when one has others, unless the guards only warn.
         """
-        if self.pulse is not None:
-            initial_weights.check(self.pulse.guards, model)
+        if self.heartbeat is not None:
+            initial_weights.check(self.heartbeat.guards, model)
 
     def reads(self, loader: Any) -> None:
         """Watch in which order a loader, as `Accelerator.prepare` returned it, gives out rows.
@@ -115,8 +115,8 @@ class Recorder:
         Raises:
             GuardError: on every rank when two would train the same rows, unless guards only warn.
         """
-        if self.pulse is not None:
-            undo = self._order.watch(loader, self.pulse.guards)
+        if self.heartbeat is not None:
+            undo = self._order.watch(loader, self.heartbeat.guards)
             self._undo += [undo] if undo is not None else []
 
     def prepared(self, accelerator: Any, model: Any, optimizer: Any) -> None:
@@ -142,11 +142,11 @@ class Recorder:
             torch.cuda.reset_peak_memory_stats()
         if self._status is not None:
             self._status.running()
-        if self.pulse is not None:
+        if self.heartbeat is not None:
             if self._no_peak is None:  # what is compiled keeps its forward to itself
                 self._clock.follow_units(model)
             ranks = accelerator.num_processes
-            self.pulse.prepared(rank=self._rank, ranks=ranks, device=accelerator.device)
+            self.heartbeat.prepared(rank=self._rank, ranks=ranks, device=accelerator.device)
         if self._drops_steps and self._steps_file is not None and self._rank == 0:
             # Not before: by now every rank has loaded all that it resumes from.
             drop_steps_after(self._steps_file, self.steps_before)
@@ -206,16 +206,16 @@ class Recorder:
         """
         self.steps_before = step
         self._drops_steps = True
-        if self.pulse is not None:
-            self.pulse.steps_before = step
+        if self.heartbeat is not None:
+            self.heartbeat.steps_before = step
         if self._evidence is not None:
             self._evidence.resumed_after(step)
 
     def mark(self) -> None:
         """Restart the clock, after anything that doesn't belong to a step."""
         self._clock.restart()
-        if self.pulse is not None:
-            self.pulse.mark()
+        if self.heartbeat is not None:
+            self.heartbeat.mark()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -274,8 +274,8 @@ class Recorder:
         Raises:
             GuardError: on every rank, where a guard stops the run.
         """
-        if self.pulse is not None:
-            self.pulse.settle()
+        if self.heartbeat is not None:
+            self.heartbeat.settle()
 
     def check_before_save(self, model: Any) -> None:
         """Judge the last step, and the weights of ranks that should hold the same; a collective.
@@ -287,12 +287,12 @@ class Recorder:
             GuardError: on every rank, where a guard stops the run: nothing is to be saved.
         """
         self.settle()
-        if self.pulse is not None:
-            replicas.check(self.pulse.guards, model, step=self.steps_before + len(self._steps))
+        if self.heartbeat is not None:
+            replicas.check(self.heartbeat.guards, model, step=self.steps_before + len(self._steps))
 
     def spoiled(self) -> bool:
         """Whether a guard only warned of what makes a checkpoint worth nothing."""
-        guards = None if self.pulse is None else self.pulse.guards
+        guards = None if self.heartbeat is None else self.heartbeat.guards
         if guards is None or guards.spoiled_at is None:
             return False
         guards.no_checkpoint()
@@ -410,7 +410,7 @@ class Recorder:
         }
 
     def _guards(self) -> dict[str, Any]:
-        return {"mode": "off"} if self.pulse is None else self.pulse.guards.described()
+        return {"mode": "off"} if self.heartbeat is None else self.heartbeat.guards.described()
 
     # The first step
 
@@ -503,11 +503,11 @@ class Recorder:
     # Every step
 
     def _tell_the_others(self, *, skipped: bool) -> None:
-        if self.pulse is None:
+        if self.heartbeat is None:
             return
-        self._peak_ledger.stop()  # the pulse is no part of what a step needs
+        self._peak_ledger.stop()  # the heartbeat is no part of what a step needs
         with self._ledger.within("guards"):
-            self.pulse.step_done(
+            self.heartbeat.step_done(
                 losses=[batch.loss for batch in self._step],
                 grad_norm=self._grad_norm,
                 # DeepSpeed skips in fp32 as well, where it means that something is wrong.
@@ -534,7 +534,7 @@ class Recorder:
             "micro_batches": len(self._step),
             "transport": traffic.transport(),
             "collectives": self._ledger.counted(),
-            **traffic.by_the_papers(self._model, self.asked.strategy, ranks),
+            **traffic.textbook_volume(self._model, self.asked.strategy, ranks),
         }
         if self._no_peak is None:
             self._peak = self._peak_ledger.found(step)

@@ -12,11 +12,11 @@ import zlib
 from collections import defaultdict
 from typing import Any
 
+from toolkit.engines.gather import plain_name
+from toolkit.engines.inspection import pieces
 from toolkit.measuring.attestation import gather_objects
-from toolkit.measuring.engine import pieces
 from toolkit.measuring.guards import Guards, odd_ones_out
 from toolkit.measuring.initial_weights import checksum
-from toolkit.measuring.whole import plain_name
 
 ADVICE = (
     "Look for what changes weights outside of the optimizer, or on one rank alone, and for a rank "

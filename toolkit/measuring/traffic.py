@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from toolkit.measuring.engine import elements_of, stand_in, tensors_in, zero_optimizer
+from toolkit.engines.inspection import elements_of, stand_in, tensors_in, zero_optimizer
 from toolkit.planning.speed.traffic import textbook
 from toolkit.strategies import Strategy
 
@@ -282,7 +282,7 @@ def sent_elements(counted: Iterable[dict[str, Any]]) -> int:
     )
 
 
-def by_the_papers(model: Any, strategy: Strategy, ranks: int) -> dict[str, int]:
+def textbook_volume(model: Any, strategy: Strategy, ranks: int) -> dict[str, int]:
     """What `textbook` has a rank send, for the model that is there, and what it is made from."""
     parameters = list(model.parameters())
     trained = sum(elements_of(p) for p in parameters if p.requires_grad)
@@ -333,7 +333,7 @@ _ORDER = (
     "buckets",  # what DDP puts into each, told once, when its second step begins
     "bitmap",  # which parameters a rank has used, under DDP's find_unused_parameters
     "metrics",  # one number a rank, outside of all passes: token counts, losses
-    "guards",  # the pulse: what the ranks tell each other of the step
+    "guards",  # the heartbeat: what the ranks tell each other of the step
     "other",  # what no place in the step explains; a save or an evaluation between two steps
 )
 

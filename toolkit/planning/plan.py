@@ -122,7 +122,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as `--json` prints it: versioned, bytes and seconds."""
-        from toolkit.planning.shown.as_json import plan_as_json
+        from toolkit.planning.render.as_json import plan_as_json
 
         return plan_as_json(self)
 
@@ -132,12 +132,12 @@ class Plan:
         Raises:
             UsageError: the file's name ends in something else.
         """
-        from toolkit.planning.shown.plot import plot_plan
+        from toolkit.planning.render.plot import plot_plan
 
         plot_plan(self, file)
 
     def _repr_html_(self) -> str:
-        from toolkit.planning.shown.html import plan_as_html
+        from toolkit.planning.render.html import plan_as_html
 
         return plan_as_html(self)
 

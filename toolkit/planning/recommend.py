@@ -103,12 +103,12 @@ class Recommendation:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as `--json` prints it."""
-        from toolkit.planning.shown.recommended import recommendation_as_json
+        from toolkit.planning.render.recommended import recommendation_as_json
 
         return recommendation_as_json(self)
 
     def _repr_html_(self) -> str:
-        from toolkit.planning.shown.recommended import recommendation_as_html
+        from toolkit.planning.render.recommended import recommendation_as_html
 
         return recommendation_as_html(self)
 

@@ -20,11 +20,11 @@ import psutil
 import yaml
 from transformers.hf_argparser import HfArgumentParser
 
-from toolkit.checkpoints.asked import LAST, folder_to_resume
+from toolkit.checkpoints.resume_request import LAST, folder_to_resume
+from toolkit.data.arguments import DataArguments
 from toolkit.errors import UsageError
 from toolkit.redaction import learn
 from toolkit.strategies import get_strategy
-from toolkit.training.data_arguments import DataArguments
 from toolkit.training.guard_arguments import GuardArguments
 from toolkit.training.method_arguments import MethodArguments
 from toolkit.training.speed_arguments import SpeedArguments

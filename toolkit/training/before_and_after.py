@@ -10,10 +10,10 @@ from typing import Any, Final
 from toolkit.files import write_text
 from toolkit.launching.ranks import rank, say
 from toolkit.measuring.recorder import Recorder
-from toolkit.results import Evaluated, Sample
-from toolkit.training.companions import Companion
+from toolkit.records.results import Evaluated, Sample
 from toolkit.training.evaluation import Evaluation
 from toolkit.training.evaluation_plan import EvaluationPlan
+from toolkit.training.observers import Observer
 from toolkit.training.samples import Samples
 
 NO_ROWS: Final = "no rows to evaluate on were asked for: --validation_split_percentage, for one"
@@ -30,16 +30,16 @@ def before_and_after(
     tokenizer: Any,
     recorder: Recorder,
     checkpoint: Path | None = None,
-) -> list[Companion]:
+) -> list[Observer]:
     """Return what goes along with a training to carry out the plan.
 
     What was found before the `checkpoint` that it goes on from is found already.
     """
     if plan is None:
         return []
-    companions: list[Companion] = []
+    observers: list[Observer] = []
     if plan.rows is not None:
-        companions.append(
+        observers.append(
             Evaluation(
                 plan.rows,
                 collate,
@@ -50,7 +50,7 @@ def before_and_after(
             )
         )
     if plan.prompts:
-        companions.append(
+        observers.append(
             Samples(
                 plan.prompts,
                 tokenizer,
@@ -59,27 +59,27 @@ def before_and_after(
             )
         )
     if checkpoint is not None:
-        _take_up(checkpoint, plan, companions)
-    return companions
+        _take_up(checkpoint, plan, observers)
+    return observers
 
 
-def evaluations_of(companions: Sequence[Companion]) -> list[Evaluated]:
+def evaluations_of(observers: Sequence[Observer]) -> list[Evaluated]:
     """Return what was evaluated so far."""
-    return [each for one in companions if isinstance(one, Evaluation) for each in one.found]
+    return [each for one in observers if isinstance(one, Evaluation) for each in one.found]
 
 
-def write_so_far(folder: Path, *, plan: EvaluationPlan, companions: Sequence[Companion]) -> None:
+def write_so_far(folder: Path, *, plan: EvaluationPlan, observers: Sequence[Observer]) -> None:
     """Write into a checkpoint what was found by then, for a run that goes on from it."""
     so_far = {
         "rows": _rows_of(plan),
-        "evaluation": evaluations_of(companions),
-        "samples": _samples_of(companions),
+        "evaluation": evaluations_of(observers),
+        "samples": _samples_of(observers),
     }
     write_text(folder / SO_FAR, json.dumps(so_far))
 
 
-def _take_up(folder: Path, plan: EvaluationPlan, companions: Sequence[Companion]) -> None:
-    """Give companions what was found before the checkpoint, of the same rows and prompts."""
+def _take_up(folder: Path, plan: EvaluationPlan, observers: Sequence[Observer]) -> None:
+    """Give observers what was found before the checkpoint, of the same rows and prompts."""
     file = folder / SO_FAR
     if not file.exists():  # of an older toolkit
         return
@@ -87,7 +87,7 @@ def _take_up(folder: Path, plan: EvaluationPlan, companions: Sequence[Companion]
     of_these_rows = so_far["rows"] == _rows_of(plan)
     if so_far["evaluation"] and not of_these_rows and rank() == 0:
         say(f"the evaluations before {folder.name} were of other rows: the record leaves them out")
-    for one in companions:
+    for one in observers:
         if isinstance(one, Evaluation) and of_these_rows:
             one.found += so_far["evaluation"]
         elif isinstance(one, Samples):
@@ -99,16 +99,16 @@ def _rows_of(plan: EvaluationPlan) -> str | None:
     return None if plan.data is None else plan.data["tokens_hash"]
 
 
-def _samples_of(companions: Sequence[Companion]) -> list[Sample]:
-    return [each for one in companions if isinstance(one, Samples) for each in one.found]
+def _samples_of(observers: Sequence[Observer]) -> list[Sample]:
+    return [each for one in observers if isinstance(one, Samples) for each in one.found]
 
 
 def with_evaluation(
-    measured: dict[str, Any], plan: EvaluationPlan | None, companions: Sequence[Companion]
+    measured: dict[str, Any], plan: EvaluationPlan | None, observers: Sequence[Observer]
 ) -> dict[str, Any]:
-    """Return the measured part of a record with what these companions found."""
-    evaluated = [each.found for each in companions if isinstance(each, Evaluation)]
-    samples = [each.found for each in companions if isinstance(each, Samples)]
+    """Return the measured part of a record with what these observers found."""
+    evaluated = [each.found for each in observers if isinstance(each, Evaluation)]
+    samples = [each.found for each in observers if isinstance(each, Samples)]
     reasons: dict[str, str] = {}
     if not evaluated:
         reasons["evaluation"] = NO_ROWS

@@ -11,13 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from toolkit.errors import UsageError
-from toolkit.training.arguments import DataArguments
-from toolkit.training.chat import ChatTokeniser, Template, find_template
-from toolkit.training.formats import Format, find_format, read_rows
-from toolkit.training.packing import FixedPacking, best_fit, pack_texts
-from toolkit.training.sources import quiet_progress
-from toolkit.training.tokens import (
+from toolkit.data.chat import ChatTokeniser, Template, find_template
+from toolkit.data.formats import Format, find_format, read_rows
+from toolkit.data.packing import FixedPacking, best_fit, pack_texts
+from toolkit.data.sources import quiet_progress
+from toolkit.data.tokens import (
     Tally,
     described_rows,
     digest,
@@ -26,6 +24,8 @@ from toolkit.training.tokens import (
     text_hash,
     tokenise,
 )
+from toolkit.errors import UsageError
+from toolkit.training.arguments import DataArguments
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from toolkit.escaping import code
 from toolkit.files import write_text
-from toolkit.results import Evaluated
+from toolkit.records.results import Evaluated
 from toolkit.training.card_command import command_of, hub_name_of, shown_name
 from toolkit.training.model import BUILT_IN_MODEL
 

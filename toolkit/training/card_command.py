@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from toolkit.configs.requested import CUSTOM
+from toolkit.data.built_in import BUILT_IN_DATA
 from toolkit.escaping import one_line, shell_line
-from toolkit.training.built_in_data import BUILT_IN_DATA
 from toolkit.training.method_arguments import MethodArguments, default_of
 from toolkit.training.methods import COMPUTED_IN
 from toolkit.training.model import BUILT_IN_MODEL

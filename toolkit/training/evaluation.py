@@ -16,14 +16,14 @@ from typing import Any, Final
 import torch
 from torch.nn.functional import cross_entropy
 
+from toolkit.data.order import validation_rows
+from toolkit.data.tokens import IGNORED
+from toolkit.engines.between_steps import between_steps
 from toolkit.measuring.recorder import Recorder
-from toolkit.results import Evaluated
-from toolkit.training.companions import Companion, Prepared
+from toolkit.records.results import Evaluated
 from toolkit.training.evaluation_plan import Schedule
-from toolkit.training.interlude import interlude
-from toolkit.training.order import validation_rows
+from toolkit.training.observers import Observer, Prepared
 from toolkit.training.speed.lean_batches import POSITIONS
-from toolkit.training.tokens import IGNORED
 
 CHUNK: Final = 1024
 """Positions whose fp32 logits the loss is taken of at a time.
@@ -34,7 +34,7 @@ nobody holds the logits of more than `--loss_chunk_tokens`, as in training.
 """
 
 
-class Evaluation(Companion):
+class Evaluation(Observer):
     """Evaluates before the first step, when its schedule says so, and after the last step.
 
     Args:
@@ -131,7 +131,7 @@ def loss_and_tokens(
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     ranks = accelerator.num_processes
     filled = validation_rows(rows, global_batch=batch_rows * ranks, pad_token_id=pad_token_id)
-    with interlude(accelerator, model):
+    with between_steps(accelerator, model):
         # Not a DataLoader, which draws a random number whenever it is iterated.
         starts = range(accelerator.process_index * batch_rows, len(filled), ranks * batch_rows)
         for start in starts:

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from toolkit.data.arguments import DataArguments
+from toolkit.data.tokens import IGNORED
+from toolkit.data.training_data import TrainingData, prepare_validation
 from toolkit.errors import UsageError
 from toolkit.training.arguments import ModelArguments
-from toolkit.training.data import TrainingData, prepare_validation
-from toolkit.training.data_arguments import DataArguments
 from toolkit.training.model import ModelFacts, check_vocabulary, resolve_tokenizer
-from toolkit.training.tokens import IGNORED
 
 if TYPE_CHECKING:
     from datasets import Dataset

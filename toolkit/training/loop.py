@@ -18,11 +18,11 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments, get_schedu
 from transformers.trainer_pt_utils import get_parameter_names
 
 from toolkit.checkpoints.resuming import Resumed
+from toolkit.data.packing import keep_texts_apart
 from toolkit.errors import UsageError
 from toolkit.measuring.recorder import Recorder
 from toolkit.training import tracking
-from toolkit.training.companions import Companion, Prepared
-from toolkit.training.packing import keep_texts_apart
+from toolkit.training.observers import Observer, Prepared
 from toolkit.training.speed.buckets import ddp_options
 
 NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -37,7 +37,7 @@ def train_loop(
     *,
     recorder: Recorder,
     scheduled_steps: int,
-    companions: Sequence[Companion] = (),
+    observers: Sequence[Observer] = (),
     resumed: Resumed | None = None,
     ddp_bucket_view: bool = False,
 ) -> None:
@@ -50,7 +50,7 @@ def train_loop(
         collate: Makes a padded batch with `labels` and `sample_id`.
         recorder: Records the run.
         scheduled_steps: Steps until the learning rate has decayed.
-        companions: Go along with it.
+        observers: Go along with it.
         resumed: The checkpoint to go on from.
         ddp_bucket_view: Under DDP, have gradients be views of its buckets.
     """
@@ -99,8 +99,8 @@ def train_loop(
     tracking.start(accelerator, args, model)
     recorder.prepared(accelerator, wrapped, optimizer)
     recorder.reads(loader)
-    for companion in companions:
-        companion.prepared(prepared)
+    for observer in observers:
+        observer.prepared(prepared)
 
     first = 0 if resumed is None else resumed.step
     step = logged = first
@@ -146,8 +146,8 @@ def train_loop(
                     values |= {"learning_rate": learning_rate, "epoch": epoch + read / len(loader)}
                     tracking.log(accelerator, step, values)
                 accelerator.print(f"step {step}/{args.max_steps} loss {mean:.6f}", flush=True)
-            for companion in companions:
-                companion.step_done(step)
+            for observer in observers:
+                observer.step_done(step)
         epoch += 1
     tracking.finish(accelerator)
 

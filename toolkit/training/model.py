@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.data.built_in import standard_library_texts
+from toolkit.data.cache import build_once
+from toolkit.data.training_data import TrainingData, standard_library_hash
 from toolkit.environment import cache_root
 from toolkit.errors import UsageError, sentence_of
 from toolkit.training.arguments import ModelArguments
-from toolkit.training.built_in_data import standard_library_texts
-from toolkit.training.cache import build_once
-from toolkit.training.data import TrainingData, standard_library_hash
 from toolkit.training.loadable import count_parameters, read_config
 
 if TYPE_CHECKING:

@@ -20,6 +20,15 @@ from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
+from toolkit.data.chat import asked_template
+from toolkit.data.packing import check_borders, check_no_cache
+from toolkit.data.sources import check_file
+from toolkit.data.training_data import (
+    TrainingData,
+    prepare_data,
+    prepare_validation,
+    rows_needed,
+)
 from toolkit.environment import check_installed
 from toolkit.errors import UsageError, file_sentence, is_full_disk
 from toolkit.escaping import one_line
@@ -32,13 +41,6 @@ from toolkit.training.arguments import (
     OwnArguments,
     own_arguments,
     training_values,
-)
-from toolkit.training.chat import asked_template
-from toolkit.training.data import (
-    TrainingData,
-    prepare_data,
-    prepare_validation,
-    rows_needed,
 )
 from toolkit.training.dropout import dropout_facts
 from toolkit.training.evaluation_plan import check_evaluation
@@ -56,9 +58,7 @@ from toolkit.training.model import (
     resolve_model,
     resolve_tokenizer,
 )
-from toolkit.training.packing import check_borders, check_no_cache
 from toolkit.training.precision import asked_precision
-from toolkit.training.sources import check_file
 from toolkit.training.speed_arguments import check_model, check_speed
 from toolkit.training.tracking import asked_trackers
 

@@ -6,9 +6,9 @@ from typing import Any, Final
 
 import torch
 
+from toolkit.engines.between_steps import between_steps
 from toolkit.measuring.recorder import Recorder
-from toolkit.training.companions import Companion, Prepared
-from toolkit.training.interlude import interlude
+from toolkit.training.observers import Observer, Prepared
 
 TOKENS: Final = 16
 
@@ -18,7 +18,7 @@ EQUAL_IN_16_BITS: Final = 2e-2
 another order each time."""
 
 
-class RandomForwards(Companion):
+class RandomForwards(Observer):
     """Compares two forwards before the first step.
 
     Args:
@@ -48,7 +48,7 @@ def difference(accelerator: Any, model: Any) -> str | None:
     ids = torch.arange(TOKENS, device=accelerator.device).unsqueeze(0)
     unwrapped = accelerator.unwrap_model(model)
     # What is compiled is compiled for the rows of training, and not for these.
-    with interlude(accelerator, model), torch.compiler.set_stance("force_eager"):
+    with between_steps(accelerator, model), torch.compiler.set_stance("force_eager"):
         for module in unwrapped.modules():
             module.training = True
         one, other = (

@@ -22,7 +22,7 @@ from toolkit.launching.folder_lock import (
 )
 from toolkit.launching.ranks import rank
 from toolkit.measuring.attestation import gather_objects
-from toolkit.training.manifests import Damaged, read_manifest
+from toolkit.records.manifests import Damaged, read_manifest
 
 
 def check_names(

@@ -13,11 +13,11 @@ from typing import Any, Final
 
 import torch
 
+from toolkit.engines.between_steps import between_steps
 from toolkit.measuring.recorder import Recorder
-from toolkit.results import Sample
-from toolkit.training.companions import Companion, Prepared
+from toolkit.records.results import Sample
 from toolkit.training.generation import stop_tokens
-from toolkit.training.interlude import interlude
+from toolkit.training.observers import Observer, Prepared
 
 NEW_TOKENS: Final = 64
 
@@ -25,7 +25,7 @@ SHOWN: Final = 72
 """Letters of a text that the terminal shows."""
 
 
-class Samples(Companion):
+class Samples(Observer):
     """Continues prompts before the first step and after the last.
 
     Args:
@@ -104,7 +104,7 @@ def continuations(
         "synced_gpus": accelerator.num_processes > 1,
     }
     texts: list[str] = []
-    with interlude(accelerator, model), torch.compiler.set_stance("force_eager"):
+    with between_steps(accelerator, model), torch.compiler.set_stance("force_eager"):
         for prompt in prompts:
             prompt = prompt[-_room(unwrapped, len(prompt)) :]
             ids = torch.tensor([prompt], device=accelerator.device)

@@ -22,15 +22,15 @@ from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from toolkit.checkpoints.committing import committing
+from toolkit.checkpoints.disk import in_words, room_missing
+from toolkit.engines.gather import plain_name
+from toolkit.engines.inspection import elements_of
 from toolkit.errors import sentence_of
 from toolkit.measuring.attestation import gather_objects
-from toolkit.measuring.engine import elements_of
 from toolkit.measuring.finite import is_finite, not_finite
-from toolkit.measuring.whole import plain_name
 from toolkit.training.adapters import adapter_config, write_adapter
 from toolkit.training.card import Card
-from toolkit.training.committing import committing
-from toolkit.training.disk import in_words, room_missing
 from toolkit.training.dropout import own_values
 from toolkit.training.generation import generation_config_of
 from toolkit.training.merged import gathered_parts

@@ -10,9 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from toolkit.data.packing import PROVEN_MODELS
 from toolkit.errors import UsageError
 from toolkit.strategies import Strategy
-from toolkit.training.packing import PROVEN_MODELS
 from toolkit.training.precision import switched
 
 LAYERS = r"none|all|selective|every:[1-9]\d*|[1-9]\d*"

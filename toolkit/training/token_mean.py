@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from toolkit.data.tokens import IGNORED
 from toolkit.training.evaluation import perplexity
-from toolkit.training.tokens import IGNORED
 
 
 class TokenMean:

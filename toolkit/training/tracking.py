@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from toolkit.engines.inspection import number
 from toolkit.errors import UsageError
-from toolkit.measuring.engine import number
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -16,13 +16,6 @@ from transformers.training_args import ParallelMode
 
 from toolkit.checkpoints.keeping import Keeper
 from toolkit.checkpoints.resuming import Resumed
-from toolkit.checkpoints.trainers import (
-    find_for,
-    keeper_for,
-    load_best_for,
-    prepared_of,
-    save_for,
-)
 from toolkit.configs.requested import (
     accumulation_dtype,
     agreed_strategy,
@@ -32,20 +25,27 @@ from toolkit.configs.requested import (
     requested_replicas,
     requests_checkpointing,
 )
+from toolkit.data.packing import keep_texts_apart
+from toolkit.engines.between_steps import between_steps
 from toolkit.errors import UsageError
 from toolkit.measuring.attestation import Asked
-from toolkit.measuring.pulse import Choice, pulse_for
+from toolkit.measuring.heartbeat import Choice, heartbeat_for
 from toolkit.measuring.recorder import Recorder
-from toolkit.results import RECORD_FILE, SCHEMA, STEPS_FILE, write_json
+from toolkit.records.results import RECORD_FILE, SCHEMA, STEPS_FILE, write_json
 from toolkit.strategies import Strategy
 from toolkit.training.adapters import has_lora
 from toolkit.training.card import card_of_trainer
-from toolkit.training.interlude import interlude
-from toolkit.training.packing import keep_texts_apart
 from toolkit.training.run_folder import check_names, held
 from toolkit.training.saving import full_state_dict, require_finite, save_model
 from toolkit.training.speed.buckets import with_bucket_view
 from toolkit.training.token_mean import TokenMean
+from toolkit.training.trainer_checkpoints import (
+    find_for,
+    keeper_for,
+    load_best_for,
+    prepared_of,
+    save_for,
+)
 
 
 class ToolkitTrainer(Trainer):
@@ -172,7 +172,7 @@ class ToolkitTrainer(Trainer):
         try:
             with self.recorder.aside(), ExitStack() as stack:
                 if self.is_in_train:
-                    stack.enter_context(interlude(self.accelerator, self.model_wrapped))
+                    stack.enter_context(between_steps(self.accelerator, self.model_wrapped))
                 output = super().evaluation_loop(
                     *args, metric_key_prefix=metric_key_prefix, **kwargs
                 )
@@ -346,7 +346,7 @@ def _recorder_for(args: TrainingArguments, model: Any, guards: Choice) -> Record
         asked,
         rehearsal=args.device.type == "cpu",
         steps_file=Path(args.output_dir) / STEPS_FILE if args.should_save else None,
-        pulse=pulse_for(guards, checkpoints=Path(args.output_dir)),
+        heartbeat=heartbeat_for(guards, checkpoints=Path(args.output_dir)),
     )
 
 

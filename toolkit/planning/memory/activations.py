@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from toolkit.planning.job import Job
 from toolkit.planning.memory.layers import layer_bytes, regime_of
 from toolkit.planning.memory.losses import LossBytes, loss_bytes
-from toolkit.planning.memory.moving import FIRST, RUNNING
+from toolkit.planning.memory.transient_buffers import FIRST, RUNNING
 from toolkit.planning.memory.weights import COMPUTE_SIZE, weights_of
 from toolkit.planning.models.shape import TensorKind
 from toolkit.planning.terms import Interval, Phase, Term

@@ -16,9 +16,9 @@ from toolkit.planning.memory.activations import (
     dequantised_term,
 )
 from toolkit.planning.memory.hosts import host_terms
-from toolkit.planning.memory.moving import RUNNING, moving_terms
 from toolkit.planning.memory.states import StateBytes, most_loaded, persistent_bytes
 from toolkit.planning.memory.stepping import step_terms
+from toolkit.planning.memory.transient_buffers import RUNNING, moving_terms
 from toolkit.planning.memory.weights import trained_size, weights_of
 from toolkit.planning.terms import PHASES, Category, Interval, Phase, Term
 

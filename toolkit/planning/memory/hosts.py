@@ -12,8 +12,8 @@ from toolkit.planning.memory.effective import (
     PARAMETER_BUFFER_ELEMENTS,
     PARAMETER_BUFFERS,
 )
-from toolkit.planning.memory.moving import stepped_at_once
 from toolkit.planning.memory.states import StateBytes
+from toolkit.planning.memory.transient_buffers import stepped_at_once
 from toolkit.planning.memory.weights import trained_size, weights_of
 from toolkit.planning.terms import Interval, Place, Term
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from toolkit.planning.job import Job
+from toolkit.planning.memory.autograd_memory import FP32, Tape, Value
 from toolkit.planning.memory.effective import zero_settings
-from toolkit.planning.memory.tape import FP32, Tape, Value
 from toolkit.planning.memory.weights import COMPUTE_SIZE, trained_size
 from toolkit.planning.models.blocks import Block, block_of
 from toolkit.planning.models.shape import ModelShape

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from toolkit.planning.job import Job
+from toolkit.planning.memory.autograd_memory import FP32, Tape, Value
 from toolkit.planning.memory.layers import LayerWriter, Regime, regime_of
-from toolkit.planning.memory.tape import FP32, Tape, Value
 from toolkit.planning.models.blocks import block_of
 from toolkit.planning.models.shape import ModelShape
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from toolkit.planning.job import Job
 from toolkit.planning.memory.effective import zero_settings
-from toolkit.planning.memory.moving import stepped_at_once
+from toolkit.planning.memory.transient_buffers import stepped_at_once
 from toolkit.planning.memory.weights import trained_size, weights_of
 from toolkit.planning.terms import Interval, Term
 

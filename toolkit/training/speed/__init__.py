@@ -15,7 +15,7 @@ from transformers.integrations.liger import apply_liger_kernel
 from transformers.trainer_utils import unwrap_peft_model
 
 from toolkit.errors import UsageError
-from toolkit.training.companions import Companion, Prepared
+from toolkit.training.observers import Observer, Prepared
 from toolkit.training.speed.blocks import compile_blocks, prefetch_layers
 from toolkit.training.speed.checkpointing import (
     as_the_trainer_does,
@@ -36,7 +36,7 @@ THEIRS = ("use_liger_kernel", "torch_compile", "ddp_bucket_cap_mb", "ddp_static_
 """Switches of `TrainingArguments`, for both engines but for `torch_compile`."""
 
 
-class Speed(Companion):
+class Speed(Observer):
     """Puts the switches of a run on: on the model, on its batches, and on what an engine wraps.
 
     Args:

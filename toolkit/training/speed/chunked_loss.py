@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from toolkit.training.tokens import IGNORED
+from toolkit.data.tokens import IGNORED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from toolkit.data.packing import PROVEN_MODELS
+from toolkit.data.tokens import IGNORED
 from toolkit.errors import UsageError
-from toolkit.training.packing import PROVEN_MODELS
 from toolkit.training.speed.chunked_loss import LogitsOf, chunked_cross_entropy
 from toolkit.training.speed.lean_batches import POSITIONS
-from toolkit.training.tokens import IGNORED
 
 PROVEN_HEADS = frozenset(PROVEN_MODELS)
 """Architectures for which a test shows equal losses and gradients, full and chunked.

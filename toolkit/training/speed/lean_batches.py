@@ -15,9 +15,9 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from toolkit.data.packing import PROVEN_MODELS
+from toolkit.data.tokens import IGNORED
 from toolkit.errors import UsageError
-from toolkit.training.packing import PROVEN_MODELS
-from toolkit.training.tokens import IGNORED
 
 POSITIONS = "supervised_positions"
 """Of a batch: the places, row after row, whose next token is learned."""

@@ -1,0 +1,312 @@
+"""Folders that are whole or not there: written aside, listed in a manifest, then put in place.
+
+Whoever looks at a committed folder, at whatever moment a process or a machine died, finds the old
+content or all of the new one. The old one is deleted only when the new one stands. A folder that
+holds other things as well cannot be replaced: there the files come in one by one and the manifest
+last, and a commit that died in between is seen by `check`.
+
+Only files that a manifest of the toolkit lists are ever deleted, and no link is followed. Any other
+entry that is in the way is renamed, and the user is told (`keep_aside`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import filecmp
+import itertools
+import os
+import platform
+import shutil
+import stat
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+from toolkit.errors import UsageError
+from toolkit.launching.ranks import say
+from toolkit.records.manifests import (
+    DRAFT_MARK,
+    MANIFEST,
+    TO_BE_EDITED,
+    Damaged,
+    check_file,
+    contents,
+    entry,
+    file_names,
+    is_own,
+    is_real_folder,
+    read_manifest,
+    remove_if_empty,
+    remove_listed,
+    sync,
+    write_manifest,
+)
+from toolkit.training.modes import follow_umask
+
+KEPT: Final = "kept"
+"""In the names of entries that were in the way: `final.kept-1`, `final/kept-1/`."""
+
+_AT_FDCWD: Final = -100
+_RENAME_EXCHANGE: Final = 2
+_CANNOT_EXCHANGE: Final = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
+"""Of kernels and file systems that have no exchange, some of the networked ones among them."""
+
+
+@contextmanager
+def committing(
+    folder: Path,
+    *,
+    obsolete: Sequence[str] = (),
+    listed: Mapping[str, dict[str, Any]] | None = None,
+    shared: bool = True,
+    **facts: Any,
+) -> Generator[Path]:
+    """Yield an empty folder to write into, and put it in place of `folder` at the end.
+
+    When the body raises, what it wrote is removed and `folder` stays as it was.
+
+    Args:
+        folder: Where the files go. What an earlier commit put there is replaced as a whole; what
+            others put there stays, or is kept aside where it is in the way.
+        obsolete: Patterns of files directly in `folder` that are kept aside, whoever wrote them,
+            since beside the new ones they would mean something else.
+        listed: Entries of the manifest, by name, of files that the body has already had written to
+            the disk and read with `entry`: many ranks do that faster than one.
+        shared: Whether others may have files of their own in `folder`. Else a folder without a
+            manifest of ours is kept aside as a whole.
+        facts: Put into the manifest beside sizes and sha256 of the files.
+    """
+    recover(folder)
+    remove_drafts(folder)
+    draft = _new_draft(folder)
+    try:
+        yield draft
+        follow_umask(draft)
+        known = listed or {}
+        files = {name: known.get(name) or entry(draft, name) for name in file_names(draft)}
+        write_manifest(draft, files, **facts)
+        (draft / DRAFT_MARK).unlink()
+        sync(draft)
+        _put_in_place(draft, folder, obsolete, shared=shared)
+    except BaseException:
+        remove_drafts(folder)
+        raise
+
+
+def check(folder: Path) -> dict[str, Any]:
+    """Return the manifest of a committed folder, after reading every byte that it lists.
+
+    Files that the manifest does not know are none of its business.
+
+    Raises:
+        Damaged: naming the first file that is missing, cut off or changed.
+    """
+    recover(folder)
+    manifest = read_manifest(folder)
+    for name, wanted in manifest["files"].items():
+        if name not in TO_BE_EDITED:
+            check_file(folder, name, wanted)
+    return manifest
+
+
+def recover(folder: Path) -> None:
+    """Put the old folder back that a commit without an exchange had aside when it died."""
+    aside = _aside(folder)
+    if not is_real_folder(aside):
+        return
+    if os.path.lexists(folder):
+        remove_own(aside, name=folder)
+    else:
+        aside.rename(folder)
+
+
+def remove_drafts(folder: Path) -> None:
+    """Remove drafts of this machine whose writers are gone; another machine's may be alive."""
+    for draft in folder.parent.glob(f".{folder.name}.draft-{platform.node()}-*"):
+        number = draft.name.rpartition("-")[2].partition(".")[0]
+        alive = number.isdigit() and int(number) != os.getpid() and psutil.pid_exists(int(number))
+        if alive or not number.isdigit() or not is_real_folder(draft):
+            continue
+        if (draft / DRAFT_MARK).is_file():
+            shutil.rmtree(draft, ignore_errors=True)
+        else:  # a finished draft, a folder that was replaced, or an empty one
+            _remove_committed(draft)
+
+
+def remove_own(folder: Path, *, name: Path | None = None) -> None:
+    """Remove a folder that was committed; other files in it are kept aside.
+
+    Args:
+        folder: The folder to remove.
+        name: Its name before it was moved here.
+    """
+    _remove_committed(folder)
+    if os.path.lexists(folder):
+        keep_aside(folder, name=name)
+
+
+def _remove_committed(folder: Path) -> None:
+    listed = _listed(folder)
+    if listed is None:
+        remove_if_empty(folder)
+    else:
+        remove_listed(folder, listed)
+
+
+def keep_aside(path: Path, *, name: Path | None = None) -> None:
+    """Rename an entry that is in the way and not the toolkit's, and tell the user."""
+    before = name or path
+    kept = _free_name(before, f"{before.name}.{KEPT}-{{}}")
+    path.rename(kept)
+    say(f"{before} is not the toolkit's, or holds other files: it is kept as {kept}")
+
+
+def _put_in_place(draft: Path, folder: Path, obsolete: Sequence[str], *, shared: bool) -> None:
+    listed = _listed(folder)
+    is_empty = is_real_folder(folder) and not any(folder.iterdir())
+    is_usable = is_real_folder(folder) and (shared or listed is not None or is_empty)
+    if os.path.lexists(folder) and not is_usable:
+        keep_aside(folder)
+    if is_empty or not folder.exists():
+        draft.rename(folder)
+    elif shared and (others := _others(draft, folder, listed)):
+        _move_in(draft, folder, others, obsolete, listed=listed or {})
+    else:
+        _replace(draft, folder)
+    sync(folder.parent)
+
+
+def _replace(draft: Path, folder: Path) -> None:
+    if _exchanged(draft, folder):
+        sync(folder.parent)
+        remove_own(draft, name=folder)
+        return
+    # Two moves: between them `recover` finds the old folder aside.
+    aside = _aside(folder)
+    if os.path.lexists(aside):
+        keep_aside(aside)
+    folder.rename(aside)
+    try:
+        draft.rename(folder)
+    except OSError:
+        aside.rename(folder)
+        raise
+    sync(folder.parent)
+    remove_own(aside, name=folder)
+
+
+def _others(draft: Path, folder: Path, listed: Mapping[str, Any] | None) -> set[str]:
+    """Return the entries of a folder that no manifest lists, or that people have edited."""
+    own = set[str]() if listed is None else {*listed, MANIFEST}
+    others = {name for name, mode in contents(folder) if name not in own or not stat.S_ISREG(mode)}
+    edited = {
+        name
+        for name in TO_BE_EDITED & (own - others)
+        if (folder / name).exists()
+        and entry(folder, name) != (listed or {})[name]
+        and not _is_same(draft / name, folder / name)
+    }
+    return others | edited
+
+
+def _listed(folder: Path) -> dict[str, Any] | None:
+    """Return the files that an earlier commit put into a folder, with their entries.
+
+    None where there was none, or its list cannot be trusted.
+    """
+    try:
+        return read_manifest(folder)["files"]
+    except (Damaged, UsageError):
+        return None
+
+
+def _move_in(
+    draft: Path,
+    folder: Path,
+    others: set[str],
+    obsolete: Sequence[str],
+    *,
+    listed: Mapping[str, Any],
+) -> None:
+    new = file_names(draft)
+    obstacles = others & _obstacles(folder, [*new, MANIFEST], obsolete)
+    obstacles |= {name for name in new if is_real_folder(folder / name)}
+    _keep_inside(draft, folder, obstacles)
+    (folder / MANIFEST).unlink(missing_ok=True)
+    for name in new:
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (draft / name).replace(target)
+    for name in listed.keys() - others - set(new):
+        if is_own(folder, name):
+            (folder / name).unlink(missing_ok=True)
+    sync(folder)
+    (draft / MANIFEST).replace(folder / MANIFEST)
+    shutil.rmtree(draft)
+
+
+def _obstacles(folder: Path, new: Sequence[str], obsolete: Sequence[str]) -> set[str]:
+    """Return the names that new files replace, need as folders, or make obsolete."""
+    parents = {str(parent) for name in new for parent in Path(name).parents}
+    matched = {path.name for pattern in obsolete for path in folder.glob(pattern)}
+    return {*new, *parents, *matched}
+
+
+def _keep_inside(draft: Path, folder: Path, names: set[str]) -> None:
+    """Move entries that are in the way of new files into a folder beside them; tell the user."""
+    lost = sorted(n for n in names if n == MANIFEST or not _is_same(draft / n, folder / n))
+    if not lost:
+        return
+    place = _free_name(folder / KEPT, f"{KEPT}-{{}}")
+    for name in lost:
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).rename(place / name)
+    say(
+        f"{folder} held files in the way of new ones that no manifest of the toolkit lists: "
+        f"{', '.join(lost)}. They are kept in {place}"
+    )
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    """Whether two files hold the same; never so where one is a link or missing."""
+    if any(path.is_symlink() or not path.is_file() for path in (one, other)):
+        return False
+    return filecmp.cmp(one, other, shallow=False)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Let two folders change places in one move; False where the system has no such move."""
+    exchange = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if exchange is None:
+        return False
+    paths = os.fsencode(one), os.fsencode(other)
+    if exchange(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _CANNOT_EXCHANGE:
+        return False
+    raise OSError(number, os.strerror(number), str(other))
+
+
+def _new_draft(folder: Path) -> Path:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    name = f".{folder.name}.draft-{platform.node()}-{os.getpid()}"
+    draft = folder.with_name(name)
+    if os.path.lexists(draft):  # what is there was not made by a commit
+        draft = _free_name(draft, f"{name}.{{}}")
+    draft.mkdir()
+    (draft / DRAFT_MARK).touch(exist_ok=False)
+    return draft
+
+
+def _aside(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.aside")
+
+
+def _free_name(path: Path, pattern: str) -> Path:
+    names = (path.with_name(pattern.format(number)) for number in itertools.count(1))
+    return next(name for name in names if not os.path.lexists(name))

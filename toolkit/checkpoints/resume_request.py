@@ -1,0 +1,96 @@
+"""What `--resume_from_checkpoint` asks for, before the ranks talk to each other; without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from toolkit.checkpoints.folders import checkpoints_in, step_of
+from toolkit.errors import UsageError
+from toolkit.records.results import RECORD_FILE
+
+LAST: Final = "last"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A folder of checkpoints, and the one that was named, if one was."""
+
+    output_dir: Path
+    named: Path | None = None
+
+
+def asked_checkpoint(values: Mapping[str, Any]) -> Asked | None:
+    """Return what is to be resumed; None for a run from the start.
+
+    Raises:
+        UsageError: there is nothing to resume; or the run is to start from the beginning where an
+            unfinished one has left checkpoints; or it is to save by a rule that is not known here.
+    """
+    _check_strategy(values.get("save_strategy"))
+    output_dir = Path(values["output_dir"])
+    said = _said(values["resume_from_checkpoint"])
+    if said is None:
+        _refuse_a_second_start(output_dir)
+        return None
+    if said == LAST:
+        return _last_in(output_dir)
+    path = Path(said)
+    if not path.is_dir():
+        raise UsageError(
+            f"--resume_from_checkpoint {said} is no folder. Pass a checkpoint-<step> folder, the "
+            "folder of a run, or last."
+        )
+    return Asked(path.parent, path) if step_of(path) is not None else _last_in(path)
+
+
+def folder_to_resume(resume: str | None, output_dir: str | None) -> str | None:
+    """Return the folder that a run goes on in when `--output_dir` doesn't say.
+
+    Raises:
+        UsageError: `last` was asked for, of nothing that was named.
+    """
+    said = _said(resume)
+    if said is None or output_dir is not None:
+        return output_dir
+    if said == LAST:
+        raise UsageError(
+            "--resume_from_checkpoint last takes the newest checkpoint in --output_dir: pass the "
+            "--output_dir of the run."
+        )
+    path = Path(said)
+    return str(path.parent if step_of(path) is not None else path)
+
+
+def _check_strategy(strategy: Any) -> None:
+    said = str(getattr(strategy, "value", strategy))
+    if said not in ("None", "no", "steps", "epoch"):
+        raise UsageError(f"--save_strategy {said} is not known here: use no, steps or epoch.")
+
+
+def _said(resume: str | None) -> str | None:
+    """`true` is how a file of arguments, and HF's own scripts, say last."""
+    if resume is None or resume.lower() in ("none", "false", ""):
+        return None
+    return LAST if resume.lower() in ("true", LAST) else resume
+
+
+def _last_in(folder: Path) -> Asked:
+    if not checkpoints_in(folder) and not list(folder.glob(".checkpoint-*.aside")):
+        raise UsageError(
+            f"{folder} holds no checkpoint to resume from. Nothing was started: to train from the "
+            "beginning, leave --resume_from_checkpoint out."
+        )
+    return Asked(folder)
+
+
+def _refuse_a_second_start(output_dir: Path) -> None:
+    found = checkpoints_in(output_dir)
+    if found and not (output_dir / RECORD_FILE).exists():
+        raise UsageError(
+            f"{output_dir} holds checkpoints of a run that was not finished, the newest of step "
+            f"{step_of(found[0])}. Pass --resume_from_checkpoint last to go on with it, or another "
+            "--output_dir."
+        )

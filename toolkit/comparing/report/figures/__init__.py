@@ -1,0 +1,49 @@
+"""Figures of a comparison, each with what it shows, in which unit and how that was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from toolkit.comparing.report.figures.frame import Key, Shown
+from toolkit.comparing.report.figures.losses import losses_and_gaps
+from toolkit.comparing.report.figures.memory import fullest_moment, memory_by_category
+from toolkit.comparing.report.figures.speed import scaling, speed_and_memory
+from toolkit.comparing.report.figures.times import phases, step_times
+from toolkit.comparing.report.figures.traffic import bytes_by_purpose
+from toolkit.environment import is_installed
+from toolkit.records.results import Results
+
+__all__ = ["Key", "Shown", "draw_all"]
+
+
+def draw_all(results: Results) -> list[Shown]:
+    """Return every figure that these results have something to say on, in reading order.
+
+    Without matplotlib it is one that says so: a comparison that took hours still gets its reports.
+    """
+    if not is_installed("matplotlib"):
+        return [_not_drawn(len(results["runs"]))]
+    draw: tuple[Callable[[Results], Shown | None], ...] = (
+        speed_and_memory,
+        memory_by_category,
+        fullest_moment,
+        bytes_by_purpose,
+        losses_and_gaps,
+        step_times,
+        phases,
+        scaling,
+    )
+    return [shown for each in draw if (shown := each(results)) is not None]
+
+
+def _not_drawn(runs: int) -> Shown:
+    return Shown(
+        name="none",
+        runs=runs,
+        title="No figures",
+        instead="matplotlib is not installed.",
+        caption=(
+            "Run pip install matplotlib, then toolkit report with this folder: it makes the "
+            "reports again, with the figures."
+        ),
+    )

@@ -1,0 +1,104 @@
+"""Stacked bars: a line a run, its parts from the left, and what was predicted beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.comparing.report.figures.frame import Shown, name_lines, new_figure
+from toolkit.comparing.report.row_facts import predicted_peak
+from toolkit.comparing.report.svg import INK, drawing, inline
+from toolkit.comparing.report.words import size, unit_of
+from toolkit.records.results import Row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """One run's bar."""
+
+    row: Row
+    parts: Sequence[float]
+    """In the order of the colours; bytes or seconds."""
+
+    tick: float | None = None
+    """What was predicted for all of it."""
+
+    peak: int | None = None
+    """What the device had given out at most, where the figure shows it."""
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts)
+
+    @property
+    def interval(self) -> tuple[int, int] | None:
+        """Where the planner expects the peak."""
+        return None if self.peak is None else predicted_peak(self.row)
+
+    @property
+    def end(self) -> float:
+        """The farthest right of anything that is drawn for it."""
+        return max(self.total, self.tick or 0, self.peak or 0, *(self.interval or ()))
+
+
+def byte_bars(
+    shown: Shown, bars: Sequence[Bar], colours: Sequence[str], *, nothing: str = "none"
+) -> str:
+    """Return bars of bytes, each with its sum.
+
+    Args:
+        nothing: What stands at a bar of one process that has no length.
+    """
+    unit, divisor = unit_of(max(1, *(bar.end for bar in bars)))
+
+    def text(bar: Bar) -> str:
+        if bar.total:
+            return size(round(bar.total))
+        return nothing if bar.row["num_processes"] == 1 else "none"
+
+    return stacked(shown, bars, colours, unit=unit, divisor=divisor, text=text)
+
+
+def stacked(
+    shown: Shown,
+    bars: Sequence[Bar],
+    colours: Sequence[str],
+    *,
+    unit: str,
+    divisor: float = 1,
+    text: Callable[[Bar], str],
+) -> str:
+    """Return the drawing, lengths in `unit` after division by `divisor`."""
+    longest = max(bar.end for bar in bars) / divisor
+    with drawing(shown.name):
+        figure = new_figure(0.6 + 0.26 * len(bars))
+        axes = figure.subplots()
+        for place, bar in enumerate(bars):
+            _bar(axes, bar, place, colours, divisor)
+            axes.annotate(
+                text(bar),
+                (bar.end / divisor, place),
+                xytext=(4, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
+            )
+        axes.set_xlim(0, longest * 1.3 or 1)
+        axes.set_xlabel(unit)
+        name_lines(axes, [bar.row for bar in bars])
+        return inline(figure, name=shown.name, title=shown.title)
+
+
+def _bar(axes: Any, bar: Bar, place: int, colours: Sequence[str], divisor: float) -> None:
+    start = 0.0
+    for part, colour in zip(bar.parts, colours, strict=True):
+        axes.barh(place, part / divisor, left=start, height=0.62, color=colour)
+        start += part / divisor
+    if bar.tick is not None:
+        axes.vlines(bar.tick / divisor, place - 0.43, place + 0.43, color=INK, linewidth=1.6)
+    if bar.peak is not None:
+        if bar.interval is not None:
+            low, high = bar.interval
+            axes.hlines(place, low / divisor, high / divisor, color=INK, linewidth=0.8)
+        axes.plot(bar.peak / divisor, place, marker="D", color=INK, markersize=4)

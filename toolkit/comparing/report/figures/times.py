@@ -1,0 +1,129 @@
+"""Figures of time: the spread of an optimizer step, and the phases that it is made of."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from toolkit.comparing.report.figures.bars import Bar, stacked
+from toolkit.comparing.report.figures.frame import (
+    NOT_DRAWN,
+    Key,
+    Shown,
+    colour_of,
+    finite,
+    name_lines,
+    new_figure,
+)
+from toolkit.comparing.report.grid import value_at
+from toolkit.comparing.report.row_facts import reason_for
+from toolkit.comparing.report.sections.steps import CPU_TIMES, PHASES
+from toolkit.comparing.report.svg import INK, PARTS, VARIABLES, drawing, inline
+from toolkit.comparing.report.words import seconds
+from toolkit.records.results import Results, Row
+
+PHASE_COLOURS: Final = (PARTS[2], PARTS[1], PARTS[0], PARTS[3], PARTS[5])
+
+
+def step_times(results: Results) -> Shown:
+    """Median and 90th percentile of a step's time; of several starts the median of each."""
+    shown = Shown(
+        name="steps",
+        runs=len(results["runs"]),
+        title="Time of an optimizer step, median to 90th percentile",
+        caption=(
+            "Seconds by the clock of rank 0, steps on packed rows after warm-up. The dot is the "
+            "median, the bar ends at the 90th percentile."
+        ),
+    )
+    spans: list[tuple[Row, float, float]] = []
+    for row in results["runs"]:
+        span = row["step_seconds"]
+        median = None if span is None else span["median"]
+        if span is None or median is None or not finite(median):
+            shown.lacks(row, NOT_DRAWN, reason_for(row, "step_seconds"))
+            continue
+        end = span["p90"]
+        if end is None or not finite(end):
+            shown.lacks(row, "No bar", "its record has no 90th percentile")
+            end = median
+        spans.append((row, median, end))
+    several = any(len(_starts(row)) > 1 for row, _, _ in spans)
+    if several:
+        shown.caption += " The faint dots are the medians of the single starts."
+    if results.get("rehearsal"):
+        shown.caption += f" {CPU_TIMES}"
+    if not spans:
+        return shown
+    shown.svg = _spans_drawn(shown, spans, results)
+    shown.keys = [
+        Key(text="median", colour=VARIABLES[INK], kind="dot"),
+        Key(text="up to the 90th percentile", colour=VARIABLES[INK], kind="area"),
+    ]
+    if several:
+        shown.keys.append(Key(text="one start", colour="var(--muted)", kind="dot"))
+    return shown
+
+
+def _spans_drawn(shown: Shown, spans: list[tuple[Row, float, float]], results: Results) -> str:
+    with drawing(shown.name):
+        figure = new_figure(0.6 + 0.24 * len(spans))
+        axes: Any = figure.subplots()
+        longest = 0.0
+        for place, (row, median, end) in enumerate(spans):
+            colour = colour_of(row, results)
+            axes.plot([median, end], [place] * 2, color=colour, linewidth=5, alpha=0.45)
+            axes.plot(median, place, marker="o", color=colour, markersize=5.5)
+            starts = _starts(row)
+            if len(starts) > 1:
+                axes.plot(starts, [place + 0.3] * len(starts), "o", color=colour, alpha=0.5, ms=3)
+            longest = max(longest, median, end, *starts)
+        axes.set_xlim(0, longest * 1.06 or 1)
+        axes.set_xlabel("seconds a step")
+        name_lines(axes, [row for row, _, _ in spans])
+        return inline(figure, name=shown.name, title=shown.title)
+
+
+def _starts(row: Row) -> list[float]:
+    """Medians of the single starts."""
+    found = [repeat["step_seconds"] for repeat in row.get("repeats") or []]
+    medians = [each["median"] for each in found if each is not None]
+    return [median for median in medians if median is not None and finite(median)]
+
+
+def phases(results: Results) -> Shown | None:
+    """A bar a run, of the medians of the phases of its steps; None where nobody timed them."""
+    if not any("phases" in row for row in results["runs"]):
+        return None
+    shown = Shown(
+        name="phases",
+        runs=len(results["runs"]),
+        title="Phases of an optimizer step",
+        caption=(
+            "Seconds, the median of each phase over the timed steps, of each step the mean over "
+            "the ranks; medians need not add up to the step's. Data is waiting for rows, other "
+            "what is none of the rest."
+        ),
+    )
+    if results.get("rehearsal"):
+        shown.caption += f" {CPU_TIMES}"
+    bars: list[Bar] = []
+    for row in results["runs"]:
+        medians = [value_at(row, f"phases.{phase}.median") for phase in PHASES]
+        known = [median if finite(median) else None for median in medians]
+        if all(median is None for median in known):
+            shown.lacks(row, NOT_DRAWN, reason_for(row, "phases"))
+            continue
+        for phase, median in zip(PHASES, known, strict=True):
+            if median is None:
+                shown.lacks(row, f"No {phase}", reason_for(row, f"phases.{phase}"))
+        bars.append(Bar(row=row, parts=[median or 0 for median in known]))
+    if not bars:
+        return shown
+    shown.svg = stacked(
+        shown, bars, PHASE_COLOURS, unit="seconds a step", text=lambda bar: seconds(bar.total)
+    )
+    shown.keys = [
+        Key(text=phase, colour=VARIABLES[colour], kind="area")
+        for phase, colour in zip(PHASES, PHASE_COLOURS, strict=True)
+    ]
+    return shown

@@ -1,0 +1,318 @@
+"""Two comparisons, run by run: what of them can be set against each other, and what it says.
+
+Runs are matched by strategy, engine and number of processes. A number stands against another only
+where both measure the same: losses of one training on the same data, speeds of one kind of device.
+Where they don't, the reason does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple, cast
+
+from toolkit.comparing.report.names import both_engines, renamed
+from toolkit.comparing.report.redact import clean, redact_results
+from toolkit.comparing.report.remake import comparison_in
+from toolkit.comparing.report.row_facts import (
+    counted_peak,
+    counts_peaks,
+    peak_of,
+    reason_for,
+    run_name,
+)
+from toolkit.comparing.report.words import flat, size
+from toolkit.errors import UsageError
+from toolkit.records.results import Results, Row, Traffic
+
+SIDES: Final = ("A", "B")
+
+SAME_TRAINING: Final = (
+    "data hash",
+    "model",
+    "parameters",
+    "method",
+    "seed",
+    "rows per optimizer step",
+    "precision",
+    "optimizer steps",
+)
+"""Of what was fixed: with another value it is another training, and losses are not compared."""
+
+NOT_RECORDED: Final = "not recorded"
+
+ONE_REHEARSED: Final = "one side is a rehearsal on the CPU, the other ran on GPUs"
+
+Verdict = Literal["faster", "slower", "near", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of the two comparisons."""
+
+    letter: str
+    folder: str
+    results: Results
+
+    @property
+    def rehearsal(self) -> bool:
+        return self.results.get("rehearsal", False)
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        # Comparisons from before there were methods trained every weight.
+        return {"method": "full"} | self.results.get("fixed", {})
+
+
+class Pair(NamedTuple):
+    """The same run on both sides."""
+
+    a: Row
+    b: Row
+
+    @property
+    def name(self) -> str:
+        return run_name(self.a)
+
+
+class LossDifference(NamedTuple):
+    """The largest difference of two runs' losses in one step."""
+
+    value: float
+    step: int
+    """From 1."""
+
+
+class Refusal(NamedTuple):
+    """Why something is not compared."""
+
+    short: str
+    """For a cell."""
+
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class SideBySide:
+    """Two comparisons, matched."""
+
+    a: Side
+    b: Side
+    pairs: tuple[Pair, ...]
+    only: tuple[tuple[Row, ...], tuple[Row, ...]]
+    """Runs that A alone has, and those that B alone has."""
+
+    noise: float | None
+    """Share of the slower run's tokens/s below which a difference means nothing."""
+
+    noise_reason: str | None
+    """Why that is not known."""
+
+    other_training: Refusal | None
+    """Why losses are not compared in any run."""
+
+    @property
+    def speeds_reason(self) -> str | None:
+        """Why speeds and peaks are not compared in any run."""
+        return ONE_REHEARSED if self.a.rehearsal != self.b.rehearsal else None
+
+    @property
+    def counted(self) -> bool:
+        """Whether the peaks are those of counted tensors."""
+        return counts_peaks(self.a.results) and counts_peaks(self.b.results)
+
+
+def match(before: Path, after: Path) -> SideBySide:
+    """Read two comparisons and match their runs.
+
+    Raises:
+        UsageError: a folder holds no comparison, or both are one.
+    """
+    read = [redact_results(comparison_in(folder)) for folder in (before, after)]
+    if before.resolve() == after.resolve():
+        raise UsageError(f"{before} and {after} are the same comparison. Name another for one.")
+    a, b = (
+        Side(letter, clean(str(folder)), results)
+        for letter, folder, results in zip(SIDES, (before, after), read, strict=True)
+    )
+    rows = [{_key(row): row for row in side.results["runs"]} for side in (a, b)]
+    noise, noise_reason = combined_noise(a, b)
+    return SideBySide(
+        a=a,
+        b=b,
+        pairs=tuple(Pair(row, rows[1][key]) for key, row in rows[0].items() if key in rows[1]),
+        only=(
+            tuple(row for key, row in rows[0].items() if key not in rows[1]),
+            tuple(row for key, row in rows[1].items() if key not in rows[0]),
+        ),
+        noise=noise,
+        noise_reason=noise_reason,
+        other_training=other_training(a, b),
+    )
+
+
+def for_readers(found: SideBySide) -> SideBySide:
+    """Return the two with the names that readers see."""
+    rows = [*(row for pair in found.pairs for row in pair), *found.only[0], *found.only[1]]
+    if both_engines(row["engine"] for row in rows):
+        return found
+    only_a, only_b = (tuple(map(renamed, rows)) for rows in found.only)
+    pairs = tuple(Pair(renamed(pair.a), renamed(pair.b)) for pair in found.pairs)
+    return replace(found, pairs=pairs, only=(only_a, only_b))
+
+
+def _key(row: Row) -> tuple[str, str, int]:
+    return row["strategy"], row["engine"], row["num_processes"]
+
+
+def combined_noise(a: Side, b: Side) -> tuple[float | None, str | None]:
+    """Return the share below which a difference in speed means nothing, or None and why.
+
+    Each side's share is that of two runs of its own; a run of A beside one of B has half of the
+    variance of either, on the logarithmic scale on which it was measured.
+    """
+    shares = [noise["share"] for side in (a, b) if (noise := side.results.get("noise"))]
+    if len(shares) < len(SIDES):
+        reasons = [
+            f"{side.letter}: {_noise_reason(side)}"
+            for side in (a, b)
+            if side.results.get("noise") is None
+        ]
+        return None, "; ".join(reasons)
+    squares = [math.log1p(each) ** 2 for each in shares]
+    return math.expm1(math.sqrt(sum(squares) / len(squares))), None
+
+
+def _noise_reason(side: Side) -> str:
+    return side.results.get("not_measured", {}).get("noise") or "its results hold no noise"
+
+
+def other_training(a: Side, b: Side) -> Refusal | None:
+    """Return why losses of the two must not be compared, None where they may be."""
+    unknown = [name for name in SAME_TRAINING if name not in a.fixed or name not in b.fixed]
+    other = [
+        name for name in SAME_TRAINING if name not in unknown and a.fixed[name] != b.fixed[name]
+    ]
+    values = "; ".join(
+        f"{name} is {recorded(a.fixed, name)} in A, {recorded(b.fixed, name)} in B"
+        for name in other or unknown
+    )
+    if other:
+        return Refusal(f"other {', '.join(other)}", f"not the same training: {values}")
+    if unknown:
+        short = f"{', '.join(unknown)} {NOT_RECORDED}"
+        return Refusal(short, f"not known to be the same training: {values}")
+    return None
+
+
+def recorded(values: dict[str, Any], name: str) -> str:
+    """Return a recorded value in words."""
+    return summary(values[name]) if name in values else NOT_RECORDED
+
+
+def summary(value: Any) -> str:
+    """Return a recorded value in one line, equal members of a list counted."""
+    if isinstance(value, list):
+        shown = [flat(each) for each in cast("list[Any]", value)]
+        runs = [(text, len(list(same))) for text, same in itertools.groupby(shown)]
+        return "; ".join(f"{count} x {t}" if count > 1 else t for t, count in runs) or "none"
+    return flat(value)
+
+
+def circumstances(side: Side) -> dict[str, Any]:
+    """Everything about a comparison that is no result, in one level."""
+    results = side.results
+    values: dict[str, Any] = dict(side.fixed)
+    for name, value in results["environment"].items():
+        if name == "versions" and isinstance(value, dict):
+            versions = cast("dict[str, Any]", value)
+            values |= {f"version of {package}": number for package, number in versions.items()}
+        else:
+            shown = size(value) if name.endswith("_bytes") and isinstance(value, int) else value
+            values[name.removesuffix("_bytes").replace("_", " ")] = shown
+    control = results["control"]
+    values["control"] = control and f"{control['strategy']}-{control['engine']}"
+    values["rehearsal"] = side.rehearsal
+    values["complete"] = results.get("complete", True)
+    return values
+
+
+def speed_ratio(found: SideBySide, pair: Pair) -> tuple[float | None, str | None]:
+    """Return B's tokens/s as a multiple of A's, or None and why."""
+    if found.speeds_reason:
+        return None, found.speeds_reason
+    a, b = pair.a["tokens_per_second"], pair.b["tokens_per_second"]
+    if not a or not b:
+        return None, why_missing(pair, (bool(a), bool(b)), ("tokens_per_second",) * 2)
+    return b / a, None
+
+
+def speed_verdict(found: SideBySide, ratio: float) -> Verdict:
+    """Say on which side of the noise a ratio of two speeds lies."""
+    if found.noise is None:
+        return "unknown"
+    if max(ratio, 1 / ratio) - 1 <= found.noise:
+        return "near"
+    return "faster" if ratio > 1 else "slower"
+
+
+def peak_bytes(found: SideBySide, row: Row) -> int | None:
+    """Return the peak that the two sides are compared by."""
+    return counted_peak(row) if found.counted else peak_of(row)
+
+
+def traffic_bytes(row: Row) -> int | None:
+    """Return the payload of all collectives of one optimizer step."""
+    traffic: Traffic | None = row.get("traffic")
+    if traffic is None:
+        return None
+    return sum(one["payload_bytes"] for one in traffic["collectives"])
+
+
+def loss_difference(found: SideBySide, pair: Pair) -> tuple[LossDifference | None, str | None]:
+    """Return the largest difference between two runs' losses, step by step, or None and why."""
+    if found.other_training:
+        return None, found.other_training.sentence
+    a, b = pair.a["losses"], pair.b["losses"]
+    if not a or not b:
+        return None, why_missing(pair, (bool(a), bool(b)), ("losses",) * 2)
+    if len(a) != len(b):
+        return None, f"A has losses of {len(a)} steps, B of {len(b)}"
+    batches = [_global_batch(row) for row in pair]
+    if batches[0] != batches[1]:
+        return None, f"{batches[0]} rows in an optimizer step in A, {batches[1]} in B"
+    apart = [_apart(one, other) for one, other in zip(a, b, strict=True)]
+    step = max(range(len(apart)), key=apart.__getitem__)
+    return LossDifference(apart[step], step + 1), None
+
+
+def _global_batch(row: Row) -> int:
+    rows = row["per_device_train_batch_size"] * row["gradient_accumulation_steps"]
+    return rows * row["num_processes"]
+
+
+def _apart(one: float, other: float) -> float:
+    """The distance of two losses; of losses that are not finite, 0 where they are the same."""
+    if math.isfinite(one) and math.isfinite(other):
+        return abs(one - other)
+    return 0.0 if repr(one) == repr(other) else math.inf
+
+
+def why_missing(pair: Pair, there: Sequence[bool], fields: Sequence[str]) -> str:
+    """Say why a value is missing on either side, and on which unless it is the same on both.
+
+    Args:
+        there: Whether A has it, and B.
+        fields: Where `not_measured` has the reason, of A and of B.
+    """
+    reasons = {
+        letter: reason_for(row, field)
+        for letter, row, known, field in zip(SIDES, pair, there, fields, strict=True)
+        if not known
+    }
+    if len(set(reasons.values())) == 1 < len(reasons):
+        return next(iter(reasons.values()))
+    return "; ".join(f"{letter}: {reason}" for letter, reason in reasons.items())

@@ -1,0 +1,115 @@
+"""`report.html`: one file that opens offline, on a phone too, in light and in dark.
+
+The template escapes whatever is put into it; figures alone come in as they are, from an XML writer
+that has escaped their text. The page forbids itself scripts and the network.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Final
+
+from toolkit.comparing.report.figures import draw_all
+from toolkit.comparing.report.names import for_readers
+from toolkit.comparing.report.row_facts import baseline, is_control, run_name
+from toolkit.comparing.report.runs_table import runs_table, shows_speed
+from toolkit.comparing.report.sections import parts
+from toolkit.comparing.report.sections.failures import failures
+from toolkit.comparing.report.sections.limits import limits
+from toolkit.comparing.report.verdict import REHEARSAL, broken_lines, findings, verdict
+from toolkit.comparing.report.words import facts
+from toolkit.comparing.report.write import not_measured
+from toolkit.records.results import Results
+
+PAGE_FILE: Final = "report.html"
+TEMPLATE: Final = Path(__file__).with_name("report.html.jinja")
+STYLE: Final = Path(__file__).with_name("report.css")
+
+LONG: Final = 18
+"""Letters beyond which a cell may break into lines."""
+
+WORDY: Final = 36
+"""Letters beyond which it is a sentence rather than a number."""
+
+EXPONENT: Final = re.compile(r"(\d[\d.]*e[+-]\d+)")
+
+
+def render_page(results: Results) -> str:
+    """Return the page; redacted results are what it should be given."""
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    results = for_readers(results)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"coded": _coded, "whole": _whole}
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    return (
+        template.render(
+            name=results.get("name", "comparison"),
+            css=Markup(STYLE.read_text(encoding="utf-8").strip()),
+            complete=results.get("complete", True),
+            rehearsal=REHEARSAL if results.get("rehearsal") else "",
+            verdict=verdict(results),
+            findings=findings(results),
+            broken=broken_lines(results),
+            runs=_runs(results),
+            figures=draw_all(results),
+            parts=parts(results),
+            fixed=facts(results.get("fixed", {})),
+            environment=facts(results["environment"]),
+            commands=[(run_name(row), row["command"]) for row in results["runs"] if row["command"]],
+            failures=failures(results),
+            missing=not_measured(results),
+            limits=limits(results),
+            long=LONG,
+            wordy=WORDY,
+        )
+        + "\n"
+    )
+
+
+def _coded(text: str) -> str:
+    """Return our own words escaped, with code where they have backticks."""
+    from markupsafe import Markup, escape
+
+    pieces = text.split("`")
+    marked = [_whole(piece) for piece in pieces]
+    marked[1::2] = [Markup("<code>") + escape(piece) + Markup("</code>") for piece in pieces[1::2]]
+    return Markup("").join(marked)
+
+
+def _whole(text: str) -> str:
+    """Return words escaped, in which no number breaks at its exponent's sign."""
+    from markupsafe import Markup, escape
+
+    pieces = [escape(piece) for piece in EXPONENT.split(text)]
+    pieces[1::2] = [
+        Markup('<span class="whole">') + each + Markup("</span>") for each in pieces[1::2]
+    ]
+    return Markup("").join(pieces)
+
+
+def _runs(results: Results) -> dict[str, Any]:
+    """Return the main table with the run's name in one column, and what each run is to it."""
+    table = runs_table(results)
+    status = list(table.header).index("status")
+    between = [at for at, name in enumerate(table.header[:status]) if name == "processes"]
+    base = baseline(results) if shows_speed(results) else None
+    rows: list[dict[str, Any]] = []
+    for row, line in zip(results["runs"], table.rows, strict=True):
+        roles = (("control", is_control(row, results["control"])), ("baseline", row is base))
+        rows.append(
+            {
+                "name": run_name(row),
+                "roles": [role for role, there in roles if there],
+                "between": [line[at] for at in between],
+                "status": line[status],
+                "tone": {"ok": "good", "skipped": "warn"}.get(line[status], "bad"),
+                "cells": line[status + 1 :],
+            }
+        )
+    header = ["run", *(table.header[at] for at in between), *table.header[status:]]
+    return {"header": header, "rows": rows, "notes": table.notes}

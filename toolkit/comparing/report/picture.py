@@ -1,0 +1,446 @@
+"""`report.png`: a comparison as one picture, for a chat or a slide.
+
+It is 1200 x 630 pixels, as chats show a link's picture, in the page's own light colours. Numbers
+and names come from `results.json` alone; whatever is longer than its place is cut.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, cast
+
+from toolkit.comparing.report.figures.frame import colour_of, style_of
+from toolkit.comparing.report.fitting import Ruler
+from toolkit.comparing.report.names import for_readers
+from toolkit.comparing.report.page import STYLE
+from toolkit.comparing.report.redact import redact_results
+from toolkit.comparing.report.row_facts import (
+    counted_peak,
+    counts_peaks,
+    peak_of,
+    run_name,
+    states_of,
+    status_of,
+)
+from toolkit.comparing.report.svg import VARIABLES, drawing
+from toolkit.comparing.report.verdict import verdict
+from toolkit.comparing.report.words import NOT_AVAILABLE, flat, unit_of
+from toolkit.environment import check_installed
+from toolkit.files import write_bytes
+from toolkit.records.results import Results, Row, read_results
+from toolkit.strategies import STRATEGIES
+
+PICTURE_FILE: Final = "report.png"
+
+WIDTH: Final = 1200
+HEIGHT: Final = 630
+DPI: Final = 100
+
+MARGIN: Final = 36
+TOP: Final = 222
+"""Where the two cards begin, from above."""
+
+BOTTOM: Final = 576
+LEFT_CARD: Final = (MARGIN, 604)
+RIGHT_CARD: Final = (628, WIDTH - MARGIN)
+PADDING: Final = 20
+
+VERDICT_SIZES: Final = {40: 3, 36: 3, 30: 4, 26: 5, 24: 5}
+"""Pixels of the verdict's font -> lines."""
+
+MOST_BARS: Final = 12
+MOST_CURVES: Final = 8
+"""Curves that are named; all are drawn."""
+
+SEEN: Final = 0.01
+"""Share of the axis by which two curves must be apart to be seen as two."""
+
+DASH: Final = 3.0
+"""Length of a dash, in widths of its curve."""
+
+REHEARSAL: Final = "Rehearsed on a CPU: memory and losses carry over to GPUs, speed does not."
+NUMBER: Final = 94
+"""Pixels of a column of numbers."""
+
+NAME: Final = 220
+"""Pixels that a run's name may take."""
+
+KEY: Final = 21
+"""Pixels from the key of a curve to its name."""
+
+OFFLOADED: Final = "* offloads: on a GPU its peak is without the states on the host"
+
+FAILURES: Final = {"oom": "out of memory", "timeout": "gave no answer in time", "usage": "refused"}
+
+
+def write_picture(folder: Path) -> Path:
+    """Write `report.png` beside `results.json`, and return its path.
+
+    Raises:
+        UsageError: there are no results to read, or matplotlib is not installed.
+        OSError: the folder takes no files.
+    """
+    check_installed("matplotlib")
+    path = folder / PICTURE_FILE
+    write_bytes(path, render_picture(redact_results(read_results(folder))))
+    return path
+
+
+def render_picture(results: Results) -> bytes:
+    """Return the PNG; redacted results are what it should be given."""
+    results = for_readers(results)
+    with drawing("picture"):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        figure = cast("Any", Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI))
+        ruler = Ruler(renderer=cast("Any", FigureCanvasAgg(figure)).get_renderer(), dpi=DPI)
+        sheet = Sheet(figure=figure, ruler=ruler, colours=page_colours(), results=results)
+        figure.set_facecolor(sheet.colours["paper"])
+        _header(sheet)
+        _memory(sheet)
+        _losses(sheet)
+        _footer(sheet)
+        stream = io.BytesIO()
+        # Without matplotlib's version in it, the same data give the same bytes.
+        figure.savefig(stream, format="png", dpi=DPI, metadata={"Software": None})
+    return stream.getvalue()
+
+
+def page_colours() -> dict[str, str]:
+    """Return the page's light colours by the names that its style gives them."""
+    style = STYLE.read_text(encoding="utf-8")
+    light = style[: style.index("}")]
+    return dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6,8})\b", light))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sheet:
+    """The picture while it is drawn. Places are pixels from the upper left corner."""
+
+    figure: Any
+    ruler: Ruler
+    colours: dict[str, str]
+    results: Results
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        size: float,
+        *,
+        colour: str = "ink",
+        bold: bool = False,
+        align: str = "left",
+    ) -> None:
+        """Draw one line, `y` at its middle."""
+        self.figure.text(
+            x / WIDTH,
+            1 - y / HEIGHT,
+            text,
+            size=self.ruler.points(size),
+            color=self.colours[colour],
+            weight="bold" if bold else "normal",
+            ha=align,
+            va="center_baseline",
+        )
+
+    def box(self, x: float, y: float, width: float, height: float, colour: str) -> None:
+        """Fill a rectangle; `x` and `y` are its upper left corner."""
+        from matplotlib.patches import Rectangle
+
+        self.figure.add_artist(
+            Rectangle(
+                (x / WIDTH, 1 - (y + height) / HEIGHT),
+                width / WIDTH,
+                height / HEIGHT,
+                transform=self.figure.transFigure,
+                facecolor=self.colours[colour],
+                linewidth=0,
+                zorder=-1,  # below the curves
+            )
+        )
+
+    def curve_colour(self, row: Row) -> str:
+        """Return the name of the colour that the page gives to this run."""
+        return VARIABLES[colour_of(row, self.results)].removeprefix("var(--").removesuffix(")")
+
+
+def _header(sheet: Sheet) -> None:
+    """The facts of the comparison in one muted line, and the verdict beneath."""
+    room = WIDTH - 2 * MARGIN
+    sheet.text(MARGIN, 32, sheet.ruler.cut(_facts(sheet.results), 20, room), 20, colour="muted")
+    size, lines = sheet.ruler.fit(verdict(sheet.results), VERDICT_SIZES, room, bold=True)
+    for number, line in enumerate(lines):
+        sheet.text(MARGIN, 52 + (number + 0.6) * 1.22 * size, line, size, bold=True)
+
+
+def _facts(results: Results) -> str:
+    """Say what was compared and where, as far as the results know it."""
+    facts = ["toolkit compare"]
+    model = results.get("fixed", {}).get("model")
+    if model:
+        facts.append(flat(model))
+    ranks = sorted({row["num_processes"] for row in results["runs"]})
+    if ranks:
+        facts.append(f"{' or '.join(map(str, ranks))} process{'' if ranks == [1] else 'es'}")
+    precision = results.get("precision")
+    if precision:
+        facts.append("fp32" if precision == "no" else flat(precision))
+    if not results.get("rehearsal"):
+        gpus: list[dict[str, Any]] = results["environment"].get("gpus") or []
+        facts += dict.fromkeys(flat(gpu["name"]) for gpu in gpus)
+    return " · ".join(facts)
+
+
+def _footer(sheet: Sheet) -> None:
+    y = (BOTTOM + HEIGHT) / 2
+    if sheet.results.get("rehearsal"):
+        sheet.box(MARGIN, y - 14, 5, 28, "warn")
+        sheet.text(MARGIN + 16, y, REHEARSAL, 22)
+
+
+def _card(sheet: Sheet, card: tuple[int, int], title: str, below: str = "") -> None:
+    left, right = card
+    sheet.box(left, TOP, right - left, BOTTOM - TOP, "card")
+    sheet.text(left + PADDING, TOP + 28, title, 25, bold=True)
+    if below:
+        room = right - left - 2 * PADDING
+        sheet.text(left + PADDING, TOP + 60, sheet.ruler.cut(below, 20, room), 20, colour="muted")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """A number of every run, and its bar."""
+
+    head: str
+    colour: str
+    read: Callable[[Row], int | None]
+    """Returns bytes."""
+
+    thickness: float
+    """Of its bar, as a share of the line's height."""
+
+
+STATES: Final = Column(
+    head="states", colour="part-0", read=lambda row: states_of(row["memory"]), thickness=0.34
+)
+
+
+def _columns(results: Results) -> list[Column]:
+    """Return the states, and the peak where there is one: the device's or, rehearsed, counted."""
+    if results.get("rehearsal") and not counts_peaks(results):
+        return [STATES]
+    read = counted_peak if results.get("rehearsal") else peak_of
+    return [STATES, Column(head="peak", colour="part-1", read=read, thickness=0.72)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lines:
+    """Where the lines of the memory card are; places are pixels."""
+
+    columns: list[Column]
+    top: float
+    pitch: float
+    font: float
+    start: float
+    """Where bars begin."""
+
+    per_byte: float
+    divisor: int
+    """Bytes of the unit."""
+
+    def middle(self, number: int) -> float:
+        return self.top + (number + 0.5) * self.pitch
+
+    def right(self, number: int) -> float:
+        """Return the right edge of a column of numbers."""
+        return LEFT_CARD[1] - PADDING - NUMBER * (len(self.columns) - 1 - number)
+
+
+def _memory(sheet: Sheet) -> None:
+    """Draw a line a run: its name, its bars, and what they come to."""
+    runs, columns = sheet.results["runs"], _columns(sheet.results)
+    sizes = [count for row in runs for each in columns if (count := each.read(row)) is not None]
+    unit, divisor = unit_of(max(sizes, default=1))
+    _card(sheet, LEFT_CARD, f"Memory of the fullest rank, {unit}")
+    if not sizes:
+        _nothing(sheet, LEFT_CARD, "No run has measured its memory.")
+        return
+    drawn = runs if len(runs) <= MOST_BARS else runs[: MOST_BARS - 1]
+    more = len(runs) - len(drawn)
+    starred = any(map(_offloads, drawn))
+    left, top, bottom = LEFT_CARD[0] + PADDING, TOP + 80, BOTTOM - (40 if starred else 14)
+    pitch = min(46.0, (bottom - top) / (len(drawn) + bool(more)))
+    font = min(23.0, 0.72 * pitch)
+    names = [
+        sheet.ruler.cut(run_name(row), font, NAME) + ("*" if _offloads(row) else "")
+        for row in drawn
+    ]
+    start = left + 14 + max(sheet.ruler.width(name, font) for name in names)
+    room = LEFT_CARD[1] - PADDING - NUMBER * len(columns) - start
+    lines = Lines(
+        columns=columns,
+        top=top,
+        pitch=pitch,
+        font=font,
+        start=start,
+        per_byte=room / (max(sizes) or 1),
+        divisor=divisor,
+    )
+    _heads(sheet, lines)
+    for number, (row, name) in enumerate(zip(drawn, names, strict=True)):
+        good = status_of(row) == "ok"
+        sheet.text(left, lines.middle(number), name, font, colour="ink" if good else "bad")
+        _line(sheet, lines, row, number)
+    if more:
+        text = f"and {more} more, in report.html"
+        sheet.text(left, lines.middle(len(drawn)), text, font, colour="muted")
+    if starred:
+        sheet.text(left, BOTTOM - 22, OFFLOADED, 17, colour="muted")
+
+
+def _heads(sheet: Sheet, lines: Lines) -> None:
+    """Name the columns, each with the colour of its bars."""
+    for number, column in enumerate(lines.columns):
+        right, y = lines.right(number), TOP + 64
+        sheet.text(right, y, column.head, 20, colour="muted", align="right")
+        sheet.box(right - sheet.ruler.width(column.head, 20) - 24, y - 8, 16, 16, column.colour)
+
+
+def _line(sheet: Sheet, lines: Lines, row: Row, number: int) -> None:
+    """Draw a run's bars and numbers, or why there are none."""
+    y = lines.middle(number)
+    counts = [column.read(row) for column in lines.columns]
+    if all(count is None for count in counts):
+        words = sheet.ruler.cut(_instead(row), lines.font, LEFT_CARD[1] - PADDING - lines.start)
+        colour = "muted" if row["status"] in ("ok", "skipped") else "bad"
+        sheet.text(lines.start, y, words, lines.font, colour=colour)
+        return
+    # The last bar is the thickest: those before it are drawn upon it.
+    for place, column in reversed([*enumerate(lines.columns)]):
+        count = counts[place]
+        text = NOT_AVAILABLE if count is None else _short(count / lines.divisor)
+        sheet.text(lines.right(place), y, text, lines.font, align="right")
+        height = column.thickness * lines.pitch
+        length = lines.per_byte * (count or 0)
+        sheet.box(lines.start, y - height / 2, length, height, column.colour)
+
+
+def _offloads(row: Row) -> bool:
+    strategy = STRATEGIES.get(row["strategy"])
+    return strategy is not None and strategy.offloads
+
+
+def _instead(row: Row) -> str:
+    """Say in a word or two why a run has no bar."""
+    if row["status"] == "ok":
+        return "not measured"
+    return FAILURES.get(row["status"], row["status"])
+
+
+def _short(value: float) -> str:
+    """Return a number with three digits that count."""
+    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+
+
+def _nothing(sheet: Sheet, card: tuple[int, int], words: str) -> None:
+    x, y = (card[0] + card[1]) / 2, (TOP + BOTTOM) / 2
+    sheet.text(x, y, words, 23, colour="muted", align="center")
+
+
+def _losses(sheet: Sheet) -> None:
+    """Draw the loss of each optimizer step, a curve a run."""
+    found = [(row, losses) for row in sheet.results["runs"] if (losses := _finite(row))]
+    bundles = _bundles([losses for _, losses in found])
+    _card(sheet, RIGHT_CARD, "Training loss", _gap(sheet, bundles))
+    if not found:
+        _nothing(sheet, RIGHT_CARD, "No run has a loss to show.")
+        return
+    left, right = RIGHT_CARD[0] + 66, RIGHT_CARD[1] - PADDING
+    top, bottom = _legend(sheet, [row for row, _ in found]) + 12, BOTTOM - 58
+    place = (left / WIDTH, 1 - bottom / HEIGHT, (right - left) / WIDTH, (bottom - top) / HEIGHT)
+    axes = sheet.figure.add_axes(place)
+    for number, (row, losses) in enumerate(found):
+        bundle = next(each for each in bundles if number in each)
+        axes.plot(
+            range(1, len(losses) + 1),
+            losses,
+            color=sheet.colours[sheet.curve_colour(row)],
+            linestyle=_dashes(bundle, number) if len(bundle) > 1 else style_of(row),
+            linewidth=4,
+            marker="o" if len(losses) == 1 else None,
+        )
+    small = sheet.ruler.points(19)
+    axes.tick_params(labelsize=small, colors=sheet.colours["ink"], length=0)
+    axes.yaxis.set_major_formatter("{x:.5g}")
+    axes.grid(color=sheet.colours["faint"])
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(sheet.colours["faint"])
+    axes.xaxis.get_major_locator().set_params(integer=True, nbins=6)
+    axes.yaxis.get_major_locator().set_params(nbins=5)
+    axes.set_xlabel("optimizer step", size=small, color=sheet.colours["muted"])
+
+
+def _finite(row: Row) -> list[float]:
+    """Return the losses with NaN for those that cannot be drawn; none where all are such."""
+    losses = [loss if math.isfinite(loss) else math.nan for loss in row["losses"] or ()]
+    return [] if all(map(math.isnan, losses)) else losses
+
+
+def _bundles(curves: list[list[float]]) -> list[list[int]]:
+    """Return the numbers of the curves in bundles of those that no eye could tell apart."""
+    drawn = [loss for losses in curves for loss in losses if math.isfinite(loss)]
+    seen = SEEN * (max(drawn, default=0) - min(drawn, default=0))
+    bundles: list[list[int]] = []
+    for number, losses in enumerate(curves):
+        for bundle in bundles:
+            first = curves[bundle[0]]
+            gaps = [abs(one - other) for one, other in zip(first, losses, strict=False)]
+            # A NaN is never within the limit, so that a curve with one stands alone.
+            if len(first) == len(losses) and all(gap <= seen for gap in gaps):
+                bundle.append(number)
+                break
+        else:
+            bundles.append([number])
+    return bundles
+
+
+def _dashes(bundle: list[int], number: int) -> tuple[float, tuple[float, float]]:
+    """Return dashes that leave room for those of the other curves: the colours take turns."""
+    others = len(bundle) - 1
+    return (bundle.index(number) * -DASH, (DASH, others * DASH))
+
+
+def _gap(sheet: Sheet, bundles: list[list[int]]) -> str:
+    """Say how far the curves are apart, and why one that is drawn may not be seen alone."""
+    gaps = [gap["max"] for row in sheet.results["runs"] if (gap := row["loss_gap"]) is not None]
+    words = ["curves coincide"] if len(bundles) == 1 and len(bundles[0]) > 1 else []
+    if gaps and bundles:
+        words.append(f"largest gap {max(gaps):.1e}")
+    return ", ".join(words)
+
+
+def _legend(sheet: Sheet, rows: list[Row]) -> float:
+    """Name the curves in as many lines as they need, and return where the last one ends."""
+    left, right, y = RIGHT_CARD[0] + PADDING, RIGHT_CARD[1] - PADDING, TOP + 92
+    entries = [(run_name(row), sheet.curve_colour(row)) for row in rows[:MOST_CURVES]]
+    if len(rows) > MOST_CURVES:
+        entries.append((f"and {len(rows) - MOST_CURVES} more", ""))
+    x = left
+    for name, colour in entries:
+        text = sheet.ruler.cut(name, 18, NAME)
+        width = sheet.ruler.width(text, 18) + (KEY if colour else 0)
+        if x > left and x + width > right:
+            x, y = left, y + 27
+        if colour:
+            sheet.box(x, y - 3, KEY - 6, 6, colour)
+        sheet.text(x + (KEY if colour else 0), y, text, 18)
+        x += width + 11
+    return y + 10

@@ -1,0 +1,83 @@
+"""Every report of a comparison, made from its `results.json` alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toolkit.comparing.report.page import PAGE_FILE, render_page
+from toolkit.comparing.report.picture import write_picture
+from toolkit.comparing.report.redact import redact_results
+from toolkit.comparing.report.table_file import TABLE_FILE, render_table
+from toolkit.comparing.report.terminal import print_line
+from toolkit.comparing.report.write import REPORT_FILE, print_report, render_markdown
+from toolkit.errors import UsageError
+from toolkit.files import write_text
+from toolkit.records.results import RECORD_FILE, RESULTS_FILE, Results, read_results
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def write_reports(folder: Path) -> list[Path]:
+    """Write `report.md`, `report.html` and `results.csv` beside `results.json`.
+
+    Raises:
+        UsageError: there are no results to read.
+        OSError: the folder takes no files.
+    """
+    results = redact_results(read_results(folder))
+    made = {
+        REPORT_FILE: render_markdown(results),
+        PAGE_FILE: render_page(results),
+        TABLE_FILE: render_table(results),
+    }
+    for name, text in made.items():
+        write_text(folder / name, text)
+    return [folder / name for name in made]
+
+
+def remake(folder: Path, *, console: Console, show_speed: bool = False) -> None:
+    """Print the table and write every report again.
+
+    Args:
+        folder: Of the comparison.
+        console: Where the table goes.
+        show_speed: Show the speeds of a rehearsal in it too.
+
+    Raises:
+        UsageError: the folder holds no comparison.
+    """
+    results = comparison_in(folder)
+    written = write_reports(folder)
+    print_report(redact_results(results), console=console, show_speed=show_speed)
+    for path in written:
+        print_line(f"Written: {path}", console=console)
+
+
+def remake_picture(folder: Path, *, console: Console) -> None:
+    """Write the comparison as one picture, and nothing else.
+
+    Raises:
+        UsageError: the folder holds no comparison, or matplotlib is not installed.
+    """
+    comparison_in(folder)
+    print_line(f"Written: {write_picture(folder)}", console=console)
+
+
+def comparison_in(folder: Path) -> Results:
+    """Read the comparison that the user named.
+
+    Raises:
+        UsageError: the folder holds none.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder. Name the folder of a comparison.")
+    if not (folder / RESULTS_FILE).is_file():
+        one = (folder / RECORD_FILE).is_file() or (folder / "spec.json").is_file()
+        raise UsageError(
+            f"{folder} is one run of a comparison. Name the folder above it."
+            if one
+            else f"{folder} holds no {RESULTS_FILE}. Name a folder that toolkit compare wrote."
+        )
+    return read_results(folder)

@@ -1,0 +1,205 @@
+"""Facts of a row: its name, its part in the comparison, its sums, and why it lacks what it lacks.
+
+Results of earlier toolkits lack the later fields; what they lack is None here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from toolkit.comparing.predicted import STATES
+from toolkit.comparing.report.words import size_between
+from toolkit.records.results import Control, Evaluated, Memory, Peak, Results, Row
+from toolkit.strategies import STRATEGIES
+
+BASELINE: Final = "ddp"
+"""The strategy whose speed is called 1, where it ran."""
+
+
+def run_name(row: Row) -> str:
+    """Return the run's own name, which tells it from others of its strategy and engine."""
+    return row.get("name") or f"{row['strategy']}-{row['engine']}"
+
+
+def listed(rows: Sequence[Row]) -> str:
+    """Return the names of one run or more: `ddp, zero1 and fsdp`."""
+    *before, last = map(run_name, rows)
+    return f"{', '.join(before)} and {last}" if before else last
+
+
+def evaluations(row: Row) -> list[Evaluated]:
+    """Return what a run evaluated, in order."""
+    return row.get("evaluation") or []
+
+
+def is_control(row: Row, control: Control | None) -> bool:
+    if control is None:
+        return False
+    name = control.get("name")
+    if name is not None:
+        return run_name(row) == name
+    return (row["strategy"], row["engine"]) == (control["strategy"], control["engine"])
+
+
+def control_row(results: Results) -> Row | None:
+    control = results["control"]
+    return next((row for row in results["runs"] if is_control(row, control)), None)
+
+
+def control_name(results: Results) -> str | None:
+    """Return the control's name, None where there is none."""
+    control = results["control"]
+    if control is None:
+        return None
+    return control.get("name") or f"{control['strategy']}-{control['engine']}"
+
+
+def baseline(results: Results) -> Row | None:
+    """Return the run whose speed is called 1: DDP's, else the control's, else none.
+
+    Of several of DDP's it is the first of those with the most processes.
+    """
+    fast = [row for row in results["runs"] if row["tokens_per_second"]]
+    parallel = [row for row in fast if row["strategy"] == BASELINE]
+    if parallel:
+        return max(parallel, key=lambda row: row["num_processes"])
+    return next((row for row in fast if is_control(row, results["control"])), None)
+
+
+def ratio(row: Row, base: Row | None) -> float | None:
+    """Return the speed as a multiple of the baseline's."""
+    if base is None or not base["tokens_per_second"] or row["tokens_per_second"] is None:
+        return None
+    return row["tokens_per_second"] / base["tokens_per_second"]
+
+
+def measured(results: Results) -> list[Row]:
+    """Return the runs that came to their end."""
+    return [row for row in results["runs"] if row["status"] == "ok"]
+
+
+def failed(results: Results) -> list[Row]:
+    return [row for row in results["runs"] if row["status"] not in ("ok", "skipped")]
+
+
+def status_of(row: Row) -> str:
+    if row["status"] == "ok" and not all(row["gates"].values()):
+        return "gate broken"
+    return row["status"]
+
+
+def states_of(memory: Memory | None) -> int | None:
+    """Parameters, master weights, gradients and optimizer states of the worst rank together."""
+    if memory is None:
+        return None
+    known = [part for name in STATES if (part := memory[name]) is not None]
+    return sum(known) if len(known) == len(STATES) else None
+
+
+def peak_of(row: Row) -> int | None:
+    """Return the device's peak, in a rehearsal the host's."""
+    memory = row["memory"]
+    if memory is None:
+        return None
+    return memory["host_peak_bytes"] if row["rehearsal"] else memory["peak_bytes"]
+
+
+def counted_peak(row: Row) -> int | None:
+    """Return the bytes of all tensors at the fullest moment of a step."""
+    peak: Peak | None = row.get("peak")
+    return None if peak is None else peak["total_bytes"]
+
+
+def host_in_peak(row: Row) -> bool:
+    """Whether the counted peak has offloaded states in it: the host is a rehearsal's device."""
+    strategy = STRATEGIES.get(row["strategy"])
+    return row["rehearsal"] and strategy is not None and strategy.offloads
+
+
+def host_in_peak_lines(rows: Sequence[Row]) -> list[str]:
+    """Say whose counted peak would be smaller on a GPU; nothing where there is none."""
+    found = [row for row in rows if counted_peak(row) is not None and host_in_peak(row)]
+    names = ", ".join(dict.fromkeys(map(run_name, found)))
+    return (
+        [
+            f"Offloaded states are in the counted peak of {names}, since the host is the device "
+            "in a rehearsal; on a GPU they are not."
+        ]
+        if found
+        else []
+    )
+
+
+def counts_peaks(results: Results) -> bool:
+    """Whether this is a rehearsal that counted what its tensors come to at their fullest."""
+    rehearsal = results.get("rehearsal", False)
+    return rehearsal and any(row.get("peak") for row in results["runs"])
+
+
+def peak_field(row: Row, *, counted: bool = False) -> str:
+    """Return the field that a run's peak is read from."""
+    if counted:
+        return "peak"
+    return "memory.host_peak_bytes" if row["rehearsal"] else "memory.peak_bytes"
+
+
+def reason_for(row: Row, field: str, *, otherwise: str | None = None) -> str:
+    """Return why a run has no value there, from what it left under `not_measured`.
+
+    Args:
+        field: As there, with dots: `memory.peak_bytes`; what holds for `memory` holds for it too.
+        otherwise: What its being null says by itself.
+    """
+    name = field
+    while name:
+        if name in row["not_measured"]:
+            return row["not_measured"][name]
+        name = name.rpartition(".")[0]
+    if row["status"] != "ok":
+        return f"{row['status']}: {row['reason']}"
+    return otherwise or "its record gives no reason"
+
+
+def predicted_peak(row: Row, *, counted: bool = False) -> tuple[int, int] | None:
+    """Return both ends of the peak that the planner expects, bytes on the device.
+
+    Args:
+        counted: Of the tensors alone, in the step that was counted.
+    """
+    predicted = row.get("predicted")
+    ends = predicted and (predicted.get("counted_bytes") if counted else predicted["peak_bytes"])
+    return (ends["low"], ends["high"]) if ends else None
+
+
+def why_not_predicted(row: Row) -> str:
+    """Return why the planner says nothing of a run."""
+    predicted = row.get("predicted")
+    reason = None if predicted is None else predicted["reason"]
+    return reason or "its record has no prediction"
+
+
+def planner_word(row: Row) -> str:
+    """Say what the planner expected of a run's peak, and by how much that is more than it had."""
+    predicted = row.get("predicted")
+    peak = predicted_peak(row)
+    if predicted is None or peak is None:
+        reason = None if predicted is None else predicted["reason"]
+        return reason or reason_for(row, "predicted", otherwise="not predicted")
+    where = " on a GPU" if row["rehearsal"] else ""
+    said = f"predicted peak{where} {size_between(*peak)}"
+    room, over = predicted.get("room_bytes"), predicted.get("over_bytes")
+    if room is None or over is None:
+        return f"{said}; there is no GPU's memory to hold it against" + (
+            " in a rehearsal" if row["rehearsal"] else ""
+        )
+    of = f"the {_short(room)} of its smallest GPU"
+    low, high = over["low"], over["high"]
+    if high <= 0:
+        return f"{said}, and {size_between(-high, -low)} to spare of {of}: it was expected to fit"
+    lacks = size_between(low, high) if low > 0 else f"up to {_short(high)}"
+    return f"{said}; with the allocator's share and the CUDA context {lacks} more than {of}"
+
+
+def _short(count: int) -> str:
+    return size_between(count, count).partition(" to ")[2]

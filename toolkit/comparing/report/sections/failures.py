@@ -1,0 +1,99 @@
+"""Failures: how each run ended that did not come to its end, rank by rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+from toolkit.comparing.report.grid import Section
+from toolkit.comparing.report.row_facts import failed, planner_word, run_name
+from toolkit.comparing.report.words import NOT_AVAILABLE, flat, size
+from toolkit.launching.outcome import OUT_OF_MEMORY
+from toolkit.records.results import RankEnd, Results, Row
+
+
+class Failure(NamedTuple):
+    """One run that failed."""
+
+    name: str
+    status: str
+    reason: str
+    planned: str | None
+    """What the planner expected, of a run that ran out of memory."""
+
+    fix: str | None
+    mismatches: Section | None
+    """What was asked beside what engaged, of a run that was refused."""
+
+    ranks: Section | None
+    tail: str
+    log: str | None
+
+
+def failures(results: Results) -> list[Failure]:
+    """Return every run that failed, with its last lines."""
+    return [_failure(row) for row in failed(results)]
+
+
+def _failure(row: Row) -> Failure:
+    refused = row["status"] == "refused" and row["attestation"]
+    ends = row.get("ends")
+    return Failure(
+        name=run_name(row),
+        status=row["status"],
+        reason=row["reason"] or "No reason was given.",
+        planned=f"The planner: {planner_word(row)}." if row["status"] == "oom" else None,
+        fix=row["fix"],
+        mismatches=_mismatches(refused) if refused else None,
+        ranks=_ranks(ends, rehearsal=row["rehearsal"]) if ends else None,
+        tail="\n".join(row["tail"]),
+        log=f"{row['folder']}/stdout.log" if row["folder"] else None,
+    )
+
+
+def _mismatches(attestation: dict[str, Any]) -> Section:
+    found = cast("list[dict[str, Any]]", attestation.get("mismatches") or [])
+    header = ["what", "asked", "engaged"]
+    return Section("", header, [[flat(each.get(name)) for name in header] for each in found])
+
+
+def _ranks(ends: Sequence[RankEnd], *, rehearsal: bool) -> Section:
+    """Return the last that each rank said, which ran out, and how unevenly they were filled."""
+    header = ["rank", "state", "last step", "host peak" if rehearsal else "device peak", "error"]
+    rows = [
+        [
+            str(end["rank"]),
+            "out of memory" if ran_out(end) else end["state"],
+            str(end["step"]),
+            size(end["peak_bytes"]),
+            end["error"] or "none",
+        ]
+        for end in ends
+    ]
+    notes = [_which_ran_out(ends), *_how_uneven(ends)]
+    if unknown := [str(end["rank"]) for end in ends if end["peak_bytes"] is None]:
+        notes.append(f"{NOT_AVAILABLE}: rank {', '.join(unknown)} did not tell its peak")
+    return Section("", header, rows, [note for note in notes if note])
+
+
+def ran_out(end: RankEnd) -> bool:
+    """Whether a rank's own last words are that it ran out of memory."""
+    return end["error"] is not None and OUT_OF_MEMORY.search(end["error"]) is not None
+
+
+def _which_ran_out(ends: Sequence[RankEnd]) -> str:
+    spent = [str(end["rank"]) for end in ends if ran_out(end)]
+    if not spent:
+        return ""
+    return f"Out of memory: rank {', '.join(spent)}; {len(spent)} of {len(ends)} that left word."
+
+
+def _how_uneven(ends: Sequence[RankEnd]) -> list[str]:
+    known = [(end["peak_bytes"], end["rank"]) for end in ends if end["peak_bytes"] is not None]
+    if len(known) < 2:
+        return []
+    (least, first), (most, last) = min(known), max(known)
+    return [
+        f"Memory over the ranks: least {size(least)} (rank {first}), "
+        f"most {size(most)} (rank {last})."
+    ]

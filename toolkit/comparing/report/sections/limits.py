@@ -1,0 +1,68 @@
+"""Limits: what the numbers do not say, and below which difference they say nothing."""
+
+from __future__ import annotations
+
+from toolkit.comparing.report.row_facts import measured, reason_for, run_name
+from toolkit.comparing.report.words import DROPOUT_DIFFERS, share
+from toolkit.records.results import Results
+
+
+def limits(results: Results) -> list[str]:
+    """Return what the numbers do not say."""
+    lines = [
+        _noise(results),
+        "Tokens/s is read from packed rows after warm-up, parity from ragged rows before them.",
+    ]
+    if dropout := results.get("fixed", {}).get("dropout"):
+        lines.append(f"Dropout was {dropout}: {DROPOUT_DIFFERS}")
+    if any(len(row.get("repeats") or []) > 1 for row in measured(results)):
+        lines.append(
+            "Speed is over all starts; losses, memory and traffic are those of the first start."
+        )
+    if results.get("rehearsal"):
+        lines.append(
+            "On a CPU the host's peak holds libraries, activations and the states together; it is "
+            "not what a GPU would need."
+        )
+    return lines
+
+
+def _noise(results: Results) -> str:
+    """Say which difference in speed means nothing, from what that is measured."""
+    noise = results.get("noise")
+    if noise is None:
+        return (
+            "How large a difference in speed must be to mean something was not measured: "
+            f"{_why_no_noise(results)}. None here is proof of one."
+        )
+    start = f"Differences in speed under {share(noise['share'])} mean nothing (95% confidence)"
+    if noise["basis"] == "repeats":
+        counts = _starts(results) or [noise["repeats"]]
+        if min(counts) < max(counts):
+            return f"{start}: measured from runs started {min(counts)} to {max(counts)} times."
+        return f"{start}: measured from {counts[0]} starts of each run."
+    return (
+        f"{start}: measured from the timed steps of one start of each run. What changes from start "
+        "to start is not in it; --repeats 3 measures that."
+    )
+
+
+def _starts(results: Results) -> list[int]:
+    """How often each run was started, as far as the speed of a start is known."""
+    counts = [
+        sum(1 for each in row.get("repeats") or [] if each["tokens_per_second"])
+        for row in measured(results)
+    ]
+    return [count for count in counts if count]
+
+
+def _why_no_noise(results: Results) -> str:
+    reason = results.get("not_measured", {}).get("noise")
+    if reason:
+        return reason
+    if "noise" not in results:
+        return "the toolkit that wrote these results did not"
+    untimed = [row for row in measured(results) if row["tokens_per_second"] is None]
+    if untimed:
+        return f"{run_name(untimed[0])}: {reason_for(untimed[0], 'tokens_per_second')}"
+    return "there are no two runs to tell apart"

@@ -1,0 +1,231 @@
+"""Memory: what the fullest rank holds, when it is fullest, and how evenly ranks share it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from toolkit.comparing.predicted import STATES
+from toolkit.comparing.report.grid import RUN, Column, Section, at, grid, missing_lines
+from toolkit.comparing.report.row_facts import (
+    host_in_peak_lines,
+    measured,
+    predicted_peak,
+    reason_for,
+    run_name,
+    states_of,
+    why_not_predicted,
+)
+from toolkit.comparing.report.words import NOT_AVAILABLE, size, size_between
+from toolkit.records.results import Memory, Peak, Prediction, RankMemory, Results, Row
+
+CATEGORIES: Final = (
+    *STATES,
+    "peak_bytes",
+    "peak_reserved_bytes",
+    "host_peak_bytes",
+    "nvme_bytes",
+)
+
+LATER: Final = ("peak_reserved_bytes", "nvme_bytes")
+"""What the first toolkits did not count."""
+
+PEAK_CATEGORIES: Final = (
+    "parameters",
+    "master",
+    "gradients",
+    "optimizer",
+    "activations",
+    "other",
+)
+"""In the order in which they are stacked."""
+
+
+def held(results: Results) -> Section:
+    """Return the bytes of every category that the fullest rank holds, beside the planner's."""
+    good = measured(results)
+    if not good:
+        return Section("No run was measured.")
+    names = [
+        name for name in CATEGORIES if any(_held(row["memory"], name) is not None for row in good)
+    ]
+    rows = [
+        line
+        for row in good
+        for line in (
+            [run_name(row), *(size(_held(row["memory"], name)) for name in names)],
+            [f"{run_name(row)}, predicted", *_predicted_sizes(row.get("predicted"), names)],
+        )
+    ]
+    missing = [
+        (row, _words(name), reason_for(row, f"memory.{name}"))
+        for row in good
+        for name in CATEGORIES
+        if _held(row["memory"], name) is None
+        and not (name in LATER and all(name not in (each["memory"] or {}) for each in good))
+    ]
+    text = (
+        "Counted from the tensors that a rank holds: gradients at their peak before the step, the "
+        "others after it; `master` is an fp32 copy that DeepSpeed keeps. Below each run stands "
+        "what `toolkit plan` predicts, with its error where it has one."
+    )
+    notes = missing_lines(missing, runs=len(good))
+    notes += not_predicted(good, "memory")
+    unknown = [_words(name) for name in (*LATER, "host_peak_bytes") if name in names]
+    if unknown:
+        notes.append(f"n/a, predicted {', '.join(unknown)}: the planner has no figure for it")
+    shared = max(_held(row["memory"], "host_shared_bytes") or 0 for row in good)
+    if shared:
+        notes.append(
+            f"Up to {size(shared)} of a rank's host peak are libraries that it shares with the "
+            "process it was forked from; with --cold each rank has its own."
+        )
+    return Section(text, [RUN, *map(_words, names)], rows, notes)
+
+
+def _held(memory: Memory | None, name: str) -> int | None:
+    return None if memory is None else memory.get(name)
+
+
+def _words(name: str) -> str:
+    return name.removesuffix("_bytes").replace("_", " ")
+
+
+def _predicted_sizes(predicted: Prediction | None, names: Sequence[str]) -> list[str]:
+    """The planner's word on each category; of the peak, both ends."""
+    if predicted is None or predicted["memory"] is None:
+        return [NOT_AVAILABLE] * len(names)
+    cells: list[str] = []
+    for name in names:
+        error = predicted["errors"].get(name)
+        if name == "peak_bytes" and predicted["peak_bytes"] is not None:
+            low, high = predicted["peak_bytes"]["low"], predicted["peak_bytes"]["high"]
+            shown = size_between(low, high) if error is not None else NOT_AVAILABLE
+        else:
+            shown = size(predicted["memory"].get(name))
+        cells.append(f"{shown} ({error:+.2%})" if error else shown)
+    return cells
+
+
+def not_predicted(good: Sequence[Row], field: str) -> list[str]:
+    """Say why runs have no prediction of that, the same reason once."""
+    reasons: dict[str, list[str]] = {}
+    for row in good:
+        predicted = row.get("predicted")
+        if not predicted or predicted.get(field) is None:
+            reasons.setdefault(why_not_predicted(row), []).append(run_name(row))
+    return [f"n/a, predicted, {', '.join(names)}: {reason}" for reason, names in reasons.items()]
+
+
+def fullest(results: Results) -> Section | None:
+    """Return what the fullest moment of a step is made of; None where nobody counted it."""
+    good = measured(results)
+    if not any("peak" in row for row in good):
+        return None
+    columns = [
+        at("phase", "peak.phase", str_or_gap),
+        at("step", "peak.step", str_or_gap),
+        at("together", "peak.total_bytes", size),
+        *(Column(name, _part(name), "peak") for name in PEAK_CATEGORIES),
+    ]
+    notes = host_in_peak_lines(good)
+    predicted = any(predicted_peak(row, counted=True) for row in good)
+    if predicted:
+        columns.insert(3, Column("predicted", _expected, "peak"))
+        notes += not_predicted([row for row in good if row.get("peak")], "counted_bytes")
+    text = (
+        "The fullest moment of one optimizer step, of ragged rows, on the rank that held the "
+        "most, counted from the tensors that were alive: `parameters` with those gathered for a "
+        "moment, `activations` what backward keeps, `other` buffers, inputs and temporaries. "
+        + (
+            "`predicted` is what the planner's formulas give for the rows of that step. "
+            * predicted
+        )
+        + (
+            "A GPU's allocator adds its own; but for offloaded states these tensors are the same "
+            "on a GPU, as far as its kernels keep the same ones."
+            if results.get("rehearsal")
+            else "The device's peak above is over all steps, packed rows included, and has what "
+            "the allocator adds."
+        )
+    )
+    section = grid(good, columns, text=text)
+    return section._replace(notes=[*notes, *section.notes])
+
+
+def str_or_gap(value: str | int | None) -> str:
+    return NOT_AVAILABLE if value is None else str(value)
+
+
+def _expected(row: Row) -> str | None:
+    """What the planner expects of the counted step, and how far outside of it the count is."""
+    ends, predicted = predicted_peak(row, counted=True), row.get("predicted")
+    if ends is None or predicted is None:
+        return "not predicted" if row.get("peak") else None
+    error = predicted["errors"].get("counted_bytes")
+    return size_between(*ends) + (f" ({error:+.2%})" if error else "")
+
+
+def _part(name: str) -> Callable[[Row], str | None]:
+    def of(row: Row) -> str | None:
+        peak: Peak | None = row.get("peak")
+        return None if peak is None else size(parts_of(peak)[PEAK_CATEGORIES.index(name)])
+
+    return of
+
+
+def parts_of(peak: Peak) -> list[int]:
+    """Return the bytes in the order of `PEAK_CATEGORIES`; what is none of them counts as other."""
+    known = [peak["categories"].get(name, 0) for name in PEAK_CATEGORIES[:-1]]
+    return [*known, sum(peak["categories"].values()) - sum(known)]
+
+
+def over_ranks(results: Results) -> Section:
+    """Return how evenly memory is spread: least and most of any rank."""
+    rows = [row for row in results["runs"] if len(row["per_rank"] or []) > 1]
+    if not rows:
+        return Section("No run of several ranks has a count for each of them.")
+    columns = [Column("ranks", lambda row: str(len(row["per_rank"] or [])), "per_rank")]
+    for name, of, field in (
+        ("states", _states, "memory"),
+        ("counted peak", _counted, "peak"),
+        ("device peak", _device, "memory.peak_bytes"),
+        ("host peak", _host, "memory.host_peak_bytes"),
+    ):
+        if name == "counted peak" and not any("peak" in row for row in rows):
+            continue
+        columns += [
+            Column(f"least {name}", _extreme(min, of), field),
+            Column(f"most {name}", _extreme(max, of), field),
+        ]
+    text = "Of all ranks of a run, those that hold least and most; states are the sum of the above."
+    section = grid(rows, columns, text=text, whole=False)
+    return section._replace(notes=[*host_in_peak_lines(rows), *section.notes])
+
+
+def _extreme(
+    choose: Callable[[list[int]], int], of: Callable[[RankMemory], int | None]
+) -> Callable[[Row], str | None]:
+    def cell(row: Row) -> str | None:
+        ranks = row["per_rank"] or []
+        counts = [count for rank in ranks if (count := of(rank)) is not None]
+        return size(choose(counts)) if ranks and len(counts) == len(ranks) else None
+
+    return cell
+
+
+def _states(rank: RankMemory) -> int | None:
+    return states_of(rank["memory"])
+
+
+def _counted(rank: RankMemory) -> int | None:
+    peak: Peak | None = rank.get("peak")
+    return None if peak is None else peak["total_bytes"]
+
+
+def _device(rank: RankMemory) -> int | None:
+    return rank["memory"]["peak_bytes"]
+
+
+def _host(rank: RankMemory) -> int | None:
+    return rank["memory"]["host_peak_bytes"]

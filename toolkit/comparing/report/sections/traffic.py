@@ -1,0 +1,105 @@
+"""Traffic: what a rank sends in one optimizer step, beside the planner's and the papers'."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+
+from toolkit.comparing.predicted import MOVED
+from toolkit.comparing.report.grid import RUN, Section
+from toolkit.comparing.report.row_facts import measured, reason_for, run_name
+from toolkit.comparing.report.sections.memory import not_predicted
+from toolkit.comparing.report.textbook_volume import difference_in_words
+from toolkit.comparing.report.words import number, size
+from toolkit.records.results import Results, Row, Traffic
+
+OTHER: Final = "other"
+
+
+def moved_by_purpose(traffic: Traffic) -> Counter[str]:
+    """Return the payload in bytes of parameters, of gradients, and of all `other`."""
+    moved = Counter[str]()
+    for one in traffic["collectives"]:
+        moved[one["purpose"] if one["purpose"] in MOVED else OTHER] += one["payload_bytes"]
+    return moved
+
+
+def wire_bytes(traffic: Traffic) -> int:
+    """Return what one rank sends in all with the ring algorithm."""
+    return round(sum(one["wire_bytes"] for one in traffic["collectives"]))
+
+
+def sent(results: Results) -> Section:
+    """Return the payload by purpose, what goes over the wire, and the difference to the papers."""
+    good = measured(results)
+    rows = [_line(row, traffic) for row in good if (traffic := row.get("traffic")) is not None]
+    if not rows:
+        return Section("No run took a second step on ragged rows, in which it is counted.")
+    header = [RUN, *MOVED, OTHER, "on the wire", "planner's error", "beside the papers' volume"]
+    text = (
+        "Payload of the collectives in the step after the first, as the calls name it: the worst "
+        "rank. `other` are norms, counts, buffers and logged losses. On the wire is what a rank "
+        "sends of all that with the ring algorithm. The last column sets the elements of "
+        "parameters and gradients against the papers' 2 psi (DDP, ZeRO-1/2) and 3 psi (ZeRO-3, "
+        "FSDP) for a step of one micro-batch; psi is the number of parameters."
+    )
+    notes = [
+        f"{run_name(row)}: {reason_for(row, 'traffic')}"
+        for row in good
+        if row.get("traffic") is None
+    ]
+    notes += [
+        f"{run_name(row)}, counted differently by ranks: {line}"
+        for row in good
+        for line in (row.get("traffic") or {}).get("disagreements", [])
+    ]
+    return Section(text, header, rows, [*notes, *not_predicted(good, "traffic_bytes")])
+
+
+def _line(row: Row, traffic: Traffic) -> list[str]:
+    predicted = row.get("predicted")
+    error = None if predicted is None else predicted["errors"].get("traffic_bytes")
+    moved = moved_by_purpose(traffic)
+    shown = "equal" if error == 0 else number(error, "{:+.2%}")
+    return [
+        run_name(row),
+        *(size(moved[purpose]) for purpose in (*MOVED, OTHER)),
+        size(wire_bytes(traffic)),
+        shown,
+        difference_in_words(row),
+    ]
+
+
+def collectives(results: Results, *, of_states: bool) -> Section | None:
+    """Return every collective of one optimizer step, None where there is none.
+
+    Args:
+        of_states: Those of parameters and gradients, or all others.
+    """
+    rows = [
+        [
+            run_name(row),
+            one["kind"].replace("_", "-"),
+            one["purpose"],
+            one["dtype"],
+            str(one["ranks"]),
+            f"{one['calls']:,}",
+            size(one["payload_bytes"]),
+            size(round(one["wire_bytes"])),
+        ]
+        for row in measured(results)
+        if (traffic := row.get("traffic")) is not None
+        for one in traffic["collectives"]
+        if (one["purpose"] in MOVED) == of_states
+    ]
+    if not rows:
+        return None
+    header = [RUN, "collective", "purpose", "dtype", "ranks", "calls", "payload", "on the wire"]
+    text = (
+        "One line a kind, purpose, type and group; payload in all its calls, and what a rank sends "
+        "of it with the ring algorithm."
+        if of_states
+        else "What is sent besides: buffers, bitmaps, norms, counts, logged losses and the guards' "
+        "heartbeat."
+    )
+    return Section(text, header, rows)

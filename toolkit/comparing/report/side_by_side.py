@@ -1,0 +1,198 @@
+"""`toolkit report A B`: two comparisons side by side, in a terminal and as three files.
+
+The page is as careful as `report.html`: everything put into it is escaped, and it forbids itself
+scripts and the network.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from toolkit.comparing.report.contrast import Part, parts, verdict
+from toolkit.comparing.report.grid import Section
+from toolkit.comparing.report.markdown import bullets, escaped, section_text
+from toolkit.comparing.report.matching import (
+    SIDES,
+    Pair,
+    Side,
+    SideBySide,
+    for_readers,
+    loss_difference,
+    match,
+    peak_bytes,
+    speed_ratio,
+    speed_verdict,
+    traffic_bytes,
+)
+from toolkit.comparing.report.page import LONG, STYLE, WORDY
+from toolkit.comparing.report.row_facts import run_name, states_of, status_of
+from toolkit.comparing.report.table_file import csv_cell
+from toolkit.comparing.report.terminal import print_line
+from toolkit.errors import UsageError, is_full_disk
+from toolkit.escaping import one_line
+from toolkit.files import write_text
+from toolkit.records.results import Row
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+MARKDOWN_FILE: Final = "side-by-side.md"
+PAGE_FILE: Final = "side-by-side.html"
+CSV_FILE: Final = "side-by-side.csv"
+
+TEMPLATE: Final = Path(__file__).with_name("side_by_side.html.jinja")
+
+
+def side_by_side(before: Path, after: Path, *, to: Path | None, console: Console) -> None:
+    """Print two comparisons side by side, and write the same into `to`.
+
+    Raises:
+        UsageError: a folder holds no comparison, both are one, or `to` takes no files.
+    """
+    found = match(before, after)
+    show(found, console=console)
+    if to is None:
+        return
+    made = {
+        MARKDOWN_FILE: render_markdown(found),
+        PAGE_FILE: render_page(found),
+        CSV_FILE: render_csv(found),
+    }
+    try:
+        to.mkdir(parents=True, exist_ok=True)
+        for name, text in made.items():
+            write_text(to / name, text)
+    except OSError as error:
+        if is_full_disk(error):
+            raise
+        raise UsageError(f"{to} takes no files: {error.strerror}.") from None
+    for name in made:
+        print_line(f"Written: {to / name}", console=console)
+
+
+def show(found: SideBySide, *, console: Console) -> None:
+    """Print the verdict and every table."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    found = for_readers(found)
+    for line in (*map(named, (found.a, found.b)), ""):
+        console.print(Text(line), highlight=False)
+    console.print(Text(verdict(found), style="bold"), highlight=False)
+    for part in parts(found):
+        console.print(Text(f"\n{part.title}"), highlight=False)
+        section = part.section
+        if section.text:
+            console.print(Text(section.text), highlight=False)
+        if section.rows:
+            table = Table(box=SIMPLE_HEAD, pad_edge=False)
+            for number, column in enumerate(section.header):
+                table.add_column(column, no_wrap=number == 0, overflow="fold")
+            for row in section.rows:
+                table.add_row(*map(Text, row))
+            console.print(table)
+        for note in section.notes:
+            console.print(Text(note), highlight=False)
+
+
+def named(side: Side) -> str:
+    """Return a side's letter, its comparison and where that lies."""
+    return one_line(f"{side.letter}: {side.results.get('name', 'comparison')} ({side.folder})")
+
+
+def render_markdown(found: SideBySide) -> str:
+    """Return both as GitHub markdown."""
+    found = for_readers(found)
+    sides = bullets([escaped(named(side)) for side in (found.a, found.b)])
+    blocks = ["# Side by side", sides, escaped(verdict(found))]
+    for part in parts(found):
+        blocks += [f"## {part.title}", section_text(_escaped_text(part.section))]
+    return "\n\n".join(filter(None, blocks)) + "\n"
+
+
+def _escaped_text(section: Section) -> Section:
+    """The text of these sections quotes what was recorded; `section_text` takes it as it is."""
+    return section._replace(text=escaped(section.text))
+
+
+def render_page(found: SideBySide) -> str:
+    """Return both as one HTML file."""
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    found = for_readers(found)
+    told: list[tuple[str, Part]] = [
+        (part.title.lower().replace(" ", "-"), part) for part in parts(found)
+    ]
+    page = template.render(
+        css=Markup(STYLE.read_text(encoding="utf-8").strip()),
+        sides=[named(side) for side in (found.a, found.b)],
+        verdict=verdict(found),
+        parts=told,
+        long=LONG,
+        wordy=WORDY,
+    )
+    return page + "\n"
+
+
+def render_csv(found: SideBySide) -> str:
+    """Return one line a run, those of one side included, as CSV with a header."""
+    lines = [_line(found, pair.a, pair.b) for pair in found.pairs]
+    lines += [_line(found, row, None) for row in found.only[0]]
+    lines += [_line(found, None, row) for row in found.only[1]]
+    stream = io.StringIO()
+    columns = list(lines[0]) if lines else ["run"]
+    writer = csv.DictWriter(stream, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: csv_cell(value) for name, value in line.items()} for line in lines)
+    return stream.getvalue()
+
+
+def _line(found: SideBySide, a: Row | None, b: Row | None) -> dict[str, Any]:
+    row = a or b
+    assert row is not None
+    line: dict[str, Any] = {
+        "run": run_name(row),
+        "strategy": row["strategy"],
+        "engine": row["engine"],
+        "num_processes": row["num_processes"],
+    }
+    for name, of in _values(found).items():
+        for letter, side in zip(SIDES, (a, b), strict=True):
+            line[f"{name}_{letter.lower()}"] = None if side is None else of(side)
+    ratio, speed_reason, difference, loss_reason = None, None, None, None
+    if a is not None and b is not None:
+        ratio, speed_reason = speed_ratio(found, Pair(a, b))
+        difference, loss_reason = loss_difference(found, Pair(a, b))
+    return line | {
+        "speed_b_times_a": ratio,
+        "speed_noise_share": found.noise,
+        "speed_verdict": None if ratio is None else speed_verdict(found, ratio),
+        "speed_not_compared": speed_reason,
+        "loss_difference_max": None if difference is None else difference.value,
+        "loss_difference_step": None if difference is None else difference.step,
+        "losses_not_compared": loss_reason,
+    }
+
+
+def _values(found: SideBySide) -> dict[str, Callable[[Row], Any]]:
+    """What each side says of a run, by the name of its columns."""
+    return {
+        "status": status_of,
+        "rehearsal": lambda row: row["rehearsal"],
+        "tokens_per_second": lambda row: row["tokens_per_second"],
+        "step_median_seconds": lambda row: (row["step_seconds"] or {}).get("median"),
+        "peak_bytes": lambda row: peak_bytes(found, row),
+        "states_bytes": lambda row: states_of(row["memory"]),
+        "traffic_bytes": traffic_bytes,
+        "final_loss": lambda row: row["final_loss"],
+    }

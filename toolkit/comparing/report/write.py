@@ -1,0 +1,166 @@
+"""The report as text: GitHub markdown for a file, a table for a terminal.
+
+Made from `results.json` alone, so it can be made again on another machine, or by a newer
+toolkit. Whatever a run or a user wrote is escaped before it becomes part of a page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from toolkit.comparing.report.markdown import bullets, escaped, fenced, section_text
+from toolkit.comparing.report.names import for_readers
+from toolkit.comparing.report.redact import redact_results
+from toolkit.comparing.report.row_facts import run_name
+from toolkit.comparing.report.runs_table import COLUMNS, cells, runs_table, speed_and_cost
+from toolkit.comparing.report.sections import parts
+from toolkit.comparing.report.sections.failures import Failure, failures
+from toolkit.comparing.report.sections.limits import limits
+from toolkit.comparing.report.table import tables
+from toolkit.comparing.report.verdict import (
+    REHEARSAL,
+    broken_lines,
+    findings,
+    unjudged_lines,
+    verdict,
+)
+from toolkit.comparing.report.words import facts
+from toolkit.escaping import code
+from toolkit.files import write_text
+from toolkit.records.results import Results, read_results
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = [
+    "COLUMNS",
+    "REPORT_FILE",
+    "cells",
+    "not_measured",
+    "print_report",
+    "render_markdown",
+    "write_report",
+]
+
+REPORT_FILE: Final = "report.md"
+
+
+def write_report(folder: Path) -> Path:
+    """Render `report.md` from the `results.json` beside it, and return its path."""
+    path = folder / REPORT_FILE
+    write_text(path, render_markdown(redact_results(read_results(folder))))
+    return path
+
+
+def print_report(results: Results, *, console: Console, show_speed: bool = False) -> None:
+    """Print the table, what is missing in it, and the verdict.
+
+    Args:
+        results: Of the comparison.
+        console: Where to.
+        show_speed: Show the speeds of a rehearsal too.
+    """
+    from rich.text import Text
+
+    results = for_readers(results)
+    shown = runs_table(results, speed=True if show_speed else None)
+    for table in tables(shown, width=console.width):
+        console.print(table)
+        console.print()
+    for text in (*shown.notes, *broken_lines(results), *unjudged_lines(results)):
+        console.print(Text(text), highlight=False)
+    console.print(Text(verdict(results), style="bold"), highlight=False)
+    if results.get("rehearsal"):
+        console.print(Text(REHEARSAL), highlight=False)
+
+
+def render_markdown(results: Results) -> str:
+    """Return the report as GitHub markdown."""
+    results = for_readers(results)
+    name = results.get("name", "comparison")
+    blocks = [
+        f"# Comparison {escaped(name)}",
+        *([REHEARSAL] if results.get("rehearsal") else []),
+        f"**{escaped(verdict(results))}**",
+        bullets([escaped(line) for line in broken_lines(results)]),
+        escaped(findings(results)),
+        section_text(runs_table(results)),
+    ]
+    for part in parts(results):
+        blocks += [f"## {part.title}", section_text(part.section)]
+    blocks += [
+        "## What was the same in every run",
+        _facts(results.get("fixed", {})),
+        "## Environment",
+        _facts(results["environment"]),
+        "## Commands",
+        _commands(results),
+        *_failures(results),
+        *_missing(results),
+        "## Limits",
+        bullets([escaped(line) for line in limits(results)]),
+    ]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+IN_TABLES: Final = (
+    *("gates.", "loss_gap", "grad_norm_gap", "weight_gap", "weight_difference"),
+    "gradient_difference",
+    *("evaluation", "eval_loss_gap", "samples"),
+    *("memory", "peak", "traffic"),
+    *("tokens_per_second", "step_seconds", "phases", "spread", "warm_up", "save_seconds"),
+)
+"""Beginnings of the fields whose reasons stand below a table."""
+
+IN_SPEED_TABLE: Final = ("supervised_tokens_per_second", "compute", "cost")
+
+
+def not_measured(results: Results) -> list[str]:
+    """Name what no table has named already."""
+    told = IN_TABLES if speed_and_cost(results) is None else (*IN_TABLES, *IN_SPEED_TABLE)
+    of_all = results.get("not_measured", {}).items()
+    # How large a difference in speed means something stands among the limits.
+    lines = [f"{field}: {reason}" for field, reason in of_all if field != "noise"]
+    return lines + [
+        f"{run_name(row)}, {field}: {reason}"
+        for row in results["runs"]
+        if row["status"] == "ok"
+        for field, reason in row["not_measured"].items()
+        if not field.startswith(told)
+    ]
+
+
+def _facts(recorded: Mapping[str, Any]) -> str:
+    lines = [f"{escaped(name)}: {escaped(shown)}" for name, shown in facts(recorded)]
+    return bullets(lines) or "Nothing was recorded."
+
+
+def _commands(results: Results) -> str:
+    lines = [row["command"] for row in results["runs"] if row["command"] is not None]
+    return fenced("\n".join(lines), language="sh") if lines else "No run was started."
+
+
+def _failures(results: Results) -> list[str]:
+    found = failures(results)
+    return ["## Failures", *(text for each in found for text in _failure(each))] if found else []
+
+
+def _failure(failure: Failure) -> list[str]:
+    blocks = [
+        f"### {escaped(failure.name)}: {escaped(failure.status)}",
+        escaped(failure.reason),
+        escaped(failure.planned or ""),
+        f"What helps: {escaped(failure.fix)}" if failure.fix else "",
+        section_text(failure.mismatches) if failure.mismatches else "",
+        section_text(failure.ranks) if failure.ranks else "",
+        fenced(failure.tail) if failure.tail else "Its log has no last lines.",
+        f"The whole log: {code(failure.log)}" if failure.log else "",
+    ]
+    return [block for block in blocks if block]
+
+
+def _missing(results: Results) -> list[str]:
+    lines = not_measured(results)
+    return ["## Not measured", bullets([escaped(line) for line in lines])] if lines else []

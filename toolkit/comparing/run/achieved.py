@@ -1,0 +1,124 @@
+"""What a run made of its GPUs: arithmetic achieved, hours used, money spent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, cast
+
+from toolkit.comparing.predicted import job_of
+from toolkit.errors import UsageError
+from toolkit.planning.speed.flops import CONVENTION, model_flops
+from toolkit.planning.speed.gpus import gpu
+from toolkit.records.results import Compute, Cost, Record
+
+COMPUTED_IN: Final = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+NO_GPU: Final = "a rehearsal used no GPU"
+NO_PEAK: Final = "a rehearsal: a CPU has no rated peak here"
+NO_CONVENTION: Final = (
+    "by the convention every weight has a gradient, and this run made those of adapters alone"
+)
+NO_PRICE: Final = "no price was given: --dollars-per-hour"
+
+
+def compute_of(
+    record: Record, tokens_per_second: float | None
+) -> tuple[Compute | None, dict[str, str]]:
+    """Return the arithmetic of a run, and why what is missing in it is.
+
+    The FLOPs are those of the convention and not those that were executed: what checkpointing
+    computes again does not count. The peak is the dense one, of the precision that was computed in.
+
+    Args:
+        record: The run.
+        tokens_per_second: On packed rows of `max_length` tokens, all GPUs together.
+    """
+    if record["rehearsal"]:
+        return None, {"compute": NO_PEAK}
+    if tokens_per_second is None:
+        why = record["not_measured"].get("tokens_per_second", "tokens/s were not measured")
+        return None, {"compute": why}
+    names = {name for name, _ in gpus_of(record["environment"], record["num_processes"])}
+    if len(names) != 1:
+        what = f"GPUs of several kinds: {', '.join(sorted(names))}" if names else "no GPU was seen"
+        return None, {"compute": what}
+    try:
+        job = job_of(record)
+    except UsageError as error:
+        return None, {"compute": str(error)}
+    if job.method != "full":
+        return None, {"compute": NO_CONVENTION}
+    per_gpu = tokens_per_second * model_flops(job.model, job.sequence) / record["num_processes"]
+    name = names.pop()
+    missing: dict[str, str] = {}
+    mfu = None
+    try:
+        mfu = per_gpu / _peak_flops(name, record)
+    except UsageError as error:
+        missing["compute.mfu"] = str(error)
+    return Compute(tflops_per_gpu=per_gpu / 1e12, mfu=mfu, convention=CONVENTION, gpu=name), missing
+
+
+def cost_of(
+    *,
+    num_processes: int,
+    seconds: float | None,
+    tokens_per_second: float | None,
+    dollars_per_hour: float | None,
+    rehearsal: bool,
+) -> tuple[Cost | None, dict[str, str]]:
+    """Return what one start of a run cost, and why what is missing in it is.
+
+    Args:
+        num_processes: GPUs that it held.
+        seconds: From its start to its end.
+        tokens_per_second: All GPUs together.
+        dollars_per_hour: Price of one GPU.
+        rehearsal: It held none.
+    """
+    if rehearsal:
+        return None, {"cost": NO_GPU}
+    if seconds is None:
+        return None, {"cost": "how long it took was not measured"}
+    hours = num_processes * seconds / 3600
+    if dollars_per_hour is None:
+        cost = Cost(gpu_hours=hours, dollars=None, dollars_per_million_tokens=None)
+        return cost, {"cost.dollars": NO_PRICE, "cost.dollars_per_million_tokens": NO_PRICE}
+    per_million = None
+    missing = {"cost.dollars_per_million_tokens": "tokens/s were not measured"}
+    if tokens_per_second:
+        per_second = num_processes * dollars_per_hour / 3600
+        per_million, missing = per_second / tokens_per_second * 1e6, {}
+    cost = Cost(
+        gpu_hours=hours, dollars=hours * dollars_per_hour, dollars_per_million_tokens=per_million
+    )
+    return cost, missing
+
+
+def gpus_of(environment: dict[str, Any], count: int) -> list[tuple[str, int]]:
+    """Return name and memory in bytes of the first `count` GPUs of a snapshot."""
+    listed = cast("Sequence[dict[str, Any]]", environment.get("gpus") or ())
+    return [(str(each["name"]), int(each["memory_bytes"])) for each in listed[:count]]
+
+
+def room_of(environment: dict[str, Any], count: int) -> int | None:
+    """Return the memory of the smallest of the first `count` GPUs; None without any."""
+    return min((memory for _, memory in gpus_of(environment, count)), default=None)
+
+
+def _peak_flops(name: str, record: Record) -> float:
+    """Return the dense peak of the GPU that NVML calls `name`, in FLOP/s.
+
+    Raises:
+        UsageError: it is not in the planner's table, or has no such rate.
+    """
+    found = gpu(name)
+    training, precision = record["training"], record["precision"]
+    dtype = precision if precision != "no" else COMPUTED_IN.get(training.get("dtype", "float32"))
+    if dtype is None:
+        raise UsageError(f"the rate of {found.name} in {training['dtype']} is not known")
+    if dtype != "fp32" or not training.get("tf32"):
+        return found.flops(dtype)
+    if found.tf32_flops is None:
+        raise UsageError(f"the rate of {found.name} in TF32 is not known")
+    return found.tf32_flops

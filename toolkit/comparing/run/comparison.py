@@ -1,0 +1,256 @@
+"""One comparison: what was planned, what its runs left, and the results made from both."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.comparing.parity import first_common_step
+from toolkit.comparing.predicted import Facts, facts_of
+from toolkit.comparing.report.terminal import print_line
+from toolkit.comparing.report.words import (
+    DROPOUT_DIFFERS,
+    dropout_in_words,
+    method_in_words,
+    switches_in_words,
+)
+from toolkit.comparing.report.write import write_report
+from toolkit.comparing.run.attempts import Finished, completed, redacted_spec
+from toolkit.comparing.run.bisect_command import bisect_command
+from toolkit.comparing.run.expected import Expected, expected, waiting
+from toolkit.comparing.run.judging import Judging
+from toolkit.comparing.run.noise import noise_of
+from toolkit.comparing.run.options import CompareOptions
+from toolkit.comparing.run.output_folder import (
+    new_folder,
+    put_aside,
+    run_names,
+    why_lost,
+)
+from toolkit.comparing.run.plan import Plan, Run
+from toolkit.comparing.run.preparing import prepare
+from toolkit.comparing.run.rows import Failure, Setting, add_judgement, build_row, facts_in
+from toolkit.configs import ConfigOptions, render_configs
+from toolkit.errors import UsageError
+from toolkit.escaping import one_line
+from toolkit.launching.folder_lock import lock_folder
+from toolkit.records.results import RESULTS_FILE, SCHEMA, Control, Results, Row, write_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(slots=True, kw_only=True)
+class Comparison:
+    """One comparison on disk, and what is known of its runs so far."""
+
+    folder: Path
+    plan: Plan
+    options: CompareOptions
+    environment: dict[str, Any]
+    """A snapshot of this machine."""
+
+    rows: dict[str, Row] = field(default_factory=dict[str, Row])
+    finished: dict[str, list[Finished]] = field(default_factory=dict[str, list[Finished]])
+    """Good starts of each run that has one, in order."""
+
+    failures: dict[str, Failure] = field(default_factory=dict[str, Failure])
+    facts: Facts | None = None
+    judging: Judging = field(default_factory=Judging)
+    unknown: dict[str, str] = field(default_factory=dict[str, str])
+    """Of results that were made again, what could not be, with the reason."""
+
+    def check_configs(self) -> None:
+        """Raise UsageError for what a config file of any run would refuse, before all of them."""
+        nvme = self.options.nvme_path
+        if nvme is not None and not nvme.is_dir():
+            raise UsageError(f"--nvme_path {nvme} is not a folder. Make it, or name another.")
+        for planned in self.planned():
+            if planned.skipped is None:
+                render_configs(
+                    planned.strategy,
+                    deepspeed_json=Path("ds.json"),
+                    options=ConfigOptions(num_processes=planned.num_processes),
+                )
+
+    def planned(self) -> list[Run]:
+        """Return every run that may happen, each once."""
+        return list({each.name: each for each in (*self.plan.runs, *self.plan.fallbacks)}.values())
+
+    def outstanding(self) -> list[Run]:
+        return [
+            each
+            for each in self.plan.runs
+            if each.skipped is None
+            and len(completed(self.folder, each.name)) < self.options.repeats
+        ]
+
+    def spec(self, planned: Run) -> dict[str, Any]:
+        return redacted_spec({"schema": SCHEMA, **planned.spec(), "rehearsal": self.plan.rehearsal})
+
+    def setting(self) -> Setting:
+        return Setting(
+            rehearsal=self.plan.rehearsal,
+            repeats=self.options.repeats,
+            timeout=self.options.timeout,
+            dollars_per_hour=self.options.dollars_per_hour,
+            environment=self.environment,
+        )
+
+    def swap_folder(self, run_folder: Path) -> Path:
+        """Return where this start alone may keep states on disk; it is removed after the run."""
+        if self.options.nvme_path is None:
+            return run_folder / "nvme"
+        return self.options.nvme_path.absolute() / f"{self.folder.name}-{run_folder.name}"
+
+    def expected(self) -> Expected:
+        """Return what is outstanding, and about how long it takes."""
+        return expected(
+            self.options,
+            starts=sum(
+                self.options.repeats - len(completed(self.folder, each.name))
+                for each in self.outstanding()
+            ),
+            rehearsal=self.plan.rehearsal,
+        )
+
+    def prepare(self, console: Console) -> dict[str, Any]:
+        """Build caches and check the flags once, in a process of its own; say what is set."""
+        seconds = self.expected().preparing_seconds
+        with waiting("Preparing model and data", seconds=seconds, console=console):
+            first = self.plan.runs[0]
+            running = (each for each in self.plan.runs if each.skipped is None)
+            found = prepare(
+                first.flags,
+                num_processes=first.num_processes,
+                strategies=list(dict.fromkeys(each.strategy.name for each in running)),
+                rehearsal=self.plan.rehearsal,
+                console=console,
+            )
+        self.facts = facts_of(found)
+        dropout = dropout_in_words(self.facts["training"])
+        if dropout is not None:
+            text = f"Dropout is {dropout}: {DROPOUT_DIFFERS}"
+            print_line(text, console=console)
+        return found
+
+    @contextlib.contextmanager
+    def lock(self) -> Generator[list[str]]:
+        """Hold the folder alone, with results in it from the first moment on.
+
+        Gives what the user should be told of results that were there and cannot be used.
+        """
+        if self.options.output is None:
+            self.folder = new_folder(self.folder)
+        with lock_folder(self.folder, "comparison"):
+            told: list[str] = []
+            lost = why_lost(self.folder) if run_names(self.folder) else None
+            if lost is not None:
+                told = [lost, put_aside(self.folder / RESULTS_FILE)]
+            # Marks the folder as a comparison, before the first run has ended.
+            if not (self.folder / RESULTS_FILE).exists():
+                self.save()
+            yield told
+
+    def control(self) -> Control | None:
+        """Return the first candidate that ran to its end, and why it is not an earlier one."""
+        passed: list[str] = []
+        for candidate in self.plan.fallbacks:
+            if candidate.name in self.finished:
+                return Control(
+                    strategy=candidate.strategy.name,
+                    engine=candidate.engine,
+                    reason="; ".join(passed) or None,
+                    name=candidate.name,
+                )
+            if candidate.name in self.rows:
+                row = self.rows[candidate.name]
+                passed.append(f"{candidate.name} {row['status']}: {row['reason']}")
+            elif candidate.skipped is None:
+                return None  # its turn is still to come
+        return None
+
+    def control_start(self) -> Finished | None:
+        control = self.control()
+        return None if control is None else self.finished[control.get("name", "")][0]
+
+    def make_rows(self) -> None:
+        """Make the rows of all runs that ended or are skipped, and judge them."""
+        control = self.control_start()
+        records = [each.record for starts in self.finished.values() for each in starts]
+        first = first_common_step(records) if self.options.precision == "fp16" else 1
+        facts = self.facts or facts_in(self.finished)
+        for planned in self.planned():
+            starts = self.finished.get(planned.name, [])
+            failure = self.failures.get(planned.name)
+            listed = planned in self.plan.runs and planned.skipped is not None
+            if not (starts or failure or listed):
+                continue
+            row = build_row(
+                planned, starts=starts, failure=failure, setting=self.setting(), facts=facts
+            )
+            if starts:
+                add_judgement(row, self.judging.of(starts, control=control, first_step=first))
+                command = bisect_command(row, self.control(), self.options)
+                if row["broken"] and row["status"] == "ok" and command is not None:
+                    row["fix"] = f"This compares one step of the two, link by link: {command}"
+            self.rows[planned.name] = row
+
+    def results(self, *, complete: bool = True) -> Results:
+        order = [each.name for each in self.plan.runs]
+        extra = [name for name in self.rows if name not in order]
+        runs = [self.rows[name] for name in (*order, *extra) if name in self.rows]
+        noise, why_not = noise_of(runs)
+        return Results(
+            schema=SCHEMA,
+            control=self.control(),
+            environment=self.environment,
+            runs=runs,
+            name=one_line(self.folder.name),
+            complete=complete and all(name in self.rows for name in order),
+            rehearsal=self.plan.rehearsal,
+            precision=self.options.precision,
+            fixed=self.plan.fixed | self._facts(),
+            noise=noise,
+            dollars_per_hour=self.options.dollars_per_hour,
+            not_measured=self.unknown | ({} if why_not is None else {"noise": why_not}),
+        )
+
+    def _facts(self) -> dict[str, Any]:
+        control = self.control_start()
+        if control is None:
+            return {}
+        record = control.record
+        training = record["training"]
+        dropout = dropout_in_words(training)
+        names = ("seed", "optimizer", "learning_rate", "lr_scheduler_type", "weight_decay")
+        return {
+            "model": record["model"]["name"],
+            "parameters": record["model"]["parameters"],
+            "method": method_in_words(training),
+            **({} if dropout is None else {"dropout": dropout}),
+            **self._switches(),
+            "data": record["data"]["name"],
+            "data hash": record["data"]["hash"],
+            "rows of data": record["data"]["rows"],
+            **{
+                name.replace("_", " "): training[name]
+                for name in (*names, "max_grad_norm", "max_length")
+                if name in training
+            },
+        }
+
+    def _switches(self) -> dict[str, str]:
+        """Return what was switched on; nothing where a record was written before it was told."""
+        trainings = [starts[0].record["training"] for starts in self.finished.values() if starts]
+        if not all("speed" in training for training in trainings):
+            return {}
+        return {"speed switches": switches_in_words(trainings)}
+
+    def save(self, *, complete: bool = False) -> None:
+        """Write results and report as they are now."""
+        write_json(self.folder / RESULTS_FILE, self.results(complete=complete))
+        write_report(self.folder)

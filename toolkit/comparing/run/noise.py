@@ -1,0 +1,97 @@
+"""Noise: the difference in speed below which two runs of the same thing are not told apart.
+
+Measured in the comparison itself. Where runs were started several times it is the spread of their
+starts. Of one start each there is only the spread of its steps, which knows nothing of what changes
+from one start to the next: placement, clocks, neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Final
+
+from toolkit.records.results import Noise, Row
+
+CONFIDENCE: Final = 0.95
+FEWEST_STEPS: Final = 3
+
+
+def noise_of(rows: Sequence[Row]) -> tuple[Noise | None, str | None]:
+    """Return the noise of a comparison, or None and the reason.
+
+    Variances of the logarithm of tokens/s are pooled over the runs. Two runs of R starts each
+    differ by more than `share` in one comparison of twenty though nothing differs but chance.
+    """
+    good = [row for row in rows if row["status"] == "ok" and row["tokens_per_second"]]
+    speeds = [
+        [
+            math.log(one["tokens_per_second"])
+            for one in row.get("repeats", [])
+            if one["tokens_per_second"]
+        ]
+        for row in good
+    ]
+    speeds = [values for values in speeds if values]
+    if any(len(values) > 1 for values in speeds):
+        fewest = min(len(values) for values in speeds)
+        share = _share([v for v in speeds if len(v) > 1], values=fewest)
+        return Noise(share=share, basis="repeats", repeats=fewest), None
+    steps = [
+        [seconds / statistics.fmean(one["timed_seconds"]) for seconds in one["timed_seconds"]]
+        for row in good
+        for one in row.get("repeats", [])
+        if len(one["timed_seconds"]) >= FEWEST_STEPS
+    ]
+    if not steps:
+        return None, (
+            f"no run was started twice, and none has {FEWEST_STEPS} timed steps or more: "
+            "use --repeats, or more --throughput_steps"
+        )
+    share = _share(steps, values=min(map(len, steps)))
+    return Noise(share=share, basis="steps", repeats=1), None
+
+
+def _share(samples: Sequence[Sequence[float]], *, values: int) -> float:
+    """Half-width of the difference between two means of `values` values, as a share.
+
+    Args:
+        samples: Of each run several values, relative or logarithmic.
+        values: How many a mean is made from.
+    """
+    degrees = sum(len(sample) - 1 for sample in samples)
+    squares = sum((len(sample) - 1) * statistics.variance(sample) for sample in samples)
+    half = student_quantile(0.5 + CONFIDENCE / 2, degrees)
+    return math.exp(half * math.sqrt(squares / degrees * 2 / values)) - 1
+
+
+def student_quantile(probability: float, degrees: int) -> float:
+    """Return the value that Student's t stays below with a probability of 0.5 or more.
+
+    Substituting t = sqrt(degrees) * tan(angle) leaves the smooth integrand cos(angle)^(degrees - 1)
+    over a finite range, which is inverted by halving.
+    """
+    assert 0.5 <= probability < 1
+    assert degrees >= 1
+    log_gammas = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)
+    scale = math.exp(log_gammas) / math.sqrt(math.pi)
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        if 0.5 + scale * _integral(middle, degrees - 1) < probability:
+            low = middle
+        else:
+            high = middle
+    return math.sqrt(degrees) * math.tan(high)
+
+
+def _integral(angle: float, power: int, *, pieces: int = 400) -> float:
+    """Integrate cos^power from 0 to `angle` by Simpson's rule.
+
+    Beyond 40 standard deviations of the peak, whose width is 1 / sqrt(power), nothing is left.
+    """
+    end = min(angle, 40 / math.sqrt(power)) if power else angle
+    width = end / pieces
+    values = [math.cos(i * width) ** power for i in range(pieces + 1)]
+    return width / 3 * (values[0] + values[-1] + 4 * sum(values[1:-1:2]) + 2 * sum(values[2:-1:2]))

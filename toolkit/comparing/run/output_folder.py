@@ -1,0 +1,100 @@
+"""The folder of a comparison: whether it may be used, and by whom."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+from toolkit.comparing.run.attempts import SPEC_FILE, attempts, differences, spec_at
+from toolkit.errors import UsageError
+from toolkit.files import check_takes_files
+from toolkit.launching.folder_lock import LOCK_FILE, can_be_marked
+from toolkit.records.results import RESULTS_FILE, LostError, read_results
+
+START: Final = re.compile(r"(.+)-\d+")
+"""Folder of a start: the name of its run, and a number."""
+
+
+def check_output(folder: Path, specs: Iterable[tuple[str, dict[str, Any]]]) -> None:
+    """Raise UsageError unless the folder can be made, or is a comparison of the same runs.
+
+    Args:
+        folder: What `--output` names.
+        specs: Name and spec of every run that may happen.
+    """
+    check_takes_files(folder, flag="--output")
+    if not folder.exists():
+        return
+    ours = can_be_marked(folder, "comparison")
+    if ours and not {path.name for path in folder.iterdir()} - {LOCK_FILE}:
+        return
+    if not ours or not (os.path.lexists(folder / RESULTS_FILE) or run_names(folder)):
+        raise UsageError(
+            f"{shown(folder)} exists and is not a comparison. Choose another --output."
+        )
+    why_lost(folder)
+    for name, asked in specs:
+        for attempt in attempts(folder, name):
+            spec = spec_at(attempt)
+            if spec is not None and spec != asked:
+                older = "--dropout" in asked["flags"] and "--dropout" not in spec.get("flags", [])
+                way = "" if older else ", or ask for the same again"
+                raise UsageError(
+                    f"{shown(attempt)} was run with other settings: {differences(spec, asked)}. "
+                    f"Choose another --output{way}."
+                )
+
+
+def run_names(folder: Path) -> list[str]:
+    """Return the names of the runs that were started in a folder."""
+    starts = (path.parent.name for path in folder.glob(f"*/{SPEC_FILE}"))
+    return sorted({match[1] for name in starts if (match := START.fullmatch(name))})
+
+
+def why_lost(folder: Path) -> str | None:
+    """Return why the results have to be made again from the runs; None where they are whole.
+
+    Raises:
+        UsageError: there are no runs, or the results are not lost: they may not be read, or are of
+            a newer toolkit.
+    """
+    try:
+        read_results(folder)
+    except LostError as error:
+        if not any(spec_at(each) for name in run_names(folder) for each in attempts(folder, name)):
+            raise
+        return str(error)
+    return None
+
+
+def put_aside(file: Path) -> str:
+    """Give a file that is damaged another name, unless it is missing, and tell the user."""
+    if not os.path.lexists(file):
+        return f"{shown(file)} is missing: it is made again from the runs beside it."
+    for number in itertools.count(1):
+        aside = file.with_name(f"{file.name}.damaged{'' if number == 1 else f'-{number}'}")
+        if not os.path.lexists(aside):
+            file.rename(aside)
+            return f"It is kept as {shown(aside)}, and made again from the runs beside it."
+    raise AssertionError("numbers do not end")
+
+
+def new_folder(wanted: Path) -> Path:
+    """Make a folder that nobody else makes in the same second."""
+    wanted.parent.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            return folder
+    raise AssertionError("numbers do not end")
+
+
+def shown(path: Path) -> str:
+    """Return a path as short as it can be typed here."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

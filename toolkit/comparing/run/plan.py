@@ -1,0 +1,244 @@
+"""The plan: from what the user asked to the list of runs, all of one training.
+
+Nothing is started or written here. The global batch, the order of the rows and the number of
+optimizer steps are fixed; what a rank sees of a step is derived from its number of processes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from toolkit.comparing.report.names import both_engines, without_engine
+from toolkit.comparing.run.attempts import flags_in
+from toolkit.comparing.run.batches import (
+    cannot_have,
+    check_batch,
+    check_scaled_batch,
+    processes_for,
+    scaled_share,
+    share,
+)
+from toolkit.comparing.run.options import CompareOptions, Engine
+from toolkit.comparing.run.owned_flags import check_train_flags
+from toolkit.configs.optimizers import DEFAULT, missing_package, optimizer_problem
+from toolkit.configs.requested import check_left_over
+from toolkit.errors import UsageError
+from toolkit.escaping import shell_line
+from toolkit.redaction import redacted_words
+from toolkit.strategies import STRATEGIES, Strategy, get_strategy
+
+CONTROLS: Final = ("single", "ddp", "zero1")
+"""Who is the control: the first of these that runs to its end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One strategy under one engine with one number of processes."""
+
+    strategy: Strategy
+    engine: Engine
+    num_processes: int
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+    precision: str
+    flags: tuple[str, ...]
+    """Everything for `toolkit.train` but the output folder."""
+
+    skipped: str | None = None
+    """Why this machine cannot run it, with the fix."""
+
+    scaled: bool = False
+    """Whether the strategy runs with other numbers of processes too."""
+
+    @property
+    def name(self) -> str:
+        """Names the row, and with a number behind it the folder of a start."""
+        usual = f"{self.strategy.name}-{self.engine}"
+        return f"{usual}-x{self.num_processes}" if self.scaled else usual
+
+    def spec(self) -> dict[str, Any]:
+        """Return what decides the run; an equal spec makes it the same run."""
+        return {
+            "strategy": self.strategy.name,
+            "engine": self.engine,
+            "num_processes": self.num_processes,
+            "precision": self.precision,
+            "flags": list(self.flags),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The runs of one comparison."""
+
+    runs: tuple[Run, ...]
+    """In the order of the report. The first candidate for the control comes first."""
+
+    fallbacks: tuple[Run, ...]
+    """Runs that become the control, in this order, where `single` cannot be it."""
+
+    rehearsal: bool
+    """Whether every run is hidden from the GPUs: there are fewer than ranks."""
+
+    notes: tuple[str, ...]
+    """What the user should be told before the first run."""
+
+    fixed: dict[str, Any]
+    """What is the same in every run."""
+
+    def shown_name(self, run: Run) -> str:
+        """Return a run's name as readers see it: with its engine only where both run."""
+        if both_engines(each.engine for each in self.runs):
+            return run.name
+        return without_engine(run.name, strategy=run.strategy.name, engine=run.engine)
+
+
+def build_plan(
+    options: CompareOptions, *, gpus: int, missing: Callable[[Strategy], str | None]
+) -> Plan:
+    """Turn the user's options into runs.
+
+    Args:
+        options: What was asked.
+        gpus: GPUs that this machine shows.
+        missing: Says why the machine cannot run a strategy, or None.
+
+    Raises:
+        UsageError: an unknown strategy, a batch that does not divide, a flag that is compare's, or
+            a shell with a switch of Accelerate's that goes before every config file.
+    """
+    check_left_over(os.environ, launched=False)
+    check_train_flags(options.train_flags)
+    optimizer = _optimizer(options.train_flags)
+    if problem := optimizer_problem(optimizer, STRATEGIES["single"]) or missing_package(optimizer):
+        raise UsageError(problem)
+    strategies, notes = _with_control(options.strategies)
+    controls = [get_strategy(name) for name in CONTROLS]
+    counts = {s.name: _counts(s, options) for s in (*strategies, *controls)}
+    distributed = [s for s in strategies if s.backend != "single"]
+    if distributed and options.processes < 2:
+        asked = "a count of 2 or more in --scale" if options.scale else "--num_processes 2 or more"
+        raise UsageError(
+            f"A distributed strategy needs {asked}; one process alone is the strategy single."
+        )
+    if options.scale and not distributed:
+        raise UsageError("--scale needs a distributed strategy: single is always one process.")
+    needed = {count for s in distributed for count in counts[s.name] if not cannot_have(s, count)}
+    _check(options, needed)
+    rehearsal = gpus < min(needed, default=1)
+
+    def runs(strategy: Strategy, engine: Engine) -> list[Run]:
+        planned = [_run(strategy, engine, count, options) for count in counts[strategy.name]]
+        return [
+            replace(each, skipped=_reason_to_skip(each, gpus, rehearsal) or missing(strategy))
+            for each in planned
+        ]
+
+    engines: tuple[Engine, ...] = (
+        ("trainer", "loop") if options.engine == "both" else (options.engine,)
+    )
+    return Plan(
+        runs=tuple(
+            run for strategy in strategies for engine in engines for run in runs(strategy, engine)
+        ),
+        # Under a scale the smallest count: it is the last to be left out for want of GPUs.
+        fallbacks=tuple(
+            runs(strategy, engines[0])[0]
+            for strategy in (controls if distributed else controls[:1])
+        ),
+        rehearsal=rehearsal,
+        notes=tuple(notes),
+        fixed=fixed_by(options),
+    )
+
+
+def fixed_by(options: CompareOptions) -> dict[str, Any]:
+    """Return what the options make the same in every run."""
+    return {
+        "rows per optimizer step": options.global_batch_size,
+        "optimizer steps": options.max_steps,
+        "precision": "fp32" if options.precision == "no" else options.precision,
+        "flags for every run": shell_line(redacted_words(options.train_flags)) or None,
+    }
+
+
+def _with_control(names: Sequence[str]) -> tuple[list[Strategy], list[str]]:
+    """Return the strategies with the control first, and what the user should be told of it."""
+    strategies = [get_strategy(name) for name in dict.fromkeys(names)]
+    if strategies[0].name == "single":
+        return strategies, []
+    others = [strategy for strategy in strategies if strategy.name != "single"]
+    note = "single is added: it is the control that the others are compared with."
+    listed = len(others) < len(strategies)
+    return [get_strategy("single"), *others], [] if listed else [note]
+
+
+def _counts(strategy: Strategy, options: CompareOptions) -> list[int]:
+    """Return the numbers of processes that a strategy runs with, ascending."""
+    if not options.scale or strategy.backend == "single":
+        return [processes_for(strategy, options.processes)]
+    return sorted(set(options.scale) - {1})
+
+
+def _check(options: CompareOptions, needed: set[int]) -> None:
+    batch, accumulation = options.global_batch_size, options.gradient_accumulation_steps
+    if options.scale:
+        check_scaled_batch(batch, accumulation, sorted({1, *options.scale}))
+    else:
+        check_batch(batch, accumulation, sorted({*needed, options.processes}))
+
+
+def _run(strategy: Strategy, engine: Engine, processes: int, options: CompareOptions) -> Run:
+    batch, accumulation = options.global_batch_size, options.gradient_accumulation_steps
+    if options.scale or strategy.backend == "single":
+        # The same micro-batches that the ranks read side by side, one after the other.
+        read = scaled_share(batch, processes, accumulation, most=options.processes)
+    else:
+        read = share(batch, processes, accumulation)
+    flags = {
+        "engine": engine,
+        "strategy": strategy.name,
+        "max_steps": options.max_steps,
+        "per_device_train_batch_size": read.rows,
+        "gradient_accumulation_steps": read.micro_batches,
+        "throughput_steps": options.throughput_steps,
+        # Said aloud: the Trainer turns it on by itself when it compiles.
+        "tf32": False,
+        # Ranks and strategies draw other masks: with dropout no run could be judged.
+        "dropout": "off",
+    }
+    if options.precision != "no":
+        flags[options.precision] = True
+    written = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
+    return Run(
+        strategy=strategy,
+        engine=engine,
+        num_processes=processes,
+        per_device_train_batch_size=read.rows,
+        gradient_accumulation_steps=read.micro_batches,
+        precision=options.precision,
+        flags=(*written, *options.train_flags),
+        scaled=bool(options.scale) and strategy.backend != "single",
+    )
+
+
+def _optimizer(flags: Sequence[str]) -> str:
+    return flags_in(flags).get("--optim") or DEFAULT
+
+
+def _reason_to_skip(run: Run, gpus: int, rehearsal: bool) -> str | None:
+    if problem := cannot_have(run.strategy, run.num_processes):
+        return problem
+    if problem := optimizer_problem(_optimizer(run.flags), run.strategy):
+        return problem
+    if rehearsal and run.precision == "fp16" and run.strategy.backend == "deepspeed":
+        return "DeepSpeed has no fp16 on a CPU; use --precision bf16, or GPUs"
+    if not rehearsal and run.num_processes > gpus:
+        return (
+            f"it needs {run.num_processes} GPUs, this machine shows {gpus}; set "
+            "CUDA_VISIBLE_DEVICES= in front of toolkit compare to rehearse all runs on the CPU"
+        )
+    return None

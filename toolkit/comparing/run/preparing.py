@@ -1,0 +1,93 @@
+"""Model and data, made or found once for all runs, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from toolkit.comparing.report.terminal import plain, print_line
+from toolkit.errors import UsageError
+from toolkit.launching.launch import launch_environment
+from toolkit.launching.supervised import supervised
+from toolkit.launching.warm import COLD, start
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PREPARE: Final = (sys.executable, "-m", "toolkit.training.prepare")
+
+PROGRESS_BAR: Final = re.compile(r"\d+%\|")
+
+
+def prepare(
+    flags: Sequence[str],
+    *,
+    num_processes: int,
+    strategies: Sequence[str],
+    rehearsal: bool,
+    console: Console,
+) -> dict[str, Any]:
+    """Run `toolkit.training.prepare` with the flags of a run and return what it found.
+
+    Args:
+        flags: Of `toolkit.train`.
+        num_processes: Of that run: with them the flags say how many rows it takes.
+        strategies: All that will run with such flags.
+        rehearsal: Whether they are hidden from the GPUs.
+        console: Told of what goes on.
+
+    Raises:
+        UsageError: the flags, the model or the data are not usable, under one strategy at least.
+    """
+    command = [*PREPARE, f"--num_processes={num_processes}", f"--strategies={','.join(strategies)}"]
+    if rehearsal:
+        command.append("--rehearsal")
+    last = ""
+    reader, writer = os.pipe()
+    with tempfile.TemporaryFile() as answer, open(reader, errors="replace") as lines:
+        try:
+            process = start(
+                supervised([*command, *flags]),
+                environment=run_environment(rehearsal=rehearsal),
+                stdout=answer.fileno(),
+                stderr=writer,
+                on_cold=lambda reason: print_line(f"toolkit: {COLD}{reason}", console=console),
+            )
+        finally:
+            os.close(writer)
+        try:
+            for line in lines:
+                if not line.strip() or PROGRESS_BAR.search(line):
+                    continue
+                # One line behind: the last one of all may be the error that is raised below.
+                if last:
+                    print_line(last, console=console)
+                last = line.strip()
+        except BaseException:
+            process.terminate()
+            raise
+        finally:
+            code = process.wait()
+        answer.seek(0)
+        found = answer.read()
+    if code == 2:
+        raise UsageError(plain(last) or "The flags of toolkit.train are not usable.")
+    if last:
+        print_line(last, console=console)
+    if code != 0:
+        raise PrepareError(f"Preparing model and data ended with status {code}.")
+    return cast("dict[str, Any]", json.loads(found))
+
+
+def run_environment(*, rehearsal: bool) -> dict[str, str]:
+    """Return the variables of every run of a comparison, but for those of one start."""
+    return launch_environment({"CUDA_VISIBLE_DEVICES": ""} if rehearsal else {}, loopback=True)
+
+
+class PrepareError(RuntimeError):
+    """Model and data could not be prepared; what it printed is on the screen."""

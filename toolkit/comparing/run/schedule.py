@@ -1,0 +1,262 @@
+"""Compare: one model under many strategies, one fresh process group after another.
+
+Every finished run is on disk before the next one starts, results and report included, so an
+interruption leaves what was measured, and the same command with the same output goes on there.
+With repeats every run is started several times, in rounds whose order is rotated, so that what
+drifts over the hours falls on all alike.
+"""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+
+from toolkit import environment
+from toolkit.comparing.report.remake import write_reports
+from toolkit.comparing.report.terminal import print_line
+from toolkit.comparing.report.write import print_report
+from toolkit.comparing.run.attempts import completed, next_attempt, unreadable
+from toolkit.comparing.run.comparison import Comparison
+from toolkit.comparing.run.options import CompareOptions
+from toolkit.comparing.run.output_folder import check_output, shown
+from toolkit.comparing.run.plan import Run, build_plan
+from toolkit.comparing.run.preparing import PrepareError, run_environment
+from toolkit.comparing.run.progress import Progress, build_progress
+from toolkit.comparing.run.rows import Failure
+from toolkit.comparing.run.starting import ended, start
+from toolkit.errors import file_sentence
+from toolkit.launching.warm import warm_launches
+from toolkit.records.results import RESULTS_FILE, Results
+from toolkit.redaction import learn, redacted
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+INTERRUPTED: Final = 130
+
+
+def compare(options: CompareOptions, *, console: Console) -> int:
+    """Run the comparison and return the exit code.
+
+    0 when every run ended well and every gate held (a run that was skipped for a true reason
+    takes nothing from that), 1 when a run failed, a gate broke or the disk is full, 130 when it was
+    interrupted.
+
+    Raises:
+        UsageError: a mistake in what was asked; nothing has been written.
+        OSError: the folder cannot be made.
+    """
+    learn(options.train_flags)
+    plan = build_plan(options, gpus=len(environment.gpus()), missing=environment.missing_for)
+    folder = (options.output or Path("runs") / time.strftime("%Y%m%d-%H%M%S")).absolute()
+    comparison = Comparison(
+        folder=folder, plan=plan, options=options, environment=environment.snapshot()
+    )
+    check_output(folder, ((run.name, comparison.spec(run)) for run in comparison.planned()))
+    comparison.check_configs()
+    if comparison.outstanding():
+        print_line(comparison.expected().sentence(), console=console)
+    with warm_processes(comparison):
+        return _prepare_and_run(comparison, console)
+
+
+def warm_processes(comparison: Comparison) -> AbstractContextManager[None]:
+    """Have the processes of a comparison forked from one that has imported everything."""
+    if not comparison.options.warm or not comparison.outstanding():
+        return nullcontext()
+    return warm_launches(run_environment(rehearsal=comparison.plan.rehearsal))
+
+
+def _prepare_and_run(comparison: Comparison, console: Console) -> int:
+    try:
+        facts = comparison.prepare(console) if comparison.outstanding() else {}
+    except PrepareError as error:
+        print_line(str(error), console=console)
+        return 1
+
+    notes = comparison.plan.notes
+    with comparison.lock() as told:
+        try:
+            return _run(comparison, (*told, *notes, *_introduction(comparison, facts)), console)
+        except OSError as error:
+            sentence = file_sentence(error)
+            if sentence is None:
+                raise
+            for text in (sentence, _goes_on(comparison.folder)):
+                print_line(text, console=console)
+            return 1
+
+
+def _run(comparison: Comparison, told: Sequence[str], console: Console) -> int:
+    """Start what is outstanding, show what came out, and return the exit code."""
+    folder = comparison.folder
+    with build_progress(console, comparison.plan, comparison.options) as progress:
+        for text in told:
+            progress.say(text)
+        try:
+            Schedule(comparison, progress).run_all()
+        except (KeyboardInterrupt, SystemExit):
+            comparison.save()
+            write_reports(folder)
+            progress.say(f"Interrupted. {_goes_on(folder)}")
+            return INTERRUPTED
+    results = cast(Results, redacted(comparison.results()))
+    written = [shown(folder / RESULTS_FILE), *map(shown, write_reports(folder))]
+    print_report(results, console=console, show_speed=comparison.options.show_speed)
+    print_line(f"Written: {', '.join(written[:-1])} and {written[-1]}", console=console)
+    return exit_code(results)
+
+
+def _goes_on(folder: Path) -> str:
+    return (
+        f"What is finished stands in {shown(folder)}; the same command with --output "
+        f"{shlex.quote(shown(folder))} goes on from there."
+    )
+
+
+def exit_code(results: Results) -> int:
+    """0 when every run was ok or skipped and every gate held, else 1."""
+    sound = all(
+        row["status"] in ("ok", "skipped") and all(row["gates"].values()) for row in results["runs"]
+    )
+    return 0 if sound and results["control"] is not None and results["complete"] else 1
+
+
+class Turn(NamedTuple):
+    """A run's place in the order."""
+
+    run: Run
+    repeat: int
+    """From 1."""
+
+
+def rounds(runs: Sequence[Run], repeats: int) -> list[Turn]:
+    """Return the order of all starts: each round begins one run later than the round before.
+
+    The first begins with the first candidate for the control, which the others are judged against.
+    """
+    return [
+        Turn(run, repeat + 1)
+        for repeat in range(repeats)
+        for run in (*runs[repeat % len(runs) :], *runs[: repeat % len(runs)])
+        if repeat == 0 or run.skipped is None
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Starts what is outstanding of a comparison, one after the other."""
+
+    comparison: Comparison
+    progress: Progress
+
+    def shown_name(self, run: Run) -> str:
+        return self.comparison.plan.shown_name(run)
+
+    def run_all(self) -> None:
+        self.find_finished()
+        comparison = self.comparison
+        repeats = comparison.options.repeats
+        waiting = rounds(comparison.plan.runs, repeats)
+        position = 0
+        while waiting:
+            turn = waiting.pop(0)
+            planned = turn.run
+            position += 1
+            total = position + len(waiting)
+            self.progress.start(planned, position, total, repeat=turn.repeat, repeats=repeats)
+            self.take(turn)
+            comparison.make_rows()
+            if planned.name in comparison.failures:
+                waiting = [each for each in waiting if each.run.name != planned.name]
+            waiting = self.with_control(waiting, planned)
+            comparison.save(complete=not waiting)
+            self.progress.finish(planned, comparison.rows[planned.name], comparison.control())
+
+    def find_finished(self) -> None:
+        """Take over what an earlier start of this comparison finished."""
+        for planned in self.comparison.plan.runs:
+            if planned.skipped is None:
+                self.take_over(planned)
+                for problem in unreadable(self.comparison.folder, planned.name):
+                    self.progress.say(
+                        f"A start of {self.shown_name(planned)} does not count: {problem}"
+                    )
+        if self.comparison.finished:
+            self.comparison.make_rows()
+
+    def take_over(self, planned: Run) -> None:
+        found = completed(self.comparison.folder, planned.name)
+        if found:
+            self.comparison.finished[planned.name] = found
+            names = ", ".join(shown(each.folder) for each in found)
+            self.progress.say(f"{self.shown_name(planned)} is finished already, in {names}.")
+
+    def take(self, turn: Turn) -> None:
+        """Start a run, unless it is skipped or has been started so often before."""
+        comparison, planned = self.comparison, turn.run
+        if planned.skipped is not None:
+            return
+        if planned.name not in comparison.finished:
+            self.take_over(planned)  # a control that nobody had listed
+        there = comparison.finished.get(planned.name, [])
+        if len(there) >= turn.repeat:
+            return
+        folder = next_attempt(comparison.folder, planned.name)
+        outcome = start(
+            planned,
+            folder,
+            spec=comparison.spec(planned),
+            swap_folder=comparison.swap_folder(folder),
+            timeout=comparison.options.timeout,
+            progress=self.progress,
+        )
+        end = ended(folder, outcome, repeat=len(there) + 1)
+        if isinstance(end, Failure):
+            comparison.failures[planned.name] = end
+        else:
+            comparison.finished[planned.name] = [*there, end]
+
+    def with_control(self, waiting: list[Turn], last: Run) -> list[Turn]:
+        """Return the turns, with the next candidate for the control in front where it is due."""
+        fallback = self.next_control(waiting)
+        if fallback is None:
+            return waiting
+        reason = self.comparison.rows[last.name]["reason"]
+        name, following = map(self.shown_name, (last, fallback))
+        self.progress.say(f"{name} cannot be the control ({reason}); {following} is next.")
+        others = [each for each in waiting if each != Turn(fallback, 1)]
+        if fallback not in self.comparison.plan.runs:
+            repeats = self.comparison.options.repeats
+            others += [Turn(fallback, repeat) for repeat in range(2, repeats + 1)]
+        return [Turn(fallback, 1), *others]
+
+    def next_control(self, waiting: Sequence[Turn]) -> Run | None:
+        """Return the run that should be tried next as the control, if it is not the next anyway."""
+        for candidate in self.comparison.plan.fallbacks:
+            if candidate.name in self.comparison.finished:
+                return None
+            if candidate.name not in self.comparison.rows and candidate.skipped is None:
+                is_next = bool(waiting) and waiting[0].run.name == candidate.name
+                return None if is_next else candidate
+        return None
+
+
+def _introduction(comparison: Comparison, facts: dict[str, Any]) -> list[str]:
+    plan, repeats = comparison.plan, comparison.options.repeats
+    where = (
+        "a rehearsal on the CPU, there are not enough GPUs for the ranks"
+        if plan.rehearsal
+        else "on the GPUs"
+    )
+    often = "" if repeats == 1 else f", {repeats} times each"
+    lines = [f"{len(plan.runs)} runs{often}, {where}, into {shown(comparison.folder)}"]
+    if facts:
+        model, data = facts["model"], facts["data"]
+        lines.insert(0, f"Model {model['name']}, data {data['name']} ({data['rows']} rows).")
+    return lines

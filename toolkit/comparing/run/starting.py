@@ -1,0 +1,108 @@
+"""One start of one run: its folder, its config files, its command line, and how it ended."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any, Final
+
+from toolkit.comparing.run.attempts import COMMAND_FILE, SPEC_FILE, Finished, record_at
+from toolkit.comparing.run.plan import Run
+from toolkit.comparing.run.progress import Progress
+from toolkit.comparing.run.rows import Failure
+from toolkit.configs import ConfigOptions, write_configs
+from toolkit.escaping import shell_line
+from toolkit.files import write_text
+from toolkit.launching.launch import launch_command, run, shown_command
+from toolkit.launching.outcome import Outcome
+from toolkit.records.results import Status, write_json
+
+TRAIN_MODULE: Final = ("-m", "toolkit.train")
+
+
+def start(
+    planned: Run,
+    folder: Path,
+    *,
+    spec: dict[str, Any],
+    swap_folder: Path,
+    timeout: float,
+    progress: Progress,
+) -> Outcome:
+    """Run `planned` in the new `folder` until it ends, and say how.
+
+    Args:
+        planned: What is run.
+        folder: Made here; gets everything that the run leaves.
+        spec: What decides the run.
+        swap_folder: Where it may keep states on disk; removed after the run.
+        timeout: Seconds until it is ended.
+        progress: Told of its lines and steps.
+    """
+    command, variables = write_run(planned, folder, spec=spec, swap_folder=swap_folder)
+    try:
+        return run(
+            command,
+            folder=folder,
+            timeout=timeout,
+            num_processes=planned.num_processes,
+            environment=variables,
+            loopback=True,
+            on_line=progress.line,
+            on_step=progress.step,
+        )
+    finally:
+        shutil.rmtree(swap_folder, ignore_errors=True)
+
+
+def write_run(
+    planned: Run, folder: Path, *, spec: dict[str, Any], swap_folder: Path
+) -> tuple[list[str], dict[str, str]]:
+    """Write what was asked into the run's folder; return the command and its variables."""
+    folder.mkdir()
+    write_json(folder / SPEC_FILE, spec, private=True)
+    on_nvme = "nvme" in (planned.strategy.offload_optimizer, planned.strategy.offload_parameters)
+    options = ConfigOptions(
+        num_processes=planned.num_processes, nvme_path=swap_folder if on_nvme else None
+    )
+    files = write_configs(planned.strategy, folder, options=options)
+    flags = ("--output_dir", str(folder), *planned.flags)
+    single = planned.strategy.backend == "single"
+    variables: dict[str, str] = {}
+    if spec["rehearsal"]:
+        variables["CUDA_VISIBLE_DEVICES"] = ""
+    elif single:
+        # The first of the GPUs that the user shows, and that one alone.
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+        variables["CUDA_VISIBLE_DEVICES"] = shown.split(",")[0].strip()
+    # Accelerate overwrites the variable with what the file of `single` pins, unless told `all`.
+    command = launch_command(
+        files.accelerate, [*TRAIN_MODULE, *flags], gpu_ids="all" if single else None
+    )
+    words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+    line = " ".join([*words, shell_line(shown_command(command))])
+    write_text(folder / COMMAND_FILE, f"{line}\n", private=True)
+    return command, variables
+
+
+def ended(folder: Path, outcome: Outcome, *, repeat: int) -> Finished | Failure:
+    """Return the start in `folder` as it ended; only a good record makes it a good one."""
+    record, problem = record_at(folder)
+    status: Status = "failed" if outcome.status == "usage" else outcome.status
+    reason = outcome.reason
+    if status == "ok":
+        if record is not None and record["status"] == "ok":
+            return Finished(record=record, folder=folder)
+        status = "failed"
+        reason = problem if record is None else record["reason"]
+        reason = reason or "its record says that it failed"
+    return Failure(
+        status=status,
+        reason=reason or "no reason was given",
+        folder=folder,
+        outcome=outcome,
+        record=record,
+        repeat=repeat,
+    )

@@ -1,0 +1,238 @@
+"""The cache folder: what is built once for all ranks and runs, never seen half-built or changed.
+
+Beside the files of a folder lies a manifest with the size and sha256 of each. The first rank of a
+launch that asks for the folder reads all of it against the manifest, and what differs is built
+again. Which launches have done so, and how long it took, stands beside the folder: the other ranks
+only look whether a file was touched since.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import stat
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+from filelock import FileLock
+
+from toolkit.errors import UsageError
+from toolkit.files import write_text
+from toolkit.records.manifests import (
+    MANIFEST,
+    Damaged,
+    check_file,
+    contents,
+    entry,
+    file_names,
+    read_manifest,
+    write_manifest,
+)
+from toolkit.records.results import read_json
+
+logger = logging.getLogger(__name__)
+
+REMEMBERED: Final = 16
+"""Launches that are written down as having checked a folder: those of a comparison side by side."""
+
+UNWRITABLE: Final = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
+
+_checked: dict[Path, tuple[str, float]] = {}
+"""State of the folders that this process was given, and the seconds that their check took."""
+
+
+def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
+    """Return `folder`, after `build` has filled it if it was not there or not as it was built.
+
+    `build` gets an empty folder beside it, which becomes `folder` by a rename when it is
+    complete. Any number of processes may ask at once: one checks and builds, the others wait for
+    it. The lock belongs to the kernel, so a builder that was killed leaves nothing to wait for.
+
+    Raises:
+        UsageError: the cache can't be written, or a damaged folder can't be built again.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder.with_name(f"{folder.name}.lock"))
+        lock.acquire()
+    except OSError as error:
+        damage = _damage(folder)
+        if damage is None:  # filled by somebody who may write it
+            return folder
+        raise _unwritable(folder, error, damage) from error
+    try:
+        damage = _damage(folder)
+        if damage is not None:
+            _build(folder, build, damage=damage if os.path.lexists(folder) else None)
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        raise _unwritable(folder, error, damage) from error
+    finally:
+        lock.release()
+    return folder
+
+
+def read_cached(path: Path) -> dict[str, Any]:
+    """Return the JSON object of a file in a folder that `build_once` gave.
+
+    Raises:
+        UsageError: the file was damaged after the folder was checked.
+    """
+    try:
+        content = read_json(path)
+    except (UsageError, OSError, ValueError, RecursionError) as error:
+        raise changed_meanwhile(path) from error
+    if not isinstance(content, dict):
+        raise changed_meanwhile(path)
+    return content
+
+
+def changed_meanwhile(path: Path) -> UsageError:
+    """Return the error of a file that was sound when the launch checked it, and no longer is."""
+    return UsageError(
+        f"{path} was changed while the toolkit used it. Run the command again: what is damaged in "
+        "the cache is then built again."
+    )
+
+
+def check_seconds() -> float:
+    """Return how long the launch took to check the folders that this process was given."""
+    return sum(seconds for _, seconds in _checked.values())
+
+
+def _build(folder: Path, build: Callable[[Path], None], *, damage: str | None) -> None:
+    """Fill `folder`; the lock is held."""
+    if damage is not None:
+        logger.warning("The cache was damaged and is built again: %s", damage)
+    # Only the holder of the lock uses these names, so what lies there is a dead builder's.
+    building = folder.with_name(f".building-{folder.name}")
+    aside = folder.with_name(f".damaged-{folder.name}")
+    _remove(building)
+    _remove(aside)
+    building.mkdir()
+    try:
+        build(building)
+        write_manifest(building, {name: entry(building, name) for name in file_names(building)})
+        if damage is not None:
+            folder.rename(aside)  # whoever has files of it open or mapped keeps them
+        building.rename(folder)
+    except UsageError as error:
+        if damage is None:
+            raise
+        raise UsageError(
+            f"The cache is damaged and can't be built again. {damage}. {error}"
+        ) from error
+    finally:
+        _remove(building)
+        _remove(aside)
+    _remember(folder, _state(folder), seconds=0.0)
+
+
+def _unwritable(folder: Path, error: OSError, damage: str | None) -> UsageError:
+    return UsageError(
+        f"The cache {folder.parent} can't be written ({error.strerror or error}), and {damage}. "
+        "Set TOOLKIT_CACHE to a folder that can."
+    )
+
+
+def _damage(folder: Path) -> str | None:
+    """Return in which way a folder is not as it was built; None where it is."""
+    try:
+        state = _state(folder)
+        known = _checked.get(folder)
+        if known is None or known[0] != state:
+            seconds = _noted_seconds(folder, state)
+            if seconds is None:
+                started = time.perf_counter()
+                _check(folder)
+                seconds = time.perf_counter() - started
+            _remember(folder, state, seconds=seconds)
+    except Damaged as error:
+        return str(error)
+    except (OSError, ValueError, RecursionError) as error:
+        return f"{folder} can't be read: {error}"
+    return None
+
+
+def _check(folder: Path) -> None:
+    """Read a whole folder against its manifest, which names every file of it and no other."""
+    files = read_manifest(folder)["files"]
+    for name, mode in contents(folder):
+        if name not in files and name != MANIFEST:
+            raise Damaged(f"{folder / name} is not in the manifest")
+        if stat.S_ISLNK(mode):
+            raise Damaged(f"{folder / name} is a link")
+    for name, wanted in files.items():
+        check_file(folder, name, wanted)
+
+
+def _state(folder: Path) -> str:
+    """Return what changes when a file of a folder is written, replaced, added or removed."""
+    if not os.path.lexists(folder):
+        raise Damaged(f"{folder} is not there")
+    if folder.is_symlink() or not folder.is_dir():
+        raise Damaged(f"{folder} is not a folder")
+    content = hashlib.sha256()
+    for name, _ in contents(folder):
+        about = (folder / name).lstat()
+        known = (name, about.st_size, about.st_mtime_ns, about.st_ino)
+        content.update(repr(known).encode())
+    return content.hexdigest()
+
+
+def _remember(folder: Path, state: str, *, seconds: float) -> None:
+    """Note for the other ranks that this launch has checked a folder."""
+    _checked[folder] = state, seconds
+    notes = _notes(folder)
+    if _noted(notes, state) is None:
+        lines = [*notes[1 - REMEMBERED :], f"{_launch()} {state} {seconds:.6f}"]
+        with suppress(OSError):  # without a note every rank reads the folder
+            write_text(_notes_file(folder), "\n".join(lines) + "\n")
+
+
+def _noted_seconds(folder: Path, state: str) -> float | None:
+    return _noted(_notes(folder), state)
+
+
+def _noted(notes: list[str], state: str) -> float | None:
+    """Return how long this launch took to check a folder that is in `state`, None if it hasn't."""
+    for line in notes:
+        checked, _, seconds = line.rpartition(" ")
+        if checked == f"{_launch()} {state}":
+            with suppress(ValueError):
+                return float(seconds)
+    return None
+
+
+def _notes(folder: Path) -> list[str]:
+    try:
+        return _notes_file(folder).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _notes_file(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.checked")
+
+
+def _launch() -> str:
+    """Return what the ranks of one launch on a machine have in common, and no other process has."""
+    alone = int(os.environ.get("WORLD_SIZE") or 1) == 1
+    owner = psutil.Process(os.getpid() if alone else os.getppid())
+    return f"{platform.node()}-{owner.pid}-{owner.create_time():.2f}"
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)

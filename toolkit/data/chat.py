@@ -1,0 +1,317 @@
+"""Chats: rendered by a template, and the assistant's turns found in them by token positions.
+
+Which tokens the assistant wrote is told by the template's `{% generation %}` markers. A template
+without them would give an empty mask and a loss that looks healthy, so there the turns are found
+by rendering the conversation up to each of them; a template that renders a conversation's start
+differently once it goes on is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.data.formats import Chat, Format, read_batch, read_chat
+from toolkit.data.tokens import (
+    IGNORED,
+    Tally,
+    add_row,
+    common_prefix,
+    empty_rows,
+    supervised_tokens,
+)
+from toolkit.errors import UsageError, sentence_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SHIPPED = Path(__file__).with_name("templates")
+
+MODELS_OWN = "the model's own"
+
+_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Template:
+    """A chat template, and where it comes from."""
+
+    name: str
+    text: str
+
+    @property
+    def marks_turns(self) -> bool:
+        return _MARKER.search(self.text) is not None
+
+    def facts(self) -> dict[str, str]:
+        return {"name": self.name, "sha256": hashlib.sha256(self.text.encode()).hexdigest()}
+
+
+def shipped_templates() -> dict[str, str]:
+    """Return the templates that come with the toolkit, by name."""
+    return {path.stem: path.read_text(encoding="utf-8") for path in sorted(SHIPPED.glob("*.jinja"))}
+
+
+def asked_template(asked: str) -> Template:
+    """Return the template that `--chat_template` names: a shipped one's name, or a file.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    shipped = shipped_templates()
+    if asked in shipped:
+        return Template(name=asked, text=shipped[asked])
+    try:
+        return Template(name=Path(asked).name, text=Path(asked).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"--chat_template {asked} is no file that can be read ({sentence_of(error)}) and none "
+            f"of the shipped ones: {', '.join(shipped)}."
+        ) from error
+
+
+def find_template(tokenizer: PreTrainedTokenizerBase, asked: str | None) -> Template:
+    """Return the template that is asked for, else the model's, else a shipped one.
+
+    The shipped `chatml` is taken where the tokenizer has its two tokens, and `roles`, which needs
+    none, where it has not.
+
+    Raises:
+        UsageError: there is no such template, or the tokenizer lacks what it needs.
+    """
+    if asked is not None:
+        template = asked_template(asked)
+    elif tokenizer.chat_template is not None:
+        try:
+            return Template(name=MODELS_OWN, text=tokenizer.get_chat_template())
+        except ValueError as error:  # several, none of them the default
+            raise UsageError(
+                f"The model's chat template can't be chosen: {sentence_of(error)} Pass one as "
+                "--chat_template FILE."
+            ) from error
+    else:
+        template = asked_template("chatml" if _knows_chatml(tokenizer) else "roles")
+    if template.name == "chatml" and not _knows_chatml(tokenizer):
+        raise UsageError(
+            "The chat template chatml needs <|im_start|> and <|im_end|>, and the tokenizer does "
+            "not have them as tokens: pass --chat_template roles."
+        )
+    if template.name == "roles" and tokenizer.eos_token is None:
+        raise UsageError(
+            "The chat template roles ends turns with the end of text, and the tokenizer has no "
+            "such token: pass --chat_template FILE."
+        )
+    return template
+
+
+def _knows_chatml(tokenizer: PreTrainedTokenizerBase) -> bool:
+    return all(
+        len(ids) == 1 and ids[0] != tokenizer.unk_token_id
+        for ids in (
+            tokenizer.encode(token, add_special_tokens=False)
+            for token in ("<|im_start|>", "<|im_end|>")
+        )
+    )
+
+
+class ChatTokeniser:
+    """Turns batches of conversations into rows; made for `datasets.map`.
+
+    The token that ends a turn is learned with it, whether or not it also pads. What the assistant
+    opens a chat with replies to nothing: of its turns, that one is not learned. A chat whose end is
+    no special token gets the end of text. Rows that `max_length` cut before the first learned
+    token are left out; a whole row without one is an error.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: Template,
+        found: Format,
+        *,
+        max_length: int,
+        name: str,
+        tally: Tally,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self.found = found
+        self.max_length = max_length
+        self.name = name
+        self.tally = tally
+        added = tokenizer.added_tokens_decoder
+        special = {number for number, token in added.items() if token.special}
+        self.special = special | set(tokenizer.all_special_ids)
+        self.uses_markers = template.marks_turns and tokenizer.is_fast
+        self.turn_end = self._end_of_turn() if self.uses_markers else None
+
+    def __call__(
+        self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]
+    ) -> dict[str, list[Any]]:
+        rows = empty_rows()
+        for number, values in zip(numbers, read_batch(batch, self.found), strict=True):
+            where = f"Row {number} of {self.name}"
+            ids, learned = self.tokens(read_chat(values, self.found, where=where), where=where)
+            labels = [token if kept else IGNORED for token, kept in zip(ids, learned, strict=True)]
+            if not supervised_tokens(labels):
+                raise UsageError(self._nothing_learned(where))
+            self.tally.truncated += len(ids) > self.max_length
+            ids, labels = ids[: self.max_length], labels[: self.max_length]
+            if supervised_tokens(labels):
+                add_row(rows, ids, labels, number)
+        return rows
+
+    def tokens(self, chat: Chat, *, where: str) -> tuple[list[int], list[bool]]:
+        """Return the whole conversation's token ids, and which of them are learned."""
+        if not chat.messages:
+            raise UsageError(f"{where} has no messages: remove it.")
+        if self.found.loss_on == "assistant" and self.uses_markers:
+            ids, learned = self._marked(chat, where)
+            # A list: of two ends in a row the second may begin the next turn (bos = eos).
+            for end in list(_ends(learned)):
+                if end < len(ids) and ids[end] in (self.turn_end, self.tokenizer.eos_token_id):
+                    learned[end] = True
+            if chat.messages[0]["role"] == "assistant":
+                opening = Chat(messages=chat.messages[:1], prompt=0, tools=chat.tools)
+                taken = common_prefix(self._marked(opening, where)[0], ids)
+                learned[:taken] = [False] * taken
+        else:
+            text = self._render(chat, where)
+            ids, learned = self._by_position(text, self._spans(chat, text, where))
+        if chat.messages[-1]["role"] == "assistant":
+            self._end(ids, learned)
+        return ids, learned
+
+    def _spans(self, chat: Chat, text: str, where: str) -> list[tuple[int, int]]:
+        """Return the characters of `text` that are learned."""
+        if self.found.loss_on == "all":
+            return [(0, len(text))]
+        if self.found.loss_on == "completion":
+            return [(self._prefix(chat, chat.prompt, text, where), len(text))]
+        turns = [n for n, each in enumerate(chat.messages) if each["role"] == "assistant" and n]
+        return [
+            (
+                self._prefix(chat, n, text, where),
+                self._prefix(chat, n + 1, text, where, header=False),
+            )
+            for n in turns
+        ]
+
+    def _prefix(self, chat: Chat, count: int, text: str, where: str, *, header: bool = True) -> int:
+        """Return how much of `text` the first messages take; `header`: with the reply's header."""
+        first = Chat(messages=chat.messages[:count], prompt=0, tools=chat.tools)
+        start = self._render(first, where, header=header) if count else ""
+        if not header and count < len(chat.messages):
+            # Phi-3's template ends a conversation, but not each turn, with the end of text.
+            start = start.removesuffix(self.tokenizer.eos_token or "")
+        if not text.startswith(start):
+            raise UsageError(
+                f"{where}: the chat template ({self.template.name}) renders the first {count} "
+                "messages differently when more follow, so the assistant's tokens can't be told "
+                "by their place. Pass --chat_template FILE with {% generation %} around what the "
+                f"assistant writes, or one of: {', '.join(shipped_templates())}."
+            )
+        return len(start)
+
+    def _marked(self, chat: Chat, where: str) -> tuple[list[int], list[bool]]:
+        marked = self._apply(
+            chat, where, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        return list(marked["input_ids"]), [bool(each) for each in marked["assistant_masks"]]
+
+    def _render(self, chat: Chat, where: str, *, header: bool = False) -> str:
+        return self._apply(chat, where, tokenize=False, add_generation_prompt=header)
+
+    def _apply(self, chat: Chat, where: str, **options: Any) -> Any:
+        from jinja2 import TemplateError
+
+        try:
+            return self.tokenizer.apply_chat_template(
+                chat.messages, tools=chat.tools, chat_template=self.template.text, **options
+            )
+        # Templates raise their own errors, and stumble over fields that a message doesn't have.
+        except (TemplateError, TypeError, ValueError) as error:
+            raise UsageError(
+                f"{where} does not go through the chat template ({self.template.name}): "
+                f"{sentence_of(error)} Correct the row, or pass another --chat_template."
+            ) from error
+
+    def _by_position(
+        self, text: str, spans: Sequence[tuple[int, int]]
+    ) -> tuple[list[int], list[bool]]:
+        """Tokenise `text`; a token is learned where it reaches into a span.
+
+        What follows the special token at the end of a span, such as a line break, is not learned.
+        """
+        if self.tokenizer.is_fast:
+            coded = self.tokenizer(
+                text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+            )
+            ids, places = list(coded["input_ids"]), coded["offset_mapping"]
+            learned = [
+                any(start < last and first < end for first, last in spans) for start, end in places
+            ]
+        else:
+            ids, learned = self._by_prefixes(text, spans)
+        for end in _ends(learned):
+            kept = end
+            while kept and learned[kept - 1] and ids[kept - 1] not in self.special:
+                kept -= 1
+            rest = self.tokenizer.decode(ids[kept:end])
+            if kept and learned[kept - 1] and not rest.strip():
+                learned[kept:end] = [False] * (end - kept)
+        return ids, learned
+
+    def _by_prefixes(
+        self, text: str, spans: Sequence[tuple[int, int]]
+    ) -> tuple[list[int], list[bool]]:
+        """The same for tokenizers that don't tell where their tokens stand."""
+
+        def tokens(part: str) -> list[int]:
+            return self.tokenizer.encode(part, add_special_tokens=False)
+
+        ids = tokens(text)
+        learned = [False] * len(ids)
+        for first, last in spans:
+            begin = common_prefix(tokens(text[:first]), ids)
+            end = len(ids) if last == len(text) else common_prefix(tokens(text[:last]), ids)
+            learned[begin:end] = [True] * (end - begin)
+        return ids, learned
+
+    def _end(self, ids: list[int], learned: list[bool]) -> None:
+        """Have a chat that ends without a special token end with the end of text, learned."""
+        eos = self.tokenizer.eos_token_id
+        last = max((at for at, kept in enumerate(learned) if kept), default=None)
+        if last is None or eos is None or self.special & set(ids[max(last - 1, 0) :]):
+            return
+        learned[last + 1 :] = [True] * (len(ids) - last - 1)
+        ids.append(eos)
+        learned.append(True)
+
+    def _end_of_turn(self) -> int | None:
+        """Return the special token that the template puts after what its markers hold."""
+        probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        try:
+            ids, learned = self._marked(Chat(messages=probe, prompt=0, tools=None), "A chat")
+        except UsageError:  # a template may ask for more than this chat has
+            return None
+        end = max(_ends(learned), default=len(ids))
+        return next((token for token in ids[end:] if token in self.special), None)
+
+    def _nothing_learned(self, where: str) -> str:
+        what = {"assistant": "turn of the assistant", "completion": "completion", "all": "token"}
+        why = f"has no {what[self.found.loss_on]} that the loss could be taken on"
+        if self.uses_markers and self.found.loss_on == "assistant":
+            why += f", or the chat template ({self.template.name}) marks none in it"
+        return f"{where} {why}. Remove or correct the row, or pass --loss_on all."
+
+
+def _ends(learned: Sequence[bool]) -> Iterator[int]:
+    """Yield the place behind each run of learned tokens."""
+    for at, kept in enumerate(learned):
+        if kept and not (at + 1 < len(learned) and learned[at + 1]):
+            yield at + 1

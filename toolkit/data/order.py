@@ -1,0 +1,113 @@
+"""Order: which rows a run trains on, one after the other, for any number of ranks.
+
+Ranks take every W-th batch, so a step holds the same rows for every W. The last step of an epoch
+is filled with rows that train nothing, so that each row is trained exactly once an epoch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from toolkit.data.packing import pack
+from toolkit.data.tokens import IGNORED
+from toolkit.errors import UsageError
+from toolkit.records.results import FILLER_ID
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+def count_steps(
+    rows: int, *, global_batch: int, max_steps: int, num_train_epochs: float = 0.0
+) -> int:
+    """Return the optimizer steps of a run; a positive `max_steps` wins, as in the Trainer."""
+    if max_steps > 0:
+        return max_steps
+    return max(1, math.ceil(_steps_per_epoch(rows, global_batch) * num_train_epochs))
+
+
+def rows_needed(values: Mapping[str, Any], *, num_processes: int) -> int | None:
+    """Return the rows that `max_steps` optimizer steps take; None where epochs are asked for."""
+    if values["max_steps"] <= 0:
+        return None
+    of_a_rank = values["per_device_train_batch_size"] * values["gradient_accumulation_steps"]
+    return values["max_steps"] * of_a_rank * num_processes
+
+
+def training_rows(
+    dataset: Dataset,
+    *,
+    steps: int,
+    global_batch: int,
+    seed: int,
+    throughput_steps: int = 0,
+    max_length: int,
+    pad_token_id: int = 0,
+) -> Dataset:
+    """Return the rows of a whole run, to be read one after the other.
+
+    First the rows of `steps` optimizer steps, one seeded permutation an epoch, then the packed
+    rows of `throughput_steps` more. When W ranks take every W-th batch, as Accelerate deals
+    them, a step holds the same rows for every W. Where the rows of an epoch don't fill its last
+    step, rows of one `pad_token_id` with an ignored label do, all with the id `FILLER_ID`: each
+    row is trained once an epoch, and a loss that is divided by the tokens of the step stays right.
+
+    Raises:
+        UsageError: one step takes more rows than there are.
+    """
+    import numpy as np
+    from datasets import concatenate_datasets
+
+    steps_per_epoch = _steps_per_epoch(len(dataset), global_batch)
+    filled = steps_per_epoch * global_batch
+    # The filler stands behind the data, under the number that comes after theirs.
+    fillers = np.full(filled - len(dataset), len(dataset))
+    epochs = [
+        np.random.Generator(np.random.PCG64(seed + epoch)).permutation(len(dataset))
+        for epoch in range(-(-steps // steps_per_epoch))
+    ]
+    whole_steps = [part for epoch in epochs for part in (epoch, fillers)]
+    order = np.concatenate([*whole_steps, np.empty(0, dtype=np.int64)])[: steps * global_batch]
+    ragged = _with_filler(dataset, pad_token_id) if len(dataset) in order else dataset
+    ragged = ragged.select(order, keep_in_memory=True)
+    if not throughput_steps:
+        return ragged
+    packed = pack(dataset, length=max_length, rows=throughput_steps * global_batch)
+    return concatenate_datasets([ragged, packed])
+
+
+def validation_rows(dataset: Dataset, *, global_batch: int, pad_token_id: int = 0) -> Dataset:
+    """Return the rows in their order, filled up to whole batches over all ranks.
+
+    Each row is evaluated exactly once for any number of ranks; a loss has to be summed and
+    divided by the supervised tokens, for fillers have none.
+    """
+    missing = -len(dataset) % global_batch
+    if not missing:
+        return dataset
+    order = [*range(len(dataset)), *[len(dataset)] * missing]
+    return _with_filler(dataset, pad_token_id).select(order, keep_in_memory=True)
+
+
+def _with_filler(dataset: Dataset, pad_token_id: int) -> Dataset:
+    from datasets import Dataset, concatenate_datasets
+
+    one: dict[str, list[object]] = {
+        "input_ids": [[pad_token_id]],
+        "labels": [[IGNORED]],
+        "sample_id": [FILLER_ID],
+        "position_ids": [[0]],
+    }
+    columns = {name: one[name] for name in dataset.column_names}
+    return concatenate_datasets([dataset, Dataset.from_dict(columns, features=dataset.features)])
+
+
+def _steps_per_epoch(rows: int, global_batch: int) -> int:
+    if rows < global_batch:
+        raise UsageError(
+            f"One optimizer step takes {global_batch} rows and the data have only {rows}. Lower "
+            "--per_device_train_batch_size or --gradient_accumulation_steps, or pass more data."
+        )
+    return -(-rows // global_batch)

@@ -1,0 +1,282 @@
+"""Packing: several texts in one row.
+
+`fixed` cuts a stream of texts into rows of one length: nothing is padding, so speed can be
+measured, but texts are cut and see their neighbours. `best_fit` puts whole texts together: their
+positions begin anew at each of them, attention keeps within it, and no token is predicted from
+another text.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.data.tokens import (
+    IGNORED,
+    add_row,
+    empty_rows,
+    row_features,
+    supervised_tokens,
+)
+from toolkit.errors import UsageError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+PROVEN_ATTENTION = ("sdpa", "eager")
+"""Implementations for which a test shows equal losses and gradients packed and unpacked."""
+
+PROVEN_MODELS = {
+    "ApertusForCausalLM": "apertus",
+    "ArceeForCausalLM": "arcee",
+    "Cohere2ForCausalLM": "cohere2",
+    "CohereForCausalLM": "cohere",
+    "Ernie4_5ForCausalLM": "ernie4_5",
+    "Exaone4ForCausalLM": "exaone4",
+    "GPT2LMHeadModel": "gpt2",
+    "GPTNeoXForCausalLM": "gpt_neox",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "GemmaForCausalLM": "gemma",
+    "Glm4ForCausalLM": "glm4",
+    "GlmForCausalLM": "glm",
+    "GraniteForCausalLM": "granite",
+    "GraniteMoeForCausalLM": "granitemoe",
+    "HeliumForCausalLM": "helium",
+    "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
+    "LlamaForCausalLM": "llama",
+    "MinistralForCausalLM": "ministral",
+    "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
+    "NemotronForCausalLM": "nemotron",
+    "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo3",
+    "OlmoForCausalLM": "olmo",
+    "OlmoeForCausalLM": "olmoe",
+    "Phi3ForCausalLM": "phi3",
+    "PhiForCausalLM": "phi",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "SmolLM3ForCausalLM": "smollm3",
+    "StableLmForCausalLM": "stablelm",
+    "Starcoder2ForCausalLM": "starcoder2",
+}
+"""Architectures for which the same test shows it, with their type in transformers.
+
+Taking positions is not enough: OPT, BioGPT and GPT-BigCode take them and mix texts all the same
+(transformers 5.23), and models with a state carry it from one text to the next.
+"""
+
+MIXED = (
+    "with a cache of keys and values (use_cache) transformers lets texts in one row see each other"
+)
+
+
+def pack(dataset: Dataset, *, length: int, rows: int) -> Dataset:
+    """Return `rows` rows of exactly `length` tokens, for measuring speed.
+
+    The texts follow each other without a gap, are cut where a row is full, begin again after the
+    last one, and every token is trained on. `sample_id` is negative: -1, -2, ... Where the data
+    have positions, so have these rows, each as one text.
+    """
+    import numpy as np
+    from datasets import Dataset
+
+    needed = rows * length
+    pieces: list[list[int]] = []
+    held = 0
+    while held < needed:
+        for batch in dataset.iter(batch_size=1000):
+            pieces += batch["input_ids"]
+            held += sum(map(len, batch["input_ids"]))
+            if held >= needed:
+                break
+    stream = np.concatenate([*pieces, np.empty(0, dtype=np.int64)]).astype(np.int32)
+    blocks = list(stream[:needed].reshape(rows, length))
+    columns = {
+        "input_ids": blocks,
+        "labels": blocks,
+        "sample_id": [-1 - row for row in range(rows)],
+    }
+    positions = "position_ids" in dataset.column_names
+    if positions:
+        columns["position_ids"] = [np.arange(length, dtype=np.int32)] * rows
+    return Dataset.from_dict(columns, features=row_features(positions=positions))
+
+
+class FixedPacking:
+    """Cuts the stream of all texts into rows of `length` tokens; made for `datasets.map`.
+
+    What of a text is learned stays so. Rows are numbered from 0; those without a learned token are
+    left out, and so are the tokens at the end that fill no row.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.made = 0
+        self.ids: list[int] = []
+        self.labels: list[int] = []
+
+    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+        for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
+            self.ids += ids
+            self.labels += labels
+        rows = empty_rows()
+        whole = len(self.ids) - len(self.ids) % self.length
+        for start in range(0, whole, self.length):
+            labels = self.labels[start : start + self.length]
+            if supervised_tokens(labels):
+                add_row(rows, self.ids[start : start + self.length], labels, self.made)
+            self.made += 1
+        self.ids, self.labels = self.ids[whole:], self.labels[whole:]
+        return rows
+
+
+def best_fit(lengths: Sequence[int], *, room: int) -> list[list[int]]:
+    """Return which texts share a row, by number: each whole, and in the fullest row it fits.
+
+    Best fit decreasing: longest first, equals in their order, so the same lengths give the same
+    rows everywhere.
+
+    Args:
+        lengths: Tokens of each text, at most `room`.
+        room: Tokens of a row.
+    """
+    rows: list[list[int]] = []
+    free: list[int] = []
+    """The amounts of room that some row has left, ascending."""
+    with_free: dict[int, list[int]] = {}
+    for text in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
+        need = lengths[text]
+        at = bisect.bisect_left(free, need)
+        if at == len(free):
+            row, left = len(rows), room
+            rows.append([])
+        else:
+            left = free[at]
+            row = with_free[left].pop()
+            if not with_free[left]:
+                del with_free[left], free[at]
+        rows[row].append(text)
+        left -= need
+        if left not in with_free:
+            bisect.insort(free, left)
+        with_free.setdefault(left, []).append(row)
+    return rows
+
+
+def pack_texts(
+    batch: Mapping[str, Sequence[Any]], numbers: Sequence[int], *, texts: Dataset
+) -> dict[str, list[Any]]:
+    """Make the rows whose texts `batch["texts"]` numbers; made for `datasets.map`.
+
+    `sample_id` is the number of the packed row.
+    """
+    rows: dict[str, list[Any]] = {**empty_rows(), "position_ids": []}
+    flat = [number for each in batch["texts"] for number in each]
+    held = texts[flat]
+    pairs = zip(held["input_ids"], held["labels"], strict=True)
+    for number, members in zip(numbers, batch["texts"], strict=True):
+        ids, labels, positions = packed_row(itertools.islice(pairs, len(members)))
+        add_row(rows, ids, labels, number)
+        rows["position_ids"].append(positions)
+    return rows
+
+
+def packed_row(
+    texts: Iterable[tuple[Sequence[int], Sequence[int]]],
+) -> tuple[list[int], list[int], list[int]]:
+    """Return the tokens, labels and positions of a row that holds `texts`, tokens and labels each.
+
+    The first token of a text is learned nowhere: only the text before could predict it.
+    """
+    ids: list[int] = []
+    labels: list[int] = []
+    positions: list[int] = []
+    for text, wanted in texts:
+        ids += text
+        labels += [IGNORED, *wanted[1:]]
+        positions += range(len(text))
+    return ids, labels, positions
+
+
+def check_no_cache(values: Mapping[str, Any], *, packing: str) -> None:
+    """Check that nobody asks for a cache of keys and values beside texts that share a row.
+
+    Args:
+        values: Of `TrainingArguments`.
+        packing: Of the rows.
+
+    Raises:
+        UsageError: somebody does.
+    """
+    if packing == "best_fit" and values.get("use_cache"):
+        raise UsageError(f"--packing best_fit and --use_cache: {MIXED}. Leave one of them out.")
+
+
+def keep_texts_apart(model: Any) -> None:
+    """Have a model refuse rows of several texts wherever it would let them see each other.
+
+    transformers 5.23 looks for texts that share a row only where it has no cache of keys and values
+    (masking_utils.py `_preprocess_mask_arguments`), and a decoder makes one wherever `use_cache`
+    is asked, by its config as well. A forward with such rows then raises UsageError.
+    """
+    # The decoder's own call: adapters call the forward of what is around it, and no hooks.
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    decoder = getattr(inner, "base_model", None)
+    if decoder is not None and hasattr(decoder, "config"):
+        decoder.register_forward_pre_hook(_refuse_mixing, with_kwargs=True)
+
+
+def _refuse_mixing(decoder: Any, _: Any, inputs: Mapping[str, Any]) -> None:
+    positions = inputs.get("position_ids")
+    if positions is None or positions.dim() != 2 or inputs.get("attention_mask") is not None:
+        return
+    asked = inputs.get("use_cache")
+    caches = getattr(decoder.config, "use_cache", False) if asked is None else asked
+    if not caches and inputs.get("past_key_values") is None:
+        return
+    # Only now: the answer waits for the device.
+    if (positions[:, 1:] != positions[:, :-1] + 1).any():
+        raise UsageError(
+            f"These rows hold several texts each, and {MIXED}. Leave use_cache out, or set "
+            "model.config.use_cache to False."
+        )
+
+
+def check_borders(
+    folder: str | Path, *, attention: str | None, trust_remote_code: bool = False
+) -> None:
+    """Check that the model in `folder` keeps apart what `best_fit` packs into one row.
+
+    transformers keeps texts apart by their positions where no padding mask is given, in models
+    that hand the positions on to the mask and with attention that asks for one.
+
+    Raises:
+        UsageError: this is not proven for the model or its attention.
+    """
+    if attention is not None and attention not in PROVEN_ATTENTION:
+        raise UsageError(
+            f"--packing best_fit is proven for --attn_implementation "
+            f"{' and '.join(PROVEN_ATTENTION)}, not for {attention}. Pass one of them, or "
+            "--packing none."
+        )
+    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    name = next(iter(config.get("architectures") or []), "a model without a named architecture")
+    if trust_remote_code and "AutoModelForCausalLM" in (config.get("auto_map") or {}):
+        raise UsageError(
+            f"--packing best_fit is not proven for the code that comes with the model in {folder}, "
+            "which --trust_remote_code runs: texts in one row might see each other. Leave that "
+            "out where transformers has the model, or pass --packing none."
+        )
+    if name not in PROVEN_MODELS:
+        raise UsageError(
+            f"--packing best_fit is not proven for {name}: texts in one row might see each other. "
+            "Pass --packing none, or fixed, which lets them."
+        )

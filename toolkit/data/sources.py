@@ -1,0 +1,198 @@
+"""Sources: where the rows of the data come from, read by `datasets`.
+
+A file, a data set on the Hub or the built-in data. Streamed, rows are fetched one by one up to the
+number that is needed and the rest is neither downloaded nor converted; what was fetched is
+tokenised into the cache like any other data, so that every epoch and every rank reads the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.data.built_in import (
+    BUILT_IN_DATA,
+    standard_library_hash,
+    standard_library_rows,
+)
+from toolkit.errors import UsageError, sentence_of
+from toolkit.training.arguments import DataArguments
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Rows that are not read yet."""
+
+    name: str
+    identity: str
+    """Changes whenever the rows may have changed, or how many of them are streamed."""
+
+    load: Callable[[Path], Dataset]
+    """Returns the rows; may write to the folder it is given, which doesn't last."""
+
+    python: str | None = None
+
+
+def training_source(arguments: DataArguments, *, limit: int | None = None) -> Source:
+    """Return where the training rows come from.
+
+    Args:
+        limit: Rows to stream; with `--streaming` only.
+
+    Raises:
+        UsageError: the data can't be found.
+    """
+    if arguments.train_file is not None:
+        return _file_source(Path(arguments.train_file), "--train_file", limit)
+    if arguments.dataset_name is not None:
+        return _hub_source(arguments, arguments.dataset_split, limit)
+    return Source(
+        name=BUILT_IN_DATA,
+        identity=standard_library_hash(),
+        load=lambda _: standard_library_rows(),
+        python=platform.python_version(),
+    )
+
+
+def validation_source(arguments: DataArguments) -> Source | None:
+    """Return where validation rows of their own come from, None if there are none.
+
+    Raises:
+        UsageError: the data can't be found.
+    """
+    limit = arguments.max_eval_samples if arguments.streaming else None
+    if arguments.validation_file is not None:
+        return _file_source(Path(arguments.validation_file), "--validation_file", limit)
+    if arguments.validation_split is not None:
+        return _hub_source(arguments, arguments.validation_split, limit)
+    return None
+
+
+_FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
+    ".jsonl": ("json", {}),
+    ".json": ("json", {}),
+    ".csv": ("csv", {}),
+    ".tsv": ("csv", {"sep": "\t"}),
+    ".parquet": ("parquet", {}),
+    ".txt": ("text", {}),
+}
+"""The builder of `datasets` for each kind of file, and its options."""
+
+
+def check_file(path: Path, *, flag: str) -> None:
+    """Check that a file of rows can be read, without a look at them.
+
+    Raises:
+        UsageError: it is not there, empty, or of no format that is read here.
+    """
+    if not path.is_file():
+        what = "is a folder, not a file" if path.is_dir() else "is not there"
+        raise UsageError(
+            f"{flag} {path} {what}: check the path (this is {Path.cwd()}), or leave it out "
+            "for the built-in data."
+        )
+    if path.suffix not in _FORMATS:
+        raise UsageError(
+            f"{flag} {path} ends in {path.suffix!r}: use a file that ends in one of "
+            f"{', '.join(_FORMATS)}."
+        )
+    if not path.stat().st_size:
+        raise UsageError(f"{path} is empty: zero training rows. Pass a file with rows.")
+
+
+def _file_source(path: Path, flag: str, limit: int | None) -> Source:
+    check_file(path, flag=flag)
+    builder, options = _FORMATS[path.suffix]
+
+    def load(scratch: Path) -> Dataset:
+        from datasets import load_dataset_builder
+        from datasets.exceptions import DatasetsError
+
+        with quiet_progress():
+            try:
+                reader = load_dataset_builder(
+                    builder, data_files=str(path.absolute()), cache_dir=str(scratch), **options
+                )
+                if limit is not None:
+                    return _first_of(reader.as_streaming_dataset("train"), limit)
+                reader.download_and_prepare()
+            # Depending on what is wrong, pyarrow's or pandas' own errors come through: ValueErrors.
+            except (DatasetsError, ValueError) as error:
+                raise UsageError(
+                    f"{path} can't be read as {builder}: {sentence_of(error.__cause__ or error)} "
+                    "Correct the file, or give it the ending of what it holds."
+                ) from error
+        if not reader.info.splits["train"].num_examples:
+            raise UsageError(f"{path.name} has zero training rows: pass data with rows.")
+        return reader.as_dataset("train")
+
+    identity = f"{path.suffix} {_content(path, limit)} {limit}"
+    return Source(name=path.name, identity=identity, load=load)
+
+
+def _content(path: Path, limit: int | None) -> str:
+    if limit is not None:  # only the start is read, so the whole is not hashed either
+        about = path.stat()
+        return f"{path.absolute()} {about.st_size} {about.st_mtime_ns}"
+    with path.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _hub_source(arguments: DataArguments, split: str, limit: int | None) -> Source:
+    from datasets import load_dataset, load_dataset_builder
+    from datasets.exceptions import DatasetsError
+
+    name, config = arguments.dataset_name, arguments.dataset_config_name
+    assert name is not None
+    with quiet_progress():
+        try:
+            if limit is not None:
+                reader = load_dataset_builder(name, config)
+                # On the Hub the hash is that of the commit, in a folder that of its files.
+                identity = f"{reader.hash} {reader.config_id} {split} {limit}"
+                stream = reader.as_streaming_dataset(split)
+                return Source(name=name, identity=identity, load=lambda _: _first_of(stream, limit))
+            dataset = load_dataset(name, config, split=split)
+        # An unknown configuration or split is a ValueError, no network a ConnectionError.
+        except (DatasetsError, ValueError, OSError) as error:
+            raise UsageError(
+                f"The data set {name!r} can't be loaded: {sentence_of(error)} Check "
+                "--dataset_name, --dataset_config_name, --dataset_split and the network; or pass "
+                "--train_file, or neither for the built-in data."
+            ) from error
+    # `datasets` derives its fingerprint from the files of its cache; `map` relies on it as well.
+    return Source(name=name, identity=dataset._fingerprint, load=lambda _: dataset)
+
+
+def _first_of(stream: IterableDataset, limit: int) -> Dataset:
+    """Return the first rows of a stream, which are held in memory."""
+    from datasets import Dataset
+
+    rows = list(stream.take(limit))
+    if stream.features is not None:
+        return Dataset.from_list(rows, features=stream.features)
+    return Dataset.from_list(rows, on_mixed_types="use_json")
+
+
+@contextlib.contextmanager
+def quiet_progress() -> Iterator[None]:
+    """Keep the bars of `datasets` out of logs: where nobody watches, each update is a line."""
+    import datasets
+
+    if sys.stderr.isatty() or datasets.are_progress_bars_disabled():
+        yield
+        return
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.enable_progress_bars()

@@ -1,0 +1,258 @@
+"""Training data: from what the flags name to token rows in the cache, the same on every rank.
+
+The same arguments give the same rows in the same order on every rank, for any number of ranks.
+The built-in data need no network. Rows are tokenised once and cached under a key of everything
+that went in. Of ranks that find the cache cold one fills it and the others wait for a lock of the
+kernel, before they make a process group: no collective can time out over it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.data.built_in import (
+    BUILT_IN_DATA,
+    standard_library_hash,
+    standard_library_rows,
+)
+from toolkit.data.cache import build_once, changed_meanwhile, read_cached
+from toolkit.data.chat import asked_template, shipped_templates
+from toolkit.data.collation import Collator
+from toolkit.data.order import count_steps, rows_needed, training_rows, validation_rows
+from toolkit.data.packing import pack
+from toolkit.data.sources import Source, training_source, validation_source
+from toolkit.data.tokens import (
+    IGNORED,
+    digest,
+    supervised_tokens,
+    tokenise,
+    tokenizer_identity,
+)
+from toolkit.environment import cache_root
+from toolkit.errors import UsageError
+from toolkit.escaping import one_line
+from toolkit.training.arguments import DataArguments
+from toolkit.training.building import TEMPLATE_FILE, Build, Part
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+__all__ = [
+    "BUILT_IN_DATA",
+    "IGNORED",
+    "Collator",
+    "TrainingData",
+    "count_steps",
+    "pack",
+    "prepare_data",
+    "prepare_validation",
+    "rows_needed",
+    "standard_library_hash",
+    "standard_library_rows",
+    "supervised_tokens",
+    "tokenise",
+    "training_rows",
+    "validation_rows",
+]
+
+logger = logging.getLogger(__name__)
+
+_RECIPE = 3
+"""To be raised with any change to what a cached folder holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingData:
+    """Tokenised rows in the cache, and what a record says of them."""
+
+    name: str
+    hash: str
+    """sha256 over the text of the rows."""
+
+    tokens_hash: str
+    """sha256 over the token ids and labels, and the positions where rows hold several texts."""
+
+    rows: int
+    dropped: int
+    """Rows left out because none of their tokens is trained on."""
+
+    largest_id: int
+    python: str | None
+    """Version of the Python that the rows come from; None for other data."""
+
+    folder: Path
+
+    format: str = "text"
+    """What a row of the source is, as `formats.Kind` names it."""
+
+    loss_on: str = "all"
+    """The tokens that are learned: all, completion or assistant."""
+
+    template: dict[str, str] | None = None
+    """Name and sha256 of the chat template; None where none was used."""
+
+    packing: str = "none"
+    texts: int | None = None
+    """Texts or chats that the rows hold."""
+
+    truncated: int | None = None
+    """Texts or chats that lost their end to `--max_length`."""
+
+    longest: int | None = None
+    """Tokens of the longest row."""
+
+    tokens: int | None = None
+    supervised_tokens: int | None = None
+    """Tokens that are predicted and trained on."""
+
+    asked: dict[str, Any] = field(default_factory=dict[str, Any], compare=False)
+    """The flags of `DataArguments` that were not at their defaults."""
+
+    def load(self) -> Dataset:
+        """Return the rows: `input_ids`, `labels`, and `sample_id`, the row's number in the data.
+
+        Packed rows are numbered anew, 0, 1, ...; with best_fit they have `position_ids`.
+        """
+        from datasets import Dataset
+
+        return Dataset.load_from_disk(str(self.folder / "rows"))
+
+    def chat_template(self) -> str | None:
+        """Return the template that the chats were rendered with; None for other data."""
+        if self.template is None:
+            return None
+        return (self.folder / TEMPLATE_FILE).read_text(encoding="utf-8")
+
+    def facts(self) -> dict[str, Any]:
+        left_out = ("folder", "largest_id")
+        facts = {name: getattr(self, name) for name in self.__slots__ if name not in left_out}
+        return facts | {"name": one_line(self.name)}
+
+
+def prepare_data(
+    arguments: DataArguments,
+    tokenizer: str | Path,
+    *,
+    trust_remote_code: bool = False,
+    rows_needed: int | None = None,
+) -> TrainingData:
+    """Return the rows that `arguments` ask for, tokenised once and cached.
+
+    Args:
+        arguments: Source, format, template, mask and packing.
+        tokenizer: The folder of the tokenizer, as `model.resolve_tokenizer` gives it.
+        trust_remote_code: Run code that comes with the tokenizer.
+        rows_needed: Rows to stream where `--max_train_samples` doesn't say; None: not known. They
+            are counted before packing and before rows are left out, so a run may begin again.
+
+    Raises:
+        UsageError: the data can't be found or read, have unknown columns, don't fit the template,
+            or leave no row.
+    """
+    limit = arguments.max_train_samples
+    if arguments.streaming:
+        limit = limit or rows_needed
+        if limit is None:
+            raise UsageError(
+                "--streaming fetches as many rows as the run needs, and nothing says how many: "
+                "pass --max_train_samples, or --max_steps (to toolkit prepare with the "
+                "--num_processes of the launch)."
+            )
+    source = training_source(arguments, limit=limit if arguments.streaming else None)
+    return _prepare(source, arguments, Path(tokenizer), "training", limit, trust_remote_code)
+
+
+def prepare_validation(
+    arguments: DataArguments, tokenizer: str | Path, *, trust_remote_code: bool = False
+) -> TrainingData | None:
+    """Return the rows to evaluate on, prepared like the training rows but never packed.
+
+    They come from `--validation_file` or `--validation_split`, or are the
+    `--validation_split_percentage` of the training rows that `prepare_data` leaves out.
+
+    Raises:
+        UsageError: as `prepare_data`.
+    """
+    if not arguments.has_validation:
+        return None
+    source = validation_source(arguments)
+    if source is None:
+        limit = arguments.max_train_samples if arguments.streaming else None
+        if arguments.streaming and limit is None:
+            raise UsageError(
+                "--validation_split_percentage with --streaming needs --max_train_samples: the "
+                "part is taken of the rows that are fetched."
+            )
+        source = training_source(arguments, limit=limit)
+    return _prepare(
+        source,
+        arguments,
+        Path(tokenizer),
+        "validation",
+        arguments.max_eval_samples,
+        trust_remote_code,
+    )
+
+
+def _prepare(
+    source: Source,
+    arguments: DataArguments,
+    tokenizer: Path,
+    part: Part,
+    limit: int | None,
+    trust_remote_code: bool,
+) -> TrainingData:
+    key = digest(
+        _RECIPE,
+        source.identity,
+        part,
+        limit,
+        arguments.validation_split_percentage,
+        arguments.text_column,
+        arguments.messages_column,
+        arguments.loss_on,
+        arguments.max_length,
+        arguments.packing if part == "training" else "none",
+        _template_identity(arguments.chat_template),
+        tokenizer_identity(tokenizer),
+    )
+
+    def build(folder: Path) -> None:
+        from toolkit.training.model import load_tokenizer
+
+        logger.info("Tokenising %s", one_line(source.name))
+        job = Build(
+            arguments=arguments,
+            name=source.name,
+            tokenizer=load_tokenizer(tokenizer, trust_remote_code=trust_remote_code),
+            part=part,
+            limit=limit,
+            key=key,
+        )
+        scratch = folder / "raw"
+        facts = job.write(source.load(scratch), folder)  # holds the only reference to its maps
+        shutil.rmtree(scratch, ignore_errors=True)
+        (folder / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
+
+    folder = build_once(cache_root() / "tokens" / key, build)
+    facts = read_cached(folder / "facts.json")
+    asked = {
+        entry.name: getattr(arguments, entry.name)
+        for entry in fields(arguments)
+        if getattr(arguments, entry.name) != entry.default
+    }
+    try:
+        return TrainingData(
+            name=source.name, python=source.python, folder=folder, asked=asked, **facts
+        )
+    except TypeError as error:
+        raise changed_meanwhile(folder / "facts.json") from error
+
+
+def _template_identity(asked: str | None) -> list[Any]:
+    return [sorted(shipped_templates().items()), asked and asked_template(asked).facts()]

@@ -1,0 +1,298 @@
+"""The heartbeat: one small all-reduce a step, by which every rank knows how all of them are.
+
+After each optimizer step the ranks reduce `FIELDS` numbers, 56 bytes, by their maximum, and each
+reads the outcome at the end of the step that follows: by then the device has long passed it, so
+nobody waits for the step that is running. All ranks read the same numbers after the same step, and
+so they stop, warn or save together.
+
+On a GPU the numbers that live there (losses, the gradient norm) are put together there, in a stream
+of its own, and copied to pinned memory; only the event of the step before is waited for.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from toolkit.errors import UsageError
+from toolkit.measuring.attestation import gather_objects
+from toolkit.measuring.guards import GRAD_NORM_FACTOR, Guards, Mode
+from toolkit.measuring.step_health import Own, StepHealth
+
+FIELDS = 7
+"""Numbers of a heartbeat: 8 bytes each, and a maximum of each is what all ranks read."""
+
+Choice = Literal["stop", "warn", "off"]
+
+_NORM, _ORDER, _ORDER_NEGATED, _BUSIEST, _IDLEST_NEGATED, _WALL, _STOP = range(FIELDS)
+
+# What stands in the place of a norm, least first: a maximum lets the worst through. Norms are of
+# float32, of which the largest is 3.4e38.
+_SKIPPED, _NO_NORM, _NORM_NOT_FINITE, _LOSS_NOT_FINITE = -2.0, -1.0, 1e300, 2e300
+
+_RANKS = 1 << 16
+"""Above all ranks: busy microseconds, times this, plus the rank, still is a whole number."""
+
+
+class Heartbeat:
+    """One rank's part in the heartbeat.
+
+    Args:
+        guards: Judge what the ranks said.
+    """
+
+    def __init__(self, guards: Guards) -> None:
+        self.guards = guards
+        self.steps_before = 0
+        """Optimizer steps of the whole training that were done before this run resumed it."""
+
+        self._rank, self._ranks = 0, 1
+        self._device = torch.device("cpu")
+        self._stream: torch.cuda.Stream | None = None
+        self._step = 0
+        self._open: _Sent | None = None
+        self._of_a_shard = False
+        self._stop_asked = False
+        self._stop_agreed = False
+        self._begun = time.perf_counter()
+
+    def prepared(self, *, rank: int, ranks: int, device: torch.device | str) -> None:
+        """Say who this rank is, before the first step."""
+        self._rank, self._ranks = rank, ranks
+        self._device = torch.device(device)
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)
+        self.mark()
+
+    # What others may ask
+
+    def ask_to_stop(self) -> None:
+        """Ask all ranks to stop. It only sets a flag: a signal's handler may call it."""
+        self._stop_asked = True
+
+    @property
+    def stop_agreed(self) -> bool:
+        """Whether a rank has asked to stop: turns true on all ranks after the same step.
+
+        That is the step after the one in which a rank asked, or at the next `settle`.
+        """
+        return self._stop_agreed
+
+    def settle(self) -> None:
+        """Wait for what is known of the last step, and let it be judged; every rank calls it.
+
+        To be called before anything is saved, so that nothing of a step that went wrong is.
+
+        Raises:
+            GuardError: on every rank alike, where the guards stop the run.
+        """
+        self._read()
+
+    # What the recorder calls
+
+    def mark(self) -> None:
+        """Let the step that is open begin now: what came before belongs to none."""
+        self._begun = time.perf_counter()
+
+    def step_done(
+        self,
+        *,
+        losses: Sequence[torch.Tensor],
+        grad_norm: Any,
+        skipped: bool | torch.Tensor | None,
+        order: int,
+        busy_seconds: Callable[[], float],
+        sample_ids: Sequence[torch.Tensor | None] = (),
+    ) -> None:
+        """Read how the step before went, and send what this rank knows of the one that ended.
+
+        Args:
+            losses: Of the step's micro-batches, scalars on the device; none is read here.
+            grad_norm: Before clipping: a number, a scalar or, under FSDP2, a DTensor of it.
+            skipped: Whether fp16 left out the update; a fused optimizer's `found_inf` is a tensor.
+            order: A hash of the rows that the data's order gave out so far, below 2**52.
+            busy_seconds: Tells what this rank worked in the step outside of collectives.
+            sample_ids: Of its micro-batches' rows, kept for a rank in trouble.
+
+        Raises:
+            GuardError: of the step before; on every rank alike.
+        """
+        now = time.perf_counter()
+        wall, self._begun = now - self._begun, now
+        self._read()
+        self._step += 1
+        self._of_a_shard = isinstance(grad_norm, DTensor)
+        own = _Kept(self._rank, list(losses), _local(grad_norm), order, list(sample_ids))
+        busy = round(busy_seconds() * 1e6)
+        host = [0.0] * FIELDS
+        host[_ORDER], host[_ORDER_NEGATED] = float(order), -float(order)
+        host[_BUSIEST] = float(busy * _RANKS + self._rank)
+        host[_IDLEST_NEGATED] = -float(busy)
+        host[_WALL] = wall
+        host[_STOP] = float(self._stop_asked)
+        self._open = self._send(host, own, skipped)
+
+    def _send(self, host: list[float], own: _Kept, skipped: Any) -> _Sent:
+        step = self.steps_before + self._step
+        if self._stream is None:
+            vector = torch.tensor(host, dtype=torch.float64)
+            vector[_NORM] = _norm_field(own, skipped, self._device)
+            return _Sent(step=step, own=own, vector=vector, work=self._reduce(vector))
+        # In a stream aside: what is computed next does not wait for the slowest rank's heartbeat.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            pinned = torch.tensor(host, dtype=torch.float64).pin_memory()
+            vector = pinned.to(self._device, non_blocking=True)
+            vector[_NORM] = _norm_field(own, skipped, self._device)
+            work = self._reduce(vector)
+            if work is not None:
+                work.wait()  # of NCCL: the stream waits, not the host
+            read = torch.empty(FIELDS, dtype=torch.float64, pin_memory=True)
+            read.copy_(vector, non_blocking=True)
+            passed = torch.cuda.Event(blocking=True)  # who waits for it leaves the core to others
+            passed.record(self._stream)
+        # `vector` and `pinned` are held until the event has passed: nothing else gets their memory.
+        return _Sent(step=step, own=own, vector=read, passed=passed, held=(vector, pinned))
+
+    def _reduce(self, vector: torch.Tensor) -> Any:
+        if self._ranks == 1:
+            return None
+        return torch.distributed.all_reduce(
+            vector, op=torch.distributed.ReduceOp.MAX, async_op=True
+        )
+
+    def _read(self) -> None:
+        sent, self._open = self._open, None
+        if sent is None:
+            return
+        fields = sent.fields()
+        self._stop_agreed = self._stop_agreed or fields[_STOP] > 0
+        beat = _beat(sent.step, fields, of_a_shard=self._of_a_shard)
+        self.guards.judge(beat, lambda: gather_objects(sent.own.read()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    rank: int
+    losses: list[torch.Tensor]
+    norm: Any
+    order: int
+    sample_ids: list[torch.Tensor | None]
+
+    def read(self) -> Own:
+        """Read what is on the device, and wait for it."""
+        ids = [batch for batch in self.sample_ids if batch is not None]
+        return Own(
+            rank=self.rank,
+            loss=float(sum(loss.double().item() for loss in self.losses)),
+            grad_norm=None if self.norm is None else float(self.norm),
+            order=self.order,
+            sample_ids=[int(i) for batch in ids for i in batch.tolist()] if ids else None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sent:
+    """A heartbeat on its way."""
+
+    step: int
+    own: _Kept
+    vector: torch.Tensor
+    work: Any = None
+    passed: Any = None
+    held: Any = None
+
+    def fields(self) -> list[float]:
+        if self.passed is not None:
+            self.passed.synchronize()
+        elif self.work is not None:
+            self.work.wait()
+        return self.vector.tolist()
+
+
+def _norm_field(own: _Kept, skipped: Any, device: torch.device) -> torch.Tensor:
+    """Return a norm, or what stands in its place, as a scalar on the device, unread."""
+
+    def number(value: float) -> torch.Tensor:
+        return torch.full((), value, dtype=torch.float64, device=device)
+
+    field = number(_NO_NORM)
+    if isinstance(own.norm, torch.Tensor):
+        norm = own.norm.detach().to(torch.float64)
+        field = torch.where(torch.isfinite(norm), norm, number(_NORM_NOT_FINITE))
+    elif own.norm is not None:
+        field = number(own.norm if math.isfinite(own.norm) else _NORM_NOT_FINITE)
+    if isinstance(skipped, torch.Tensor):
+        field = torch.where(skipped.to(device) > 0, number(_SKIPPED), field)
+    elif skipped:
+        field = number(_SKIPPED)
+    if own.losses:
+        total = torch.stack([loss.detach().to(torch.float64) for loss in own.losses]).sum()
+        field = torch.where(torch.isfinite(total), field, number(_LOSS_NOT_FINITE))
+    return field
+
+
+def _local(norm: Any) -> Any:
+    """Leave no collective in it: the whole norm of a DTensor would take one.
+
+    What is on the CPU is read at once.
+    """
+    if isinstance(norm, DTensor):
+        norm = norm.to_local()
+    if isinstance(norm, torch.Tensor) and norm.device.type == "cpu":
+        norm = float(norm)
+    return norm
+
+
+def _beat(step: int, fields: list[float], *, of_a_shard: bool) -> StepHealth:
+    norm = fields[_NORM]
+    busy, rank = divmod(int(fields[_BUSIEST]), _RANKS)
+    return StepHealth(
+        step=step,
+        loss_is_finite=norm < _LOSS_NOT_FINITE,
+        norm_is_finite=norm != _NORM_NOT_FINITE,
+        skipped=norm == _SKIPPED,
+        of_a_shard=of_a_shard,
+        grad_norm=norm if 0 <= norm < _NORM_NOT_FINITE else None,
+        same_order=fields[_ORDER] == -fields[_ORDER_NEGATED],
+        busiest=rank,
+        busiest_seconds=busy / 1e6,
+        idlest_seconds=-fields[_IDLEST_NEGATED] / 1e6,
+        seconds=fields[_WALL],
+    )
+
+
+def heartbeat_for(
+    choice: Choice,
+    *,
+    checkpoints: Path,
+    grad_norm_factor: float = GRAD_NORM_FACTOR,
+    slow_rank: Mode = "warn",
+) -> Heartbeat | None:
+    """Return the heartbeat of a run, None with the guards off.
+
+    Args:
+        choice: As a user asks for it.
+        checkpoints: The folder that holds `checkpoint-*`.
+        grad_norm_factor: 0 watches only for norms that are not finite.
+        slow_rank: What follows for a rank that falls behind.
+    """
+    if choice == "off":
+        return None
+    if choice not in get_args(Mode):
+        raise UsageError(f"guards={choice!r}: use stop, warn or off.")
+    return Heartbeat(
+        Guards(
+            choice,
+            grad_norm_factor=grad_norm_factor or math.inf,
+            slow_rank=slow_rank,
+            checkpoints=checkpoints,
+        )
+    )

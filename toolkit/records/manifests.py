@@ -1,0 +1,211 @@
+"""The manifest of a committed folder: its files by size and sha256, and facts about it.
+
+A manifest carries a hash of itself, so a changed fact is damage like a changed file. The names in
+it are relative and stay inside the folder, so no other file is read, written or removed by them.
+A manifest proves that a folder is unchanged, not who wrote it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, cast
+
+from toolkit.errors import UsageError
+from toolkit.records.results import read_json, write_json
+from toolkit.redaction import redacted
+
+MANIFEST: Final = "manifest.json"
+SCHEMA: Final = 2
+"""Manifests of schema 1 carried no hash of themselves."""
+
+FORMAT: Final = 1
+"""Of what a checkpoint holds; raised when an older one can no longer be read."""
+
+TO_BE_EDITED: Final = frozenset({"README.md"})
+"""Files that people are to change: a model's card is not damaged by that."""
+
+DRAFT_MARK: Final = ".toolkit-draft"
+"""An empty file in a folder that is still being written, by which a dead one is known as ours."""
+
+_HASH: Final = "manifest_sha256"
+
+
+class Damaged(ValueError):
+    """A folder that was never committed, or has changed since."""
+
+
+def write_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]], **facts: Any) -> None:
+    """Write the manifest of a folder whose files are on the disk.
+
+    Args:
+        folder: Where the files lie.
+        files: The results of `entry`, by name.
+        facts: Further values, as JSON holds them.
+    """
+    content = redacted({**facts, "schema": SCHEMA, "files": dict(files)})  # as it is written
+    write_json(folder / MANIFEST, content | {_HASH: _hash_of(content)})
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the manifest of a committed folder, without a look at its files.
+
+    Raises:
+        Damaged: it is missing, torn or changed, or names files outside of the folder.
+        UsageError: a toolkit with another schema wrote it.
+    """
+    try:
+        if (folder / MANIFEST).is_symlink():
+            raise UsageError(f"{folder / MANIFEST} is a link.")
+        manifest = read_json(folder / MANIFEST)
+    except (UsageError, OSError) as error:
+        raise Damaged(f"{folder} has no manifest that can be read: {error}") from None
+    if not isinstance(manifest, dict):
+        raise Damaged(f"{folder} has no manifest that can be read: it is no JSON object")
+    content = cast("dict[str, Any]", manifest)
+    schema, written = content.get("schema"), content.pop(_HASH, None)
+    if type(schema) is not int or schema < 1:
+        raise Damaged(f"{folder} has no manifest that can be read: it has no schema number")
+    # Before anything else: a later format may be hashed in another way.
+    _refuse_newer(folder, "schema", schema, SCHEMA)
+    _refuse_newer(folder, "format", content.get("format"), FORMAT)
+    if schema < SCHEMA and written is None:
+        raise UsageError(
+            f"{folder} was written by an older toolkit, with a manifest of schema {schema}; this "
+            f"one reads {SCHEMA}. Use the toolkit that wrote it, or name another folder."
+        )
+    if written != _hash_of(content):
+        raise Damaged(f"{folder} has a manifest that has changed since it was written")
+    files = content.get("files")
+    if not isinstance(files, dict) or not all(
+        _is_inside(name) and _is_entry(wanted)
+        for name, wanted in cast("dict[str, Any]", files).items()
+    ):
+        raise Damaged(f"{folder} has a manifest that lists what cannot be a file of it")
+    return content
+
+
+def check_file(folder: Path, name: str, wanted: Mapping[str, Any]) -> None:
+    """Read one file of a committed folder against its entry in the manifest.
+
+    Raises:
+        Damaged: it is missing, cut off or changed.
+    """
+    path = folder / name
+    if not path.is_file():
+        raise Damaged(f"{path} is missing")
+    size = path.stat().st_size
+    if size != wanted["bytes"]:
+        raise Damaged(f"{path} has {size} bytes, it was saved with {wanted['bytes']}")
+    if _sha256(path) != wanted["sha256"]:
+        raise Damaged(f"{path} has changed since it was saved")
+
+
+def entry(folder: Path, name: str) -> dict[str, Any]:
+    """Have one file written to the disk, and return its entry in the manifest."""
+    path = folder / name
+    sync(path)
+    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+
+
+def file_names(folder: Path) -> list[str]:
+    """Return every file of a folder but the manifest and a draft's mark, relative to it, sorted."""
+    regular = (name for name, mode in contents(folder) if stat.S_ISREG(mode))
+    return [name for name in regular if name not in (MANIFEST, DRAFT_MARK)]
+
+
+def contents(folder: Path) -> list[tuple[str, int]]:
+    """Return name and mode of everything in a folder that is no folder itself, sorted.
+
+    Links are returned as links and never followed.
+    """
+    return sorted(_below(folder, ""))
+
+
+def remove_listed(folder: Path, names: Collection[str]) -> None:
+    """Remove those files of a folder and the folders that this empties, its manifest last.
+
+    All other entries stay, and so do files behind a link.
+    """
+    if not is_real_folder(folder):
+        return
+    gone = [name for name in sorted(names) if _is_inside(name) and is_own(folder, name)]
+    for name in gone:
+        (folder / name).unlink(missing_ok=True)
+    emptied = {folder / parent for name in gone for parent in Path(name).parents} - {folder}
+    for parent in sorted(emptied, key=lambda path: -len(path.parts)):
+        remove_if_empty(parent)
+    (folder / MANIFEST).unlink(missing_ok=True)
+    remove_if_empty(folder)
+
+
+def remove_if_empty(folder: Path) -> None:
+    if is_real_folder(folder) and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def is_own(folder: Path, name: str) -> bool:
+    """Whether a name leads to a file of this very folder: it is no link, nor behind one."""
+    parents = [folder / parent for parent in Path(name).parents]
+    return not any(path.is_symlink() for path in (folder / name, *parents))
+
+
+def sync(path: Path) -> None:
+    """Have the system write a file, or the names in a folder, to the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def is_real_folder(path: Path) -> bool:
+    """Whether a folder itself is there, and no link to one."""
+    return path.is_dir() and not path.is_symlink()
+
+
+def _refuse_newer(folder: Path, name: str, number: Any, known: int) -> None:
+    """Refuse a folder of a later format, which this toolkit must neither use nor replace."""
+    if type(number) is int and number > known:
+        raise UsageError(
+            f"{folder} was written by a newer toolkit: its manifest has {name} {number}, and this "
+            f"one reads up to {known}. Update this toolkit, or name another folder."
+        )
+
+
+def _hash_of(content: Mapping[str, Any]) -> str:
+    # Numbers that are not finite are written by name (`results.write_json`).
+    written = json.loads(json.dumps(content), parse_constant=str)
+    return hashlib.sha256(json.dumps(written, sort_keys=True).encode()).hexdigest()
+
+
+def _is_inside(name: Any) -> bool:
+    if not isinstance(name, str) or "\0" in name or name == MANIFEST:
+        return False
+    return all(part not in ("", ".", "..") for part in name.split("/"))
+
+
+def _is_entry(wanted: Any) -> bool:
+    if not isinstance(wanted, dict):
+        return False
+    values = cast("dict[str, Any]", wanted)
+    return type(values.get("bytes")) is int and isinstance(values.get("sha256"), str)
+
+
+def _below(folder: Path, prefix: str) -> Iterator[tuple[str, int]]:
+    with os.scandir(folder) as entries:
+        for child in entries:
+            name = f"{prefix}{child.name}"
+            if child.is_dir(follow_symlinks=False):
+                yield from _below(folder / child.name, f"{name}/")
+            else:
+                yield name, child.stat(follow_symlinks=False).st_mode
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

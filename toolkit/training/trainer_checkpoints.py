@@ -1,0 +1,96 @@
+"""What `ToolkitTrainer` does about checkpoints in the place of transformers' Trainer (5.23)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
+
+from toolkit.checkpoints.fingerprint import facts_of_trainer
+from toolkit.checkpoints.folders import checkpoint_folder
+from toolkit.checkpoints.keeping import Keeper
+from toolkit.checkpoints.resume_request import LAST, asked_checkpoint
+from toolkit.checkpoints.resuming import Resumed, find_checkpoint
+from toolkit.checkpoints.states import read_model_and_optimizer, read_whole_model
+from toolkit.strategies import Strategy
+from toolkit.training.observers import Prepared
+
+if TYPE_CHECKING:
+    from toolkit.training.trainer import ToolkitTrainer
+
+
+def keeper_for(trainer: ToolkitTrainer, strategy: Strategy) -> Keeper:
+    """Return a keeper by the Trainer's arguments; when it saves, the Trainer's own flow decides."""
+    return Keeper(
+        output_dir=Path(trainer.args.output_dir),
+        facts=facts_of_trainer(trainer, strategy),
+        recorder=trainer.recorder,
+        limit=trainer.args.save_total_limit,
+    )
+
+
+def find_for(trainer: ToolkitTrainer, resume: str | bool | None) -> Resumed | None:
+    """Return the checkpoint to go on from, whole and of this training on every rank."""
+    if resume is None or resume is False:
+        return None
+    said = LAST if resume is True else str(resume)
+    asked = asked_checkpoint(
+        {"output_dir": trainer.args.output_dir, "resume_from_checkpoint": said}
+    )
+    return None if asked is None else find_checkpoint(asked, trainer.keeper.facts)
+
+
+def save_for(trainer: ToolkitTrainer, trial: Any) -> None:
+    """Save a checkpoint; what `Trainer._save_checkpoint` does, committed as a whole."""
+    state = trainer.state
+    trainer.store_flos()
+    output_dir = Path(trainer._get_output_dir(trial=trial))
+    best = checkpoint_folder(output_dir, state.best_global_step or 0)
+    # The best one may be the one that is being saved.
+    if state.best_global_step and (best.is_dir() or state.best_global_step == state.global_step):
+        state.best_model_checkpoint = str(best)
+    folder = trainer.keeper.save(
+        prepared_of(trainer),
+        state.global_step,
+        output_dir=output_dir,
+        write_more=lambda draft: _write_state(trainer, draft),
+        keep=[Path(state.best_model_checkpoint)] if state.best_model_checkpoint else [],
+    )
+    if trainer.args.push_to_hub:
+        trainer._push_from_checkpoint(str(folder))
+
+
+def load_best_for(trainer: ToolkitTrainer) -> None:
+    """Put the weights of the best checkpoint back, when the training is over."""
+    state, prepared = trainer.state, prepared_of(trainer)
+    folder = Path(str(state.best_model_checkpoint))
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        read_model_and_optimizer(folder, prepared, step=int(state.best_global_step or 0))
+    else:
+        read_whole_model(folder, prepared)
+
+
+def prepared_of(trainer: ToolkitTrainer) -> Prepared:
+    return Prepared(
+        accelerator=trainer.accelerator,
+        model=trainer.model_wrapped,
+        optimizer=trainer.optimizer,
+        scheduler=trainer.lr_scheduler,
+        report=lambda step, values: None,
+    )
+
+
+def _write_state(trainer: ToolkitTrainer, draft: Path) -> None:
+    """Write the Trainer's state, with what its callbacks want to be kept."""
+    kept = trainer.state.stateful_callbacks
+    for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+        if not isinstance(callback, ExportableState):
+            continue
+        name = type(callback).__name__
+        if isinstance(kept[name], list):
+            kept[name].append(callback.state())
+        else:
+            kept[name] = callback.state()
+    trainer.state.save_to_json(str(draft / TRAINER_STATE_NAME))
