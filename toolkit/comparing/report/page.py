@@ -44,7 +44,7 @@ def render_page(results: Results) -> str:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"coded": _coded, "whole": _whole}
+    cast("dict[str, Any]", environment.filters).update(coded=_coded, whole=_whole)
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     return (
         template.render(
