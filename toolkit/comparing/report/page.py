@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from toolkit.comparing.report.figures import draw_all
 from toolkit.comparing.report.names import for_readers
@@ -44,7 +44,8 @@ def render_page(results: Results) -> str:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    cast("dict[str, Any]", environment.filters).update(coded=_coded, whole=_whole)
+    # jinja2 declares no type for its filters.
+    cast(Any, environment).filters |= {"coded": _coded, "whole": _whole}
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     return (
         template.render(
