@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Never, NoReturn, get_args
 
 from toolkit.errors import UsageError
 
@@ -55,20 +55,72 @@ class Strategy:
             )
 
     @property
+    def is_distributed(self) -> bool:
+        """Whether several processes train together."""
+        match self.backend:
+            case "single":
+                return False
+            case "ddp" | "deepspeed" | "fsdp":
+                return True
+            case _:
+                refuse_backend(self.backend, self, "The toolkit")
+
+    @property
     def shards_optimizer(self) -> bool:
-        return self.zero_stage >= 1 or self.backend == "fsdp"
+        return self._shards_from_stage(1)
 
     @property
     def shards_gradients(self) -> bool:
-        return self.zero_stage >= 2 or self.backend == "fsdp"
+        return self._shards_from_stage(2)
 
     @property
     def shards_parameters(self) -> bool:
-        return self.zero_stage == 3 or self.backend == "fsdp"
+        return self._shards_from_stage(3)
+
+    def _shards_from_stage(self, stage: int) -> bool:
+        """Whether a rank keeps only its part of what ZeRO shards from `stage` on."""
+        match self.backend:
+            case "single" | "ddp":
+                return False
+            case "deepspeed":
+                return self.zero_stage >= stage
+            case "fsdp":
+                return True
+            case _:
+                refuse_backend(self.backend, self, "The toolkit")
 
     @property
     def offloads(self) -> bool:
         return self.offload_optimizer != "none" or self.offload_parameters != "none"
+
+    def data_parallel_size(self, num_processes: int) -> int:
+        """Return how many of `num_processes` ranks read rows of their own."""
+        match self.backend:
+            case "single" | "ddp" | "deepspeed" | "fsdp":
+                return num_processes
+            case _:
+                refuse_backend(self.backend, self, "The toolkit")
+
+
+def refuse_backend(backend: Never, strategy: Strategy, refuser: str) -> NoReturn:
+    """End a `match` on `strategy.backend` that has a case for every backend.
+
+    Its argument is `Never`, as that of `typing.assert_never`: with a backend added to `Backend`,
+    pyright reports each `match` that has no case for it.
+
+    Args:
+        backend: What no case caught.
+        strategy: The strategy it belongs to.
+        refuser: Who does not know the backend, as the subject of a sentence: `The planner`.
+
+    Raises:
+        UsageError: always.
+    """
+    known = [name for name, other in STRATEGIES.items() if other.backend in get_args(Backend)]
+    raise UsageError(
+        f"{refuser} does not know the backend {backend!r} of strategy {strategy.name!r}. "
+        f"Choose from: {', '.join(known)}."
+    )
 
 
 STRATEGIES: dict[str, Strategy] = {
