@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from fault_runs import start, write_model
 
-from toolkit.comparing.bisect.finding import Bisection, bisect, load_side
-from toolkit.comparing.bisect.render import told
+from toolkit.comparing.bisect.finding import Bisection, bisect
+from toolkit.comparing.bisect.render import StepResult, as_lines
+from toolkit.comparing.bisect.run_pair import load_run
 from toolkit.records.results import read_record
 
 FAULTS = {
@@ -102,7 +103,7 @@ def found(runs: Path):
         folder = runs / name
         record = read_record(folder)
         final = None if record["final"] is None else folder / record["final"]
-        return load_side(
+        return load_run(
             name.split("/")[0],
             folder / "evidence",
             next_loss=record["losses"][-1],
@@ -117,7 +118,7 @@ def found(runs: Path):
 
 
 def verdicts(bisection: Bisection) -> dict[str, str]:
-    return {each.what: each.verdict for each in bisection.findings}
+    return {each.link: each.verdict for each in bisection.findings}
 
 
 def test_nothing_differs_between_sound_runs(found) -> None:
@@ -135,7 +136,7 @@ def test_the_fault_is_the_first_thing_that_differs(found, fault: str) -> None:
     link, words = FAULTS[fault]
     bisection = found(fault)
     assert bisection.first is not None
-    assert bisection.first.what == link, bisection.first
+    assert bisection.first.link == link, bisection.first
     assert words in bisection.first.words
     before = list(verdicts(bisection).values())[: list(verdicts(bisection)).index(link)]
     assert set(before) <= {"equal", "within"}
@@ -158,7 +159,7 @@ def test_a_fault_that_begins_with_a_later_step_is_the_first_thing_that_differs_i
     link, words = LATE[fault]
     bisection = found(fault, kind="late/")
     assert bisection.first is not None
-    assert bisection.first.what == link, bisection.first
+    assert bisection.first.link == link, bisection.first
     assert words in bisection.first.words
     assert bisection.parted_before is None
 
@@ -168,11 +169,11 @@ def test_a_fault_of_earlier_steps_is_told_from_one_that_acts_in_the_step(found, 
     link, words = BEFORE[fault]
     bisection = found(fault, kind="late/")
     assert bisection.first is not None
-    assert bisection.first.what == link, bisection.first
+    assert bisection.first.link == link, bisection.first
     assert words in bisection.first.words
     assert bisection.parted_before is not None
     assert verdicts(bisection)["gradients"] in ("equal", "within")
-    lines = told(bisection)
+    lines = as_lines(StepResult(runs=[], bisection=bisection))
     if bisection.first is bisection.parted_before:
         assert lines[-1] == "Step 6 itself, begun with equal weights, adds nothing to it."
     else:
@@ -180,21 +181,21 @@ def test_a_fault_of_earlier_steps_is_told_from_one_that_acts_in_the_step(found, 
 
 
 def test_what_follows_from_a_fault_is_told_as_a_consequence(found) -> None:
-    consequences = {each.what for each in found("gradients_not_synchronised").consequences}
+    consequences = {each.link for each in found("gradients_not_synchronised").consequences}
     assert consequences >= {"clipping norm", "update", "loss of the next step"}
 
 
 def test_under_bf16_rounding_explains_what_differs_between_sound_runs(found) -> None:
     bisection = found("clean", kind="bf16/")
     assert bisection.first is None, bisection.first
-    gradients = next(each for each in bisection.findings if each.what == "gradients")
+    gradients = next(each for each in bisection.findings if each.link == "gradients")
     assert gradients.rounding is not None
     assert 1e-3 < gradients.rounding < 0.1
     assert gradients.limit == pytest.approx(3 * gradients.rounding)
 
     bisection = found(ROUNDED, kind="bf16/")
     assert bisection.first is None, bisection.first
-    gradients = next(each for each in bisection.findings if each.what == "gradients")
+    gradients = next(each for each in bisection.findings if each.link == "gradients")
     assert gradients.value > 1e-4
     assert "rounding to bf16 alone moves single by" in gradients.words
     assert gradients.words.endswith("rounding explains it")
@@ -205,9 +206,9 @@ def test_under_bf16_a_fault_is_named_with_the_part_that_rounding_explains(found,
     link, words = UNDER_BF16[fault]
     bisection = found(fault, kind="bf16/")
     assert bisection.first is not None
-    assert bisection.first.what == link
+    assert bisection.first.link == link
     assert words in bisection.first.words
-    gradients = next(each for each in bisection.findings if each.what == "gradients")
+    gradients = next(each for each in bisection.findings if each.link == "gradients")
     assert gradients.value == pytest.approx(1.0, rel=0.05)
     assert "rounding to bf16 alone moves single by" in gradients.words
     assert gradients.words.endswith("of the 100%")

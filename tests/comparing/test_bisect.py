@@ -4,20 +4,23 @@ import copy
 import dataclasses
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from toolkit.comparing.bisect import running
-from toolkit.comparing.bisect.finding import ROUNDINGS, BisectError, Side, bisect, load_side
-from toolkit.comparing.bisect.of_gates import step_of_gates
-from toolkit.comparing.bisect.render import Started, page, told
+from toolkit.comparing.bisect.finding import ROUNDINGS, BisectError, bisect
+from toolkit.comparing.bisect.render import BisectedRun, StepResult, as_lines, as_page
+from toolkit.comparing.bisect.run_pair import TracedRun, load_run
 from toolkit.comparing.bisect.running import bisect_runs
+from toolkit.comparing.bisect.selection import step_of_gates
 from toolkit.comparing.run.attempts import Finished
 from toolkit.comparing.run.bisect_command import bisect_command
 from toolkit.comparing.run.options import CompareOptions
 from toolkit.comparing.run.plan import build_plan, fixed_by
+from toolkit.comparing.run.schedule import INTERRUPTED
 from toolkit.errors import UsageError
 from toolkit.records.evidence import (
     AFTER_FILE,
@@ -69,6 +72,8 @@ def evidence(ranks=1):
         "gradient_norm": NORM,
         "gradients_agree": None,
         "weights_agree": True,
+        "given": False,
+        "before_agree": True,
         "clipping": {"norm": NORM, "limit": 1.0, "factor": 1 / NORM},
         "optimizer": {
             "name": "AdamW",
@@ -109,7 +114,7 @@ def side(tmp_path):
         save_file(moved if saved is None else saved, folder / "final" / "model.safetensors")
         content = (evidence() if kept is None else kept) | changes
         (folder / "evidence.json").write_text(json.dumps(content))
-        return load_side(name, folder, next_loss=4.0, final=folder / "final")
+        return load_run(name, folder, next_loss=4.0, final=folder / "final")
 
     return make
 
@@ -117,7 +122,11 @@ def side(tmp_path):
 def first(one, other, **options):
     found = bisect(one, other, **options)
     assert found.first is not None
-    return found.first.what, found.first.words
+    return found.first.link, found.first.words
+
+
+def lines_of(found):
+    return as_lines(StepResult(runs=[], bisection=found))
 
 
 def scaled(tensors, by):
@@ -132,7 +141,7 @@ def test_other_ranks_and_micro_batches_are_no_difference_but_are_told(side):
         "the rows are read by single as 1 rank x 2 micro-batches, by zero2 as 2 ranks x 2 "
         "micro-batches",
     )
-    assert told(found)[-2:] == [
+    assert lines_of(found)[-2:] == [
         "Nothing differs beyond its limit.",
         "No other step was looked at: --at STEP looks at another one.",
     ]
@@ -157,7 +166,7 @@ def test_a_tensor_that_one_side_does_not_train_is_named_with_that_side(side):
         "no part of the model",
     )
     assert "is trained by single and not by zero2" in first(part, whole)[1]
-    weights = next(each for each in bisect(whole, part).findings if each.what == "initial weights")
+    weights = next(each for each in bisect(whole, part).findings if each.link == "initial weights")
     assert weights.verdict == "equal"
 
 
@@ -185,10 +194,10 @@ def test_a_later_step_begins_with_equal_weights_and_what_parted_them_before_is_a
     apart = {key: BEFORE[key] + WAY / 2 for key in BEFORE}
     found = bisect(later(), later("zero2", own=apart))
     assert found.first is found.parted_before
-    assert found.first.what == "weights before the step"
+    assert found.first.link == "weights before the step"
     assert found.first.value == pytest.approx(0.5, rel=1e-3)
     assert found.first.words.startswith("steps 1 to 5 left them apart by 50% of single's way from")
-    verdicts = {each.what: each.verdict for each in found.findings}
+    verdicts = {each.link: each.verdict for each in found.findings}
     assert verdicts["update"] == "equal"
     assert found.notes[0].startswith("both were trained from the start to step 5; zero2 then took")
 
@@ -198,24 +207,60 @@ def test_a_fault_within_a_later_step_goes_before_what_parted_the_weights_and_its
     kept = with_group(learning_rate=2e-3)
     found = bisect(later(), later("zero2", kept, own=apart))
     assert found.first is not None
-    assert found.first.what == "learning rate"
-    assert any(line.startswith("It may act before step 6 too: ") for line in told(found))
+    assert found.first.link == "learning rate"
+    assert any(line.startswith("It may act before step 6 too: ") for line in lines_of(found))
 
     # Another update may come from optimizer states that earlier steps left.
     moved = {name: BEFORE[name] - np.float32(0.2) * np.sign(GRADIENTS[name]) for name in BEFORE}
     found = bisect(later("single-2"), later("fsdp", own=apart, after=moved))
     assert found.first is not None
-    assert found.first.what == "weights before the step"
+    assert found.first.link == "weights before the step"
 
 
-class Told:
-    """What a progress is told."""
+class HeardLines:
+    """A progress that keeps its lines."""
 
     def __init__(self):
         self.lines = []
 
     def say(self, text):
         self.lines.append(text)
+
+
+@pytest.fixture
+def start_all(side, monkeypatch):
+    """Have runs "started" that leave evidence whose rate is another in the step of the fault."""
+
+    def patched(fault_at, parted_from, interrupted_at=None):
+        started_at = []
+
+        def start_all(_, runs, at, progress):
+            if at == interrupted_at:
+                raise KeyboardInterrupt
+            started_at.append(at)
+            started = []
+            for name in runs:
+                own = {key: BEFORE[key] + (WAY if name == "ddp" else 0) for key in BEFORE}
+                kept = with_group(learning_rate=2e-3) if name == "ddp" and at == fault_at else None
+                made = side(
+                    f"{name}-{at}/evidence",
+                    kept,
+                    before=own if at >= parted_from else BEFORE,
+                    after=BEFORE,
+                    step=at,
+                    given=name == "ddp",
+                )
+                save_file({key: BEFORE[key] - WAY for key in BEFORE}, made.folder / INITIAL_FILE)
+                folder = made.folder.parent
+                record = {"losses": [4.0] * at, "final": None, "attestation": None}
+                end = Finished(record=record, folder=folder)
+                started.append(BisectedRun(name=name, folder=folder, end=end))
+            return started
+
+        monkeypatch.setattr(running, "_start_all", start_all)
+        return started_at
+
+    return patched
 
 
 @pytest.mark.parametrize(
@@ -238,39 +283,34 @@ class Told:
     ],
 )
 def test_where_only_the_weights_before_differ_the_step_before_is_looked_at(
-    side, monkeypatch, fault_at, compared, first_link, advice
+    start_all, fault_at, compared, first_link, advice
 ):
-    started_at = []
-    parted_from = 6 if fault_at is None else fault_at + 1
-
-    def start_all(_, runs, at, progress):
-        """Leave what runs would whose rate is another in one step, and write no other file."""
-        started_at.append(at)
-        started = []
-        for name in runs:
-            own = {key: BEFORE[key] + (WAY if name == "ddp" else 0) for key in BEFORE}
-            kept = with_group(learning_rate=2e-3) if name == "ddp" and at == fault_at else None
-            made = side(
-                f"{name}-{at}/evidence",
-                kept,
-                before=own if at >= parted_from else BEFORE,
-                after=BEFORE,
-                step=at,
-                given=name == "ddp",
-            )
-            save_file({key: BEFORE[key] - WAY for key in BEFORE}, made.folder / INITIAL_FILE)
-            folder = made.folder.parent
-            end = Finished(record={"losses": [4.0] * at, "final": None}, folder=folder)
-            started.append(Started(name=name, folder=folder, end=end))
-        return started
-
-    monkeypatch.setattr(running, "_start_all", start_all)
-    progress = Told()
-    looked = running._look(None, ["single", "ddp"], 6, progress)
+    started_at = start_all(fault_at, parted_from=6 if fault_at is None else fault_at + 1)
+    progress = HeardLines()
+    result = running._look(None, ["single", "ddp"], 6, progress)
     assert started_at == compared
-    assert looked.found.first.what == first_link
-    assert looked.advice == advice
+    assert result.bisection.first.link == first_link
+    assert list(result.advice) == advice
     assert len(progress.lines) == len(compared) - 1
+
+
+def test_a_bisection_that_is_interrupted_in_the_step_before_tells_of_the_first(
+    start_all, tmp_path, capsys
+):
+    from rich.console import Console
+
+    start_all(None, parted_from=6, interrupted_at=5)
+    result = running._look(None, ["single", "ddp"], 6, HeardLines())
+    assert result.interrupted
+    assert result.bisection.first.link == "weights before the step"
+
+    plan = SimpleNamespace(rehearsal=True)
+    comparison = SimpleNamespace(folder=tmp_path, plan=plan, environment={})
+    assert running._report(comparison, result, Console()) == INTERRUPTED
+    assert "Step 5 was interrupted." in capsys.readouterr().out
+    written = json.loads((tmp_path / "bisect.json").read_text())
+    assert (written["step"], written["first"]) == (6, "weights before the step")
+    assert written["advice"] == ["Step 5 was interrupted."]
 
 
 @pytest.mark.parametrize("parted", [0.0, 1e-4])
@@ -433,7 +473,7 @@ def test_without_logits_the_weighting_is_not_compared_and_says_why(side):
             batch["rows"][0]["loss"] = None
     found = bisect(side(), side("zero2", kept))
     assert found.first is None
-    unknown = {each.what: each.words for each in found.findings if each.verdict == "unknown"}
+    unknown = {each.link: each.words for each in found.findings if each.verdict == "unknown"}
     assert set(unknown) == {"loss of the rows", "loss weighting"}
     assert unknown["loss of the rows"] == "not compared: the model gave no logits"
 
@@ -550,8 +590,8 @@ def test_what_follows_the_first_difference_is_a_consequence(side):
     kept = with_group(learning_rate=2e-3)
     moved = {name: BEFORE[name] - np.float32(0.02) * np.sign(GRADIENTS[name]) for name in BEFORE}
     found = bisect(side(), side("zero2", kept, after=moved))
-    assert [each.what for each in found.consequences] == ["update"]
-    lines = told(found)
+    assert [each.link for each in found.consequences] == ["update"]
+    lines = lines_of(found)
     assert (
         "The first difference: learning rate: 0.001 in single, 0.002 in zero2, for embed.weight."
         in (lines)
@@ -561,7 +601,11 @@ def test_what_follows_the_first_difference_is_a_consequence(side):
 
 def test_the_table_says_each_verdict_once(side):
     found = bisect(side(), side("zero2", with_group(learning_rate=2e-3)))
-    table = [line.split("|") for line in page(found, [], []).splitlines() if line.startswith("|")]
+    table = [
+        line.split("|")
+        for line in as_page(StepResult(runs=[], bisection=found)).splitlines()
+        if line.startswith("|")
+    ]
     cells = {line[1].strip(): line[2].strip() for line in table[2:]}
     assert {len(line) for line in table} == {4}
     assert cells["learning rate"].startswith("differs: 0.001 in single")
@@ -590,7 +634,7 @@ def test_a_difference_of_the_size_of_rounding_is_explained_by_it(side, low):
     kept = evidence(ranks=2) | {"precision": "bf16"}
     found = bisect(one, side("zero2", kept, gradients=noisy(0.01, 2)), in_fp32=in_fp32)
     assert found.first is None
-    gradients = next(each for each in found.findings if each.what == "gradients")
+    gradients = next(each for each in found.findings if each.link == "gradients")
     assert gradients.verdict == "within"
     assert gradients.limit == pytest.approx(ROUNDINGS * gradients.rounding)
     assert gradients.words.endswith("against itself in fp32: rounding explains it")
@@ -601,7 +645,7 @@ def test_a_larger_difference_is_named_with_the_part_that_rounding_explains(side,
     kept = evidence(ranks=2) | {"precision": "bf16"}
     found = bisect(one, side("zero2", kept, gradients=scaled(GRADIENTS, 1.5)), in_fp32=in_fp32)
     assert found.first is not None
-    assert found.first.what == "gradients"
+    assert found.first.link == "gradients"
     assert "rounding to bf16 alone moves single by" in found.first.words
     assert found.first.words.endswith("of the 50%")
     assert found.first.rounding < 0.02
@@ -616,7 +660,7 @@ def test_rounding_is_not_measured_across_different_steps(side):
     doubled = side("zero2", fp16(ranks=2), gradients=scaled(GRADIENTS, 2))
     found = bisect(one, doubled, in_fp32=in_fp32)
     assert found.first is not None
-    assert found.first.what == "gradients"
+    assert found.first.link == "gradients"
     assert found.first.rounding is None
     assert found.notes[-1] == (
         "what rounding does was not measured: single-fp32 first updated in step 1, before single, "
@@ -626,14 +670,14 @@ def test_rounding_is_not_measured_across_different_steps(side):
     sound = side("fsdp", fp16(ranks=2), gradients=noisy(2e-3, 1))
     found = bisect(one, sound, in_fp32=in_fp32)
     assert found.first is None
-    gradients = next(each for each in found.findings if each.what == "gradients")
+    gradients = next(each for each in found.findings if each.link == "gradients")
     assert gradients.verdict == "within"
 
 
 def test_rounding_is_measured_under_fp16_too_where_the_step_is_the_same(side):
     one = side(kept=fp16(step=1), gradients=noisy(0.002, 1))
     found = bisect(one, side("zero2", fp16(2, step=1)), in_fp32=side("single-fp32"))
-    gradients = next(each for each in found.findings if each.what == "gradients")
+    gradients = next(each for each in found.findings if each.link == "gradients")
     assert gradients.limit == pytest.approx(ROUNDINGS * gradients.rounding)
     assert len(found.notes) == 1
 
@@ -649,7 +693,7 @@ def test_weights_that_start_rounded_are_no_difference_under_bf16(side, low, shar
         side("zero2", kept, before=before, after=after, gradients=noisy(0.01, 1)),
         in_fp32=in_fp32,
     )
-    weights = next(each for each in found.findings if each.what == "initial weights")
+    weights = next(each for each in found.findings if each.link == "initial weights")
     assert (weights.verdict == "differs") == differs
 
 
@@ -822,5 +866,5 @@ def test_a_control_has_nothing_to_be_bisected_with(make_row):
 
 def test_a_side_is_read_with_its_name_and_evidence(side):
     one = side()
-    assert isinstance(one, Side)
+    assert isinstance(one, TracedRun)
     assert one.evidence["gradient_norm"] == NORM

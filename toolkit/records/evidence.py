@@ -7,7 +7,7 @@ beside it in safetensors: whole, in fp32, whatever sharded them.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NotRequired, TypedDict, cast
+from typing import Annotated, Any, Final, Literal, TypedDict, cast
 
 from toolkit.errors import UsageError
 from toolkit.records.results import FromOne, LostError, read_as
@@ -101,7 +101,7 @@ class Evidence(TypedDict):
     step: FromOne
     """From 1; fp16 may have skipped some before it."""
 
-    given: NotRequired[bool]
+    given: bool
     """Whether the step began with the weights that the reference had, not with the run's own."""
 
     ranks: list[list[MicroBatch]]
@@ -114,7 +114,7 @@ class Evidence(TypedDict):
     weights_agree: bool | None
     """Likewise of the weights after the step."""
 
-    before_agree: NotRequired[bool | None]
+    before_agree: bool | None
     """Likewise of the run's own weights before the step."""
 
     clipping: Clipping

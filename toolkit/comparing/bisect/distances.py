@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from toolkit.comparing.weights import Weights, WeightsError, read_tensors
 
@@ -14,23 +14,24 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+SAME_DIRECTION: Final = 0.05
+"""Share of the difference that may be left once a mere scale is taken out."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDistance:
     """Two tensors of one name; sums over their elements in float64."""
 
     name: str
-    own_squares: float
-    """Of the first one."""
-
-    other_squares: float
+    first_squares: float
+    second_squares: float
     product: float
     apart_squares: float
     largest: float
-    """Absolute difference of one element."""
+    """Largest absolute difference of one element."""
 
     beyond: int
-    """Elements that differ by more than the relative slack they were given, NaN included."""
+    """Elements that differ by more than the relative slack, NaN included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,48 +45,46 @@ class Distance:
     @property
     def relative(self) -> float:
         """||b - a|| / ||a||; NaN where either holds one."""
-        own = math.sqrt(sum(each.own_squares for each in self.tensors))
-        apart = math.sqrt(sum(each.apart_squares for each in self.tensors))
-        return apart / own if own else math.inf if apart else apart
+        first = math.sqrt(sum(tensor.first_squares for tensor in self.tensors))
+        apart = math.sqrt(sum(tensor.apart_squares for tensor in self.tensors))
+        return apart / first if first else math.inf if apart else apart
 
     @property
     def worst(self) -> TensorDistance:
         """The tensor that makes the most of the distance."""
-        return max(self.tensors, key=lambda each: _size(each.apart_squares))
+        return max(self.tensors, key=lambda tensor: _nan_as_infinity(tensor.apart_squares))
 
     @property
     def largest(self) -> TensorDistance:
         """The tensor with the largest difference of one element."""
-        return max(self.tensors, key=lambda each: _size(each.largest))
+        return max(self.tensors, key=lambda tensor: _nan_as_infinity(tensor.largest))
 
     @property
     def apart(self) -> list[TensorDistance]:
         """Tensors with an element beyond its slack, in the model's order."""
-        return [each for each in self.tensors if each.beyond]
+        return [tensor for tensor in self.tensors if tensor.beyond]
 
     @property
     def scale(self) -> float | None:
         """How many times the second is the first, where that is nearly all of the difference."""
-        own = sum(each.own_squares for each in self.tensors)
-        product = sum(each.product for each in self.tensors)
-        if not own or not math.isfinite(product) or product == 0.0:
+        first = sum(tensor.first_squares for tensor in self.tensors)
+        product = sum(tensor.product for tensor in self.tensors)
+        if not first or not math.isfinite(product) or product == 0.0:
             return None
-        factor = product / own
-        apart = sum(each.apart_squares for each in self.tensors)
+        factor = product / first
+        apart = sum(tensor.apart_squares for tensor in self.tensors)
+        # ||b - f a||^2, from the sums that are kept.
         left = sum(
-            each.other_squares - 2 * factor * each.product + factor**2 * each.own_squares
-            for each in self.tensors
+            tensor.second_squares - 2 * factor * tensor.product + factor**2 * tensor.first_squares
+            for tensor in self.tensors
         )
-        return factor if max(left, 0.0) <= _SAME_DIRECTION**2 * apart else None
+        # Rounding may leave a sum of squares below zero.
+        return factor if max(left, 0.0) <= SAME_DIRECTION**2 * apart else None
 
 
-_SAME_DIRECTION = 0.05
-"""What a mere scale may leave of the difference."""
-
-
-def distance(
-    one: Path,
-    other: Path,
+def compare_files(
+    first_file: Path,
+    second_file: Path,
     *,
     since: tuple[Path, Path] | None = None,
     slack: float = 0.0,
@@ -93,66 +92,62 @@ def distance(
     """Compare two files of tensors.
 
     Args:
-        one: The reference.
-        other: What is held against it.
-        since: Files that are subtracted first, one from each: what is compared is the way from
-            there.
+        first_file: The reference.
+        second_file: Compared with it.
+        since: Files that are subtracted first, one from each: the change since then is compared.
         slack: Relative difference of an element that does not count as `beyond`.
 
     Raises:
         WeightsError: a file can't be read, or a tensor has another shape.
     """
-    first, second = read_tensors(one), read_tensors(other)
-    starts = (read_tensors(since[0]), read_tensors(since[1])) if since else None
+    first, second = read_tensors(first_file), read_tensors(second_file)
+    origins = (read_tensors(since[0]), read_tensors(since[1])) if since else (None, None)
     if not first and not second:
-        raise WeightsError(f"{one} and {other} hold no tensor")
-    return distance_of(first, second, starts, slack)
+        raise WeightsError(f"{first_file} and {second_file} hold no tensor")
+    return compare_weights(first, second, origins, slack)
 
 
-def distance_of(
+def compare_weights(
     first: Weights,
     second: Weights,
-    starts: tuple[Weights, Weights] | None = None,
+    origins: tuple[Weights | None, Weights | None] = (None, None),
     slack: float = 0.0,
 ) -> Distance:
-    """Compare tensors that have been found, as `distance` does."""
+    """Compare tensors as `compare_files` does."""
     names = [name for name in first if name in second]
     return Distance(
-        tensors=tuple(_distance(name, first, second, starts, slack) for name in names),
+        tensors=tuple(_compare_tensor(name, (first, second), origins, slack) for name in names),
         missing=tuple(sorted(first.keys() ^ second.keys())),
     )
 
 
-def _distance(
+def _compare_tensor(
     name: str,
-    first: Weights,
-    second: Weights,
-    starts: tuple[Weights, Weights] | None,
+    weights: tuple[Weights, Weights],
+    origins: tuple[Weights | None, Weights | None],
     slack: float,
 ) -> TensorDistance:
-    if first[name].shape != second[name].shape:
-        shapes = f"{list(first[name].shape)} and {list(second[name].shape)}"
-        raise WeightsError(f"{name} has other shapes in the two runs: {shapes}")
-    own = other = product = apart = largest = 0.0
+    shapes = [list(tensors[name].shape) for tensors in weights]
+    if shapes[0] != shapes[1]:
+        raise WeightsError(f"{name} has other shapes in the two runs: {shapes[0]} and {shapes[1]}")
+    first_squares = second_squares = product = apart = largest = 0.0
     beyond = 0
-    origins = (starts[0], starts[1]) if starts else (None, None)
-    ours, theirs = (
-        _pieces(name, weights, origin)
-        for weights, origin in zip((first, second), origins, strict=True)
-    )
-    for a, b in zip(ours, theirs, strict=True):
+    pieces = (_pieces(name, *tensors) for tensors in zip(weights, origins, strict=True))
+    for a, b in zip(*pieces, strict=True):
         gap = b - a
-        own += float((a**2).sum())
-        other += float((b**2).sum())
+        first_squares += float((a**2).sum())
+        second_squares += float((b**2).sum())
         product += float((a * b).sum())
         apart += float((gap**2).sum())
         biggest = float(abs(gap).max())
+        # `max` would drop a NaN that comes second.
         largest = biggest if math.isnan(biggest) else max(largest, biggest)
+        # Negated, so that a NaN is beyond.
         beyond += int((~(abs(gap) <= slack * abs(a))).sum())
     return TensorDistance(
         name=name,
-        own_squares=own,
-        other_squares=other,
+        first_squares=first_squares,
+        second_squares=second_squares,
         product=product,
         apart_squares=apart,
         largest=largest,
@@ -170,5 +165,5 @@ def _pieces(name: str, weights: Weights, origin: Weights | None) -> Iterator[NDA
         yield end - begin
 
 
-def _size(value: float) -> float:
+def _nan_as_infinity(value: float) -> float:
     return math.inf if math.isnan(value) else value

@@ -1,125 +1,232 @@
 """The links of one optimizer step, each with its measure, its limit and its words.
 
-A link's comparison gives one number, 0 for equal, with the sentence that a difference would be
-told in; or the reason why it could not be made. Limits are for fp32: clean runs of every strategy
-against `single` in a rehearsal, each under one engine at least, reach what stands beside a limit.
+A link's comparison gives one number, 0 for equal, with the sentence for a difference; or the
+reason why the link cannot be compared. Limits are for fp32: the number in the comment beside a
+limit is what clean runs of every strategy reach against `single` in a rehearsal, each under one
+engine at least.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
-from toolkit.comparing.bisect import of_rows, of_saves, of_settings, of_tensors
-from toolkit.comparing.bisect.pair import Pair, Seen, share_of, size_of
+from toolkit.comparing.bisect import rows, tensors
+from toolkit.comparing.bisect.run_pair import LinkGap, RunPair, counted, percent, scientific
 from toolkit.comparing.parity import GATES
+from toolkit.records.evidence import Evidence, Group
+
+SAME_RULE: Final = frozenset({"AdamW", "DeepSpeedCPUAdam", "FusedAdam"})
+"""Optimizers that are AdamW by another name, as long as their settings say so."""
+
+
+def _clipping(pair: RunPair) -> LinkGap | str:
+    """Return how far apart the runs are in the clipping factor, or in the norm that decided it."""
+    factors: list[float] = []
+    norm_gaps: list[float] = []
+    descriptions: list[str] = []
+    for run in pair.runs:
+        clipping, gradient_norm = run.evidence["clipping"], run.evidence["gradient_norm"]
+        factor, norm = clipping["factor"], clipping["norm"]
+        if factor is None:
+            return "what the optimizer stepped with was not seen"
+        factors.append(factor)
+        if norm is not None and gradient_norm:
+            norm_gaps.append(abs(norm / gradient_norm - 1))
+        descriptions.append(
+            f"{_number(norm)} for a norm of {gradient_norm:.6g} (limit "
+            f"{_number(clipping['limit'])}, gradients multiplied by {factor:.4g}) in {run.name}"
+        )
+    reference, other = factors
+    factor_gap = abs(other / reference - 1) if reference else math.inf
+    words = f"clipping took {' and '.join(descriptions)}"
+    for name, factor, beside in zip(pair.names, factors, reversed(factors), strict=True):
+        if beside < 0.999 and math.isclose(factor, 1.0, rel_tol=1e-6):
+            words += f": {name} does not clip"
+    return LinkGap(value=max([factor_gap, *norm_gaps]), differs=words)
+
+
+def _learning_rate(pair: RunPair) -> LinkGap | str:
+    return _rates(pair, "learning_rate")
+
+
+def _next_learning_rate(pair: RunPair) -> LinkGap | str:
+    return _rates(pair, "next_learning_rate")
+
+
+def _rates(pair: RunPair, field: Literal["learning_rate", "next_learning_rate"]) -> LinkGap | str:
+    """Return the largest relative difference in the rate of one parameter."""
+    ours, theirs = (_groups_by_parameter(run.evidence) for run in pair.runs)
+    worst, sentence = 0.0, ""
+    for parameter in sorted(ours.keys() & theirs.keys()):
+        own_rate, other_rate = ours[parameter][field], theirs[parameter][field]
+        if own_rate is None or other_rate is None:
+            return "it was not seen"
+        gap = abs(other_rate - own_rate)
+        gap = gap / abs(own_rate) if own_rate else math.inf if gap else 0.0
+        if gap > worst:
+            worst = gap
+            reference, other = pair.names
+            sentence = (
+                f"{own_rate:.6g} in {reference}, {other_rate:.6g} in {other}, for {parameter}"
+            )
+    rates = sorted({_number(group[field]) for group in ours.values()})
+    return LinkGap(value=worst, differs=sentence, equal=", ".join(rates))
+
+
+def _optimizer_settings(pair: RunPair) -> LinkGap:
+    """Count the differences in the optimizer's class and in its settings of each parameter."""
+    reference, other = pair.names
+    classes = [run.evidence["optimizer"]["name"] for run in pair.runs]
+    problems: list[str] = []
+    if classes[0] != classes[1] and not SAME_RULE.issuperset(classes):
+        problems.append(f"{reference} steps with {classes[0]}, {other} with {classes[1]}")
+    ours, theirs = (_groups_by_parameter(run.evidence) for run in pair.runs)
+    differing: dict[str, list[str]] = {}
+    for parameter in ours.keys() & theirs.keys():
+        own, others = ours[parameter]["settings"], theirs[parameter]["settings"]
+        for key in own.keys() & others.keys():
+            if own[key] != others[key]:
+                text = f"{key} is {own[key]} in {reference} and {others[key]} in {other}"
+                differing.setdefault(text, []).append(parameter)
+    problems += [
+        f"{text}, for {counted(len(parameters), 'parameter')}, {min(parameters)} among them"
+        for text, parameters in sorted(differing.items())
+    ]
+    if alone := sorted(ours.keys() ^ theirs.keys()):
+        problems.append(f"{alone[0]} is stepped by one of the two only (the first of {len(alone)})")
+    return LinkGap(
+        value=float(len(problems)),
+        differs="; ".join(problems),
+        equal=" and ".join(dict.fromkeys(classes)),
+    )
+
+
+def _next_loss(pair: RunPair) -> LinkGap | str:
+    """Return the difference in the loss of the step after, which begins with the new weights."""
+    ours, theirs = pair.reference.next_loss, pair.other.next_loss
+    if ours is None or theirs is None:
+        return "the step after was not trained"
+    reference, other = pair.names
+    words = f"it is {ours:.6f} in {reference} and {theirs:.6f} in {other}"
+    return LinkGap(value=abs(theirs - ours), differs=words)
+
+
+def _groups_by_parameter(evidence: Evidence) -> dict[str, Group]:
+    groups = evidence["optimizer"]["groups"]
+    return {parameter: group for group in groups for parameter in group["parameters"]}
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.6g}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """One link of the chain."""
 
-    what: str
-    compare: Callable[[Pair], Seen | str]
+    name: str
+    compare: Callable[[RunPair], LinkGap | str]
     limit: float = 0.0
     low_precision_limit: float | None = None
-    """Under bf16 and fp16, where it is known without measuring."""
+    """Limit under bf16 and fp16, where it is known without measuring."""
 
     unmeasured_limit: float | None = None
-    """Under bf16 and fp16, where rounding moves it and how far could not be measured."""
+    """Limit under bf16 and fp16, where rounding moves the link and could not be measured."""
 
     rounds: bool = True
-    """Whether rounding moves it, so that its part is measured."""
+    """Whether rounding moves the link, so that its part is measured."""
 
     carries: bool = False
-    """Whether what earlier steps left in the optimizer shows in it."""
+    """Whether what earlier steps left in the optimizer shows in the link."""
 
     drift: float = 0.0
-    """How many times what earlier steps left between the weights is no difference here."""
+    """Factor on the gap between the weights before the step, up to which the link may differ."""
 
-    shown: Callable[[float], str] = size_of
+    as_text: Callable[[float], str] = scientific
 
 
 BEFORE: Final = Link(
     # As gated at the end of a comparison: clean runs reach 5.6e-5.
-    what="weights before the step",
-    compare=of_tensors.weights_before,
+    name="weights before the step",
+    compare=tensors.weights_before,
     limit=GATES["no"].weights,
     low_precision_limit=GATES["bf16"].weights,
     rounds=False,
-    shown=share_of,
+    as_text=percent,
 )
 """Of a later step, which the second run begins with the weights of the first."""
 
 
 LINKS: Final = (
-    Link(what="trained parameters", compare=of_tensors.trained_parameters, rounds=False),
+    Link(name="trained parameters", compare=tensors.trained_parameters, rounds=False),
     # All load one checkpoint: 0.
-    Link(what="initial weights", compare=of_tensors.initial_weights, rounds=False),
+    Link(name="initial weights", compare=tensors.initial_weights, rounds=False),
     BEFORE,
-    Link(what="batch", compare=of_rows.batch, rounds=False),
+    Link(name="batch", compare=rows.batch, rounds=False),
     # 0, in other micro-batches too; a GPU's kernels may sum another width in another order.
     # Autocast moves small models by 7e-5 under fp16 and 9e-4 under bf16.
     Link(
-        what="loss of the rows",
-        compare=of_rows.row_losses,
+        name="loss of the rows",
+        compare=rows.row_losses,
         limit=2e-5,
         unmeasured_limit=1e-2,
     ),
     # 2.1e-7; under bf16 FSDP2 rounds what flows back into its loss.
     Link(
-        what="loss weighting",
-        compare=of_rows.loss_weighting,
+        name="loss weighting",
+        compare=rows.loss_weighting,
         limit=1e-4,
         low_precision_limit=1e-2,
         rounds=False,
-        shown=share_of,
+        as_text=percent,
     ),
     # 1.4e-7; rounded to bf16 on the wire it is 1e-3. Autocast: 1.1e-3 and 9e-3.
     Link(
-        what="gradients",
-        compare=of_tensors.gradients,
+        name="gradients",
+        compare=tensors.gradients,
         limit=1e-5,
         unmeasured_limit=5e-2,
-        shown=share_of,
+        as_text=percent,
     ),
     # 4e-6: the norm is summed in fp32.
     Link(
-        what="clipping norm",
-        compare=of_settings.clipping,
+        name="clipping norm",
+        compare=_clipping,
         limit=1e-4,
         low_precision_limit=1e-2,
-        shown=share_of,
+        as_text=percent,
     ),
-    Link(what="learning rate", compare=of_settings.learning_rate, limit=1e-9, rounds=False),
-    Link(what="optimizer settings", compare=of_settings.settings, rounds=False),
+    Link(name="learning rate", compare=_learning_rate, limit=1e-9, rounds=False),
+    Link(name="optimizer settings", compare=_optimizer_settings, rounds=False),
     # 1.1e-5: Adam's first step divides a gradient by its own size, tiny ones included. Autocast:
     # 3e-2 and 0.11. With states of their own in step 6: three times as far as the weights before.
     Link(
-        what="update",
-        compare=of_tensors.update,
+        name="update",
+        compare=tensors.update,
         limit=5e-4,
         unmeasured_limit=0.5,
         carries=True,
         drift=10.0,
-        shown=share_of,
+        as_text=percent,
     ),
     Link(
-        what="learning rate of the next step",
-        compare=of_settings.next_learning_rate,
+        name="learning rate of the next step",
+        compare=_next_learning_rate,
         limit=1e-9,
         rounds=False,
     ),
     # 4.8e-7; under bf16 FSDP2 rounds what it returns, 1e-2.
     Link(
-        what="loss of the next step",
-        compare=of_settings.next_loss,
+        name="loss of the next step",
+        compare=_next_loss,
         limit=1e-5,
         low_precision_limit=7e-2,
         carries=True,
     ),
     # What is saved is read again and compared before it counts as saved: 0.
-    Link(what="saved weights", compare=of_saves.saved_weights, rounds=False),
+    Link(name="saved weights", compare=tensors.saved_weights, rounds=False),
 )
 """In the order of cause and effect."""

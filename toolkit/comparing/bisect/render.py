@@ -16,97 +16,114 @@ ONE_STEP: Final = "No other step was looked at: --at STEP looks at another one."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
+class BisectedRun:
     """One of the runs, as it ended."""
 
     name: str
     folder: Path
     end: Finished | Failure
 
-    def described(self) -> dict[str, Any]:
-        """Return what `bisect.json` says of it."""
-        record = self.end.record
-        failure = self.end if isinstance(self.end, Failure) else None
-        return {
-            "name": self.name,
-            "folder": self.folder.name,
-            "status": "ok" if failure is None else failure.status,
-            "reason": None if failure is None else failure.reason,
-            "losses": None if record is None else record["losses"],
-            "attestation": None if record is None else record["attestation"],
-            "traffic": None if record is None else record.get("traffic"),
-        }
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """One step of the runs, compared."""
+
+    runs: list[BisectedRun]
+    bisection: Bisection | None
+    problem: Sequence[str] = ()
+    """Why nothing was compared."""
+
+    advice: Sequence[str] = ()
+    """Where to look next."""
+
+    interrupted: bool = False
 
 
-def told(found: Bisection) -> list[str]:
-    """Return the lines that a user reads: what was equal, the first difference, what follows."""
-    width = max(len(each.what) for each in found.findings)
-    precision = "fp32" if found.precision == "no" else found.precision
-    lines = [f"{found.one} and {found.other}, step {found.step}, {precision}"]
-    for each in found.findings:
-        words = each.words if each.verdict != "differs" else "differs"
-        lines.append(f"  {each.what:<{width}}  {words}")
-    lines += [f"  {note}" for note in found.notes]
-    if found.first is None:
-        return [*lines, "Nothing differs beyond its limit.", ONE_STEP]
-    lines.append(f"The first difference: {found.first.what}: {found.first.words}.")
-    if found.first is found.parted_before:
-        lines.append(f"Step {found.step} itself, begun with equal weights, adds nothing to it.")
-    elif found.parted_before is not None:
-        lines.append(f"It may act before step {found.step} too: {found.parted_before.words}.")
-    if found.consequences:
+def as_lines(result: StepResult) -> list[str]:
+    """Return the lines that a user reads: the links, the first difference, what follows."""
+    bisection = result.bisection
+    if bisection is None:
+        return [*result.problem]
+    width = max(len(finding.link) for finding in bisection.findings)
+    precision = "fp32" if bisection.precision == "no" else bisection.precision
+    lines = [f"{bisection.reference} and {bisection.other}, step {bisection.step}, {precision}"]
+    for finding in bisection.findings:
+        words = "differs" if finding.verdict == "differs" else finding.words
+        lines.append(f"  {finding.link:<{width}}  {words}")
+    lines += [f"  {note}" for note in bisection.notes]
+    first, parted = bisection.first, bisection.parted_before
+    if first is None:
+        return [*lines, "Nothing differs beyond its limit.", ONE_STEP, *result.advice]
+    lines.append(f"The first difference: {first.link}: {first.words}.")
+    if first is parted:
+        lines.append(f"Step {bisection.step} itself, begun with equal weights, adds nothing to it.")
+    elif parted is not None:
+        lines.append(f"It may act before step {bisection.step} too: {parted.words}.")
+    if bisection.consequences:
         lines.append("What follows from it:")
-        lines += [f"  {each.what}: {each.words}" for each in found.consequences]
-    return lines
+        lines += [f"  {finding.link}: {finding.words}" for finding in bisection.consequences]
+    return [*lines, *result.advice]
 
 
-def as_json(
-    found: Bisection | None,
-    started: Sequence[Started],
-    problem: Sequence[str],
-    advice: Sequence[str] = (),
-) -> dict[str, Any]:
+def as_json(result: StepResult) -> dict[str, Any]:
     """Return what `bisect.json` holds of runs and findings; `problem` says why there are none."""
+    bisection = result.bisection
+    first = None if bisection is None else bisection.first
     return {
         "schema": SCHEMA,
-        "runs": [each.described() for each in started],
-        "step": None if found is None else found.step,
-        "precision": None if found is None else found.precision,
-        "first": None if found is None or found.first is None else found.first.what,
-        "findings": [] if found is None else [asdict(each) for each in found.findings],
-        "notes": [] if found is None else list(found.notes),
-        "advice": [*advice],
-        "problem": " ".join(problem) or None,
+        "runs": [_run_as_json(run) for run in result.runs],
+        "step": None if bisection is None else bisection.step,
+        "precision": None if bisection is None else bisection.precision,
+        "first": None if first is None else first.link,
+        "findings": [] if bisection is None else [*map(_finding_as_json, bisection.findings)],
+        "notes": [] if bisection is None else [*bisection.notes],
+        "advice": [*result.advice],
+        "problem": " ".join(result.problem) or None,
     }
 
 
-def page(
-    found: Bisection | None,
-    started: Sequence[Started],
-    lines: Sequence[str],
-    advice: Sequence[str] = (),
-) -> str:
+def _run_as_json(run: BisectedRun) -> dict[str, Any]:
+    record = run.end.record
+    failure = run.end if isinstance(run.end, Failure) else None
+    return {
+        "name": run.name,
+        "folder": run.folder.name,
+        "status": "ok" if failure is None else failure.status,
+        "reason": None if failure is None else failure.reason,
+        "losses": None if record is None else record["losses"],
+        "attestation": None if record is None else record["attestation"],
+        "traffic": None if record is None else record.get("traffic"),
+    }
+
+
+def _finding_as_json(finding: Finding) -> dict[str, Any]:
+    values = asdict(finding)
+    return {"what": values.pop("link"), **values}
+
+
+def as_page(result: StepResult) -> str:
     """Return `bisect.md`: a table of the links, and the commands that trained."""
-    title = " and ".join(each.name for each in started[:2])
+    title = " and ".join(run.name for run in result.runs[:2])
     text = [f"# {title}: the first difference", ""]
-    if found is None:
-        text += [*lines, ""]
+    bisection = result.bisection
+    if bisection is None:
+        text += [*result.problem, ""]
     else:
-        first = found.first
+        first = bisection.first
         text += [
             "Nothing differs beyond its limit."
             if first is None
-            else f"**{first.what}**: {first.words}.",
+            else f"**{first.link}**: {first.words}.",
             "",
             "| link | found |",
             "|---|---|",
-            *(f"| {each.what} | {_cell(each)} |" for each in found.findings),
+            *(f"| {finding.link} | {_cell(finding)} |" for finding in bisection.findings),
             "",
-            *(f"- {note}" for note in (*found.notes, *advice)),
+            *(f"- {note}" for note in (*bisection.notes, *result.advice)),
             "",
         ]
-    for each in started:
-        text += [f"{each.name}:", "", "```sh", command_at(each.folder) or "", "```", ""]
+    for run in result.runs:
+        text += [f"{run.name}:", "", "```sh", command_at(run.folder) or "", "```", ""]
     return "\n".join(text)
 
 

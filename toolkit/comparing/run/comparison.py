@@ -30,7 +30,7 @@ from toolkit.comparing.run.output_folder import (
     run_names,
     why_lost,
 )
-from toolkit.comparing.run.plan import Plan, Run
+from toolkit.comparing.run.plan import ComparisonPlan, Run
 from toolkit.comparing.run.preparing import prepare
 from toolkit.comparing.run.rows import Failure, Setting, add_judgement, build_row, facts_in
 from toolkit.configs import ConfigOptions, render_configs
@@ -48,7 +48,7 @@ class Comparison:
     """One comparison on disk, and what is known of its runs so far."""
 
     folder: Path
-    plan: Plan
+    plan: ComparisonPlan
     options: CompareOptions
     environment: dict[str, Any]
     """A snapshot of this machine."""

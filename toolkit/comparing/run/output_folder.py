@@ -35,18 +35,17 @@ def check_output(folder: Path, specs: Iterable[tuple[str, dict[str, Any]]]) -> N
         return
     if not ours or not (os.path.lexists(folder / RESULTS_FILE) or run_names(folder)):
         raise UsageError(
-            f"{shown(folder)} exists and is not a comparison. Choose another --output."
+            f"{short_path(folder)} exists and is not a comparison. Choose another --output."
         )
     why_lost(folder)
-    for name, asked in specs:
+    for name, wanted in specs:
         for attempt in attempts(folder, name):
             spec = spec_at(attempt)
-            if spec is not None and spec != asked:
-                older = "--dropout" in asked["flags"] and "--dropout" not in spec.get("flags", [])
-                way = "" if older else ", or ask for the same again"
+            if spec is not None and spec != wanted:
                 raise UsageError(
-                    f"{shown(attempt)} was run with other settings: {differences(spec, asked)}. "
-                    f"Choose another --output{way}."
+                    f"{short_path(attempt)} was run with other settings: "
+                    f"{differences(spec, wanted)}. Choose another --output, or pass the same "
+                    "settings again."
                 )
 
 
@@ -75,12 +74,12 @@ def why_lost(folder: Path) -> str | None:
 def put_aside(file: Path) -> str:
     """Give a file that is damaged another name, unless it is missing, and tell the user."""
     if not os.path.lexists(file):
-        return f"{shown(file)} is missing: it is made again from the runs beside it."
+        return f"{short_path(file)} is missing: it is made again from the runs beside it."
     for number in itertools.count(1):
         aside = file.with_name(f"{file.name}.damaged{'' if number == 1 else f'-{number}'}")
         if not os.path.lexists(aside):
             file.rename(aside)
-            return f"It is kept as {shown(aside)}, and made again from the runs beside it."
+            return f"It is kept as {short_path(aside)}, and made again from the runs beside it."
     raise AssertionError("numbers do not end")
 
 
@@ -95,6 +94,6 @@ def new_folder(wanted: Path) -> Path:
     raise AssertionError("numbers do not end")
 
 
-def shown(path: Path) -> str:
+def short_path(path: Path) -> str:
     """Return a path as short as it can be typed here."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -71,7 +71,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ComparisonPlan:
     """The runs of one comparison."""
 
     runs: tuple[Run, ...]
@@ -98,7 +98,7 @@ class Plan:
 
 def build_plan(
     options: CompareOptions, *, gpus: int, missing: Callable[[Strategy], str | None]
-) -> Plan:
+) -> ComparisonPlan:
     """Turn the user's options into runs.
 
     Args:
@@ -140,7 +140,7 @@ def build_plan(
     engines: tuple[Engine, ...] = (
         ("trainer", "loop") if options.engine == "both" else (options.engine,)
     )
-    return Plan(
+    return ComparisonPlan(
         runs=tuple(
             run for strategy in strategies for engine in engines for run in runs(strategy, engine)
         ),

@@ -13,7 +13,7 @@ from toolkit.comparing.report.table import SHORT
 from toolkit.comparing.report.terminal import plain, print_line
 from toolkit.comparing.run.expected import TimeLeft, bar
 from toolkit.comparing.run.options import CompareOptions
-from toolkit.comparing.run.plan import Plan, Run
+from toolkit.comparing.run.plan import ComparisonPlan, Run
 from toolkit.launching.warm import COLD
 from toolkit.records.results import Control, Row
 
@@ -62,7 +62,7 @@ class Progress(Protocol):
     def finish(self, run: Run, row: Row, control: Control | None) -> None: ...
 
 
-def build_progress(console: Console, plan: Plan, options: CompareOptions) -> Progress:
+def build_progress(console: Console, plan: ComparisonPlan, options: CompareOptions) -> Progress:
     """Return a live table for a terminal, lines for anything else."""
     if not console.is_terminal:
         return Lines(console, shown_name=plan.shown_name)
@@ -126,7 +126,7 @@ class Lines:
 class LiveTable:
     """The report's table, filled while the runs go on."""
 
-    def __init__(self, console: Console, plan: Plan, options: CompareOptions) -> None:
+    def __init__(self, console: Console, plan: ComparisonPlan, options: CompareOptions) -> None:
         from rich.live import Live
 
         self.console = console

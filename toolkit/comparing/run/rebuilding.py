@@ -21,9 +21,9 @@ from toolkit.comparing.run.attempts import (
 from toolkit.comparing.run.comparison import Comparison
 from toolkit.comparing.run.options import CompareOptions
 from toolkit.comparing.run.output_folder import run_names, why_lost
-from toolkit.comparing.run.plan import CONTROLS, Plan, Run, fixed_by
+from toolkit.comparing.run.plan import CONTROLS, ComparisonPlan, Run, fixed_by
 from toolkit.comparing.run.rows import Failure
-from toolkit.comparing.run.starting import ended
+from toolkit.comparing.run.starting import end_of
 from toolkit.errors import UsageError
 from toolkit.launching.outcome import Ending, Outcome, judge
 from toolkit.launching.status import read_statuses
@@ -83,7 +83,7 @@ def rebuilt(folder: Path) -> Comparison:
     engine = runs[0].engine
     comparison = Comparison(
         folder=folder,
-        plan=Plan(
+        plan=ComparisonPlan(
             runs=tuple(runs),
             fallbacks=tuple(
                 run
@@ -208,7 +208,7 @@ def _failure(folder: Path, run: Run, finished: list[Finished]) -> Failure | None
     last = attempts(folder, run.name)[-1]
     if finished and finished[-1].folder == last:
         return None
-    end = ended(last, _outcome(last, run.num_processes), repeat=len(finished) + 1)
+    end = end_of(last, _outcome(last, run.num_processes), repeat=len(finished) + 1)
     return end if isinstance(end, Failure) else None
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
@@ -23,12 +23,12 @@ from toolkit.comparing.report.write import print_report
 from toolkit.comparing.run.attempts import completed, next_attempt, unreadable
 from toolkit.comparing.run.comparison import Comparison
 from toolkit.comparing.run.options import CompareOptions
-from toolkit.comparing.run.output_folder import check_output, shown
+from toolkit.comparing.run.output_folder import check_output, short_path
 from toolkit.comparing.run.plan import Run, build_plan
 from toolkit.comparing.run.preparing import PrepareError, run_environment
 from toolkit.comparing.run.progress import Progress, build_progress
 from toolkit.comparing.run.rows import Failure
-from toolkit.comparing.run.starting import ended, start
+from toolkit.comparing.run.starting import end_of, start_run
 from toolkit.errors import file_sentence
 from toolkit.launching.warm import warm_launches
 from toolkit.records.results import RESULTS_FILE, Results
@@ -61,28 +61,41 @@ def compare(options: CompareOptions, *, console: Console) -> int:
     comparison.check_configs()
     if comparison.outstanding():
         print_line(comparison.expected().sentence(), console=console)
-    with warm_processes(comparison):
-        return _prepare_and_run(comparison, console)
+    return prepare_and_run(
+        comparison, lambda facts: _run_locked(comparison, facts, console), console
+    )
 
 
-def warm_processes(comparison: Comparison) -> AbstractContextManager[None]:
-    """Have the processes of a comparison forked from one that has imported everything."""
-    if not comparison.options.warm or not comparison.outstanding():
-        return nullcontext()
-    return warm_launches(run_environment(rehearsal=comparison.plan.rehearsal))
+def prepare_and_run(
+    comparison: Comparison, run: Callable[[dict[str, Any]], int], console: Console
+) -> int:
+    """Prepare model and data, run, and return the exit code: 1 where they can't be prepared.
 
-
-def _prepare_and_run(comparison: Comparison, console: Console) -> int:
-    try:
-        facts = comparison.prepare(console) if comparison.outstanding() else {}
-    except PrepareError as error:
-        print_line(str(error), console=console)
-        return 1
-
-    notes = comparison.plan.notes
-    with comparison.lock() as told:
+    Args:
+        comparison: What is prepared, unless all of its runs are finished.
+        run: Gets the facts about model and data, and returns the exit code. Processes that it
+            starts are forked from a warm one.
+        console: Gets the lines for the user.
+    """
+    outstanding = comparison.outstanding()
+    with (
+        warm_launches(run_environment(rehearsal=comparison.plan.rehearsal))
+        if outstanding and comparison.options.warm
+        else nullcontext()
+    ):
         try:
-            return _run(comparison, (*told, *notes, *_introduction(comparison, facts)), console)
+            facts = comparison.prepare(console) if outstanding else {}
+        except PrepareError as error:
+            print_line(str(error), console=console)
+            return 1
+        return run(facts)
+
+
+def _run_locked(comparison: Comparison, facts: dict[str, Any], console: Console) -> int:
+    with comparison.lock() as warnings:
+        lines = (*warnings, *comparison.plan.notes, *_introduction(comparison, facts))
+        try:
+            return _run(comparison, lines, console)
         except OSError as error:
             sentence = file_sentence(error)
             if sentence is None:
@@ -106,7 +119,7 @@ def _run(comparison: Comparison, told: Sequence[str], console: Console) -> int:
             progress.say(f"Interrupted. {_goes_on(folder)}")
             return INTERRUPTED
     results = cast(Results, redacted(comparison.results()))
-    written = [shown(folder / RESULTS_FILE), *map(shown, write_reports(folder))]
+    written = [short_path(folder / RESULTS_FILE), *map(short_path, write_reports(folder))]
     print_report(results, console=console, show_speed=comparison.options.show_speed)
     print_line(f"Written: {', '.join(written[:-1])} and {written[-1]}", console=console)
     return exit_code(results)
@@ -114,8 +127,8 @@ def _run(comparison: Comparison, told: Sequence[str], console: Console) -> int:
 
 def _goes_on(folder: Path) -> str:
     return (
-        f"What is finished stands in {shown(folder)}; the same command with --output "
-        f"{shlex.quote(shown(folder))} goes on from there."
+        f"What is finished stands in {short_path(folder)}; the same command with --output "
+        f"{shlex.quote(short_path(folder))} goes on from there."
     )
 
 
@@ -194,7 +207,7 @@ class Schedule:
         found = completed(self.comparison.folder, planned.name)
         if found:
             self.comparison.finished[planned.name] = found
-            names = ", ".join(shown(each.folder) for each in found)
+            names = ", ".join(short_path(each.folder) for each in found)
             self.progress.say(f"{self.shown_name(planned)} is finished already, in {names}.")
 
     def take(self, turn: Turn) -> None:
@@ -208,7 +221,7 @@ class Schedule:
         if len(there) >= turn.repeat:
             return
         folder = next_attempt(comparison.folder, planned.name)
-        outcome = start(
+        outcome = start_run(
             planned,
             folder,
             spec=comparison.spec(planned),
@@ -216,7 +229,7 @@ class Schedule:
             timeout=comparison.options.timeout,
             progress=self.progress,
         )
-        end = ended(folder, outcome, repeat=len(there) + 1)
+        end = end_of(folder, outcome, repeat=len(there) + 1)
         if isinstance(end, Failure):
             comparison.failures[planned.name] = end
         else:
@@ -255,7 +268,7 @@ def _introduction(comparison: Comparison, facts: dict[str, Any]) -> list[str]:
         else "on the GPUs"
     )
     often = "" if repeats == 1 else f", {repeats} times each"
-    lines = [f"{len(plan.runs)} runs{often}, {where}, into {shown(comparison.folder)}"]
+    lines = [f"{len(plan.runs)} runs{often}, {where}, into {short_path(comparison.folder)}"]
     if facts:
         model, data = facts["model"], facts["data"]
         lines.insert(0, f"Model {model['name']}, data {data['name']} ({data['rows']} rows).")

@@ -22,7 +22,7 @@ from toolkit.records.results import Status, write_json
 TRAIN_MODULE: Final = ("-m", "toolkit.train")
 
 
-def start(
+def start_run(
     planned: Run,
     folder: Path,
     *,
@@ -87,7 +87,7 @@ def write_run(
     return command, variables
 
 
-def ended(folder: Path, outcome: Outcome, *, repeat: int) -> Finished | Failure:
+def end_of(folder: Path, outcome: Outcome, *, repeat: int) -> Finished | Failure:
     """Return the start in `folder` as it ended; only a good record makes it a good one."""
     record, problem = record_at(folder)
     status: Status = "failed" if outcome.status == "usage" else outcome.status

@@ -1,0 +1,236 @@
+"""The rows of a step: which were read, what forward makes of them, and what each counts for.
+
+Rows are compared whichever rank and micro-batch read them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from toolkit.comparing.bisect.run_pair import (
+    SCALE_TOLERANCE,
+    LinkGap,
+    RunPair,
+    explain_factor,
+)
+from toolkit.records.evidence import Evidence, MicroBatch, RowRead
+
+Key = int | str
+"""A row's id in the data, or the start of its tokens' hash where the data set has no ids."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedRow:
+    """One row, and where it was read."""
+
+    row: RowRead
+    rank: int
+    batch: int
+    """Micro-batch of that rank, from 1."""
+
+    weight: float | None
+    """What one of its tokens counts for in the averaged gradient."""
+
+    @property
+    def hashes(self) -> tuple[str, str]:
+        return self.row["tokens"], self.row["labels"]
+
+    @property
+    def loss_per_token(self) -> float | None:
+        """None where the model gave no logits, or no token of the row is trained on."""
+        loss, supervised = self.row["loss"], self.row["supervised"]
+        return None if loss is None or not supervised else loss / supervised
+
+
+Rows = dict[Key, list[PlacedRow]]
+
+
+def batch(pair: RunPair) -> LinkGap | str:
+    """Count the kinds of rows that only one run read, read more often, or read otherwise."""
+    ours, theirs = _rows_of_pair(pair)
+    if not ours or not theirs:
+        return "the model was not given input_ids and labels"
+    own_counts, other_counts = (
+        Counter({key: len(placed) for key, placed in rows.items()}) for rows in (ours, theirs)
+    )
+    reference, other = pair.names
+    problems: list[str] = []
+    extra = sorted((other_counts - own_counts).keys(), key=str)
+    if repeated := [key for key in extra if key in ours or other_counts[key] > 1]:
+        problems.append(_read_repeatedly(repeated, theirs, name=other))
+    if alone := [key for key in extra if key not in ours]:
+        problems.append(f"{_first_of(alone)} is read by {other} and not by {reference}")
+    if missing := sorted((own_counts - other_counts).keys(), key=str):
+        often = "less often" if missing[0] in theirs else "not"
+        problems.append(f"{_first_of(missing)} is read by {reference} and {often} by {other}")
+    for position, content in enumerate(("tokens", "labels")):
+        changed = [
+            key
+            for key in ours
+            if own_counts[key] == other_counts[key]
+            and sorted(placed.hashes[position] for placed in ours[key])
+            != sorted(placed.hashes[position] for placed in theirs[key])
+        ]
+        if changed:
+            problems.append(f"the {content} of {_first_of(changed)} differ")
+    return LinkGap(
+        value=float(len(problems)),
+        differs="; ".join(problems),
+        equal=f"the same {own_counts.total()} rows, tokens and labels",
+    )
+
+
+def row_losses(pair: RunPair) -> LinkGap | str:
+    """Return the largest difference in the loss of one row, per token."""
+    worst, sentence = 0.0, ""
+    compared = False
+    for key, own_row, other_row in _common_rows(pair):
+        ours, theirs = own_row.loss_per_token, other_row.loss_per_token
+        if ours is None or theirs is None:
+            continue
+        compared = True
+        gap = abs(theirs - ours)
+        if not gap <= worst:  # true of NaN as well
+            worst = gap
+            sentence = (
+                f"row {key} has a loss of {ours:.6f} a token in {pair.reference.name} and "
+                f"{theirs:.6f} in {pair.other.name}, from the same tokens: forward computes "
+                "something else"
+            )
+    return LinkGap(value=worst, differs=sentence) if compared else "the model gave no logits"
+
+
+def loss_weighting(pair: RunPair) -> LinkGap | str:
+    """Return the largest relative difference in what a token counts for in the gradient."""
+    ratios = {
+        key: other_row.weight / own_row.weight
+        for key, own_row, other_row in _common_rows(pair)
+        if own_row.weight and other_row.weight is not None
+    }
+    if not ratios:
+        return "the model gave no loss, or no logits to read the loss of each row from"
+    key, ratio = max(ratios.items(), key=lambda item: abs(item[1] - 1))
+    low, high = min(ratios.values()), max(ratios.values())
+    reference, other = pair.names
+    if high - low <= SCALE_TOLERANCE * abs(low):
+        words = (
+            f"every token counts {ratio:.3g} times as much in {other} as in {reference}"
+            f"{explain_factor(ratio, pair)}"
+        )
+    elif _averages_batches(pair.other.evidence):
+        words = (
+            f"{other} averages its micro-batches by themselves, however many tokens each has: "
+            f"a token counts {low:.3g} to {high:.3g} times as much as in {reference}"
+        )
+    else:
+        words = (
+            f"a token of row {key} counts {ratio:.3g} times as much in {other} as in "
+            f"{reference}; over all rows {low:.3g} to {high:.3g} times"
+        )
+    return LinkGap(value=abs(ratio - 1), differs=words)
+
+
+def notes(pair: RunPair) -> Iterator[str]:
+    """Yield differences that are no fault: the sum over a step has no order."""
+    reference, other = pair.names
+    own_grouping, other_grouping = (_grouping(run.evidence) for run in pair.runs)
+    if own_grouping != other_grouping:
+        yield f"the rows are read by {reference} as {own_grouping}, by {other} as {other_grouping}"
+    own_order, other_order = (_order(rows) for rows in _rows_of_pair(pair))
+    if own_order != other_order and Counter(own_order) == Counter(other_order):
+        yield f"the same rows are read in another order by {other}, within the step"
+
+
+def _rows_of_pair(pair: RunPair) -> tuple[Rows, Rows]:
+    by_id = all(_has_ids(run.evidence) for run in pair.runs)
+    ours, theirs = (_rows_of(run.evidence, by_id=by_id) for run in pair.runs)
+    return ours, theirs
+
+
+def _has_ids(evidence: Evidence) -> bool:
+    return all(
+        row["sample_id"] is not None
+        for batches in evidence["ranks"]
+        for micro_batch in batches
+        for row in micro_batch["rows"]
+    )
+
+
+def _rows_of(evidence: Evidence, *, by_id: bool) -> Rows:
+    """Return every row that any rank read, under its key."""
+    rows: Rows = defaultdict(list)
+    for rank, batches in enumerate(evidence["ranks"]):
+        for number, micro_batch in enumerate(batches, 1):
+            weight = _token_weight(micro_batch, num_processes=evidence["num_processes"])
+            for row in micro_batch["rows"]:
+                sample_id = row["sample_id"]
+                key = sample_id if by_id and sample_id is not None else row["tokens"][:12]
+                rows[key].append(PlacedRow(row=row, rank=rank, batch=number, weight=weight))
+    return dict(rows)
+
+
+def _token_weight(micro_batch: MicroBatch, *, num_processes: int) -> float | None:
+    """Return what one token of a micro-batch counts for in the gradient averaged over the ranks.
+
+    The loss that backward went through, by the summed loss of the tokens: any division, by tokens,
+    micro-batches or processes, wherever it was made, is in it.
+    """
+    losses = [row["loss"] for row in micro_batch["rows"]]
+    if micro_batch["applied"] is None or not losses or None in losses:
+        return None
+    summed = sum(loss for loss in losses if loss is not None)
+    if not summed:
+        return None
+    return micro_batch["applied"] * micro_batch["loss"] / summed / num_processes
+
+
+def _common_rows(pair: RunPair) -> Iterator[tuple[Key, PlacedRow, PlacedRow]]:
+    """Yield the rows that both runs read with the same tokens and labels."""
+    ours, theirs = _rows_of_pair(pair)
+    for key in ours.keys() & theirs.keys():
+        # A row that one of them read more often is told of by `batch`.
+        for own_row, other_row in zip(ours[key], theirs[key], strict=False):
+            if own_row.hashes == other_row.hashes:
+                yield key, own_row, other_row
+
+
+def _grouping(evidence: Evidence) -> str:
+    """Say in how many micro-batches the rows were read."""
+    counts = [len(batches) for batches in evidence["ranks"]]
+    ranks = "1 rank" if len(counts) == 1 else f"{len(counts)} ranks"
+    if len(set(counts)) > 1:
+        return f"{ranks} x {counts} micro-batches"
+    return f"{ranks} x {counts[0]} micro-batch{'' if counts[0] == 1 else 'es'}"
+
+
+def _order(rows: Rows) -> list[Key]:
+    """Return the keys in the order of the micro-batches, the ranks of each side by side."""
+    placed = [(row.batch, row.rank, key) for key, copies in rows.items() for row in copies]
+    return [key for *_, key in sorted(placed, key=lambda entry: entry[:2])]
+
+
+def _first_of(keys: Sequence[Key]) -> str:
+    """Name the first of some rows, and say how many there are."""
+    first = f"row {keys[0]}"
+    return first if len(keys) == 1 else f"{first} (the first of {len(keys)})"
+
+
+def _read_repeatedly(keys: Sequence[Key], rows: Rows, *, name: str) -> str:
+    copies = rows[keys[0]]
+    ranks = sorted({row.rank for row in copies})
+    where = f"by rank{'s' if len(ranks) > 1 else ''} {' and '.join(map(str, ranks))}"
+    times = {1: "once", 2: "twice"}.get(len(copies), f"{len(copies)} times")
+    return f"{_first_of(keys)} is read {times} in {name}, {where}"
+
+
+def _averages_batches(evidence: Evidence) -> bool:
+    """Whether a run gives each micro-batch the same weight, however many tokens it holds."""
+    weights = [
+        (_token_weight(micro_batch, num_processes=evidence["num_processes"]) or 0.0) * tokens
+        for batches in evidence["ranks"]
+        for micro_batch in batches
+        if (tokens := sum(row["supervised"] for row in micro_batch["rows"]))
+    ]
+    return max(weights) - min(weights) <= SCALE_TOLERANCE * max(map(abs, weights))

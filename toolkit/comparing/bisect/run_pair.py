@@ -1,0 +1,128 @@
+"""The two runs of a bisection, side by side, and what one comparison of them gives."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from toolkit.comparing.report.words import share
+from toolkit.records.evidence import BEFORE_FILE, Evidence, read_evidence
+
+SCALE_TOLERANCE: Final = 0.01
+"""Relative difference of two factors that still count as one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedRun:
+    """A run that kept evidence of one of its steps."""
+
+    name: str
+    folder: Path
+    """Folder of its evidence."""
+
+    evidence: Evidence
+    next_loss: float | None = None
+    """Loss of the step after; None where there was none."""
+
+    final: Path | None = None
+    """Folder of the model that it saved; None where it saved none."""
+
+
+def load_run(
+    name: str, folder: Path, *, next_loss: float | None = None, final: Path | None = None
+) -> TracedRun:
+    """Read the evidence in `folder`.
+
+    Raises:
+        UsageError: there is none, it is damaged, or a newer toolkit wrote it.
+    """
+    evidence = read_evidence(folder)
+    return TracedRun(name=name, folder=folder, evidence=evidence, next_loss=next_loss, final=final)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPair:
+    """Two runs to compare."""
+
+    reference: TracedRun
+    other: TracedRun
+
+    @property
+    def runs(self) -> tuple[TracedRun, TracedRun]:
+        return self.reference, self.other
+
+    @property
+    def names(self) -> tuple[str, str]:
+        return self.reference.name, self.other.name
+
+    @property
+    def step(self) -> int:
+        return self.reference.evidence["step"]
+
+    @property
+    def precision(self) -> str:
+        return self.reference.evidence["precision"]
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the second run began the step with the weights of the first."""
+        return self.other.evidence["given"]
+
+    @property
+    def starting_weights(self) -> tuple[Path, Path]:
+        """Files of the weights that the step began with, where both train the same tensors."""
+        ours, theirs = self.files(BEFORE_FILE)
+        return ours, ours if self.shares_weights else theirs
+
+    def files(self, name: str) -> tuple[Path, Path]:
+        return self.reference.folder / name, self.other.folder / name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkGap:
+    """How far two runs are apart in one link of the step."""
+
+    value: float
+    """0 for equal, in the link's own measure."""
+
+    differs: str = ""
+    """The sentence for a difference beyond the limit."""
+
+    equal: str = ""
+    """What is added to `equal`."""
+
+    is_fault: bool = False
+    """Whether it counts as beyond the limit whatever the value."""
+
+
+def percent(value: float) -> str:
+    """Return a share in percent, or a small one in powers of ten."""
+    return share(value) if value >= 1e-3 else scientific(value)
+
+
+def scientific(value: float) -> str:
+    return f"{value:.1e}"
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def explain_factor(factor: float, pair: RunPair) -> str:
+    """Say which numbers of the second run make the factor; an empty text where none does."""
+    evidence = pair.other.evidence
+    processes, steps = evidence["num_processes"], max(map(len, evidence["ranks"]))
+    candidates = (
+        ("the number of processes", processes),
+        ("the accumulation steps", steps),
+        ("the processes times the accumulation steps", processes * steps),
+    )
+    matching = [
+        f"{'' if factor > 1 else 'one by '}{noun} ({number})"
+        for noun, number in candidates
+        if number > 1
+        and math.isclose(factor, number if factor > 1 else 1 / number, rel_tol=SCALE_TOLERANCE)
+    ]
+    return f", {' or '.join(matching)}" if matching else ""

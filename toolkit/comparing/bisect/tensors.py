@@ -1,0 +1,196 @@
+"""The whole model in a step: the weights before it, its gradients, its update, the saved model."""
+
+from __future__ import annotations
+
+import math
+from typing import Final, Literal
+
+from toolkit.comparing.bisect.distances import Distance, compare_files, compare_weights
+from toolkit.comparing.bisect.run_pair import (
+    SCALE_TOLERANCE,
+    LinkGap,
+    RunPair,
+    counted,
+    explain_factor,
+    percent,
+)
+from toolkit.comparing.weights import Weights, WeightsError, open_weights, read_tensors
+from toolkit.records.evidence import (
+    AFTER_FILE,
+    BEFORE_FILE,
+    GRADIENTS_FILE,
+    HELD_FILE,
+    INITIAL_FILE,
+)
+
+ROUNDING: Final = {"no": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-10}
+"""Share of itself that a weight may lose when it is rounded; DeepSpeed starts from rounded ones."""
+
+NOTHING_IN_COMMON: Final = "they train no tensor in common"
+
+
+def trained_parameters(pair: RunPair) -> LinkGap:
+    """Count the tensors that only one of the two trains."""
+    ours, theirs = (read_tensors(file) for file in pair.files(BEFORE_FILE))
+    reference, other = pair.names
+    problems = [
+        f"{alone[0]} (the first of {len(alone)}) is trained by {trains} and not by {lacks}, where "
+        "it is frozen or no part of the model"
+        for alone, trains, lacks in (
+            ([name for name in ours if name not in theirs], reference, other),
+            ([name for name in theirs if name not in ours], other, reference),
+        )
+        if alone
+    ]
+    return LinkGap(
+        value=float(len(ours.keys() ^ theirs.keys())),
+        differs="; ".join(problems),
+        equal=f"the same {counted(len(ours), 'tensor')}",
+    )
+
+
+def initial_weights(pair: RunPair) -> LinkGap | str:
+    """Return the largest difference of one weight before the first step."""
+    files = pair.files(INITIAL_FILE if pair.shares_weights else BEFORE_FILE)
+    distance = compare_files(*files, slack=ROUNDING[pair.precision])
+    if not distance.tensors:
+        return NOTHING_IN_COMMON
+    largest = distance.largest.largest
+    if distance.apart:
+        return LinkGap(value=largest, differs=_largest_in_words(distance))
+    rounded = f"but for their rounding to {pair.precision}, up to {largest:.1e}"
+    return LinkGap(value=0.0, equal=rounded if largest else "")
+
+
+def weights_before(pair: RunPair) -> LinkGap | str:
+    """Return ||w - w_ref|| before the step, by the way that w_ref has gone since the start.
+
+    The weights are those that the runs' own steps left, whatever the step then began with.
+    """
+    apart = compare_files(*pair.files(BEFORE_FILE))
+    if not apart.tensors:
+        return NOTHING_IN_COMMON
+    folder = pair.reference.folder
+    moved = compare_files(folder / INITIAL_FILE, folder / BEFORE_FILE)
+    gap, way = (
+        math.sqrt(sum(tensor.apart_squares for tensor in distance.tensors))
+        for distance in (apart, moved)
+    )
+    share = gap / way if way else math.inf if gap else gap
+    words = (
+        f"steps 1 to {pair.step - 1} left them apart by {percent(share)} of "
+        f"{pair.reference.name}'s way from the initial ones, most in {apart.worst.name}"
+    )
+    name = _ranks_disagree(pair, "before_agree")
+    if name:
+        words = f"the ranks of {name} hold different weights before the step; {words}"
+    return LinkGap(value=share, differs=words, is_fault=bool(name))
+
+
+def gradients(pair: RunPair) -> LinkGap:
+    """Return ||g - g_ref|| / ||g_ref||, before clipping."""
+    distance = compare_files(*pair.files(GRADIENTS_FILE))
+    if distance.missing:
+        return _missing_tensor(distance, pair)
+    words = (
+        f"they differ by {percent(distance.relative)} of their norm, most in {distance.worst.name}"
+    )
+    if scale := _scale(distance):
+        words += (
+            f"; every tensor is {scale:.3g} times {pair.reference.name}'s: a scale"
+            f"{explain_factor(scale, pair)}"
+        )
+    name = _ranks_disagree(pair, "gradients_agree")
+    if name:
+        words = f"the ranks of {name} hold different gradients: not synchronised; {words}"
+    return LinkGap(value=distance.relative, differs=words, is_fault=bool(name))
+
+
+def update(pair: RunPair) -> LinkGap:
+    """Return ||u - u_ref|| / ||u_ref|| of the update u that the step adds to the weights."""
+    distance = compare_files(*pair.files(AFTER_FILE), since=pair.starting_weights)
+    if distance.missing:
+        return _missing_tensor(distance, pair)
+    words = (
+        f"what the step adds to the weights differs by {percent(distance.relative)} of its norm, "
+        f"most in {distance.worst.name}"
+    )
+    if scale := _scale(distance):
+        words += f"; it is {scale:.3g} times {pair.reference.name}'s"
+    name = _ranks_disagree(pair, "weights_agree")
+    if name:
+        words = f"the ranks of {name} hold different weights after the step; {words}"
+    return LinkGap(value=distance.relative, differs=words, is_fault=bool(name))
+
+
+def saved_weights(pair: RunPair) -> LinkGap | str:
+    """Return the largest difference of one weight between what a run held and what it saved."""
+    largest = 0.0
+    problems: list[str] = []
+    unknown: list[str] = []
+    for run in pair.runs:
+        held_file = run.folder / HELD_FILE
+        if run.final is None or not held_file.is_file():
+            return f"{run.name} saved no model"
+        held = _by_saved_name(read_tensors(held_file))
+        try:
+            distance = compare_weights(held, _by_saved_name(open_weights(run.final)))
+        except WeightsError as error:
+            problems.append(f"what {run.name} saved cannot be read: {error}")
+            continue
+        if distance.apart:
+            largest = max(largest, distance.largest.largest)
+            problems.append(
+                f"{run.name} saved other numbers than its ranks held: {_largest_in_words(distance)}"
+            )
+        if lost := len(held) - len(distance.tensors):
+            absent = next(name for name in distance.missing if name in held)
+            text = f"{run.name} saved no {absent} ({counted(lost, 'tensor')} of {len(held)})"
+            # A further tensor in the file may hold it: some families store in parts what they fuse.
+            (unknown if len(distance.missing) > lost else problems).append(text)
+    if unknown and not problems:
+        return f"{'; '.join(unknown)}: it may stand there under another name"
+    return LinkGap(
+        value=largest if largest or not problems else math.inf,
+        differs="; ".join(problems),
+        equal="each run saved what its ranks held",
+        is_fault=bool(problems),
+    )
+
+
+def _by_saved_name(weights: Weights) -> Weights:
+    """Take out of the names what peft 0.21 adds, to those in the model or to those in the file."""
+    return {
+        name.removeprefix("base_model.model.").replace(".default.", "."): tensor
+        for name, tensor in weights.items()
+    }
+
+
+def _scale(distance: Distance) -> float | None:
+    """Return the factor between the two, where it is most of the difference and is not 1."""
+    scale = distance.scale
+    return None if scale is None or abs(scale - 1) <= SCALE_TOLERANCE else scale
+
+
+def _ranks_disagree(
+    pair: RunPair, field: Literal["before_agree", "gradients_agree", "weights_agree"]
+) -> str | None:
+    """Name the first run whose ranks hold different tensors; None where all agree."""
+    return next((run.name for run in pair.runs if run.evidence[field] is False), None)
+
+
+def _missing_tensor(distance: Distance, pair: RunPair) -> LinkGap:
+    words = (
+        f"only one of {pair.reference.name} and {pair.other.name} has {distance.missing[0]} "
+        f"(the first of {len(distance.missing)})"
+    )
+    return LinkGap(value=math.inf, is_fault=True, differs=words)
+
+
+def _largest_in_words(distance: Distance) -> str:
+    """Name the weight that is furthest apart, and count the tensors that hold any such."""
+    others = f"{counted(len(distance.apart), 'tensor')} of {len(distance.tensors)} do"
+    return (
+        f"{distance.largest.name} differs by up to {distance.largest.largest:.1e} ({others}, the "
+        f"first is {distance.apart[0].name})"
+    )
