@@ -226,7 +226,7 @@ def has_libaio() -> bool:
 
 def missing_for(strategy: Strategy) -> str | None:
     """Return why this machine cannot run a strategy and what to do about it, or None."""
-    if strategy.backend == "deepspeed" and not is_installed("deepspeed"):
+    if strategy.reads_deepspeed_json and not is_installed("deepspeed"):
         return "deepspeed is not installed: run pip install deepspeed, and run again"
     if "nvme" not in (strategy.offload_optimizer, strategy.offload_parameters):
         return None

@@ -14,6 +14,7 @@ from toolkit.errors import UsageError
 
 Backend = Literal["single", "ddp", "deepspeed", "fsdp"]
 Device = Literal["none", "cpu", "nvme"]
+Sharding = Literal["whole", "flat", "tensors", "rows"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +67,24 @@ class Strategy:
                 refuse_backend(self.backend, self, "The toolkit")
 
     @property
+    def sharding(self) -> Sharding:
+        """How a rank's part of the model states is cut.
+
+        `whole`: nothing is cut. `flat`: all tensors of a parameter group are laid end to end and
+        cut once (ZeRO-1 and 2). `tensors`: each tensor is flattened and cut by itself (ZeRO-3).
+        `rows`: the rows of each tensor are dealt out (FSDP2).
+        """
+        match self.backend:
+            case "single" | "ddp":
+                return "whole"
+            case "deepspeed":
+                return "tensors" if self.zero_stage == 3 else "flat"
+            case "fsdp":
+                return "rows"
+            case _:
+                refuse_backend(self.backend, self, "The toolkit")
+
+    @property
     def shards_optimizer(self) -> bool:
         return self._shards_from_stage(1)
 
@@ -79,15 +98,42 @@ class Strategy:
 
     def _shards_from_stage(self, stage: int) -> bool:
         """Whether a rank keeps only its part of what ZeRO shards from `stage` on."""
-        match self.backend:
-            case "single" | "ddp":
+        match self.sharding:
+            case "whole":
                 return False
-            case "deepspeed":
+            case "flat":
                 return self.zero_stage >= stage
-            case "fsdp":
+            case "tensors" | "rows":
                 return True
+
+    @property
+    def shards_at_the_step(self) -> bool:
+        """ZeRO-1: gradients are whole until the last micro-batch's are reduced and cut."""
+        return self.sharding == "flat" and not self.shards_gradients
+
+    @property
+    def gathers_again(self) -> bool:
+        """Whether sharded parameters are freed after forward and gathered again for backward."""
+        return self.sharding == "tensors" or self.reshard_after_forward
+
+    @property
+    def reads_deepspeed_json(self) -> bool:
+        """Whether DeepSpeed trains it, which reads a JSON file of its own."""
+        match self.backend:
+            case "deepspeed":
+                return True
+            case "single" | "ddp" | "fsdp":
+                return False
             case _:
                 refuse_backend(self.backend, self, "The toolkit")
+
+    @property
+    def steps_on_masters(self) -> bool:
+        """Whether the model is cast to what is computed in, and stepped on in an fp32 copy.
+
+        DeepSpeed does so; DDP and FSDP2 step on the parameters themselves.
+        """
+        return self.reads_deepspeed_json
 
     @property
     def offloads(self) -> bool:

@@ -144,7 +144,7 @@ def judge(
 def _other_update(record: Record, control: Record) -> str | None:
     """Say why the first update already differs, though both runs are sound; None where it can't."""
     optimizer = record["training"].get("optimizer")
-    flat = [name for name, known in STRATEGIES.items() if known.zero_stage > 0]
+    flat = [name for name, known in STRATEGIES.items() if known.reads_deepspeed_json]
     if optimizer not in NOT_BY_ELEMENT or not {record["strategy"], control["strategy"]} & {*flat}:
         return None
     return (

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import UsageError
-from toolkit.strategies import Strategy
+from toolkit.strategies import Strategy, refuse_backend
 
 
 def accelerate_config(
@@ -31,71 +31,81 @@ def accelerate_config(
     """
     processes = strategy.num_processes if num_processes is None else num_processes
     check_num_processes(strategy, processes)
-    config: dict[str, Any] = {
+    # 0 asks for a free port: two launches on one machine don't meet on 29500.
+    port: dict[str, Any] = {"main_process_port": 0}
+    mixed = {} if precision is None else {"mixed_precision": precision}
+    match strategy.backend:
+        case "single":
+            distributed_type = "NO"
+            # Without the pin, a bare process on a box with two GPUs sees both, and the HF Trainer
+            # quietly turns to nn.DataParallel.
+            sections = {"gpu_ids": "0"} | mixed
+        case "ddp":
+            distributed_type = "MULTI_GPU"
+            sections = port | mixed
+        case "deepspeed":
+            distributed_type = "DEEPSPEED"
+            sections = port | {"deepspeed_config": _deepspeed_section(strategy, deepspeed_json)}
+        case "fsdp":
+            distributed_type = "FSDP"
+            sections = port | mixed | {"fsdp_config": _fsdp_section(strategy, decoder_layer)}
+            if strategy.replicas > 1:
+                sections["parallelism_config"] = _mesh_section(strategy, processes)
+        case _:
+            refuse_backend(strategy.backend, strategy, "The generator of config files")
+    return {
         "compute_environment": "LOCAL_MACHINE",
         "debug": False,
-        "distributed_type": _DISTRIBUTED_TYPE[strategy.backend],
+        "distributed_type": distributed_type,
         "machine_rank": 0,
         "num_machines": 1,
         "num_processes": processes,
         "use_cpu": False,
+        **sections,
     }
-    if strategy.backend == "single":
-        # Without the pin, a bare process on a box with two GPUs sees both, and the HF Trainer
-        # quietly turns to nn.DataParallel.
-        config["gpu_ids"] = "0"
-    else:
-        # 0 asks for a free port: two launches on one machine don't meet on 29500.
-        config["main_process_port"] = 0
-    if strategy.backend == "deepspeed":
-        if deepspeed_json is None:
-            raise UsageError(f"{strategy.name}: a DeepSpeed strategy needs the path of its JSON.")
-        # Accelerate raises when the YAML repeats what the JSON owns (stage, offload, accumulation,
-        # clipping, precision), so the YAML carries the path and no more.
-        config["deepspeed_config"] = {
-            "deepspeed_config_file": str(deepspeed_json),
-            "zero3_init_flag": strategy.zero_stage == 3,
-        }
-        return config
-    if precision is not None:
-        config["mixed_precision"] = precision
-    if strategy.backend == "fsdp":
-        config["fsdp_config"] = _fsdp_section(strategy, decoder_layer)
-        if strategy.replicas > 1:
-            config["parallelism_config"] = _mesh_section(strategy, processes)
-    return config
 
 
 def check_num_processes(strategy: Strategy, num_processes: int) -> None:
     """Raise UsageError when a strategy cannot run on that many processes."""
-    if strategy.backend == "single":
-        if num_processes != 1:
-            raise UsageError(
-                f"single runs on 1 process, not on {num_processes}. "
-                "For several processes with everything replicated, use ddp."
-            )
-        return
+    if problem := num_processes_problem(strategy, num_processes):
+        raise UsageError(problem)
+
+
+def num_processes_problem(strategy: Strategy, num_processes: int) -> str | None:
+    """Say why a strategy cannot run on that many processes; None where it can."""
+    if not strategy.is_distributed:
+        if num_processes == 1:
+            return None
+        return (
+            f"single runs on 1 process, not on {num_processes}. "
+            "For several processes with everything replicated, use ddp."
+        )
     if num_processes < 2:
-        raise UsageError(
+        return (
             f"{strategy.name} needs at least 2 processes, {num_processes} asked. "
             "For one process, use single."
         )
-    if num_processes % strategy.replicas or num_processes // strategy.replicas < 2 <= (
-        strategy.replicas
-    ):
-        raise UsageError(
-            f"{strategy.name} keeps {strategy.replicas} groups of at least 2 processes each, "
-            f"so it needs {2 * strategy.replicas} or more in multiples of {strategy.replicas}; "
-            f"{num_processes} asked."
+    replicas = strategy.replicas
+    if num_processes % replicas or (replicas > 1 and num_processes // replicas < 2):
+        return (
+            f"{strategy.name} keeps {replicas} groups of at least 2 processes each, so it needs "
+            f"{2 * replicas} or more in multiples of {replicas}; {num_processes} asked."
         )
+    return None
 
 
-_DISTRIBUTED_TYPE = {
-    "single": "NO",
-    "ddp": "MULTI_GPU",
-    "deepspeed": "DEEPSPEED",
-    "fsdp": "FSDP",
-}
+def _deepspeed_section(strategy: Strategy, deepspeed_json: Path | None) -> dict[str, Any]:
+    """Return the path and no more.
+
+    Accelerate raises when the YAML repeats what the JSON owns: stage, offload, accumulation,
+    clipping, precision.
+    """
+    if deepspeed_json is None:
+        raise UsageError(f"{strategy.name}: a DeepSpeed strategy needs the path of its JSON.")
+    return {
+        "deepspeed_config_file": str(deepspeed_json),
+        "zero3_init_flag": strategy.shards_parameters,
+    }
 
 
 def _fsdp_section(strategy: Strategy, decoder_layer: str | None) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def deepspeed_config(
     Raises:
         UsageError: the strategy is not DeepSpeed's, or the device doesn't suit it.
     """
-    if strategy.backend != "deepspeed":
+    if not strategy.reads_deepspeed_json:
         raise UsageError(f"{strategy.name} does not run on DeepSpeed: it has no JSON.")
     config: dict[str, Any] = {
         "train_batch_size": AUTO,
@@ -94,12 +94,12 @@ def _zero_section(strategy: Strategy) -> dict[str, Any]:
         "stage": strategy.zero_stage,
         "contiguous_gradients": True,
         # Overlap in stages 1 and 2 has reported wrong gradient norms (DeepSpeed#4298, #5294).
-        "overlap_comm": strategy.zero_stage == 3,
+        "overlap_comm": strategy.shards_parameters,
         "reduce_scatter": True,
         "reduce_bucket_size": BUCKET_ELEMENTS,
         "round_robin_gradients": False,
     }
-    if strategy.zero_stage < 3:
+    if not strategy.shards_parameters:
         return section | {"allgather_partitions": True, "allgather_bucket_size": BUCKET_ELEMENTS}
     return section | {
         "sub_group_size": 1_000_000_000,
@@ -125,7 +125,7 @@ def _offload_sections(
         if default == "none":
             continue
         target = default if device is None else device
-        if target == "nvme" and strategy.zero_stage < 3:
+        if target == "nvme" and not strategy.shards_parameters:
             raise UsageError(f"{strategy.name}: offload to NVMe needs ZeRO-3. Use zero3_nvme.")
         zero[key] = {"device": target, "pin_memory": True}
         if target == "nvme":

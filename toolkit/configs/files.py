@@ -67,7 +67,7 @@ def render_configs(
     chosen = ConfigOptions() if options is None else options
     _check_options(strategy, chosen)
     text = None
-    if strategy.backend == "deepspeed":
+    if strategy.reads_deepspeed_json:
         section = deepspeed_config(
             strategy,
             precision=chosen.precision,
@@ -106,7 +106,7 @@ def write_configs(
         options = replace(options, nvme_path=options.nvme_path.absolute())
     files = ConfigFiles(
         accelerate=folder / f"{strategy.name}.yaml",
-        deepspeed=folder / f"{strategy.name}.json" if strategy.backend == "deepspeed" else None,
+        deepspeed=folder / f"{strategy.name}.json" if strategy.reads_deepspeed_json else None,
     )
     launcher, deepspeed = render_configs(strategy, deepspeed_json=files.deepspeed, options=options)
     present = [path for path in (files.accelerate, files.deepspeed) if path and path.exists()]
@@ -160,7 +160,7 @@ def cached_configs(strategy: Strategy) -> ConfigFiles:
 def _check_options(strategy: Strategy, options: ConfigOptions) -> None:
     """Raise UsageError for every option that no file of the strategy has a place for."""
     findings: list[str] = []
-    if strategy.backend != "deepspeed":
+    if not strategy.reads_deepspeed_json:
         belongs_to_the_run = {
             "--accumulation": options.gradient_accumulation_steps,
             "--clipping": options.gradient_clipping,
@@ -174,7 +174,7 @@ def _check_options(strategy: Strategy, options: ConfigOptions) -> None:
             findings.append(
                 "--offload-device is DeepSpeed's: use fsdp_offload, or a strategy of ZeRO's"
             )
-    if strategy.backend != "fsdp" and options.decoder_layer is not None:
+    if strategy.sharding != "rows" and options.decoder_layer is not None:
         findings.append("--layer is FSDP's: leave it out")
     if findings:
         raise UsageError(f"{strategy.name}: {'; '.join(findings)}.")

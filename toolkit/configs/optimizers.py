@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Final
 
-from toolkit.strategies import Strategy
+from toolkit.strategies import Strategy, refuse_backend
 
 DEFAULT: Final = "adamw_torch"
 
@@ -57,20 +57,22 @@ def optimizer_problem(name: str, strategy: Strategy) -> str | None:
     others = f"Use one of {', '.join(EVERYWHERE)}."
     if name not in (*EVERYWHERE, *OF_WHOLE_OR_FLAT, *OF_WHOLE):
         return f"--optim {name} is not known to train with the toolkit. {others}"
-    if strategy.backend == "deepspeed" and strategy.offload_optimizer != "none":
-        if name not in SWAPPED:
+    match strategy.backend:
+        case "single" | "ddp":
+            return None
+        case "deepspeed" if strategy.offload_optimizer != "none":
+            if name in SWAPPED:
+                return None
             return (
                 f"--optim {name} is not known to train where DeepSpeed offloads its optimizer "
                 f"({strategy.name}). Use --optim adamw_torch."
             )
-    elif strategy.backend == "fsdp" and name not in EVERYWHERE:
-        return (
-            f"--optim {name} cannot step on parameters that FSDP2 shards ({strategy.name}). "
-            f"{others}"
-        )
-    elif strategy.backend == "deepspeed" and name in OF_WHOLE:
-        return (
-            f"--optim {name} cannot step on parameters that DeepSpeed cuts ({strategy.name}). "
-            f"{others}"
-        )
-    return None
+        case "deepspeed":
+            can_step, cutter = name not in OF_WHOLE, "DeepSpeed cuts"
+        case "fsdp":
+            can_step, cutter = name in EVERYWHERE, "FSDP2 shards"
+        case _:
+            refuse_backend(strategy.backend, strategy, "The table of optimizers")
+    if can_step:
+        return None
+    return f"--optim {name} cannot step on parameters that {cutter} ({strategy.name}). {others}"

@@ -16,7 +16,7 @@ from toolkit.planning.choices import (
     Precision,
 )
 from toolkit.planning.models.shape import ModelShape
-from toolkit.strategies import Strategy
+from toolkit.strategies import Strategy, refuse_backend
 
 MOST_GPUS = 100_000
 MOST_TOKENS = 100_000_000
@@ -127,7 +127,12 @@ class Job:
                 f"{self.gpus} GPUs don't spread evenly over {self.nodes} nodes. "
                 "Choose a number of GPUs that the nodes divide."
             )
-        if self.strategy.backend == "single" and self.gpus != 1:
+        match self.strategy.backend:
+            case "single" | "ddp" | "deepspeed" | "fsdp":
+                pass
+            case _:
+                refuse_backend(self.strategy.backend, self.strategy, "The planner")
+        if not self.strategy.is_distributed and self.gpus != 1:
             raise UsageError("single runs on one GPU. Ask for gpus=1, or for ddp.")
         if self.gpus % self.strategy.replicas:
             raise UsageError(
@@ -140,6 +145,12 @@ class Job:
         """Whether embeddings, norms and head of a 4-bit model are held in fp32."""
         sharded = self.strategy.shards_parameters
         return self.method == "qlora" and self.raises_frozen and not sharded
+
+    @property
+    def gradients_in_buckets(self) -> bool:
+        """Whether DDP's buckets are the gradients themselves, which then live as long as these."""
+        distributed_whole = self.strategy.is_distributed and self.strategy.sharding == "whole"
+        return distributed_whole and self.gradient_as_bucket_view
 
     @property
     def sums_up(self) -> bool:

@@ -245,8 +245,8 @@ def plan(
         weights=dtype,
     )
     for strategy in asked:
-        where = {"gpus": 1, "nodes": 1} if strategy.backend == "single" else {}
         try:
+            where = {} if strategy.is_distributed else {"gpus": 1, "nodes": 1}
             check_num_processes(strategy, where.get("gpus", gpus))
             job = replace(base, strategy=strategy, **where)
         except UsageError as error:

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from toolkit.configs.accelerate import check_num_processes
+from toolkit.configs.accelerate import num_processes_problem
 from toolkit.configs.optimizers import optimizer_problem
 from toolkit.errors import UsageError
 from toolkit.planning.choices import OPTIM_FLAGS, Attention, Goal, Method, Optimizer, Precision
@@ -292,11 +292,7 @@ class _Search:
         if optimizer_problem(OPTIM_FLAGS[self.job.optimizer], strategy):
             self.without_optimizer.append(name)
             return False
-        try:
-            check_num_processes(strategy, self.job.gpus)
-        except UsageError:
-            return False
-        return True
+        return num_processes_problem(strategy, self.job.gpus) is None
 
 
 def rank(found: Sequence[Candidate], goal: Goal) -> list[Candidate]:

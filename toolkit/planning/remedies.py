@@ -127,7 +127,7 @@ def _next_stage(job: Job, room: Room) -> tuple[str, str, Job] | None:
     strategy = job.strategy
     if strategy.offloads or strategy.shards_parameters or job.gpus == 1:
         return None
-    changed = _first_that_fits(job, STAGES[strategy.zero_stage + 1 :], room)
+    changed = _first_that_fits(job, STAGES[STAGES.index(strategy.name) + 1 :], room)
     gathers = changed.strategy.shards_parameters
     cost = "half as many bytes again on the wire" if gathers else "little: the same bytes, later"
     return changed.strategy.name, cost, changed

@@ -75,12 +75,12 @@ def _of_parameters(
     reasons: list[str] = []
     if micro_batches > 1:
         reasons.append(f"parameters are gathered in each of {micro_batches} micro-batches")
-    twice = 2 if strategy.zero_stage == 3 or strategy.reshard_after_forward else 1
+    twice = 2 if strategy.gathers_again else 1
     share = gathered / micro_batches / everything
     if twice - share > PADDING:
         what = (
             "ZeRO-3 keeps what stays below stage3_max_live_parameters between forward and backward"
-            if strategy.zero_stage == 3
+            if strategy.sharding == "tensors"
             else "what is outside of the layers is not freed between forward and backward"
         )
         reasons.append(f"{what}, so {share:.2f} psi are gathered each time where the paper has 2")

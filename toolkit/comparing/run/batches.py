@@ -31,7 +31,7 @@ def processes_for(strategy: Strategy, asked: int) -> int:
     Raises:
         UsageError: they do not make the strategy's groups.
     """
-    if strategy.backend == "single":
+    if not strategy.is_distributed:
         return 1
     if strategy.replicas == 1:
         return asked

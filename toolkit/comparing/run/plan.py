@@ -118,7 +118,7 @@ def build_plan(
     strategies, notes = _with_control(options.strategies)
     controls = [get_strategy(name) for name in CONTROLS]
     counts = {s.name: _counts(s, options) for s in (*strategies, *controls)}
-    distributed = [s for s in strategies if s.backend != "single"]
+    distributed = [s for s in strategies if s.is_distributed]
     if distributed and options.processes < 2:
         asked = "a count of 2 or more in --scale" if options.scale else "--num_processes 2 or more"
         raise UsageError(
@@ -178,7 +178,7 @@ def _with_control(names: Sequence[str]) -> tuple[list[Strategy], list[str]]:
 
 def _counts(strategy: Strategy, options: CompareOptions) -> list[int]:
     """Return the numbers of processes that a strategy runs with, ascending."""
-    if not options.scale or strategy.backend == "single":
+    if not options.scale or not strategy.is_distributed:
         return [processes_for(strategy, options.processes)]
     return sorted(set(options.scale) - {1})
 
@@ -193,7 +193,7 @@ def _check(options: CompareOptions, needed: set[int]) -> None:
 
 def _run(strategy: Strategy, engine: Engine, processes: int, options: CompareOptions) -> Run:
     batch, accumulation = options.global_batch_size, options.gradient_accumulation_steps
-    if options.scale or strategy.backend == "single":
+    if options.scale or not strategy.is_distributed:
         # The same micro-batches that the ranks read side by side, one after the other.
         read = scaled_share(batch, processes, accumulation, most=options.processes)
     else:
@@ -221,7 +221,7 @@ def _run(strategy: Strategy, engine: Engine, processes: int, options: CompareOpt
         gradient_accumulation_steps=read.micro_batches,
         precision=options.precision,
         flags=(*written, *options.train_flags),
-        scaled=bool(options.scale) and strategy.backend != "single",
+        scaled=bool(options.scale) and strategy.is_distributed,
     )
 
 
@@ -234,7 +234,7 @@ def _reason_to_skip(run: Run, gpus: int, rehearsal: bool) -> str | None:
         return problem
     if problem := optimizer_problem(_optimizer(run.flags), run.strategy):
         return problem
-    if rehearsal and run.precision == "fp16" and run.strategy.backend == "deepspeed":
+    if rehearsal and run.precision == "fp16" and run.strategy.reads_deepspeed_json:
         return "DeepSpeed has no fp16 on a CPU; use --precision bf16, or GPUs"
     if not rehearsal and run.num_processes > gpus:
         return (

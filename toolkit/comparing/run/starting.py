@@ -69,7 +69,7 @@ def write_run(
     )
     files = write_configs(planned.strategy, folder, options=options)
     flags = ("--output_dir", str(folder), *planned.flags)
-    single = planned.strategy.backend == "single"
+    single = not planned.strategy.is_distributed
     variables: dict[str, str] = {}
     if spec["rehearsal"]:
         variables["CUDA_VISIBLE_DEVICES"] = ""

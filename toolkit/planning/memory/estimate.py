@@ -206,7 +206,7 @@ def _tied_bytes(job: Job, parts: Activations) -> int:
     weights' own dtype, handed over as a transposed view: then the sum is a third. Where a gradient
     is held already, the head's waits beside it.
     """
-    plain = job.strategy.backend in ("single", "ddp") and job.method == "full"
+    plain = job.strategy.sharding == "whole" and job.method == "full"
     if not plain or not job.model.tied:
         return 0
     one = job.model.vocab_size * job.model.hidden_size * trained_size(job)
@@ -217,23 +217,24 @@ def _tied_bytes(job: Job, parts: Activations) -> int:
 
 def _gradients_always(job: Job) -> bool:
     """Whether the gradients of the rank are held through forward as well."""
-    strategy = job.strategy
-    if strategy.zero_stage == 3:
-        return True
-    if strategy.backend == "fsdp":
-        return False
-    if strategy.zero_stage and strategy.offloads:
-        return True  # in fp32 on the host, where the optimizer steps
-    if strategy.backend == "ddp" and job.gradient_as_bucket_view:
-        return True
-    if strategy.zero_stage == 1:
-        return False  # its part of them is laid out when they are reduced
-    return job.sums_up or job.zeroes_gradients
+    added_to = job.sums_up or job.zeroes_gradients
+    match job.strategy.sharding:
+        case "whole":
+            return job.gradients_in_buckets or added_to
+        case "flat" if job.strategy.offloads:
+            return True  # in fp32 on the host, where the optimizer steps
+        case "flat":
+            # ZeRO-1 lays its part of them out when they are reduced.
+            return added_to and not job.strategy.shards_at_the_step
+        case "tensors":
+            return True
+        case "rows":
+            return False
 
 
 def _gradient_growth(job: Job, states: StateBytes) -> float:
     grown = float(states.gradients.gpu)
-    if job.strategy.zero_stage == 1 or (job.strategy.backend == "fsdp" and not job.ends_step):
+    if job.strategy.shards_at_the_step or (job.strategy.sharding == "rows" and not job.ends_step):
         grown += weights_of(job).trained.elements * trained_size(job)
     return grown
 
@@ -315,7 +316,7 @@ def _gradient_terms(
     elif states.gradients.gpu:
         yield replace(whole, phases=("backward", "step") if ends_full else ("step",))
     yield from _new_gradients(job, whole, ends_full=ends_full)
-    if job.strategy.zero_stage == 1:
+    if job.strategy.shards_at_the_step:
         size = trained_size(job)
         unsharded = weights_of(job).trained.elements * size
         always = job.sums_up
@@ -327,7 +328,9 @@ def _gradient_terms(
                 formula="size * trained parameters",
                 phases=RUNNING if always else ("backward",),
             )
-    if job.strategy.zero_stage == 2 and not job.strategy.offloads:
+    if job.strategy.sharding == "flat" and not (
+        job.strategy.shards_at_the_step or job.strategy.offloads
+    ):
         # Its part has a buffer from the first of them on that lies in it.
         new = Interval(0, states.gradients.gpu)
         if job.sums_up or not ends_full:
@@ -338,7 +341,7 @@ def _gradient_terms(
 
 def _new_gradients(job: Job, whole: Term, *, ends_full: bool) -> Iterator[Term]:
     """Yield those that are no part of the others yet: they are added to what is there already."""
-    if job.strategy.backend not in ("single", "ddp") or job.method != "full":
+    if job.strategy.sharding != "whole" or job.method != "full":
         return
     size, held = trained_size(job), _gradients_always(job)
     head = job.model.vocab_size * job.model.hidden_size * size
@@ -384,8 +387,8 @@ def _outside_terms(job: Job) -> Iterator[Term]:
 def _at_rest(job: Job, states: StateBytes, terms: Iterable[Term]) -> Interval:
     """States without gradients, and what is never given back."""
     kept = states.parameters.gpu + states.master.gpu + states.optimizer.gpu
-    in_buckets = job.strategy.backend == "ddp" and job.gradient_as_bucket_view
-    if job.strategy.zero_stage == 3 or in_buckets or job.zeroes_gradients:
+    kept_gradients = job.strategy.sharding == "tensors" or job.gradients_in_buckets
+    if kept_gradients or job.zeroes_gradients:
         kept += states.gradients.gpu
     return Interval.exactly(kept) + _sum(
         t

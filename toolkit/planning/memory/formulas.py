@@ -125,9 +125,13 @@ def compare(job: Job) -> Comparison:
 
 def stage_of(job: Job) -> str:
     """The course's name for what a strategy shards."""
-    if job.strategy.backend == "deepspeed":
-        return f"zero{job.strategy.zero_stage}"
-    return "zero3" if job.strategy.backend == "fsdp" else "ddp"
+    match job.strategy.sharding:
+        case "whole":
+            return "ddp"
+        case "flat":
+            return f"zero{job.strategy.zero_stage}"
+        case "tensors" | "rows":
+            return "zero3"
 
 
 def _formula(stage: str, *, mixed: bool) -> str:
@@ -150,7 +154,7 @@ def _by_part(job: Job, stage: str) -> list[Difference]:
     graded = parameters if divided < 2 else share
     stepped = parameters if divided < 1 else share
     found = [Difference(name=f"weights held in {size} bytes", bytes=(size - weight) * held)]
-    if job.strategy.zero_stage == 1:
+    if job.strategy.shards_at_the_step:
         # At the step each rank has only its part left; the whole was there in backward.
         found.append(
             Difference(
@@ -160,7 +164,7 @@ def _by_part(job: Job, stage: str) -> list[Difference]:
         )
         graded = share
     found.append(Difference(name=f"gradients in {size} bytes", bytes=(size - gradient) * graded))
-    masters = 4 * share if job.strategy.backend == "deepspeed" else 0.0
+    masters = 4 * share if job.strategy.steps_on_masters else 0.0
     in_formula = (optimizer - 8) * stepped
     found.append(
         Difference(
@@ -168,13 +172,13 @@ def _by_part(job: Job, stage: str) -> list[Difference]:
             bytes=masters - in_formula,
         )
     )
-    if job.strategy.zero_stage == 3 and job.strategy.offloads:
+    if job.strategy.sharding == "tensors" and job.strategy.offloads:
         found.append(
             Difference(name="a second copy of gradients, in fp32, for the CPU", bytes=4 * share)
         )
-    elif job.strategy.offloads and job.strategy.backend == "deepspeed":
+    elif job.strategy.offloads and job.strategy.steps_on_masters:
         found.append(Difference(name="gradients in fp32 for the CPU", bytes=(4 - size) * share))
-    if job.strategy.zero_stage == 3:
+    if job.strategy.sharding == "tensors":
         settings = zero_settings(job)
         small = weights_of(job).trained.at_most(settings.persistence_threshold, ranks)
         if ranks > 1:
@@ -184,19 +188,21 @@ def _by_part(job: Job, stage: str) -> list[Difference]:
 
 def _step_counters(job: Job) -> float:
     weights = weights_of(job)
-    if job.strategy.backend != "deepspeed":
+    if not job.strategy.steps_on_masters:
         return STEP * len(weights.trained.sizes)
     if job.strategy.offloads:
         return 0.0  # DeepSpeedCPUAdam counts in Python
-    if job.strategy.zero_stage == 3:
+    if job.strategy.sharding == "tensors":
         return STEP * len(sub_groups(weights, job.shards, zero_settings(job).sub_group))
     return STEP * len(weights.groups)
 
 
 def _lasting_buckets(job: Job) -> float:
     size = trained_size(job)
-    if job.strategy.zero_stage == 3:
-        return zero_settings(job).reduce_bucket * size
-    if job.strategy.backend == "ddp" and not job.gradient_as_bucket_view:
-        return job.model.parameters * size
-    return 0.0
+    match job.strategy.sharding:
+        case "tensors":
+            return zero_settings(job).reduce_bucket * size
+        case "whole" if job.strategy.is_distributed and not job.gradient_as_bucket_view:
+            return job.model.parameters * size
+        case "whole" | "flat" | "rows":
+            return 0.0

@@ -54,12 +54,13 @@ def _term(name: str, size: Interval, ranks: int, *, place: Place = "host") -> Te
 def _held(job: Job, states: StateBytes) -> Iterator[tuple[str, int, bool]]:
     """Yield name, bytes of a rank, and whether they are pinned."""
     strategy, size = job.strategy, trained_size(job)
+    is_zero2 = strategy.sharding == "flat" and strategy.shards_gradients
     weights = weights_of(job)
     yield "parameters", states.parameters.host, strategy.offload_parameters == "cpu"
-    yield "master weights", states.master.host, strategy.zero_stage == 2
+    yield "master weights", states.master.host, is_zero2
     yield "gradients", states.gradients.host, True
     yield "optimizer states", states.optimizer.host, False
-    if strategy.zero_stage == 2:
+    if is_zero2:
         own = states.master.host // 4
         yield "weights on their way back to the GPU", own * size, True
         yield "a buffer for the largest gradient", weights.trained.largest * size, True

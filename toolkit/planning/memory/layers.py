@@ -55,7 +55,7 @@ def regime_of(job: Job) -> Regime:
     them as it gathers them, and Accelerate runs autocast as well.
     """
     compute = COMPUTE_SIZE[job.precision]
-    if job.strategy.backend == "deepspeed" or job.precision == "no":
+    if job.strategy.steps_on_masters or job.precision == "no":
         on_top = job.deepspeed is not None and zero_settings(job).autocast
         return Regime(
             compute=compute,
@@ -65,9 +65,9 @@ def regime_of(job: Job) -> Regime:
             adapter=compute,
         )
     own = compute
-    if job.strategy.backend != "fsdp" and job.method == "full":
+    if job.strategy.sharding != "rows" and job.method == "full":
         own = trained_size(job)
-    adapter = compute if job.strategy.backend == "fsdp" else FP32
+    adapter = compute if job.strategy.sharding == "rows" else FP32
     return Regime(compute=compute, stream=own, autocast=True, norm_weight=own, adapter=adapter)
 
 

@@ -83,12 +83,18 @@ def state_bytes(job: Job, rank: int = 0) -> StateBytes:
     weights = weights_of(job)
     size = trained_size(job)
     fixed = _frozen_bytes(job, weights)
-    if job.strategy.backend == "fsdp":
-        return _fsdp(job, weights, size, fixed, rank)
-    if job.strategy.zero_stage == 3:
-        return _zero3(job, weights, size, fixed)
-    if job.strategy.backend == "deepspeed":
-        return _zero12(job, weights, size, fixed, rank)
+    match job.strategy.sharding:
+        case "flat":
+            return _zero12(job, weights, size, fixed, rank)
+        case "tensors":
+            return _zero3(job, weights, size, fixed)
+        case "rows":
+            return _fsdp(job, weights, size, fixed, rank)
+        case "whole":
+            return _whole(job, weights, size, fixed)
+
+
+def _whole(job: Job, weights: Weights, size: int, fixed: int) -> StateBytes:
     whole = weights.trained.elements * size
     return StateBytes(
         parameters=Held(gpu=whole + fixed),
@@ -100,7 +106,7 @@ def state_bytes(job: Job, rank: int = 0) -> StateBytes:
 
 def most_loaded(job: Job) -> StateBytes:
     """Return the states of the rank that holds the most; padding falls on the first ones."""
-    if job.strategy.zero_stage not in (1, 2) or job.strategy.offloads:
+    if job.strategy.sharding != "flat" or job.strategy.offloads:
         return state_bytes(job)
     groups = weights_of(job).groups
     ranks = range(min(job.shards, LISTED_RANKS))
@@ -115,7 +121,7 @@ def _frozen_bytes(job: Job, weights: Weights) -> int:
     size = 4 if job.frozen_in_fp32 else COMPUTE_SIZE[job.precision]
     if not job.strategy.shards_parameters:
         return weights.frozen.elements * size + weights.quantised_bytes + weights.quantisation_bytes
-    cut = Tensors.chunked if job.strategy.backend == "fsdp" else Tensors.partitioned
+    cut = Tensors.chunked if job.strategy.sharding == "rows" else Tensors.partitioned
     # The values are sharded as one column of the storage dtype; the scales are no parameters, so
     # nothing shards them.
     values = sum(-(-n // (2 * size) // job.shards) * size for n in weights.packed.sizes)
@@ -256,7 +262,7 @@ def persistent_bytes(job: Job) -> int:
 
     Alone, a rank's partition is the whole.
     """
-    if job.strategy.zero_stage != 3 or job.shards == 1:
+    if job.strategy.sharding != "tensors" or job.shards == 1:
         return 0
     weights, threshold = weights_of(job), zero_settings(job).persistence_threshold
     parts = (weights.trained, weights.frozen)

@@ -17,12 +17,12 @@ NORM_SIZE = 8
 def step_terms(job: Job) -> Iterator[Term]:
     """Yield what a job's optimizer step needs on the GPU."""
     if job.strategy.offload_optimizer != "none" and (
-        not job.on_cpu or job.strategy.backend == "deepspeed"
+        not job.on_cpu or job.strategy.steps_on_masters
     ):
         return
     weights = weights_of(job)
     at_once = stepped_at_once(job, weights)
-    if job.strategy.backend != "deepspeed":
+    if not job.strategy.steps_on_masters:
         size, formula = _of_optimizer(job, trained_size(job), at_once, weights.trained.largest)
         if size:
             yield _temporary("the optimizer's temporaries", size, formula, at_once)
@@ -36,7 +36,7 @@ def step_terms(job: Job) -> Iterator[Term]:
     how = f"stepped at once * ({gradient} flattened + {master} as the masters)"
     if size > converted:
         how = f"{master} * stepped at once + {formula}"
-    shards = job.shards if job.strategy.zero_stage == 3 else 1
+    shards = job.shards if job.strategy.sharding == "tensors" else 1
     norm = NORM_SIZE * -(-weights.trained.largest // shards)
     if norm > size:
         size, how = norm, f"{NORM_SIZE} * elements of the largest gradient, for its norm"

@@ -62,17 +62,15 @@ def units_of(model: ModelShape) -> Units:
 def moving_terms(job: Job) -> Iterator[Term]:
     """Yield the terms of a job's strategy."""
     weights = weights_of(job)
-    match job.strategy.backend:
-        case "single":
-            return
-        case "ddp":
+    match job.strategy.sharding:
+        case "whole":
             yield from _ddp(job, weights)
-        case "fsdp":
-            yield from _fsdp(job, weights)
-        case "deepspeed" if job.strategy.zero_stage == 3:
-            yield from _zero3(job, weights, zero_settings(job))
-        case "deepspeed":
+        case "flat":
             yield from _zero12(job, weights, zero_settings(job))
+        case "tensors":
+            yield from _zero3(job, weights, zero_settings(job))
+        case "rows":
+            yield from _fsdp(job, weights)
 
 
 def packed_size(job: Job, weights: Weights) -> float:
@@ -85,7 +83,7 @@ def packed_size(job: Job, weights: Weights) -> float:
 
 
 def _ddp(job: Job, weights: Weights) -> Iterator[Term]:
-    if not job.gradient_as_bucket_view:
+    if job.strategy.is_distributed and not job.gradient_as_bucket_view:
         size = trained_size(job)
         elements = weights.trained.elements
         yield Term(
@@ -211,7 +209,7 @@ def _zero12(job: Job, weights: Weights, settings: ZeroSettings) -> Iterator[Term
         formula=f"{count} * size * reduce_bucket_size",
         inputs={"size": size, "reduce_bucket_size": settings.reduce_bucket},
         # Made with the first gradient; stage 2 gives them back after each micro-batch.
-        phases=RUNNING if job.strategy.zero_stage == 1 and job.sums_up else ("head", "backward"),
+        phases=RUNNING if job.strategy.shards_at_the_step and job.sums_up else ("head", "backward"),
     )
     flat = min(max(settings.reduce_bucket, largest), weights.trained.elements)
     alone = largest if largest > settings.reduce_bucket else 0
@@ -306,10 +304,12 @@ def _live(job: Job, weights: Weights, settings: ZeroSettings) -> Iterator[Term]:
 
 def stepped_at_once(job: Job, weights: Weights) -> int:
     """Elements that the optimizer steps on at one time, on one rank."""
-    if job.strategy.zero_stage == 3:
-        return max(sub_groups(weights, job.shards, zero_settings(job).sub_group), default=0)
-    if job.strategy.backend == "deepspeed":
-        return max((partition_elements(g, job.shards) for g in weights.groups), default=0)
-    if job.strategy.backend == "fsdp":
-        return weights.trained.chunked(job.shards)
-    return weights.trained.elements
+    match job.strategy.sharding:
+        case "whole":
+            return weights.trained.elements
+        case "flat":
+            return max((partition_elements(g, job.shards) for g in weights.groups), default=0)
+        case "tensors":
+            return max(sub_groups(weights, job.shards, zero_settings(job).sub_group), default=0)
+        case "rows":
+            return weights.trained.chunked(job.shards)

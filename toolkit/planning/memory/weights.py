@@ -141,14 +141,14 @@ def trained_size(job: Job) -> int:
     Raises:
         UsageError: DeepSpeed is to compute in fp32 with weights of 16 bits, which it refuses.
     """
-    if job.strategy.backend == "deepspeed":
+    if job.strategy.steps_on_masters:
         if job.precision == "no" and job.weights != "float32" and job.method == "full":
             raise UsageError(
                 f"{job.strategy.name} computes in fp32 with weights in fp32 only, and these are "
                 f"loaded in {job.weights}. Ask for precision bf16 or fp16, or for float32 weights."
             )
         return COMPUTE_SIZE[job.precision]
-    if job.method != "full" or (job.strategy.backend == "fsdp" and job.precision != "no"):
+    if job.method != "full" or (job.strategy.sharding == "rows" and job.precision != "no"):
         return 4
     return SIZE[job.weights]
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from toolkit.configs.accelerate import num_processes_problem
 from toolkit.errors import UsageError
 from toolkit.planning.memory.estimate import estimate_memory
 from toolkit.planning.terms import CATEGORIES, GIB, Category
@@ -119,10 +120,7 @@ def _by_gpus(axes: Any, plan: Plan) -> None:
 
 
 def _possible(job: Job, gpus: int) -> bool:
-    strategy = job.strategy
-    if strategy.backend == "single":
-        return False
-    return gpus % (2 * strategy.replicas) == 0 if strategy.replicas > 1 else gpus > 1
+    return job.strategy.is_distributed and not num_processes_problem(job.strategy, gpus)
 
 
 def _on(job: Job, gpus: int) -> Job:

@@ -117,7 +117,7 @@ def _elementwise(job: Job) -> Interval:
     """Bytes that one token moves outside of products, forward, backward and recomputed."""
     fused, eager = _elementwise_forward(job.model)
     passes = 1 + rates.BACKWARD + (0 if job.checkpointing == "none" else 1)
-    mixed = job.precision != "no" and job.strategy.backend != "deepspeed"
+    mixed = job.precision != "no" and not job.strategy.steps_on_masters
     width = {"no": 2, "bf16": 1, "fp16": 1}[job.precision]
     most = eager * (rates.AUTOCAST if mixed else 1)
     return Interval(fused * passes * width, most * passes * width)

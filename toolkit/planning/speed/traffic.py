@@ -52,13 +52,15 @@ def collectives(job: Job) -> tuple[Collective, ...]:
     """
     if job.gpus == 1:
         return ()
-    if job.strategy.backend == "fsdp":
-        return _fsdp(job)
-    if job.strategy.zero_stage == 3:
-        return _zero3(job)
-    if job.strategy.backend == "deepspeed":
-        return _zero12(job)
-    return _ddp(job)
+    match job.strategy.sharding:
+        case "whole":
+            return _ddp(job)
+        case "flat":
+            return _zero12(job)
+        case "tensors":
+            return _zero3(job)
+        case "rows":
+            return _fsdp(job)
 
 
 def textbook_elements(job: Job) -> int:
@@ -85,8 +87,7 @@ def textbook(strategy: Strategy, *, trained: int, everything: int, ranks: int) -
         return 0
     if not strategy.shards_parameters:
         return 2 * trained
-    stays_gathered = strategy.backend == "fsdp" and not strategy.reshard_after_forward
-    return (1 if stays_gathered else 2) * everything + trained
+    return (2 if strategy.gathers_again else 1) * everything + trained
 
 
 def _ddp(job: Job) -> tuple[Collective, ...]:
@@ -113,7 +114,7 @@ def _zero12(job: Job) -> tuple[Collective, ...]:
     weights = weights_of(job)
     size = trained_size(job)
     settings = zero_settings(job)
-    every = job.accumulation if job.strategy.zero_stage == 2 else 1
+    every = 1 if job.strategy.shards_at_the_step else job.accumulation
     flat = sum(_flat_elements(group, job.gpus) for group in weights.groups)
     trained = weights.trained.elements
     reduced, reduced_dtype = _reduced(job, size)
@@ -244,7 +245,7 @@ def _fsdp(job: Job) -> tuple[Collective, ...]:
     if job.method != "full":
         again += weights.trained.chunked(shards) * shards
     again -= _packed_savings(job, weights.packed)
-    gathered = once + again * (2 if job.strategy.reshard_after_forward else 1)
+    gathered = once + again * (2 if job.strategy.gathers_again else 1)
     gradients = weights.trained.chunked(shards) * shards
     per_node = job.gpus // job.nodes
     units = job.model.layers + 2
@@ -269,7 +270,7 @@ def _fsdp(job: Job) -> tuple[Collective, ...]:
             inputs={
                 "once": once,
                 "twice": again,
-                "gathers": 2 if job.strategy.reshard_after_forward else 1,
+                "gathers": 2 if job.strategy.gathers_again else 1,
                 "size": base_size,
                 "micro-batches": job.accumulation,
             },
@@ -343,7 +344,7 @@ def _packed_savings(job: Job, packed: Tensors) -> int:
     if not packed.sizes:
         return 0
     held = 2 * COMPUTE_SIZE[job.precision]
-    return _packed_elements(packed, job.shards, held, job.strategy.backend == "fsdp")
+    return _packed_elements(packed, job.shards, held, job.strategy.sharding == "rows")
 
 
 @lru_cache(maxsize=512)

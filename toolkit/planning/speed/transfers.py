@@ -15,7 +15,7 @@ from toolkit.planning.terms import Interval
 
 def communicating(job: Job, gpu: Gpu, network: Interval, micro: Interval) -> list[SpeedTerm]:
     """What collectives add to a step beyond what computing hides."""
-    overlaps = job.strategy.backend != "deepspeed" or zero_settings(job).overlaps
+    overlaps = not job.strategy.reads_deepspeed_json or zero_settings(job).overlaps
     terms: list[SpeedTerm] = []
     # Gathers go on beside everything, reductions beside backward, two thirds of a micro-batch.
     everything = micro.times(job.accumulation)
@@ -111,7 +111,7 @@ def stepping(job: Job, gpu: Gpu, micro: Interval) -> list[SpeedTerm]:
 
 def _optimizer_bytes(job: Job) -> float:
     """Bytes per parameter that one step reads and writes, gradients and clipping included."""
-    size = 4 if job.strategy.backend == "deepspeed" else trained_size(job)
+    size = 4 if job.strategy.steps_on_masters else trained_size(job)
     states = {
         "adamw_8bit": 4.0,
         "paged_adamw_8bit": 4.0,
@@ -122,7 +122,7 @@ def _optimizer_bytes(job: Job) -> float:
     # The gradient is read for its norm, scaled, and read for the step; the weight read and written.
     moved = states + 6 * size
     # DeepSpeed makes fp32 gradients of its 16-bit ones, and 16-bit weights of its fp32 masters.
-    return moved + (12 if job.strategy.backend == "deepspeed" and job.precision != "no" else 0)
+    return moved + (12 if job.strategy.steps_on_masters and job.precision != "no" else 0)
 
 
 def _offloading(job: Job, gpu: Gpu, micro: Interval, own: int, moved: float) -> list[SpeedTerm]:
@@ -135,7 +135,7 @@ def _offloading(job: Job, gpu: Gpu, micro: Interval, own: int, moved: float) -> 
     )
     hidden = micro.low * job.accumulation * rates.OVERLAP.high
     # DeepSpeed brings an optimizer for CPUs; FSDP2 steps with whatever the job asks for.
-    unfused = job.strategy.backend == "fsdp" and job.optimizer == "adamw"
+    unfused = job.strategy.sharding == "rows" and job.optimizer == "adamw"
     passes = rates.UNFUSED_ON_CPU if unfused else Interval.exactly(1)
     stepping = passes.times(moved * own * per_node)
     terms = [
@@ -197,7 +197,7 @@ def _copied_bytes(job: Job, own: int, size: int) -> tuple[float, float]:
     computed = COMPUTE_SIZE[job.precision]
     held = weights.trained.elements * size + weights.frozen.elements * computed
     gathered = 2 * job.accumulation * (held + weights.packed.elements / 2) / job.shards
-    if job.strategy.backend == "fsdp":
+    if job.strategy.sharding == "rows":
         return size * own, gathered
     down = size * own * job.accumulation + 4 * own
     up = size * own * job.accumulation
