@@ -18,10 +18,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 from transformers.utils import logging
 
 from toolkit.data.arguments import DataArguments
-from toolkit.data.training_data import prepare_data
+from toolkit.data.prepared import prepare_data
+from toolkit.data.tokenizer import load_tokenizer
 from toolkit.engines.inspection import compiled
 from toolkit.measuring.peak import PeakLedger
-from toolkit.training.model import build_model, load_tokenizer
+from toolkit.training.model import build_model
 
 
 def main() -> None:

@@ -18,7 +18,8 @@ def write_model(folder: Path) -> Path:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from toolkit.training.model import build_model, load_tokenizer
+    from toolkit.data.tokenizer import load_tokenizer
+    from toolkit.training.model import build_model
 
     built_in = build_model()
     load_tokenizer(built_in).save_pretrained(folder)

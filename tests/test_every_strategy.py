@@ -14,7 +14,7 @@ from toolkit import environment
 from toolkit.comparing.predicted import STATES, job_of, predicted_states
 from toolkit.comparing.report.textbook_volume import difference_in_words
 from toolkit.data.arguments import DataArguments
-from toolkit.data.training_data import prepare_data, prepare_validation
+from toolkit.data.prepared import prepare_data, prepare_validation
 from toolkit.planning.job import Job
 from toolkit.planning.memory.estimate import estimate_memory
 from toolkit.planning.models.architectures import shape_from_config

@@ -38,8 +38,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, TrainingArguments
 
     from toolkit.checkpoints.resuming import Resumed
-    from toolkit.data.training_data import TrainingData
-    from toolkit.training.arguments import DataArguments, ModelArguments, RunArguments
+    from toolkit.data.arguments import DataArguments
+    from toolkit.data.prepared import PreparedData
+    from toolkit.training.arguments import ModelArguments, RunArguments
     from toolkit.training.evaluation_plan import EvaluationPlan
     from toolkit.training.guard_arguments import GuardArguments
     from toolkit.training.method_arguments import MethodArguments
@@ -63,7 +64,7 @@ class Job:
     speed: SpeedArguments
     guards: GuardArguments
     facts: ModelFacts
-    data: TrainingData
+    data: PreparedData
     rows: Dataset
     """In the order of training: the ragged rows of `steps`, then the packed ones."""
 
@@ -95,11 +96,12 @@ def checked_job(argv: list[str]) -> Job:
     from transformers.trainer_utils import IntervalStrategy
 
     from toolkit.checkpoints.resume_request import asked_checkpoint
-    from toolkit.data.training_data import count_steps, rows_needed, training_rows
+    from toolkit.data.order import count_steps, rows_needed, training_rows
+    from toolkit.data.tokenizer import load_tokenizer
     from toolkit.training.arguments import own_arguments, training_arguments, training_values
     from toolkit.training.evaluation_plan import not_done_with_evidence, planned_evaluation
     from toolkit.training.methods import check_strategy, checked_method
-    from toolkit.training.model import load_tokenizer, resolve_tokenizer
+    from toolkit.training.model import resolve_tokenizer
     from toolkit.training.precision import asked_precision, with_precision
     from toolkit.training.prepare import check_files, model_and_data
     from toolkit.training.run_checkpoints import resumed_job

@@ -106,7 +106,7 @@ def train(job: Job, status: StatusFile) -> None:
     import torch
 
     from toolkit.data.cache import check_seconds
-    from toolkit.data.training_data import Collator
+    from toolkit.data.collation import Collator
     from toolkit.measuring import memory
     from toolkit.measuring.attestation import Refused
     from toolkit.training.adapters import load_for
@@ -236,7 +236,7 @@ def _check_idle_loss(job: Job, model: Any) -> None:
     """Refuse a model that would learn from rows that train nothing, or break by them."""
     import torch
 
-    from toolkit.data.fillers import idle_loss
+    from toolkit.training.idle_loss import idle_loss
     from toolkit.training.methods import skeleton
 
     if not has_fillers(job.rows):

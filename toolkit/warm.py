@@ -43,7 +43,7 @@ IMPORTED: Final = (
     "toolkit.training.loop",
     "toolkit.training.trainer",
     "toolkit.training.prepare",
-    "toolkit.data.training_data",
+    "toolkit.data.prepared",
     "toolkit.training.saving",
     "toolkit.training.speed",
     "toolkit.training.before_and_after",

@@ -413,7 +413,8 @@ def more_than_the_memory(machine: Machine) -> dict[str, Any]:
     from kit.models import build
     from kit.runs import run_compare
     from toolkit.comparing.report.row_facts import planner_word
-    from toolkit.training.model import build_model, load_tokenizer
+    from toolkit.data.tokenizer import load_tokenizer
+    from toolkit.training.model import build_model
 
     batch = 1
     if torch.cuda.is_available():

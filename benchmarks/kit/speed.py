@@ -278,7 +278,8 @@ def _train(
         return
     tokenizer = None
     if variant.kind == "trl":
-        from toolkit.training.model import build_model, load_tokenizer
+        from toolkit.data.tokenizer import load_tokenizer
+        from toolkit.training.model import build_model
 
         tokenizer = load_tokenizer(build_model())
     trainer = trainers.trainer_of(

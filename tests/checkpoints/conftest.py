@@ -5,7 +5,8 @@ import torch
 from killing import Run
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from toolkit.training.model import build_model, load_tokenizer
+from toolkit.data.tokenizer import load_tokenizer
+from toolkit.training.model import build_model
 
 
 @pytest.fixture(scope="session")

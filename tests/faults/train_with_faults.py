@@ -39,7 +39,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 from toolkit import environment
-from toolkit.data.training_data import Collator, TrainingData, prepare_data, training_rows
+from toolkit.data.arguments import DataArguments
+from toolkit.data.collation import Collator
+from toolkit.data.order import training_rows
+from toolkit.data.prepared import PreparedData, prepare_data
+from toolkit.data.tokenizer import load_tokenizer
 from toolkit.measuring.attestation import Asked
 from toolkit.measuring.evidence import EvidenceKeeper
 from toolkit.measuring.recorder import Recorder
@@ -47,8 +51,7 @@ from toolkit.records.results import SCHEMA, write_json
 from toolkit.rehearse import die_with_launcher, rehearse_if_needed
 from toolkit.strategies import get_strategy
 from toolkit.training import loop, saving
-from toolkit.training.arguments import DataArguments, parse
-from toolkit.training.model import load_tokenizer
+from toolkit.training.arguments import parse
 from toolkit.training.observers import Observer, Prepared
 from toolkit.training.saving import save_model
 
@@ -142,7 +145,7 @@ class Run:
     """One training, and what a fault may change of it."""
 
     model_folder: str
-    data: TrainingData
+    data: PreparedData
     args: TrainingArguments
     precision: str
     steps: int

@@ -13,8 +13,8 @@ from transformers import TrainingArguments
 
 from toolkit import ToolkitTrainer
 from toolkit.data.arguments import DataArguments
+from toolkit.data.collation import Collator
 from toolkit.data.tokens import IGNORED
-from toolkit.data.training_data import Collator
 from toolkit.engines.between_steps import NotBetweenSteps, between_steps
 from toolkit.errors import UsageError
 from toolkit.measuring.attestation import Asked

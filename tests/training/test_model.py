@@ -8,7 +8,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, PreTrainedTokenizerFast
 
-from toolkit.data.training_data import TrainingData, standard_library_rows
+from toolkit.data.built_in import standard_library_rows
+from toolkit.data.prepared import PreparedData
+from toolkit.data.tokenizer import load_tokenizer
 from toolkit.errors import UsageError
 from toolkit.training.arguments import ModelArguments
 from toolkit.training.model import (
@@ -16,7 +18,6 @@ from toolkit.training.model import (
     check_length,
     check_vocabulary,
     load_model,
-    load_tokenizer,
     model_facts,
     resolve_model,
     resolve_tokenizer,
@@ -118,7 +119,7 @@ def test_rows_that_the_model_cannot_read(tied_model, tmp_path):
     check_length(facts, 16)
     with pytest.raises(UsageError, match="Pass --max_length 16 or less"):
         check_length(facts, 17)
-    data = TrainingData(
+    data = PreparedData(
         name="rows",
         hash="",
         tokens_hash="",

@@ -16,13 +16,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.data.collation import Collator
 from toolkit.data.packing import PROVEN_MODELS
+from toolkit.data.tokenizer import load_tokenizer
 from toolkit.data.tokens import IGNORED
 from toolkit.errors import UsageError
 from toolkit.measuring.peak import PeakLedger
 from toolkit.strategies import STRATEGIES
 from toolkit.training.arguments import RunArguments, own_arguments, training_values
 from toolkit.training.evaluation import loss_and_tokens
-from toolkit.training.model import ModelArguments, build_model, load_tokenizer
+from toolkit.training.model import ModelArguments, build_model
 from toolkit.training.precision import asked_precision, with_precision
 from toolkit.training.samples import continuations
 from toolkit.training.speed import Speed

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.data.formats import Chat, Format, read_batch, read_chat
 from toolkit.data.tokens import (
@@ -207,7 +207,7 @@ class ChatTokeniser:
         start = self._render(first, where, header=header) if count else ""
         if not header and count < len(chat.messages):
             # Phi-3's template ends a conversation, but not each turn, with the end of text.
-            start = start.removesuffix(self.tokenizer.eos_token or "")
+            start = start.removesuffix(str(self.tokenizer.eos_token or ""))
         if not text.startswith(start):
             raise UsageError(
                 f"{where}: the chat template ({self.template.name}) renders the first {count} "
@@ -261,7 +261,7 @@ class ChatTokeniser:
             kept = end
             while kept and learned[kept - 1] and ids[kept - 1] not in self.special:
                 kept -= 1
-            rest = self.tokenizer.decode(ids[kept:end])
+            rest = str(self.tokenizer.decode(ids[kept:end]))
             if kept and learned[kept - 1] and not rest.strip():
                 learned[kept:end] = [False] * (end - kept)
         return ids, learned
@@ -284,7 +284,7 @@ class ChatTokeniser:
 
     def _end(self, ids: list[int], learned: list[bool]) -> None:
         """Have a chat that ends without a special token end with the end of text, learned."""
-        eos = self.tokenizer.eos_token_id
+        eos = cast("int | None", self.tokenizer.eos_token_id)
         last = max((at for at, kept in enumerate(learned) if kept), default=None)
         if last is None or eos is None or self.special & set(ids[max(last - 1, 0) :]):
             return

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from toolkit.data.arguments import DataArguments
+from toolkit.data.tokens import in_batches
 from toolkit.errors import UsageError
-from toolkit.training.arguments import DataArguments
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -163,7 +164,7 @@ def _holds_messages(feature: Any) -> bool:
 
 def read_rows(dataset: Dataset, found: Format) -> Iterator[list[Any]]:
     """Yield the columns that are trained on, row by row, as they were written."""
-    for batch in dataset.select_columns(list(found.columns)).iter(batch_size=1000):
+    for batch in in_batches(dataset.select_columns(list(found.columns))):
         yield from read_batch(batch, found)
 
 

@@ -19,6 +19,7 @@ from toolkit.data.tokens import (
     IGNORED,
     add_row,
     empty_rows,
+    in_batches,
     row_features,
     supervised_tokens,
 )
@@ -92,7 +93,7 @@ def pack(dataset: Dataset, *, length: int, rows: int) -> Dataset:
     pieces: list[list[int]] = []
     held = 0
     while held < needed:
-        for batch in dataset.iter(batch_size=1000):
+        for batch in in_batches(dataset):
             pieces += batch["input_ids"]
             held += sum(map(len, batch["input_ids"]))
             if held >= needed:

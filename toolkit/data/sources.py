@@ -14,18 +14,18 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from toolkit.data.arguments import DataArguments
 from toolkit.data.built_in import (
     BUILT_IN_DATA,
     standard_library_hash,
     standard_library_rows,
 )
 from toolkit.errors import UsageError, sentence_of
-from toolkit.training.arguments import DataArguments
 
 if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
+    from datasets import Dataset, DatasetBuilder, IterableDataset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,7 @@ def _file_source(path: Path, flag: str, limit: int | None) -> Source:
                     builder, data_files=str(path.absolute()), cache_dir=str(scratch), **options
                 )
                 if limit is not None:
-                    return _first_of(reader.as_streaming_dataset("train"), limit)
+                    return _first_of(_stream(reader, "train"), limit)
                 reader.download_and_prepare()
             # Depending on what is wrong, pyarrow's or pandas' own errors come through: ValueErrors.
             except (DatasetsError, ValueError) as error:
@@ -131,9 +131,11 @@ def _file_source(path: Path, flag: str, limit: int | None) -> Source:
                     f"{path} can't be read as {builder}: {sentence_of(error.__cause__ or error)} "
                     "Correct the file, or give it the ending of what it holds."
                 ) from error
-        if not reader.info.splits["train"].num_examples:
+        # Before the rows are read: an empty split can't be made a data set (datasets 5.2).
+        splits = reader.info.splits
+        if not splits or not splits["train"].num_examples:
             raise UsageError(f"{path.name} has zero training rows: pass data with rows.")
-        return reader.as_dataset("train")
+        return cast("Dataset", reader.as_dataset("train"))
 
     identity = f"{path.suffix} {_content(path, limit)} {limit}"
     return Source(name=path.name, identity=identity, load=load)
@@ -159,7 +161,7 @@ def _hub_source(arguments: DataArguments, split: str, limit: int | None) -> Sour
                 reader = load_dataset_builder(name, config)
                 # On the Hub the hash is that of the commit, in a folder that of its files.
                 identity = f"{reader.hash} {reader.config_id} {split} {limit}"
-                stream = reader.as_streaming_dataset(split)
+                stream = _stream(reader, split)
                 return Source(name=name, identity=identity, load=lambda _: _first_of(stream, limit))
             dataset = load_dataset(name, config, split=split)
         # An unknown configuration or split is a ValueError, no network a ConnectionError.
@@ -171,6 +173,11 @@ def _hub_source(arguments: DataArguments, split: str, limit: int | None) -> Sour
             ) from error
     # `datasets` derives its fingerprint from the files of its cache; `map` relies on it as well.
     return Source(name=name, identity=dataset._fingerprint, load=lambda _: dataset)
+
+
+def _stream(reader: DatasetBuilder, split: str) -> IterableDataset:
+    """Return one split as a stream; only without a name would `datasets` return several."""
+    return cast("IterableDataset", reader.as_streaming_dataset(split))
 
 
 def _first_of(stream: IterableDataset, limit: int) -> Dataset:

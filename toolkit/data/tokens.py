@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
@@ -80,6 +77,11 @@ def tokenise(
     return rows
 
 
+def in_batches(rows: Dataset) -> Iterator[Mapping[str, Any]]:
+    """Yield the columns of 1,000 rows at a time, so that data larger than memory can be read."""
+    return cast("Iterator[Mapping[str, Any]]", rows.iter(batch_size=1000))
+
+
 def empty_rows() -> dict[str, list[Any]]:
     return {"input_ids": [], "labels": [], "sample_id": []}
 
@@ -117,7 +119,7 @@ def described_rows(rows: Dataset) -> dict[str, Any]:
     content = hashlib.sha256()
     largest = tokens = supervised = longest = 0
     lists = [name for name in ("input_ids", "labels", "position_ids") if name in rows.column_names]
-    for table in rows.with_format("arrow").iter(batch_size=1000):
+    for table in in_batches(rows.with_format("arrow")):
         sample_ids = table["sample_id"].combine_chunks().to_numpy(zero_copy_only=False)
         content.update(sample_ids.tobytes())
         for name in lists:
@@ -156,22 +158,3 @@ def row_bytes(row: Sequence[Any]) -> bytes:
 
 def digest(*parts: object) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-_TOKENIZER_FILES = re.compile(
-    r"(tokenizer|tokenization|special_tokens|added_tokens|vocab|merges|sentencepiece|spiece"
-    r"|chat_template).*|.*\.(model|tiktoken|py)"
-)
-
-
-def tokenizer_identity(folder: Path) -> str:
-    """Return what changes whenever the tokenizer in `folder`, or its template, may have."""
-    return digest(list(_tokenizer_files(folder)), version("transformers"), version("tokenizers"))
-
-
-def _tokenizer_files(folder: Path) -> Iterator[tuple[str, str]]:
-    templates = folder / "additional_chat_templates"
-    inside = sorted(templates.glob("*.jinja")) if templates.is_dir() else []
-    for path in (*sorted(folder.iterdir()), *inside):
-        if path.is_file() and (path in inside or _TOKENIZER_FILES.fullmatch(path.name)):
-            yield path.name, hashlib.sha256(path.read_bytes()).hexdigest()

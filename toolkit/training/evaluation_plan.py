@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from toolkit.data.arguments import DataArguments
+from toolkit.data.prepared import PreparedData, prepare_validation
 from toolkit.data.tokens import IGNORED
-from toolkit.data.training_data import TrainingData, prepare_validation
 from toolkit.errors import UsageError
 from toolkit.training.arguments import ModelArguments
 from toolkit.training.model import ModelFacts, check_vocabulary, resolve_tokenizer
@@ -180,7 +180,7 @@ def planned_evaluation(
     data: DataArguments,
     samples: int | None,
     facts: ModelFacts,
-    training: TrainingData,
+    training: PreparedData,
     steps: int,
     global_batch: int,
 ) -> EvaluationPlan | None:

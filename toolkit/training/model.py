@@ -12,16 +12,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.data.built_in import standard_library_texts
+from toolkit.data.built_in import standard_library_hash, standard_library_texts
 from toolkit.data.cache import build_once
-from toolkit.data.training_data import TrainingData, standard_library_hash
+from toolkit.data.prepared import PreparedData
 from toolkit.environment import cache_root
 from toolkit.errors import UsageError, sentence_of
 from toolkit.training.arguments import ModelArguments
 from toolkit.training.loadable import count_parameters, read_config
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -147,41 +147,6 @@ def load_model(
     return model
 
 
-def load_tokenizer(
-    folder: str | Path, *, trust_remote_code: bool = False, chat_template: str | None = None
-) -> PreTrainedTokenizerBase:
-    """Return the tokenizer in `folder`, with a padding token.
-
-    A `chat_template` takes the place of its own, and is saved with it.
-
-    Without one of its own, the end-of-text token pads. That is safe since `Collator` masks
-    padding by its position.
-
-    Raises:
-        UsageError: there is no tokenizer, or it has neither token.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"No tokenizer can be loaded from {folder}: {sentence_of(error)} "
-            "Pass --tokenizer_name with one that fits the model."
-        ) from error
-    if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token_id is None:
-            raise UsageError(
-                f"The tokenizer in {folder} has no pad token, and no end-of-text token to take "
-                'its place. Set "pad_token" in its tokenizer_config.json, or pass --tokenizer_name '
-                "with one that has it."
-            )
-        tokenizer.pad_token = tokenizer.eos_token
-    if chat_template is not None:
-        tokenizer.chat_template = chat_template
-    return tokenizer
-
-
 def model_facts(folder: str | Path) -> ModelFacts:
     """Return what config.json and the headers of the weights say, without loading weights."""
     folder = Path(folder)
@@ -212,7 +177,7 @@ def check_length(model: ModelFacts, max_length: int) -> None:
         )
 
 
-def check_vocabulary(model: ModelFacts, data: TrainingData) -> None:
+def check_vocabulary(model: ModelFacts, data: PreparedData) -> None:
     """Check that the model knows every token of the data.
 
     Raises:

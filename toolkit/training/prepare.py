@@ -20,28 +20,19 @@ from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
+from toolkit.data.arguments import DataArguments
 from toolkit.data.chat import asked_template
+from toolkit.data.order import rows_needed
 from toolkit.data.packing import check_borders, check_no_cache
+from toolkit.data.prepared import PreparedData, prepare_data, prepare_validation
 from toolkit.data.sources import check_file
-from toolkit.data.training_data import (
-    TrainingData,
-    prepare_data,
-    prepare_validation,
-    rows_needed,
-)
 from toolkit.environment import check_installed
 from toolkit.errors import UsageError, file_sentence, is_full_disk
 from toolkit.escaping import one_line
 from toolkit.launching.ranks import quiet
 from toolkit.redaction import redact_output
 from toolkit.strategies import Strategy, get_strategy
-from toolkit.training.arguments import (
-    DataArguments,
-    ModelArguments,
-    OwnArguments,
-    own_arguments,
-    training_values,
-)
+from toolkit.training.arguments import ModelArguments, OwnArguments, own_arguments, training_values
 from toolkit.training.dropout import dropout_facts
 from toolkit.training.evaluation_plan import check_evaluation
 from toolkit.training.expected_speed import asks_the_model, expected_speed
@@ -227,7 +218,7 @@ def model_and_data(
     data_arguments: DataArguments,
     *,
     rows_needed: int | None = None,
-) -> tuple[ModelFacts, TrainingData]:
+) -> tuple[ModelFacts, PreparedData]:
     """Find or make the model and the tokenised rows, and check that they fit each other.
 
     Args:
@@ -261,7 +252,7 @@ def model_and_data(
 
 def validation_data(
     model_arguments: ModelArguments, data_arguments: DataArguments
-) -> TrainingData | None:
+) -> PreparedData | None:
     """Find or make the rows to evaluate on, None where none were asked for.
 
     Raises:

@@ -15,50 +15,19 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.data.built_in import (
-    BUILT_IN_DATA,
-    standard_library_hash,
-    standard_library_rows,
-)
+from toolkit.data.arguments import DataArguments
+from toolkit.data.building import TEMPLATE_FILE, Build, Part
 from toolkit.data.cache import build_once, changed_meanwhile, read_cached
 from toolkit.data.chat import asked_template, shipped_templates
-from toolkit.data.collation import Collator
-from toolkit.data.order import count_steps, rows_needed, training_rows, validation_rows
-from toolkit.data.packing import pack
 from toolkit.data.sources import Source, training_source, validation_source
-from toolkit.data.tokens import (
-    IGNORED,
-    digest,
-    supervised_tokens,
-    tokenise,
-    tokenizer_identity,
-)
+from toolkit.data.tokenizer import load_tokenizer, tokenizer_identity
+from toolkit.data.tokens import digest
 from toolkit.environment import cache_root
 from toolkit.errors import UsageError
 from toolkit.escaping import one_line
-from toolkit.training.arguments import DataArguments
-from toolkit.training.building import TEMPLATE_FILE, Build, Part
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-__all__ = [
-    "BUILT_IN_DATA",
-    "IGNORED",
-    "Collator",
-    "TrainingData",
-    "count_steps",
-    "pack",
-    "prepare_data",
-    "prepare_validation",
-    "rows_needed",
-    "standard_library_hash",
-    "standard_library_rows",
-    "supervised_tokens",
-    "tokenise",
-    "training_rows",
-    "validation_rows",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +36,7 @@ _RECIPE = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingData:
+class PreparedData:
     """Tokenised rows in the cache, and what a record says of them."""
 
     name: str
@@ -140,7 +109,7 @@ def prepare_data(
     *,
     trust_remote_code: bool = False,
     rows_needed: int | None = None,
-) -> TrainingData:
+) -> PreparedData:
     """Return the rows that `arguments` ask for, tokenised once and cached.
 
     Args:
@@ -169,7 +138,7 @@ def prepare_data(
 
 def prepare_validation(
     arguments: DataArguments, tokenizer: str | Path, *, trust_remote_code: bool = False
-) -> TrainingData | None:
+) -> PreparedData | None:
     """Return the rows to evaluate on, prepared like the training rows but never packed.
 
     They come from `--validation_file` or `--validation_split`, or are the
@@ -206,7 +175,7 @@ def _prepare(
     part: Part,
     limit: int | None,
     trust_remote_code: bool,
-) -> TrainingData:
+) -> PreparedData:
     key = digest(
         _RECIPE,
         source.identity,
@@ -223,8 +192,6 @@ def _prepare(
     )
 
     def build(folder: Path) -> None:
-        from toolkit.training.model import load_tokenizer
-
         logger.info("Tokenising %s", one_line(source.name))
         job = Build(
             arguments=arguments,
@@ -247,7 +214,7 @@ def _prepare(
         if getattr(arguments, entry.name) != entry.default
     }
     try:
-        return TrainingData(
+        return PreparedData(
             name=source.name, python=source.python, folder=folder, asked=asked, **facts
         )
     except TypeError as error:

@@ -8,6 +8,9 @@ from datasets import Dataset
 from small_models import small_of, tiny_llama
 from transformers import TrainingArguments
 
+from toolkit.data.arguments import DataArguments
+from toolkit.data.collation import Collator
+from toolkit.data.order import training_rows
 from toolkit.data.packing import (
     PROVEN_ATTENTION,
     PROVEN_MODELS,
@@ -17,16 +20,10 @@ from toolkit.data.packing import (
     keep_texts_apart,
     pack_texts,
 )
-from toolkit.data.tokens import row_features
-from toolkit.data.training_data import (
-    IGNORED,
-    Collator,
-    prepare_data,
-    supervised_tokens,
-    training_rows,
-)
+from toolkit.data.prepared import prepare_data
+from toolkit.data.tokens import IGNORED, row_features, supervised_tokens
 from toolkit.errors import UsageError
-from toolkit.training.arguments import DataArguments, ModelArguments
+from toolkit.training.arguments import ModelArguments
 from toolkit.training.model import build_model, load_model
 from toolkit.training.prepare import prepare
 from toolkit.training.trainer import ToolkitTrainer

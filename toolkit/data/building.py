@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from toolkit.data.arguments import DataArguments
 from toolkit.data.chat import ChatTokeniser, Template, find_template
 from toolkit.data.formats import Format, find_format, read_rows
 from toolkit.data.packing import FixedPacking, best_fit, pack_texts
@@ -19,13 +20,13 @@ from toolkit.data.tokens import (
     Tally,
     described_rows,
     digest,
+    in_batches,
     row_bytes,
     row_features,
     text_hash,
     tokenise,
 )
 from toolkit.errors import UsageError
-from toolkit.training.arguments import DataArguments
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -162,9 +163,7 @@ class Build:
             logger.info("%s: %d tokens fill no row of %d", self.name, len(cut.ids), length)
             return rows
         if packing == "best_fit" and len(texts):
-            lengths = [
-                len(ids) for batch in texts.iter(batch_size=1000) for ids in batch["input_ids"]
-            ]
+            lengths = [len(ids) for batch in in_batches(texts) for ids in batch["input_ids"]]
             shared = Dataset.from_dict({"texts": best_fit(lengths, room=length)})
             return shared.map(
                 pack_texts,

@@ -6,17 +6,10 @@ import torch
 from datasets import Dataset
 from small_models import tiny_llama
 
-from toolkit.data.tokens import row_features
-from toolkit.data.training_data import (
-    IGNORED,
-    Collator,
-    count_steps,
-    pack,
-    rows_needed,
-    supervised_tokens,
-    training_rows,
-    validation_rows,
-)
+from toolkit.data.collation import Collator
+from toolkit.data.order import count_steps, rows_needed, training_rows, validation_rows
+from toolkit.data.packing import pack
+from toolkit.data.tokens import IGNORED, row_features, supervised_tokens
 from toolkit.errors import UsageError
 from toolkit.records.results import FILLER_ID
 

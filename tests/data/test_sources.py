@@ -8,9 +8,9 @@ import sys
 import pytest
 from datasets import Dataset
 
-from toolkit.data.training_data import prepare_data, prepare_validation
+from toolkit.data.arguments import DataArguments
+from toolkit.data.prepared import prepare_data, prepare_validation
 from toolkit.errors import UsageError
-from toolkit.training.arguments import DataArguments
 from toolkit.training.model import build_model
 from toolkit.training.prepare import prepare
 
@@ -220,7 +220,7 @@ import sys
 import torch.distributed as dist
 from accelerate.state import PartialState
 from toolkit.job import checked_job
-from toolkit.training import building
+from toolkit.data import building
 
 def write(self, raw, folder):
     print("tokenising", dist.is_initialized(), bool(PartialState._shared_state), flush=True)

@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
+from toolkit.data.arguments import DataArguments
 from toolkit.data.cache import build_once, read_cached
-from toolkit.data.training_data import prepare_data
+from toolkit.data.prepared import prepare_data
 from toolkit.environment import cache_root
 from toolkit.errors import UsageError
-from toolkit.training.arguments import DataArguments
 from toolkit.training.model import build_model
 
 STUCK_BUILDER = """

@@ -6,8 +6,9 @@ import torch
 from small_models import tiny_llama
 from transformers import MBartConfig, MBartForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from toolkit.data.fillers import idle_loss
-from toolkit.training.model import build_model, load_tokenizer
+from toolkit.data.tokenizer import load_tokenizer
+from toolkit.training.idle_loss import idle_loss
+from toolkit.training.model import build_model
 
 CPU = torch.device("cpu")
 

@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from toolkit.data.arguments import DataArguments
 from toolkit.data.chat import (
     MODELS_OWN,
     ChatTokeniser,
@@ -17,11 +18,11 @@ from toolkit.data.chat import (
     shipped_templates,
 )
 from toolkit.data.formats import Chat, Format
-from toolkit.data.tokens import Tally
-from toolkit.data.training_data import IGNORED, prepare_data
+from toolkit.data.prepared import prepare_data
+from toolkit.data.tokenizer import load_tokenizer
+from toolkit.data.tokens import IGNORED, Tally
 from toolkit.errors import UsageError
-from toolkit.training.arguments import DataArguments
-from toolkit.training.model import build_model, load_tokenizer
+from toolkit.training.model import build_model
 
 SPECIAL = [
     *("<|im_start|>", "<|im_end|>", "<start_of_turn>", "<end_of_turn>", "<|end|>"),

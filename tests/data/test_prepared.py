@@ -9,18 +9,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from toolkit.data import built_in
-from toolkit.data.training_data import (
-    IGNORED,
-    Collator,
-    prepare_data,
-    standard_library_hash,
-    standard_library_rows,
-    supervised_tokens,
-    tokenise,
-)
+from toolkit.data.arguments import DataArguments
+from toolkit.data.built_in import standard_library_hash, standard_library_rows
+from toolkit.data.collation import Collator
+from toolkit.data.prepared import prepare_data
+from toolkit.data.tokenizer import load_tokenizer
+from toolkit.data.tokens import IGNORED, supervised_tokens, tokenise
 from toolkit.errors import UsageError
-from toolkit.training.arguments import DataArguments, ModelArguments
-from toolkit.training.model import load_tokenizer, resolve_tokenizer
+from toolkit.training.arguments import ModelArguments
+from toolkit.training.model import resolve_tokenizer
 
 WORDS = ["</s>", "a", "b", "c", "d", "e", "f"]
 EOS, A, B, C, D, E, F = range(7)

@@ -1,0 +1,70 @@
+"""The tokenizer: loaded from its folder with a padding token, and known by its files."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toolkit.data.tokens import digest
+from toolkit.errors import UsageError, sentence_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(
+    folder: str | Path, *, trust_remote_code: bool = False, chat_template: str | None = None
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer in `folder`, with a padding token.
+
+    A `chat_template` takes the place of its own, and is saved with it.
+
+    Without one of its own, the end-of-text token pads. That is safe since `Collator` masks
+    padding by its position.
+
+    Raises:
+        UsageError: there is no tokenizer, or it has neither token.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"No tokenizer can be loaded from {folder}: {sentence_of(error)} "
+            "Pass --tokenizer_name with one that fits the model."
+        ) from error
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise UsageError(
+                f"The tokenizer in {folder} has no pad token, and no end-of-text token to take "
+                'its place. Set "pad_token" in its tokenizer_config.json, or pass --tokenizer_name '
+                "with one that has it."
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+_TOKENIZER_FILES = re.compile(
+    r"(tokenizer|tokenization|special_tokens|added_tokens|vocab|merges|sentencepiece|spiece"
+    r"|chat_template).*|.*\.(model|tiktoken|py)"
+)
+
+
+def tokenizer_identity(folder: Path) -> str:
+    """Return what changes whenever the tokenizer in `folder`, or its template, may have."""
+    return digest(list(_tokenizer_files(folder)), version("transformers"), version("tokenizers"))
+
+
+def _tokenizer_files(folder: Path) -> Iterator[tuple[str, str]]:
+    templates = folder / "additional_chat_templates"
+    inside = sorted(templates.glob("*.jinja")) if templates.is_dir() else []
+    for path in (*sorted(folder.iterdir()), *inside):
+        if path.is_file() and (path in inside or _TOKENIZER_FILES.fullmatch(path.name)):
+            yield path.name, hashlib.sha256(path.read_bytes()).hexdigest()
