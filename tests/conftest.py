@@ -10,8 +10,8 @@ import pytest
 from launches import environment_in
 from places import KIT, ROOT
 
-from toolkit.launching import warm
-from toolkit.launching.warm import SOCKET, WarmProcess
+from toolkit.launching import forking
+from toolkit.launching.forking import SOCKET, WarmProcess
 
 
 def pytest_addoption(parser):
@@ -104,8 +104,8 @@ def as_launched(launch_environment, monkeypatch):
     for name, value in launch_environment.items():
         monkeypatch.setenv(name, value)
     # pytest sets it anew for each phase of a test.
-    kept = warm.OF_A_LAUNCH | {"PYTEST_CURRENT_TEST"}
-    monkeypatch.setattr(warm, "OF_A_LAUNCH", kept)
+    kept = forking.OF_A_LAUNCH | {"PYTEST_CURRENT_TEST"}
+    monkeypatch.setattr(forking, "OF_A_LAUNCH", kept)
 
 
 @pytest.fixture(scope="session")

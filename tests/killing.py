@@ -14,9 +14,9 @@ import launches
 import psutil
 
 from toolkit.configs import ConfigOptions, write_configs
+from toolkit.launching.forking import Fork
 from toolkit.launching.launch import launch_command
 from toolkit.launching.status import RankStatus, read_statuses
-from toolkit.launching.warm import Fork
 from toolkit.records.results import read_record
 from toolkit.strategies import get_strategy
 

@@ -12,9 +12,9 @@ from typing import Any, BinaryIO
 
 from places import ROOT
 
-from toolkit.launching import launch, warm
+from toolkit.launching import forking, launch
+from toolkit.launching.forking import SOCKET, Fork
 from toolkit.launching.launch import LAUNCHER, launch_environment
-from toolkit.launching.warm import SOCKET, Fork
 
 TYPED = ("accelerate", "launch")
 """As a person types it."""
@@ -82,7 +82,7 @@ def start(
         )
     if tuple(words[:2]) == TYPED:
         words[:2] = LAUNCHER
-    return warm.start(
+    return forking.start(
         words,
         environment=of_runs(environment),
         stdout=log.fileno(),

@@ -12,10 +12,10 @@ import psutil
 import pytest
 from places import ROOT, SCRIPTS
 
-from toolkit import warm as of_forks
-from toolkit.launching import warm
+from toolkit import warm
+from toolkit.launching import forking
+from toolkit.launching.forking import SOCKET, WarmProcess, key_of
 from toolkit.launching.launch import launch_command, run
-from toolkit.launching.warm import SOCKET, WarmProcess, key_of
 from toolkit.records.results import read_record
 
 
@@ -147,13 +147,13 @@ def test_other_variables_are_a_cold_start_and_it_is_said(as_launched, warm_envir
 
 
 def test_a_warm_process_that_hangs_in_an_import_holds_up_no_launch(tmp_path, monkeypatch):
-    monkeypatch.setattr(warm, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(forking, "ANSWER_SECONDS", 0.1)
     path = tmp_path / key_of({})
     said = []
     with socket.socket(socket.AF_UNIX) as hanging, (tmp_path / "out").open("w") as out:
         hanging.bind(str(path))
         hanging.listen()
-        process = warm.start(
+        process = forking.start(
             [sys.executable, "-c", "print('cold')"],
             environment={SOCKET: str(path)},
             stdout=out.fileno(),
@@ -175,7 +175,7 @@ def test_of_a_process_with_a_second_thread_nothing_is_forked_and_it_is_said(
     said = []
     try:
         with (tmp_path / "out").open("w") as out:
-            started = warm.start(
+            started = forking.start(
                 [sys.executable, "-S", "-c", "print('cold')"],
                 environment=variables | {SOCKET: str(process.socket)},
                 stdout=out.fileno(),
@@ -190,11 +190,11 @@ def test_of_a_process_with_a_second_thread_nothing_is_forked_and_it_is_said(
 
 
 def test_a_process_that_holds_a_gpu_s_file_is_told_from_one_that_does_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(of_forks, "GPU_DEVICES", str(tmp_path / "nvidia"))
-    assert not of_forks.on_gpu()
+    monkeypatch.setattr(warm, "GPU_DEVICES", str(tmp_path / "nvidia"))
+    assert not warm.on_gpu()
     with (tmp_path / "nvidia0").open("w"):
-        assert of_forks.on_gpu()
-    assert not of_forks.on_gpu()
+        assert warm.on_gpu()
+    assert not warm.on_gpu()
 
 
 def test_every_variable_but_those_of_one_launch_is_part_of_the_key():
@@ -222,7 +222,7 @@ PARENT = """
 import sys
 from pathlib import Path
 from toolkit.launching.launch import launch_command, launch_environment, run
-from toolkit.launching.warm import warm_launches
+from toolkit.launching.forking import warm_launches
 config, script, folder = sys.argv[1:]
 hidden = {"CUDA_VISIBLE_DEVICES": ""}
 with warm_launches(launch_environment(hidden, loopback=True)):

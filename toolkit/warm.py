@@ -1,9 +1,9 @@
-"""`python -m toolkit.warm PARENT_PID LISTENER ROOM`: what launches and ranks are forked from.
+"""`python -m toolkit.warm PARENT_PID LISTENER ROOM`: the process that launches are forked from.
 
 It imports what every rank imports, once. A launch is a fork of it that goes on as
-`toolkit.launching.supervised`, whose fork goes on as `accelerate launch`, and torchelastic starts,
-watches and stops the ranks as ever; only what it starts are forks as well, of a process that stood
-still since the imports. So no process that forks has more than one thread, or has touched a GPU.
+`toolkit.launching.supervised`, whose fork goes on as `accelerate launch`. torchelastic starts,
+watches and stops the ranks as ever, but they are forks as well: of a process that does nothing
+after the imports. So no process that forks has more than one thread, or has touched a GPU.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import importlib.abc
 import importlib.util
 import os
 import signal
@@ -26,13 +27,19 @@ from typing import Any, Final, NoReturn
 
 from toolkit import search_path
 from toolkit.launching import supervised
+from toolkit.launching.fork_server import Listener, open_files, serve
+from toolkit.launching.forking import COLD, Fork, WarmError, fork
 from toolkit.launching.launch import LAUNCHER
 from toolkit.launching.ranks import die_with_parent, leave, say
-from toolkit.launching.warm import COLD, Fork, WarmError, fork, open_files, serve
+
+SUBPROCESSES: Final = (
+    "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
+)
+"""The module by whose `Popen` torchelastic starts ranks (torch 2.13)."""
 
 IMPORTED: Final = (
     "torch.distributed.run",
-    "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler",
+    SUBPROCESSES,
     "accelerate.commands.launch",
     "transformers.trainer",
     "transformers.models.llama.modeling_llama",
@@ -60,8 +67,7 @@ NO_THREADS: Final = {
 """Variables under which numpy and pyarrow start no thread when they are imported."""
 
 NO_CUDA: Final = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-"""With it torch asks NVML for GPUs. DeepSpeed sets it as well, in every process that imports it."""
-
+"""With it torch counts GPUs by NVML. DeepSpeed sets it in every process that imports it, too."""
 
 GPU_DEVICES: Final = "/dev/nvidia"
 
@@ -70,17 +76,17 @@ TORCH_SEED: Final = 67280421310721
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
-    """What every forked process begins with."""
+class Imported:
+    """State of the warm process after its imports, which every fork of it inherits."""
 
-    installed: tuple[str, ...]
-    """The end of `sys.path`, behind what PYTHONPATH names."""
+    search_path: tuple[str, ...]
+    """The end of `sys.path`, behind the folders in PYTHONPATH."""
 
     variables: dict[str, str]
-    """Set by the libraries that are imported."""
+    """Environment variables that the libraries set."""
 
     files: frozenset[int]
-    """Opened by them."""
+    """File descriptors that they opened."""
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
@@ -90,22 +96,24 @@ def main(arguments: Sequence[str]) -> NoReturn:
         os._exit(1)
     show_as([sys.executable, "-m", "toolkit.warm", *arguments[:2]])
     folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    installed = [entry for entry in sys.path if entry not in folders]
+    installed = tuple(entry for entry in sys.path if entry not in folders)
     variables = import_everything()
-    start = Start(installed=tuple(installed), variables=variables, files=open_files() - {listener})
+    files = open_files() - {listener}
     gc.freeze()  # a collection in a fork would copy every page
     gc.enable()
-    serve(
+    serve_forks(
         socket.socket(fileno=listener),
-        lambda args: become(args, start),
-        kept=start.files,
-        unfit=why_unfit,
+        Imported(search_path=installed, variables=variables, files=files),
     )
+
+
+def serve_forks(listener: Listener, imported: Imported) -> NoReturn:
+    serve(listener, lambda args: become(args, imported), kept=imported.files, unfit=why_unfit)
 
 
 def import_everything() -> dict[str, str]:
     """Import what ranks import, and return the variables that libraries set meanwhile."""
-    gc.disable()  # a fifth of the time: what imports make stays
+    gc.disable()  # it takes a fifth of the time, and what imports make stays
     before = dict(os.environ)
     os.environ |= NO_THREADS | NO_CUDA
     import torch
@@ -118,15 +126,15 @@ def import_everything() -> dict[str, str]:
         except ModuleNotFoundError as error:
             print(f"not imported: {error}", flush=True)  # noqa: T201
     ours = {*before, *NO_THREADS, "DS_ACCELERATOR"}
-    made = {name: value for name, value in os.environ.items() if name not in ours}
+    variables = {name: value for name, value in os.environ.items() if name not in ours}
     os.environ.clear()
     os.environ.update(before)
     close_nvml()
-    return made
+    return variables
 
 
 def close_nvml() -> None:
-    """Close what libraries opened to count GPUs; torch opens it anew whenever it counts."""
+    """Close NVML, which libraries opened to count GPUs; torch opens it anew whenever it counts."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -157,21 +165,21 @@ def on_gpu() -> bool:
     return torch is not None and bool(torch.cuda.is_initialized())
 
 
-def become(args: list[str], start: Start) -> NoReturn:
+def become(args: list[str], imported: Imported) -> NoReturn:
     """Go on as a Python that was started with these arguments, supervisor or rank."""
     try:
         show_as(args)
         entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        sys.path[:] = [*dict.fromkeys([*filter(None, entries), *start.installed])]
-        for name, value in start.variables.items():
+        sys.path[:] = [*dict.fromkeys([*filter(None, entries), *imported.search_path])]
+        for name, value in imported.variables.items():
             os.environ.setdefault(name, value)
         if args[:3] == [sys.executable, "-m", supervised.__name__]:
-            # Its parent is the warm process now, which tells it when the one that asked is gone.
+            # Its parent is the warm process, which sends SIGTERM when the asking one is gone.
             rest = [str(os.getppid()), *args[4:]]
-            code = supervised.main(rest, run=lambda command: become_python(command, start))
+            code = supervised.main(rest, run=lambda command: become_python(command, imported))
         else:
             if args[: len(LAUNCHER)] == LAUNCHER:
-                fork_ranks(start)
+                fork_ranks(imported)
             code = run_python(args[1:])
         leave(code)
     except SystemExit as error:
@@ -181,27 +189,28 @@ def become(args: list[str], start: Start) -> NoReturn:
         leave(1)
 
 
-def become_python(command: list[str], start: Start) -> None:
-    """Go on as the command where it runs a module or a script in this Python; else return."""
+def become_python(command: list[str], imported: Imported) -> None:
+    """Go on as the command if it runs a module or a script in this Python; else return."""
     words = [word for word in command[1:2] if word == "-m" or not word.startswith("-")]
     if command[0] == sys.executable and words:
-        become(command, start)
+        become(command, imported)
 
 
 def show_as(words: Sequence[str]) -> None:
     """Have `ps`, `pkill -f` and `nvidia-smi` show this process as a command, cut where too long.
 
-    Linux reads the memory in which the first arguments were: up to its end, or as one text where
-    its last byte is not zero. ROOM is an argument that makes it long.
+    Linux reads the memory of the first arguments: up to its end, or as one text where its last
+    byte is not zero. ROOM is an argument that makes it long.
     """
+    # `arg_start` and `arg_end`, fields 48 and 49 of proc_pid_stat(5); the first two are cut off.
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin, end = int(fields[45]), int(fields[46])
     text = " ".join(words).encode()[: end - begin - 2]
     ctypes.memmove(begin, text.ljust(end - begin - 1, b"\0") + b"-", end - begin)
 
 
-def fork_ranks(start: Start) -> None:
-    """Have ranks forked from a process that is as this one is now, whatever it does later."""
+def fork_ranks(imported: Imported) -> None:
+    """Have ranks forked from a copy of this process as it is now, whatever it does later."""
     ours, theirs = socket.socketpair()
     launcher = os.getpid()
     if os.fork() == 0:
@@ -210,11 +219,11 @@ def fork_ranks(start: Start) -> None:
         if os.getppid() != launcher:
             os._exit(1)
         show_as([sys.executable, "-m", "toolkit.warm", str(launcher)])
-        serve(Passed(theirs), lambda args: become(args, start), kept=start.files, unfit=why_unfit)
+        serve_forks(PassedConnections(theirs), imported)
     theirs.close()
 
     class Popen(subprocess.Popen[Any]):
-        """Starts Pythons by forking, and all else as ever."""
+        """Starts Pythons by forking, and other programs as ever."""
 
         def __new__(cls, args: Any, **options: Any) -> Any:
             if not isinstance(args, (list, tuple)) or str(args[0]) != sys.executable:
@@ -227,8 +236,8 @@ def fork_ranks(start: Start) -> None:
 
     cold = subprocess.Popen
     subprocess.Popen = Popen
-    handler = importlib.import_module(IMPORTED[1])
-    handler.Popen = Popen
+    # It has imported the class by its name.
+    vars(importlib.import_module(SUBPROCESSES))["Popen"] = Popen
 
 
 def forked(
@@ -244,10 +253,10 @@ def forked(
     """Start a rank; the arguments are those of `subprocess.Popen` that launchers give."""
 
     def connect() -> socket.socket:
-        mine, others = socket.socketpair()
-        socket.send_fds(control, [b"+"], [others.fileno()])
-        others.close()
-        return mine
+        ours, theirs = socket.socketpair()
+        socket.send_fds(control, [b"+"], [theirs.fileno()])
+        theirs.close()
+        return ours
 
     sys.stdout.flush()
     sys.stderr.flush()
@@ -265,8 +274,8 @@ def forked(
     )
 
 
-class Passed:
-    """Gives out connections that come through a socket, as a listener gives out those it hears."""
+class PassedConnections:
+    """A listener whose connections come, as file descriptors, through a socket."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
@@ -285,7 +294,7 @@ class Passed:
 
 
 def begin_anew() -> None:
-    """Do what Python does when it starts, and libraries when they are imported, in each process."""
+    """Repeat what Python does at its start, and libraries at their import, in every process."""
     import numpy as np
     import torch
 
@@ -299,7 +308,7 @@ def begin_anew() -> None:
 
 
 def run_python(words: list[str]) -> int:
-    """Run what `python WORDS` runs, and return the status to leave with."""
+    """Run the module or script of `python WORDS`, and return the exit code."""
     begin_anew()
     while words[0] == "-u":
         words = words[1:]
@@ -312,9 +321,10 @@ def run_python(words: list[str]) -> int:
         if search_path.runs_as_module("toolkit"):
             search_path.leave_current_folder()
         spec = importlib.util.find_spec(name)
-        if spec is None or spec.loader is None:
+        if spec is None or not isinstance(spec.loader, importlib.abc.InspectLoader):
             raise ModuleNotFoundError(f"No module named {name!r}")
         code = spec.loader.get_code(name)
+        assert code is not None  # of Python modules it never is
         module.__spec__ = spec
         module.__loader__ = spec.loader
         module.__package__ = spec.parent

@@ -29,7 +29,7 @@ from toolkit.comparing.run import preparing, schedule, starting
 from toolkit.comparing.run.options import CompareOptions
 from toolkit.comparing.run.schedule import compare
 from toolkit.errors import UsageError
-from toolkit.launching.warm import SOCKET
+from toolkit.launching.forking import SOCKET
 from toolkit.records.results import read_results
 
 FAKE_TRAIN = Path(__file__).with_name("fake_train.py")

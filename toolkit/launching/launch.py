@@ -21,6 +21,7 @@ from types import FrameType
 from typing import BinaryIO, NoReturn
 
 from toolkit.files import new_file
+from toolkit.launching.forking import COLD, Fork, start
 from toolkit.launching.memory import out_of_memory_kills
 from toolkit.launching.outcome import PORT_TAKEN, Ending, Outcome, judge
 from toolkit.launching.processes import (
@@ -41,7 +42,6 @@ from toolkit.launching.status import (
     read_statuses,
 )
 from toolkit.launching.supervised import supervised
-from toolkit.launching.warm import COLD, Fork, start
 from toolkit.redaction import redacted_words
 
 POLL_SECONDS = 0.1

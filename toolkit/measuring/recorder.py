@@ -28,9 +28,9 @@ from toolkit.engines.inspection import (
     zero_optimizer,
 )
 from toolkit.files import without_links
+from toolkit.launching.fork_server import shared_bytes
 from toolkit.launching.processes import age_seconds
 from toolkit.launching.status import StatusFile
-from toolkit.launching.warm import shared_bytes
 from toolkit.measuring import attestation, gradients, initial_weights, memory, replicas, traffic
 from toolkit.measuring.attestation import Asked, Mismatch, Refused, gather_objects
 from toolkit.measuring.clock import Clock

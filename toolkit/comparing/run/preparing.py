@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from toolkit.comparing.report.terminal import plain, print_line
 from toolkit.errors import UsageError
+from toolkit.launching.forking import COLD, start
 from toolkit.launching.launch import launch_environment
 from toolkit.launching.supervised import supervised
-from toolkit.launching.warm import COLD, start
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -14,7 +14,7 @@ from toolkit.comparing.report.terminal import plain, print_line
 from toolkit.comparing.run.expected import TimeLeft, bar
 from toolkit.comparing.run.options import CompareOptions
 from toolkit.comparing.run.plan import ComparisonPlan, Run
-from toolkit.launching.warm import COLD
+from toolkit.launching.forking import COLD
 from toolkit.records.results import Control, Row
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from toolkit.comparing.run.progress import Progress, build_progress
 from toolkit.comparing.run.rows import Failure
 from toolkit.comparing.run.starting import end_of, start_run
 from toolkit.errors import file_sentence
-from toolkit.launching.warm import warm_launches
+from toolkit.launching.forking import warm_launches
 from toolkit.records.results import RESULTS_FILE, Results
 from toolkit.redaction import learn, redacted
 

@@ -1,0 +1,325 @@
+"""Launches by forking: ask a warm process, which has imported what every rank imports, for a fork.
+
+The loop that forks is in `toolkit.launching.fork_server`; what is imported, and how a launch and
+its ranks begin, is in `toolkit.warm`. Processes talk over Unix sockets: a request brings the
+standard streams along, its answer is the process's number and, later, how it ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, TypedDict, cast
+
+from toolkit.launching.ranks import LAUNCHER_PID
+from toolkit.launching.status import STATUS_DIR
+
+SOCKET: Final = "TOOLKIT_WARM_SOCKET"
+"""Variable with the path of a warm process's socket, where launches are to be forked from one."""
+
+OF_A_LAUNCH: Final = frozenset(
+    {STATUS_DIR, LAUNCHER_PID, SOCKET, "TOOLKIT_CACHE", "PYTHONUNBUFFERED", "PWD", "_"}
+)
+"""Variables that no import reads: launches that differ in these alone share a warm process."""
+
+OF_A_LAUNCHER: Final = ("ACCELERATE_", "FSDP_")
+"""Prefixes of the variables that `accelerate launch` exports to its ranks, which get them after
+their fork as well."""
+
+COLD: Final = "started cold: "
+"""Beginning of the sentence that says why a launch was not forked."""
+
+STREAMS: Final = (0, 1, 2)
+
+ANSWER_SECONDS: Final = 300.0
+"""How long a warm process may take to import and to fork before a launch starts cold."""
+
+IGNORED_BY_PYTHON: Final = (signal.SIGPIPE, signal.SIGXFSZ)
+"""Python ignores them when it starts, whatever its parent did."""
+
+
+class WarmError(RuntimeError):
+    """A warm process can't serve; the launch can start cold."""
+
+
+class ForkRequest(TypedDict):
+    """What a forked process gets, as JSON; its standard streams come beside it."""
+
+    args: list[str]
+    environment: dict[str, str]
+    folder: str
+    ignored: list[int]
+    """Signals."""
+
+    new_session: bool
+    tied: bool
+
+
+class Fork:
+    """A process that a warm one has forked, with the methods of `subprocess.Popen` it needs."""
+
+    def __init__(self, connection: socket.socket, args: Sequence[str]) -> None:
+        self.args = list(args)
+        self.returncode: int | None = None
+        self._connection = connection
+        self._rest = b""
+        try:
+            answer = self._read(ANSWER_SECONDS) or {"unfit": "the warm process has ended"}
+        except subprocess.TimeoutExpired:
+            answer = {"unfit": "the warm process does not answer"}
+        if "unfit" in answer:
+            connection.close()
+            raise WarmError(answer["unfit"])
+        self.pid = int(answer["pid"])
+
+    def poll(self) -> int | None:
+        """Return its exit code as `subprocess.Popen` does; None while it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end, and return its exit code.
+
+        Raises:
+            TimeoutExpired: it is still running after `timeout` seconds.
+        """
+        if self.returncode is None:
+            answer = self._read(timeout)
+            # Without an answer the warm process is gone, and what it forked was killed with it.
+            self.returncode = -signal.SIGKILL if answer is None else int(answer["code"])
+            self._connection.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _read(self, timeout: float | None) -> dict[str, Any] | None:
+        """Return the next answer, None at the end of the connection."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while b"\n" not in self._rest:
+            left = None if end is None else max(0.0, end - time.monotonic())
+            if not select.select([self._connection], [], [], left)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            try:
+                chunk = self._connection.recv(2**16)
+            except ConnectionResetError:
+                chunk = b""
+            if not chunk:
+                return None
+            self._rest += chunk
+        line, _, self._rest = self._rest.partition(b"\n")
+        return cast("dict[str, Any]", json.loads(line))
+
+
+def fork(
+    connect: Callable[[], socket.socket],
+    args: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    streams: Sequence[int] = STREAMS,
+    folder: Path | None = None,
+    new_session: bool = False,
+    tied: bool = False,
+) -> Fork:
+    """Ask for a process.
+
+    Args:
+        connect: Opens a connection to the loop that forks.
+        args: The command, as `subprocess.Popen` takes it.
+        environment: All of its variables.
+        streams: File descriptors for its standard streams.
+        folder: Where it starts; None for the current folder.
+        new_session: Whether it leads a session of its own.
+        tied: Whether it gets SIGTERM when this process ends.
+
+    Raises:
+        WarmError: nothing serves there, or it has ended.
+    """
+    try:
+        request = ForkRequest(
+            args=list(args),
+            environment=dict(environment),
+            folder=str(folder or Path.cwd()),
+            ignored=[int(number) for number in passed_signals() if is_ignored(number)],
+            new_session=new_session,
+            tied=tied,
+        )
+        connection = connect()
+        socket.send_fds(connection, [b"+"], list(streams))
+        connection.sendall(json.dumps(request).encode() + b"\n")
+    except OSError as error:
+        raise WarmError(f"no warm process answers: {error}") from error
+    return Fork(connection, args)
+
+
+def passed_signals() -> set[signal.Signals]:
+    """Return the signals that a process inherits as ignored, where its parent ignores them."""
+    return {
+        number
+        for number in signal.Signals
+        if number not in (signal.SIGKILL, signal.SIGSTOP, *IGNORED_BY_PYTHON)
+    }
+
+
+def is_ignored(number: signal.Signals) -> bool:
+    return signal.getsignal(number) is signal.SIG_IGN
+
+
+class WarmProcess:
+    """Starts a warm process, which takes requests from then on, and ends it.
+
+    Args:
+        environment: Variables that it imports everything with; only launches with the same ones
+            can be forked from it.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="toolkit-warm-")
+        self.socket = Path(self._folder.name, key_of(environment))
+        self.log = Path(self._folder.name, "log")
+        # A request that comes while it imports waits in the listener's queue.
+        with socket.socket(socket.AF_UNIX) as listener, self.log.open("wb") as log:
+            listener.bind(str(self.socket))
+            listener.listen(64)
+            number = listener.fileno()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "toolkit.warm", str(os.getpid()), str(number), "-" * 4000],
+                env={**environment, "PYTHONUNBUFFERED": "1"},
+                pass_fds=[number],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def close(self) -> None:
+        """End it; what it has forked ends with it."""
+        self._process.kill()
+        self._process.wait()
+        self._folder.cleanup()
+
+
+@contextlib.contextmanager
+def warm_launches(environment: Mapping[str, str]) -> Generator[None]:
+    """Have launches with these variables forked from one warm process while the context lasts."""
+    if sys.platform != "linux" or os.environ.get(SOCKET, "").endswith(key_of(environment)):
+        yield  # one serves already
+        return
+    before = os.environ.get(SOCKET)
+    warm = WarmProcess(environment)
+    os.environ[SOCKET] = str(warm.socket)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SOCKET]
+        else:
+            os.environ[SOCKET] = before
+        warm.close()
+
+
+def start(
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    stdout: int,
+    stderr: int,
+    on_cold: Callable[[str], None],
+    folder: Path | None = None,
+) -> subprocess.Popen[bytes] | Fork:
+    """Start a Python in a session of its own, without input: forked where one serves, else cold.
+
+    Args:
+        command: Begins with this Python.
+        environment: All of its variables.
+        stdout: File descriptor.
+        stderr: File descriptor.
+        on_cold: Gets the reason where there is a warm process and it could not serve.
+        folder: Where it starts; None for the current folder.
+    """
+    path = environment.get(SOCKET)
+    with open(os.devnull, "rb") as no_input:
+        if path is not None:
+            try:
+                return _fork_from(
+                    Path(path),
+                    command,
+                    environment=environment,
+                    streams=[no_input.fileno(), stdout, stderr],
+                    folder=folder,
+                )
+            except WarmError as error:
+                on_cold(str(error))
+        return subprocess.Popen(
+            command,
+            stdin=no_input,
+            stdout=stdout,
+            stderr=stderr,
+            env=environment,
+            cwd=folder,
+            start_new_session=True,
+        )
+
+
+def key_of(environment: Mapping[str, str]) -> str:
+    """Return a name for all variables that an import may read."""
+    kept = {
+        name: value
+        for name, value in environment.items()
+        if name not in OF_A_LAUNCH and not name.startswith(OF_A_LAUNCHER)
+    }
+    # No import initialises CUDA: of this variable all that counts is whether the GPUs are hidden.
+    kept["CUDA_VISIBLE_DEVICES"] = str(environment.get("CUDA_VISIBLE_DEVICES") == "")
+    text = json.dumps([sys.executable, sorted(kept.items())])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _fork_from(
+    path: Path,
+    args: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    streams: Sequence[int],
+    folder: Path | None,
+) -> Fork:
+    if path.name != key_of(environment):
+        raise WarmError("the warm process was started with other variables")
+
+    def connect() -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(str(path))
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
+    return fork(
+        connect,
+        args,
+        environment=environment,
+        streams=streams,
+        folder=folder,
+        new_session=True,
+        tied=True,
+    )
