@@ -69,7 +69,7 @@ def test_what_is_not_known_is_not_guessed(options, rehearsal, tmp_path, monkeypa
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
     found = expected(CompareOptions(**options), starts=6, rehearsal=rehearsal)
     assert found.run_seconds is None
-    said = "6 runs of 30 steps; how long they take is told after the first."
+    said = "6 runs of 30 steps; the first one will tell how long they take."
     assert found.sentence().endswith(said)
     own = "model_name_or_path" in str(options)
     assert found.cold is not own
@@ -85,7 +85,7 @@ def test_what_is_left_is_told_by_the_runs_that_ended():
     assert left.words() == "about a minute left"
     left.start(2, 4)
     left.finish()  # at once: skipped
-    assert left.took == [20.0]
+    assert left.seconds_of_runs == [20.0]
     left.start(3, 4)
     left.finish()
     assert left.words() == "about 30 s left"

@@ -1,7 +1,11 @@
 import pytest
 
-from toolkit.comparing.run.options import CompareOptions, read_scale, usual_rows
-from toolkit.comparing.run.owned_flags import check_train_flags
+from toolkit.comparing.run.options import (
+    CompareOptions,
+    check_train_flags,
+    read_scale,
+    usual_rows,
+)
 from toolkit.comparing.run.plan import build_plan
 from toolkit.errors import UsageError
 

@@ -356,9 +356,9 @@ def test_a_finished_comparison_is_shown_again_without_preparing(world):
 
 def test_other_settings_in_the_same_output_are_refused_and_named(world):
     world.compare("single", "ddp")
-    with pytest.raises(UsageError, match="max_steps was 4, asked is 5"):
+    with pytest.raises(UsageError, match="max_steps was 4, and is 5 now"):
         world.compare("single", "ddp", max_steps=5)
-    with pytest.raises(UsageError, match="--seed was not given, asked is 7"):
+    with pytest.raises(UsageError, match="--seed was not given, and is 7 now"):
         world.compare("single", "ddp", train_flags=("--seed", "7"))
 
 

@@ -22,7 +22,6 @@ from typing import BinaryIO, NoReturn
 
 from toolkit.files import new_file
 from toolkit.launching.forking import COLD, Fork, start
-from toolkit.launching.memory import out_of_memory_kills
 from toolkit.launching.outcome import PORT_TAKEN, Ending, Outcome, judge
 from toolkit.launching.processes import (
     find_process,
@@ -30,6 +29,7 @@ from toolkit.launching.processes import (
     is_stopped,
     kill,
     kill_descendants,
+    out_of_memory_kills,
     stop_signals,
 )
 from toolkit.launching.python import PACKAGE_FOLDER, package_folder, python_environment

@@ -1,4 +1,4 @@
-"""Which processes are alive and since when, and how to end a whole tree of them.
+"""Processes: which are alive and since when, how to end a whole tree, how many the kernel ended.
 
 Nothing here depends on the time of day, which may be set while a process runs.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
@@ -15,6 +16,9 @@ from pathlib import Path
 import psutil
 
 IMPORTED_AT = time.monotonic()
+
+CONTROL_GROUPS = Path("/proc/self/cgroup")
+CONTROLLERS = Path("/sys/fs/cgroup")
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -98,6 +102,30 @@ def kill_descendants(pid: int, *, seconds: float = 10.0) -> list[psutil.Process]
         kill(living)
         time.sleep(0.02)
     return []
+
+
+def out_of_memory_kills() -> int | None:
+    """Return how many processes of our control group the kernel's out-of-memory killer has ended.
+
+    None where the system does not tell.
+    """
+    try:
+        groups = CONTROL_GROUPS.read_text().splitlines()
+    except OSError:
+        return None
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        below = path.strip("/")
+        if controllers == "":  # version 2 of control groups
+            counters = CONTROLLERS / below / "memory.events"
+        elif "memory" in controllers.split(","):
+            counters = CONTROLLERS / "memory" / below / "memory.oom_control"
+        else:
+            continue
+        with contextlib.suppress(OSError):
+            if match := re.search(r"^oom_kill (\d+)$", counters.read_text(), re.MULTILINE):
+                return int(match[1])
+    return None
 
 
 def _is_over(process: psutil.Process) -> bool:

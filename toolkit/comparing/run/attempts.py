@@ -1,7 +1,7 @@
-"""Run folders: one for each start of a run, never written to again.
+"""Run folders: one for each start of a run, `<name of the run>-<number>`, never written to again.
 
-A start is told by its folder, `<name of the run>-<number>`. Those that left a good record are the
-repeats of the run, in the order of their numbers; one that failed takes a number and no more.
+Starts that left a good record are the repeats of the run, in the order of their numbers; one that
+failed only takes up a number.
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ class Finished:
 
 def attempts(folder: Path, name: str) -> list[Path]:
     """Return the folders of all starts of the run `name`, in the order of their numbers."""
-    # Exactly: `zero2-trainer-x4-1` is no start of `zero2-trainer`.
+    # A full match: `zero2-trainer-x4-1` is no start of `zero2-trainer`.
     pattern = re.compile(re.escape(name) + r"-(\d+)")
-    found = [
+    numbered = [
         (int(match[1]), path)
         for path in folder.glob(f"{name}-*")
         if (match := pattern.fullmatch(path.name)) and path.is_dir()
     ]
-    return [path for _, path in sorted(found)]
+    return [path for _, path in sorted(numbered)]
 
 
 def next_attempt(folder: Path, name: str) -> Path:
     """Return the folder for the next start of a run; it does not exist yet."""
-    there = attempts(folder, name)
-    number = int(there[-1].name.rpartition("-")[2]) + 1 if there else 1
+    earlier = attempts(folder, name)
+    number = int(earlier[-1].name.rpartition("-")[2]) + 1 if earlier else 1
     return folder / f"{name}-{number}"
 
 
 def completed(folder: Path, name: str) -> list[Finished]:
-    """Return the starts of a run that came to a good end."""
-    found: list[Finished] = []
+    """Return the starts of a run that left a good record."""
+    finished: list[Finished] = []
     for attempt in attempts(folder, name):
         with contextlib.suppress(UsageError):
             read_spec(attempt)
             record = read_record(attempt)
             if record["status"] == "ok":
-                found.append(Finished(record=record, folder=attempt))
-    return found
+                finished.append(Finished(record=record, folder=attempt))
+    return finished
 
 
 def unreadable(folder: Path, name: str) -> list[str]:
-    """Say of each start of a run that left a record why it cannot be read, if it cannot."""
-    found: list[str] = []
+    """Return why each record of a run that cannot be read can't."""
+    problems: list[str] = []
     for attempt in attempts(folder, name):
         if not (attempt / RECORD_FILE).exists():
             continue
@@ -70,12 +70,12 @@ def unreadable(folder: Path, name: str) -> list[str]:
             read_spec(attempt)
             read_record(attempt)
         except UsageError as error:
-            found.append(str(error))
-    return found
+            problems.append(str(error))
+    return problems
 
 
 def read_spec(attempt: Path) -> Spec:
-    """Read what decided a start.
+    """Read the settings of a start.
 
     Raises:
         UsageError: the file is missing, damaged, or of a newer schema.
@@ -84,18 +84,20 @@ def read_spec(attempt: Path) -> Spec:
 
 
 def spec_at(attempt: Path) -> Spec | None:
-    """Return what decided a start; None where that cannot be read."""
+    """Return the settings of a start; None where they cannot be read."""
     try:
-        # A spec of an older toolkit holds the token of its day: another one makes no other run.
-        return cast(Spec, redacted_spec(read_spec(attempt)))
+        return read_spec(attempt)
     except UsageError:
         return None
 
 
 def redacted_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what decides a run as it is written and compared: secrets decide nothing."""
-    flags = {"flags": redacted_words(spec["flags"])} if "flags" in spec else {}
-    return cast("dict[str, Any]", redacted({**spec, **flags}))
+    """Return the settings of a run as they are written and compared: without secrets.
+
+    A new token makes no other run.
+    """
+    flags = redacted_words(spec["flags"])
+    return cast("dict[str, Any]", redacted({**spec, "flags": flags}))
 
 
 def command_at(attempt: Path) -> str | None:
@@ -114,31 +116,31 @@ def record_at(attempt: Path) -> tuple[Record | None, str]:
         return None, f"the run ended well but left no record: {error}"
 
 
-def differences(there: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
+def differences(earlier: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
     """Say in which settings two specs differ."""
-    found = [
-        f"{name} was {there.get(name)!r}, asked is {value!r}"
-        for name, value in asked.items()
-        if name != "flags" and there.get(name) != value
+    changes = [
+        f"{name} was {earlier[name]!r}, and is {value!r} now"
+        for name, value in wanted.items()
+        if name != "flags" and earlier[name] != value
     ]
-    if there.get("flags") != asked["flags"]:
-        was, now = (flags_in(spec.get("flags", [])) for spec in (there, asked))
-        found += [
-            f"{name} was {was.get(name, 'not given')}, asked is {now.get(name, 'not given')}"
-            for name in sorted({*was, *now})
-            if was.get(name) != now.get(name)
+    if earlier["flags"] != wanted["flags"]:
+        before, now = (flags_in(spec["flags"]) for spec in (earlier, wanted))
+        changes += [
+            f"{name} was {before.get(name, 'not given')}, and is {now.get(name, 'not given')} now"
+            for name in sorted({*before, *now})
+            if before.get(name) != now.get(name)
         ] or ["the flags stood in another order"]
-    return "; ".join(found)
+    return "; ".join(changes)
 
 
 def flags_in(words: Sequence[str]) -> dict[str, str]:
     """Return the flags of a command line with their values, `--` included."""
-    found: dict[str, str] = {}
+    flags: dict[str, str] = {}
     name = ""
     for word in words:
         if word.startswith("--"):
             name, _, value = word.partition("=")
-            found[name] = value
+            flags[name] = value
         else:
-            found[name] = f"{found.get(name, '')} {word}".strip()
-    return found
+            flags[name] = f"{flags.get(name, '')} {word}".strip()
+    return flags

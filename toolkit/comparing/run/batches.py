@@ -1,4 +1,4 @@
-"""How many processes a run has, and what each of them reads of the global batch.
+"""How many processes a run has, and how many rows of the global batch each of them reads.
 
 The global batch is the same for every run. Without a scale, each strategy splits it over its own
 processes and `single` reads the micro-batches of the ranks one after the other. Under a scale the
@@ -17,16 +17,16 @@ from toolkit.strategies import Strategy
 
 
 class Share(NamedTuple):
-    """What one rank reads in one optimizer step."""
+    """One rank's part of an optimizer step."""
 
     rows: int
-    """Of one micro-batch."""
+    """Rows of one micro-batch."""
 
     micro_batches: int
 
 
-def processes_for(strategy: Strategy, asked: int) -> int:
-    """Return the processes of a strategy where `asked` are the usual number.
+def processes_for(strategy: Strategy, usual: int) -> int:
+    """Return the number of processes of a strategy where `usual` is that of the others.
 
     Raises:
         UsageError: they do not make the strategy's groups.
@@ -34,8 +34,8 @@ def processes_for(strategy: Strategy, asked: int) -> int:
     if not strategy.is_distributed:
         return 1
     if strategy.replicas == 1:
-        return asked
-    processes = max(asked, strategy.num_processes)
+        return usual
+    processes = max(usual, strategy.num_processes)
     if processes % strategy.replicas:
         raise UsageError(
             f"{strategy.name} has {strategy.replicas} groups of equal size, which "
@@ -46,7 +46,7 @@ def processes_for(strategy: Strategy, asked: int) -> int:
 
 
 def cannot_have(strategy: Strategy, processes: int) -> str | None:
-    """Return why a strategy has no run of so many processes, or None."""
+    """Return why a strategy cannot run as so many processes, or None."""
     if strategy.replicas == 1:
         return None
     if processes % strategy.replicas == 0 and processes >= strategy.num_processes:
@@ -62,7 +62,7 @@ def share(batch: int, processes: int, accumulation: int) -> Share:
 
 
 def scaled_share(batch: int, processes: int, accumulation: int, *, most: int) -> Share:
-    """Return a rank's share under a scale, `accumulation` being that of the largest count."""
+    """Return a rank's share under a scale, where the largest count has `accumulation`."""
     return Share(batch // (most * accumulation), most * accumulation // processes)
 
 
@@ -96,19 +96,19 @@ def check_scaled_batch(batch: int, accumulation: int, counts: Sequence[int]) -> 
     if fits(accumulation) and batch % (most * accumulation) == 0:
         return
     steps = [s for s in range(1, batch // most + 1) if fits(s) and batch % (most * s) == 0]
-    what = (
+    problem = (
         f"A global batch of {batch} rows does not make micro-batches of one size for "
         f"{', '.join(map(str, counts[:-1]))} and {most} processes, with {accumulation} "
         f"accumulation steps at {most}."
     )
     if fits(accumulation):
-        raise UsageError(f"{what} {_instead(batch, most * accumulation, steps)}.")
+        raise UsageError(f"{problem} {_instead(batch, most * accumulation, steps)}.")
     if steps:
-        raise UsageError(f"{what} Use --gradient_accumulation_steps {_either(steps)}.")
+        raise UsageError(f"{problem} Use --gradient_accumulation_steps {_either(steps)}.")
     unit = math.lcm(*counts)
     raise UsageError(
-        f"{what} Use --gradient_accumulation_steps {unit // most} with a --global_batch_size that "
-        f"is a multiple of {unit}, or counts of --scale that divide {most}."
+        f"{problem} Use --gradient_accumulation_steps {unit // most} with a --global_batch_size "
+        f"that is a multiple of {unit}, or counts of --scale that divide {most}."
     )
 
 

@@ -1,4 +1,4 @@
-"""One comparison: what was planned, what its runs left, and the results made from both."""
+"""One comparison: its plan, the records of its runs, and the results made from both."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class Comparison:
-    """One comparison on disk, and what is known of its runs so far."""
+    """One comparison on disk, with the state of its runs so far."""
 
     folder: Path
     plan: ComparisonPlan
     options: CompareOptions
     environment: dict[str, Any]
-    """A snapshot of this machine."""
+    """Facts about this machine, as `environment.snapshot` returns them."""
 
     rows: dict[str, Row] = field(default_factory=dict[str, Row])
     finished: dict[str, list[Finished]] = field(default_factory=dict[str, list[Finished]])
@@ -61,7 +61,7 @@ class Comparison:
     facts: Facts | None = None
     judging: Judging = field(default_factory=Judging)
     unknown: dict[str, str] = field(default_factory=dict[str, str])
-    """Of results that were made again, what could not be, with the reason."""
+    """Fields that could not be made again when the results were lost, with the reasons."""
 
     def check_configs(self) -> None:
         """Raise UsageError for what a config file of any run would refuse, before all of them."""
@@ -78,14 +78,13 @@ class Comparison:
 
     def planned(self) -> list[Run]:
         """Return every run that may happen, each once."""
-        return list({each.name: each for each in (*self.plan.runs, *self.plan.fallbacks)}.values())
+        return list({run.name: run for run in (*self.plan.runs, *self.plan.fallbacks)}.values())
 
     def outstanding(self) -> list[Run]:
         return [
-            each
-            for each in self.plan.runs
-            if each.skipped is None
-            and len(completed(self.folder, each.name)) < self.options.repeats
+            run
+            for run in self.plan.runs
+            if run.skipped is None and len(completed(self.folder, run.name)) < self.options.repeats
         ]
 
     def spec(self, planned: Run) -> dict[str, Any]:
@@ -107,53 +106,50 @@ class Comparison:
         return self.options.nvme_path.absolute() / f"{self.folder.name}-{run_folder.name}"
 
     def expected(self) -> Expected:
-        """Return what is outstanding, and about how long it takes."""
+        """Return how long the outstanding runs take."""
         return expected(
             self.options,
             starts=sum(
-                self.options.repeats - len(completed(self.folder, each.name))
-                for each in self.outstanding()
+                self.options.repeats - len(completed(self.folder, run.name))
+                for run in self.outstanding()
             ),
             rehearsal=self.plan.rehearsal,
         )
 
     def prepare(self, console: Console) -> dict[str, Any]:
-        """Build caches and check the flags once, in a process of its own; say what is set."""
+        """Fill the caches and check the flags once, in a process of its own; return the facts."""
         seconds = self.expected().preparing_seconds
         with waiting("Preparing model and data", seconds=seconds, console=console):
             first = self.plan.runs[0]
-            running = (each for each in self.plan.runs if each.skipped is None)
-            found = prepare(
+            running = (run for run in self.plan.runs if run.skipped is None)
+            facts = prepare(
                 first.flags,
                 num_processes=first.num_processes,
-                strategies=list(dict.fromkeys(each.strategy.name for each in running)),
+                strategies=list(dict.fromkeys(run.strategy.name for run in running)),
                 rehearsal=self.plan.rehearsal,
                 console=console,
             )
-        self.facts = facts_of(found)
+        self.facts = facts_of(facts)
         dropout = dropout_in_words(self.facts["training"])
         if dropout is not None:
-            text = f"Dropout is {dropout}: {DROPOUT_DIFFERS}"
-            print_line(text, console=console)
-        return found
+            print_line(f"Dropout is {dropout}: {DROPOUT_DIFFERS}", console=console)
+        return facts
 
     @contextlib.contextmanager
     def lock(self) -> Generator[list[str]]:
         """Hold the folder alone, with results in it from the first moment on.
 
-        Gives what the user should be told of results that were there and cannot be used.
+        Yields the warnings for the user about earlier results there that cannot be used.
         """
         if self.options.output is None:
             self.folder = new_folder(self.folder)
         with lock_folder(self.folder, "comparison"):
-            told: list[str] = []
             lost = why_lost(self.folder) if run_names(self.folder) else None
-            if lost is not None:
-                told = [lost, put_aside(self.folder / RESULTS_FILE)]
+            warnings = [] if lost is None else [lost, put_aside(self.folder / RESULTS_FILE)]
             # Marks the folder as a comparison, before the first run has ended.
             if not (self.folder / RESULTS_FILE).exists():
                 self.save()
-            yield told
+            yield warnings
 
     def control(self) -> Control | None:
         """Return the first candidate that ran to its end, and why it is not an earlier one."""
@@ -170,7 +166,7 @@ class Comparison:
                 row = self.rows[candidate.name]
                 passed.append(f"{candidate.name} {row['status']}: {row['reason']}")
             elif candidate.skipped is None:
-                return None  # its turn is still to come
+                return None  # its turn has not come yet
         return None
 
     def control_start(self) -> Finished | None:
@@ -180,7 +176,7 @@ class Comparison:
     def make_rows(self) -> None:
         """Make the rows of all runs that ended or are skipped, and judge them."""
         control = self.control_start()
-        records = [each.record for starts in self.finished.values() for each in starts]
+        records = [start.record for starts in self.finished.values() for start in starts]
         first = first_common_step(records) if self.options.precision == "fp16" else 1
         facts = self.facts or facts_in(self.finished)
         for planned in self.planned():
@@ -200,7 +196,7 @@ class Comparison:
             self.rows[planned.name] = row
 
     def results(self, *, complete: bool = True) -> Results:
-        order = [each.name for each in self.plan.runs]
+        order = [run.name for run in self.plan.runs]
         extra = [name for name in self.rows if name not in order]
         runs = [self.rows[name] for name in (*order, *extra) if name in self.rows]
         noise, why_not = noise_of(runs)

@@ -1,4 +1,4 @@
-"""About how long a comparison takes: before its first run from a table, then from its own runs."""
+"""How long a comparison takes: before its first run by a table, then by its own runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from toolkit.comparing.run.options import CompareOptions
+from toolkit.comparing.run.options import CompareOptions, flag_names
 from toolkit.environment import cache_root
 
 if TYPE_CHECKING:
@@ -16,29 +16,29 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 IMPORT_SECONDS: Final = 6.0
-"""Importing what ranks import, once; as measured on 2 CPU cores, like all of these."""
+"""To import, once, all that ranks import; measured on 2 CPU cores, like all of these."""
 
 MAKE_SECONDS: Final = 4.0
-"""Making the built-in model and its data, on a machine that has not done so before."""
+"""To make the built-in model and its data, on a machine that has not done so before."""
 
 START_SECONDS: Final = 2.0
-"""Of a run: its ranks begin, and its model is saved."""
+"""Of a run beside its steps: its ranks begin, and its model is saved."""
 
 STEP_SECONDS: Final = 0.3
 """Of an optimizer step of the built-in model in a rehearsal, the table's strategies together."""
 
 BUILT_IN: Final = ("small-llama", "standard-library")
-"""How the folders of the built-in model and data begin in the cache."""
+"""Beginnings of the cache folders of the built-in model and data."""
 
 OTHER_INPUTS: Final = frozenset({"model_name_or_path", "train_file", "dataset_name"})
-"""Flags of `toolkit.train` with which a run is not that of the built-in model and data."""
+"""Flags of `toolkit.train` that name another model or other data than the built-in ones."""
 
 INSTANT: Final = 0.5
 """Seconds below which a run was not started: it is skipped, or was finished before."""
 
 
 def about(seconds: float) -> str:
-    """Return a time as one says it: `about 20 s`, `about 2 minutes`."""
+    """Return a rough time: `about 20 s`, `about 2 minutes`."""
     if seconds < 55:
         return f"about {max(5, 5 * round(seconds / 5))} s"
     minutes = round(seconds / 60)
@@ -49,7 +49,7 @@ def about(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What a comparison does next, and how long each part takes as far as that is known."""
+    """The parts of a comparison, and how long each takes as far as that is known."""
 
     starts: int
     """Runs to be started, repeats counted."""
@@ -62,26 +62,27 @@ class Expected:
     """Whether they train the built-in model on the built-in data."""
 
     cold: bool
-    """Whether these have to be made first."""
+    """Whether model and data have to be made first."""
 
     usual: bool
-    """Whether nothing was asked for that makes a step of theirs another."""
+    """Whether no option makes a step other than the one that was timed."""
 
     @property
     def preparing_seconds(self) -> float | None:
+        """Seconds until the first run; None where they are not known."""
         if not self.built_in:
             return None
         return IMPORT_SECONDS + (MAKE_SECONDS if self.cold else 0.0)
 
     @property
     def run_seconds(self) -> float | None:
-        """Of one run."""
+        """Seconds of one run; None where they are not known."""
         if not (self.built_in and self.rehearsal and self.usual):
             return None
         return START_SECONDS + self.steps * STEP_SECONDS
 
     def sentence(self) -> str:
-        """Say what is done now, what then, and about how long it takes."""
+        """Say what is done first, what then, and about how long it takes."""
         first = "Importing libraries, preparing model and data"
         if self.cold:
             first = (
@@ -92,45 +93,44 @@ class Expected:
         first += "" if seconds is None else f" ({about(seconds)})"
         runs = f"{self.starts} {'run' if self.starts == 1 else 'runs'} of {self.steps} steps"
         if self.run_seconds is None or seconds is None:
-            return f"{first}. Then {runs}; how long they take is told after the first."
+            return f"{first}. Then {runs}; the first one will tell how long they take."
         total = about(self.starts * self.run_seconds + seconds)
         return f"{first}. Then {runs}: {total} in all."
 
 
 def expected(options: CompareOptions, *, starts: int, rehearsal: bool) -> Expected:
-    """Return what a comparison is expected to take.
+    """Return how long a comparison is expected to take.
 
     Args:
-        options: What was asked.
+        options: Those of the comparison.
         starts: Runs to be started, repeats counted.
         rehearsal: Whether they run on the CPU.
     """
     flags = options.train_flags
-    names = {flag.partition("=")[0].lstrip("-").replace("-", "_") for flag in flags}
-    built_in = not names & OTHER_INPUTS
-    there = all(any(cache_root().glob(f"{name}-*/")) for name in BUILT_IN)
-    as_it_is = CompareOptions()
+    built_in = OTHER_INPUTS.isdisjoint(flag_names(flags))
+    cached = all(any(cache_root().glob(f"{name}-*/")) for name in BUILT_IN)
+    usual = CompareOptions()
     return Expected(
         starts=starts,
         steps=options.max_steps + options.throughput_steps,
         rehearsal=rehearsal,
         built_in=built_in,
-        cold=built_in and not there,
+        cold=built_in and not cached,
         usual=not flags
         and options.warm
-        and options.num_processes in (None, as_it_is.processes)
+        and options.num_processes in (None, usual.processes)
         and not options.scale
-        and options.global_batch_size == as_it_is.global_batch_size,
+        and options.global_batch_size == usual.global_batch_size,
     )
 
 
 @dataclass(slots=True)
 class TimeLeft:
-    """How long the runs still take, from those that have ended."""
+    """Estimates how long the runs still take, from those that have ended."""
 
     clock: Callable[[], float] = time.monotonic
-    took: list[float] = field(default_factory=list[float])
-    """Seconds of each run so far."""
+    seconds_of_runs: list[float] = field(default_factory=list[float])
+    """Of those so far that were started."""
 
     position: int = 0
     total: int = 0
@@ -142,19 +142,19 @@ class TimeLeft:
     def finish(self) -> None:
         seconds = self.clock() - self.started
         if seconds >= INSTANT:
-            self.took.append(seconds)
+            self.seconds_of_runs.append(seconds)
 
     def words(self) -> str | None:
         """Return how long is left after the last run that ended; None where it is not known."""
         left = self.total - self.position
-        if not left or not self.took:
+        if not left or not self.seconds_of_runs:
             return None
-        return f"{about(left * sum(self.took) / len(self.took))} left"
+        return f"{about(left * sum(self.seconds_of_runs) / len(self.seconds_of_runs))} left"
 
 
 @contextmanager
 def waiting(text: str, *, seconds: float | None, console: Console) -> Generator[None]:
-    """Show a bar on a terminal while the context lasts, which is full after so many seconds."""
+    """Show a bar on a terminal while the context lasts; it is full after `seconds`."""
     if not console.is_terminal:
         yield
         return
@@ -162,13 +162,13 @@ def waiting(text: str, *, seconds: float | None, console: Console) -> Generator[
 
     started = time.monotonic()
 
-    def shown() -> Table:
+    def render() -> Table:
         passed = time.monotonic() - started
         of = "" if seconds is None else f" of {about(seconds)}"
         share = None if seconds is None else passed / seconds
         return bar(f"{text}: {passed:.0f} s{of}", share=share, width=console.width)
 
-    with Live(console=console, refresh_per_second=4, get_renderable=shown, transient=True):
+    with Live(console=console, refresh_per_second=4, get_renderable=render, transient=True):
         yield
 
 
@@ -176,18 +176,18 @@ def bar(text: str, *, share: float | None, width: int) -> Table:
     """Return a line for a live display: words and a bar.
 
     Args:
-        text: Beside the bar.
-        share: How much of it is full; None where that is not known.
-        width: Letters of the line.
+        text: Stands beside the bar.
+        share: Part of it that is full, 0 to 1; None where that is not known.
+        width: Characters of the line.
     """
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
 
     length = max(10, min(40, width - len(text) - 2))
-    drawn = ProgressBar(
+    progress = ProgressBar(
         total=1.0, completed=min(share or 0.0, 1.0), pulse=share is None, width=length
     )
     line = Table.grid(padding=(0, 1))
-    line.add_row(drawn, Text(text, no_wrap=True, overflow="ellipsis"))
+    line.add_row(progress, Text(text, no_wrap=True, overflow="ellipsis"))
     return line

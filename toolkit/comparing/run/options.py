@@ -1,4 +1,4 @@
-"""What the user asks `toolkit compare` for, checked as far as it can be by itself."""
+"""Options of `toolkit compare`, checked as far as they can be without the machine."""
 
 from __future__ import annotations
 
@@ -17,9 +17,46 @@ DEFAULT_STRATEGIES: Final = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp")
 USUAL_PROCESSES: Final = 2
 
 
+KEEPS_FINAL: Final = "every run starts at step 1 and keeps its final weights only"
+CONFIGURED: Final = "the strategy's own config file says it; name the strategy with --strategies"
+
+OWNED_FLAGS: Final = {
+    "per_device_train_batch_size": "derived from compare's own --global_batch_size",
+    "auto_find_batch_size": "derived from compare's own --global_batch_size",
+    "gradient_accumulation_steps": (
+        "compare has its own --gradient_accumulation_steps, in front of the --"
+    ),
+    "output_dir": "compare has its own --output",
+    "engine": "compare has its own --engine, in front of the --",
+    "strategy": "compare has its own --strategies",
+    "max_steps": "compare has its own --max_steps, in front of the --",
+    "max_train_steps": "compare has its own --max_steps, in front of the --",
+    "num_train_epochs": "a comparison counts steps; compare has its own --max_steps",
+    "bf16": "compare has its own --precision",
+    "fp16": "compare has its own --precision",
+    "tf32": "a comparison keeps TF32 off, or its gates would not hold; there is --precision bf16",
+    "dropout": "a comparison sets it to 0, or its gates would not hold; toolkit.train keeps it",
+    "throughput_steps": "compare has its own --throughput_steps, in front of the --",
+    "dtype": "a comparison loads fp32 weights everywhere; compare has its own --precision",
+    "resume_from_checkpoint": f"{KEEPS_FINAL}; give the same --output to resume the comparison",
+    "deepspeed": CONFIGURED,
+    "fsdp": CONFIGURED,
+    "fsdp_config": CONFIGURED,
+    "parallelism_config": CONFIGURED,
+    "accelerator_config": CONFIGURED,
+    "ddp_backend": CONFIGURED,
+    "evidence": "toolkit compare --bisect sets it",
+    "evidence_step": "toolkit compare --bisect has its own --at",
+    "evidence_weights": "toolkit compare --bisect sets it",
+    "local_rank": "the launcher sets it",
+    "use_cpu": "set CUDA_VISIBLE_DEVICES= in front of toolkit compare to rehearse on the CPU",
+}
+"""Flags of `toolkit.train` that a comparison sets itself, and what to use in their place."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareOptions:
-    """What the user asks `toolkit compare` for."""
+    """Options of `toolkit compare`."""
 
     strategies: Sequence[str] = DEFAULT_STRATEGIES
     """Names from the strategies table, in the order of the report."""
@@ -72,7 +109,7 @@ class CompareOptions:
     """Fork the processes of all runs from one that has imported everything (on Linux)."""
 
     train_flags: Sequence[str] = ()
-    """Flags that go to every `toolkit.train`, as they stand."""
+    """Flags for every `toolkit.train`, passed on unchanged."""
 
     def __post_init__(self) -> None:
         wrong = [
@@ -115,7 +152,7 @@ class CompareOptions:
 
 
 def usual_rows(processes: int, accumulation: int) -> int:
-    """Return the rows of an optimizer step where none were asked for: no rank goes without one."""
+    """Return the rows of an optimizer step where none are given: at least one a micro-batch."""
     return max(CompareOptions().global_batch_size, processes * accumulation)
 
 
@@ -129,3 +166,28 @@ def read_scale(text: str) -> tuple[int, ...]:
     if not words or not all(word.isdecimal() for word in words):
         raise UsageError(f"--scale takes numbers of processes with commas between, not {text!r}.")
     return tuple(sorted({int(word) for word in words}))
+
+
+def check_train_flags(flags: Sequence[str]) -> None:
+    """Refuse flags of `toolkit.train` that a comparison sets itself.
+
+    Raises:
+        UsageError: names every such flag and what to use in its place.
+    """
+    findings: list[str] = []
+    for name in flag_names(flags):
+        if name in OWNED_FLAGS:
+            findings.append(f"--{name}: {OWNED_FLAGS[name]}.")
+        elif name.startswith("save_"):
+            findings.append(f"--{name}: {KEEPS_FINAL}.")
+    if findings:
+        raise UsageError(
+            "These flags are not free in a comparison, where every run is the same training. "
+            + " ".join(findings)
+        )
+
+
+def flag_names(flags: Sequence[str]) -> list[str]:
+    """Return the names of the flags on a command line, spelled with underscores, each once."""
+    names = (flag[2:].partition("=")[0] for flag in flags if flag.startswith("--"))
+    return list(dict.fromkeys(name.replace("-", "_") for name in names))

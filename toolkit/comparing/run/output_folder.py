@@ -1,4 +1,4 @@
-"""The folder of a comparison: whether it may be used, and by whom."""
+"""The folder of a comparison: whether it may be used, and the results in it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from toolkit.launching.folder_lock import LOCK_FILE, can_be_marked
 from toolkit.records.results import RESULTS_FILE, LostError, read_results
 
 START: Final = re.compile(r"(.+)-\d+")
-"""Folder of a start: the name of its run, and a number."""
+"""Name of the folder of a start: that of its run, and a number."""
 
 
 def check_output(folder: Path, specs: Iterable[tuple[str, dict[str, Any]]]) -> None:
     """Raise UsageError unless the folder can be made, or is a comparison of the same runs.
 
     Args:
-        folder: What `--output` names.
+        folder: The one that `--output` names.
         specs: Name and spec of every run that may happen.
     """
     check_takes_files(folder, flag="--output")
@@ -59,20 +59,22 @@ def why_lost(folder: Path) -> str | None:
     """Return why the results have to be made again from the runs; None where they are whole.
 
     Raises:
-        UsageError: there are no runs, or the results are not lost: they may not be read, or are of
+        UsageError: there are no runs to make them from; or the results may not be read, or are of
             a newer toolkit.
     """
     try:
         read_results(folder)
     except LostError as error:
-        if not any(spec_at(each) for name in run_names(folder) for each in attempts(folder, name)):
+        if not any(
+            spec_at(start) for name in run_names(folder) for start in attempts(folder, name)
+        ):
             raise
         return str(error)
     return None
 
 
 def put_aside(file: Path) -> str:
-    """Give a file that is damaged another name, unless it is missing, and tell the user."""
+    """Rename a damaged file, unless it is missing, and return the sentence for the user."""
     if not os.path.lexists(file):
         return f"{short_path(file)} is missing: it is made again from the runs beside it."
     for number in itertools.count(1):
@@ -84,7 +86,7 @@ def put_aside(file: Path) -> str:
 
 
 def new_folder(wanted: Path) -> Path:
-    """Make a folder that nobody else makes in the same second."""
+    """Make a new folder, with a number behind its name where another process made it first."""
     wanted.parent.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
         folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
@@ -95,5 +97,5 @@ def new_folder(wanted: Path) -> Path:
 
 
 def short_path(path: Path) -> str:
-    """Return a path as short as it can be typed here."""
+    """Return a path relative to the current folder where it lies in it."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

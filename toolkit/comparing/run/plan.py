@@ -1,7 +1,7 @@
-"""The plan: from what the user asked to the list of runs, all of one training.
+"""The plan of a comparison: the list of runs, all of one training, made from the user's options.
 
 Nothing is started or written here. The global batch, the order of the rows and the number of
-optimizer steps are fixed; what a rank sees of a step is derived from its number of processes.
+optimizer steps are fixed; a rank's share of a step follows from the number of processes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from toolkit.comparing.run.batches import (
     scaled_share,
     share,
 )
-from toolkit.comparing.run.options import CompareOptions, Engine
-from toolkit.comparing.run.owned_flags import check_train_flags
+from toolkit.comparing.run.options import CompareOptions, Engine, check_train_flags
 from toolkit.configs.optimizers import DEFAULT, missing_package, optimizer_problem
 from toolkit.configs.requested import check_left_over
 from toolkit.errors import UsageError
@@ -31,7 +30,7 @@ from toolkit.redaction import redacted_words
 from toolkit.strategies import STRATEGIES, Strategy, get_strategy
 
 CONTROLS: Final = ("single", "ddp", "zero1")
-"""Who is the control: the first of these that runs to its end."""
+"""The control is the first of these that runs to its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +54,12 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Names the row, and with a number behind it the folder of a start."""
+        """Name of the row; with a number behind it, of the folder of a start."""
         usual = f"{self.strategy.name}-{self.engine}"
         return f"{usual}-x{self.num_processes}" if self.scaled else usual
 
     def spec(self) -> dict[str, Any]:
-        """Return what decides the run; an equal spec makes it the same run."""
+        """Return the settings that decide the run; an equal spec makes it the same run."""
         return {
             "strategy": self.strategy.name,
             "engine": self.engine,
@@ -84,14 +83,14 @@ class ComparisonPlan:
     """Whether every run is hidden from the GPUs: there are fewer than ranks."""
 
     notes: tuple[str, ...]
-    """What the user should be told before the first run."""
+    """Sentences for the user before the first run."""
 
     fixed: dict[str, Any]
-    """What is the same in every run."""
+    """Settings that are the same in every run, as reports show them."""
 
     def shown_name(self, run: Run) -> str:
         """Return a run's name as readers see it: with its engine only where both run."""
-        if both_engines(each.engine for each in self.runs):
+        if both_engines(other.engine for other in self.runs):
             return run.name
         return without_engine(run.name, strategy=run.strategy.name, engine=run.engine)
 
@@ -102,13 +101,13 @@ def build_plan(
     """Turn the user's options into runs.
 
     Args:
-        options: What was asked.
+        options: The options of the comparison.
         gpus: GPUs that this machine shows.
-        missing: Says why the machine cannot run a strategy, or None.
+        missing: Returns why the machine cannot run a strategy, or None.
 
     Raises:
         UsageError: an unknown strategy, a batch that does not divide, a flag that is compare's, or
-            a shell with a switch of Accelerate's that goes before every config file.
+            a shell with a switch of Accelerate's that overrides every config file.
     """
     check_left_over(os.environ, launched=False)
     check_train_flags(options.train_flags)
@@ -133,8 +132,8 @@ def build_plan(
     def runs(strategy: Strategy, engine: Engine) -> list[Run]:
         planned = [_run(strategy, engine, count, options) for count in counts[strategy.name]]
         return [
-            replace(each, skipped=_reason_to_skip(each, gpus, rehearsal) or missing(strategy))
-            for each in planned
+            replace(run, skipped=_reason_to_skip(run, gpus, rehearsal) or missing(strategy))
+            for run in planned
         ]
 
     engines: tuple[Engine, ...] = (
@@ -144,7 +143,7 @@ def build_plan(
         runs=tuple(
             run for strategy in strategies for engine in engines for run in runs(strategy, engine)
         ),
-        # Under a scale the smallest count: it is the last to be left out for want of GPUs.
+        # Under a scale the smallest count, as the last for which there are too few GPUs.
         fallbacks=tuple(
             runs(strategy, engines[0])[0]
             for strategy in (controls if distributed else controls[:1])
@@ -156,7 +155,7 @@ def build_plan(
 
 
 def fixed_by(options: CompareOptions) -> dict[str, Any]:
-    """Return what the options make the same in every run."""
+    """Return the settings that are the same in every run, as reports show them."""
     return {
         "rows per optimizer step": options.global_batch_size,
         "optimizer steps": options.max_steps,
@@ -166,7 +165,7 @@ def fixed_by(options: CompareOptions) -> dict[str, Any]:
 
 
 def _with_control(names: Sequence[str]) -> tuple[list[Strategy], list[str]]:
-    """Return the strategies with the control first, and what the user should be told of it."""
+    """Return the strategies with the control first, and the notes for the user about it."""
     strategies = [get_strategy(name) for name in dict.fromkeys(names)]
     if strategies[0].name == "single":
         return strategies, []
@@ -194,7 +193,7 @@ def _check(options: CompareOptions, needed: set[int]) -> None:
 def _run(strategy: Strategy, engine: Engine, processes: int, options: CompareOptions) -> Run:
     batch, accumulation = options.global_batch_size, options.gradient_accumulation_steps
     if options.scale or not strategy.is_distributed:
-        # The same micro-batches that the ranks read side by side, one after the other.
+        # The micro-batches that the ranks of other runs read side by side, one after the other.
         read = scaled_share(batch, processes, accumulation, most=options.processes)
     else:
         read = share(batch, processes, accumulation)
@@ -205,9 +204,9 @@ def _run(strategy: Strategy, engine: Engine, processes: int, options: CompareOpt
         "per_device_train_batch_size": read.rows,
         "gradient_accumulation_steps": read.micro_batches,
         "throughput_steps": options.throughput_steps,
-        # Said aloud: the Trainer turns it on by itself when it compiles.
+        # Explicitly off: the Trainer turns it on by itself when it compiles.
         "tf32": False,
-        # Ranks and strategies draw other masks: with dropout no run could be judged.
+        # Ranks and strategies draw different masks: with dropout no run could be judged.
         "dropout": "off",
     }
     if options.precision != "no":

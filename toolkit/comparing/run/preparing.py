@@ -1,4 +1,4 @@
-"""Model and data, made or found once for all runs, in a process of its own."""
+"""Model and data of a comparison, prepared once for all runs, in a process of its own."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def prepare(
     rehearsal: bool,
     console: Console,
 ) -> dict[str, Any]:
-    """Run `toolkit.training.prepare` with the flags of a run and return what it found.
+    """Run `toolkit.training.prepare` with the flags of a run and return its facts.
 
     Args:
-        flags: Of `toolkit.train`.
-        num_processes: Of that run: with them the flags say how many rows it takes.
-        strategies: All that will run with such flags.
-        rehearsal: Whether they are hidden from the GPUs.
-        console: Told of what goes on.
+        flags: Those of `toolkit.train`.
+        num_processes: Processes of that run: with them the flags say how many rows it takes.
+        strategies: All strategies that will run with such flags.
+        rehearsal: Whether the runs are hidden from the GPUs.
+        console: Gets the lines of the process.
 
     Raises:
         UsageError: the flags, the model or the data are not usable, under one strategy at least.
@@ -74,20 +74,20 @@ def prepare(
         finally:
             code = process.wait()
         answer.seek(0)
-        found = answer.read()
+        facts = answer.read()
     if code == 2:
         raise UsageError(plain(last) or "The flags of toolkit.train are not usable.")
     if last:
         print_line(last, console=console)
     if code != 0:
         raise PrepareError(f"Preparing model and data ended with status {code}.")
-    return cast("dict[str, Any]", json.loads(found))
+    return cast("dict[str, Any]", json.loads(facts))
 
 
 def run_environment(*, rehearsal: bool) -> dict[str, str]:
-    """Return the variables of every run of a comparison, but for those of one start."""
+    """Return the variables that all runs of a comparison share."""
     return launch_environment({"CUDA_VISIBLE_DEVICES": ""} if rehearsal else {}, loopback=True)
 
 
 class PrepareError(RuntimeError):
-    """Model and data could not be prepared; what it printed is on the screen."""
+    """Model and data could not be prepared; the reason is on the screen."""

@@ -1,12 +1,11 @@
-"""What the user sees while a comparison works: a live table, or lines where nobody looks."""
+"""Progress of a comparison: a live table on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
 import re
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import TYPE_CHECKING, Final, Protocol, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from toolkit.comparing.report.runs_table import MEASURED, cells
 from toolkit.comparing.report.table import SHORT
@@ -24,53 +23,17 @@ if TYPE_CHECKING:
 STATUS_STYLES: Final = {"ok": "green", "skipped": "yellow", "waiting": "dim"}
 
 ANNOUNCEMENT: Final = re.compile(r"toolkit[.\w]*: ")
-"""Lines of a run that are meant for the user, such as a build that takes a minute."""
+"""Beginning of the lines of a run that are for the user, such as a build that takes a minute."""
 
 SPEED: Final = ("tokens/s", "step time")
+"""Columns that say nothing about GPUs in a rehearsal."""
 
 QUIET_SECONDS: Final = 15.0
-
-
-class Progress(Protocol):
-    """Told what happens, in order."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
-
-    def say(self, text: str) -> None:
-        """Tell something about the whole."""
-        ...
-
-    def start(
-        self, run: Run, position: int, total: int, *, repeat: int = 1, repeats: int = 1
-    ) -> None:
-        """Take the run that begins now, and which of its repeats it is."""
-        ...
-
-    def line(self, text: str) -> None:
-        """Take one line of the run's output."""
-        ...
-
-    def step(self, step: int) -> None: ...
-
-    def finish(self, run: Run, row: Row, control: Control | None) -> None: ...
-
-
-def build_progress(console: Console, plan: ComparisonPlan, options: CompareOptions) -> Progress:
-    """Return a live table for a terminal, lines for anything else."""
-    if not console.is_terminal:
-        return Lines(console, shown_name=plan.shown_name)
-    return LiveTable(console, plan, options)
+"""How long a run may go on before its step is printed."""
 
 
 class Lines:
-    """One line when a run starts, one when it ends, and a few between."""
+    """Shows a comparison in lines: one when a run starts, one when it ends, and a few between."""
 
     def __init__(
         self, console: Console, *, shown_name: Callable[[Run], str] = lambda run: run.name
@@ -79,42 +42,42 @@ class Lines:
         self.shown_name = shown_name
         self.label = ""
         self.left = TimeLeft()
-        self.spoken = 0.0
-        self.heard: set[str] = set()
+        self.printed_at = 0.0
+        self.printed: set[str] = set()
+        """Announcements of the current run."""
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         pass
 
     def say(self, text: str) -> None:
+        """Print a line about the whole comparison."""
         print_line(text, console=self.console)
 
     def start(
         self, run: Run, position: int, total: int, *, repeat: int = 1, repeats: int = 1
     ) -> None:
+        """Show that a run begins, the `position`-th of `total`, and which of its repeats it is."""
         which = f", repeat {repeat} of {repeats}" if repeats > 1 else ""
         self.label = f"[{position}/{total}] {self.shown_name(run)}{which}"
         self.left.start(position, total)
-        self.spoken = time.monotonic()
-        self.heard.clear()
+        self.printed_at = time.monotonic()
+        self.printed.clear()
         self.say(f"{self.label}: {_processes(run)}, started")
 
     def line(self, text: str) -> None:
-        # Every rank may say the same thing.
-        if ANNOUNCEMENT.match(text) and text not in self.heard:
-            self.heard.add(text)
+        """Take one line of the run's output."""
+        # Every rank may print the same announcement.
+        if ANNOUNCEMENT.match(text) and text not in self.printed:
+            self.printed.add(text)
             self.say(f"{self.label}: {text}")
 
     def step(self, step: int) -> None:
-        if time.monotonic() - self.spoken >= QUIET_SECONDS:
-            self.spoken = time.monotonic()
+        """Take the number of steps that every rank has finished."""
+        if time.monotonic() - self.printed_at >= QUIET_SECONDS:
+            self.printed_at = time.monotonic()
             self.say(f"{self.label}: step {step}")
 
     def finish(self, run: Run, row: Row, control: Control | None) -> None:
@@ -138,28 +101,25 @@ class LiveTable:
         self.states: dict[str, tuple[Run, str, Row | None]] = {
             run.name: (run, "waiting", None) for run in plan.runs
         }
+        """Each run by its name, with its status and, once it has ended, its row."""
+
         self.control: Control | None = None
         self.current: Run | None = None
         self.last_line = ""
-        self.heard: set[str] = set()
+        self.printed: set[str] = set()
         self.repeat = ""
         self.left = TimeLeft()
         self.started = 0.0
         self.steps = 0
         self.live = Live(
-            console=console, refresh_per_second=4, get_renderable=self._shown, transient=True
+            console=console, refresh_per_second=4, get_renderable=self._render, transient=True
         )
 
     def __enter__(self) -> Self:
         self.live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.live.stop()
 
     def say(self, text: str) -> None:
@@ -172,13 +132,13 @@ class LiveTable:
         self.left.start(position, total)
         self.repeat = f"repeat {repeat} of {repeats}, " if repeats > 1 else ""
         self.started = time.monotonic()
-        # A repeat leaves what is known of the run on the screen.
-        known = self.states.get(run.name)
-        self.states[run.name] = (run, "running", None if known is None else known[2])
+        # The cells of an earlier repeat stay on the screen.
+        _, _, row = self.states.get(run.name, (run, "", None))
+        self.states[run.name] = (run, "running", row)
 
     def line(self, text: str) -> None:
-        if text.startswith(f"toolkit: {COLD}") and text not in self.heard:
-            self.heard.add(text)
+        if text.startswith(f"toolkit: {COLD}") and text not in self.printed:
+            self.printed.add(text)
             self.say(text)
         if text.strip():
             self.last_line = plain(text.strip())
@@ -192,14 +152,14 @@ class LiveTable:
         self.control = control
         self.states[run.name] = (run, row["status"], row)
 
-    def _shown(self) -> Group:
+    def _render(self) -> Group:
         from rich.console import Group
 
         left = self.left
-        going = 0.0 if self.current is None else min(self.steps / self.wanted_steps, 1.0)
+        of_current = 0.0 if self.current is None else min(self.steps / self.wanted_steps, 1.0)
         ended = left.position - (self.current is not None)
         words = ", ".join(filter(None, (f"run {left.position} of {left.total}", left.words())))
-        share = (ended + going) / max(left.total, 1)
+        share = (ended + of_current) / max(left.total, 1)
         return Group(self._table(), bar(words, share=share, width=self.console.width))
 
     def _table(self) -> Table:
@@ -223,6 +183,17 @@ class LiveTable:
                 status = Text(f"{self.repeat}step {self.steps}, {seconds:.0f} s", style="cyan")
             table.add_row(self.shown_name(run), status, *map(Text, values))
         return table
+
+
+Progress = Lines | LiveTable
+"""Gets what happens in a comparison, in order."""
+
+
+def build_progress(console: Console, plan: ComparisonPlan, options: CompareOptions) -> Progress:
+    """Return a live table for a terminal, lines for anything else."""
+    if not console.is_terminal:
+        return Lines(console, shown_name=plan.shown_name)
+    return LiveTable(console, plan, options)
 
 
 def _processes(run: Run) -> str:

@@ -1,9 +1,9 @@
 """Compare: one model under many strategies, one fresh process group after another.
 
 Every finished run is on disk before the next one starts, results and report included, so an
-interruption leaves what was measured, and the same command with the same output goes on there.
-With repeats every run is started several times, in rounds whose order is rotated, so that what
-drifts over the hours falls on all alike.
+interruption loses no measurement, and the same command with the same output goes on there. With
+repeats every run is started several times, in rounds whose order is rotated, so that a drift over
+the hours falls on all alike.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def compare(options: CompareOptions, *, console: Console) -> int:
     interrupted.
 
     Raises:
-        UsageError: a mistake in what was asked; nothing has been written.
+        UsageError: a mistake in the options; nothing has been written.
         OSError: the folder cannot be made.
     """
     learn(options.train_flags)
@@ -105,11 +105,11 @@ def _run_locked(comparison: Comparison, facts: dict[str, Any], console: Console)
             return 1
 
 
-def _run(comparison: Comparison, told: Sequence[str], console: Console) -> int:
-    """Start what is outstanding, show what came out, and return the exit code."""
+def _run(comparison: Comparison, introduction: Sequence[str], console: Console) -> int:
+    """Start the outstanding runs, show the results, and return the exit code."""
     folder = comparison.folder
     with build_progress(console, comparison.plan, comparison.options) as progress:
-        for text in told:
+        for text in introduction:
             progress.say(text)
         try:
             Schedule(comparison, progress).run_all()
@@ -127,7 +127,7 @@ def _run(comparison: Comparison, told: Sequence[str], console: Console) -> int:
 
 def _goes_on(folder: Path) -> str:
     return (
-        f"What is finished stands in {short_path(folder)}; the same command with --output "
+        f"The finished runs are in {short_path(folder)}; the same command with --output "
         f"{shlex.quote(short_path(folder))} goes on from there."
     )
 
@@ -163,7 +163,7 @@ def rounds(runs: Sequence[Run], repeats: int) -> list[Turn]:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Starts what is outstanding of a comparison, one after the other."""
+    """Starts the outstanding runs of a comparison, one after the other."""
 
     comparison: Comparison
     progress: Progress
@@ -186,13 +186,13 @@ class Schedule:
             self.take(turn)
             comparison.make_rows()
             if planned.name in comparison.failures:
-                waiting = [each for each in waiting if each.run.name != planned.name]
+                waiting = [later for later in waiting if later.run.name != planned.name]
             waiting = self.with_control(waiting, planned)
             comparison.save(complete=not waiting)
             self.progress.finish(planned, comparison.rows[planned.name], comparison.control())
 
     def find_finished(self) -> None:
-        """Take over what an earlier start of this comparison finished."""
+        """Take over the runs that an earlier command of this comparison finished."""
         for planned in self.comparison.plan.runs:
             if planned.skipped is None:
                 self.take_over(planned)
@@ -204,10 +204,10 @@ class Schedule:
             self.comparison.make_rows()
 
     def take_over(self, planned: Run) -> None:
-        found = completed(self.comparison.folder, planned.name)
-        if found:
-            self.comparison.finished[planned.name] = found
-            names = ", ".join(short_path(each.folder) for each in found)
+        starts = completed(self.comparison.folder, planned.name)
+        if starts:
+            self.comparison.finished[planned.name] = starts
+            names = ", ".join(short_path(start.folder) for start in starts)
             self.progress.say(f"{self.shown_name(planned)} is finished already, in {names}.")
 
     def take(self, turn: Turn) -> None:
@@ -216,9 +216,9 @@ class Schedule:
         if planned.skipped is not None:
             return
         if planned.name not in comparison.finished:
-            self.take_over(planned)  # a control that nobody had listed
-        there = comparison.finished.get(planned.name, [])
-        if len(there) >= turn.repeat:
+            self.take_over(planned)  # a control that is not among the runs of the plan
+        earlier = comparison.finished.get(planned.name, [])
+        if len(earlier) >= turn.repeat:
             return
         folder = next_attempt(comparison.folder, planned.name)
         outcome = start_run(
@@ -229,11 +229,11 @@ class Schedule:
             timeout=comparison.options.timeout,
             progress=self.progress,
         )
-        end = end_of(folder, outcome, repeat=len(there) + 1)
+        end = end_of(folder, outcome, repeat=len(earlier) + 1)
         if isinstance(end, Failure):
             comparison.failures[planned.name] = end
         else:
-            comparison.finished[planned.name] = [*there, end]
+            comparison.finished[planned.name] = [*earlier, end]
 
     def with_control(self, waiting: list[Turn], last: Run) -> list[Turn]:
         """Return the turns, with the next candidate for the control in front where it is due."""
@@ -243,7 +243,7 @@ class Schedule:
         reason = self.comparison.rows[last.name]["reason"]
         name, following = map(self.shown_name, (last, fallback))
         self.progress.say(f"{name} cannot be the control ({reason}); {following} is next.")
-        others = [each for each in waiting if each != Turn(fallback, 1)]
+        others = [turn for turn in waiting if turn != Turn(fallback, 1)]
         if fallback not in self.comparison.plan.runs:
             repeats = self.comparison.options.repeats
             others += [Turn(fallback, repeat) for repeat in range(2, repeats + 1)]

@@ -1,4 +1,4 @@
-"""One start of one run: its folder, its config files, its command line, and how it ended."""
+"""One start of one run: its folder, its config files, its command line, and its end."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def start_run(
     timeout: float,
     progress: Progress,
 ) -> Outcome:
-    """Run `planned` in the new `folder` until it ends, and say how.
+    """Run `planned` in the new `folder` until it ends, and return how it ended.
 
     Args:
-        planned: What is run.
+        planned: The run.
         folder: Made here; gets everything that the run leaves.
-        spec: What decides the run.
+        spec: The settings of the run.
         swap_folder: Where it may keep states on disk; removed after the run.
         timeout: Seconds until it is ended.
-        progress: Told of its lines and steps.
+        progress: Gets its lines and steps.
     """
     command, variables = write_run(planned, folder, spec=spec, swap_folder=swap_folder)
     try:
@@ -60,7 +60,7 @@ def start_run(
 def write_run(
     planned: Run, folder: Path, *, spec: dict[str, Any], swap_folder: Path
 ) -> tuple[list[str], dict[str, str]]:
-    """Write what was asked into the run's folder; return the command and its variables."""
+    """Write settings, configs and command into the run's folder; return command and variables."""
     folder.mkdir()
     write_json(folder / SPEC_FILE, spec, private=True)
     on_nvme = "nvme" in (planned.strategy.offload_optimizer, planned.strategy.offload_parameters)
@@ -75,8 +75,8 @@ def write_run(
         variables["CUDA_VISIBLE_DEVICES"] = ""
     elif single:
         # The first of the GPUs that the user shows, and that one alone.
-        shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-        variables["CUDA_VISIBLE_DEVICES"] = shown.split(",")[0].strip()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+        variables["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0].strip()
     # Accelerate overwrites the variable with what the file of `single` pins, unless told `all`.
     command = launch_command(
         files.accelerate, [*TRAIN_MODULE, *flags], gpu_ids="all" if single else None
@@ -88,7 +88,7 @@ def write_run(
 
 
 def end_of(folder: Path, outcome: Outcome, *, repeat: int) -> Finished | Failure:
-    """Return the start in `folder` as it ended; only a good record makes it a good one."""
+    """Return the start in `folder` as it ended: finished only if it left a good record."""
     record, problem = record_at(folder)
     status: Status = "failed" if outcome.status == "usage" else outcome.status
     reason = outcome.reason
