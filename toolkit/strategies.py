@@ -8,13 +8,23 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
-from typing import Literal, Never, NoReturn, get_args
+from typing import Final, Literal, Never, NoReturn, get_args
 
 from toolkit.errors import UsageError
 
 Backend = Literal["single", "ddp", "deepspeed", "fsdp"]
 Device = Literal["none", "cpu", "nvme"]
 Sharding = Literal["whole", "flat", "tensors", "rows"]
+
+DTYPES: Final = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""torch's names of dtypes, by the short ones of DeepSpeed's files and of reports."""
+
+SHORT_DTYPES: Final = {name: short for short, name in DTYPES.items()}
+
+COMPUTE_DTYPES: Final = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""What a precision computes in, by Accelerate's names of precisions."""
+
+DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

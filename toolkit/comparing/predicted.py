@@ -15,12 +15,10 @@ from toolkit.planning.models.resolve import resolve_model
 from toolkit.planning.speed.traffic import collectives
 from toolkit.planning.terms import Interval
 from toolkit.records.results import Ends, Model, Prediction, Record, Traffic
-from toolkit.strategies import STRATEGIES
+from toolkit.strategies import COMPUTE_DTYPES, STRATEGIES
 
 STATES: Final = ("parameters_bytes", "master_bytes", "gradients_bytes", "optimizer_bytes")
 MOVED: Final = ("parameters", "gradients")
-
-FROZEN_IN: Final = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 OPTIMIZERS: Final = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw_fused"}
 """From `--optim` to the planner's names; what the tests have held against counts."""
@@ -215,7 +213,7 @@ def _method_of(precision: str, training: dict[str, Any]) -> dict[str, Any]:
             "not predicted: the planner has adapters on every linear layer, and this run on "
             f"{', '.join(training.get('lora_target_modules') or ['some'])}"
         )
-    if dtype != FROZEN_IN.get(precision):
+    if dtype != COMPUTE_DTYPES.get(precision):
         raise UsageError(
             "not predicted: the planner loads frozen weights in what is computed in, and this run "
             f"in {dtype}"

@@ -12,7 +12,7 @@ from typing import Any, cast
 from toolkit.configs.deepspeed_keys import mistakes_by_key
 from toolkit.configs.inline import inline_deepspeed_config
 from toolkit.errors import UsageError
-from toolkit.strategies import STRATEGIES, Device, Strategy
+from toolkit.strategies import DTYPES, STRATEGIES, Device, Strategy
 
 DEEPSPEED_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 CUSTOM = "custom"
@@ -29,8 +29,6 @@ _BESIDE = {
 }
 """Switches that Accelerate 1.15 obeys, each with a variable that its launcher writes beside it
 (utils/launch.py)."""
-
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 _SPLITS = {
     "PARALLELISM_CONFIG_TP_SIZE": "tensor parallel (parallelism_config_tp_size)",
@@ -160,7 +158,7 @@ def requested_accumulation_dtype(environ: Mapping[str, str]) -> str | None:
 def accumulation_dtype(config: Mapping[str, Any]) -> str | None:
     """Return what a DeepSpeed config has gradients summed up in; None where it doesn't say."""
     types: dict[str, Any] = config.get("data_types") or {}
-    return _DTYPES.get(str(types.get("grad_accum_dtype")))
+    return DTYPES.get(str(types.get("grad_accum_dtype")))
 
 
 def asks_for_deepspeed(environ: Mapping[str, str]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from toolkit.engines import inspection as engine
-from toolkit.strategies import Strategy
+from toolkit.strategies import COMPUTE_DTYPES, Strategy
 
 FRACTION_TOLERANCE = 0.05
 """Padding and dimensions that don't divide move a rank's share by less than this."""
@@ -92,7 +92,7 @@ class Asked:
             # DeepSpeed casts the weights and keeps fp32 masters; the others keep the weights
             # in fp32 and cast what they compute with.
             casts = strategy.backend == "deepspeed" and self.precision != "no"
-            facts["parameter_dtypes"] = [_DTYPE[self.precision] if casts else "float32"]
+            facts["parameter_dtypes"] = [COMPUTE_DTYPES[self.precision] if casts else "float32"]
         return _asked_only(facts)
 
     def after_first_step(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class Asked:
         facts["optimizer_dtypes"] = ["float32"]
         # Under mixed precision DDP reduces the fp32 gradients of fp32 weights, the others what
         # they compute with.
-        reduced = _DTYPE["no" if self.strategy.backend == "ddp" else self.precision]
+        reduced = COMPUTE_DTYPES["no" if self.strategy.backend == "ddp" else self.precision]
         facts["reduce_dtype"] = None if self.strategy.backend == "single" else reduced
         if self.precision == "no" and self.accumulation_dtype is None:
             facts["gradient_dtypes"] = ["float32"]
@@ -308,4 +308,3 @@ _WRAPPER = {
     "deepspeed": "DeepSpeedEngine",
     "fsdp": "FSDPModule",
 }
-_DTYPE = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}

@@ -15,8 +15,8 @@ from typing import Any, Final
 from toolkit.configs.requested import CUSTOM
 from toolkit.data.built_in import BUILT_IN_DATA
 from toolkit.escaping import one_line, shell_line
+from toolkit.strategies import COMPUTE_DTYPES
 from toolkit.training.method_arguments import MethodArguments, default_of
-from toolkit.training.methods import COMPUTED_IN
 from toolkit.training.model import BUILT_IN_MODEL
 from toolkit.training.speed.checkpointing import CHECKPOINTING
 from toolkit.training.speed_arguments import SpeedArguments
@@ -121,7 +121,7 @@ def _data_flags(data: Mapping[str, Any], hub_name: str | None) -> dict[str, Any]
 
 def _method_flags(training: Mapping[str, Any], precision: str) -> dict[str, Any]:
     method = training.get("method") or "full"
-    usual_dtype = "float32" if method == "full" else COMPUTED_IN[precision]
+    usual_dtype = "float32" if method == "full" else COMPUTE_DTYPES[precision]
     flags: dict[str, Any] = {}
     if method != "full":
         flags = {

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.environment import check_installed
 from toolkit.errors import UsageError, sentence_of
+from toolkit.strategies import COMPUTE_DTYPES
 from toolkit.training.arguments import ModelArguments
 from toolkit.training.method_arguments import ALL_LINEAR, MethodArguments
 
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
 MOST_UNPACKED = 0.5
 """The part of a model's weights that --method qlora may leave as they are."""
-
-COMPUTED_IN = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +96,7 @@ def checked_method(
     Raises:
         UsageError: the method doesn't fit the model, or the dtypes each other.
     """
-    folder, computed = Path(facts.path), COMPUTED_IN[precision]
+    folder, computed = Path(facts.path), COMPUTE_DTYPES[precision]
     dtype = model.dtype or ("float32" if arguments.is_full else computed)
     _refuse_quantised(folder)
     layers: dict[str, int] = {}

@@ -10,8 +10,7 @@ from toolkit.errors import UsageError
 from toolkit.planning.speed.flops import CONVENTION, model_flops
 from toolkit.planning.speed.gpus import gpu
 from toolkit.records.results import Compute, Cost, Record
-
-COMPUTED_IN: Final = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+from toolkit.strategies import SHORT_DTYPES
 
 NO_GPU: Final = "a rehearsal used no GPU"
 NO_PEAK: Final = "a rehearsal: a CPU has no rated peak here"
@@ -114,7 +113,7 @@ def _peak_flops(name: str, record: Record) -> float:
     """
     found = gpu(name)
     training, precision = record["training"], record["precision"]
-    dtype = precision if precision != "no" else COMPUTED_IN.get(training.get("dtype", "float32"))
+    dtype = precision if precision != "no" else SHORT_DTYPES.get(training.get("dtype", "float32"))
     if dtype is None:
         raise UsageError(f"the rate of {found.name} in {training['dtype']} is not known")
     if dtype != "fp32" or not training.get("tf32"):

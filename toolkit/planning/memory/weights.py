@@ -13,9 +13,9 @@ from toolkit.errors import UsageError
 from toolkit.planning.choices import Method
 from toolkit.planning.job import Job
 from toolkit.planning.models.shape import ModelShape, Tensor
+from toolkit.strategies import COMPUTE_DTYPES, DTYPE_BYTES
 
-SIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-COMPUTE_SIZE = {"no": 4, "bf16": 2, "fp16": 2}
+COMPUTE_SIZE = {precision: DTYPE_BYTES[dtype] for precision, dtype in COMPUTE_DTYPES.items()}
 """Bytes of an element in the dtype that is computed in."""
 
 NF4_BLOCK = 64
@@ -150,7 +150,7 @@ def trained_size(job: Job) -> int:
         return COMPUTE_SIZE[job.precision]
     if job.method != "full" or (job.strategy.sharding == "rows" and job.precision != "no"):
         return 4
-    return SIZE[job.weights]
+    return DTYPE_BYTES[job.weights]
 
 
 @lru_cache(maxsize=512)

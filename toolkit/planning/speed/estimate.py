@@ -18,9 +18,7 @@ from toolkit.planning.speed.flops import CONVENTION, model_flops
 from toolkit.planning.speed.gpus import Gpu
 from toolkit.planning.speed.transfers import communicating, stepping
 from toolkit.planning.terms import Interval
-
-_PURE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-"""What is computed in where precision isn't mixed: the dtype of the weights."""
+from toolkit.strategies import SHORT_DTYPES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +64,8 @@ def estimate_speed(job: Job, gpu: Gpu, *, internode_bytes_per_second: float | No
         UsageError: the GPU can't compute in the job's precision, or the bandwidth is no bandwidth.
     """
     network = _network(internode_bytes_per_second)
-    rate = gpu.flops(job.precision if job.precision != "no" else _PURE[job.weights])
+    # Where precision isn't mixed, the dtype of the weights is computed in.
+    rate = gpu.flops(job.precision if job.precision != "no" else SHORT_DTYPES[job.weights])
     once = computing(job, gpu, rate)
     micro = total(once)
     terms = [_repeated(term, job.accumulation) for term in once]

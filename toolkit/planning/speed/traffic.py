@@ -28,19 +28,15 @@ from typing import Any
 from toolkit.planning.job import Job
 from toolkit.planning.memory.effective import zero_settings
 from toolkit.planning.memory.states import FLAT_ALIGNMENT
-from toolkit.planning.memory.weights import COMPUTE_SIZE, SIZE, Tensors, trained_size, weights_of
+from toolkit.planning.memory.weights import COMPUTE_SIZE, Tensors, trained_size, weights_of
 from toolkit.planning.models.shape import ModelShape
 from toolkit.planning.speed.collective import Collective
 from toolkit.planning.speed.zero3_trace import gathered_elements
-from toolkit.strategies import Strategy
+from toolkit.strategies import COMPUTE_DTYPES, DTYPE_BYTES, DTYPES, Strategy
 
 DDP_BUCKET_BYTES = 25 << 20
 """DDP's default; the first bucket is of 1 MiB (torch/nn/parallel/distributed.py)."""
 
-_COMMUNICATED = {"fp32": (4, "float32"), "fp16": (2, "float16"), "bf16": (2, "bfloat16")}
-"""What a DeepSpeed file can name as `communication_data_type` (runtime/config.py)."""
-
-_DTYPE = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _SIZED = {4: "float32", 2: "16 bit"}
 
 
@@ -137,7 +133,7 @@ def _zero12(job: Job) -> tuple[Collective, ...]:
             purpose="parameters",
             elements=flat,
             element_size=size,
-            dtype=_DTYPE[job.precision],
+            dtype=COMPUTE_DTYPES[job.precision],
             times=1,
             calls=len(weights.groups),
             formula="flat * size, each group of the optimizer padded to 2 * ranks",
@@ -180,7 +176,7 @@ def _zero3(job: Job) -> tuple[Collective, ...]:
             purpose="parameters",
             elements=gathered,
             element_size=size,
-            dtype=_DTYPE[job.precision],
+            dtype=COMPUTE_DTYPES[job.precision],
             times=job.accumulation,
             calls=-(-gathered // max(1, settings.prefetch_bucket)),
             formula=(
@@ -203,7 +199,7 @@ def _zero3(job: Job) -> tuple[Collective, ...]:
             purpose="parameters",
             elements=persistent,
             element_size=size,
-            dtype=_DTYPE[job.precision],
+            dtype=COMPUTE_DTYPES[job.precision],
             times=1,
             calls=max(1, job.model.layers * 2),
             formula="persistent * size: what is never released, gathered after each step",
@@ -228,8 +224,10 @@ def _zero3(job: Job) -> tuple[Collective, ...]:
 
 def _reduced(job: Job, size: int) -> tuple[int, str]:
     """Bytes and dtype of a gradient on the wire: the weights' own unless a file names another."""
+    # By one of three names (DeepSpeed 0.19, runtime/config.py, `get_communication_data_type`).
     named = None if job.deepspeed is None else job.deepspeed.get("communication_data_type")
-    return _COMMUNICATED.get(str(named).lower(), (size, _DTYPE[job.precision]))
+    dtype = DTYPES.get(str(named).lower())
+    return (size, COMPUTE_DTYPES[job.precision]) if dtype is None else (DTYPE_BYTES[dtype], dtype)
 
 
 def _fsdp(job: Job) -> tuple[Collective, ...]:
@@ -237,8 +235,8 @@ def _fsdp(job: Job) -> tuple[Collective, ...]:
     # accelerate's mixed precision computes and reduces in the same 16 bits; without, both are as
     # the weights are.
     size = COMPUTE_SIZE[job.precision] if job.precision != "no" else trained_size(job)
-    base_size = size if job.method != "full" or job.precision != "no" else SIZE[job.weights]
-    dtype = _DTYPE[job.precision] if job.precision != "no" else _SIZED[size]
+    base_size = size if job.method != "full" or job.precision != "no" else DTYPE_BYTES[job.weights]
+    dtype = COMPUTE_DTYPES[job.precision] if job.precision != "no" else _SIZED[size]
     shards = job.shards
     reduced = 4 if job.reduce_in_fp32 else size
     once, again = _fsdp_units(job.model, shards)
