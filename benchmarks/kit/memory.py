@@ -385,7 +385,7 @@ def _every_second_product() -> Any:
     """Return the contexts of one layer: kept are attention and every second matrix product."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-    from toolkit.training.speed.checkpointing import KEPT
+    from toolkit.training.speed.layers import KEPT
 
     products = {False: 0, True: 0}
 

@@ -25,7 +25,7 @@ from toolkit.training.arguments import OUR_DEFAULTS
 from toolkit.training.loop import train_loop
 from toolkit.training.observers import Observer, ObserversCallback
 from toolkit.training.speed import Speed
-from toolkit.training.speed.checkpointing import CHECKPOINTING
+from toolkit.training.speed.layers import CHECKPOINTING
 from toolkit.training.speed_arguments import SpeedArguments
 from toolkit.training.trainer import ToolkitTrainer
 

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from toolkit.planning.job import Job
 from toolkit.planning.memory.estimate import WORKSPACES, estimate_memory
 from toolkit.strategies import STRATEGIES
-from toolkit.training.speed.heads import use_chunked_loss
+from toolkit.training.speed.chunked_loss import use_chunked_loss
 
 NARROW = {"hidden": 128, "intermediate": 344, "layers": 3, "heads": 4, "kv_heads": 2, "vocab": 256}
 WORDY = {"hidden": 64, "intermediate": 172, "layers": 3, "heads": 4, "kv_heads": 4, "vocab": 4096}

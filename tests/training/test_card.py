@@ -16,8 +16,14 @@ from toolkit.checkpoints.committing import check
 from toolkit.data.arguments import DataArguments
 from toolkit.data.built_in import BUILT_IN_DATA
 from toolkit.training.arguments import ModelArguments, own_arguments, training_values
-from toolkit.training.card import CARD_FILE, MARKER, Card, card_of_run
-from toolkit.training.card_command import hub_name_of, shown_name
+from toolkit.training.card import (
+    CARD_FILE,
+    MARKER,
+    Card,
+    card_of_run,
+    hub_name_of,
+    shown_name,
+)
 from toolkit.training.method_arguments import MethodArguments
 from toolkit.training.model import BUILT_IN_MODEL, build_model
 from toolkit.training.saving import save_model
@@ -40,9 +46,11 @@ def described(**changes):
         "engine": "trainer",
         "precision": "bf16",
         "model": {"name": "org/base", "path": "/home/somebody/cache/snapshots/abc"},
-        "data": {"name": "org/rows", "rows": 12345},
+        "data": {"name": "org/rows", "rows": 12345, "asked": {"dataset_name": "org/rows"}},
         "training": {
-            "method": "full",
+            **MethodArguments().facts(),
+            "dtype": "float32",
+            "quant_storage": None,
             "per_device_train_batch_size": 4,
             "gradient_accumulation_steps": 2,
             "global_batch_size": 16,
@@ -54,6 +62,9 @@ def described(**changes):
             "weight_decay": 0.0,
             "max_grad_norm": 1.0,
             "seed": 42,
+            "tf32": False,
+            "activation_checkpointing": False,
+            "speed": {"tuned": False, "on": {}, "left_out": {}},
         },
         "environment": {"versions": {"torch": "2.13.0", "python": "3.11.7"}},
     }
@@ -189,8 +200,8 @@ def test_the_command_trains_it_again_with_what_the_record_has():
 
 
 def test_what_is_at_its_default_is_no_flag_of_the_command():
-    training = described()["training"] | {"dtype": "float32", "speed": {"on": {}}}
-    text = card(training=training).text()
+    training = described()["training"]
+    text = card().text()
     _, own, _ = parsed(text)
     for flag in ("weight_decay", "lora", "dtype", "optim ", "speed", "model_revision", "tf32"):
         assert f"--{flag}" not in text, flag
@@ -213,7 +224,7 @@ def test_a_card_names_no_place_of_the_machine_and_invents_no_hub_name(tmp_path):
     folder = tmp_path / "my model"
     folder.mkdir()
     model = {"name": str(folder), "path": str(folder)}
-    data = {"name": "rows.jsonl", "rows": 3}
+    data = {"name": "rows.jsonl", "rows": 3, "asked": {"train_file": str(folder / "rows.jsonl")}}
     text = card(None, model=model, data=data).text()
     assert str(tmp_path) not in text
     assert "base_model" not in header(text)
@@ -222,7 +233,7 @@ def test_a_card_names_no_place_of_the_machine_and_invents_no_hub_name(tmp_path):
     assert "`my model`" in text
     assert "--train_file rows.jsonl" in text
     built_in = {"name": BUILT_IN_MODEL, "path": str(folder)}
-    text = card(None, model=built_in, data={"name": BUILT_IN_DATA, "rows": 3}).text()
+    text = card(None, model=built_in, data={"name": BUILT_IN_DATA, "rows": 3, "asked": {}}).text()
     assert "base_model" not in header(text)
     assert "--model_name_or_path" not in text
     assert "--train_file" not in text

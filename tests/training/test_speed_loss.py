@@ -14,8 +14,12 @@ from toolkit.data.packing import PROVEN_MODELS
 from toolkit.data.tokens import IGNORED
 from toolkit.errors import UsageError
 from toolkit.training.speed import Speed
-from toolkit.training.speed.chunked_loss import LogitsOf, chunked_cross_entropy
-from toolkit.training.speed.heads import PROVEN_HEADS, use_chunked_loss
+from toolkit.training.speed.chunked_loss import (
+    PROVEN_HEADS,
+    LogitsOf,
+    chunked_cross_entropy,
+    use_chunked_loss,
+)
 from toolkit.training.speed.lean_batches import POSITIONS, LeanCollator
 from toolkit.training.speed_arguments import SpeedArguments
 

@@ -28,7 +28,7 @@ from toolkit.training.precision import asked_precision, with_precision
 from toolkit.training.samples import continuations
 from toolkit.training.speed import Speed
 from toolkit.training.speed.buckets import ddp_options
-from toolkit.training.speed.checkpointing import CHECKPOINTING, KEPT, checkpoint_layers
+from toolkit.training.speed.layers import CHECKPOINTING, KEPT, checkpoint_layers
 from toolkit.training.speed.lean_batches import (
     LeanCollator,
     block_causal_mask,

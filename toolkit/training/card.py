@@ -1,8 +1,8 @@
 """The model card: `README.md` of a saved model, from facts that were known when it was saved.
 
-Nothing in it is guessed. A license stands there where the base model's own card names one, a data
-set where it is one of the Hub's; paths of this machine and secrets never do. A card that a user
-has written, or made their own by removing the line that says it is ours, is left alone.
+Nothing in it is guessed. It names a license where the base model's own card does, and a data set
+where it is one of the Hub's; it never holds paths of this machine or secrets. A card that a user
+wrote, or took over by removing the toolkit's marker, is left alone.
 """
 
 from __future__ import annotations
@@ -11,15 +11,19 @@ import datetime
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
-from toolkit.escaping import code
+from toolkit.configs.requested import CUSTOM
+from toolkit.escaping import code, one_line, shell_line
 from toolkit.files import write_text
 from toolkit.records.results import Evaluated
-from toolkit.training.card_command import command_of, hub_name_of, shown_name
+from toolkit.strategies import COMPUTE_DTYPES
+from toolkit.training.method_arguments import MethodArguments, default_of
 from toolkit.training.model import BUILT_IN_MODEL
+from toolkit.training.speed.layers import CHECKPOINTING
+from toolkit.training.speed_arguments import SpeedArguments
 
 CARD_FILE: Final = "README.md"
 TEMPLATE: Final = Path(__file__).with_name("model_card.md.jinja")
@@ -29,35 +33,62 @@ MARKER: Final = (
     "keep what you change. -->"
 )
 
-LOADING: Final = (
-    "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-    'model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype="auto")\n'
-    "tokenizer = AutoTokenizer.from_pretrained(FOLDER)"
+HUB_NAME: Final = re.compile(r"[\w-][\w.-]*(?:/[\w-][\w.-]*)?")
+"""The form of a name on the Hub; a folder here can have the same."""
+
+SNAPSHOT: Final = re.compile(r"/snapshots/([0-9a-f]{40})/?$")
+"""How the folder of a model from the Hub ends: with its commit."""
+
+PATHS: Final = ("dataset_name", "train_file", "validation_file", "chat_template")
+"""Flags for data whose values may be paths of this machine."""
+
+ALWAYS: Final = (
+    "max_steps",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "learning_rate",
+    "max_length",
+    "seed",
 )
-"""The lines that load a whole model; `FOLDER` is this one."""
+"""Fields of a record's `training` whose flags are in every command."""
+
+USUAL: Final = {
+    "weight_decay": 0.0,
+    "max_grad_norm": 1.0,
+    "lr_scheduler_type": "linear",
+    "optimizer": "adamw_torch",
+    "tf32": False,
+    "activation_checkpointing": False,
+}
+"""Fields of a record's `training` whose flags are in it unless they have this value."""
+
+FLAG_OF: Final = {"optimizer": "optim", "activation_checkpointing": CHECKPOINTING}
+"""Flags whose field in a record has another name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """What is known of a training at the moment of a save."""
+    """Facts of a training at the moment of a save."""
 
     base: str
     """Name or folder of the model that training began with."""
 
     base_folder: str | None = None
-    """Where its files lie; its own card may name a license."""
+    """Its local folder, whose own card may name a license."""
 
     datasets: tuple[str, ...] = ()
-    """Those on the Hub."""
+    """Names of data sets on the Hub."""
 
     training: tuple[tuple[str, str], ...] = ()
+    """Rows of the table of settings: name and value."""
+
     evaluation: Sequence[Evaluated] = ()
     final_loss: float | None = None
     first_loss: float | None = None
     strategy: str | None = None
     command: str | None = None
     held_out: bool = False
-    """Whether the rows of the evaluation were kept out of the training; else that isn't known."""
+    """Whether the toolkit split the rows of the evaluation off the training data."""
 
     packed_in: str | None = None
     """The dtype that weights in 4 bits are computed with; None where there are none."""
@@ -67,31 +98,36 @@ class Card:
     def write(self, draft: Path, folder: Path) -> None:
         """Write the card into `draft`, which takes the place of `folder`.
 
-        The card of a user that lies in `folder` is taken along in its place; not through a link,
-        which may lead to what is not to be shown.
+        A user's card that lies in `folder` is copied instead.
         """
-        own = folder / CARD_FILE
-        linked = folder.is_symlink() or own.is_symlink()
+        existing = folder / CARD_FILE
+        # Not through a link, which may lead to a file that is not to be published.
+        linked = folder.is_symlink() or existing.is_symlink()
         if (
-            own.is_file()
+            existing.is_file()
             and not linked
-            and MARKER not in own.read_text(encoding="utf-8", errors="replace")
+            and MARKER not in existing.read_text(encoding="utf-8", errors="replace")
         ):
-            shutil.copy2(own, draft / CARD_FILE)
+            shutil.copy2(existing, draft / CARD_FILE)
             return
-        is_adapter = (draft / "adapter_config.json").exists()
-        generates = (draft / "generation_config.json").exists()
-        text = self.text(is_adapter=is_adapter, says_generation=generates)
+        text = self.text(
+            is_adapter=(draft / "adapter_config.json").exists(),
+            has_generation_config=(draft / "generation_config.json").exists(),
+        )
         write_text(draft / CARD_FILE, text)
 
     def text(
-        self, *, is_adapter: bool = False, says_generation: bool = False, date: str | None = None
+        self,
+        *,
+        is_adapter: bool = False,
+        has_generation_config: bool = False,
+        date: str | None = None,
     ) -> str:
         """Return the card; the same facts and date give the same text.
 
         Args:
             is_adapter: Adapters were saved, not a whole model.
-            says_generation: Beside them lies how to generate, which peft doesn't read.
+            has_generation_config: A `generation_config.json` lies beside them; peft reads none.
             date: Of the save; None: today, in UTC.
         """
         from huggingface_hub import ModelCard, ModelCardData
@@ -105,35 +141,27 @@ class Card:
             datasets=list(self.datasets) or None,
             tags=["generated-by-toolkit", *(["lora"] if is_adapter else [])],
         )
-        base = shown_name(self.base)
-        what = "Adapters (LoRA) for" if is_adapter else "Fine-tuned from"
         card = ModelCard.from_template(
             data,
             template_path=str(TEMPLATE),
             marker=MARKER,
-            title=_cell(f"{base.rpartition('/')[2]}, fine-tuned"),
-            summary=f"{what} {self._base_in_words()}.",
-            loading=(
-                _loading_adapters(hub_name, self.packed_in, says_generation=says_generation)
-                if is_adapter
-                else LOADING
-            ),
+            title=_cell(f"{shown_name(self.base).rpartition('/')[2]}, fine-tuned"),
+            base=code(shown_name(self.base)),
+            is_built_in=self.base == BUILT_IN_MODEL,
+            is_adapter=is_adapter,
+            has_generation_config=has_generation_config,
+            hub_name=hub_name,
+            packed_in=self.packed_in,
             results=self._results(),
-            evaluated=self._evaluated(),
+            last=self.evaluation[-1] if self.evaluation else None,
+            held_out=self.held_out,
             training=[(_cell(name), _cell(value)) for name, value in self.training],
             command=self.command,
             strategy=self.strategy,
-            versions="\n".join(
-                f"- {name} {value}" for name, value in sorted(self.versions.items())
-            ),
+            versions=sorted(self.versions.items()),
             date=date or datetime.datetime.now(datetime.UTC).date().isoformat(),
         )
         return re.sub(r"\n{3,}", "\n\n", str(card)).rstrip() + "\n"
-
-    def _base_in_words(self) -> str:
-        if self.base == BUILT_IN_MODEL:
-            return f"`{self.base}`, a small Llama with random weights that the toolkit builds"
-        return code(shown_name(self.base))
 
     def _results(self) -> list[tuple[str, str, str]]:
         lines: list[tuple[str, str, str]] = []
@@ -144,28 +172,14 @@ class Card:
             lines.append(("training loss", first, f"{self.final_loss:.4f} (last step)"))
         if self.evaluation:
             last = self.evaluation[-1]
-            start = next((each for each in self.evaluation if each["step"] == 0), None)
-            for name, part, form in (
+            start = next((result for result in self.evaluation if result["step"] == 0), None)
+            for name, key, form in (
                 ("evaluation loss", "loss", "{:.4f}"),
                 ("perplexity", "perplexity", "{:,.2f}"),
             ):
-                before = "not measured" if start is None else form.format(start[part])
-                lines.append((name, before, form.format(last[part])))
+                before = "not measured" if start is None else form.format(start[key])
+                lines.append((name, before, form.format(last[key])))
         return lines
-
-    def _evaluated(self) -> str | None:
-        if not self.evaluation:
-            return None
-        last = self.evaluation[-1]
-        rows = (
-            f"{last['rows']:,} rows that were held out of the training data"
-            if self.held_out
-            else f"the {last['rows']:,} rows given for evaluation"
-        )
-        return (
-            f"Evaluated on {rows}: the loss is the mean "
-            f"over their {last['tokens']:,} predicted tokens in nats, perplexity its exponential."
-        )
 
 
 def card_of_run(
@@ -182,10 +196,10 @@ def card_of_run(
     Args:
         described: The part of its record that is known before the first step.
         num_processes: Ranks.
-        evaluation: What was evaluated so far.
+        evaluation: Results of its evaluations so far.
         losses: Of its first and its last step.
         resumed: Its first step was not the first of the training.
-        dataset_name: As the flag named it.
+        dataset_name: The value of `--dataset_name`.
     """
     model, data, training = described["model"], described["data"], described["training"]
     hub_data = None if dataset_name is None else hub_name_of(dataset_name)
@@ -215,9 +229,9 @@ def card_of_run(
         first_loss=losses[0] if losses and not resumed else None,
         final_loss=losses[1] if losses else None,
         strategy=described["strategy"],
-        command=command_of(described, num_processes=num_processes, data=hub_data),
-        held_out="validation_split_percentage" in data.get("asked", {}),
-        packed_in=training.get("quant_storage"),
+        command=_command(described, num_processes),
+        held_out="validation_split_percentage" in data["asked"],
+        packed_in=training["quant_storage"],
         versions=described["environment"]["versions"],
     )
 
@@ -243,7 +257,7 @@ def card_of_trainer(trainer: Any) -> Card:
         "largest gradient norm": f"{args.max_grad_norm:g}",
         "seed": args.seed,
     }
-    evaluated = [each for each in trainer.state.log_history if "eval_loss" in each]
+    evaluated = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     if evaluated:
         rows["evaluation loss"] = f"{evaluated[-1]['eval_loss']:.4f}"
     base = str(getattr(model, "name_or_path", "") or "a model of its own")
@@ -266,50 +280,16 @@ def _license_of(folder: str | None) -> str | None:
     if card is None or not card.is_file():
         return None
     try:
-        return ModelCard.load(card, ignore_metadata_errors=True).data.license
-    except (
-        ValueError,
-        OSError,
-        yaml.YAMLError,
-    ):  # a card without a header, or with one that is broken
+        # `to_dict`, for a card without a header has data without any field.
+        return ModelCard.load(card, ignore_metadata_errors=True).data.to_dict().get("license")
+    except (ValueError, OSError, yaml.YAMLError):  # no header, or a broken one
         return None
 
 
-def _loading_adapters(hub_name: str | None, packed_in: str | None, *, says_generation: bool) -> str:
-    """Return the lines that load adapters on their base; `FOLDER` is this one."""
-    base = "BASE_MODEL" if hub_name is None else f'"{hub_name}"'
-    ours = ["AutoModelForCausalLM", "AutoTokenizer"]
-    options = 'dtype="auto"'
-    lines: list[str] = []
-    if packed_in is not None:
-        ours.append("BitsAndBytesConfig")
-        options += ", quantization_config=packed"
-        lines += [
-            "packed = BitsAndBytesConfig(",
-            "    load_in_4bit=True,",
-            '    bnb_4bit_quant_type="nf4",',
-            "    bnb_4bit_use_double_quant=True,",
-            f'    bnb_4bit_compute_dtype="{packed_in}",',
-            ")",
-        ]
-    lines += [
-        f"base = AutoModelForCausalLM.from_pretrained({base}, {options})",
-        "model = PeftModel.from_pretrained(base, FOLDER)",
-        "tokenizer = AutoTokenizer.from_pretrained(FOLDER)",
-    ]
-    if says_generation:
-        ours.append("GenerationConfig")
-        lines.append("model.generation_config = GenerationConfig.from_pretrained(FOLDER)")
-    imports = f"from peft import PeftModel\nfrom transformers import {', '.join(sorted(ours))}\n"
-    return "\n".join([imports, *lines])
-
-
 def _method(training: Mapping[str, Any]) -> str:
-    method = str(training.get("method") or "full")
-    if method == "full":
+    if training["method"] == "full":
         return "all weights"
-    rank, alpha = training.get("lora_r"), training.get("lora_alpha")
-    return f"{method}, rank {rank}, alpha {alpha}" if rank is not None else method
+    return "{method}, rank {lora_r}, alpha {lora_alpha}".format(**training)
 
 
 def _effective_batch(training: Mapping[str, Any], num_processes: int) -> str:
@@ -320,5 +300,89 @@ def _effective_batch(training: Mapping[str, Any], num_processes: int) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return text as one cell of a table, whatever is in it."""
+    """Return text as one cell of a table, escaped."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def hub_name_of(name: str) -> str | None:
+    """Return a name that is one of the Hub's; None for a folder, a file or anything else."""
+    is_name = HUB_NAME.fullmatch(name) is not None and not Path(name).exists()
+    return name if is_name else None
+
+
+def shown_name(name: str) -> str:
+    """Return a name for others to read, on one line: of a path its last part."""
+    if hub_name_of(name) is not None or "/" not in name:
+        return one_line(name)
+    return one_line(Path(name).name) or "a folder"
+
+
+def _command(described: Mapping[str, Any], num_processes: int) -> str | None:
+    """Return the training as a command; None for a config file that is not the toolkit's.
+
+    It comes from the record, not from the words that were typed: those name folders of this
+    machine, and leave out what `--tuned` switched on, which another version may switch otherwise.
+    """
+    if described["strategy"] == CUSTOM:
+        return None
+    training, precision = described["training"], described["precision"]
+    asked: Mapping[str, Any] = described["data"]["asked"]
+    speed = _speed_flags(training["speed"]["on"])
+    usual_dtype = "float32" if training["method"] == "full" else COMPUTE_DTYPES[precision]
+    usual: dict[str, Any] = {"dtype": usual_dtype} | USUAL
+    if "checkpoint_layers" in speed:
+        # Where that is all layers, the record says `activation_checkpointing` as well.
+        del usual["activation_checkpointing"]
+    flags = {
+        **_model_flags(described["model"]),
+        **{name: shown_name(value) if name in PATHS else value for name, value in asked.items()},
+        "engine": described["engine"],
+        **{name: training[name] for name in ALWAYS},
+        # Without adapters their fields are null.
+        **{
+            entry.name: training[entry.name]
+            for entry in fields(MethodArguments)
+            if training[entry.name] not in (None, default_of(entry))
+        },
+        **{
+            FLAG_OF.get(name, name): training[name]
+            for name, value in usual.items()
+            if training[name] != value
+        },
+        **speed,
+        **({} if precision == "no" else {precision: True}),
+    }
+    lines = [
+        f"accelerate launch --config_file accelerate_configs/{described['strategy']}.yaml",
+        f"--num_processes {num_processes} -m toolkit.train",
+        *(f"--{name} {_written(value)}" for name, value in flags.items()),
+    ]
+    return " \\\n  ".join(lines)
+
+
+def _model_flags(model: Mapping[str, Any]) -> dict[str, Any]:
+    name = model["name"]
+    if name == BUILT_IN_MODEL:
+        return {}
+    flags = {"model_name_or_path": shown_name(name)}
+    commit = SNAPSHOT.search(model["path"])
+    if commit is not None and hub_name_of(name) is not None:
+        flags["model_revision"] = commit[1]
+    return flags
+
+
+def _speed_flags(on: Mapping[str, Any]) -> dict[str, Any]:
+    """Return each switch that was on as its own flag; `--tuned` may mean others one day."""
+    flags = dict(on)
+    if "lean_masks" in on:
+        flags["lean_masks"] = True
+    if "checkpoint_layers" in on:
+        flags["checkpoint_layers"] = on["checkpoint_layers"]["asked"]
+    if "compile_blocks" in on:
+        flags |= {"compile_blocks": True, "compile_backend": on["compile_blocks"]["backend"]}
+    usual = asdict(SpeedArguments())
+    return {name: value for name, value in flags.items() if value != usual.get(name)}
+
+
+def _written(value: Any) -> str:
+    return shell_line(map(str, value if isinstance(value, list) else [value]))

@@ -1,7 +1,6 @@
-"""Speed: what makes a recipe faster, or smaller, at an equal loss, and what of it took hold.
+"""Speed: switches that make a recipe faster, or smaller, at an equal loss.
 
-Each switch stands in a module of its own; `Speed` puts them on, in the order in which they go
-together, and says in the record which are.
+`Speed` switches them on, in the order in which they go together, and records which took hold.
 """
 
 from __future__ import annotations
@@ -16,13 +15,14 @@ from transformers.trainer_utils import unwrap_peft_model
 
 from toolkit.errors import UsageError
 from toolkit.training.observers import Observer, Prepared
-from toolkit.training.speed.blocks import compile_blocks, prefetch_layers
-from toolkit.training.speed.checkpointing import (
+from toolkit.training.speed.chunked_loss import checked_head, use_chunked_loss
+from toolkit.training.speed.layers import (
     as_the_trainer_does,
     checkpoint_layers,
     checkpointable,
+    compile_blocks,
+    prefetch_layers,
 )
-from toolkit.training.speed.heads import check_head, use_chunked_loss
 from toolkit.training.speed.lean_batches import (
     Collate,
     LeanCollator,
@@ -37,18 +37,18 @@ THEIRS = ("use_liger_kernel", "torch_compile", "ddp_bucket_cap_mb", "ddp_static_
 
 
 class Speed(Observer):
-    """Puts the switches of a run on: on the model, on its batches, and on what an engine wraps.
+    """Switches on what a run asks for: in the model, in its batches, and in its wrapper.
 
     Args:
-        arguments: Which.
+        arguments: The switches.
         args: The Trainer's arguments, under either engine: what they ask of the loss comes before
             what `--tuned` does.
     """
 
     def __init__(self, arguments: SpeedArguments, args: TrainingArguments | None = None) -> None:
         self.arguments = arguments
-        self._in_the_way = [] if args is None else no_chunked_loss(vars(args))
-        """Why what else was asked leaves no place for the chunked loss."""
+        self._against_chunked_loss = [] if args is None else no_chunked_loss(vars(args))
+        """Reasons why other flags leave no place for the chunked loss."""
 
         self.checkpoints_all = False
         """Whether every layer is computed again, and nothing in them kept."""
@@ -57,7 +57,7 @@ class Speed(Observer):
         """Every switch that took hold, and how far."""
 
         self.left_out: dict[str, str] = {}
-        """What `--tuned` would have switched on, and why it didn't."""
+        """Switches of `--tuned` that did not take hold, with the reason."""
 
     def apply(self, model: Any, *, loop: TrainingArguments | None = None) -> None:
         """Switch on what belongs to the model, before anything wraps it.
@@ -92,7 +92,7 @@ class Speed(Observer):
             self.on["compile_blocks"] = {"layers": compiled, "backend": arguments.compile_backend}
 
     def collating(self, collate: Collate) -> Collate:
-        """Return what makes the batches for the model as it is now."""
+        """Return the collator of batches for the model as it is now."""
         chunked, lean = "loss_impl" in self.on, "lean_masks" in self.on
         if not chunked and not lean:
             return collate
@@ -107,19 +107,23 @@ class Speed(Observer):
             self.on["fsdp_prefetch"] = ahead
 
     def facts(self, args: TrainingArguments) -> dict[str, Any]:
-        """What the record says: every switch that is on, the Trainer's own among them, and what
-        `--tuned` left out and why.
+        """Return the record's `speed`: every switch that is on, the Trainer's own among them, and
+        those that `--tuned` left out, with the reason.
         """
         theirs = {name: getattr(args, name) for name in THEIRS if getattr(args, name)}
         return {"tuned": self.arguments.tuned, "on": self.on | theirs, "left_out": self.left_out}
 
     def _check_loss(self, model: Any) -> None:
-        if self._in_the_way:
-            raise UsageError(f"{'; '.join(self._in_the_way)}.")
-        check_head(model)
+        if self._against_chunked_loss:
+            raise UsageError(f"{'; '.join(self._against_chunked_loss)}.")
+        checked_head(model)
 
     def _can(self, switch: str, check: Callable[[PreTrainedModel], object], model: Any) -> bool:
-        """Whether the model can; what was asked for by its own name has to."""
+        """Whether the model passes the check of a switch.
+
+        Raises:
+            UsageError: it does not, and the switch was asked for by its own flag.
+        """
         try:
             check(model)
         except UsageError as error:

@@ -2,18 +2,40 @@
 
 The loss and its gradients are those of the whole logits. Where gradients are wanted they are made
 along with the loss, as each chunk's logits are there anyway, so the head is needed in forward only
-and nothing is computed twice. They are kept undivided, in fp32 where chunks add up, until backward
-brings the factor: with fp16 what loss scaling saves from vanishing is not lost before.
+and nothing is computed twice.
+
+torch's `linear_cross_entropy`, in chunks from 2.13 on, was measured beside this one
+(benchmarks/results/2026-11-23-chunked-loss.md) and does not take its place: its loss has the dtype
+of the hidden states, 8e-3 off in bf16 where this one is 1e-6 off; its fp16 gradients are multiplied
+in fp16, which can't hold the factor of loss scaling; and it has no soft-capping.
 """
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from toolkit.data.packing import PROVEN_MODELS
 from toolkit.data.tokens import IGNORED
+from toolkit.errors import UsageError
+from toolkit.training.speed.lean_batches import POSITIONS
+
+PROVEN_HEADS = frozenset(PROVEN_MODELS)
+"""Architectures for which a test shows equal losses and gradients, full and chunked.
+
+What comes between the hidden states and the loss is a model's own (transformers 5.23), and in one
+that nobody has read it would be left out in silence.
+"""
+
+_LOSS_ONLY = {"labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "return_dict"}
+"""Arguments that the forward of a causal LM does not pass on to its decoder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +64,112 @@ class LogitsOf:
         return gradient
 
 
-PLAIN = LogitsOf()
+def checked_head(model: PreTrainedModel) -> tuple[torch.nn.Linear, LogitsOf]:
+    """Return the model's head, and what the family does to its product before the loss.
+
+    Raises:
+        UsageError: the model is none that this is proven for, or its head is no plain matrix.
+    """
+    name, config, head = type(model).__name__, model.config, model.get_output_embeddings()
+    if name not in PROVEN_HEADS or not type(model).__module__.startswith("transformers."):
+        raise UsageError(
+            f"--loss_impl chunked is not proven for {name}: what it does between its hidden states "
+            "and its loss might be left out. Pass --loss_impl full."
+        )
+    if getattr(config, "output_router_logits", False):
+        raise UsageError(
+            f"--loss_impl chunked does not add the routers' loss that output_router_logits asks "
+            f"of {name}. Pass --loss_impl full, or turn that off in the model's config.json."
+        )
+    # Not a subclass: an adapter on the head, or a quantised one, computes more than a product.
+    if type(head) is not torch.nn.Linear:
+        raise UsageError(
+            f"--loss_impl chunked needs a plain linear head, and that of {name} is "
+            f"a {type(head).__name__}. Pass --loss_impl full."
+        )
+    if name in ("CohereForCausalLM", "Cohere2ForCausalLM"):
+        return head, LogitsOf(scale=float(config.logit_scale))
+    if name in ("GraniteForCausalLM", "GraniteMoeForCausalLM"):
+        return head, LogitsOf(scale=1 / float(config.logits_scaling))
+    return head, LogitsOf(softcap=getattr(config, "final_logit_softcapping", None))
+
+
+def use_chunked_loss(model: PreTrainedModel, *, chunk_tokens: int) -> None:
+    """Have the model return the chunked loss, and no logits, wherever it is given labels.
+
+    Without labels it goes on as it was.
+
+    Raises:
+        UsageError: the model is none that this is proven for.
+    """
+    head, logits_of = checked_head(model)
+    # Functions, not methods of this model: a copy of it has to compute with its own weights.
+    original_forward, project = type(model).forward, type(head).forward
+    signature = inspect.signature(original_forward)
+
+    # The head is still called as a module, within the forward of the model. So whatever gathers a
+    # sharded head for a module's forward and backward does it once, not for each chunk:
+    # `fully_shard` with the unit that the head is in, ZeRO-3 with the hooks of the head itself.
+    def head_forward(self: Any, hidden: torch.Tensor, loss_for: Any = None) -> torch.Tensor:
+        if loss_for is None:
+            return project(self, hidden)
+        targets, items = loss_for
+        if isinstance(self.weight, DTensor):
+            raise RuntimeError("the head is still sharded in its own forward: nothing gathered it")
+        return chunked_cross_entropy(
+            hidden,
+            self.weight,
+            targets,
+            bias=self.bias,
+            items=items,
+            chunk_tokens=chunk_tokens,
+            logits_of=logits_of,
+        )
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        positions = kwargs.pop(POSITIONS, None)
+        inputs = dict(signature.bind_partial(self, *args, **kwargs).arguments)
+        inputs |= inputs.pop("kwargs", {})
+        del inputs["self"]
+        labels, shifted = inputs.get("labels"), inputs.get("shift_labels")
+        if labels is None and shifted is None:
+            return original_forward(self, *args, **kwargs)
+        outputs = self.base_model(
+            **{name: value for name, value in inputs.items() if name not in _LOSS_ONLY}
+        )
+        hidden, targets = _rows(outputs.last_hidden_state, labels, shifted, positions)
+        loss = self.get_output_embeddings()(
+            hidden, loss_for=(targets, inputs.get("num_items_in_batch"))
+        )
+        return CausalLMOutputWithPast(
+            loss=loss, logits=None, past_key_values=getattr(outputs, "past_key_values", None)
+        )
+
+    # The Trainer reads from it which columns of the data, and which arguments, the model takes.
+    forward.__signature__ = signature  # type: ignore[attr-defined]  # of functions, undeclared
+    head.forward = MethodType(head_forward, head)
+    model.forward = MethodType(forward, model)  # bound: Accelerate looks for its `__func__`
+
+
+def _rows(
+    hidden: torch.Tensor,
+    labels: torch.Tensor | None,
+    shifted: torch.Tensor | None,
+    positions: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the hidden states that predict something, [tokens, hidden size], and their targets.
+
+    Where the batch doesn't name their positions, all are taken: to find them would wait for the
+    GPU.
+    """
+    states = hidden.reshape(-1, hidden.shape[-1])
+    if shifted is None:
+        assert labels is not None
+        shifted = torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+    targets = shifted.reshape(-1).to(hidden.device)
+    if positions is None:
+        return states, targets
+    return states.index_select(0, positions), targets.index_select(0, positions)
 
 
 def chunked_cross_entropy(
@@ -53,7 +180,7 @@ def chunked_cross_entropy(
     bias: torch.Tensor | None = None,
     items: torch.Tensor | int | None = None,
     chunk_tokens: int,
-    logits_of: LogitsOf = PLAIN,
+    logits_of: LogitsOf | None = None,
 ) -> torch.Tensor:
     """Return the cross-entropy of `hidden @ weight.T + bias`, a scalar in fp32.
 
@@ -64,7 +191,7 @@ def chunked_cross_entropy(
         bias: [vocabulary].
         items: Divides the sum of the losses; None divides by the targets that count.
         chunk_tokens: Tokens whose logits are held at once.
-        logits_of: From the product to the logits.
+        logits_of: From the product to the logits; None: the product is the logits.
     """
     device = hidden.device.type
     computed_in = (
@@ -73,12 +200,7 @@ def chunked_cross_entropy(
     with torch.autocast(device, enabled=False):
         total = _SummedLoss.apply(
             *(hidden, weight, bias, targets),
-            _How(
-                chunk_tokens=chunk_tokens,
-                logits_of=logits_of,
-                computed_in=computed_in,
-                differentiates=torch.is_grad_enabled(),
-            ),
+            *(chunk_tokens, logits_of or LogitsOf(), computed_in, torch.is_grad_enabled()),
         )
     if items is None:
         items = (targets != IGNORED).sum()
@@ -87,16 +209,12 @@ def chunked_cross_entropy(
     return total / items
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _How:
-    chunk_tokens: int
-    logits_of: LogitsOf
-    computed_in: torch.dtype
-    differentiates: bool
-
-
 class _SummedLoss(torch.autograd.Function):
-    """The sum of the tokens' losses."""
+    """The sum of the tokens' losses.
+
+    Gradients are kept undivided, in fp32 where chunks add up, until backward brings the factor:
+    with fp16, what loss scaling saves from vanishing is not lost before.
+    """
 
     @staticmethod
     def forward(
@@ -105,28 +223,32 @@ class _SummedLoss(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
-        how: _How,
+        chunk_tokens: int,
+        logits_of: LogitsOf,
+        computed_in: torch.dtype,
+        differentiates: bool,
     ) -> torch.Tensor:
-        wanted = [how.differentiates and each for each in ctx.needs_input_grad[:3]]
+        # Within `forward` autograd is off: whether it was on has to be passed in.
+        wanted = [differentiates and needed for needed in ctx.needs_input_grad[:3]]
         for_hidden = torch.empty_like(hidden) if wanted[0] else None
-        for_weight, for_bias = (
-            torch.zeros_like(each, dtype=torch.float32) if want and each is not None else None
-            for want, each in zip(wanted[1:], (weight, bias), strict=True)
+        for_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
+        for_bias = (
+            torch.zeros_like(bias, dtype=torch.float32) if wanted[2] and bias is not None else None
         )
-        matrix = weight.to(how.computed_in)
+        matrix = weight.to(computed_in)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for begin in range(0, len(hidden), how.chunk_tokens):
-            chunk = slice(begin, begin + how.chunk_tokens)
-            states = hidden[chunk].to(how.computed_in)
+        for begin in range(0, len(hidden), chunk_tokens):
+            chunk = slice(begin, begin + chunk_tokens)
+            states = hidden[chunk].to(computed_in)
             product = states @ matrix.t()
             if bias is not None:
-                product += bias.to(how.computed_in)
-            loss, gradient = _of_chunk(product, targets[chunk], how, any(wanted))
-            del product
+                product += bias.to(computed_in)
+            loss, gradient = _of_chunk(product, targets[chunk], logits_of, any(wanted))
+            del product  # or this chunk's would be alive beside the next one's
             total += loss
             if gradient is None:
                 continue
-            gradient = gradient.to(how.computed_in)
+            gradient = gradient.to(computed_in)
             if for_hidden is not None:
                 for_hidden[chunk] = gradient @ matrix
             if for_weight is not None:
@@ -142,30 +264,31 @@ class _SummedLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         # In place, for nothing else may be as large: backward twice is an error of autograd's. In
         # fp32, for fp16 can't hold the factor of loss scaling.
-        found = [
-            None if each is None else each.float().mul_(gradient).to(dtype)
-            for each, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        gradients = [
+            None if kept is None else kept.float().mul_(gradient).to(dtype)
+            for kept, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return *found, None, None
+        return *gradients, None, None, None, None, None
 
 
 def _of_chunk(
-    product: torch.Tensor, targets: torch.Tensor, how: _How, differentiates: bool
+    product: torch.Tensor, targets: torch.Tensor, logits_of: LogitsOf, differentiates: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the summed loss of some tokens, and its gradient for their product, in fp32."""
     counted = targets != IGNORED
-    at = targets.clamp(min=0).unsqueeze(1)  # IGNORED is no place in the vocabulary
-    logits = how.logits_of(product)
+    indices = targets.clamp(min=0).unsqueeze(1)  # IGNORED is no place in the vocabulary
+    logits = logits_of(product)
     norms = logits.logsumexp(1)
-    losses = norms - logits.gather(1, at).squeeze(1)
+    losses = norms - logits.gather(1, indices).squeeze(1)
     loss = losses.masked_fill(~counted, 0).sum()
     if not differentiates:
         return loss, None
-    before = logits.clone() if how.logits_of.softcap is not None else None
+    # The gradient is made in the memory of the logits, and tanh's own needs them once more.
+    capped = logits.clone() if logits_of.softcap is not None else None
     gradient = logits.sub_(norms.unsqueeze(1)).exp_()
-    gradient.scatter_add_(1, at, torch.full_like(at, -1, dtype=gradient.dtype))
+    gradient.scatter_add_(1, indices, torch.full_like(indices, -1, dtype=gradient.dtype))
     gradient.masked_fill_(~counted.unsqueeze(1), 0)
-    return loss, how.logits_of.backward_(gradient, before)
+    return loss, logits_of.backward_(gradient, capped)
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -173,7 +296,8 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 
     A product that is rounded to 16 bits before it is added would be off once for each chunk.
     """
-    if total.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
+    # `out_dtype` is there for products on CUDA only (torch 2.13).
+    if total.is_cuda and left.itemsize == 2:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
         total.addmm_(left.to(total.dtype), right.to(total.dtype))

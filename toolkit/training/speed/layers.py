@@ -1,0 +1,158 @@
+"""What is switched on layer by layer: checkpointing, compiling, and FSDP2's gathering ahead."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    create_selective_checkpoint_contexts,
+)
+from transformers import PreTrainedModel, TrainingArguments
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from toolkit.errors import UsageError
+
+CHECKPOINTING = (
+    "activation_checkpointing"
+    if hasattr(PreTrainedModel, "activation_checkpointing_enable")
+    else "gradient_checkpointing"
+)
+"""transformers' name for it: 5.23 warns of the older one, and 5.17 knows no other."""
+
+_aten: Any = torch.ops.aten
+
+KEPT = frozenset(
+    {
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten.baddbmm.default,
+        _aten._scaled_mm.default,
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+)
+"""Operations whose results `selective` keeps: products take most of the time, and the rest between
+them most of the memory."""
+
+
+def checkpoint_layers(model: PreTrainedModel, chosen: str) -> list[int]:
+    """Switch activation checkpointing on for the layers that `chosen` names; return their numbers.
+
+    Args:
+        model: As loaded, before anything wraps it.
+        chosen: As `--checkpoint_layers` takes it.
+
+    Raises:
+        UsageError: the model can't, or has fewer layers.
+    """
+    if chosen == "none":
+        return []
+    layers = checkpointable(model)
+    if not layers or not model.supports_gradient_checkpointing:
+        raise UsageError(
+            f"--checkpoint_layers {chosen}: {type(model).__name__} has no layers that transformers "
+            "can checkpoint. Leave it out."
+        )
+    numbers = _numbers(chosen, len(layers))
+    options: dict[str, Any] = {"use_reentrant": False}
+    if chosen == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_products)
+    _enable(model, options=options)
+    for number, layer in enumerate(layers):
+        # transformers 5.23 knows `every_n_layers` only, and marks layers as this does.
+        layer.gradient_checkpointing = number in numbers
+    return sorted(numbers)
+
+
+def as_the_trainer_does(model: PreTrainedModel, args: TrainingArguments) -> None:
+    """Obey `--activation_checkpointing` and its options (transformers 5.23, trainer.py)."""
+    if not getattr(args, CHECKPOINTING):
+        return
+    options = dict(getattr(args, f"{CHECKPOINTING}_kwargs") or {})
+    _enable(
+        model,
+        every_n_layers=options.pop("every_n_layers", 1),
+        offload=options.pop("offload", False),
+        options=options or None,
+    )
+
+
+def _enable(model: PreTrainedModel, *, options: dict[str, Any] | None, **others: Any) -> None:
+    getattr(model, f"{CHECKPOINTING}_enable")(**{f"{CHECKPOINTING}_kwargs": options}, **others)
+
+
+def checkpointable(model: torch.nn.Module) -> list[Any]:
+    """Return the layers that transformers can checkpoint, in the order in which they run."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def keep_products(
+    _: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    """Return torch's policy for one operation of a layer under `selective`."""
+    if operation in KEPT:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _numbers(chosen: str, layers: int) -> set[int]:
+    if chosen in ("all", "selective"):
+        return set(range(layers))
+    count = int(chosen.removeprefix("every:"))
+    if count > layers:
+        raise UsageError(f"--checkpoint_layers {chosen}: the model has only {layers} layers.")
+    return set(range(0, layers, count) if chosen.startswith("every:") else range(count))
+
+
+def compile_blocks(model: PreTrainedModel, *, backend: str) -> int:
+    """Have `torch.compile` take each layer by itself at its first call; return how many.
+
+    In place, before anything wraps the model: names of parameters stay, a layer's class is still
+    what a wrapping policy looks for, and hooks that come later still run.
+
+    Raises:
+        UsageError: torch has no such backend, or the model no layers that are known as such.
+    """
+    known: list[str] = torch.compiler.list_backends(exclude_tags=None)  # type: ignore[arg-type]  # None: all of them
+    if backend not in known:
+        raise UsageError(f"--compile_backend {backend}: torch has {', '.join(sorted(known))}.")
+    layers = checkpointable(model)
+    if not layers:
+        raise UsageError(
+            f"--compile_blocks finds no layers in {type(model).__name__}. Leave it out, or pass "
+            "--torch_compile true with --engine trainer, which compiles the whole model."
+        )
+    # Else what a checkpointed layer did in forward is done once more in backward
+    # (as accelerate 1.15 sets it for its own regional compilation).
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    # Within DDP's forward torch splits the graph of a layer by the buckets, and a layer that is
+    # compiled anew in backward is not split: torch 2.11 then refuses a checkpointed layer.
+    torch._dynamo.config.optimize_ddp = False
+    for layer in layers:
+        layer.compile(backend=backend)
+    return len(layers)
+
+
+def prefetch_layers(model: Any, *, ahead: int) -> int:
+    """Have each sharded layer gather those of the next `ahead`; return how many layers do.
+
+    Left alone, FSDP2 gathers a layer when its forward is called, and one ahead in backward.
+    """
+    layers = [
+        module
+        for module in model.modules()
+        if isinstance(module, FSDPModule) and module is not model
+    ]
+    for number, layer in enumerate(layers):
+        layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 1 + ahead])
+        before = layers[max(0, number - ahead) : number]
+        layer.set_modules_to_backward_prefetch(before[::-1])
+    return len(layers)
