@@ -153,6 +153,7 @@ def write_adapter(
     tensors = _by_peft_names(model, held)
     save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
     config = copy.copy(adapter_config(model))
+    assert config is not None
     config.inference_mode = True
     if isinstance(config.target_modules, set):
         config.target_modules = sorted(config.target_modules)
@@ -217,5 +218,6 @@ def _check_whole(model: Any, held: Mapping[str, torch.Tensor | None]) -> None:
 def _active(model: Any) -> str:
     """Return the name of the adapter that is trained."""
     # A property of peft's own models, a method of transformers'.
-    names = model.active_adapters
-    return (names() if callable(names) else names)[0]
+    names: Any = model.active_adapters
+    names = names() if callable(names) else names
+    return names[0]

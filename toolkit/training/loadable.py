@@ -209,7 +209,8 @@ def _matched(folder: Path, trust_remote_code: bool) -> tuple[PreTrainedModel, Ma
     logging.disable_progress_bar()
     try:
         with outside_of_engines():
-            return AutoModelForCausalLM.from_pretrained(
+            # A pair, as a report was asked for; transformers 5.23 annotates a model alone.
+            matched: Any = AutoModelForCausalLM.from_pretrained(
                 str(folder),
                 dtype="auto",
                 device_map="meta",
@@ -217,6 +218,7 @@ def _matched(folder: Path, trust_remote_code: bool) -> tuple[PreTrainedModel, Ma
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
             )
+            return matched
     finally:
         logging.set_verbosity(verbosity)
         if bar:

@@ -300,10 +300,10 @@ def _write_weights(folder: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    names = list(_SPECIAL_TOKENS)
-    config = LlamaConfig(**_SHAPE, **{f"{name}_id": names.index(name) for name in names})
+    ids: dict[str, Any] = {f"{name}_id": number for number, name in enumerate(_SPECIAL_TOKENS)}
+    config = LlamaConfig(**_SHAPE, **ids)
     with torch.random.fork_rng(devices=[]):
-        model = LlamaForCausalLM(config).to(torch.float32)
+        model = LlamaForCausalLM(config).float()
     # numpy's PCG64 gives the same numbers on every processor; torch's normal_ rounds differently
     # with and without vector instructions.
     numbers = np.random.Generator(np.random.PCG64(_SEED))

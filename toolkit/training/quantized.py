@@ -83,7 +83,7 @@ def keep_packed(model: Any) -> None:
     Without gradients bitsandbytes 0.50 packs them otherwise on CPUs with AVX512-BF16, in place
     (nn/modules.py, `Linear4bit.forward`): a shard is then no part of what was gathered.
     """
-    from bitsandbytes.nn import Linear4bit
+    from bitsandbytes.nn.modules import Linear4bit
 
     for module in model.modules():
         if isinstance(module, Linear4bit):

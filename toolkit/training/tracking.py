@@ -220,7 +220,7 @@ def trackers(args: TrainingArguments) -> list[GeneralTracker]:
         ),
         "mlflow": lambda: MLflowTracker("Default", run_name=args.run_name),
     }
-    return [made[name]() for name in args.report_to if name in made]
+    return [made[name]() for name in args.report_to or () if name in made]
 
 
 def start(accelerator: Accelerator, args: TrainingArguments, model: Any) -> None:
