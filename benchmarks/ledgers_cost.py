@@ -148,9 +148,9 @@ def serve(name: str, folder: Path) -> None:
     from accelerate import Accelerator
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from toolkit.engines.on_cpu import patch_accelerate
     from toolkit.measuring.attestation import Asked
     from toolkit.measuring.recorder import Recorder
-    from toolkit.rehearse import _patch_accelerate
     from toolkit.strategies import STRATEGIES
 
     ranks, rank = (
@@ -159,7 +159,7 @@ def serve(name: str, folder: Path) -> None:
     rehearsal = torch.cuda.device_count() < ranks
     if rehearsal:
         os.environ |= {"ACCELERATE_TORCH_DEVICE": "cpu", "ACCELERATE_BYPASS_DEVICE_MAP": "true"}
-        _patch_accelerate()
+        patch_accelerate()
     if ranks > 1:
         torch.distributed.init_process_group("gloo" if rehearsal else "nccl")
     accelerator = Accelerator()

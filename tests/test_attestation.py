@@ -92,6 +92,8 @@ def test_what_the_config_asks_beside_the_strategy_is_seen_where_it_engages(outco
         for name, dtype in (("zero3_sums_in_bf16", "bfloat16"), ("zero1_sums_in_fp32", "float32")):
             assert rank[name]["ended"] == "trained", rank[name]
             assert dtype in rank[name]["engaged"]["accumulation_dtype"]
+        # DeepSpeed's optimizer for bf16 keeps its parameters under another name: `bf16_groups`.
+        assert rank["zero1_sums_in_fp32"]["engaged"]["weight_decay"] == [0.0, 0.25]
 
 
 def test_what_the_arguments_ask_by_themselves_is_attested_where_no_config_asks(outcomes):

@@ -238,8 +238,30 @@ def test_a_deepspeed_file_with_mistakes_is_one_sentence_before_a_script_starts(
     assert not (tmp_path / "started").exists()
 
 
+def test_a_deepspeed_file_of_the_script_s_own_that_is_not_there_is_one_sentence(
+    launch_environment, tmp_path
+):
+    script = (
+        "from transformers import TrainingArguments\nTrainingArguments('out', deepspeed='no.json')"
+    )
+    (tmp_path / "script.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "-m", "toolkit.rehearse", "script.py"],
+        cwd=tmp_path,
+        env=launches.cold(launch_environment) | {"PYTHONPATH": str(ROOT)},
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("toolkit: ")
+    assert "no.json" in last
+    assert "Traceback" not in done.stderr
+
+
 def test_the_places_inside_accelerate_that_a_rehearsal_changes_are_still_there():
-    """Fails when accelerate moves what `toolkit/rehearse.py` hooks into."""
+    """Fails when accelerate moves what `toolkit/engines/on_cpu.py` hooks into."""
     from accelerate.state import PartialState
     from accelerate.utils import FullyShardedDataParallelPlugin
     from transformers import training_args

@@ -10,7 +10,8 @@ import os
 import torch
 
 from toolkit import job, train
-from toolkit.rehearse import _patch_accelerate, rehearse_if_needed
+from toolkit.engines.on_cpu import patch_accelerate
+from toolkit.rehearse import rehearse_if_needed
 
 
 def share_device() -> bool:
@@ -21,7 +22,7 @@ def share_device() -> bool:
         # Accelerate, DeepSpeed and torch's device meshes take the GPU of this number.
         os.environ["LOCAL_RANK"] = "0"
         torch.cuda.set_device(0)
-        _patch_accelerate()  # gloo ranks that each engine takes for those of GPUs
+        patch_accelerate()  # gloo ranks that each engine takes for those of GPUs
     return False
 
 

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from toolkit.configs.requested import DEEPSPEED_FILE
+from toolkit.engines.deepspeed_config import use_deepspeed_config
 from toolkit.launching.builds import clear_stale_locks, extension_folders, stale_locks
-from toolkit.rehearse import use_deepspeed_config
 
 
 @pytest.fixture

@@ -25,10 +25,10 @@ from toolkit.configs.optimizers import (
     optimizer_problem,
 )
 from toolkit.configs.requested import LAUNCHER, requested_strategy
+from toolkit.engines.on_cpu import patch_accelerate, patch_deepspeed, patch_transformers
 from toolkit.errors import UsageError
 from toolkit.measuring.attestation import Asked, Refused
 from toolkit.measuring.recorder import Recorder
-from toolkit.rehearse import _patch_accelerate, _patch_deepspeed, _patch_transformers
 from toolkit.strategies import STRATEGIES
 from toolkit.training.trainer import ToolkitTrainer
 
@@ -153,9 +153,9 @@ def loop(asked, *, steps_with=None, split=None, **wanted):
 torch.distributed.init_process_group("gloo")
 UNTOUCHED = dict(os.environ)
 ORIGINAL = PartialState._prepare_backend
-_patch_accelerate()
-_patch_deepspeed()
-_patch_transformers()
+patch_accelerate()
+patch_deepspeed()
+patch_transformers()
 REHEARSED = PartialState._prepare_backend
 
 SUMS_IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
@@ -217,8 +217,9 @@ outcomes = {
     "zero2_sums_in_bf16": train("zero2_sums_in_bf16", changed("zero2", SUMS_IN_BF16)),
     "zero1_sums_in_fp32": train(
         "zero1_sums_in_fp32",
-        changed("zero1", {"data_types": {"grad_accum_dtype": "fp32"}}),
+        changed("zero1", SUMS_IN_FP32),
         bf16=True,
+        weight_decay=0.25,
     ),
     # What the arguments ask by themselves, with a launcher's config beside them and without.
     "own_zero2_under_ddp": train("own_zero2_under_ddp", {}, deepspeed=file_of("zero2")),

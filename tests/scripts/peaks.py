@@ -23,9 +23,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
 from toolkit import environment
+from toolkit.engines.on_cpu import patch_deepspeed
 from toolkit.measuring import memory
 from toolkit.measuring.peak import PeakLedger
-from toolkit.rehearse import _patch_deepspeed
 from toolkit.strategies import STRATEGIES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -193,7 +193,7 @@ def swapped():
 
 
 torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-_patch_deepspeed()
+patch_deepspeed()
 outcomes = {
     "single": measured(*plain()),
     "single_checkpointed": measured(*plain(use_reentrant=False)),

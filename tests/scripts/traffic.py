@@ -21,10 +21,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from toolkit.configs.requested import requested_strategy
 from toolkit.engines.inspection import zero_optimizer
+from toolkit.engines.on_cpu import patch_accelerate, patch_deepspeed
 from toolkit.measuring.attestation import Asked
 from toolkit.measuring.recorder import Recorder
 from toolkit.measuring.traffic import Ledger
-from toolkit.rehearse import _patch_accelerate, _patch_deepspeed
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(sys.argv[1])
@@ -176,8 +176,8 @@ def shard(model, **options):
 
 torch.distributed.init_process_group("gloo")
 UNTOUCHED = set(os.environ)
-_patch_accelerate()
-_patch_deepspeed()
+patch_accelerate()
+patch_deepspeed()
 
 BF16 = {"bf16": {"enabled": True}}
 zero2, zero2_asked = zero("zero2")

@@ -6,10 +6,9 @@ import pytest
 from places import ROOT
 
 from toolkit.configs.requested import DEEPSPEED_FILE
+from toolkit.engines.deepspeed_config import checked_deepspeed_config, section_mistakes
 from toolkit.errors import UsageError
-from toolkit.rehearse import checked_deepspeed_config
 from toolkit.strategies import STRATEGIES
-from toolkit.training.deepspeed_file import section_mistakes
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """The keys of a DeepSpeed JSON, and the mistakes in one that are found without DeepSpeed.
 
 DeepSpeed looks the keys below up one by one, and ignores those that it does not look up. Its other
-sections are pydantic models, which only a rank can import: `toolkit.training.deepspeed_file`.
+sections are pydantic models, which only a rank can import: `toolkit.engines.deepspeed_config`.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ def read_deepspeed_config(
     Args:
         environ: A rank's environment variables.
         check_sections: Returns the mistakes that only DeepSpeed itself finds, where it can be
-            imported: `toolkit.training.deepspeed_file`.
+            imported: `toolkit.engines.deepspeed_config`.
 
     Raises:
         UsageError: the file isn't there, isn't JSON, or says what DeepSpeed would ignore or

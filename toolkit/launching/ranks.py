@@ -44,6 +44,11 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def local_rank() -> int:
+    """Return this process's number on its machine, 0 without a launch."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def say(text: str) -> None:
     """Print one line for the user."""
     print(f"toolkit: {one_line(text)}", flush=True)  # noqa: T201
