@@ -15,7 +15,7 @@ from toolkit.comparing.predicted import STATES, job_of, predicted_states
 from toolkit.comparing.report.textbook_volume import difference_in_words
 from toolkit.data.arguments import DataArguments
 from toolkit.data.prepared import prepare_data, prepare_validation
-from toolkit.planning.job import Job
+from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import estimate_memory
 from toolkit.planning.models.architectures import shape_from_config
 from toolkit.planning.speed.traffic import collectives, textbook_elements
@@ -218,7 +218,7 @@ def test_bytes_on_the_wire_equal_the_planner_and_the_rest_is_listed_apart(usual,
     for (name, engine), row in {**rows(usual), **rows(others)}.items():
         if row["status"] == "skipped":
             continue
-        job = Job(
+        job = PlannedJob(
             model=model,
             strategy=STRATEGIES[name],
             gpus=row["num_processes"],

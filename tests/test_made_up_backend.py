@@ -13,7 +13,7 @@ from toolkit.configs.deepspeed import deepspeed_config
 from toolkit.configs.optimizers import optimizer_problem
 from toolkit.errors import UsageError
 from toolkit.planning import recommend
-from toolkit.planning.job import Job
+from toolkit.planning.job import PlannedJob
 from toolkit.planning.models.resolve import resolve_model
 from toolkit.planning.plan import plan
 from toolkit.planning.speed.traffic import textbook
@@ -93,7 +93,7 @@ def test_a_plan_of_all_strategies_says_why_it_has_no_row():
 
 
 def test_every_other_part_that_decides_by_strategy_refuses_it():
-    ddp = Job(model=resolve_model("7b"), strategy=STRATEGIES["ddp"])
+    ddp = PlannedJob(model=resolve_model("7b"), strategy=STRATEGIES["ddp"])
     with pytest.raises(UsageError, match=REFUSED):
         replace(ddp, strategy=TENSOR)
     for decides in (

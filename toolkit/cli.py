@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import shlex
 import sys
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import MISSING, fields, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
 from toolkit.errors import UsageError, file_sentence, is_full_disk
-from toolkit.planning.choices import Attention, Dtype, Goal, Method, Optimizer
+from toolkit.planning.options import Flag, PlanOptions, RecommendOptions
 from toolkit.redaction import redact_output
 from toolkit.strategies import STRATEGIES
 
@@ -75,22 +78,41 @@ NumProcesses = Annotated[
 ModelName = Annotated[
     str, typer.Argument(help="A Hub id, a folder with a config.json, or a count such as 7b.")
 ]
-Gpus = Annotated[int, typer.Option(help="GPUs in all, one rank each.")]
-GpuName = Annotated[str | None, typer.Option(help="L4, A100-80, H100, ...; or one of --gpu-file.")]
-GpuFile = Annotated[Path | None, typer.Option("--gpu-file", help="JSON or YAML with further GPUs.")]
-Nodes = Annotated[int, typer.Option(help="Machines that the GPUs are spread over.")]
-Sequence = Annotated[
-    int | None, typer.Option("--seq", "--sequence", help="Tokens of a row; 2,048 if left out.")
-]
-HostGib = Annotated[float | None, typer.Option("--host-gib", help="RAM of a node, for offloads.")]
-Network = Annotated[
-    float | None, typer.Option("--internode-gbps", help="Network of a node, in Gbit/s.")
-]
 ShowSpeed = Annotated[
     bool,
     typer.Option("--show-speed", "--show_speed", help="Of a rehearsal, show the speeds too."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
+
+
+def _with_options_of(declared: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let a verb take the options that a dataclass of the planner declares with a `Flag`."""
+
+    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
+        # A shell passes a GPU by its name.
+        types = get_type_hints(declared, localns={"Gpu": str}, include_extras=True)
+        flags: list[inspect.Parameter] = []
+        for field in fields(declared):
+            kind, *extras = get_args(types[field.name]) or (types[field.name],)
+            for flag in (extra for extra in extras if isinstance(extra, Flag)):
+                option = Annotated[kind, typer.Option(*flag.names, help=flag.help)]
+                default = inspect.Parameter.empty if field.default is MISSING else field.default
+                flags.append(
+                    inspect.Parameter(
+                        field.name,
+                        inspect.Parameter.KEYWORD_ONLY,
+                        annotation=option,
+                        default=default,
+                    )
+                )
+        signature = inspect.signature(verb, eval_str=True)
+        model, *others, _ = signature.parameters.values()
+        others = [other.replace(kind=inspect.Parameter.KEYWORD_ONLY) for other in others]
+        own = signature.replace(parameters=[model, *flags, *others])
+        verb.__signature__ = own  # pyright: ignore[reportFunctionMemberAccess] - read by Typer
+        return verb
+
+    return decorate
 
 
 def _print_version(wanted: bool) -> None:
@@ -432,11 +454,9 @@ def report(
         "toolkit plan 1.5b --gpu L4 --strategy ddp,zero3 --seq 4096 --explain",
     ),
 )
+@_with_options_of(PlanOptions)
 def plan(
     model: ModelName,
-    gpus: Gpus = 2,
-    gpu: GpuName = None,
-    nodes: Nodes = 1,
     strategy: Annotated[
         str | None,
         typer.Option(
@@ -447,81 +467,34 @@ def plan(
     every: Annotated[bool, typer.Option("--all", help="All strategies, not the usual six.")] = (
         False
     ),
-    method: Annotated[Method, typer.Option(help="What is trained.")] = "full",
-    lora_rank: Annotated[int, typer.Option("--lora-rank", help="Rank of the adapters.")] = 16,
-    batch: Annotated[int, typer.Option(help="Rows of a micro-batch on one GPU.")] = 1,
-    sequence: Sequence = None,
-    accumulate: Annotated[int, typer.Option(help="Micro-batches of an optimizer step.")] = 1,
-    precision: Annotated[
-        Precision | None, typer.Option(help="bf16 if left out, fp16 on GPUs without it.")
-    ] = None,
-    optimizer: Annotated[Optimizer, typer.Option(help="Whose states are kept.")] = "adamw",
-    checkpointing: Annotated[
-        bool, typer.Option("--checkpointing", help="Compute activations again in backward.")
-    ] = False,
-    attention: Annotated[Attention, typer.Option(help="Whether scores are held.")] = ("flash"),
-    chunked_loss: Annotated[
-        bool, typer.Option("--chunked-loss", help="Head and loss fused, as Liger does.")
-    ] = False,
-    dtype: Annotated[Dtype, typer.Option(help="What trained weights are loaded in.")] = ("float32"),
-    host_gib: HostGib = None,
-    internode_gbps: Network = None,
-    gpu_file: GpuFile = None,
-    tokens: Annotated[float | None, typer.Option(help="To be trained: gives hours and cost.")] = (
-        None
-    ),
-    dollars_per_hour: Annotated[
-        float | None, typer.Option("--dollars-per-hour", help="Price of one GPU.")
-    ] = None,
     as_json: AsJson = False,
     explain: Annotated[bool, typer.Option("--explain", help="Each formula and its inputs.")] = (
         False
     ),
     plot: Annotated[Path | None, typer.Option(help="Draw into this .svg or .png.")] = None,
+    **options: Any,
 ) -> None:
     """Will it fit, how fast, at what cost: before a GPU is rented."""
-    from toolkit.planning.plan import USUAL
     from toolkit.planning.plan import plan as make_plan
 
     if every and strategy is not None:
         raise UsageError("--all and --strategy contradict each other. Leave one of them out.")
-    names = "all" if every else USUAL if strategy is None else tuple(_names(strategy))
-    found = make_plan(
-        model,
-        gpus=gpus,
-        gpu=gpu,
-        nodes=nodes,
-        strategies=names,
-        method=method,
-        lora_rank=lora_rank,
-        batch=batch,
-        sequence=sequence,
-        accumulation=accumulate,
-        precision=None if precision is None else precision.value,
-        optimizer=optimizer,
-        checkpointing=checkpointing,
-        attention=attention,
-        chunked_loss=chunked_loss,
-        dtype=dtype,
-        host_gib=host_gib,
-        internode_gbps=internode_gbps,
-        gpu_file=gpu_file,
-        tokens=tokens,
-        dollars_per_hour=dollars_per_hour,
-    )
+    if every or strategy is not None:
+        options["strategies"] = "all" if strategy is None else _names(strategy)
+    answer = make_plan(model, **options)
     if plot is not None:
-        found.plot(plot)
+        answer.plot(plot)
     if as_json:
-        _print_json(found.to_dict())
+        _print_json(answer.to_dict())
         return
     from rich.console import Console
 
-    from toolkit.planning.render import table
+    from toolkit.planning.render import plans
 
     console = Console()
-    table.show_plan(found, console)
+    plans.show_plan(answer, console)
     if explain:
-        table.explain(found, console)
+        plans.explain(answer, console)
 
 
 @app.command(
@@ -530,70 +503,31 @@ def plan(
         "toolkit recommend 1.5b --gpu A100-80 --goal memory --method lora",
     ),
 )
+@_with_options_of(RecommendOptions)
 def recommend(
     model: ModelName,
-    gpu: Annotated[str, typer.Option(help="L4, A100-80, H100, ...; or one of --gpu-file.")],
-    gpus: Gpus = 2,
-    nodes: Nodes = 1,
-    goal: Annotated[Goal, typer.Option(help="Fastest, or with the least memory.")] = "speed",
-    method: Annotated[
-        Method | None, typer.Option(help="Else the first of these that fits.")
-    ] = None,
-    global_batch: Annotated[
-        int, typer.Option("--global-batch", help="Rows of an optimizer step; kept.")
-    ] = 32,
-    sequence: Sequence = None,
-    precision: Annotated[
-        Precision | None, typer.Option(help="bf16 if left out, fp16 on GPUs without it.")
-    ] = None,
-    optimizer: Annotated[Optimizer, typer.Option(help="Whose states are kept.")] = "adamw",
-    learning_rate: Annotated[
-        float, typer.Option("--learning-rate", help="Chosen for --base-batch.")
-    ] = 2e-5,
-    base_batch: Annotated[
-        int | None, typer.Option("--base-batch", help="Global batch the rate was chosen for.")
-    ] = None,
-    host_gib: HostGib = None,
-    internode_gbps: Network = None,
-    gpu_file: GpuFile = None,
     write: Annotated[
         Path | None, typer.Option(help="Folder for the files to launch the choice with.")
     ] = None,
     as_json: AsJson = False,
+    **options: Any,
 ) -> None:
     """Which strategy, with reasons, and the files to launch it."""
-    from toolkit.planning.recommend import recommend as make
+    from toolkit.planning.recommend import recommend as make_recommendation
+    from toolkit.planning.render import recommendations
 
-    found = make(
-        model,
-        gpu=gpu,
-        gpus=gpus,
-        nodes=nodes,
-        goal=goal,
-        method=method,
-        global_batch=global_batch,
-        sequence=sequence,
-        precision=None if precision is None else precision.value,
-        optimizer=optimizer,
-        learning_rate=learning_rate,
-        base_batch=base_batch,
-        host_gib=host_gib,
-        internode_gbps=internode_gbps,
-        gpu_file=gpu_file,
-    )
-    from toolkit.planning.render import recommended
-
-    line = None
+    answer = make_recommendation(model, **options)
+    command = None
     if write is not None:
-        line = recommended.shown_command(recommended.write_recommendation(found, write))
+        command = shlex.join(recommendations.write_recommendation(answer, write))
     if as_json:
-        _print_json(found.to_dict() | {"command": line})
+        _print_json(answer.to_dict() | {"command": command})
         return
     from rich.console import Console
 
-    recommended.show_recommendation(found, Console())
-    if line is not None:
-        typer.echo(line)
+    recommendations.show_recommendation(answer, Console())
+    if command is not None:
+        typer.echo(command)
 
 
 def _print_json(value: object) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Final
 from kit.cells import Cell, Machine, Refused, Row, first_gpu
 from kit.models import build, shape_of
 from kit.result import table
-from toolkit.planning.job import Job
+from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import WORKSPACES, estimate_memory
 from toolkit.planning.terms import GIB, Interval
 from toolkit.strategies import STRATEGIES
@@ -143,16 +143,17 @@ def _small(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def job_of(settings: dict[str, Any], *, smoke: bool = False) -> Job:
+def job_of(settings: dict[str, Any], *, smoke: bool = False) -> PlannedJob:
     """Return the job of a cell as the planner takes it."""
-    return Job(
+    return PlannedJob(
         model=shape_of(settings["model"], smoke=smoke),
         strategy=STRATEGIES["single"],
         gpus=1,
         lora_rank=LORA_RANK,
         chunked_loss=settings["loss_chunk_tokens"] is not None,
         raises_frozen=False,  # as toolkit.train loads them
-        **{key: settings[key] for key in PLAIN if key != "model"},
+        dtype=settings["weights"],
+        **{key: settings[key] for key in PLAIN if key not in ("model", "weights")},
     )
 
 
@@ -176,7 +177,7 @@ def measure(settings: dict[str, Any], machine: Machine) -> dict[str, Any]:
     )
 
 
-def prediction(job: Job) -> dict[str, Any]:
+def prediction(job: PlannedJob) -> dict[str, Any]:
     """Return what the planner says of a job, as JSON holds it: intervals are pairs of bytes."""
     estimate = estimate_memory(job)
     intervals = {name: getattr(estimate, name) for name in ("allocated", "reserved", "total")}

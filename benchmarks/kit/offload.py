@@ -16,7 +16,7 @@ from typing import Any, Final
 from kit.cells import Cell, Machine, Refused, Row
 from kit.models import build, shape_of
 from kit.result import table
-from toolkit.planning.job import Job
+from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import estimate_memory
 from toolkit.planning.speed.gpus import gpu
 from toolkit.planning.speed.transfers import stepping
@@ -135,9 +135,9 @@ def _pcie_bandwidth() -> float | None:
         return None
 
 
-def job_of(settings: dict[str, Any], *, smoke: bool = False) -> Job:
+def job_of(settings: dict[str, Any], *, smoke: bool = False) -> PlannedJob:
     """Return the job of a launch as the planner takes it."""
-    return Job(
+    return PlannedJob(
         model=shape_of(settings["model"], smoke=smoke),
         strategy=STRATEGIES[settings["strategy"]],
         gpus=1,
@@ -148,7 +148,7 @@ def job_of(settings: dict[str, Any], *, smoke: bool = False) -> Job:
     )
 
 
-def prediction(job: Job) -> dict[str, Any]:
+def prediction(job: PlannedJob) -> dict[str, Any]:
     """Return what the planner says of a launch: bytes, intervals as pairs."""
     estimate = estimate_memory(job)
     # The bytes of the copies are the same on every GPU.

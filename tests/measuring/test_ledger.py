@@ -19,7 +19,7 @@ from toolkit.measuring import peak, traffic
 from toolkit.measuring.attestation import Asked
 from toolkit.measuring.recorder import Recorder
 from toolkit.measuring.traffic import Ledger, merged
-from toolkit.planning.job import Job
+from toolkit.planning.job import PlannedJob
 from toolkit.planning.models.architectures import shape_from_config
 from toolkit.planning.speed.traffic import collectives
 from toolkit.strategies import STRATEGIES
@@ -50,7 +50,7 @@ def payload(counted, *purposes):
 def test_parameters_and_gradients_are_those_of_the_planner_to_the_byte(outcomes, name):
     for rank in outcomes:
         case = rank[name]
-        job = Job(
+        job = PlannedJob(
             model=shape_from_config(rank["config"], name="test"),
             strategy=STRATEGIES[name.removesuffix("_bf16")],
             accumulation=2,

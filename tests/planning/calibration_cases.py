@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from shapes_for_tests import llama
 
-from toolkit.planning.job import Job
+from toolkit.planning.job import PlannedJob
 from toolkit.planning.models.blocks import BLOCKS, Block
 from toolkit.planning.models.shape import ModelShape, Tensor
 from toolkit.strategies import STRATEGIES
@@ -98,7 +98,7 @@ def deepspeed_example(*, gpus, bf16_states, model=BLOCKS_254M, batch=4, checkpoi
     if bf16_states:
         config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
         config["torch_autocast"] = {"enabled": True, "dtype": "torch.bfloat16"}
-    return Job(
+    return PlannedJob(
         model=model,
         strategy=STRATEGIES["zero3"],
         gpus=gpus,
@@ -117,7 +117,7 @@ def deepspeed_example(*, gpus, bf16_states, model=BLOCKS_254M, batch=4, checkpoi
 
 def torchtitan(checkpointing):
     """B.2: FSDP1 of Llama-2-7B on 8 H100s, gradients reduced in fp32."""
-    return Job(
+    return PlannedJob(
         model=LLAMA_2_7B,
         strategy=STRATEGIES["fsdp"],
         gpus=GPUS_8,
@@ -177,7 +177,7 @@ BERT_LARGE = bert_large()
 def trainer_guide(**changes):
     """B.3: Hugging Face's guide to training on one GPU; the AdamW of its day takes the tensors one
     by one, so it needs no temporaries to speak of."""
-    job = Job(
+    job = PlannedJob(
         model=BERT_LARGE,
         strategy=STRATEGIES["single"],
         gpus=1,
@@ -193,7 +193,7 @@ def trainer_guide(**changes):
 
 def fsdp_qlora(*, batch, sequence, method="qlora"):
     """B.4: answer.ai's fsdp_qlora on two GPUs of 24 GB, with its default rank of 64."""
-    return Job(
+    return PlannedJob(
         model=LLAMA_2_7B,
         strategy=STRATEGIES["fsdp"],
         gpus=2,

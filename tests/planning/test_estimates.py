@@ -6,7 +6,7 @@ import pytest
 from shapes_for_tests import gpt2, llama
 
 from toolkit.errors import UsageError
-from toolkit.planning.job import Job
+from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import estimate_memory
 from toolkit.strategies import STRATEGIES
 
@@ -19,7 +19,7 @@ GIB = 2**30
 def job(strategy="zero2", **changes):
     chosen = STRATEGIES[strategy]
     settings = {"model": LLAMA_7B, "gpus": 1 if strategy == "single" else chosen.num_processes}
-    return Job(strategy=chosen, **settings | changes)
+    return PlannedJob(strategy=chosen, **settings | changes)
 
 
 def term(estimate, name):

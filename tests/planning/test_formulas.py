@@ -3,10 +3,10 @@
 import pytest
 from shapes_for_tests import llama
 
-from toolkit.planning.job import Job
+from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.formulas import (
     RULE_OF_THUMB,
-    compare,
+    compare_with_formula,
     rule_of_thumb,
     saving,
     zero_bytes,
@@ -73,8 +73,8 @@ def test_4_and_8_times_less_is_said_of_many_ranks_in_mixed_precision_only():
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_lies_between_formula_and_implementation_is_named(strategy, precision):
     chosen = STRATEGIES[strategy]
-    job = Job(model=llama(), strategy=chosen, gpus=chosen.num_processes, precision=precision)
-    beside = compare(job)
+    job = PlannedJob(model=llama(), strategy=chosen, gpus=chosen.num_processes, precision=precision)
+    beside = compare_with_formula(job)
     named = sum(difference.bytes for difference in beside.differences)
     assert beside.course + named == pytest.approx(beside.implementation, abs=1)
     rest = [d.bytes for d in beside.differences if "padding" in d.name]
@@ -84,6 +84,6 @@ def test_what_lies_between_formula_and_implementation_is_named(strategy, precisi
 
 def test_zero_1_in_fp32_holds_the_masters_that_the_course_leaves_out():
     model = llama()
-    job = Job(model=model, strategy=STRATEGIES["zero1"], gpus=2, precision="no")
-    names = {d.name: d.bytes for d in compare(job).differences}
+    job = PlannedJob(model=model, strategy=STRATEGIES["zero1"], gpus=2, precision="no")
+    names = {d.name: d.bytes for d in compare_with_formula(job).differences}
     assert names["fp32 master partitions"] == 4 * model.parameters / 2

@@ -10,8 +10,7 @@ import pytest
 from places import ROOT
 
 from toolkit.errors import UsageError
-from toolkit.planning.models.counts import shape_from_count
-from toolkit.planning.models.resolve import hub_cache, resolve_model, well_known
+from toolkit.planning.models.resolve import hub_cache, resolve_model, shape_from_count, well_known
 
 TINY = {
     "model_type": "llama",

@@ -10,7 +10,7 @@ from shapes_for_tests import llama
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from toolkit.planning.job import Job
+from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import WORKSPACES, estimate_memory
 from toolkit.strategies import STRATEGIES
 from toolkit.training.speed.chunked_loss import use_chunked_loss
@@ -83,7 +83,7 @@ def measure_peak(widths, *, batch, sequence, precision, checkpointing, accumulat
 def test_the_peak_of_a_step_is_met_and_not_undercut(
     widths, settings, phase, precision, checkpointing
 ):
-    job = Job(
+    job = PlannedJob(
         model=llama(**widths),
         strategy=STRATEGIES["single"],
         gpus=1,
@@ -131,13 +131,13 @@ def test_the_two_gradients_of_a_tied_embedding_are_met(
         product = profiled_peak(lambda: torch.mm(*factors), tmp_path / "product.json")
         if product > 2 * 64 * 64:
             pytest.skip("without bf16 instructions, this CPU adds up each product in fp32 buffers")
-    job = Job(
+    job = PlannedJob(
         model=llama(**LOOKED_UP, tied=True),
         strategy=STRATEGIES["single"],
         gpus=1,
         sequence=8,
         precision=precision,
-        weights=weights,
+        dtype=weights,
         optimizer="sgd",
         accumulation=accumulation,
         chunked_loss=chunk is not None,

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from toolkit.errors import UsageError
 from toolkit.planning.plan import plan
-from toolkit.planning.render import table
+from toolkit.planning.render import plans
 from toolkit.planning.speed.traffic import collectives
 from toolkit.planning.terms import CATEGORIES
 from toolkit.strategies import STRATEGIES
@@ -89,7 +89,7 @@ def test_json_says_why_something_is_null():
 
 
 def test_the_table_has_no_empty_cell_and_the_bars_reach_the_limit(found):
-    text = printed(table.show_plan, found)
+    text = printed(plans.show_plan, found)
     for name in STRATEGIES:
         assert name in text
     assert "does not fit" in text
@@ -99,18 +99,18 @@ def test_the_table_has_no_empty_cell_and_the_bars_reach_the_limit(found):
 
 
 def test_one_strategy_alone_shows_limits_and_remedies():
-    text = printed(table.show_plan, plan("7b", gpus=2, gpu="L4", strategies="zero2", batch=4))
+    text = printed(plans.show_plan, plan("7b", gpus=2, gpu="L4", strategies="zero2", batch=4))
     assert "does not fit: a GPU needs" in text
     assert "activation checkpointing: " in text
     assert "Costs: " in text
     assert "For sure fits no batch at all" in text
-    small = printed(table.show_plan, plan("125m", gpu="H100", strategies="ddp", tokens=1_000_000))
+    small = printed(plans.show_plan, plan("125m", gpu="H100", strategies="ddp", tokens=1_000_000))
     assert "fits: a GPU needs" in small
     assert "1,000,000 tokens take" in small
 
 
 def test_a_narrow_terminal_cuts_no_number(found):
-    wide, narrow = (printed(table.show_plan, found, width=width) for width in (300, 40))
+    wide, narrow = (printed(plans.show_plan, found, width=width) for width in (300, 40))
     row = next(line for line in wide.splitlines() if line.startswith("zero3 "))
     assert row.rstrip() in narrow
     assert "…" not in narrow
@@ -123,7 +123,7 @@ def test_rows_longer_than_the_model_knows_are_noted_and_the_default_is_no_longer
 
 
 def test_hours_and_dollars_stand_in_the_table_once_tokens_are_given(found):
-    text = printed(table.show_plan, found)
+    text = printed(plans.show_plan, found)
     header = next(line for line in text.splitlines() if line.startswith("strategy"))
     assert header.split()[-2:] == ["hours", "dollars"]
 
@@ -132,7 +132,7 @@ def test_ram_that_is_missing_is_the_margin_that_is_shown():
     (row,) = plan("7b", gpu="A100-80", strategies="zero3_offload", host_gib=64).rows
     assert row.verdict.answer == "does not fit"
     assert row.verdict.margin_bytes > 0 > row.verdict.worst_margin_bytes
-    said = table.verdict_sentence(row.verdict)
+    said = plans.verdict_sentence(row.verdict)
     assert "to spare at the upper end" in said
     assert "of 64," in said
     assert said.endswith("GiB short.")
@@ -140,11 +140,11 @@ def test_ram_that_is_missing_is_the_margin_that_is_shown():
 
 def test_the_course_is_compared_only_with_what_it_teaches():
     lora = plan("1b", strategies="ddp", method="lora")
-    assert "course" not in printed(table.explain, lora, width=400)
+    assert "course" not in printed(plans.explain, lora, width=400)
 
 
 def test_explain_prints_each_formula_with_its_inputs(found):
-    text = printed(table.explain, found, width=400)
+    text = printed(plans.explain, found, width=400)
     for row in found.rows:
         for term in row.memory.terms:
             assert term.formula in text
@@ -156,7 +156,7 @@ def test_explain_prints_each_formula_with_its_inputs(found):
 
 
 def test_a_plan_without_a_gpu_says_what_a_gpu_would_add():
-    assert "--gpu" in printed(table.show_plan, plan("7b"))
+    assert "--gpu" in printed(plans.show_plan, plan("7b"))
 
 
 @pytest.mark.parametrize("name", ["memory.svg", "memory.png"])

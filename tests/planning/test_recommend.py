@@ -6,7 +6,7 @@ import pytest
 from toolkit.errors import UsageError
 from toolkit.planning.plan import plan
 from toolkit.planning.recommend import SAME_SPEED, SHARDED, WHOLE, LearningRate, recommend
-from toolkit.planning.render.recommended import write_recommendation
+from toolkit.planning.render.recommendations import write_recommendation
 
 GRID = [
     (model, gpu, gpus)
@@ -219,7 +219,7 @@ def test_every_optimizer_has_a_flag():
 
     from transformers.training_args import OptimizerNames
 
-    from toolkit.planning.choices import OPTIM_FLAGS, Optimizer
+    from toolkit.planning.options import OPTIM_FLAGS, Optimizer
 
     assert set(get_args(Optimizer)) == set(OPTIM_FLAGS)
     assert set(OPTIM_FLAGS.values()) <= {one.value for one in OptimizerNames}

@@ -6,7 +6,7 @@ import pytest
 from shapes_for_tests import llama
 
 from toolkit.errors import UsageError
-from toolkit.planning.job import Job
+from toolkit.planning.job import PlannedJob
 from toolkit.planning.models.shape import ModelShape, Tensor
 from toolkit.planning.speed.estimate import cost, estimate_speed
 from toolkit.planning.speed.flops import attention_flops, linear_flops, model_flops
@@ -174,7 +174,7 @@ a100-40gb 125m 512 8 104 3 none 156735
 def test_mpt_throughput_lies_in_the_interval(row):
     card, size, *numbers, checkpointing, seen = row.split()
     sequence, gpus, batch, accumulation = map(int, numbers)
-    job = Job(
+    job = PlannedJob(
         model=mpt(*MPT[size], sequence),
         strategy=STRATEGIES["fsdp"],
         gpus=gpus,
@@ -302,7 +302,7 @@ MEASURED = {
 )
 def test_measured_throughput_lies_in_the_interval(model, card, gpus, options, seen):
     options = options | {"strategy": STRATEGIES[options["strategy"]]}
-    job = Job(model=model, gpus=gpus, nodes=max(1, gpus // 8), **options)
+    job = PlannedJob(model=model, gpus=gpus, nodes=max(1, gpus // 8), **options)
     network = {"h100": 100e9, "a100-80gb": 50e9, "a100-40gb": 50e9}.get(card)
     speed = estimate_speed(job, gpu(card), internode_bytes_per_second=network)
     assert speed.tokens_per_second.low / gpus <= seen <= speed.tokens_per_second.high / gpus
@@ -316,7 +316,7 @@ def test_mfu_is_torchtitans_for_its_own_rows():
 
 def small(strategy="ddp", **options):
     options = {"model": TINY_LLAMA, "gpus": 2, "batch": 2, "sequence": 1024} | options
-    return Job(strategy=STRATEGIES[strategy], **options)
+    return PlannedJob(strategy=STRATEGIES[strategy], **options)
 
 
 def seconds(job, card="a100-80gb", **options):

@@ -9,7 +9,7 @@ import pytest
 from shapes_for_tests import gpt2, llama
 
 from toolkit.errors import UsageError
-from toolkit.planning.job import Job
+from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.states import Held, most_loaded, state_bytes
 from toolkit.planning.memory.weights import weights_of
 from toolkit.strategies import STRATEGIES
@@ -34,7 +34,7 @@ LARGE = llama(
 
 
 def job(strategy, *, model=SMALL, gpus=2, precision="no", **changes):
-    return Job(
+    return PlannedJob(
         model=model, strategy=STRATEGIES[strategy], gpus=gpus, precision=precision, **changes
     )
 
@@ -188,7 +188,7 @@ def test_paged_states_live_in_ram():
 
 def test_deepspeed_in_fp32_wants_weights_in_fp32():
     with pytest.raises(UsageError, match="float32 weights"):
-        state_bytes(replace(job("zero2"), weights="bfloat16"))
+        state_bytes(replace(job("zero2"), dtype="bfloat16"))
 
 
 def test_the_planner_and_the_loop_leave_the_same_names_out_of_decay():

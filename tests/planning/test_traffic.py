@@ -8,7 +8,7 @@ import pytest
 from shapes_for_tests import gpt2, llama
 
 from toolkit.configs.deepspeed import deepspeed_config
-from toolkit.planning.job import Job
+from toolkit.planning.job import PlannedJob
 from toolkit.planning.speed.collective import Collective
 from toolkit.planning.speed.traffic import collectives, textbook_elements
 from toolkit.strategies import STRATEGIES
@@ -21,7 +21,7 @@ BIG = llama(hidden=4096, intermediate=11008, layers=32, heads=32, kv_heads=32, v
 
 def job(strategy, model=LLAMA, **options):
     ranks = options.pop("gpus", 4 if strategy == "fsdp_hybrid" else 2)
-    return Job(model=model, strategy=STRATEGIES[strategy], gpus=ranks, **options)
+    return PlannedJob(model=model, strategy=STRATEGIES[strategy], gpus=ranks, **options)
 
 
 def payload(found, kind, purpose):
@@ -264,7 +264,7 @@ def test_the_ring_sends_a_share_of_the_payload():
 
 def test_ddp_sends_gradients_in_the_dtype_of_its_weights_whatever_it_computes_in():
     sent = [
-        payload(collectives(job("ddp", weights=weights)), "all_reduce", "gradients")
+        payload(collectives(job("ddp", dtype=weights)), "all_reduce", "gradients")
         for weights in ("float32", "bfloat16")
     ]
     assert sent == [4 * LLAMA.parameters, 2 * LLAMA.parameters]

@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from toolkit.planning.job import Job
+from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import estimate_memory
-from toolkit.planning.models.counts import shape_from_count
+from toolkit.planning.models.resolve import shape_from_count
 from toolkit.planning.remedies import CHANGES, remedies, together
 from toolkit.planning.verdict import Room, fits, judge, largest_batch, longest_sequence
 from toolkit.strategies import STRATEGIES
@@ -14,7 +14,7 @@ GIB = 2**30
 
 @pytest.fixture(scope="module")
 def job():
-    return Job(model=shape_from_count("1b"), strategy=STRATEGIES["zero2"], batch=2)
+    return PlannedJob(model=shape_from_count("1b"), strategy=STRATEGIES["zero2"], batch=2)
 
 
 def room(gib, host=None):
@@ -38,7 +38,7 @@ def test_the_margin_is_what_is_left_at_the_upper_end(job):
 
 
 def test_a_node_with_too_little_ram_is_no_fit_however_large_the_gpu():
-    job = Job(model=shape_from_count("1b"), strategy=STRATEGIES["zero3_offload"])
+    job = PlannedJob(model=shape_from_count("1b"), strategy=STRATEGIES["zero3_offload"])
     assert judge(estimate_memory(job), room(10_000)).answer == "fits"
     assert judge(estimate_memory(job), room(10_000, host=1)).answer == "does not fit"
     assert judge(estimate_memory(job), room(10_000, host=10_000)).answer == "fits"
@@ -58,7 +58,9 @@ def test_one_row_or_token_more_than_the_largest_no_longer_fits(job, gib, strateg
 
 
 def test_remedies_come_in_the_order_of_their_cost_and_each_saves_memory():
-    job = Job(model=shape_from_count("7b"), strategy=STRATEGIES["ddp"], batch=4, accumulation=2)
+    job = PlannedJob(
+        model=shape_from_count("7b"), strategy=STRATEGIES["ddp"], batch=4, accumulation=2
+    )
     found = remedies(job, room(78))
     names = [remedy.what for remedy in found]
     assert names[:2] == ["activation checkpointing", "batch 1 with 8 accumulated"]
@@ -74,7 +76,9 @@ def test_remedies_come_in_the_order_of_their_cost_and_each_saves_memory():
 
 
 def test_changes_made_together_fit_and_none_of_them_is_idle():
-    job = Job(model=shape_from_count("7b"), strategy=STRATEGIES["ddp"], batch=4, accumulation=2)
+    job = PlannedJob(
+        model=shape_from_count("7b"), strategy=STRATEGIES["ddp"], batch=4, accumulation=2
+    )
     found = together(job, room(20))
     assert found is not None
     assert found.verdict.answer == "fits"
@@ -87,7 +91,7 @@ def test_changes_made_together_fit_and_none_of_them_is_idle():
 
 
 def test_what_nothing_can_help_is_said_to_be_so():
-    job = Job(model=shape_from_count("405b"), strategy=STRATEGIES["ddp"])
+    job = PlannedJob(model=shape_from_count("405b"), strategy=STRATEGIES["ddp"])
     assert together(job, room(1)) is None
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, Final, NotRequired, TypedDict, get_args
 
 from toolkit.errors import UsageError
-from toolkit.planning.choices import Dtype, Method
-from toolkit.planning.job import Job
+from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import estimate_memory, step_peak
 from toolkit.planning.memory.states import state_bytes
 from toolkit.planning.models.resolve import resolve_model
+from toolkit.planning.options import Dtype, Method
 from toolkit.planning.speed.traffic import collectives
 from toolkit.planning.terms import Interval
 from toolkit.records.results import Ends, Model, Prediction, Record, Traffic
@@ -143,7 +143,7 @@ def moved_bytes(traffic: Traffic) -> int:
     return sum(one["payload_bytes"] for one in traffic["collectives"] if one["purpose"] in MOVED)
 
 
-def job_of(record: Told | Record) -> Job:
+def job_of(record: Told | Record) -> PlannedJob:
     """Return the job that a run tells of.
 
     Raises:
@@ -168,7 +168,7 @@ def job_of(record: Told | Record) -> Job:
     model = resolve_model(Path(path))
     if training.get("dropout") == "off":
         model = replace(model, dropout=False)
-    return Job(
+    return PlannedJob(
         model=model,
         strategy=STRATEGIES[record["strategy"]],
         gpus=record["num_processes"],
@@ -207,7 +207,7 @@ def _method_of(precision: str, training: dict[str, Any]) -> dict[str, Any]:
         if asked not in get_args(known):
             raise UsageError(f"not predicted: {asked!r} is none of {', '.join(get_args(known))}")
     if method == "full":
-        return {"weights": dtype}
+        return {"dtype": dtype}
     if training.get("lora_target_modules") != ["all-linear"]:
         raise UsageError(
             "not predicted: the planner has adapters on every linear layer, and this run on "

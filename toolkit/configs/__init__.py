@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from toolkit.configs.accelerate import accelerate_config as accelerate_config
     from toolkit.configs.deepspeed import deepspeed_config as deepspeed_config
-    from toolkit.configs.effective import FittedConfig as FittedConfig
-    from toolkit.configs.effective import fit_to_run as fit_to_run
     from toolkit.configs.files import ConfigFiles as ConfigFiles
     from toolkit.configs.files import ConfigOptions as ConfigOptions
     from toolkit.configs.files import cached_configs as cached_configs
     from toolkit.configs.files import render_configs as render_configs
     from toolkit.configs.files import write_bundled as write_bundled
     from toolkit.configs.files import write_configs as write_configs
+    from toolkit.configs.fitting import FittedConfig as FittedConfig
+    from toolkit.configs.fitting import fit_to_run as fit_to_run
 
 _HOMES = {
     "ConfigFiles": "files",
     "ConfigOptions": "files",
-    "FittedConfig": "effective",
+    "FittedConfig": "fitting",
     "accelerate_config": "accelerate",
     "cached_configs": "files",
     "deepspeed_config": "deepspeed",
-    "fit_to_run": "effective",
+    "fit_to_run": "fitting",
     "render_configs": "files",
     "write_bundled": "files",
     "write_configs": "files",

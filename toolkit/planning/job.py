@@ -7,67 +7,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.errors import UsageError
-from toolkit.planning.choices import (
-    Attention,
-    Checkpointing,
-    Dtype,
-    Method,
-    Optimizer,
-    Precision,
-)
 from toolkit.planning.models.shape import ModelShape
+from toolkit.planning.options import Checkpointing, JobOptions, Precision
 from toolkit.strategies import Strategy, refuse_backend
 
 MOST_GPUS = 100_000
 MOST_TOKENS = 100_000_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+@dataclass(frozen=True, kw_only=True)
+class PlannedJob(JobOptions):
     """One fine-tune under one strategy."""
 
     model: ModelShape
     strategy: Strategy
-    gpus: int = 2
-    """Ranks in all, one a GPU."""
-
-    nodes: int = 1
-    """Machines they are spread over, evenly."""
-
-    method: Method = "full"
-    lora_rank: int = 16
-    """Rank of the adapters on every linear layer but the head (peft's `all-linear`)."""
-
-    batch: int = 1
-    """Rows of one micro-batch on one GPU."""
-
     sequence: int = 2048
-    """Tokens of a row."""
-
-    accumulation: int = 1
-    """Micro-batches of one optimizer step."""
-
     precision: Precision = "bf16"
-    """What is computed in. `bf16` and `fp16` are mixed: the weights are loaded in `weights`."""
-
-    weights: Dtype = "float32"
-    """The dtype that trained weights are loaded in; frozen ones of LoRA are loaded in what is
-    computed in."""
-
-    optimizer: Optimizer = "adamw"
-    """`adamw` is torch's with `foreach`, as in `toolkit.train` and the Trainer's `adamw_torch`;
-    `adamw_fused` is torch's fused one or DeepSpeed's FusedAdam, which need no temporaries."""
-
     checkpointing: Checkpointing = "none"
     """`full`: each decoder layer keeps its input alone and is computed again in backward.
     `selective`: it keeps every second matrix product and the attention's output as well, which is
     torchtitan's policy by operation."""
-
-    attention: Attention = "flash"
-    """`flash` never holds the s x s scores: FlashAttention, or torch's SDPA with its kernels."""
-
-    chunked_loss: bool = False
-    """The head and the cross-entropy are fused and run in chunks (Liger and the like)."""
 
     loss_chunk_tokens: int | None = None
     """Tokens of such a chunk, with the head's gradient gathered in fp32, as in `toolkit.train`;
@@ -111,7 +70,7 @@ class Job:
     place that does not hold on to gathered weights until backward."""
 
     def __post_init__(self) -> None:
-        for what, most in (
+        for name, most in (
             ("gpus", MOST_GPUS),
             ("nodes", MOST_GPUS),
             ("batch", MOST_TOKENS),
@@ -119,9 +78,9 @@ class Job:
             ("accumulation", MOST_TOKENS),
             ("lora_rank", self.model.hidden_size),
         ):
-            value = getattr(self, what)
+            value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-                raise UsageError(f"{what} is {value!r}. It is a whole number from 1 to {most:,}.")
+                raise UsageError(f"{name} is {value!r}. It is a whole number from 1 to {most:,}.")
         if self.gpus % self.nodes:
             raise UsageError(
                 f"{self.gpus} GPUs don't spread evenly over {self.nodes} nodes. "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,19 @@ from typing import Any
 from toolkit.configs.accelerate import num_processes_problem
 from toolkit.configs.optimizers import optimizer_problem
 from toolkit.errors import UsageError
-from toolkit.planning.choices import OPTIM_FLAGS, Attention, Goal, Method, Optimizer, Precision
-from toolkit.planning.job import Job
+from toolkit.planning.job import PlannedJob
 from toolkit.planning.learning_rate import LearningRate
 from toolkit.planning.memory.estimate import MemoryEstimate, estimate_memory
 from toolkit.planning.models.shape import ModelShape
-from toolkit.planning.plan import plan, positive
+from toolkit.planning.options import (
+    OPTIM_FLAGS,
+    Goal,
+    Method,
+    PlanOptions,
+    RecommendOptions,
+    with_keywords,
+)
+from toolkit.planning.plan import Rendered, plan, positive
 from toolkit.planning.speed.estimate import Speed, estimate_speed
 from toolkit.planning.speed.gpus import Gpu
 from toolkit.planning.terms import GIB
@@ -52,7 +59,7 @@ MOST_ROWS = 64
 class Candidate:
     """One way to train that was looked at."""
 
-    job: Job
+    job: PlannedJob
     gpu: Gpu
     room: Room
     internode_bytes_per_second: float | None = None
@@ -83,7 +90,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recommendation:
+class Recommendation(Rendered):
     """The choice, why, and what comes next to it."""
 
     model: ModelShape
@@ -101,106 +108,62 @@ class Recommendation:
     reasons: tuple[str, ...]
     learning_rate: LearningRate
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, as `--json` prints it."""
-        from toolkit.planning.render.recommended import recommendation_as_json
 
-        return recommendation_as_json(self)
-
-    def _repr_html_(self) -> str:
-        from toolkit.planning.render.recommended import recommendation_as_html
-
-        return recommendation_as_html(self)
-
-
-def recommend(
-    model: str | Path | ModelShape,
-    *,
-    gpu: str | Gpu,
-    gpus: int = 2,
-    nodes: int = 1,
-    goal: Goal = "speed",
-    method: Method | None = None,
-    global_batch: int = 32,
-    sequence: int | None = None,
-    precision: Precision | None = None,
-    optimizer: Optimizer = "adamw",
-    attention: Attention = "flash",
-    learning_rate: float = 2e-5,
-    base_batch: int | None = None,
-    host_gib: float | None = None,
-    gpu_file: Path | None = None,
-    internode_gbps: float | None = None,
-) -> Recommendation:
+@with_keywords(RecommendOptions)
+def recommend(model: str | Path | ModelShape, options: RecommendOptions) -> Recommendation:
     """Choose strategy, batch, accumulation, checkpointing and method.
 
     Args:
         model: As `plan` takes it.
-        gpu: A name of the table, or of `gpu_file`.
-        gpus: Ranks in all.
-        nodes: Machines that they are spread over.
-        goal: `speed`, or `memory` for the least of it.
-        method: `full`, `lora` or `qlora`; None takes the first of these that fits.
-        global_batch: Rows of one optimizer step on all GPUs; it is kept.
-        sequence: Tokens of a row; None takes 2,048, or what the model has positions for.
-        precision: None takes bf16 where the GPU has it, else fp16.
-        optimizer: As `plan` takes it.
-        attention: `flash` or `eager`.
-        learning_rate: The rate that was chosen for `base_batch`.
-        base_batch: The global batch it was chosen for; None for the one asked here.
-        host_gib: RAM of one node in GiB; None assumes twice the memory of its GPUs.
-        gpu_file: A JSON or YAML file with further GPUs.
-        internode_gbps: Network of a node in Gbit/s.
+        options: The fields of `planning.options.RecommendOptions`, as keywords.
 
     Raises:
         UsageError: something is not there, or the batch can't be spread over the GPUs.
     """
+    gpus, global_batch = options.gpus, options.global_batch
+    host_gib = options.host_gib
+    shared = {field.name for field in fields(PlanOptions)} - {"method"}
     start = plan(
         model,
-        gpus=gpus,
-        gpu=gpu,
-        nodes=nodes,
         strategies="single" if gpus == 1 else "ddp",
-        method=method or "full",
-        sequence=sequence,
-        precision=precision,
-        optimizer=optimizer,
-        attention=attention,
-        host_gib=host_gib,
-        gpu_file=gpu_file,
-        internode_gbps=internode_gbps,
+        method=options.method or "full",
+        **{f.name: getattr(options, f.name) for f in fields(options) if f.name in shared},
     )
     if isinstance(global_batch, bool) or global_batch < 1 or global_batch % gpus:
         raise UsageError(
             f"A global batch of {global_batch} rows can't be spread over {gpus} GPUs. "
             f"Choose a multiple of {gpus}."
         )
-    positive("learning_rate", learning_rate)
-    positive("base_batch", global_batch if base_batch is None else base_batch)
+    base_batch = global_batch if options.base_batch is None else options.base_batch
+    positive("learning_rate", options.learning_rate)
+    positive("base_batch", base_batch)
     row = start.rows[0]
     if row.gpu is None or row.room is None:
         raise UsageError("A recommendation needs a GPU: name one.")
     room = row.room
-    host_bytes = room.host_bytes or HOST_PER_GPU_BYTE * room.gpu_bytes * (gpus // nodes)
+    host_bytes = room.host_bytes or HOST_PER_GPU_BYTE * room.gpu_bytes * (gpus // options.nodes)
     room = replace(room, host_bytes=host_bytes)
     search = _Search(row.job, row.gpu, room, row.internode_bytes_per_second, global_batch)
-    found: list[Candidate] = []
-    looked_at: list[Candidate] = []
-    for names, chosen in _in_turn(METHODS if method is None else (method,), host_gib is not None):
-        found, looked = search.under(names, chosen)
-        looked_at += looked
-        if found:
+    fitting: list[Candidate] = []
+    candidates: list[Candidate] = []
+    methods = METHODS if options.method is None else (options.method,)
+    for names, method in _in_turn(methods, host_gib is not None):
+        fitting, looked_at = search.under(names, method)
+        candidates += looked_at
+        if fitting:
             break
-    ranked = rank(found, goal)
+    ranked = rank(fitting, options.goal)
     choice = ranked[0] if ranked else None
     closest = None
     if choice is None:
-        closest = max(looked_at, key=lambda one: one.verdict.worst_margin_bytes)
-    reasons = [*_reasons(search, choice, closest, ranked, looked_at, goal), *start.notes]
+        closest = max(candidates, key=lambda candidate: candidate.verdict.worst_margin_bytes)
+    reasons = [*_reasons(search, choice, closest, ranked, candidates, options.goal), *start.notes]
     if search.without_optimizer:
         left_out = ", ".join(dict.fromkeys(search.without_optimizer))
-        reasons.append(f"{optimizer} cannot step under {left_out}: these were not looked at.")
-    if host_gib is None and any(one.job.strategy.offloads for one in looked_at):
+        reasons.append(
+            f"{options.optimizer} cannot step under {left_out}: these were not looked at."
+        )
+    if host_gib is None and any(candidate.job.strategy.offloads for candidate in candidates):
         reasons.append(
             f"{host_bytes / GIB:.0f} GiB of RAM a node are assumed, twice the memory of its "
             "GPUs: say what there is with --host-gib."
@@ -208,13 +171,13 @@ def recommend(
     return Recommendation(
         model=start.model,
         gpu=row.gpu,
-        goal=goal,
+        goal=options.goal,
         choice=choice,
         closest=closest,
         runners_up=tuple(ranked[1:3]),
         reasons=tuple(reasons),
         learning_rate=LearningRate(
-            base=learning_rate, base_batch=base_batch or global_batch, batch=global_batch
+            base=options.learning_rate, base_batch=base_batch, batch=global_batch
         ),
     )
 
@@ -239,7 +202,7 @@ class _Search:
     """All the ways to train one job, under one global batch."""
 
     def __init__(
-        self, job: Job, gpu: Gpu, room: Room, internode: float | None, global_batch: int
+        self, job: PlannedJob, gpu: Gpu, room: Room, internode: float | None, global_batch: int
     ) -> None:
         self.job = job
         self.gpu = gpu

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from toolkit.planning.job import Job
+from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import estimate_memory
 from toolkit.planning.verdict import Room, Verdict, judge, largest_batch
 from toolkit.strategies import STRATEGIES
@@ -26,23 +26,23 @@ class Remedy:
     cost: str
     """What it costs, in words."""
 
-    job: Job
+    job: PlannedJob
     """The job with the change."""
 
     verdict: Verdict
 
 
-Change = Callable[[Job, Room], tuple[str, str, Job] | None]
+Change = Callable[[PlannedJob, Room], tuple[str, str, PlannedJob] | None]
 """From a job to what is changed, what it costs and the changed job; None where it has no place."""
 
 
-def remedies(job: Job, room: Room) -> list[Remedy]:
+def remedies(job: PlannedJob, room: Room) -> list[Remedy]:
     """List the changes that save memory, the cheapest first, each with what it alone brings."""
     made = (change(job, room) for change in CHANGES)
     return [_remedy([one], one[2], room) for one in made if one is not None]
 
 
-def together(job: Job, room: Room) -> Remedy | None:
+def together(job: PlannedJob, room: Room) -> Remedy | None:
     """Return the cheapest changes that make a job fit when they are made together.
 
     They are added in the order of their cost until it fits, and then each is taken back that
@@ -69,9 +69,9 @@ def together(job: Job, room: Room) -> Remedy | None:
 
 
 def _after(
-    changes: Sequence[Change], job: Job, room: Room
-) -> tuple[list[tuple[str, str, Job]], Job]:
-    made: list[tuple[str, str, Job]] = []
+    changes: Sequence[Change], job: PlannedJob, room: Room
+) -> tuple[list[tuple[str, str, PlannedJob]], PlannedJob]:
+    made: list[tuple[str, str, PlannedJob]] = []
     for change in changes:
         one = change(job, room)
         if one is not None:
@@ -80,15 +80,15 @@ def _after(
     return made, job
 
 
-def _fits(changes: Sequence[Change], job: Job, room: Room) -> bool:
+def _fits(changes: Sequence[Change], job: PlannedJob, room: Room) -> bool:
     return _verdict(_after(changes, job, room)[1], room).answer == "fits"
 
 
-def _verdict(job: Job, room: Room) -> Verdict:
+def _verdict(job: PlannedJob, room: Room) -> Verdict:
     return judge(estimate_memory(job), room)
 
 
-def _remedy(made: Sequence[tuple[str, str, Job]], job: Job, room: Room) -> Remedy:
+def _remedy(made: Sequence[tuple[str, str, PlannedJob]], job: PlannedJob, room: Room) -> Remedy:
     return Remedy(
         what=" + ".join(what for what, _, _ in made),
         cost="; ".join(cost for _, cost, _ in made),
@@ -97,20 +97,20 @@ def _remedy(made: Sequence[tuple[str, str, Job]], job: Job, room: Room) -> Remed
     )
 
 
-def _flash_attention(job: Job, room: Room) -> tuple[str, str, Job] | None:
+def _flash_attention(job: PlannedJob, room: Room) -> tuple[str, str, PlannedJob] | None:
     if job.attention == "flash":
         return None
     return "flash attention", "nothing: it is faster too", replace(job, attention="flash")
 
 
-def _checkpointing(job: Job, room: Room) -> tuple[str, str, Job] | None:
+def _checkpointing(job: PlannedJob, room: Room) -> tuple[str, str, PlannedJob] | None:
     if job.checkpointing == "full":
         return None
     cost = "about a third more computing: each layer runs forward twice"
     return "activation checkpointing", cost, replace(job, checkpointing="full")
 
 
-def _smaller_batch(job: Job, room: Room) -> tuple[str, str, Job] | None:
+def _smaller_batch(job: PlannedJob, room: Room) -> tuple[str, str, PlannedJob] | None:
     if job.batch == 1:
         return None
     rows = job.batch * job.accumulation
@@ -123,7 +123,7 @@ def _smaller_batch(job: Job, room: Room) -> tuple[str, str, Job] | None:
     return what, cost, replace(job, batch=batch, accumulation=accumulation)
 
 
-def _next_stage(job: Job, room: Room) -> tuple[str, str, Job] | None:
+def _next_stage(job: PlannedJob, room: Room) -> tuple[str, str, PlannedJob] | None:
     strategy = job.strategy
     if strategy.offloads or strategy.shards_parameters or job.gpus == 1:
         return None
@@ -133,7 +133,7 @@ def _next_stage(job: Job, room: Room) -> tuple[str, str, Job] | None:
     return changed.strategy.name, cost, changed
 
 
-def _offload(job: Job, room: Room) -> tuple[str, str, Job] | None:
+def _offload(job: PlannedJob, room: Room) -> tuple[str, str, PlannedJob] | None:
     if job.strategy.offloads or job.gpus == 1:
         return None
     changed = _first_that_fits(job, OFFLOADS, room)
@@ -141,7 +141,7 @@ def _offload(job: Job, room: Room) -> tuple[str, str, Job] | None:
     return changed.strategy.name, cost, changed
 
 
-def _lora(job: Job, room: Room) -> tuple[str, str, Job] | None:
+def _lora(job: PlannedJob, room: Room) -> tuple[str, str, PlannedJob] | None:
     if job.method != "full":
         return None
     return (
@@ -151,14 +151,14 @@ def _lora(job: Job, room: Room) -> tuple[str, str, Job] | None:
     )
 
 
-def _qlora(job: Job, room: Room) -> tuple[str, str, Job] | None:
+def _qlora(job: PlannedJob, room: Room) -> tuple[str, str, PlannedJob] | None:
     if job.method == "qlora":
         return None
     cost = "adapters over a base that is rounded to 4 bits: slower and less exact"
     return "QLoRA", cost, replace(job, method="qlora")
 
 
-def _more_gpus(job: Job, room: Room) -> tuple[str, str, Job] | None:
+def _more_gpus(job: PlannedJob, room: Room) -> tuple[str, str, PlannedJob] | None:
     """The fewest GPUs, doubled and doubled again, with which the job fits; sharded from here on."""
     strategy = job.strategy if job.strategy.shards_parameters else STRATEGIES["fsdp"]
     per_node = max(GPUS_PER_NODE, job.gpus // job.nodes)
@@ -178,7 +178,7 @@ def _more_gpus(job: Job, room: Room) -> tuple[str, str, Job] | None:
     return None
 
 
-def _first_that_fits(job: Job, names: Sequence[str], room: Room) -> Job:
+def _first_that_fits(job: PlannedJob, names: Sequence[str], room: Room) -> PlannedJob:
     """The job under the first of these strategies that is enough, else under the leanest."""
     jobs = [replace(job, strategy=STRATEGIES[name]) for name in names]
     verdicts = [_verdict(changed, room) for changed in jobs]

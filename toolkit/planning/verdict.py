@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from toolkit.planning.job import MOST_TOKENS, Job
+from toolkit.planning.job import MOST_TOKENS, PlannedJob
 from toolkit.planning.memory.estimate import MemoryEstimate, estimate_memory
 from toolkit.planning.terms import Interval
 
@@ -84,17 +84,17 @@ def judge(memory: MemoryEstimate, room: Room) -> Verdict:
     )
 
 
-def fits(job: Job, room: Room) -> bool:
+def fits(job: PlannedJob, room: Room) -> bool:
     """Whether a job fits for sure."""
     return judge(estimate_memory(job), room).answer == "fits"
 
 
-def largest_batch(job: Job, room: Room) -> int:
+def largest_batch(job: PlannedJob, room: Room) -> int:
     """The most rows of a micro-batch that fit for sure, 0 where not even one does."""
     return _largest(lambda batch: fits(replace(job, batch=batch), room), MOST_BATCH)
 
 
-def longest_sequence(job: Job, room: Room) -> int:
+def longest_sequence(job: PlannedJob, room: Room) -> int:
     """The most tokens of a row that fit for sure, 0 where not even one does; no more than the
     model has positions for."""
     most = job.model.max_positions or MOST_TOKENS

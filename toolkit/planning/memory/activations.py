@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from toolkit.planning.job import Job
-from toolkit.planning.memory.layers import layer_bytes, regime_of
-from toolkit.planning.memory.losses import LossBytes, loss_bytes
+from toolkit.planning.job import PlannedJob
+from toolkit.planning.memory.autograd_memory import FP32, Tape, Value
+from toolkit.planning.memory.layers import LayerWriter, Regime, layer_bytes, regime_of
 from toolkit.planning.memory.transient_buffers import FIRST, RUNNING
 from toolkit.planning.memory.weights import COMPUTE_SIZE, weights_of
-from toolkit.planning.models.shape import TensorKind
+from toolkit.planning.models.blocks import block_of
+from toolkit.planning.models.shape import ModelShape, TensorKind
 from toolkit.planning.terms import Interval, Phase, Term
 
 START: tuple[Phase, ...] = ("loss",)
@@ -44,7 +46,7 @@ class Activations:
     per_token: float
 
 
-def activations_of(job: Job) -> Activations:
+def activations_of(job: PlannedJob) -> Activations:
     """Return the activations of `job`.
 
     Raises:
@@ -77,7 +79,7 @@ def activations_of(job: Job) -> Activations:
     )
 
 
-def activation_terms(job: Job, parts: Activations, *, ends_full: bool) -> Iterator[Term]:
+def activation_terms(job: PlannedJob, parts: Activations, *, ends_full: bool) -> Iterator[Term]:
     """Yield the terms of the phases in which activations live.
 
     Args:
@@ -159,7 +161,7 @@ def activation_terms(job: Job, parts: Activations, *, ends_full: bool) -> Iterat
     yield from cast_weights(job, ends_full=ends_full)
 
 
-def cast_weights(job: Job, *, ends_full: bool) -> Iterator[Term]:
+def cast_weights(job: PlannedJob, *, ends_full: bool) -> Iterator[Term]:
     """Autocast's copies of fp32 weights, which the graph holds until backward has used them.
 
     Args:
@@ -185,7 +187,7 @@ def cast_weights(job: Job, *, ends_full: bool) -> Iterator[Term]:
     )
 
 
-def _cast_head(job: Job) -> Term:
+def _cast_head(job: PlannedJob) -> Term:
     """The fp32 head of a 4-bit model, cast for its product; autocast keeps no copy of it."""
     kinds: tuple[TensorKind, ...] = ("embedding",) if job.model.tied else ("head",)
     elements = max((tensor.elements for tensor in job.model.of_kind(*kinds)), default=0)
@@ -200,7 +202,7 @@ def _cast_head(job: Job) -> Term:
     )
 
 
-def dequantised_term(job: Job) -> Iterator[Term]:
+def dequantised_term(job: PlannedJob) -> Iterator[Term]:
     """A 4-bit weight is made whole for each product, forward and backward."""
     largest = weights_of(job).packed.largest
     if largest:
@@ -215,7 +217,7 @@ def dequantised_term(job: Job) -> Iterator[Term]:
         )
 
 
-def _batch(job: Job) -> Term:
+def _batch(job: PlannedJob) -> Term:
     """Ids, labels and masks, and the cosines and sines of positions, which all layers share."""
     turned = 2 * job.model.head_dim * 4
     return Term(
@@ -227,7 +229,7 @@ def _batch(job: Job) -> Term:
     )
 
 
-def _masked(job: Job) -> float:
+def _masked(job: PlannedJob) -> float:
     """Bytes more of one layer where rows are padded to the longest; a single row never is."""
     model, size = job.model, COMPUTE_SIZE[job.precision]
     if job.attention != "flash" or job.batch == 1:
@@ -236,8 +238,86 @@ def _masked(job: Job) -> float:
     return float(size * (copies + job.batch * job.sequence**2))
 
 
-def _mask(job: Job) -> float:
+def _mask(job: PlannedJob) -> float:
     """Eager attention adds one mask to all layers' scores."""
     if job.attention == "flash":
         return 0.0
     return float(job.batch * job.sequence**2 * COMPUTE_SIZE[job.precision])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossBytes:
+    """Bytes for each token, but for `fixed`."""
+
+    tail: float
+    """Kept by the final norm and the head: not the logits."""
+
+    logits: float
+    """At the worst moment of the loss: three tensors as wide as the vocabulary. The result of
+    log_softmax, its gradient, and the gradient of what went into it."""
+
+    logits_formula: str
+    handed_back: float
+    """What is left of them while the head is played backwards: the gradient of the logits."""
+
+    into_head: float
+    """The gradient of the head's input, as it comes."""
+
+    kept_after: float
+    """Logits that the script still holds when the step is over."""
+
+    fixed: float = 0.0
+    """Bytes that don't grow with the tokens: the head's gradient that a fused loss gathers."""
+
+
+def loss_bytes(job: PlannedJob) -> LossBytes:
+    """Return what the end of the forward pass holds."""
+    model, regime = job.model, regime_of(job)
+    tail = _tail(model, regime, job.method == "full")
+    raised = FP32 if job.raises_logits or regime.autocast else regime.compute
+    kept = (raised if job.raises_logits else regime.compute) * model.vocab_size
+    if job.chunked_loss:
+        return _chunked(job, tail, regime.compute)
+    softcap = 2 * regime.compute if model.logit_softcap else 0
+    holding = kept if job.keeps_logits else 0
+    width = 3 * raised + softcap
+    formula = f"3 * {raised}" + (f" + {softcap} (tanh)" if softcap else "")
+    return LossBytes(
+        tail=tail,
+        logits=width * model.vocab_size + holding,
+        logits_formula=f"({formula}) * tokens * vocabulary",
+        handed_back=(regime.compute + softcap / 2) * model.vocab_size + holding,
+        into_head=regime.compute * model.hidden_size,
+        kept_after=holding,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _tail(model: ModelShape, regime: Regime, trains: bool) -> float:
+    tape = Tape(regime.compute, autocast=regime.autocast, trains=trains)
+    block = model.block or block_of(model.architecture)
+    writer = LayerWriter(model, block, tape, regime)
+    stream = Value(model.hidden_size, writer.entering)
+    if block.order != "post":
+        stream = writer.norm(stream)
+    tape.linear(stream, 1)
+    return tape.kept_bytes
+
+
+def _chunked(job: PlannedJob, tail: float, compute: int) -> LossBytes:
+    """Gradients are made on the way. Liger's chunks are of about tokens * hidden logits
+    (liger_kernel, fused_linear_cross_entropy.py); ours of as many tokens as is asked."""
+    model, tokens = job.model, job.micro_tokens
+    chunks = -(-model.vocab_size // model.hidden_size)
+    rows = job.loss_chunk_tokens or 1 << (max(1, -(-tokens // chunks)) - 1).bit_length()
+    gathered_in = compute if job.loss_chunk_tokens is None else FP32
+    logits = min(rows, tokens) * model.vocab_size * (compute + FP32)
+    return LossBytes(
+        tail=tail,
+        logits=logits / tokens + compute * model.hidden_size,
+        logits_formula=f"({compute} + 4) * rows of a chunk * vocabulary, gradients of the stream",
+        handed_back=compute * model.hidden_size,
+        into_head=0.0,
+        kept_after=0.0,
+        fixed=gathered_in * model.vocab_size * model.hidden_size,
+    )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from toolkit.planning.job import Job
+from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory import optimizers
 from toolkit.planning.memory.activations import (
     Activations,
@@ -15,10 +15,8 @@ from toolkit.planning.memory.activations import (
     cast_weights,
     dequantised_term,
 )
-from toolkit.planning.memory.hosts import host_terms
-from toolkit.planning.memory.states import StateBytes, most_loaded, persistent_bytes
-from toolkit.planning.memory.stepping import step_terms
-from toolkit.planning.memory.transient_buffers import RUNNING, moving_terms
+from toolkit.planning.memory.states import StateBytes, host_terms, most_loaded, persistent_bytes
+from toolkit.planning.memory.transient_buffers import RUNNING, moving_terms, step_terms
 from toolkit.planning.memory.weights import trained_size, weights_of
 from toolkit.planning.terms import PHASES, Category, Interval, Phase, Term
 
@@ -80,7 +78,7 @@ class MemoryEstimate:
         return tuple(t for t in self.terms if t.place == "gpu" and self.peak_phase in t.phases)
 
 
-def estimate_memory(job: Job) -> MemoryEstimate:
+def estimate_memory(job: PlannedJob) -> MemoryEstimate:
     """Return what `job` needs on each GPU, and on each node for what it offloads.
 
     Raises:
@@ -125,7 +123,7 @@ def estimate_memory(job: Job) -> MemoryEstimate:
     )
 
 
-def step_peak(job: Job, micro_batches: Sequence[tuple[int, int]]) -> Interval:
+def step_peak(job: PlannedJob, micro_batches: Sequence[tuple[int, int]]) -> Interval:
     """Return what the tensors of one rank come to at the fullest moment of one step.
 
     Left out is what is no tensor of the step: workspaces, and what the allocator adds.
@@ -153,7 +151,7 @@ def step_peak(job: Job, micro_batches: Sequence[tuple[int, int]]) -> Interval:
     return Interval(low, high)
 
 
-def _tensor_terms(job: Job, states: StateBytes) -> list[Term]:
+def _tensor_terms(job: PlannedJob, states: StateBytes) -> list[Term]:
     parts = activations_of(job)
     ends_full = _ends_full(job, states, parts)
     return [
@@ -185,7 +183,7 @@ def _by_phase(terms: Iterable[Term]) -> dict[Phase, Interval]:
     return {phase: _sum(t for t in on_gpu if phase in t.phases) for phase in PHASES}
 
 
-def _ends_full(job: Job, states: StateBytes, parts: Activations) -> bool:
+def _ends_full(job: PlannedJob, states: StateBytes, parts: Activations) -> bool:
     """Whether backward holds more at its end, with all gradients, than at its beginning.
 
     In between, each layer's gradients come as its activations go.
@@ -198,7 +196,7 @@ def _ends_full(job: Job, states: StateBytes, parts: Activations) -> bool:
     return parts.last + grown + _tied_bytes(job, parts) > first
 
 
-def _tied_bytes(job: Job, parts: Activations) -> int:
+def _tied_bytes(job: PlannedJob, parts: Activations) -> int:
     """What the gradient of a tied embedding needs at the end of backward, beside itself.
 
     That of the head waits for that of the lookup, which comes when the last layer's activations
@@ -210,12 +208,12 @@ def _tied_bytes(job: Job, parts: Activations) -> int:
     if not plain or not job.model.tied:
         return 0
     one = job.model.vocab_size * job.model.hidden_size * trained_size(job)
-    raised = job.weights == "float32" and (job.precision != "no" or job.chunked_loss)
+    raised = job.dtype == "float32" and (job.precision != "no" or job.chunked_loss)
     waiting = one if _gradients_always(job) else 0
     return waiting + max(0, (1 if raised else 2) * one - round(parts.last))
 
 
-def _gradients_always(job: Job) -> bool:
+def _gradients_always(job: PlannedJob) -> bool:
     """Whether the gradients of the rank are held through forward as well."""
     added_to = job.sums_up or job.zeroes_gradients
     match job.strategy.sharding:
@@ -232,14 +230,16 @@ def _gradients_always(job: Job) -> bool:
             return False
 
 
-def _gradient_growth(job: Job, states: StateBytes) -> float:
+def _gradient_growth(job: PlannedJob, states: StateBytes) -> float:
     grown = float(states.gradients.gpu)
     if job.strategy.shards_at_the_step or (job.strategy.sharding == "rows" and not job.ends_step):
         grown += weights_of(job).trained.elements * trained_size(job)
     return grown
 
 
-def _state_terms(job: Job, states: StateBytes, *, ends_full: bool, tied: int) -> Iterator[Term]:
+def _state_terms(
+    job: PlannedJob, states: StateBytes, *, ends_full: bool, tied: int
+) -> Iterator[Term]:
     weights, size = weights_of(job), trained_size(job)
     shards = job.shards if job.strategy.shards_parameters else 1
     counted: dict[str, float | str] = {
@@ -294,7 +294,12 @@ def _state_terms(job: Job, states: StateBytes, *, ends_full: bool, tied: int) ->
 
 
 def _gradient_terms(
-    job: Job, states: StateBytes, inputs: dict[str, float | str], *, ends_full: bool, tied: int
+    job: PlannedJob,
+    states: StateBytes,
+    inputs: dict[str, float | str],
+    *,
+    ends_full: bool,
+    tied: int,
 ) -> Iterator[Term]:
     whole = Term(
         category="gradients",
@@ -339,7 +344,7 @@ def _gradient_terms(
             )
 
 
-def _new_gradients(job: Job, whole: Term, *, ends_full: bool) -> Iterator[Term]:
+def _new_gradients(job: PlannedJob, whole: Term, *, ends_full: bool) -> Iterator[Term]:
     """Yield those that are no part of the others yet: they are added to what is there already."""
     if job.strategy.sharding != "whole" or job.method != "full":
         return
@@ -371,7 +376,7 @@ def _new_gradients(job: Job, whole: Term, *, ends_full: bool) -> Iterator[Term]:
         )
 
 
-def _outside_terms(job: Job) -> Iterator[Term]:
+def _outside_terms(job: PlannedJob) -> Iterator[Term]:
     yield Term(category="context", name="CUDA context", bytes=CONTEXT, formula="measured elsewhere")
     if job.gpus > 1:
         groups = 2 if job.strategy.replicas > 1 else 1
@@ -384,7 +389,7 @@ def _outside_terms(job: Job) -> Iterator[Term]:
         )
 
 
-def _at_rest(job: Job, states: StateBytes, terms: Iterable[Term]) -> Interval:
+def _at_rest(job: PlannedJob, states: StateBytes, terms: Iterable[Term]) -> Interval:
     """States without gradients, and what is never given back."""
     kept = states.parameters.gpu + states.master.gpu + states.optimizer.gpu
     kept_gradients = job.strategy.sharding == "tensors" or job.gradients_in_buckets

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from toolkit.planning.job import Job
-from toolkit.planning.memory.effective import zero_settings
+from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.optimizers import STEP
 from toolkit.planning.memory.states import most_loaded, sub_groups
 from toolkit.planning.memory.weights import trained_size, weights_of
+from toolkit.planning.memory.zero_settings import zero_settings
 
 RULE_OF_THUMB = 24
 """Bytes a parameter, fp32 with Adam: 4 for the weight, 4 for its gradient, 8 for Adam's moments,
@@ -81,7 +81,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class FormulaComparison:
     """The formula and the implementation side by side, for one rank."""
 
     formula: str
@@ -91,7 +91,7 @@ class Comparison:
     """They add up to what lies between the two."""
 
 
-def compare(job: Job) -> Comparison:
+def compare_with_formula(job: PlannedJob) -> FormulaComparison:
     """Return the course's figure for `job`, the implementation's, and what lies between them.
 
     Course figures are those of full training with Adam in the job's precision: 4 + 4 + 8 bytes a
@@ -115,7 +115,7 @@ def compare(job: Job) -> Comparison:
         differences.append(
             Difference(name="padding, and tensors at the partitions' edges", bytes=rest)
         )
-    return Comparison(
+    return FormulaComparison(
         formula=_formula(stage, mixed=mixed),
         course=course,
         implementation=implementation,
@@ -123,7 +123,7 @@ def compare(job: Job) -> Comparison:
     )
 
 
-def stage_of(job: Job) -> str:
+def stage_of(job: PlannedJob) -> str:
     """The course's name for what a strategy shards."""
     match job.strategy.sharding:
         case "whole":
@@ -142,7 +142,7 @@ def _formula(stage: str, *, mixed: bool) -> str:
     )
 
 
-def _by_part(job: Job, stage: str) -> list[Difference]:
+def _by_part(job: PlannedJob, stage: str) -> list[Difference]:
     """What a part takes, in whole elements, less what the formula gives it."""
     mixed = job.precision != "no"
     weight, gradient, optimizer = (2, 2, 12) if mixed else (4, 4, 8)
@@ -186,7 +186,7 @@ def _by_part(job: Job, stage: str) -> list[Difference]:
     return found
 
 
-def _step_counters(job: Job) -> float:
+def _step_counters(job: PlannedJob) -> float:
     weights = weights_of(job)
     if not job.strategy.steps_on_masters:
         return STEP * len(weights.trained.sizes)
@@ -197,7 +197,7 @@ def _step_counters(job: Job) -> float:
     return STEP * len(weights.groups)
 
 
-def _lasting_buckets(job: Job) -> float:
+def _lasting_buckets(job: PlannedJob) -> float:
     size = trained_size(job)
     match job.strategy.sharding:
         case "tensors":

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from toolkit.planning.job import Job
+from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.autograd_memory import FP32, Tape, Value
-from toolkit.planning.memory.effective import zero_settings
 from toolkit.planning.memory.weights import COMPUTE_SIZE, trained_size
+from toolkit.planning.memory.zero_settings import zero_settings
 from toolkit.planning.models.blocks import Block, block_of
 from toolkit.planning.models.shape import ModelShape
 
@@ -48,7 +48,7 @@ class LayerBytes:
     """Outputs that torchtitan's selective checkpointing keeps beside the input."""
 
 
-def regime_of(job: Job) -> Regime:
+def regime_of(job: PlannedJob) -> Regime:
     """Return the dtypes of a job.
 
     DDP and one process run fp32 weights under autocast. DeepSpeed casts the weights. FSDP2 casts
@@ -71,7 +71,7 @@ def regime_of(job: Job) -> Regime:
     return Regime(compute=compute, stream=own, autocast=True, norm_weight=own, adapter=adapter)
 
 
-def layer_bytes(job: Job) -> LayerBytes:
+def layer_bytes(job: PlannedJob) -> LayerBytes:
     """Return what the widest layer of a job's model keeps for each token of a row."""
     return _layer_bytes(
         job.model,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from toolkit.planning.choices import Optimizer
 from toolkit.planning.memory.weights import Tensors
+from toolkit.planning.options import Optimizer
 
 STEP = 4
 """torch's AdamW counts its steps in a tensor of its own for each tensor that it steps on."""

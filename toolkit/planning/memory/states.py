@@ -7,16 +7,21 @@ same bytes in a run, and a test holds the two against each other under every str
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from toolkit.planning.job import Job
+from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory import optimizers
-from toolkit.planning.memory.effective import (
+from toolkit.planning.memory.weights import COMPUTE_SIZE, Tensors, Weights, trained_size, weights_of
+from toolkit.planning.memory.zero_settings import (
     MAX_IN_CPU,
+    OPTIMIZER_BUFFERS,
+    PARAMETER_BUFFER_ELEMENTS,
+    PARAMETER_BUFFERS,
     SWAPPED_FROM_BYTES,
     zero_settings,
 )
-from toolkit.planning.memory.weights import COMPUTE_SIZE, Tensors, Weights, trained_size, weights_of
+from toolkit.planning.terms import Interval, Place, Term
 
 FLAT_ALIGNMENT = 2
 """ZeRO-1 and 2 pad each flat group to this many elements a rank (`nccl_start_alignment_factor`)."""
@@ -74,7 +79,7 @@ class StateBytes:
         return {f"{f.name}_bytes": getattr(self, f.name).in_memory for f in fields(self)}
 
 
-def state_bytes(job: Job, rank: int = 0) -> StateBytes:
+def state_bytes(job: PlannedJob, rank: int = 0) -> StateBytes:
     """Return what `rank` holds.
 
     Raises:
@@ -94,7 +99,7 @@ def state_bytes(job: Job, rank: int = 0) -> StateBytes:
             return _whole(job, weights, size, fixed)
 
 
-def _whole(job: Job, weights: Weights, size: int, fixed: int) -> StateBytes:
+def _whole(job: PlannedJob, weights: Weights, size: int, fixed: int) -> StateBytes:
     whole = weights.trained.elements * size
     return StateBytes(
         parameters=Held(gpu=whole + fixed),
@@ -104,7 +109,7 @@ def _whole(job: Job, weights: Weights, size: int, fixed: int) -> StateBytes:
     )
 
 
-def most_loaded(job: Job) -> StateBytes:
+def most_loaded(job: PlannedJob) -> StateBytes:
     """Return the states of the rank that holds the most; padding falls on the first ones."""
     if job.strategy.sharding != "flat" or job.strategy.offloads:
         return state_bytes(job)
@@ -114,7 +119,7 @@ def most_loaded(job: Job) -> StateBytes:
     return state_bytes(job, most)
 
 
-def _frozen_bytes(job: Job, weights: Weights) -> int:
+def _frozen_bytes(job: PlannedJob, weights: Weights) -> int:
     """Bytes of what is loaded and never trained, on one rank."""
     if not weights.frozen.sizes and not weights.packed.sizes:
         return 0
@@ -128,13 +133,13 @@ def _frozen_bytes(job: Job, weights: Weights) -> int:
     return cut(weights.frozen, job.shards) * size + values + weights.quantisation_bytes
 
 
-def _optimizer(job: Job, size: int) -> Held:
+def _optimizer(job: PlannedJob, size: int) -> Held:
     if optimizers.is_paged(job.optimizer):
         return Held(host=size)
     return Held(gpu=size)
 
 
-def _fsdp(job: Job, weights: Weights, size: int, fixed: int, rank: int) -> StateBytes:
+def _fsdp(job: PlannedJob, weights: Weights, size: int, fixed: int, rank: int) -> StateBytes:
     position = rank % job.shards
     padded = weights.trained.chunked(job.shards)
     own = weights.trained.chunk_of(job.shards, position)
@@ -155,7 +160,7 @@ def _fsdp(job: Job, weights: Weights, size: int, fixed: int, rank: int) -> State
     )
 
 
-def _of_shards(job: Job, trained: Tensors, own: int, size: int) -> int:
+def _of_shards(job: PlannedJob, trained: Tensors, own: int, size: int) -> int:
     """Bytes of optimizer state for FSDP2 shards, which keep their rows and columns."""
     if job.optimizer in ("adafactor", "adamw_8bit", "paged_adamw_8bit"):
         whole = optimizers.of_tensors(job.optimizer, trained, size)
@@ -163,7 +168,7 @@ def _of_shards(job: Job, trained: Tensors, own: int, size: int) -> int:
     return optimizers.of_elements(job.optimizer, own, size, tensors=len(trained.sizes))
 
 
-def _zero12(job: Job, weights: Weights, size: int, fixed: int, rank: int) -> StateBytes:
+def _zero12(job: PlannedJob, weights: Weights, size: int, fixed: int, rank: int) -> StateBytes:
     settings = zero_settings(job)
     groups = weights.groups
     own = sum(partition_elements(group, job.shards) for group in groups)
@@ -206,14 +211,14 @@ def _gradient_elements(groups: tuple[Tensors, ...], shards: int, rank: int) -> i
     return total
 
 
-def _on_cpu(job: Job, elements: int, states: int) -> int:
+def _on_cpu(job: PlannedJob, elements: int, states: int) -> int:
     """Bytes of the states of the optimizer that steps on the CPU: DeepSpeedCPUAdam for AdamW."""
     if job.optimizer in ("adamw", "adamw_fused", "paged_adamw", "adamw_8bit", "paged_adamw_8bit"):
         return 8 * elements
     return states
 
 
-def _zero3(job: Job, weights: Weights, size: int, fixed: int) -> StateBytes:
+def _zero3(job: PlannedJob, weights: Weights, size: int, fixed: int) -> StateBytes:
     settings = zero_settings(job)
     shards = job.shards
     groups = sub_groups(weights, shards, settings.sub_group)
@@ -257,7 +262,7 @@ def sub_groups(weights: Weights, shards: int, limit: int) -> tuple[int, ...]:
     return tuple(pieces)
 
 
-def persistent_bytes(job: Job) -> int:
+def persistent_bytes(job: PlannedJob) -> int:
     """Bytes of what ZeRO-3 keeps gathered beside its partition, but for the optimizer's step.
 
     Alone, a rank's partition is the whole.
@@ -288,3 +293,77 @@ def _zero3_nvme(
         gradients=Held(host=own * size + 4 * small, nvme=4 * filed),
         optimizer=Held(host=8 * small, nvme=8 * filed),
     )
+
+
+def stepped_at_once(job: PlannedJob, weights: Weights) -> int:
+    """Elements that the optimizer steps on at one time, on one rank."""
+    match job.strategy.sharding:
+        case "whole":
+            return weights.trained.elements
+        case "flat":
+            return max((partition_elements(g, job.shards) for g in weights.groups), default=0)
+        case "tensors":
+            return max(sub_groups(weights, job.shards, zero_settings(job).sub_group), default=0)
+        case "rows":
+            return weights.trained.chunked(job.shards)
+
+
+PINNED = Interval(1, 2)
+"""torch's cache of pinned memory rounds each buffer up to a power of two."""
+
+PROCESS = Interval(1 << 30, 3 << 30)
+"""A rank's Python, torch and libraries: 1 GiB in rehearsals on CPUs, CUDA's libraries on top."""
+
+
+def host_terms(job: PlannedJob, states: StateBytes) -> Iterator[Term]:
+    """Yield what a node's RAM and disk hold for all of its ranks; nothing without offload."""
+    if not (job.strategy.offloads or optimizers.is_paged(job.optimizer)):
+        return
+    ranks = job.gpus // job.nodes
+    for name, held, pinned in _held(job, states):
+        if held:
+            factor = PINNED if pinned else Interval(1, 1)
+            yield _term(name, Interval(factor.low * held, factor.high * held), ranks)
+    if job.strategy.offloads:
+        yield _term("the processes themselves", PROCESS, ranks)
+    filed = states.total.nvme
+    if filed:
+        yield _term("states in files", Interval.exactly(filed), ranks, place="nvme")
+
+
+def _term(name: str, size: Interval, ranks: int, *, place: Place = "host") -> Term:
+    return Term(
+        category="parameters" if place == "nvme" else "optimizer",
+        name=name,
+        bytes=size.times(ranks),
+        formula="ranks of a node * bytes of a rank",
+        inputs={"ranks of a node": ranks, "bytes of a rank": size.low},
+        place=place,
+    )
+
+
+def _held(job: PlannedJob, states: StateBytes) -> Iterator[tuple[str, int, bool]]:
+    """Yield name, bytes of a rank, and whether they are pinned."""
+    strategy, size = job.strategy, trained_size(job)
+    is_zero2 = strategy.sharding == "flat" and strategy.shards_gradients
+    weights = weights_of(job)
+    yield "parameters", states.parameters.host, strategy.offload_parameters == "cpu"
+    yield "master weights", states.master.host, is_zero2
+    yield "gradients", states.gradients.host, True
+    yield "optimizer states", states.optimizer.host, False
+    if is_zero2:
+        own = states.master.host // 4
+        yield "weights on their way back to the GPU", own * size, True
+        yield "a buffer for the largest gradient", weights.trained.largest * size, True
+        if job.accumulation > 1:
+            yield "gradients summed up over micro-batches", 4 * own, True
+    if strategy.offload_parameters == "nvme":
+        kept = min(MAX_IN_CPU, weights.trained.partitioned(job.shards)) * size
+        yield "parameters kept in RAM", max(0, kept - states.parameters.host), True
+        swap = PARAMETER_BUFFERS * PARAMETER_BUFFER_ELEMENTS * size
+        yield "buffers for parameters from files", swap, True
+        yield (
+            "buffers for optimizer states from files",
+            OPTIMIZER_BUFFERS * 4 * stepped_at_once(job, weights),
+            True,
+        )

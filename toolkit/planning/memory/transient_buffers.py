@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from toolkit.planning.job import Job
-from toolkit.planning.memory.effective import OPTIMIZER_BUFFERS, ZeroSettings, zero_settings
-from toolkit.planning.memory.states import partition_elements, sub_groups
+from toolkit.planning.job import PlannedJob
+from toolkit.planning.memory.states import stepped_at_once
 from toolkit.planning.memory.weights import COMPUTE_SIZE, Weights, trained_size, weights_of
+from toolkit.planning.memory.zero_settings import OPTIMIZER_BUFFERS, ZeroSettings, zero_settings
 from toolkit.planning.models.shape import ModelShape
 from toolkit.planning.terms import Interval, Phase, Term
 
@@ -59,7 +59,7 @@ def units_of(model: ModelShape) -> Units:
     )
 
 
-def moving_terms(job: Job) -> Iterator[Term]:
+def moving_terms(job: PlannedJob) -> Iterator[Term]:
     """Yield the terms of a job's strategy."""
     weights = weights_of(job)
     match job.strategy.sharding:
@@ -73,7 +73,7 @@ def moving_terms(job: Job) -> Iterator[Term]:
             yield from _fsdp(job, weights)
 
 
-def packed_size(job: Job, weights: Weights) -> float:
+def packed_size(job: PlannedJob, weights: Weights) -> float:
     """Bytes of an element as it is gathered: half of one where most weights have 4 bits."""
     if not weights.packed.sizes:
         return COMPUTE_SIZE[job.precision]
@@ -82,7 +82,7 @@ def packed_size(job: Job, weights: Weights) -> float:
     return (weights.packed.elements / 2 + others * COMPUTE_SIZE[job.precision]) / whole
 
 
-def _ddp(job: Job, weights: Weights) -> Iterator[Term]:
+def _ddp(job: PlannedJob, weights: Weights) -> Iterator[Term]:
     if job.strategy.is_distributed and not job.gradient_as_bucket_view:
         size = trained_size(job)
         elements = weights.trained.elements
@@ -95,7 +95,7 @@ def _ddp(job: Job, weights: Weights) -> Iterator[Term]:
         )
 
 
-def _fsdp(job: Job, weights: Weights) -> Iterator[Term]:
+def _fsdp(job: PlannedJob, weights: Weights) -> Iterator[Term]:
     units = units_of(job.model)
     size = packed_size(job, weights)
     compute = COMPUTE_SIZE[job.precision]
@@ -162,7 +162,7 @@ def _fsdp(job: Job, weights: Weights) -> Iterator[Term]:
         )
 
 
-def _fsdp_gradients(job: Job, units: Units, compute: int, reduce: int) -> Iterator[Term]:
+def _fsdp_gradients(job: PlannedJob, units: Units, compute: int, reduce: int) -> Iterator[Term]:
     """Yield whole gradients on their way: those of the head first, then of a layer."""
     inputs = {"tail": units.tail, "size": compute, "reduce size": reduce}
     head = Term(
@@ -198,7 +198,7 @@ def _fsdp_gradients(job: Job, units: Units, compute: int, reduce: int) -> Iterat
     )
 
 
-def _zero12(job: Job, weights: Weights, settings: ZeroSettings) -> Iterator[Term]:
+def _zero12(job: PlannedJob, weights: Weights, settings: ZeroSettings) -> Iterator[Term]:
     size = trained_size(job)
     largest = weights.trained.largest
     count = 2 if settings.overlaps else 1
@@ -233,7 +233,7 @@ def _zero12(job: Job, weights: Weights, settings: ZeroSettings) -> Iterator[Term
         )
 
 
-def _zero3(job: Job, weights: Weights, settings: ZeroSettings) -> Iterator[Term]:
+def _zero3(job: PlannedJob, weights: Weights, settings: ZeroSettings) -> Iterator[Term]:
     size = trained_size(job)
     largest = weights.trained.largest
     yield Term(
@@ -267,7 +267,7 @@ def _zero3(job: Job, weights: Weights, settings: ZeroSettings) -> Iterator[Term]
     yield from _live(job, weights, settings)
 
 
-def _live(job: Job, weights: Weights, settings: ZeroSettings) -> Iterator[Term]:
+def _live(job: PlannedJob, weights: Weights, settings: ZeroSettings) -> Iterator[Term]:
     """Gathered weights that ZeRO-3 keeps because they are used again soon (max_reuse_distance).
 
     At the end of forward that is what forward and backward pass within that distance; with
@@ -302,14 +302,64 @@ def _live(job: Job, weights: Weights, settings: ZeroSettings) -> Iterator[Term]:
         )
 
 
-def stepped_at_once(job: Job, weights: Weights) -> int:
-    """Elements that the optimizer steps on at one time, on one rank."""
-    match job.strategy.sharding:
-        case "whole":
-            return weights.trained.elements
-        case "flat":
-            return max((partition_elements(g, job.shards) for g in weights.groups), default=0)
-        case "tensors":
-            return max(sub_groups(weights, job.shards, zero_settings(job).sub_group), default=0)
-        case "rows":
-            return weights.trained.chunked(job.shards)
+NORM_SIZE = 8
+"""DeepSpeed takes the norm of each gradient in fp64 (zero/utils.py, get_norm_dtype)."""
+
+
+def step_terms(job: PlannedJob) -> Iterator[Term]:
+    """Yield what a job's optimizer step needs on the GPU."""
+    if job.strategy.offload_optimizer != "none" and (
+        not job.on_cpu or job.strategy.steps_on_masters
+    ):
+        return
+    weights = weights_of(job)
+    at_once = stepped_at_once(job, weights)
+    if not job.strategy.steps_on_masters:
+        size, formula = _of_optimizer(job, trained_size(job), at_once, weights.trained.largest)
+        if size:
+            yield _temporary("the optimizer's temporaries", size, formula, at_once)
+        return
+    settings = zero_settings(job)
+    gradient, master = trained_size(job), settings.master_size
+    inside, formula = _of_optimizer(job, settings.state_size, at_once, at_once)
+    converted = at_once * (gradient + (master if gradient != master else 0))
+    held = at_once * master
+    size = max(converted, held + inside)
+    how = f"stepped at once * ({gradient} flattened + {master} as the masters)"
+    if size > converted:
+        how = f"{master} * stepped at once + {formula}"
+    shards = job.shards if job.strategy.sharding == "tensors" else 1
+    norm = NORM_SIZE * -(-weights.trained.largest // shards)
+    if norm > size:
+        size, how = norm, f"{NORM_SIZE} * elements of the largest gradient, for its norm"
+    yield _temporary("gradients made ready for the step, and its temporaries", size, how, at_once)
+
+
+def _of_optimizer(job: PlannedJob, size: int, at_once: int, largest: int) -> tuple[int, str]:
+    """Bytes that a step holds beside states and gradients.
+
+    torch's `foreach` AdamW takes all roots of the second moments at once; Adafactor needs the
+    squared gradient, the update and an fp32 gradient of one tensor; bitsandbytes and the fused
+    kernels nothing.
+    """
+    match job.optimizer:
+        case "adamw" if job.on_cpu:
+            # Tensor by tensor: a root, and the root with its epsilon.
+            return 2 * size * largest, f"2 * {size} * the largest tensor (roots)"
+        case "adamw":
+            return size * at_once, f"{size} * stepped at once (roots of the second moments)"
+        case "adafactor":
+            return 12 * largest, "12 * largest tensor"
+        case _:
+            return 0, ""
+
+
+def _temporary(name: str, size: int, formula: str, at_once: int) -> Term:
+    return Term(
+        category="temporaries",
+        name=name,
+        bytes=Interval.exactly(size),
+        formula=formula,
+        inputs={"stepped at once": at_once},
+        phases=("step",),
+    )

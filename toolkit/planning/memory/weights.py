@@ -10,9 +10,9 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from toolkit.errors import UsageError
-from toolkit.planning.choices import Method
-from toolkit.planning.job import Job
+from toolkit.planning.job import PlannedJob
 from toolkit.planning.models.shape import ModelShape, Tensor
+from toolkit.planning.options import Method
 from toolkit.strategies import COMPUTE_DTYPES, DTYPE_BYTES
 
 COMPUTE_SIZE = {precision: DTYPE_BYTES[dtype] for precision, dtype in COMPUTE_DTYPES.items()}
@@ -126,12 +126,12 @@ class Weights:
         return total
 
 
-def weights_of(job: Job) -> Weights:
+def weights_of(job: PlannedJob) -> Weights:
     """Return what `job` trains and freezes; the same object for the same model and method."""
     return _weights(job.model, job.method, 0 if job.method == "full" else job.lora_rank)
 
 
-def trained_size(job: Job) -> int:
+def trained_size(job: PlannedJob) -> int:
     """Bytes of an element of a trained parameter, as a rank keeps it.
 
     DeepSpeed casts the model to what is computed in and keeps fp32 masters; Accelerate raises
@@ -142,15 +142,15 @@ def trained_size(job: Job) -> int:
         UsageError: DeepSpeed is to compute in fp32 with weights of 16 bits, which it refuses.
     """
     if job.strategy.steps_on_masters:
-        if job.precision == "no" and job.weights != "float32" and job.method == "full":
+        if job.precision == "no" and job.dtype != "float32" and job.method == "full":
             raise UsageError(
                 f"{job.strategy.name} computes in fp32 with weights in fp32 only, and these are "
-                f"loaded in {job.weights}. Ask for precision bf16 or fp16, or for float32 weights."
+                f"loaded in {job.dtype}. Ask for precision bf16 or fp16, or for float32 weights."
             )
         return COMPUTE_SIZE[job.precision]
     if job.method != "full" or (job.strategy.sharding == "rows" and job.precision != "no"):
         return 4
-    return DTYPE_BYTES[job.weights]
+    return DTYPE_BYTES[job.dtype]
 
 
 @lru_cache(maxsize=512)

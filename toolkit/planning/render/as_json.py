@@ -2,46 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, fields
+from typing import Any
 
-from toolkit.planning.terms import Interval, Term
-
-if TYPE_CHECKING:
-    from toolkit.planning.job import Job
-    from toolkit.planning.memory.estimate import MemoryEstimate
-    from toolkit.planning.models.shape import ModelShape
-    from toolkit.planning.plan import Plan, Row
-    from toolkit.planning.remedies import Remedy
-    from toolkit.planning.speed.estimate import Speed
-    from toolkit.planning.speed.gpus import Gpu
-    from toolkit.planning.speed.traffic import Collective
-    from toolkit.planning.verdict import Verdict
+from toolkit.planning.job import PlannedJob
+from toolkit.planning.memory.estimate import MemoryEstimate
+from toolkit.planning.models.shape import ModelShape
+from toolkit.planning.plan import SCHEMA, Plan, PlanRow
+from toolkit.planning.recommend import Candidate, Recommendation
+from toolkit.planning.remedies import Remedy
+from toolkit.planning.speed.estimate import cost
+from toolkit.planning.speed.traffic import collectives
+from toolkit.planning.terms import Interval
+from toolkit.planning.verdict import Verdict
 
 NO_GPU = "no GPU was named (--gpu)"
 
 
-def plan_as_json(plan: Plan) -> dict[str, Any]:
-    """Return a plan as plain data."""
-    from toolkit.planning.plan import SCHEMA
+def as_json(answer: Plan | Recommendation) -> dict[str, Any]:
+    """Return a plan or a recommendation as plain data."""
+    start = {"schema": SCHEMA, "model": _model(answer.model)}
+    return start | (_plan(answer) if isinstance(answer, Plan) else _recommendation(answer))
 
+
+def _plan(plan: Plan) -> dict[str, Any]:
     return {
-        "schema": SCHEMA,
-        "model": model_as_json(plan.model),
-        "gpu": None if plan.gpu is None else gpu_as_json(plan.gpu),
+        "gpu": None if plan.gpu is None else asdict(plan.gpu),
         "dollars_per_hour": plan.dollars_per_hour,
-        "rows": [row_as_json(row, plan) for row in plan.rows],
+        "rows": [_row(row, plan) for row in plan.rows],
         "left_out": plan.left_out,
         "notes": list(plan.notes),
     }
 
 
-def row_as_json(row: Row, plan: Plan) -> dict[str, Any]:
-    """Return one strategy's part."""
-    from toolkit.planning.speed.estimate import cost
-    from toolkit.planning.speed.traffic import collectives
-
-    verdict, speed = row.verdict, row.speed
+def _row(row: PlanRow, plan: Plan) -> dict[str, Any]:
+    speed = row.speed
     not_planned: dict[str, str] = {}
     if row.gpu is None:
         not_planned = dict.fromkeys(
@@ -54,104 +49,107 @@ def row_as_json(row: Row, plan: Plan) -> dict[str, Any]:
         bill = cost(speed, tokens=plan.tokens, dollars_per_hour=plan.dollars_per_hour)
     return {
         "strategy": row.strategy.name,
-        "job": job_as_json(row.job),
-        "memory": memory_as_json(row.memory),
-        "traffic": [collective_as_json(one) for one in collectives(row.job)],
-        "verdict": None if verdict is None else verdict_as_json(verdict),
+        "job": _job(row.job),
+        "memory": _memory(row.memory),
+        "traffic": [
+            asdict(collective)
+            | {"payload_bytes": collective.payload_bytes, "wire_bytes": collective.wire_bytes}
+            for collective in collectives(row.job)
+        ],
+        "verdict": None if row.verdict is None else _verdict(row.verdict),
         "largest_batch": row.largest_batch,
         "longest_sequence": row.longest_sequence,
-        "remedies": [remedy_as_json(remedy) for remedy in row.remedies],
-        "together": None if row.together is None else remedy_as_json(row.together),
-        "speed": None if speed is None else speed_as_json(speed),
+        "remedies": [_remedy(remedy) for remedy in row.remedies],
+        "together": None if row.together is None else _remedy(row.together),
+        "speed": None if speed is None else asdict(speed),
         "cost": None if bill is None else asdict(bill),
         "not_planned": not_planned,
     }
 
 
-def model_as_json(model: ModelShape) -> dict[str, Any]:
+def _recommendation(answer: Recommendation) -> dict[str, Any]:
+    rate = answer.learning_rate
     return {
-        "name": model.name,
-        "architecture": model.architecture,
-        "exact": model.exact,
-        "parameters": model.parameters,
-        "active_parameters": model.active_parameters,
-        "layers": model.layers,
-        "hidden_size": model.hidden_size,
-        "vocab_size": model.vocab_size,
-        "tied": model.tied,
+        "gpu": asdict(answer.gpu),
+        "goal": answer.goal,
+        "choice": None if answer.choice is None else _candidate(answer.choice),
+        "closest": None if answer.closest is None else _candidate(answer.closest),
+        "runners_up": [_candidate(candidate) for candidate in answer.runners_up],
+        "reasons": list(answer.reasons),
+        "learning_rate": asdict(rate) | {"linear": rate.linear, "square_root": rate.square_root},
     }
 
 
-def gpu_as_json(gpu: Gpu) -> dict[str, Any]:
-    return asdict(gpu)
-
-
-def job_as_json(job: Job) -> dict[str, Any]:
-    """Return what a job asks for, the model by its name."""
-    from dataclasses import fields
-
-    values: dict[str, Any] = {field.name: getattr(job, field.name) for field in fields(job)}
-    return values | {"model": job.model.name, "strategy": job.strategy.name}
-
-
-def memory_as_json(memory: MemoryEstimate) -> dict[str, Any]:
+def _candidate(candidate: Candidate) -> dict[str, Any]:
     return {
-        "total": interval(memory.total),
-        "allocated": interval(memory.allocated),
-        "reserved": interval(memory.reserved),
-        "host_bytes": interval(memory.host_bytes),
-        "nvme_bytes": interval(memory.nvme_bytes),
-        "at_rest": interval(memory.at_rest),
+        "job": _job(candidate.job),
+        "verdict": _verdict(candidate.verdict),
+        "memory": _memory(candidate.memory),
+        "speed": asdict(candidate.speed),
+        "tokens_per_second": _interval(candidate.speed.tokens_per_second),
+    }
+
+
+def _model(model: ModelShape) -> dict[str, Any]:
+    names = ("name", "architecture", "exact", "parameters", "active_parameters", "layers")
+    return {name: getattr(model, name) for name in (*names, "hidden_size", "vocab_size", "tied")}
+
+
+def _job(job: PlannedJob) -> dict[str, Any]:
+    """Return what a job asks for, the model and the strategy by their names."""
+    options = {field.name: getattr(job, field.name) for field in fields(job)}
+    options |= {"model": job.model.name, "strategy": job.strategy.name}
+    # Schema 1 begins with these two, and has another name for the dtype of the weights.
+    names = dict.fromkeys(("model", "strategy", *options))
+    return {("weights" if name == "dtype" else name): options[name] for name in names}
+
+
+def _memory(memory: MemoryEstimate) -> dict[str, Any]:
+    return {
+        "total": _interval(memory.total),
+        "allocated": _interval(memory.allocated),
+        "reserved": _interval(memory.reserved),
+        "host_bytes": _interval(memory.host_bytes),
+        "nvme_bytes": _interval(memory.nvme_bytes),
+        "at_rest": _interval(memory.at_rest),
         "peak_phase": memory.peak_phase,
         "states": asdict(memory.states),
-        "by_category": {name: interval(value) for name, value in memory.by_category().items()},
-        "terms": [term_as_json(term) for term in memory.terms],
+        "by_category": {name: _interval(value) for name, value in memory.by_category().items()},
+        "terms": [
+            {
+                "category": term.category,
+                "name": term.name,
+                "bytes": _interval(term.bytes),
+                "place": term.place,
+                "phases": list(term.phases),
+                "formula": term.formula,
+                "inputs": dict(term.inputs),
+            }
+            for term in memory.terms
+        ],
     }
 
 
-def term_as_json(term: Term) -> dict[str, Any]:
-    return {
-        "category": term.category,
-        "name": term.name,
-        "bytes": interval(term.bytes),
-        "place": term.place,
-        "phases": list(term.phases),
-        "formula": term.formula,
-        "inputs": dict(term.inputs),
-    }
-
-
-def verdict_as_json(verdict: Verdict) -> dict[str, Any]:
+def _verdict(verdict: Verdict) -> dict[str, Any]:
     return {
         "answer": verdict.answer,
-        "needed_bytes": interval(verdict.needed),
+        "needed_bytes": _interval(verdict.needed),
         "usable_bytes": verdict.usable_bytes,
         "margin_bytes": verdict.margin_bytes,
-        "host_needed_bytes": interval(verdict.host_needed),
+        "host_needed_bytes": _interval(verdict.host_needed),
         "host_bytes": verdict.host_bytes,
         "host_margin_bytes": verdict.host_margin_bytes,
     }
 
 
-def remedy_as_json(remedy: Remedy) -> dict[str, Any]:
+def _remedy(remedy: Remedy) -> dict[str, Any]:
     return {
         "what": remedy.what,
         "cost": remedy.cost,
-        "job": job_as_json(remedy.job),
-        "verdict": verdict_as_json(remedy.verdict),
+        "job": _job(remedy.job),
+        "verdict": _verdict(remedy.verdict),
     }
 
 
-def collective_as_json(collective: Collective) -> dict[str, Any]:
-    return asdict(collective) | {
-        "payload_bytes": collective.payload_bytes,
-        "wire_bytes": collective.wire_bytes,
-    }
-
-
-def speed_as_json(speed: Speed) -> dict[str, Any]:
-    return asdict(speed)
-
-
-def interval(value: Interval) -> dict[str, float]:
+def _interval(value: Interval) -> dict[str, float]:
     return {"low": value.low, "high": value.high}

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from toolkit.configs.accelerate import num_processes_problem
 from toolkit.errors import UsageError
+from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import estimate_memory
+from toolkit.planning.plan import Plan
 from toolkit.planning.terms import CATEGORIES, GIB, Category
-
-if TYPE_CHECKING:
-    from toolkit.planning.job import Job
-    from toolkit.planning.plan import Plan
 
 FORMATS = (".svg", ".png")
 GPU_COUNTS = (1, 2, 4, 8, 16, 32, 64)
@@ -119,11 +117,11 @@ def _by_gpus(axes: Any, plan: Plan) -> None:
         axes.legend(fontsize=7)
 
 
-def _possible(job: Job, gpus: int) -> bool:
+def _possible(job: PlannedJob, gpus: int) -> bool:
     return job.strategy.is_distributed and not num_processes_problem(job.strategy, gpus)
 
 
-def _on(job: Job, gpus: int) -> Job:
+def _on(job: PlannedJob, gpus: int) -> PlannedJob:
     per_node = max(8, job.gpus // job.nodes)
     return replace(job, gpus=gpus, nodes=max(1, gpus // per_node))
 

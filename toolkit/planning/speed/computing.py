@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from toolkit.planning.job import Job
+from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.weights import weights_of
 from toolkit.planning.models.shape import ModelShape
 from toolkit.planning.speed import rates
@@ -53,7 +53,7 @@ def matmul_share(gpu: Gpu) -> Interval:
     return Interval(best * rates.SHAPES if gpu.matmul_share else rates.UNMEASURED_MATMUL, best)
 
 
-def computing(job: Job, gpu: Gpu, rate: float) -> list[SpeedTerm]:
+def computing(job: PlannedJob, gpu: Gpu, rate: float) -> list[SpeedTerm]:
     """The terms of one micro-batch, forward and backward."""
     tokens = job.micro_tokens
     share = matmul_share(gpu)
@@ -100,7 +100,7 @@ def computing(job: Job, gpu: Gpu, rate: float) -> list[SpeedTerm]:
     return [*terms, _launching(job, total(terms))]
 
 
-def _launching(job: Job, busy: Interval) -> SpeedTerm:
+def _launching(job: PlannedJob, busy: Interval) -> SpeedTerm:
     """What a micro-batch waits for the host, which launches every layer's kernels."""
     passes = (4 / 3 if job.checkpointing == "full" else 1) * job.model.layers
     most = passes * (1 if job.method == "full" else rates.LORA_LAUNCHES)
@@ -113,7 +113,7 @@ def _launching(job: Job, busy: Interval) -> SpeedTerm:
     )
 
 
-def _elementwise(job: Job) -> Interval:
+def _elementwise(job: PlannedJob) -> Interval:
     """Bytes that one token moves outside of products, forward, backward and recomputed."""
     fused, eager = _elementwise_forward(job.model)
     passes = 1 + rates.BACKWARD + (0 if job.checkpointing == "none" else 1)
@@ -145,12 +145,12 @@ def _elementwise_forward(model: ModelShape) -> tuple[float, float]:
     return fused * model.layers, eager * model.layers
 
 
-def _logits(job: Job) -> Interval:
+def _logits(job: PlannedJob) -> Interval:
     per_logit = rates.CHUNKED_LOGIT_BYTES if job.chunked_loss else rates.LOGIT_BYTES
     return per_logit.times(job.micro_tokens * job.model.vocab_size)
 
 
-def _weights(job: Job) -> Interval:
+def _weights(job: PlannedJob) -> Interval:
     """Bytes that a micro-batch moves for the weights themselves, however few its tokens."""
     weights = weights_of(job)
     moved = rates.WEIGHT_BYTES.times(weights.trained.elements)

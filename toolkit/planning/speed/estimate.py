@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from toolkit.errors import UsageError
-from toolkit.planning.job import Job
+from toolkit.planning.job import PlannedJob
 from toolkit.planning.speed import rates
 from toolkit.planning.speed.computing import SpeedTerm, computing, total
 from toolkit.planning.speed.flops import CONVENTION, model_flops
@@ -52,7 +52,9 @@ class Cost:
     """None without a price."""
 
 
-def estimate_speed(job: Job, gpu: Gpu, *, internode_bytes_per_second: float | None = None) -> Speed:
+def estimate_speed(
+    job: PlannedJob, gpu: Gpu, *, internode_bytes_per_second: float | None = None
+) -> Speed:
     """Return how fast `job` trains on `job.gpus` GPUs of this kind.
 
     Args:
@@ -65,7 +67,7 @@ def estimate_speed(job: Job, gpu: Gpu, *, internode_bytes_per_second: float | No
     """
     network = _network(internode_bytes_per_second)
     # Where precision isn't mixed, the dtype of the weights is computed in.
-    rate = gpu.flops(job.precision if job.precision != "no" else SHORT_DTYPES[job.weights])
+    rate = gpu.flops(job.precision if job.precision != "no" else SHORT_DTYPES[job.dtype])
     once = computing(job, gpu, rate)
     micro = total(once)
     terms = [_repeated(term, job.accumulation) for term in once]

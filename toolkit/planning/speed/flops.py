@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from toolkit.planning.job import Job
+from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.weights import weights_of
 from toolkit.planning.models.shape import ModelShape
 
@@ -42,7 +42,7 @@ def model_flops(model: ModelShape, sequence: int) -> float:
     return 6 * multiplied_parameters(model) + attention
 
 
-def linear_flops(job: Job) -> float:
+def linear_flops(job: PlannedJob) -> float:
     """FLOPs of one token in matrix products with weights, forward, backward and recomputed.
 
     Frozen weights pass gradients on but have none of their own: 4 N where trained ones have 6 N.
@@ -57,7 +57,7 @@ def linear_flops(job: Job) -> float:
     return flops + again * 2 * used * layer_share(job.model)
 
 
-def attention_flops(job: Job) -> float:
+def attention_flops(job: PlannedJob) -> float:
     """FLOPs of one token in the products of queries, keys and values, as executed.
 
     Flash kernels skip the masked half and recompute scores in backward; eager attention computes

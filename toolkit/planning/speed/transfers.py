@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from toolkit.planning.job import Job
-from toolkit.planning.memory.effective import zero_settings
+from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.weights import COMPUTE_SIZE, trained_size, weights_of
+from toolkit.planning.memory.zero_settings import zero_settings
 from toolkit.planning.speed import rates
 from toolkit.planning.speed.collective import Collective
 from toolkit.planning.speed.computing import SpeedTerm, at, shown
@@ -13,7 +13,7 @@ from toolkit.planning.speed.traffic import collectives
 from toolkit.planning.terms import Interval
 
 
-def communicating(job: Job, gpu: Gpu, network: Interval, micro: Interval) -> list[SpeedTerm]:
+def communicating(job: PlannedJob, gpu: Gpu, network: Interval, micro: Interval) -> list[SpeedTerm]:
     """What collectives add to a step beyond what computing hides."""
     overlaps = not job.strategy.reads_deepspeed_json or zero_settings(job).overlaps
     terms: list[SpeedTerm] = []
@@ -76,7 +76,7 @@ def collective_seconds(found: Collective, gpu: Gpu, network: Interval) -> Interv
     )
 
 
-def stepping(job: Job, gpu: Gpu, micro: Interval) -> list[SpeedTerm]:
+def stepping(job: PlannedJob, gpu: Gpu, micro: Interval) -> list[SpeedTerm]:
     """The optimizer's step, wherever it is taken, and the copies that it needs."""
     own = weights_of(job).trained.elements
     if job.strategy.shards_optimizer:
@@ -109,7 +109,7 @@ def stepping(job: Job, gpu: Gpu, micro: Interval) -> list[SpeedTerm]:
     return terms + _offloading(job, gpu, micro, own, moved)
 
 
-def _optimizer_bytes(job: Job) -> float:
+def _optimizer_bytes(job: PlannedJob) -> float:
     """Bytes per parameter that one step reads and writes, gradients and clipping included."""
     size = 4 if job.strategy.steps_on_masters else trained_size(job)
     states = {
@@ -125,7 +125,9 @@ def _optimizer_bytes(job: Job) -> float:
     return moved + (12 if job.strategy.steps_on_masters and job.precision != "no" else 0)
 
 
-def _offloading(job: Job, gpu: Gpu, micro: Interval, own: int, moved: float) -> list[SpeedTerm]:
+def _offloading(
+    job: PlannedJob, gpu: Gpu, micro: Interval, own: int, moved: float
+) -> list[SpeedTerm]:
     per_node = job.gpus // job.nodes
     size = trained_size(job)
     down, up = _copied_bytes(job, own, size)
@@ -185,7 +187,7 @@ def _offloading(job: Job, gpu: Gpu, micro: Interval, own: int, moved: float) -> 
     return terms
 
 
-def _copied_bytes(job: Job, own: int, size: int) -> tuple[float, float]:
+def _copied_bytes(job: PlannedJob, own: int, size: int) -> tuple[float, float]:
     """Bytes that one rank sends to the host and gets from it in an optimizer step.
 
     DeepSpeed adds each micro-batch's partition of the gradients up in host memory, over the GPU

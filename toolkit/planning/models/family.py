@@ -15,7 +15,7 @@ ALWAYS = "always"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ModelPart:
     """One parameter of a layer, or of the model outside of the layers."""
 
     name: str
@@ -30,26 +30,28 @@ class Part:
     """The flag under which the model has it: a key of the config, or one of the family's own."""
 
 
-Parts = tuple[Part, ...]
+ModelParts = tuple[ModelPart, ...]
 
 
-def linear(name: str, out: str, into: str, *, bias: str = "", when: str = ALWAYS) -> Parts:
+def linear(name: str, out: str, into: str, *, bias: str = "", when: str = ALWAYS) -> ModelParts:
     """An `nn.Linear`, with a bias where `bias` names a flag."""
-    return _with_bias(name, Part(f"{name}.weight", (out, into), "linear", when), out, bias)
+    return _with_bias(name, ModelPart(f"{name}.weight", (out, into), "linear", when), out, bias)
 
 
-def conv1d(name: str, into: str, out: str) -> Parts:
+def conv1d(name: str, into: str, out: str) -> ModelParts:
     """GPT-2's `Conv1D`: a linear layer that keeps its weight the other way round."""
-    return _with_bias(name, Part(f"{name}.weight", (into, out), "linear"), out, ALWAYS)
+    return _with_bias(name, ModelPart(f"{name}.weight", (into, out), "linear"), out, ALWAYS)
 
 
-def norms(*names: str, width: str = "hidden", bias: bool = False, when: str = ALWAYS) -> Parts:
+def norms(*names: str, width: str = "hidden", bias: bool = False, when: str = ALWAYS) -> ModelParts:
     """Normalisations: an RMSNorm has a weight, a LayerNorm a bias as well."""
     ends = ("weight", "bias") if bias else ("weight",)
-    return tuple(Part(f"{name}.{end}", (width,), "norm", when) for name in names for end in ends)
+    return tuple(
+        ModelPart(f"{name}.{end}", (width,), "norm", when) for name in names for end in ends
+    )
 
 
-def attention(*, bias: str = "", out_bias: str | None = None, out: str = "o_proj") -> Parts:
+def attention(*, bias: str = "", out_bias: str | None = None, out: str = "o_proj") -> ModelParts:
     """Separate projections of queries, keys and values, then the one back."""
     return (
         *linear("self_attn.q_proj", "queries", "hidden", bias=bias),
@@ -63,7 +65,7 @@ def attention(*, bias: str = "", out_bias: str | None = None, out: str = "o_proj
 
 def gated_mlp(
     name: str = "mlp", width: str = "ffn", *, bias: str = "", when: str = ALWAYS
-) -> Parts:
+) -> ModelParts:
     """Two projections that are multiplied, and one back: SwiGLU, GeGLU."""
     return (
         *linear(f"{name}.gate_proj", width, "hidden", bias=bias, when=when),
@@ -72,20 +74,20 @@ def gated_mlp(
     )
 
 
-def experts(name: str, *, when: str = ALWAYS) -> Parts:
+def experts(name: str, *, when: str = ALWAYS) -> ModelParts:
     """All experts of a layer, fused as transformers 5 keeps them."""
     return (
-        Part(f"{name}.gate_up_proj", ("experts", "two_expert_ffn", "hidden"), "experts", when),
-        Part(f"{name}.down_proj", ("experts", "hidden", "expert_ffn"), "experts", when),
+        ModelPart(f"{name}.gate_up_proj", ("experts", "two_expert_ffn", "hidden"), "experts", when),
+        ModelPart(f"{name}.down_proj", ("experts", "hidden", "expert_ffn"), "experts", when),
     )
 
 
-def router(name: str, *, when: str = ALWAYS) -> Parts:
-    return (Part(f"{name}.weight", ("experts", "hidden"), "router", when),)
+def router(name: str, *, when: str = ALWAYS) -> ModelParts:
+    return (ModelPart(f"{name}.weight", ("experts", "hidden"), "router", when),)
 
 
-def _with_bias(name: str, weight: Part, out: str, flag: str) -> Parts:
-    return (weight, Part(f"{name}.bias", (out,), "bias", flag)) if flag else (weight,)
+def _with_bias(name: str, weight: ModelPart, out: str, flag: str) -> ModelParts:
+    return (weight, ModelPart(f"{name}.bias", (out,), "bias", flag)) if flag else (weight,)
 
 
 KEYS = MappingProxyType(
@@ -101,7 +103,7 @@ KEYS = MappingProxyType(
     }
 )
 
-EMBEDDING: Parts = (Part("embed_tokens.weight", ("vocab", "hidden"), "embedding"),)
+EMBEDDING: ModelParts = (ModelPart("embed_tokens.weight", ("vocab", "hidden"), "embedding"),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,11 +117,11 @@ class Family:
     defaults: Mapping[str, Default]
     """What the config class of transformers fills in for a key that config.json leaves out."""
 
-    layer: Parts
-    before: Parts = EMBEDDING
+    layer: ModelParts
+    before: ModelParts = EMBEDDING
     """Outside of the layers, and registered before them."""
 
-    after: Parts = norms("norm")
+    after: ModelParts = norms("norm")
     stem: str = "model"
     stack: str = "layers"
     """The list of layers, below the stem."""

@@ -12,9 +12,9 @@ from functools import lru_cache
 from typing import Any, cast
 
 from toolkit.configs.deepspeed import deepspeed_config
-from toolkit.configs.effective import fit_to_run
+from toolkit.configs.fitting import fit_to_run
 from toolkit.errors import UsageError
-from toolkit.planning.job import Job
+from toolkit.planning.job import PlannedJob
 from toolkit.planning.models.shape import ModelShape
 from toolkit.strategies import Strategy
 
@@ -73,7 +73,7 @@ class ZeroSettings:
     """torch's autocast runs on top of weights that are cast already."""
 
 
-def zero_settings(job: Job) -> ZeroSettings:
+def zero_settings(job: PlannedJob) -> ZeroSettings:
     """Return what a run of `job` under DeepSpeed uses, `auto` and fitting included.
 
     Raises:

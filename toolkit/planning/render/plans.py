@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Literal
 from rich.table import Table
 from rich.text import Text
 
+from toolkit.planning.job import PlannedJob
+from toolkit.planning.memory.formulas import compare_with_formula
+from toolkit.planning.plan import Plan, PlanRow
+from toolkit.planning.remedies import Remedy
+from toolkit.planning.speed.estimate import Speed, cost
+from toolkit.planning.speed.traffic import collectives
 from toolkit.planning.terms import CATEGORIES, GIB, Category, Interval, Phase, Term
+from toolkit.planning.verdict import Verdict
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from toolkit.planning.job import Job
-    from toolkit.planning.plan import Plan, Row
-    from toolkit.planning.remedies import Remedy
-    from toolkit.planning.speed.estimate import Speed
-    from toolkit.planning.verdict import Verdict
 
 BAR_WIDTH = 60
 WIDEST = 1000
@@ -78,10 +79,8 @@ def _speed_notes(plan: Plan) -> Iterator[str]:
             yield from row.speed.notes
 
 
-def show_row(plan: Plan, row: Row, console: Console) -> None:
+def show_row(plan: Plan, row: PlanRow, console: Console) -> None:
     """Print what is known of one strategy alone: limits, remedies, time and money."""
-    from toolkit.planning.speed.traffic import collectives
-
     say = partial(console.print, highlight=False, soft_wrap=True)
     if row.verdict is not None:
         say(verdict_sentence(row.verdict))
@@ -111,8 +110,6 @@ def show_row(plan: Plan, row: Row, console: Console) -> None:
 
 
 def _bill_sentence(plan: Plan, speed: Speed, tokens: int) -> str:
-    from toolkit.planning.speed.estimate import cost
-
     bill = cost(speed, tokens=tokens, dollars_per_hour=plan.dollars_per_hour)
     said = f"{tokens:,} tokens take {span(bill.hours)} hours"
     if bill.dollars is None:
@@ -146,8 +143,6 @@ def remedy_sentence(remedy: Remedy) -> str:
 
 def explain(plan: Plan, console: Console) -> None:
     """Print every term of every strategy: its formula, its inputs and what it comes to."""
-    from toolkit.planning.speed.traffic import collectives
-
     for row in plan.rows:
         console.rule(row.strategy.name)
         console.print(f"peak: {PEAKS[row.memory.peak_phase]}", highlight=False)
@@ -165,13 +160,12 @@ def explain(plan: Plan, console: Console) -> None:
                 say(said + _inputs(part.inputs))
 
 
-def _beside_the_course(job: Job) -> Iterator[str]:
+def _beside_the_course(job: PlannedJob) -> Iterator[str]:
     """The formula that courses teach, what is really held, and what lies between the two."""
-    from toolkit.planning.memory.formulas import compare
 
     if job.method != "full" or job.optimizer not in ("adamw", "adamw_fused"):
         return  # courses teach full training with Adam
-    found = compare(job)
+    found = compare_with_formula(job)
     yield (
         f"model states by the course's formula: {found.course / GIB:.3f} GiB = {found.formula}; "
         f"in fact {found.implementation / GIB:.3f} GiB"
@@ -195,7 +189,7 @@ def bars(plan: Plan) -> Iterator[Text]:
         yield Text(f"{row.strategy.name:<{width}} ") + bar
 
 
-def _bar(row: Row, scale: float) -> Text:
+def _bar(row: PlanRow, scale: float) -> Text:
     filled = Text()
     drawn, upto = 0, 0.0
     parts = row.memory.by_category()
@@ -273,7 +267,7 @@ _HEADERS: dict[str, Literal["left", "right"]] = {
 """`rows`: the largest micro-batch that fits for sure; RAM and NVMe are those of one node."""
 
 
-def _cells(plan: Plan, row: Row) -> dict[str, Text | str]:
+def _cells(plan: Plan, row: PlanRow) -> dict[str, Text | str]:
     memory, verdict, speed = row.memory, row.verdict, row.speed
     cells: dict[str, Text | str] = {
         "strategy": row.strategy.name,
@@ -291,8 +285,6 @@ def _cells(plan: Plan, row: Row) -> dict[str, Text | str]:
     if speed is not None:
         cells["tokens/s"] = span(speed.tokens_per_second)
         if plan.tokens is not None:
-            from toolkit.planning.speed.estimate import cost
-
             bill = cost(speed, tokens=plan.tokens, dollars_per_hour=plan.dollars_per_hour)
             cells["hours"] = span(bill.hours)
             if bill.dollars is not None:

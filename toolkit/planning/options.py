@@ -1,0 +1,183 @@
+"""What the planner can be asked: each option once, for the command line, Python and a job.
+
+Nothing of the planner is imported, so that the command line starts at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Literal, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from toolkit.planning.speed.gpus import Gpu
+
+Method = Literal["full", "lora", "qlora"]
+Precision = Literal["no", "bf16", "fp16"]
+Optimizer = Literal[
+    "adamw",
+    "adamw_fused",
+    "adamw_8bit",
+    "paged_adamw",
+    "paged_adamw_8bit",
+    "adafactor",
+    "sgd",
+    "sgd_momentum",
+    "lion",
+]
+OPTIM_FLAGS: dict[Optimizer, str] = {
+    "adamw": "adamw_torch",
+    "adamw_fused": "adamw_torch_fused",
+    "adamw_8bit": "adamw_bnb_8bit",
+    "paged_adamw": "paged_adamw_32bit",
+    "paged_adamw_8bit": "paged_adamw_8bit",
+    "adafactor": "adafactor",
+    "sgd": "sgd",
+    "sgd_momentum": "sgd",
+    "lion": "lion_32bit",
+}
+"""The value of `--optim` for each optimizer (transformers 5.23, training_args.py)."""
+
+Attention = Literal["flash", "eager"]
+Checkpointing = Literal["none", "full", "selective"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+Goal = Literal["speed", "memory"]
+
+USUAL_STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp")
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """How an option stands on the command line; an option without one is for Python alone."""
+
+    help: str
+    names: tuple[str, ...] = ()
+    """Where they are not the field's name with hyphens."""
+
+
+Gpus = Annotated[int, Flag("GPUs in all, one rank each.")]
+Nodes = Annotated[int, Flag("Machines that the GPUs are spread over.")]
+GpuName = Flag("L4, A100-80, H100, ...; or one of --gpu-file.")
+GpuFile = Annotated[Path | None, Flag("JSON or YAML with further GPUs.")]
+Sequence = Annotated[
+    int | None, Flag("Tokens of a row; 2,048 if left out.", ("--seq", "--sequence"))
+]
+MixedPrecision = Annotated[Precision | None, Flag("bf16 if left out, fp16 on GPUs without it.")]
+StatesOf = Annotated[Optimizer, Flag("Whose states are kept.")]
+HostGib = Annotated[float | None, Flag("RAM of a node, for offloads.")]
+Network = Annotated[float | None, Flag("Network of a node, in Gbit/s.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """What is trained, and how: the options that a job of the planner keeps."""
+
+    gpus: Gpus = 2
+    nodes: Nodes = 1
+    method: Annotated[Method, Flag("What is trained.")] = "full"
+    lora_rank: Annotated[int, Flag("Rank of the adapters.")] = 16
+    """Of those on every linear layer but the head (peft's `all-linear`)."""
+
+    batch: Annotated[int, Flag("Rows of a micro-batch on one GPU.")] = 1
+    sequence: Sequence = None
+    """None takes 2,048, or what the model has positions for."""
+
+    accumulation: Annotated[int, Flag("Micro-batches of an optimizer step.", ("--accumulate",))] = 1
+    precision: MixedPrecision = None
+    """What is computed in. `bf16` and `fp16` are mixed: the weights are loaded in `dtype`."""
+
+    dtype: Annotated[Dtype, Flag("What trained weights are loaded in.")] = "float32"
+    """`toolkit.train` takes float32, a stock Trainer with transformers 5 what the model was saved
+    in. Frozen weights of LoRA are loaded in what is computed in."""
+
+    optimizer: StatesOf = "adamw"
+    """`adamw` is torch's with `foreach`, as in `toolkit.train` and the Trainer's `adamw_torch`;
+    `adamw_fused` is torch's fused one or DeepSpeed's FusedAdam, which need no temporaries."""
+
+    checkpointing: Checkpointing | bool = False
+    attention: Annotated[Attention, Flag("Whether scores are held.")] = "flash"
+    """`flash` never holds the s x s scores: FlashAttention, or torch's SDPA with its kernels."""
+
+    chunked_loss: Annotated[
+        bool, Flag("Head and loss fused, as Liger does.", ("--chunked-loss",))
+    ] = False
+    """The head and the cross-entropy are fused and run in chunks (Liger and the like)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(JobOptions):
+    """What `toolkit plan` and `toolkit.plan` can be asked beside the model."""
+
+    checkpointing: Annotated[
+        bool, Flag("Compute activations again in backward.", ("--checkpointing",))
+    ] = False
+    gpu: Annotated[str | Gpu | None, GpuName] = None
+    """None leaves verdict and speed out."""
+
+    strategies: str | tuple[str, ...] | list[str] = USUAL_STRATEGIES
+    """One name, several, or `all`."""
+
+    host_gib: HostGib = None
+    """RAM of one node in GiB, judged too where it is given."""
+
+    internode_gbps: Network = None
+    gpu_file: GpuFile = None
+    tokens: Annotated[float | None, Flag("To be trained: gives hours and cost.")] = None
+    dollars_per_hour: Annotated[float | None, Flag("Price of one GPU.")] = None
+    """None takes the table's where it has one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecommendOptions:
+    """What `toolkit recommend` and `toolkit.recommend` can be asked beside the model."""
+
+    gpu: Annotated[str | Gpu, GpuName]
+    gpus: Gpus = JobOptions.gpus
+    nodes: Nodes = JobOptions.nodes
+    goal: Annotated[Goal, Flag("Fastest, or with the least memory.")] = "speed"
+    method: Annotated[Method | None, Flag("Else the first of these that fits.")] = None
+    global_batch: Annotated[int, Flag("Rows of an optimizer step; kept.")] = 32
+    sequence: Sequence = JobOptions.sequence
+    precision: MixedPrecision = JobOptions.precision
+    optimizer: StatesOf = JobOptions.optimizer
+    attention: Attention = JobOptions.attention
+    learning_rate: Annotated[float, Flag("Chosen for --base-batch.")] = 2e-5
+    base_batch: Annotated[int | None, Flag("Global batch the rate was chosen for.")] = None
+    """None takes the one that is asked for here."""
+
+    host_gib: HostGib = None
+    """RAM of one node in GiB; None assumes twice the memory of its GPUs."""
+
+    internode_gbps: Network = None
+    gpu_file: GpuFile = None
+
+
+P = ParamSpec("P")
+Model = TypeVar("Model")
+Options = TypeVar("Options")
+Answer = TypeVar("Answer")
+
+
+def with_keywords(
+    options: Callable[P, Options],
+) -> Callable[[Callable[[Model, Options], Answer]], Callable[Concatenate[Model, P], Answer]]:
+    """Let a function of a model and options take the fields of the options as keywords."""
+
+    def decorate(
+        function: Callable[[Model, Options], Answer],
+    ) -> Callable[Concatenate[Model, P], Answer]:
+        @functools.wraps(function)
+        def call(model: Model, *args: P.args, **kwargs: P.kwargs) -> Answer:
+            return function(model, options(*args, **kwargs))
+
+        # What help() and a notebook show.
+        first, *_ = inspect.signature(function).parameters.values()
+        fields = inspect.signature(options).parameters.values()
+        signature: Any = inspect.Signature([first, *fields])
+        call.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue] - a function takes any attribute
+        return call
+
+    return decorate
