@@ -136,7 +136,7 @@ def test_the_job_is_the_one_that_ran(record):
     record["precision"] = "bf16"
     job = job_of(record)
     assert (job.batch, job.accumulation, job.sequence, job.gpus) == (4, 2, 64, 2)
-    assert (job.checkpointing, job.weights, job.precision) == ("full", "bfloat16", "bf16")
+    assert (job.checkpointing, job.dtype, job.precision) == ("full", "bfloat16", "bf16")
 
 
 def test_a_job_has_the_switches_for_speed_that_were_on(record):
