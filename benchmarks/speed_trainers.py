@@ -20,7 +20,7 @@ from transformers.utils import logging
 from toolkit.data.arguments import DataArguments
 from toolkit.data.prepared import prepare_data
 from toolkit.data.tokenizer import load_tokenizer
-from toolkit.engines.inspection import compiled
+from toolkit.engines.tensors import compiled
 from toolkit.measuring.peak import PeakLedger
 from toolkit.training.model import build_model
 

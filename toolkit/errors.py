@@ -35,6 +35,10 @@ class GuardError(RuntimeError):
     """A guard stopped the run: every rank raises it after the same step, in the same words."""
 
 
+class SaveError(RuntimeError):
+    """Nothing was saved: it is not finite, could not be written, or does not load again."""
+
+
 def is_full_disk(error: BaseException | None) -> bool:
     """Whether an error, or one that it came of, is that a disk or a quota is full."""
     while error is not None:

@@ -196,8 +196,7 @@ def _train_with_trainer(
 ) -> None:
     from transformers import TrainerCallback
 
-    from toolkit.checkpoints.keeping import KeeperCallback
-    from toolkit.training.observers import ObserversCallback
+    from toolkit.training.observers import KeeperCallback, ObserversCallback
     from toolkit.training.trainer import ToolkitTrainer
 
     class RunTrainer(ToolkitTrainer):
@@ -263,8 +262,8 @@ def _train_in_loop(
     observers: list[Observer],
     keeper: Keeper,
 ) -> None:
-    from toolkit.checkpoints.keeping import KeeperObserver
     from toolkit.training.loop import train_loop
+    from toolkit.training.observers import KeeperObserver
 
     train_loop(
         model,
@@ -283,9 +282,10 @@ def _observers(
     job: Job, recorder: Recorder, speed: Speed, watching: list[Observer]
 ) -> list[Observer]:
     """Return what goes along with the training, in the order in which it is called."""
+    from toolkit.engines.prepared import Prepared
     from toolkit.training.before_and_after import evaluations_of
     from toolkit.training.card import card_of_run
-    from toolkit.training.observers import Observer, Prepared
+    from toolkit.training.observers import Observer
     from toolkit.training.saving import save_merged, save_model
 
     class SaveAtTheEnd(Observer):

@@ -11,7 +11,7 @@ from toolkit.checkpoints.integrity import damages
 from toolkit.checkpoints.resume_request import Asked, asked_checkpoint, folder_to_resume
 from toolkit.checkpoints.resuming import find_checkpoint
 from toolkit.errors import UsageError
-from toolkit.measuring.steps_file import drop_steps_after
+from toolkit.measuring.recorder import drop_steps_after
 from toolkit.records.manifests import MANIFEST, read_manifest, write_manifest
 
 FACTS = {"num_processes": 2, "strategy": "zero2", "per_device_train_batch_size": 4, "seed": 1}

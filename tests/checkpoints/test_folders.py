@@ -9,7 +9,7 @@ import pytest
 
 from toolkit.checkpoints.committing import committing
 from toolkit.checkpoints.folders import checkpoints_in, rotate, shares, tidy
-from toolkit.measuring.steps_file import drop_steps_after
+from toolkit.measuring.recorder import drop_steps_after
 from toolkit.records.manifests import MANIFEST
 
 

@@ -44,6 +44,7 @@ from toolkit.data.collation import Collator
 from toolkit.data.order import training_rows
 from toolkit.data.prepared import PreparedData, prepare_data
 from toolkit.data.tokenizer import load_tokenizer
+from toolkit.engines.prepared import Prepared
 from toolkit.measuring.attestation import Asked
 from toolkit.measuring.evidence import EvidenceKeeper
 from toolkit.measuring.recorder import Recorder
@@ -52,7 +53,7 @@ from toolkit.rehearse import die_with_launcher, rehearse_if_needed
 from toolkit.strategies import get_strategy
 from toolkit.training import loop, saving
 from toolkit.training.arguments import parse
-from toolkit.training.observers import Observer, Prepared
+from toolkit.training.observers import Observer
 from toolkit.training.saving import save_model
 
 EVIDENCE = sys.argv[1:2] == ["--evidence"]

@@ -6,6 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from toolkit.errors import GuardError
 from toolkit.measuring import guards as of_guards
+from toolkit.measuring.equal_weights import checksums
 from toolkit.measuring.guards import (
     NORMS_NEEDED,
     PACE_KEPT,
@@ -15,7 +16,6 @@ from toolkit.measuring.guards import (
     newest_checkpoint,
     odd_ones_out,
 )
-from toolkit.measuring.initial_weights import checksums
 from toolkit.measuring.order import OrderWatch
 from toolkit.measuring.step_health import Own, StepHealth
 

@@ -12,7 +12,7 @@ from places import SCRIPTS
 from torch.utils.checkpoint import checkpoint
 
 from toolkit import environment
-from toolkit.engines.inspection import compiled
+from toolkit.engines.tensors import compiled
 from toolkit.measuring.peak import PeakLedger
 from toolkit.measuring.storages import CATEGORIES, UNDECIDED, Storages
 from toolkit.strategies import STRATEGIES

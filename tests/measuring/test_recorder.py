@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from transformers import Adafactor
 
-from toolkit.engines.inspection import stand_in
+from toolkit.engines.hooks import stand_in
 from toolkit.measuring.attestation import Asked, Refused
 from toolkit.measuring.merging import WARMUP_STEPS
 from toolkit.measuring.recorder import Recorder

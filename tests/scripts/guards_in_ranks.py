@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from toolkit import ToolkitTrainer
 from toolkit.configs.requested import requested_strategy
-from toolkit.engines.inspection import local
+from toolkit.engines.tensors import local
 from toolkit.errors import GuardError
 from toolkit.measuring import guards as bounds
 from toolkit.measuring.attestation import Asked

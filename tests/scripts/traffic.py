@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from toolkit.configs.requested import requested_strategy
-from toolkit.engines.inspection import zero_optimizer
+from toolkit.engines.deepspeed import is_engine
 from toolkit.engines.on_cpu import patch_accelerate, patch_deepspeed
 from toolkit.measuring.attestation import Asked
 from toolkit.measuring.recorder import Recorder
@@ -129,7 +129,7 @@ def attached(model):
         len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()
     )
     replaced = [name for name in ("backward", "step") if name in model.__dict__]
-    return hooks if zero_optimizer(model) is None else [hooks, *replaced]
+    return [hooks, *replaced] if is_engine(model) else hooks
 
 
 def weights(model):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from small_models import small_of, tiny_llama
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from toolkit.errors import UsageError
+from toolkit.errors import SaveError, UsageError
 from toolkit.measuring.memory import state_bytes
 from toolkit.records.results import STARTING_ADAPTER
 from toolkit.strategies import get_strategy
@@ -23,7 +23,7 @@ from toolkit.training.method_arguments import MethodArguments
 from toolkit.training.methods import check_strategy, checked_method, skeleton
 from toolkit.training.model import model_facts
 from toolkit.training.quantized import keep_packed
-from toolkit.training.saving import SaveError, save_merged, save_model
+from toolkit.training.saving import save_merged, save_model
 
 pytestmark = pytest.mark.filterwarnings(
     # peft 0.21 asks transformers 5.23 by the old name (peft/peft_model.py, PeftModel.__init__).

@@ -7,13 +7,13 @@ from small_models import tiny_llama
 
 from toolkit.data.collation import Collator
 from toolkit.data.tokenizer import load_tokenizer
+from toolkit.engines.prepared import Prepared
 from toolkit.measuring.attestation import Asked
 from toolkit.measuring.recorder import Recorder
 from toolkit.strategies import get_strategy
 from toolkit.training.before_and_after import before_and_after, with_evaluation, write_so_far
 from toolkit.training.evaluation_plan import EvaluationPlan, Schedule
 from toolkit.training.model import build_model
-from toolkit.training.observers import Prepared
 
 LAST = 3
 

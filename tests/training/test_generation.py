@@ -8,12 +8,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from toolkit.data.chat import shipped_templates
 from toolkit.data.tokenizer import load_tokenizer
+from toolkit.engines.prepared import Prepared
 from toolkit.measuring.attestation import Asked
 from toolkit.measuring.recorder import Recorder
 from toolkit.strategies import get_strategy
 from toolkit.training.generation import generation_config_of, stop_tokens, turn_end
 from toolkit.training.model import build_model
-from toolkit.training.observers import Prepared
 from toolkit.training.samples import NEW_TOKENS, Samples, continuations
 from toolkit.training.saving import save_model
 

@@ -20,8 +20,10 @@ from transformers import (
 )
 
 from toolkit.checkpoints.committing import check
+from toolkit.errors import SaveError
+from toolkit.measuring.finite import require_finite
 from toolkit.training import saving
-from toolkit.training.saving import SaveError, require_finite, save_model
+from toolkit.training.saving import save_model
 
 SMALL = {
     "hidden_size": 32,

@@ -45,7 +45,6 @@ from toolkit.records.manifests import (
     sync,
     write_manifest,
 )
-from toolkit.training.modes import follow_umask
 
 KEPT: Final = "kept"
 """In the names of entries that were in the way: `final.kept-1`, `final/kept-1/`."""
@@ -95,6 +94,17 @@ def committing(
     except BaseException:
         remove_drafts(folder)
         raise
+
+
+def follow_umask(folder: Path) -> None:
+    """Give the files of a folder that this process made the modes that the umask asks for.
+
+    safetensors (0.8) writes each file through a temporary one, for its owner alone.
+    """
+    mode = folder.stat().st_mode & 0o666
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(mode)
 
 
 def check(folder: Path) -> dict[str, Any]:

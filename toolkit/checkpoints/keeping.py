@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
-
 from toolkit.checkpoints.folders import checkpoint_folder, rotate
 from toolkit.checkpoints.preemption import Preempted, Preemption, heartbeat_of
 from toolkit.checkpoints.writing import save_checkpoint
+from toolkit.engines.prepared import Prepared
 from toolkit.launching.ranks import say
 from toolkit.measuring.attestation import gather_objects
+from toolkit.measuring.finite import require_finite
 from toolkit.measuring.recorder import Recorder
-from toolkit.training.observers import Observer, Prepared
-from toolkit.training.saving import require_finite
 
 
 @dataclass(kw_only=True)
@@ -109,40 +107,6 @@ class Keeper:
         asked = [seconds for seconds in gather_objects(own) if seconds is not None]
         saved = self.newest == checkpoint_folder(self.output_dir, step)
         raise Preempted(step, self.newest, saved=saved, seconds=max(asked, default=None))
-
-
-class KeeperObserver(Observer):
-    """Lets a keeper go along with the loop."""
-
-    def __init__(self, keeper: Keeper) -> None:
-        self._keeper = keeper
-
-    def prepared(self, prepared: Prepared) -> None:
-        self._prepared = prepared
-
-    def step_done(self, step: int) -> None:
-        if self._keeper.due(step):
-            self._keeper.save(self._prepared, step)
-            self._keeper.leave_if_asked(step)
-
-
-class KeeperCallback(TrainerCallback):
-    """Has the Trainer save when the keeper says so, whatever its own flow thinks.
-
-    To be added last. The Trainer's epochs are of no use here: its one epoch is the whole run.
-    """
-
-    def __init__(self, keeper: Keeper) -> None:
-        self._keeper = keeper
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_save = self._keeper.due(state.global_step)
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_save = False
-
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._keeper.leave_if_asked(state.global_step)
 
 
 def steps_between(args: Any, *, steps: int, rows: int, global_batch: int) -> int | None:

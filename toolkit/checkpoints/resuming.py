@@ -12,11 +12,11 @@ from toolkit.checkpoints.folders import checkpoints_in, step_of, tidy
 from toolkit.checkpoints.integrity import damages
 from toolkit.checkpoints.resume_request import Asked
 from toolkit.checkpoints.states import read_random_state, read_states
+from toolkit.engines.prepared import Prepared
 from toolkit.errors import UsageError
 from toolkit.launching.ranks import rank
 from toolkit.measuring.attestation import gather_objects
 from toolkit.records.manifests import read_manifest
-from toolkit.training.observers import Prepared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,12 +12,12 @@ from toolkit.checkpoints.committing import committing
 from toolkit.checkpoints.disk import in_words, room_missing
 from toolkit.checkpoints.folders import shares
 from toolkit.checkpoints.integrity import KIND
-from toolkit.checkpoints.states import least_bytes, write_own, write_together
-from toolkit.errors import UsageError
+from toolkit.checkpoints.states import write_own
+from toolkit.engines.backend import backend_of
+from toolkit.engines.prepared import Prepared
+from toolkit.errors import SaveError, UsageError
 from toolkit.measuring.attestation import gather_objects
 from toolkit.records.manifests import FORMAT, entry, file_names
-from toolkit.training.observers import Prepared
-from toolkit.training.saving import SaveError
 
 
 def save_checkpoint(
@@ -65,7 +65,8 @@ def save_checkpoint(
     def close() -> None:
         commit.close()
 
-    needed = sum(gather_objects(least_bytes(prepared)))
+    backend = backend_of(prepared.model)
+    needed = sum(gather_objects(backend.checkpoint_bytes(prepared)))
     missing = _together(folder, lambda: room_missing(folder, needed))[0]  # rank 0 looked
     if missing is not None:
         raise SaveError(f"{folder} was not saved: {missing}")
@@ -73,7 +74,7 @@ def save_checkpoint(
         draft = Path(_together(folder, open_draft)[0])
         _together(folder, lambda: _see(draft))
         try:
-            write_together(draft, prepared, step=step)
+            backend.write_together(draft, prepared, step=step)
         except UsageError:
             raise
         except Exception as error:  # not told by `_together`: other ranks may be stuck in theirs

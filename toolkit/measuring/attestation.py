@@ -11,7 +11,16 @@ from typing import Any
 
 import torch
 
-from toolkit.engines import inspection as engine
+from toolkit.engines.backend import backend_of, traits_of
+from toolkit.engines.optimizers import optimizer_of
+from toolkit.engines.tensors import (
+    checkpoints_activations,
+    elements_of,
+    local,
+    resident_fraction,
+    sharded_fraction,
+    tensors_in,
+)
 from toolkit.strategies import COMPUTE_DTYPES, Strategy
 
 FRACTION_TOLERANCE = 0.05
@@ -68,12 +77,12 @@ class Asked:
 
     def before_first_step(self) -> dict[str, Any]:
         """The facts that must hold once the model is wrapped."""
-        strategy = self.strategy
+        strategy, traits = self.strategy, traits_of(self.strategy)
         facts: dict[str, Any] = {
-            "distributed_type": _DISTRIBUTED_TYPE[strategy.backend],
+            "distributed_type": traits.distributed_type,
             "num_processes": self.num_processes,
             "ranks": list(range(self.num_processes)),
-            "wrapper": _WRAPPER[strategy.backend],
+            "wrapper": traits.wrapper,
             "zero_stage": strategy.zero_stage,
             "replicas": strategy.replicas,
             "model_split_by": "none",
@@ -84,15 +93,11 @@ class Asked:
             "gradient_clipping": self.gradient_clipping,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
             "precision": self.precision,
+            **traits.facts,
         }
-        if strategy.backend == "fsdp":
-            facts["reshard_after_forward"] = strategy.reshard_after_forward
-            facts["layers_wrapped"] = True
         if self.precision is not None and self.dtype == "float32":
-            # DeepSpeed casts the weights and keeps fp32 masters; the others keep the weights
-            # in fp32 and cast what they compute with.
-            casts = strategy.backend == "deepspeed" and self.precision != "no"
-            facts["parameter_dtypes"] = [COMPUTE_DTYPES[self.precision] if casts else "float32"]
+            computed = COMPUTE_DTYPES[self.precision]
+            facts["parameter_dtypes"] = [computed if traits.masters_in_fp32 else "float32"]
         return _asked_only(facts)
 
     def after_first_step(self) -> dict[str, Any]:
@@ -110,10 +115,11 @@ class Asked:
         if self.precision is None or self.dtype != "float32":
             return _asked_only(facts)
         facts["optimizer_dtypes"] = ["float32"]
-        # Under mixed precision DDP reduces the fp32 gradients of fp32 weights, the others what
-        # they compute with.
-        reduced = COMPUTE_DTYPES["no" if self.strategy.backend == "ddp" else self.precision]
-        facts["reduce_dtype"] = None if self.strategy.backend == "single" else reduced
+        facts["reduce_dtype"] = {
+            "nothing": None,
+            "weights' dtype": "float32",
+            "computed dtype": COMPUTE_DTYPES[self.precision],
+        }[traits_of(self.strategy).reduces]
         if self.precision == "no" and self.accumulation_dtype is None:
             facts["gradient_dtypes"] = ["float32"]
         return _asked_only(facts)
@@ -134,37 +140,27 @@ class Mismatch:
 
 def engaged_before(accelerator: Any, model: Any) -> dict[str, Any]:
     """Look at a prepared model before its first step."""
-    optimizer_place, parameter_place = engine.offloads(model)
-    zero = engine.zero_optimizer(model)
-    facts: dict[str, Any] = {
+    backend = backend_of(model)
+    return {
         "distributed_type": accelerator.distributed_type.name,
         "num_processes": accelerator.num_processes,
-        "ranks": _all_ranks(accelerator.process_index),
-        "wrapper": engine.wrapper_of(model),
-        "zero_stage": 0 if zero is None else model.zero_optimization_stage(),
-        "replicas": engine.replicas(model),
-        "model_split_by": engine.split_by(accelerator, model),
-        "activation_checkpointing": engine.checkpoints_activations(model),
-        "sharded_fraction": round(engine.sharded_fraction(model), 4),
+        "ranks": sorted(gather_objects(accelerator.process_index)),
+        "zero_stage": 0,
+        "replicas": backend.replicas(),
+        "activation_checkpointing": checkpoints_activations(model),
+        "sharded_fraction": round(sharded_fraction(model), 4),
         "parameter_dtypes": _dtypes(p for p in model.parameters() if p.requires_grad),
-        "offload_optimizer": optimizer_place,
-        "offload_parameters": parameter_place,
-        "reshard_after_forward": engine.reshards_after_forward(model),
-        "precision": engine.precision(accelerator, model),
-    }
-    wrapped = engine.layers_wrapped(model)
-    if wrapped is not None:
-        facts["layers_wrapped"] = wrapped
-    if zero is not None:
-        facts["gradient_clipping"] = float(model.gradient_clipping())
-        facts["gradient_accumulation_steps"] = model.gradient_accumulation_steps()
-    return facts
+        "offload_optimizer": "none",
+        "offload_parameters": "none",
+        "reshard_after_forward": None,
+    } | backend.engaged(accelerator)
 
 
 def engaged_at_step(model: Any) -> dict[str, Any]:
     """Look at the gradients of the first step, while they are there."""
-    reduced = engine.reduce_dtype(model)
-    dtypes = _dtypes(engine.gradients_held(model))
+    backend = backend_of(model)
+    reduced = backend.reduce_dtype()
+    dtypes = _dtypes(backend.gradients_held())
     return {
         "gradient_dtypes": dtypes,
         "accumulation_dtype": dtypes,
@@ -174,25 +170,25 @@ def engaged_at_step(model: Any) -> dict[str, Any]:
 
 def engaged_after(model: Any, optimizer: Any) -> dict[str, Any]:
     """Look at the optimizer after the first step."""
-    inner = engine.optimizer_of(model, optimizer)
+    backend, inner = backend_of(model), optimizer_of(optimizer)
     facts: dict[str, Any] = {
         "optimizer_class": type(inner).__name__,
-        "resident_fraction": round(engine.resident_fraction(model), 4),
-        **_settings(engine.parameter_groups(model, optimizer)),
+        "resident_fraction": round(resident_fraction(model, backend.parameters_held()), 4),
+        **_settings(backend.parameter_groups(optimizer)),
     }
     # States as large as a parameter, or as its rows and columns, tell where it is stepped on; step
     # counts don't, and a parameter with other states alone leaves it open.
     kept, tells = 0, True
     states: list[torch.Tensor] = []
     for parameter, state in inner.state.items():
-        held = engine.local(parameter)
-        found = [engine.local(s) for s in engine.tensors_in(state)]
-        shaped = [s for s in found if s.shape in _state_shapes(held.shape)]
-        tells &= bool(shaped) or all(s.numel() <= 1 for s in found)
+        held = local(parameter)
+        tensors = [local(tensor) for tensor in tensors_in(state)]
+        shaped = [s for s in tensors if s.shape in _state_shapes(held.shape)]
+        tells &= bool(shaped) or all(s.numel() <= 1 for s in tensors)
         kept += held.numel() if shaped else 0
         states += [s for s in shaped if s.is_floating_point()]
     if kept and tells:
-        whole = sum(engine.elements_of(p) for p in model.parameters() if p.requires_grad)
+        whole = sum(elements_of(p) for p in model.parameters() if p.requires_grad)
         facts["optimizer_fraction"] = round(kept / whole, 4)
     if states and tells:
         facts["optimizer_dtypes"] = _dtypes(states)
@@ -289,22 +285,9 @@ def _asked_only(facts: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in facts.items() if value is not None or key in keep_none}
 
 
-def _all_ranks(own: int) -> list[int]:
-    return sorted(gather_objects(own))
-
-
 def _dtypes(tensors: Any) -> list[str]:
     return sorted({_name(tensor.dtype) for tensor in tensors})
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-_DISTRIBUTED_TYPE = {"single": "NO", "ddp": "MULTI_GPU", "deepspeed": "DEEPSPEED", "fsdp": "FSDP"}
-_WRAPPER = {
-    "single": "none",
-    "ddp": "DistributedDataParallel",
-    "deepspeed": "DeepSpeedEngine",
-    "fsdp": "FSDPModule",
-}

@@ -9,18 +9,18 @@ waits for it.
 
 from __future__ import annotations
 
-import functools
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 
-from toolkit.engines.inspection import optimizer_of, stand_in, zero_optimizer
+from toolkit.engines.backend import backend_of, traits_of
+from toolkit.engines.hooks import Undo
 from toolkit.launching.processes import age_seconds
+from toolkit.strategies import Strategy
 
 Phase = Literal["data", "forward", "backward", "optimizer", "other"]
 
@@ -35,7 +35,7 @@ class Clock:
         self._steps: list[_Step] = []
         self._read = 0
         self._forward_is_own = True
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Undo] = []
         self._builds: list[float] = []
         self._compiles: list[float] = []
         self.start_seconds: float | None = None
@@ -44,29 +44,26 @@ class Clock:
     def prepared(self, model: Any, optimizer: Any) -> None:
         """Follow what `Accelerator.prepare` returned, from now on."""
         self.start_seconds = age_seconds()
-        self._forward_is_own = not gathers_in_forward(model)
+        backend = backend_of(model)
+        self._forward_is_own = not backend.gathers_in_forward
         self._undo += [
             model.register_forward_pre_hook(self._forward_begins, prepend=True).remove,
             model.register_forward_hook(self._forward_ends).remove,
+            backend.watch_step(
+                optimizer,
+                # DeepSpeed's step has collectives in it.
+                before=lambda: self.begin("optimizer", own=not backend.steps_in_backward),
+                after=lambda: self.begin("other"),
+            ),
         ]
-        if zero_optimizer(model) is None:
-            inner = optimizer_of(model, optimizer)
-            self._undo += [
-                inner.register_step_pre_hook(lambda *_: self.begin("optimizer", own=True)).remove,
-                inner.register_step_post_hook(lambda *_: self.begin("other")).remove,
-            ]
-        else:
-            self._undo.append(self._follow_engine(model))
         self.restart()
 
     def follow_units(self, model: Any) -> None:
-        """Tell what FSDP's units compute in forward from their wait for parameters."""
-        if not isinstance(model, FSDPModule):
-            return
-        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        for unit in units:
-            if sum(isinstance(part, FSDPModule) for part in unit.modules()) > 1:
-                continue
+        """Tell what the units of a sharded model compute in forward from their wait for parameters.
+
+        Not for what is compiled: torch.compile keeps its forward to itself.
+        """
+        for unit in backend_of(model).waiting_units():
             # After FSDP's own hook, which waits, and before that which frees.
             self._undo += [
                 unit.register_forward_pre_hook(self._unit_begins).remove,
@@ -129,25 +126,11 @@ class Clock:
             self._undo.pop()()
         self._moments = []
 
-    def watch_builds(self) -> None:
-        """Time the builds of DeepSpeed's C++ parts, and loading those that were built before.
-
-        It has no public hook (deepspeed 0.19, op_builder/builder.py); tests/measuring/test_clock.py
-        fails when the method moves.
-        """
-        from deepspeed.ops.op_builder.builder import OpBuilder
-
-        original = OpBuilder.jit_load
-
-        @functools.wraps(original)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            begun = time.perf_counter()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self._builds.append(time.perf_counter() - begun)
-
-        self._undo.append(stand_in(OpBuilder, "jit_load", timed))
+    def watch_builds(self, strategy: Strategy) -> None:
+        """Time the builds of a backend's C++ parts, where it has some."""
+        watch = traits_of(strategy).watch_builds
+        if watch is not None:
+            self._undo.append(watch(self._builds.append))
 
     def watch_compiles(self) -> None:
         """Time torch.compile, of forward and of backward, where anything is compiled at all."""
@@ -189,17 +172,6 @@ class Clock:
         # Activation checkpointing goes through a unit again, in backward.
         if self._moments and self._moments[-1][0] == "forward":
             self.begin("forward", own=own)
-
-    def _follow_engine(self, engine: Any) -> Callable[[], None]:
-        """Time DeepSpeed's step, which Accelerate calls at the end of backward."""
-        original = engine.step
-
-        @functools.wraps(original)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            with self.within("optimizer"):
-                return original(*args, **kwargs)
-
-        return stand_in(engine, "step", step)
 
 
 class _Moment:
@@ -252,13 +224,6 @@ class _Step:
             self._busy = _busy(self._moments)
             self._seconds, self._moments = found, []
         return self._seconds
-
-
-def gathers_in_forward(model: Any) -> bool:
-    """Whether ranks wait for each other within forward: FSDP's parameters, or ZeRO-3's."""
-    return isinstance(model, FSDPModule) or any(
-        hasattr(parameter, "ds_id") for parameter in model.parameters()
-    )
 
 
 def _busy(moments: list[tuple[Phase, _Moment]]) -> float:

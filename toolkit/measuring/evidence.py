@@ -8,8 +8,10 @@ before the step, given for it, after it and when they are saved, and the gradien
 from __future__ import annotations
 
 import hashlib
+import json
 import math
-from collections.abc import Callable, Iterable
+import struct
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,14 +19,16 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from toolkit.engines import inspection as engine
-from toolkit.engines.gather import (
+from toolkit.engines.backend import backend_of
+from toolkit.engines.hooks import Undo, stand_in
+from toolkit.engines.optimizers import optimizer_of
+from toolkit.engines.tensors import (
+    elements_of,
+    local,
+    number,
     plain_name,
-    put_whole_weight,
     shape_of,
-    whole_gradient,
-    whole_weight,
-    write_whole,
+    sharded_fraction,
 )
 from toolkit.measuring.attestation import gather_objects
 from toolkit.records.evidence import (
@@ -77,7 +81,7 @@ class EvidenceKeeper:
         self._weights = weights
         self._step = _Step()
         self._number = 1
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Undo] = []
 
     def resumed_after(self, step: int) -> None:
         """Count from a checkpoint on."""
@@ -85,18 +89,21 @@ class EvidenceKeeper:
 
     def prepared(self, accelerator: Any, model: Any, optimizer: Any) -> None:
         """Keep the initial weights, and watch the model from here on; a collective."""
-        self._accelerator, self._model, self._optimizer = accelerator, model, optimizer
+        self._accelerator, self._optimizer = accelerator, optimizer
+        self._backend = backend_of(model)
         self._main = accelerator.is_main_process
         module = self._module = accelerator.unwrap_model(model)
-        self._sharded = engine.sharded_fraction(model) < 1.0
-        self._zero = engine.zero_optimizer(model)
+        self._sharded = sharded_fraction(model) < 1.0
         if self._main:
             self.folder.mkdir(parents=True, exist_ok=True)
         # First of all hooks: FSDP2's own rounds what the model returned to its output dtype.
         watched = module.register_forward_hook(self._forward, with_kwargs=True, prepend=True)
         self._undo.append(watched.remove)
-        self._watch_step()
-        if self._zero is None:
+        stepped = self._backend.watch_step(
+            optimizer, before=self._step_begins, after=self._step_ended
+        )
+        self._undo.append(stepped)
+        if not self._backend.steps_in_backward:  # else the engine clips by itself
             self._watch_clipping()
         self._find_parameters()
         if self._wanted is None or self._wanted == self._number:
@@ -165,13 +172,7 @@ class EvidenceKeeper:
                 wanted = given.get_tensor(name)
                 if tuple(wanted.shape) != shape_of(parameter):
                     continue
-                put_whole_weight(self._model, parameter, wanted)
-                taken = whole_weight(self._model, parameter).to("cpu", torch.float32)
-                if not torch.equal(taken, wanted):
-                    raise RuntimeError(
-                        f"{name} did not take the weights that {file} holds before the step: "
-                        f"this backend's weights cannot be replaced while it trains"
-                    )
+                self._backend.put_weight(parameter, wanted)
 
     def _forward(self, module: Any, _: Any, inputs: dict[str, Any], output: Any) -> None:
         loss = getattr(output, "loss", None) if self.is_open else None
@@ -179,31 +180,6 @@ class EvidenceKeeper:
             read = _Read(inputs, output)
             loss.register_hook(read.backward)
             self._step.read.append(read)
-
-    def _watch_step(self) -> None:
-        inner = engine.optimizer_of(self._model, self._optimizer)
-        before = inner.register_step_pre_hook(lambda *_: self._stepping(inner))
-        self._undo.append(before.remove)
-        if self._zero is None:
-            after = inner.register_step_post_hook(lambda *_: self._after_step(inner))
-            self._undo.append(after.remove)
-            return
-        # DeepSpeed's step falls inside the last backward, and steps each group by itself.
-        original = self._model.step
-
-        def step(*args: Any, **kwargs: Any) -> None:
-            if not self.is_open:
-                original(*args, **kwargs)
-                return
-            scale = float(getattr(self._zero, "loss_scale", 1.0))
-            self._keep_gradients(loss_scale=scale, held_scale=scale)
-            original(*args, **kwargs)
-            if not getattr(self._zero, "overflow", False):
-                self._step.clip_norm = self._model.get_global_grad_norm()
-                self._step.limit = float(self._model.gradient_clipping())
-                self._stepped()
-
-        self._undo.append(engine.stand_in(self._model, "step", step))
 
     def _watch_clipping(self) -> None:
         original = self._accelerator.clip_grad_norm_
@@ -217,30 +193,35 @@ class EvidenceKeeper:
             self._step.limit = 0.0 if math.isinf(max_norm) else float(max_norm)
             return self._step.clip_norm
 
-        self._undo.append(engine.stand_in(self._accelerator, "clip_grad_norm_", clip_grad_norm_))
+        self._undo.append(stand_in(self._accelerator, "clip_grad_norm_", clip_grad_norm_))
 
-    def _stepping(self, inner: torch.optim.Optimizer) -> None:
+    def _step_begins(self) -> None:
         if not self.is_open:
             return
-        step = self._step
-        # Set where the optimizer unscales by itself, as a fused one does, and nobody has before.
-        pending = getattr(inner, "grad_scale", None)
-        held_scale = 1.0 if pending is None else float(pending)
+        step, held_scale = self._step, self._backend.held_scale(self._optimizer)
+        if self._backend.steps_in_backward:
+            self._keep_gradients(loss_scale=held_scale, held_scale=held_scale)
+            return  # its optimizer steps on flat partitions, with gradients that come as it goes
         if step.gradient_norm is None:
             self._keep_gradients(loss_scale=self._loss_scale(), held_scale=held_scale)
-        for group in inner.param_groups:
+        for group in optimizer_of(self._optimizer).param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    held = engine.local(parameter.grad)
+                    held = local(parameter.grad)
                     norm = float(torch.linalg.vector_norm(held, dtype=torch.float64))
                     # By parameter: a class that calls its parent's step comes here twice.
                     step.squares[id(parameter)] = (norm / held_scale) ** 2
 
-    def _after_step(self, inner: torch.optim.Optimizer) -> None:
-        # A fused optimizer is called on an overflow too, and leaves the weights alone.
-        overflowed = getattr(inner, "found_inf", None)
-        if self.is_open and (overflowed is None or not float(overflowed)):
-            self._stepped()
+    def _step_ended(self) -> None:
+        if not self.is_open:
+            return
+        skipped = self._backend.skipped(self._optimizer)
+        if skipped is not None and bool(skipped):
+            return
+        if self._backend.steps_in_backward:
+            self._step.clip_norm = self._backend.clip_norm()
+            self._step.limit = self._backend.gradient_clipping()
+        self._stepped()
 
     def _stepped(self) -> None:
         self._keep_weights(AFTER_FILE)
@@ -251,13 +232,11 @@ class EvidenceKeeper:
 
     def _keep_weights(self, name: str) -> None:
         write_whole(
-            self.folder / name if self._main else None,
-            self._parameters,
-            lambda parameter: whole_weight(self._model, parameter),
+            self.folder / name if self._main else None, self._parameters, self._backend.whole_weight
         )
 
     def _weights_digest(self) -> str:
-        return _digest(engine.local(each.detach()) for each in self._parameters.values())
+        return _digest(local(each.detach()) for each in self._parameters.values())
 
     def _loss_scale(self) -> float:
         scaler = self._accelerator.scaler
@@ -266,23 +245,23 @@ class EvidenceKeeper:
     def _keep_gradients(self, *, loss_scale: float, held_scale: float) -> None:
         """Keep them unscaled: what backward began with, and what they still hold of it."""
         step = self._step
-        if self._zero is None:
+        if not self._backend.steps_in_backward:
             gradients = (each.grad for each in self._parameters.values() if each.grad is not None)
-            step.gradients_digest = _digest(map(engine.local, gradients))
+            step.gradients_digest = _digest(map(local, gradients))
         step.gradient_norm = write_whole(
             self.folder / GRADIENTS_FILE if self._main else None,
             self._parameters,
-            lambda parameter: whole_gradient(self._model, parameter) / held_scale,
+            lambda parameter: self._backend.whole_gradient(parameter) / held_scale,
         )
         step.scale = loss_scale
         step.groups = self._described_groups()
 
     def _groups(self) -> list[tuple[dict[str, Any], list[Any]]]:
-        return engine.parameter_groups(self._model, self._optimizer)
+        return self._backend.parameter_groups(self._optimizer)
 
     def _described_groups(self) -> list[Group]:
         names = {id(parameter): name for name, parameter in self._parameters.items()}
-        decoupled = getattr(engine.optimizer_of(self._model, self._optimizer), "adam_w_mode", None)
+        decoupled = getattr(optimizer_of(self._optimizer), "adam_w_mode", None)
         return [
             Group(
                 parameters=sorted(names.get(id(each), "?") for each in parameters),
@@ -319,13 +298,13 @@ class EvidenceKeeper:
             return
         step = self._step
         squares = [rank["squares"] for rank in ranks]
-        apart = self._sharded or self._zero is not None
+        apart = self._sharded or self._backend.steps_in_backward
         stepped = None
         if None not in squares:
-            replicas = engine.replicas(self._model)
+            replicas = self._backend.replicas()
             stepped = math.sqrt(sum(squares) / replicas if apart else squares[0])
         clipping = Clipping(
-            norm=None if step.clip_norm is None else engine.number(step.clip_norm),
+            norm=None if step.clip_norm is None else number(step.clip_norm),
             limit=step.limit,
             factor=stepped / step.gradient_norm if stepped and step.gradient_norm else None,
         )
@@ -344,7 +323,7 @@ class EvidenceKeeper:
                 "before_agree": None if self._sharded else _agree(ranks, "before_digest"),
                 "clipping": clipping,
                 "optimizer": Optimizer(
-                    name=type(engine.optimizer_of(self._model, self._optimizer)).__name__,
+                    name=type(optimizer_of(self._optimizer)).__name__,
                     groups=step.groups,
                 ),
             },
@@ -406,18 +385,18 @@ def _rows(inputs: dict[str, Any], logits: torch.Tensor | None) -> list[RowRead]:
         return []
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
     rows: list[RowRead] = []
-    for number, (ids, targets) in enumerate(zip(tokens, labels, strict=True)):
+    for at, (ids, targets) in enumerate(zip(tokens, labels, strict=True)):
         if mask is not None:
-            kept = mask[number].bool()
+            kept = mask[at].bool()
         else:
-            kept = _unpadded(targets, None if positions is None else positions[number])
+            kept = _unpadded(targets, None if positions is None else positions[at])
         wanted = targets[1:]
         loss = None
         if logits is not None and logits.shape[:2] == labels.shape:
             # In fp32, as transformers does; row by row, for the vocabulary is wide.
             loss = float(
                 torch.nn.functional.cross_entropy(
-                    logits[number, :-1].float(), wanted, ignore_index=IGNORED, reduction="sum"
+                    logits[at, :-1].float(), wanted, ignore_index=IGNORED, reduction="sum"
                 )
             )
         rows.append(
@@ -438,6 +417,49 @@ def _unpadded(targets: torch.Tensor, positions: torch.Tensor | None) -> slice:
         return slice(None)
     read = ((positions != 0) | (targets != IGNORED)).nonzero()
     return slice(0, int(read[-1]) + 1 if len(read) else 0)
+
+
+def write_whole(
+    file: Path | None, parameters: Mapping[str, Any], whole: Callable[[Any], torch.Tensor]
+) -> float:
+    """Write one whole tensor of each parameter as fp32 safetensors, holding one at a time.
+
+    Args:
+        file: None on ranks that only take part.
+        parameters: By name; the same on every rank.
+        whole: Gathers a parameter's tensor, in the parameter's whole shape.
+
+    Returns:
+        The norm of them all together.
+    """
+    if file is None:
+        return sum(_square(whole(each)) for each in parameters.values()) ** 0.5
+    squares = 0.0
+    with file.open("wb") as opened:
+        opened.write(_header(parameters))
+        for parameter in parameters.values():
+            tensor = whole(parameter).to("cpu", torch.float32).contiguous()
+            squares += _square(tensor)
+            opened.write(tensor.numpy().tobytes())
+    return squares**0.5
+
+
+def _header(parameters: Mapping[str, Any]) -> bytes:
+    """Return what comes before the numbers in a safetensors file, known before any is gathered."""
+    entries: dict[str, Any] = {}
+    offset = 0
+    for name, parameter in parameters.items():
+        end = offset + 4 * elements_of(parameter)
+        shape = list(shape_of(parameter))
+        entries[name] = {"dtype": "F32", "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _square(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
 
 
 def _digest(tensors: Iterable[torch.Tensor]) -> str:

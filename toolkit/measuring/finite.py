@@ -5,36 +5,45 @@ A loss is computed before the update of its step, so no loss shows the last upda
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 
-from toolkit.engines.gather import plain_name
-from toolkit.engines.inspection import local
+from toolkit.engines.tensors import held_part, named_parameters
+from toolkit.errors import SaveError
 from toolkit.measuring.attestation import gather_objects
 
-NAMED = 3
+NAMED: Final = 3
+"""Weights that a message names."""
+
+NOT_FINITE: Final = (
+    "the last update left weights that are not finite ({names}). Lower --learning_rate, raise "
+    "--adam_epsilon, or clip gradients with --max_grad_norm."
+)
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
     return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
 
 
-def not_finite(model: Any) -> str | None:
-    """Name trained weights that are not finite; None where all are. A collective.
+def require_finite(model: Any, folder: Path) -> None:
+    """Check the trained weights before they are saved; a collective.
 
     Args:
         model: As `Accelerator.prepare` returned it. Each rank looks at the parts that it holds in
             memory; partitions that are swapped to NVMe are not read.
+        folder: Where they were to be saved.
+
+    Raises:
+        SaveError: on every rank, naming weights that are not finite.
     """
     names = [
-        plain_name(name).removeprefix("module.")
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and not is_finite(_held(parameter))
+        name
+        for name, parameter in named_parameters(model)
+        if parameter.requires_grad and not is_finite(held_part(parameter))
     ]
-    ranks = gather_objects(names[:NAMED])
-    return ", ".join(list(dict.fromkeys(name for rank in ranks for name in rank))[:NAMED]) or None
-
-
-def _held(parameter: Any) -> torch.Tensor:
-    return getattr(parameter, "ds_tensor", local(parameter.detach())).detach()
+    of_ranks = gather_objects(names[:NAMED])
+    if distinct := list(dict.fromkeys(name for names in of_ranks for name in names)):
+        named = ", ".join(distinct[:NAMED])
+        raise SaveError(f"{folder} was not saved: {NOT_FINITE.format(names=named)}")

@@ -26,7 +26,7 @@ from toolkit.configs.requested import (
     requests_checkpointing,
     shown,
 )
-from toolkit.engines.inspection import asked_by_plugins, zero_optimizer
+from toolkit.engines.backend import backend_of, strategy_of_plugins
 from toolkit.errors import UsageError
 from toolkit.launching.ranks import rank, say
 from toolkit.measuring.attestation import Asked, Refused
@@ -108,13 +108,13 @@ def _agreed(plugins: dict[str, Any], launched: Mapping[str, str]) -> Strategy:
     """Return what is to engage, by the plugins that the script gave its Accelerator.
 
     Args:
-        plugins: As `asked_by_plugins` takes them.
+        plugins: As `strategy_of_plugins` takes them.
         launched: The environment variables before the script began.
 
     Raises:
         UsageError: the launcher's config and the script ask for different things.
     """
-    of_script = asked_by_plugins(**plugins)
+    of_script = strategy_of_plugins(**plugins)
     backend = "" if of_script is None else of_script.backend
     flags = [word for word in sys.argv[1:] if word.partition("=")[0] == f"--{backend}"]
     named = flags[0] if flags else f"the script's own {backend} plugin"
@@ -142,22 +142,21 @@ def _report(recorder: Recorder, watched: list[tuple[Any, Any]]) -> Iterator[str]
     if exported not in ("no", facts["precision"]):
         yield f"the launcher asks for {exported}, the script computes in {facts['precision']}"
     clipping = recorder.clip
-    if zero_optimizer(model) is None:
+    backend = backend_of(model)
+    engine_clips, engine_counts = backend.gradient_clipping(), backend.accumulation_steps()
+    if engine_clips is None:
         yield "the script does not clip" if clipping is None else f"the script clips at {clipping}"
+    elif clipping is None and engine_clips:
+        yield (
+            f"the script does not clip, DeepSpeed does, at {engine_clips}: "
+            'gradient_clipping "auto" means 1.0 outside of the Trainer'
+        )
+    elif clipping is not None and clipping != engine_clips:
+        yield f"the script clips at {clipping}, DeepSpeed at {engine_clips}, which holds"
     else:
-        engine_clips = float(model.gradient_clipping())
-        if clipping is None and engine_clips:
-            yield (
-                f"the script does not clip, DeepSpeed does, at {engine_clips}: "
-                'gradient_clipping "auto" means 1.0 outside of the Trainer'
-            )
-        elif clipping is not None and clipping != engine_clips:
-            yield f"the script clips at {clipping}, DeepSpeed at {engine_clips}, which holds"
-        else:
-            yield f"DeepSpeed clips at {engine_clips}"
-        steps = model.gradient_accumulation_steps()
-        if steps != accelerator.gradient_accumulation_steps:
-            yield (
-                f"the Accelerator accumulates {accelerator.gradient_accumulation_steps} "
-                f"micro-batches, DeepSpeed {steps}"
-            )
+        yield f"DeepSpeed clips at {engine_clips}"
+    if engine_counts not in (None, accelerator.gradient_accumulation_steps):
+        yield (
+            f"the Accelerator accumulates {accelerator.gradient_accumulation_steps} "
+            f"micro-batches, DeepSpeed {engine_counts}"
+        )

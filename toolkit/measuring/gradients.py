@@ -13,8 +13,7 @@ from typing import Any, Final, TypedDict
 
 import torch
 
-from toolkit.engines.gather import plain_name
-from toolkit.engines.inspection import gradient_squares
+from toolkit.engines.backend import backend_of
 
 NO_STEP: Final = "no optimizer step that updates was seen from its beginning"
 
@@ -42,8 +41,7 @@ class Kept:
     def read(self) -> OfRank:
         """Read them, and wait for the device."""
         squares = {
-            plain_name(name).removeprefix("module."): float(square) / copies / self.scale**2
-            for name, square, copies in self.parts
+            name: float(square) / copies / self.scale**2 for name, square, copies in self.parts
         }
         return OfRank(step=self.step, squares=squares)
 
@@ -51,7 +49,7 @@ class Kept:
 def keep(model: Any, *, step: int, scale: float) -> Kept:
     """Keep the squares of a wrapped model's gradients, between backward and the optimizer step."""
     with torch.no_grad():
-        return Kept(step=step, scale=scale, parts=list(gradient_squares(model)))
+        return Kept(step=step, scale=scale, parts=list(backend_of(model).gradient_squares()))
 
 
 def merged(ranks: Sequence[OfRank | None]) -> dict[str, Any] | None:

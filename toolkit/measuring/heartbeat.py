@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from torch.distributed.tensor import DTensor
 
+from toolkit.engines.tensors import is_spread, local
 from toolkit.errors import UsageError
 from toolkit.measuring.attestation import gather_objects
 from toolkit.measuring.guards import GRAD_NORM_FACTOR, Guards, Mode
@@ -115,7 +115,7 @@ class Heartbeat:
 
         Args:
             losses: Of the step's micro-batches, scalars on the device; none is read here.
-            grad_norm: Before clipping: a number, a scalar or, under FSDP2, a DTensor of it.
+            grad_norm: Before clipping: a number, or a scalar, which FSDP2 spreads over the ranks.
             skipped: Whether fp16 left out the update; a fused optimizer's `found_inf` is a tensor.
             order: A hash of the rows that the data's order gave out so far, below 2**52.
             busy_seconds: Tells what this rank worked in the step outside of collectives.
@@ -128,7 +128,7 @@ class Heartbeat:
         wall, self._begun = now - self._begun, now
         self._read()
         self._step += 1
-        self._of_a_shard = isinstance(grad_norm, DTensor)
+        self._of_a_shard = is_spread(grad_norm)
         own = _Kept(self._rank, list(losses), _local(grad_norm), order, list(sample_ids))
         busy = round(busy_seconds() * 1e6)
         host = [0.0] * FIELDS
@@ -240,15 +240,14 @@ def _norm_field(own: _Kept, skipped: Any, device: torch.device) -> torch.Tensor:
 
 
 def _local(norm: Any) -> Any:
-    """Leave no collective in it: the whole norm of a DTensor would take one.
+    """Leave no collective in it: a whole norm that is spread over the ranks would take one.
 
     What is on the CPU is read at once.
     """
-    if isinstance(norm, DTensor):
-        norm = norm.to_local()
-    if isinstance(norm, torch.Tensor) and norm.device.type == "cpu":
-        norm = float(norm)
-    return norm
+    if not isinstance(norm, torch.Tensor):
+        return norm
+    norm = local(norm)
+    return float(norm) if norm.device.type == "cpu" else norm
 
 
 def _beat(step: int, fields: list[float], *, of_a_shard: bool) -> StepHealth:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from toolkit.engines import inspection as engine
+from toolkit.engines.backend import backend_of
+from toolkit.engines.optimizers import states_held
+from toolkit.engines.tensors import storage_bytes
 
 CATEGORIES = (
     "parameters_bytes",
@@ -33,37 +34,18 @@ def state_bytes(model: Any, optimizer: Any) -> dict[str, int]:
     A storage that serves two purposes (ZeRO-3 in fp32 steps on its own partitions) counts as
     the first of these.
     """
+    backend = backend_of(model)
     seen: set[tuple[torch.device, int]] = set()
     return {
-        "parameters_bytes": count(engine.parameters_held(model), seen),
-        "master_bytes": count(engine.master_held(model), seen),
-        "optimizer_bytes": count(engine.states_held(model, optimizer), seen),
+        "parameters_bytes": storage_bytes(backend.parameters_held(), seen),
+        "master_bytes": storage_bytes(backend.masters_held(), seen),
+        "optimizer_bytes": storage_bytes(states_held(optimizer), seen),
     }
 
 
 def gradient_bytes(model: Any) -> int:
     """Count the gradients at their peak: call it after backward, before the step."""
-    return count(engine.gradients_held(model), set())
-
-
-def count(tensors: Iterable[torch.Tensor], seen: set[tuple[torch.device, int]]) -> int:
-    """Sum the storages behind tensors, leaving out those in `seen` and adding them to it.
-
-    Args:
-        tensors: Of any shape; a view counts as the whole storage it keeps alive.
-        seen: Device and address of the storages counted before.
-
-    Returns:
-        Bytes.
-    """
-    total = 0
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        key = (tensor.device, storage.data_ptr())
-        if storage.nbytes() and key not in seen:
-            seen.add(key)
-            total += storage.nbytes()
-    return total
+    return storage_bytes(backend_of(model).gradients_held())
 
 
 def host_peak_bytes() -> int:
@@ -84,4 +66,4 @@ def device_peak_reserved_bytes() -> int | None:
 
 def nvme_bytes(model: Any) -> int:
     """Bytes in the files that this rank's states are swapped to: call it after a step."""
-    return sum(file.stat().st_size for file in engine.swap_files(model) if file.exists())
+    return sum(file.stat().st_size for file in backend_of(model).swap_files() if file.exists())

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler
 
-from toolkit.engines.inspection import stand_in
+from toolkit.engines.hooks import stand_in
 from toolkit.measuring.attestation import gather_objects
 from toolkit.measuring.guards import Guards
 

@@ -8,7 +8,7 @@ Counted are storages on the device that the rank computes on. On a GPU, offloade
 therefore left out. On a CPU they are in: in a rehearsal the host is the device, and offload makes
 the peak no smaller. Outside of the count are what an operation makes and frees within itself
 (workspaces), the rounding of allocators, and what was there before and no operation of the step
-touches, unless `toolkit.engines.inspection` knows of it.
+touches, unless `toolkit.engines` knows of it.
 
 `activations` are what forward made and is alive when backward begins: what autograd keeps, and
 outputs that the loop still holds. (Hooks on saved tensors would tell the two apart, but
@@ -24,16 +24,17 @@ version. How to follow `UntypedStorage.resize_`, which no mode sees, is learned 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from toolkit.engines import inspection as engine
+from toolkit.engines.backend import Backend, backend_of
+from toolkit.engines.hooks import Undo, stand_in
+from toolkit.engines.optimizers import states_held, watch_optimizer
+from toolkit.engines.tensors import comes_again_as_plain_tensors, tensors_in
 from toolkit.measuring.storages import CATEGORIES, UNDECIDED, Fullest, Storages
 from toolkit.measuring.traffic import CALLS, NAMESPACES
 
@@ -56,7 +57,7 @@ class PeakLedger(TorchDispatchMode):
         self._phase: Phase | None = None
         self._micro_batches: list[dict[str, int]] = []
         self._look_at_states: Callable[[], None] = _nothing
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Undo] = []
 
     @property
     def running(self) -> bool:
@@ -72,12 +73,13 @@ class PeakLedger(TorchDispatchMode):
         """
         self._storages, self._fullest = Storages(device), None
         self._micro_batches = []
-        self._look_at_states = lambda: self._learn_states(model, optimizer)
-        self._storages.meet(engine.parameters_held(model), "parameters")
-        self._storages.meet(engine.parameters_gathered(model), "parameters")
+        backend = backend_of(model)
+        self._look_at_states = lambda: self._learn_states(backend, optimizer)
+        self._storages.meet(backend.parameters_held(), "parameters")
+        self._storages.meet(backend.parameters_gathered(), "parameters")
         self._look_at_states()
         self._storages.meet(model.buffers(), "other")
-        self._watch(model, optimizer)
+        self._watch(model, backend, optimizer)
         self.__enter__()
 
     def stop(self) -> None:
@@ -125,17 +127,17 @@ class PeakLedger(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it turns into plain tensors and collectives, which come here
+        if comes_again_as_plain_tensors(types):
+            return NotImplemented
         kwargs = kwargs or {}
         # Autograd says when backward has begun; nothing else says it of every engine.
         if torch._C._current_graph_task_id() != -1 and self._phase != "backward":
             self._begin("backward")
-        taken = list(engine.tensors_in((args, kwargs)))
+        taken = list(tensors_in((args, kwargs)))
         if self._phase == "forward":
             self._storages.meet(taken, "other")  # the batch
         out = func(*args, **kwargs)
-        given = list(engine.tensors_in(out))
+        given = list(tensors_in(out))
         self._storages.make(given, self._category_by_birth(), taken=taken)
         if getattr(func, "namespace", None) in NAMESPACES:
             self._learn_from_collective(func, [*taken, *given])
@@ -151,11 +153,11 @@ class PeakLedger(TorchDispatchMode):
         )
         return UNDECIDED if computes else "other"
 
-    def _learn_states(self, model: Any, optimizer: Any) -> None:
-        self._learn(list(engine.master_held(model)), "master")
-        self._learn(list(engine.states_held(model, optimizer)), "optimizer")
-        self._learn(list(engine.gradients_held(model)), "gradients")
-        self._learn(list(engine.gradients_underway(model)), "gradients")
+    def _learn_states(self, backend: Backend, optimizer: Any) -> None:
+        self._learn(list(backend.masters_held()), "master")
+        self._learn(list(states_held(optimizer)), "optimizer")
+        self._learn(list(backend.gradients_held()), "gradients")
+        self._learn(list(backend.gradients_underway()), "gradients")
 
     def _learn_from_collective(self, func: Any, tensors: list[torch.Tensor]) -> None:
         kind, _ = CALLS.get(func._schema.name.partition("::")[2], ("", None))
@@ -185,43 +187,26 @@ class PeakLedger(TorchDispatchMode):
         if isinstance(ids, torch.Tensor) and ids.dim() == 2:
             self._micro_batches.append({"rows": len(ids), "tokens": ids.numel()})
 
-    def _stepped(self, *_: Any) -> None:
-        self._look_at_states()
+    def _step_begins(self) -> None:
+        if self.running:
+            self._begin("optimizer")
+
+    def _step_ended(self) -> None:
         self._phase = None
 
-    def _watch(self, model: Any, optimizer: Any) -> None:
+    def _watch(self, model: Any, backend: Backend, optimizer: Any) -> None:
         self._undo = [
             model.register_forward_pre_hook(
                 self._forward_begins, prepend=True, with_kwargs=True
             ).remove,
             _follow_resizes(self._storages.resized),
-            *(self._follow_gradient(leaf) for leaf in engine.leaves(model)),
-        ]
-        inner = engine.optimizer_of(model, optimizer)
-        if engine.zero_optimizer(model) is None:
-            self._undo += [
-                inner.register_step_pre_hook(lambda *_: self._begin("optimizer")).remove,
-                inner.register_step_post_hook(self._stepped).remove,
-            ]
-        else:
+            *(self._follow_gradient(leaf) for leaf in backend.leaves()),
+            backend.watch_step(optimizer, before=self._step_begins, after=self._step_ended),
             # DeepSpeed lends its optimizer what it steps on, part by part.
-            self._undo += [
-                inner.register_step_pre_hook(lambda *_: self._look_at_states()).remove,
-                inner.register_step_post_hook(lambda *_: self._look_at_states()).remove,
-                self._follow_step(model),
-            ]
+            watch_optimizer(optimizer, before=self._look_at_states, after=self._look_at_states),
+        ]
 
-    def _follow_step(self, model: Any) -> Callable[[], None]:
-        original = model.step
-
-        @functools.wraps(original)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            with self.within("optimizer"):
-                return original(*args, **kwargs)
-
-        return engine.stand_in(model, "step", step)
-
-    def _follow_gradient(self, leaf: torch.Tensor) -> Callable[[], None]:
+    def _follow_gradient(self, leaf: torch.Tensor) -> Undo:
         """Have autograd say what it hands to a parameter."""
         handle = leaf.register_hook(lambda gradient: self._storages.learn([gradient], "gradients"))
 
@@ -233,7 +218,7 @@ class PeakLedger(TorchDispatchMode):
         return undo
 
 
-def _follow_resizes(told: Callable[[torch.UntypedStorage], None]) -> Callable[[], None]:
+def _follow_resizes(told: Callable[[torch.UntypedStorage], None]) -> Undo:
     """Hear of every storage that Python resizes; return what takes that back."""
     original = torch.UntypedStorage.resize_
 
@@ -242,7 +227,7 @@ def _follow_resizes(told: Callable[[torch.UntypedStorage], None]) -> Callable[[]
         told(storage)
         return resized
 
-    return engine.stand_in(torch.UntypedStorage, "resize_", resize_)
+    return stand_in(torch.UntypedStorage, "resize_", resize_)
 
 
 def _nothing() -> None:

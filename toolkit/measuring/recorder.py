@@ -11,7 +11,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -19,19 +19,14 @@ from typing import Any
 
 import torch
 
-from toolkit.engines.inspection import (
-    compiled,
-    loss_scale,
-    number,
-    optimizer_of,
-    stand_in,
-    zero_optimizer,
-)
-from toolkit.files import without_links
+from toolkit.engines.backend import Backend, backend_of
+from toolkit.engines.hooks import Undo, stand_in
+from toolkit.engines.tensors import compiled, number
+from toolkit.files import without_links, write_text
 from toolkit.launching.fork_server import shared_bytes
 from toolkit.launching.processes import age_seconds
 from toolkit.launching.status import StatusFile
-from toolkit.measuring import attestation, gradients, initial_weights, memory, replicas, traffic
+from toolkit.measuring import attestation, equal_weights, gradients, memory, traffic
 from toolkit.measuring.attestation import Asked, Mismatch, Refused, gather_objects
 from toolkit.measuring.clock import Clock
 from toolkit.measuring.evidence import EvidenceKeeper
@@ -39,7 +34,6 @@ from toolkit.measuring.heartbeat import Heartbeat
 from toolkit.measuring.merging import merge
 from toolkit.measuring.order import OrderWatch
 from toolkit.measuring.peak import COMPILED, PeakLedger
-from toolkit.measuring.steps_file import drop_steps_after
 from toolkit.redaction import redacted
 
 
@@ -92,11 +86,10 @@ class Recorder:
         self._peak: dict[str, Any] | None = None
         self._no_peak: str | None = None
         self._optimizer: Any = None
-        if asked.strategy.backend == "deepspeed":
-            self._clock.watch_builds()
+        self._clock.watch_builds(asked.strategy)
         self._probed: list[int] = []
         self._found_inf: torch.Tensor | None = None
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Undo] = []
 
     # What a training loop calls
 
@@ -107,7 +100,7 @@ class Recorder:
             GuardError: on every rank when one has others, unless the guards only warn.
         """
         if self.heartbeat is not None:
-            initial_weights.check(self.heartbeat.guards, model)
+            equal_weights.check_loaded(self.heartbeat.guards, model)
 
     def reads(self, loader: Any) -> None:
         """Watch in which order a loader, as `Accelerator.prepare` returned it, gives out rows.
@@ -130,12 +123,13 @@ class Recorder:
         self._scales_loss = accelerator.scaler is not None or self.asked.precision == "fp16"
         self.engaged = attestation.engaged_before(accelerator, model)
         self._require(self.asked.before_first_step())
-        self._watch_clipping(accelerator)
+        backend = backend_of(model)
+        self._watch_clipping(accelerator, backend)
         self._clock.watch_compiles()
         self._clock.prepared(model, optimizer)
         if self._evidence is not None:
             self._evidence.prepared(accelerator, model, optimizer)
-        self._watch_first_step(model, optimizer)
+        self._watch_first_step(backend, model, optimizer)
         self._model, self._optimizer = model, optimizer
         self._no_peak = COMPILED if compiled(model) else None
         if torch.cuda.is_available():
@@ -288,7 +282,8 @@ class Recorder:
         """
         self.settle()
         if self.heartbeat is not None:
-            replicas.check(self.heartbeat.guards, model, step=self.steps_before + len(self._steps))
+            step = self.steps_before + len(self._steps)
+            equal_weights.check_replicas(self.heartbeat.guards, model, step=step)
 
     def spoiled(self) -> bool:
         """Whether a guard only warned of what makes a checkpoint worth nothing."""
@@ -323,11 +318,12 @@ class Recorder:
 
     def close(self) -> None:
         """Leave no mode and no hook behind, whatever became of the step that is open."""
-        self.first_step_alone()
+        # Last on, first off: each may have put something in front of the one before.
         while self._undo:
             self._undo.pop()()
         if self._evidence is not None:
             self._evidence.close()
+        self.first_step_alone()
 
     def first_step_alone(self) -> None:
         """Look at the first step and at nothing else: nobody will say where a step ends."""
@@ -414,13 +410,13 @@ class Recorder:
 
     # The first step
 
-    def _watch_clipping(self, accelerator: Any) -> None:
+    def _watch_clipping(self, accelerator: Any, backend: Backend) -> None:
         original = accelerator.clip_grad_norm_
 
         def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
-            # DeepSpeed has done its step by now. Asking for the scale waits for the device.
-            if "optimizer_class" not in self.engaged and zero_optimizer(self._model) is None:
-                scaler = accelerator.scaler
+            # Where the step falls within backward, it is done by now.
+            if not self._attested and not backend.steps_in_backward:
+                scaler = accelerator.scaler  # its scale is read, which waits for the device
                 self._keep_gradients(scale=1.0 if scaler is None else float(scaler.get_scale()))
             with (
                 self._clock.within("optimizer"),
@@ -434,49 +430,31 @@ class Recorder:
 
         self._undo.append(stand_in(accelerator, "clip_grad_norm_", clip_grad_norm_))
 
-    def _watch_first_step(self, model: Any, optimizer: Any) -> None:
-        if zero_optimizer(model) is not None:
-            # DeepSpeed steps within backward, and clears its gradients as it goes.
-            original = model.step
-
-            def step(*args: Any, **kwargs: Any) -> None:
-                if "optimizer_class" in self.engaged:
-                    original(*args, **kwargs)
-                    return
-                self._keep_gradients(scale=loss_scale(model))
-                self._before_first(model)
-                original(*args, **kwargs)
-                if getattr(zero_optimizer(model), "overflow", False):
-                    return  # fp16 skipped it: the first step is yet to come
-                undo()
-                self._after_first(model, optimizer)
-
-            undo = stand_in(model, "step", step)
-            self._undo.append(undo)
-            return
-        inner = optimizer_of(model, optimizer)
-
-        def before(*_: Any) -> None:
-            if "optimizer_class" in self.engaged:
+    def _watch_first_step(self, backend: Backend, model: Any, optimizer: Any) -> None:
+        def before() -> None:
+            if self._attested:
                 return
             if self._gradients is None or self._gradients.step <= len(self._steps):
-                # Nothing was clipped. A fused optimizer unscales by itself.
-                self._keep_gradients(scale=float(getattr(inner, "grad_scale", None) or 1.0))
+                # Nothing was clipped since the step began.
+                self._keep_gradients(scale=backend.held_scale(optimizer))
             self._before_first(model)
 
-        def after(*_: Any) -> None:
-            # A fused optimizer is called for a step that fp16 skips, too, and skips it by itself.
-            self._found_inf = getattr(inner, "found_inf", None)
-            if "optimizer_class" in self.engaged:
-                return
-            if self._found_inf is None or not bool(self._found_inf):
+        def after() -> None:
+            skipped = backend.skipped(optimizer)
+            if not backend.steps_in_backward:
+                self._found_inf = skipped
+            # fp16 may have skipped it: then the first step is yet to come.
+            if not self._attested and (skipped is None or not bool(skipped)):
+                if backend.steps_in_backward:
+                    undo()  # while nothing is in front of it; the hooks of others have to stay
                 self._after_first(model, optimizer)
 
-        # They stay: one that took itself off while torch goes through them would end the step.
-        self._undo += [
-            inner.register_step_pre_hook(before).remove,
-            inner.register_step_post_hook(after).remove,
-        ]
+        undo = backend.watch_step(optimizer, before=before, after=after)
+        self._undo.append(undo)
+
+    @property
+    def _attested(self) -> bool:
+        return "optimizer_class" in self.engaged
 
     def _keep_gradients(self, *, scale: float) -> None:
         """Keep the gradients of the first step that updates: those of the last that was tried."""
@@ -492,8 +470,8 @@ class Recorder:
         self.engaged |= attestation.engaged_after(model, optimizer)
         if "gradient_clipping" not in self.engaged:
             self.engaged["gradient_clipping"] = 0.0 if self.clip is None else self.clip
-        # DeepSpeed's step falls inside the last backward, before that micro-batch is told.
-        open_one = 1 if zero_optimizer(model) is not None else 0
+        # A step within the last backward comes before that micro-batch is recorded.
+        open_one = 1 if backend_of(model).steps_in_backward else 0
         self.engaged["gradient_accumulation_steps"] = len(self._step) + open_one
         self._bytes |= memory.state_bytes(model, optimizer)
         self._bytes["nvme_bytes"] = memory.nvme_bytes(model)
@@ -567,6 +545,21 @@ class Recorder:
             # Imports, process groups and the save included: what the user waited for.
             "seconds": age_seconds(),
         }
+
+
+def drop_steps_after(steps_file: Path, step: int) -> None:
+    """Drop the lines of steps that will be trained again; rank 0 calls it."""
+    if not steps_file.exists():
+        return
+    kept: list[str] = []
+    for written in steps_file.read_bytes().splitlines():
+        try:
+            line = written.decode()
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue  # torn by the death that is being recovered from, or damaged since
+    write_text(steps_file, "".join(f"{line}\n" for line in kept))
 
 
 class _MicroBatch:

@@ -14,18 +14,18 @@ carried it, is the transport's own affair.
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from toolkit.engines.inspection import elements_of, stand_in, tensors_in, zero_optimizer
+from toolkit.engines.backend import backend_of
+from toolkit.engines.hooks import Undo
+from toolkit.engines.tensors import comes_again_as_plain_tensors, elements_of, tensors_in
 from toolkit.planning.speed.traffic import textbook
 from toolkit.strategies import Strategy
 
@@ -110,7 +110,7 @@ class Ledger(TorchDispatchMode):
         self._sizes: dict[str, int] = {}
         self._phase: Phase | None = None
         self._buffers: set[torch.dtype] = set()
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Undo] = []
 
     @property
     def running(self) -> bool:
@@ -128,10 +128,8 @@ class Ledger(TorchDispatchMode):
         self._undo = [
             model.register_forward_pre_hook(self._forward_begins, prepend=True).remove,
             model.register_forward_hook(self._forward_ended, always_call=True).remove,
+            backend_of(model).watch_passes(self.within),
         ]
-        if zero_optimizer(model) is not None:
-            # ZeRO-1 and 2 reduce their last bucket when autograd is done.
-            self._undo += [self._told_of(model, name) for name in ("backward", "step")]
         self.__enter__()
 
     def stop(self) -> None:
@@ -173,8 +171,8 @@ class Ledger(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it turns into plain tensors and collectives, which come here
+        if comes_again_as_plain_tensors(types):
+            return NotImplemented
         kwargs = kwargs or {}
         if getattr(func, "namespace", None) in NAMESPACES:
             self._count(func, args, kwargs)
@@ -224,17 +222,6 @@ class Ledger(TorchDispatchMode):
 
     def _forward_ended(self, *_: Any) -> None:
         self._phase = None
-
-    def _told_of(self, model: Any, method: Literal["backward", "step"]) -> Callable[[], None]:
-        """Have one of DeepSpeed's methods name its phase; return what takes that back."""
-        original = getattr(model, method)
-
-        @functools.wraps(original)
-        def told(*args: Any, **kwargs: Any) -> Any:
-            with self.within(method):
-                return original(*args, **kwargs)
-
-        return stand_in(model, method, told)
 
 
 def merged(ranks: list[dict[str, Any] | None]) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from toolkit.engines.gather import plain_name, shape_of
+from toolkit.engines.tensors import plain_name, shape_of
 from toolkit.training.arguments import ModelArguments
 from toolkit.training.methods import Method
 

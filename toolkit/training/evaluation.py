@@ -19,10 +19,11 @@ from torch.nn.functional import cross_entropy
 from toolkit.data.order import validation_rows
 from toolkit.data.tokens import IGNORED
 from toolkit.engines.between_steps import between_steps
+from toolkit.engines.prepared import Prepared
 from toolkit.measuring.recorder import Recorder
 from toolkit.records.results import Evaluated
 from toolkit.training.evaluation_plan import Schedule
-from toolkit.training.observers import Observer, Prepared
+from toolkit.training.observers import Observer
 from toolkit.training.speed.lean_batches import POSITIONS
 
 CHUNK: Final = 1024

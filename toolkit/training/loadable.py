@@ -202,7 +202,7 @@ def _matched(folder: Path, trust_remote_code: bool) -> tuple[PreTrainedModel, Ma
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from toolkit.training.saving import outside_of_engines
+    from toolkit.engines.loading import outside_of_engines
 
     verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()  # it would warn of what is named below

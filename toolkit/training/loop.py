@@ -12,17 +12,19 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.utils import DistributedType, GradientAccumulationPlugin
+from accelerate.utils import GradientAccumulationPlugin
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, Trainer, TrainingArguments, get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
 from toolkit.checkpoints.resuming import Resumed
 from toolkit.data.packing import keep_texts_apart
+from toolkit.engines.backend import backend_of
+from toolkit.engines.prepared import Prepared
 from toolkit.errors import UsageError
 from toolkit.measuring.recorder import Recorder
 from toolkit.training import tracking
-from toolkit.training.observers import Observer, Prepared
+from toolkit.training.observers import Observer
 from toolkit.training.speed.buckets import ddp_options
 
 NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -168,18 +170,15 @@ def _optimizer_step(
     supervised = [(batch["labels"][:, 1:] != -100).sum() for batch in window]
     items = accelerator.reduce(torch.stack(supervised).sum().to(accelerator.device), "sum")
     total, norm = torch.zeros((), device=accelerator.device), None
+    backend = backend_of(model)
     for batch, count in zip(window, supervised, strict=True):
         ids = batch.pop("sample_id", None)
         with accelerator.accumulate(model):
             loss = model(**batch, num_items_in_batch=items).loss
             # The ranks' gradients are averaged, so each counts as many times as there are ranks.
             loss = loss * accelerator.num_processes
-            # The token count has divided by the accumulation steps. DeepSpeed can be told so;
-            # left to itself, 0.19.0 divides twice. Accelerate can't, so the loss is raised.
-            if accelerator.distributed_type == DistributedType.DEEPSPEED:
-                accelerator.backward(loss, scale_wrt_gas=False)
-            else:
-                accelerator.backward(loss * len(window))
+            # The token count has divided by the accumulation steps already.
+            backend.backward(accelerator, loss, micro_batches=len(window))
             tokens = batch["input_ids"].numel()
             recorder.micro_batch(loss, tokens=tokens, supervised=count, sample_ids=ids)
             if accelerator.sync_gradients:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from toolkit.engines.gather import plain_name
+from toolkit.engines.tensors import plain_name
 from toolkit.training.adapters import adapted_modules, is_turned
 
 BASE: Final = ".base_layer."

@@ -153,7 +153,7 @@ def skeleton(folder: str | Path, *, trust_remote_code: bool = False) -> PreTrain
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from toolkit.training.saving import outside_of_engines
+    from toolkit.engines.loading import outside_of_engines
 
     options = {"trust_remote_code": trust_remote_code}
     try:

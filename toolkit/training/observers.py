@@ -6,23 +6,13 @@ timed step, so a observer may run collectives; what it raises ends the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import TrainerCallback
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """What an engine trains with, once everything is wrapped."""
-
-    accelerator: Any
-    model: Any
-    optimizer: Any
-    scheduler: Any
-    report: Callable[[int, dict[str, float]], None]
-    """Sends values of a step to the trackers that were asked for; every rank may call it."""
+from toolkit.checkpoints.keeping import Keeper
+from toolkit.engines.prepared import Prepared
 
 
 class Observer:
@@ -63,3 +53,37 @@ class ObserversCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         for observer in self._observers:
             observer.step_done(state.global_step)
+
+
+class KeeperObserver(Observer):
+    """Lets a keeper go along with the loop."""
+
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper = keeper
+
+    def prepared(self, prepared: Prepared) -> None:
+        self._prepared = prepared
+
+    def step_done(self, step: int) -> None:
+        if self._keeper.due(step):
+            self._keeper.save(self._prepared, step)
+            self._keeper.leave_if_asked(step)
+
+
+class KeeperCallback(TrainerCallback):
+    """Has the Trainer save when the keeper says so, whatever its own flow thinks.
+
+    To be added last. The Trainer's epochs are of no use here: its one epoch is the whole run.
+    """
+
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper = keeper
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_save = self._keeper.due(state.global_step)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_save = False
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._keeper.leave_if_asked(state.global_step)

@@ -7,8 +7,9 @@ from typing import Any, Final
 import torch
 
 from toolkit.engines.between_steps import between_steps
+from toolkit.engines.prepared import Prepared
 from toolkit.measuring.recorder import Recorder
-from toolkit.training.observers import Observer, Prepared
+from toolkit.training.observers import Observer
 
 TOKENS: Final = 16
 

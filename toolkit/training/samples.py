@@ -14,10 +14,11 @@ from typing import Any, Final
 import torch
 
 from toolkit.engines.between_steps import between_steps
+from toolkit.engines.prepared import Prepared
 from toolkit.measuring.recorder import Recorder
 from toolkit.records.results import Sample
 from toolkit.training.generation import stop_tokens
-from toolkit.training.observers import Observer, Prepared
+from toolkit.training.observers import Observer
 
 NEW_TOKENS: Final = 64
 

@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from toolkit.checkpoints.committing import committing
 from toolkit.checkpoints.disk import in_words, room_missing
-from toolkit.engines.gather import plain_name
-from toolkit.engines.inspection import elements_of
-from toolkit.errors import sentence_of
+from toolkit.engines.backend import Backend, backend_of
+from toolkit.engines.fsdp2 import class_of
+from toolkit.engines.loading import outside_of_engines
+from toolkit.engines.tensors import elements_of, plain_name
+from toolkit.errors import SaveError, sentence_of
 from toolkit.measuring.attestation import gather_objects
-from toolkit.measuring.finite import is_finite, not_finite
+from toolkit.measuring.finite import NOT_FINITE, is_finite
 from toolkit.training.adapters import adapter_config, write_adapter
 from toolkit.training.card import Card
 from toolkit.training.dropout import own_values
@@ -48,27 +46,7 @@ OBSOLETE: Final = (
 )
 """Weights of an earlier save, which transformers would load in place of or beside the new ones."""
 
-NOT_FINITE: Final = (
-    "the last update left weights that are not finite ({names}). Lower --learning_rate, raise "
-    "--adam_epsilon, or clip gradients with --max_grad_norm."
-)
-
 LAYER: Final = re.compile(r".*?\.\d+(?=\.)")
-
-
-class SaveError(RuntimeError):
-    """Nothing was saved: it is not finite, could not be written, or does not load again."""
-
-
-def require_finite(model: Any, folder: Path) -> None:
-    """Check the trained weights before they are saved; a collective.
-
-    Raises:
-        SaveError: on every rank, naming weights that are not finite.
-    """
-    names = not_finite(model)
-    if names is not None:
-        raise SaveError(f"{folder} was not saved: {NOT_FINITE.format(names=names)}")
 
 
 def save_model(
@@ -132,8 +110,8 @@ def save_merged(
 ) -> None:
     """Like `save_model`, of a model with adapters: an ordinary one, with these in its weights."""
     unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
-    main = accelerator.is_main_process
-    parts = gathered_parts(unwrapped, lambda each: _whole(model, each, accelerator.device, main))
+    main, backend = accelerator.is_main_process, backend_of(model)
+    parts = gathered_parts(unwrapped, lambda parameter: _on_cpu(backend, parameter, main))
 
     def write(draft: Path) -> None:
         # Merging may fail, and gathering goes on all the same: other ranks are in it.
@@ -216,7 +194,7 @@ def _write_model(
     with outside_of_engines():
         _write_all_but_weights(unwrapped, draft, tokenizer, dtype)
         _forget_packing(draft / "config.json")
-        check_loads(draft, _class_of(unwrapped))
+        check_loads(draft, class_of(unwrapped))
 
 
 def _forget_packing(file: Path) -> None:
@@ -234,12 +212,10 @@ def whole_weights(
     A weight that stands under two names comes once. In mixed precision it is what the optimizer
     steps on: DeepSpeed's fp32 masters, where its parameters are a copy of 16 bits.
     """
-    main = accelerator.is_main_process
+    main, backend = accelerator.is_main_process, backend_of(model)
     for name, parameter in unwrapped.named_parameters():
-        if trained_only and not parameter.requires_grad:
-            continue
-        tensor = _whole(model, parameter, accelerator.device, main)
-        yield plain_name(name), tensor if main else None
+        if parameter.requires_grad or not trained_only:
+            yield plain_name(name), _on_cpu(backend, parameter, main)
     if trained_only:
         return
     persistent = unwrapped.state_dict().keys()
@@ -248,34 +224,10 @@ def whole_weights(
             yield plain_name(name), buffer.detach().cpu() if main else None
 
 
-def _whole(model: Any, parameter: Any, device: Any, main: bool) -> torch.Tensor | None:
-    masters = _fp32_masters(model, parameter)
-    if masters:
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        master = safe_get_full_fp32_param(parameter)
-        return master.detach().cpu() if main and master is not None else None
-    if hasattr(parameter, "ds_id"):
-        import deepspeed
-
-        # The engine's own gathering (`_zero3_consolidated_16bit_state_dict`) refuses to work when
-        # the config file doesn't say so; GatheredParameters is public and always does.
-        with deepspeed.zero.GatheredParameters([parameter]):
-            return parameter.detach().cpu().clone() if main else None
-    tensor = parameter.detach()
-    if isinstance(tensor, DTensor):
-        # An offloaded shard travels by the device's own transport.
-        tensor = tensor.to(device).full_tensor()
-    return tensor.cpu() if main else None
-
-
-def _fp32_masters(model: Any, parameter: Any) -> bool:
-    return (
-        hasattr(model, "zero_optimization_stage")
-        and model.zero_optimization_stage() > 0
-        and parameter.requires_grad
-        and parameter.dtype != torch.float32
-    )
+def _on_cpu(backend: Backend, parameter: Any, main: bool) -> torch.Tensor | None:
+    """Gather a weight on every rank, and return it on the CPU of rank 0 alone."""
+    whole = backend.whole_weight(parameter)
+    return whole.cpu() if main else None
 
 
 def full_state_dict(accelerator: Any, model: Any) -> dict[str, torch.Tensor]:
@@ -290,7 +242,7 @@ def _write_all_but_weights(model: Any, folder: Path, tokenizer: Any, dtype: str)
 
     config = model.config
     config.dtype = dtype  # in which `dtype="auto"` loads it
-    config.architectures = [_class_of(model).__name__]
+    config.architectures = [class_of(model).__name__]
     if model.is_remote_code():
         custom_object_save(model, folder, config=config)
     with own_values(model):
@@ -385,33 +337,9 @@ def check_loads(folder: Path, kind: Any) -> None:
             raise SaveError(f"{keys} after loading it again: {sorted(map(str, report[keys]))[:3]}")
 
 
-def _class_of(model: Any) -> Any:
-    """Return the model's own class: `fully_shard` puts one in front that has another name."""
-    return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
-
-
 def _layer_of(name: str) -> str:
     found = LAYER.match(name)
     return found[0] if found else name
-
-
-@contextmanager
-def outside_of_engines() -> Any:
-    """Keep `from_pretrained` and `save_pretrained` on one rank from turning to an engine.
-
-    Transformers 5.23 partitions what it loads while DeepSpeed's config is registered, and loads
-    on one rank only while `ACCELERATE_USE_FSDP` is set: right at the start, wrong here.
-    """
-    from transformers.integrations import deepspeed
-
-    registered = deepspeed._hf_deepspeed_config_weak_ref
-    fsdp = os.environ.pop("ACCELERATE_USE_FSDP", None)
-    deepspeed.unset_hf_deepspeed_config()
-    with ExitStack() as undo:
-        undo.callback(setattr, deepspeed, "_hf_deepspeed_config_weak_ref", registered)
-        if fsdp is not None:
-            undo.callback(os.environ.__setitem__, "ACCELERATE_USE_FSDP", fsdp)
-        yield
 
 
 def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:

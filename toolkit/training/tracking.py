@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from toolkit.engines.inspection import number
+from toolkit.engines.tensors import number
 from toolkit.errors import UsageError
 
 if TYPE_CHECKING:

@@ -26,9 +26,11 @@ from toolkit.configs.requested import (
     requests_checkpointing,
 )
 from toolkit.data.packing import keep_texts_apart
+from toolkit.engines.backend import backend_of
 from toolkit.engines.between_steps import between_steps
 from toolkit.errors import UsageError
 from toolkit.measuring.attestation import Asked
+from toolkit.measuring.finite import require_finite
 from toolkit.measuring.heartbeat import Choice, heartbeat_for
 from toolkit.measuring.recorder import Recorder
 from toolkit.records.results import RECORD_FILE, SCHEMA, STEPS_FILE, write_json
@@ -36,7 +38,7 @@ from toolkit.strategies import Strategy
 from toolkit.training.adapters import has_lora
 from toolkit.training.card import card_of_trainer
 from toolkit.training.run_folder import check_names, held
-from toolkit.training.saving import full_state_dict, require_finite, save_model
+from toolkit.training.saving import full_state_dict, save_model
 from toolkit.training.speed.buckets import with_bucket_view
 from toolkit.training.token_mean import TokenMean
 from toolkit.training.trainer_checkpoints import (
@@ -217,7 +219,7 @@ class ToolkitTrainer(Trainer):
         `stage3_gather_16bit_weights_on_model_save`: there the Trainer 5.23 saves none.
         """
         if _internal_call:
-            if self._is_zero3_without_gathering():
+            if not backend_of(self.model_wrapped).trainer_saves_whole():
                 weights = full_state_dict(self.accelerator, self.model_wrapped)
                 self._save(output_dir, state_dict=weights)
                 return
@@ -288,11 +290,6 @@ class ToolkitTrainer(Trainer):
             super()._load_best_model()
             return
         load_best_for(self)
-
-    def _is_zero3_without_gathering(self) -> bool:
-        engine = self.model_wrapped
-        stage = getattr(engine, "zero_optimization_stage", lambda: 0)()
-        return stage == 3 and not engine.zero_gather_16bit_weights_on_model_save()
 
 
 class _Watch(TrainerCallback):

@@ -13,9 +13,9 @@ from toolkit.checkpoints.folders import checkpoint_folder
 from toolkit.checkpoints.keeping import Keeper
 from toolkit.checkpoints.resume_request import LAST, asked_checkpoint
 from toolkit.checkpoints.resuming import Resumed, find_checkpoint
-from toolkit.checkpoints.states import read_model_and_optimizer, read_whole_model
+from toolkit.engines.backend import backend_of
+from toolkit.engines.prepared import Prepared
 from toolkit.strategies import Strategy
-from toolkit.training.observers import Prepared
 
 if TYPE_CHECKING:
     from toolkit.training.trainer import ToolkitTrainer
@@ -66,10 +66,8 @@ def load_best_for(trainer: ToolkitTrainer) -> None:
     """Put the weights of the best checkpoint back, when the training is over."""
     state, prepared = trainer.state, prepared_of(trainer)
     folder = Path(str(state.best_model_checkpoint))
-    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-        read_model_and_optimizer(folder, prepared, step=int(state.best_global_step or 0))
-    else:
-        read_whole_model(folder, prepared)
+    step = int(state.best_global_step or 0)
+    backend_of(prepared.model).read_model(folder, prepared, step=step)
 
 
 def prepared_of(trainer: ToolkitTrainer) -> Prepared:

@@ -8,20 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.trainer_utils import unwrap_peft_model
 
+from toolkit.engines.backend import backend_of
+from toolkit.engines.prepared import Prepared
 from toolkit.errors import UsageError
-from toolkit.training.observers import Observer, Prepared
+from toolkit.training.observers import Observer
 from toolkit.training.speed.chunked_loss import checked_head, use_chunked_loss
 from toolkit.training.speed.layers import (
     as_the_trainer_does,
     checkpoint_layers,
     checkpointable,
     compile_blocks,
-    prefetch_layers,
 )
 from toolkit.training.speed.lean_batches import (
     Collate,
@@ -99,11 +99,11 @@ class Speed(Observer):
         return LeanCollator(collate=collate, names_positions=chunked, drops_masks=lean)
 
     def prepared(self, prepared: Prepared) -> None:
-        model = prepared.model
-        if isinstance(model, DistributedDataParallel) and model.gradient_as_bucket_view:
+        backend = backend_of(prepared.model)
+        if backend.gradients_in_buckets():
             self.on["ddp_bucket_view"] = True
         ahead = self.arguments.prefetched_layers
-        if ahead and prepared.accelerator.is_fsdp2 and prefetch_layers(model, ahead=ahead):
+        if ahead and backend.prefetch(ahead=ahead):
             self.on["fsdp_prefetch"] = ahead
 
     def facts(self, args: TrainingArguments) -> dict[str, Any]:

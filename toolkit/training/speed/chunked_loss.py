@@ -18,12 +18,12 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from toolkit.data.packing import PROVEN_MODELS
 from toolkit.data.tokens import IGNORED
+from toolkit.engines.tensors import is_spread
 from toolkit.errors import UsageError
 from toolkit.training.speed.lean_batches import POSITIONS
 
@@ -114,7 +114,7 @@ def use_chunked_loss(model: PreTrainedModel, *, chunk_tokens: int) -> None:
         if loss_for is None:
             return project(self, hidden)
         targets, items = loss_for
-        if isinstance(self.weight, DTensor):
+        if is_spread(self.weight):
             raise RuntimeError("the head is still sharded in its own forward: nothing gathered it")
         return chunked_cross_entropy(
             hidden,

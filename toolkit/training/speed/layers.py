@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -138,21 +137,4 @@ def compile_blocks(model: PreTrainedModel, *, backend: str) -> int:
     torch._dynamo.config.optimize_ddp = False
     for layer in layers:
         layer.compile(backend=backend)
-    return len(layers)
-
-
-def prefetch_layers(model: Any, *, ahead: int) -> int:
-    """Have each sharded layer gather those of the next `ahead`; return how many layers do.
-
-    Left alone, FSDP2 gathers a layer when its forward is called, and one ahead in backward.
-    """
-    layers = [
-        module
-        for module in model.modules()
-        if isinstance(module, FSDPModule) and module is not model
-    ]
-    for number, layer in enumerate(layers):
-        layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 1 + ahead])
-        before = layers[max(0, number - ahead) : number]
-        layer.set_modules_to_backward_prefetch(before[::-1])
     return len(layers)

@@ -1,0 +1,235 @@
+"""Every rank holds the whole model: DDP, and a single process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import torch
+from safetensors.torch import load_file, load_model, save_file, save_model
+from torch.nn.parallel import DistributedDataParallel
+
+from toolkit.engines.hooks import Undo, nothing
+from toolkit.engines.optimizers import (
+    found_inf,
+    optimizer_of,
+    pending_scale,
+    trained_bytes,
+    watch_optimizer,
+)
+from toolkit.engines.prepared import Prepared, amp_precision, split_by, world_rank, world_size
+from toolkit.engines.tensors import (
+    gathered,
+    is_spread,
+    local,
+    named_parameters,
+    scales_held,
+    shape_of,
+    state_tensors,
+    sum_of_squares,
+)
+from toolkit.engines.traits import Traits
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+SINGLE: Final = Traits(distributed_type="NO", wrapper="none", reduces="nothing")
+
+TRAITS: Final = Traits(
+    distributed_type="MULTI_GPU", wrapper="DistributedDataParallel", reduces="weights' dtype"
+)
+
+WEIGHTS: Final = "model.safetensors"
+OPTIMIZER: Final = "optimizer.pt"
+
+
+class Replicated:
+    """A model in DDP's wrapper, or in none."""
+
+    steps_in_backward = False
+    gathers_in_forward = False
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model: Any = model
+
+    def engaged(self, accelerator: Accelerator) -> dict[str, Any]:
+        # nn.DataParallel is no backend here: its name in the attestation has the run refused.
+        wrappers = (DistributedDataParallel, torch.nn.DataParallel)
+        # Tensor parallelism leaves DTensors in a model without a wrapper.
+        meshes = [p.device_mesh.size() for p in self._model.parameters() if is_spread(p)]
+        return {
+            "wrapper": type(self._model).__name__ if isinstance(self._model, wrappers) else "none",
+            "model_split_by": split_by(accelerator, tensor=max(meshes, default=1)),
+            "precision": amp_precision(accelerator),
+        }
+
+    def reduce_dtype(self) -> torch.dtype | None:
+        if not isinstance(self._model, DistributedDataParallel):
+            return None
+        return next(each.dtype for each in self._model.parameters() if each.requires_grad)
+
+    def replicas(self) -> int:
+        return 1
+
+    def data_parallel_size(self) -> int:
+        return world_size()
+
+    def data_parallel_rank(self) -> int:
+        return world_rank()
+
+    def gradient_clipping(self) -> float | None:
+        return None
+
+    def accumulation_steps(self) -> int | None:
+        return None
+
+    def gradients_in_buckets(self) -> bool:
+        return isinstance(self._model, DistributedDataParallel) and bool(
+            self._model.gradient_as_bucket_view
+        )
+
+    # Tensors that a rank holds
+
+    def parameters_held(self) -> Iterator[torch.Tensor]:
+        yield from scales_held(self._model)
+        yield from (local(parameter.detach()) for parameter in self._model.parameters())
+
+    def parameters_gathered(self) -> Iterator[torch.Tensor]:
+        yield from ()
+
+    def masters_held(self) -> Iterator[torch.Tensor]:
+        yield from ()
+
+    def gradients_held(self) -> Iterator[torch.Tensor]:
+        yield from (local(p.grad) for p in self._model.parameters() if p.grad is not None)
+
+    def gradients_underway(self) -> Iterator[torch.Tensor]:
+        # Those of DDP's buckets that are no views belong to C++, where nothing finds them.
+        yield from ()
+
+    def leaves(self) -> Iterator[torch.Tensor]:
+        yield from (parameter for parameter in self._model.parameters() if parameter.requires_grad)
+
+    def swap_files(self) -> Iterator[Path]:
+        yield from ()
+
+    def pieces(self) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...]]]:
+        for name, parameter in named_parameters(self._model):
+            if not parameter.is_meta:
+                yield name, local(parameter.detach()), ()
+
+    def gradient_squares(self) -> Iterator[tuple[str, torch.Tensor | float, int]]:
+        for name, parameter in named_parameters(self._model):
+            if parameter.requires_grad:
+                gradient = parameter.grad
+                square = 0.0 if gradient is None else sum_of_squares(local(gradient))
+                yield name, square, world_size()
+
+    def parameter_groups(self, optimizer: Any) -> list[tuple[dict[str, Any], list[Any]]]:
+        groups = optimizer_of(optimizer).param_groups
+        return [(group, list(group["params"])) for group in groups]
+
+    # One parameter whole
+
+    def whole_weight(self, parameter: Any) -> torch.Tensor:
+        return gathered(parameter.detach())
+
+    def whole_gradient(self, parameter: Any) -> torch.Tensor:
+        if parameter.grad is None:
+            return torch.zeros(shape_of(parameter))
+        return gathered(parameter.grad.detach())
+
+    @torch.no_grad()
+    def put_weight(self, parameter: Any, whole: torch.Tensor) -> None:
+        parameter.copy_(whole)
+
+    # Steps
+
+    def watch_step(
+        self, optimizer: Any, *, before: Callable[[], object], after: Callable[[], object]
+    ) -> Undo:
+        return watch_optimizer(optimizer, before=before, after=after)
+
+    def watch_passes(
+        self, within: Callable[[Literal["backward", "step"]], AbstractContextManager[None]]
+    ) -> Undo:
+        return nothing
+
+    def skipped(self, optimizer: Any) -> torch.Tensor | bool | None:
+        return found_inf(optimizer)
+
+    def held_scale(self, optimizer: Any) -> float:
+        return pending_scale(optimizer)
+
+    def clip_norm(self) -> Any:
+        return None
+
+    def backward(self, accelerator: Accelerator, loss: torch.Tensor, *, micro_batches: int) -> None:
+        accelerator.backward(loss * micro_batches)
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        # DDP (torch 2.13) leaves out its broadcast of buffers after a forward without gradients.
+        syncs_buffers = getattr(self._model, "require_forward_param_sync", None)
+        try:
+            yield
+        finally:
+            if syncs_buffers is not None:
+                self._model.require_forward_param_sync = syncs_buffers
+
+    def waiting_units(self) -> Iterator[torch.nn.Module]:
+        yield from ()
+
+    def prefetch(self, *, ahead: int) -> int:
+        return 0
+
+    # Checkpoints: rank 0 writes model and optimizer whole
+
+    def checkpoint_bytes(self, prepared: Prepared) -> int:
+        if not prepared.accelerator.is_main_process:
+            return 0
+        return trained_bytes(self._model, prepared.optimizer)
+
+    def write_together(self, folder: Path, prepared: Prepared, *, step: int) -> None:
+        pass
+
+    def write_alone(self, folder: Path, prepared: Prepared) -> None:
+        if not prepared.accelerator.is_main_process:
+            return
+        model = prepared.unwrapped
+        if prepared.trains_adapters_alone:
+            held = state_tensors(model, trained_only=True)
+            contiguous = {name: tensor.contiguous() for name, tensor in held.items()}
+            save_file(contiguous, folder / WEIGHTS)
+        else:
+            save_model(model, str(folder / WEIGHTS), metadata={"format": "pt"})
+        torch.save(optimizer_of(prepared.optimizer).state_dict(), folder / OPTIMIZER)
+
+    def read(self, folder: Path, prepared: Prepared, *, step: int) -> None:
+        self.read_model(folder, prepared, step=step)
+        states = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
+        optimizer_of(prepared.optimizer).load_state_dict(states)
+
+    def read_model(self, folder: Path, prepared: Prepared, *, step: int) -> None:
+        model = prepared.unwrapped
+        if not prepared.trains_adapters_alone:
+            load_model(model, folder / WEIGHTS)
+            return
+        saved = load_file(folder / WEIGHTS)
+        held = state_tensors(model, trained_only=True)
+        if saved.keys() != held.keys():
+            raise RuntimeError(f"{folder / WEIGHTS} has other weights than the model trains")
+        with torch.no_grad():
+            for name, tensor in held.items():
+                tensor.copy_(saved[name])
+
+    def left_out(self) -> dict[str, Any] | None:
+        return None
+
+    def restore_left_out(self, left_out: dict[str, Any] | None) -> None:
+        pass
+
+    def trainer_saves_whole(self) -> bool:
+        return True

@@ -1,0 +1,461 @@
+"""DeepSpeed's ZeRO: optimizer states, gradients and parameters cut into partitions."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import torch
+
+from toolkit.engines.deepspeed_gaps import count_again, restore_swapped, swapped_state
+from toolkit.engines.hooks import Undo, stand_in
+from toolkit.engines.optimizers import optimizer_of, states_held
+from toolkit.engines.prepared import Prepared, split_by, world_rank, world_size
+from toolkit.engines.tensors import (
+    is_partitioned,
+    named_parameters,
+    scales_held,
+    shape_of,
+    storage_bytes,
+    sum_of_squares,
+    tensors_in,
+)
+from toolkit.engines.traits import Traits
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+def _watch_builds(took: Callable[[float], object]) -> Undo:
+    """Call `took` with the seconds of each build of a C++ part, loading an older one included.
+
+    DeepSpeed has no public hook (0.19, op_builder/builder.py); tests/measuring/test_clock.py fails
+    when the method moves.
+    """
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    original = OpBuilder.jit_load
+
+    @functools.wraps(original)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        begun = time.perf_counter()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            took(time.perf_counter() - begun)
+
+    return stand_in(OpBuilder, "jit_load", timed)
+
+
+TRAITS: Final = Traits(
+    distributed_type="DEEPSPEED",
+    wrapper="DeepSpeedEngine",
+    masters_in_fp32=True,
+    reduces="computed dtype",
+    watch_builds=_watch_builds,
+)
+
+_TRACE: Final = tuple(
+    f"_PartitionedParameterCoordinator__{name}"
+    for name in ("trace_mode", "submodule_order", "param_order", "step_id_module_fetched_for")
+)
+"""What ZeRO-3 knows of the passes of a step (deepspeed 0.19, partitioned_param_coordinator.py)."""
+
+
+def is_engine(model: Any) -> bool:
+    """Whether a model is wrapped by DeepSpeed, told without importing it."""
+    return hasattr(model, "zero_optimization_stage")
+
+
+class DeepSpeed:
+    """A model in DeepSpeed's engine, of any ZeRO stage."""
+
+    steps_in_backward = True
+
+    def __init__(self, model: Any) -> None:
+        self._engine = model
+
+    @property
+    def _zero(self) -> Any:
+        """The optimizer of ZeRO, around the one that steps."""
+        return self._engine.optimizer
+
+    @property
+    def gathers_in_forward(self) -> bool:
+        return any(map(is_partitioned, self._engine.parameters()))
+
+    def engaged(self, accelerator: Accelerator) -> dict[str, Any]:
+        engine, zero = self._engine, self._zero
+        states_on_cpu = getattr(zero, "offload_optimizer", False) or getattr(
+            zero, "cpu_offload", False
+        )
+        return {
+            "wrapper": "DeepSpeedEngine",
+            "zero_stage": engine.zero_optimization_stage(),
+            "model_split_by": split_by(accelerator, tensor=engine.autotp_size()),
+            "offload_optimizer": _device(getattr(zero, "swap_optimizer", False), states_on_cpu),
+            "offload_parameters": _device(
+                getattr(zero, "params_in_nvme_and_cpu", False),
+                getattr(zero, "offload_param", False),
+            ),
+            # Not what the Accelerator was asked for: with `bf16: auto` and no Trainer to fill it
+            # in, DeepSpeed computes in fp32.
+            "precision": "bf16"
+            if engine.bfloat16_enabled()
+            else "fp16"
+            if engine.fp16_enabled()
+            else "no",
+            "gradient_clipping": self.gradient_clipping(),
+            "gradient_accumulation_steps": self.accumulation_steps(),
+        }
+
+    def reduce_dtype(self) -> torch.dtype | None:
+        trained = next(each.dtype for each in self._engine.parameters() if each.requires_grad)
+        return self._engine.communication_data_type or trained
+
+    def replicas(self) -> int:
+        return 1
+
+    def data_parallel_size(self) -> int:
+        return world_size()
+
+    def data_parallel_rank(self) -> int:
+        return world_rank()
+
+    def gradient_clipping(self) -> float | None:
+        return float(self._engine.gradient_clipping())
+
+    def accumulation_steps(self) -> int | None:
+        return self._engine.gradient_accumulation_steps()
+
+    def gradients_in_buckets(self) -> bool:
+        return False
+
+    # Tensors that a rank holds
+
+    def parameters_held(self) -> Iterator[torch.Tensor]:
+        yield from scales_held(self._engine)
+        for parameter in self._engine.parameters():
+            if is_partitioned(parameter):
+                yield parameter.ds_tensor.detach()
+            # A gathered parameter, persistent ones above all, is held beside its partition;
+            # a released one is an empty tensor.
+            yield parameter.detach()
+
+    def parameters_gathered(self) -> Iterator[torch.Tensor]:
+        yield from ()  # ZeRO-3 gathers into the parameters themselves
+
+    def masters_held(self) -> Iterator[torch.Tensor]:
+        yield from getattr(self._zero, "single_partition_of_fp32_groups", ())
+        yield from getattr(self._zero, "fp32_partitioned_groups_flat", ())
+        yield from getattr(self._zero, "fp32_groups_flat_partition", ())
+
+    def gradients_held(self) -> Iterator[torch.Tensor]:
+        for parameter in self._engine.parameters():
+            if parameter.grad is not None:
+                yield parameter.grad
+        zero = self._zero
+        for partitions in getattr(zero, "averaged_gradients", {}).values():
+            yield from tensors_in(partitions)
+        yield from tensors_in(getattr(zero, "grad_partitions_flat_buffer", None))
+        # DeepSpeed turns ZeRO-1 in bf16 with `grad_accum_dtype: fp32` into an optimizer of its own.
+        yield from getattr(zero, "fp32_groups_gradients_flat", ())
+        for master in self.masters_held():
+            if master.grad is not None:
+                yield master.grad
+
+    def gradients_underway(self) -> Iterator[torch.Tensor]:
+        for bucket in getattr(self._zero, "ipg_buckets", {}).values():
+            yield from tensors_in(bucket.buffer)
+        # With offload, on its way to the host.
+        for name in ("temp_grad_buffer_for_gpu_offload", "temp_grad_buffer_for_cpu_offload"):
+            yield from tensors_in(getattr(self._zero, name, None))
+
+    def leaves(self) -> Iterator[torch.Tensor]:
+        yield from (each for each in self._engine.parameters() if each.requires_grad)
+
+    def swap_files(self) -> Iterator[Path]:
+        swappers = {
+            id(swapper): swapper
+            for parameter in self._engine.parameters()
+            if (swapper := getattr(parameter, "nvme_swapper", None)) is not None
+        }
+        for swapper in swappers.values():
+            yield from map(Path, swapper.id_to_path.values())
+        swapper = getattr(self._zero, "optimizer_swapper", None)
+        if swapper is not None:
+            for group in swapper.swap_params_info.values():
+                yield from map(Path, [*group.get_swap_paths(), *group.get_swap_gradient_paths()])
+
+    def pieces(self) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...]]]:
+        for name, parameter in named_parameters(self._engine):
+            if not is_partitioned(parameter) and not parameter.is_meta:
+                yield name, parameter.detach(), ()
+
+    def gradient_squares(self) -> Iterator[tuple[str, torch.Tensor | float, int]]:
+        for name, parameter in named_parameters(self._engine):
+            if not parameter.requires_grad:
+                continue
+            # DeepSpeed's bf16 optimizer leaves gradients in 16 bits beside those that it steps on.
+            if parameter.grad is not None and getattr(parameter, "_hp_grad", None) is None:
+                yield name, sum_of_squares(parameter.grad), world_size()
+            else:
+                yield name, self._square_of_partition(parameter), 1
+
+    def _square_of_partition(self, parameter: Any) -> torch.Tensor | float:
+        """Return the sum of squares of this rank's partition of one gradient (deepspeed 0.19)."""
+        norms = getattr(self._zero, "norm_for_param_grads", None)
+        if norms is not None:  # offloaded: taken while it was on the device, for clipping
+            return norms.get(self._zero.get_param_id(parameter), 0.0) ** 2
+        if is_partitioned(parameter):
+            from deepspeed.utils import safe_get_local_grad
+
+            return sum_of_squares(safe_get_local_grad(parameter))
+        mapping = getattr(parameter, "_hp_mapping", None)
+        if mapping is None:  # other ranks' partitions hold all of it
+            return 0.0
+        # As `get_full_hp_grad` of deepspeed/utils/tensor_fragment.py reads it.
+        fragment = mapping.get_lp_grad_fragment(parameter._index_in_param_group).flatten()
+        address = mapping.lp_fragment_address
+        if fragment.numel() == parameter.numel():
+            fragment = fragment.narrow(0, address.start, address.numel)
+        return sum_of_squares(fragment)
+
+    def parameter_groups(self, optimizer: Any) -> list[tuple[dict[str, Any], list[Any]]]:
+        # The groups themselves hold flat partitions in the parameters' place.
+        groups = optimizer_of(optimizer).param_groups
+        zero = self._zero
+        parameters: list[list[Any]] = [[] for _ in groups]
+        for name in ("bit16_groups", "bf16_groups"):  # the latter of its optimizer for bf16
+            for number, group in enumerate(getattr(zero, name, ())):
+                parameters[number] += group
+        for number, group in enumerate(getattr(zero, "fp16_groups", ())):
+            parameters[zero.sub_group_to_group_id[number]] += group
+        return list(zip(groups, parameters, strict=True))
+
+    # One parameter whole
+
+    def whole_weight(self, parameter: Any) -> torch.Tensor:
+        # In fp32 a parameter has its master's numbers, and is cheaper to gather.
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            from deepspeed.utils import safe_get_full_fp32_param
+
+            master = safe_get_full_fp32_param(parameter)
+            if master is not None:
+                return master.detach()
+        if not is_partitioned(parameter):
+            return parameter.detach()
+        # The engine's own gathering (`_zero3_consolidated_16bit_state_dict`) refuses to work when
+        # the config file doesn't say so; GatheredParameters is public and always does.
+        from deepspeed.runtime.zero import GatheredParameters
+
+        with GatheredParameters([parameter]):
+            return parameter.detach().clone()
+
+    def whole_gradient(self, parameter: Any) -> torch.Tensor:
+        gradient = parameter.grad
+        if parameter.requires_grad:
+            from deepspeed.utils import safe_get_full_grad
+
+            gradient = safe_get_full_grad(parameter)
+        return torch.zeros(shape_of(parameter)) if gradient is None else gradient.detach()
+
+    @torch.no_grad()
+    def put_weight(self, parameter: Any, whole: torch.Tensor) -> None:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        # What is computed with, and the fp32 master that the optimizer steps on.
+        if is_partitioned(parameter):
+            _put_into_partitions(parameter, whole)
+        else:
+            from deepspeed.utils import safe_set_full_fp32_param
+
+            parameter.copy_(whole)
+            safe_set_full_fp32_param(parameter, whole)
+        master = safe_get_full_fp32_param(parameter)
+        if master is not None and not torch.equal(master.to(whole), whole):
+            raise RuntimeError(
+                f"DeepSpeed's optimizer did not take other weights for a parameter of shape "
+                f"{tuple(whole.shape)}, and would step on its own."
+            )
+
+    # Steps
+
+    def watch_step(
+        self, optimizer: Any, *, before: Callable[[], object], after: Callable[[], object]
+    ) -> Undo:
+        # Accelerate calls it at the end of backward; the optimizer inside steps group by group.
+        original = self._engine.step
+
+        @functools.wraps(original)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            before()
+            returned = original(*args, **kwargs)
+            after()
+            return returned
+
+        return stand_in(self._engine, "step", step)
+
+    def watch_passes(
+        self, within: Callable[[Literal["backward", "step"]], AbstractContextManager[None]]
+    ) -> Undo:
+        # ZeRO-1 and 2 reduce their last bucket when autograd is done.
+        undos = [self._watch_pass(method, within) for method in ("backward", "step")]
+
+        def undo() -> None:
+            for each in undos:
+                each()
+
+        return undo
+
+    def _watch_pass(
+        self,
+        method: Literal["backward", "step"],
+        within: Callable[[Literal["backward", "step"]], AbstractContextManager[None]],
+    ) -> Undo:
+        original = getattr(self._engine, method)
+
+        @functools.wraps(original)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with within(method):
+                return original(*args, **kwargs)
+
+        return stand_in(self._engine, method, watched)
+
+    def skipped(self, optimizer: Any) -> torch.Tensor | bool | None:
+        return bool(getattr(self._zero, "overflow", False))
+
+    def held_scale(self, optimizer: Any) -> float:
+        return float(getattr(self._zero, "loss_scale", 1.0))
+
+    def clip_norm(self) -> Any:
+        return self._engine.get_global_grad_norm()
+
+    def backward(self, accelerator: Accelerator, loss: torch.Tensor, *, micro_batches: int) -> None:
+        # The loss is a share of the step's already. Left alone, DeepSpeed 0.19 divides it again.
+        accelerator.backward(loss, scale_wrt_gas=False)
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Keep ZeRO-3's trace of a training step from forwards that no backward follows.
+
+        It would find them to differ, forget the trace, and train the next step without prefetching;
+        parameters that it holds for the backward would stay gathered.
+        """
+        offload = getattr(self._zero, "parameter_offload", None)
+        if offload is None:
+            yield
+            return
+        coordinator = offload.get_param_coordinator()
+        trace = {name: getattr(coordinator, name) for name in _TRACE}
+        _forget_trace(coordinator)
+        try:
+            yield
+        finally:
+            _forget_trace(coordinator)
+            for parameter in self._engine.parameters():
+                if parameter.ds_status.name == "AVAILABLE" and not parameter.ds_persist:
+                    parameter.ds_active_sub_modules.clear()
+                    parameter.partition()
+            for name, value in trace.items():
+                setattr(coordinator, name, value)
+
+    def waiting_units(self) -> Iterator[torch.nn.Module]:
+        yield from ()
+
+    def prefetch(self, *, ahead: int) -> int:
+        return 0  # ZeRO-3 prefetches by its trace
+
+    # Checkpoints: the engine's own files
+
+    def checkpoint_bytes(self, prepared: Prepared) -> int:
+        seen: set[tuple[torch.device, int]] = set()
+        states = storage_bytes(states_held(prepared.optimizer), seen)
+        return states + storage_bytes(self.masters_held(), seen)
+
+    def write_together(self, folder: Path, prepared: Prepared, *, step: int) -> None:
+        self._engine.save_checkpoint(
+            str(folder),
+            tag=engine_tag(step),
+            exclude_frozen_parameters=prepared.trains_adapters_alone,
+        )
+
+    def write_alone(self, folder: Path, prepared: Prepared) -> None:
+        pass
+
+    def read(self, folder: Path, prepared: Prepared, *, step: int) -> None:
+        # With a tag: left to look for one, DeepSpeed starts afresh where `latest` is missing.
+        path, _ = self._engine.load_checkpoint(
+            str(folder),
+            tag=engine_tag(step),
+            load_module_strict=not prepared.trains_adapters_alone,
+        )
+        if path is None:
+            raise RuntimeError(f"DeepSpeed found no checkpoint of its own in {folder}")
+
+    def read_model(self, folder: Path, prepared: Prepared, *, step: int) -> None:
+        self.read(folder, prepared, step=step)
+
+    def left_out(self) -> dict[str, Any] | None:
+        return swapped_state(self._zero)
+
+    def restore_left_out(self, left_out: dict[str, Any] | None) -> None:
+        restore_swapped(self._zero, left_out)
+        count_again(self._zero)
+
+    def trainer_saves_whole(self) -> bool:
+        stage = self._engine.zero_optimization_stage()
+        return stage < 3 or self._engine.zero_gather_16bit_weights_on_model_save()
+
+
+def engine_tag(step: int) -> str:
+    """Return the folder of DeepSpeed's files, by the name that its own tools look for."""
+    return f"global_step{step}"
+
+
+def _device(on_nvme: object, on_cpu: object) -> str:
+    return "nvme" if on_nvme else "cpu" if on_cpu else "none"
+
+
+def _put_into_partitions(parameter: Any, whole: torch.Tensor) -> None:
+    from deepspeed.runtime.zero import GatheredParameters
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+
+    with GatheredParameters([parameter], modifier_rank=0):
+        parameter.copy_(whole)
+    ranks = torch.distributed.get_world_size(parameter.ds_process_group)
+    length = -(-whole.numel() // ranks)
+    if length * ranks == whole.numel():
+        safe_set_full_fp32_param(parameter, whole)
+        return
+    # That cuts past the end of a parameter whose last partition is padded (deepspeed 0.19).
+    begin = length * torch.distributed.get_rank(parameter.ds_process_group)
+    partition = torch.zeros(length)
+    numbers = whole.flatten()[begin : begin + length]
+    partition[: len(numbers)] = numbers
+    safe_set_local_fp32_param(parameter, partition)
+
+
+def _forget_trace(coordinator: Any) -> None:
+    """Begin anew, with lists of its own: the trace that was put aside is written to no more."""
+    if coordinator.is_invalid_trace():
+        coordinator._clear_trace_structures()
+    else:
+        coordinator._invalidate_trace()
+    _releases_cache(coordinator).cache_clear()
+
+
+def _releases_cache(coordinator: Any) -> Any:
+    """Return the cache in which ZeRO-3 keeps what a module releases at a place in the trace.
+
+    deepspeed 0.19 puts it below a decorator and never empties it (`__params_to_release` in
+    partitioned_param_coordinator.py): a forward alone fills it with releases that a backward has
+    to gather again, and one after a training step holds on to what only that step needed.
+    """
+    decorated = type(coordinator)._PartitionedParameterCoordinator__params_to_release
+    return inspect.getclosurevars(decorated).nonlocals["func"]

@@ -1,0 +1,324 @@
+"""FSDP2 (`fully_shard`): every parameter a DTensor, gathered for the layer that computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import distribute_tensor
+
+from toolkit.engines.fsdp_shards import read_shards, write_shards
+from toolkit.engines.hooks import Undo, nothing
+from toolkit.engines.optimizers import (
+    found_inf,
+    optimizer_of,
+    pending_scale,
+    trained_bytes,
+    watch_optimizer,
+)
+from toolkit.engines.prepared import Prepared, amp_precision, split_by, world_rank, world_size
+from toolkit.engines.tensors import (
+    gathered,
+    is_spread,
+    local,
+    named_parameters,
+    scales_held,
+    shape_of,
+    state_tensors,
+    sum_of_squares,
+    tensors_in,
+)
+from toolkit.engines.traits import Traits
+from toolkit.strategies import Strategy
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+_TRAITS: Final = Traits(distributed_type="FSDP", wrapper="FSDPModule", reduces="computed dtype")
+
+SHARDS: Final = "sharded"
+
+
+def traits_of(strategy: Strategy) -> Traits:
+    facts = {"reshard_after_forward": strategy.reshard_after_forward, "layers_wrapped": True}
+    return replace(_TRAITS, facts=facts)
+
+
+class FSDP2:
+    """A model whose layers, and itself, `fully_shard` has made `FSDPModule`s."""
+
+    steps_in_backward = False
+    gathers_in_forward = True
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def engaged(self, accelerator: Accelerator) -> dict[str, Any]:
+        policy = _group_of(self._model).offload_policy
+        place = "cpu" if isinstance(policy, CPUOffloadPolicy) else "none"
+        facts: dict[str, Any] = {
+            "wrapper": "FSDPModule",
+            "model_split_by": split_by(accelerator),
+            "offload_optimizer": place,
+            "offload_parameters": place,
+            "reshard_after_forward": self._reshards_after_forward(),
+            "precision": amp_precision(accelerator),
+        }
+        wrapped = self._layers_wrapped()
+        return facts if wrapped is None else facts | {"layers_wrapped": wrapped}
+
+    def _reshards_after_forward(self) -> bool | None:
+        """Whether its blocks free their parameters after forward; None without blocks."""
+        # The root keeps its parameters in either case, and so does the unit into which accelerate
+        # 1.15 puts the embedding, norm and head of a tied model (fsdp_utils.py): any block that
+        # frees its own will do.
+        blocks = [unit for unit in self._units() if unit is not self._model]
+        if not blocks:
+            return None
+        return any(_group_of(block).post_forward_mesh_info is not None for block in blocks)
+
+    def _layers_wrapped(self) -> bool | None:
+        """Whether every decoder layer is a unit of its own; None of a model that names no layers.
+
+        Without a wrapping policy Accelerate wraps embeddings and the root, and each step gathers
+        all layers at once.
+        """
+        names = set(getattr(self._model, "_no_split_modules", None) or ())
+        layers = [
+            module
+            for module in self._model.modules()
+            if names & {kind.__name__ for kind in type(module).__mro__}
+        ]
+        return all(isinstance(layer, FSDPModule) for layer in layers) if layers else None
+
+    def reduce_dtype(self) -> torch.dtype | None:
+        policy = self._model._get_fsdp_state()._mp_policy
+        trained = next(each.dtype for each in self._model.parameters() if each.requires_grad)
+        return policy.reduce_dtype or policy.param_dtype or trained
+
+    def replicas(self) -> int:
+        parameter = next(self._model.parameters())
+        mesh = parameter.device_mesh if is_spread(parameter) else None
+        # Of two dimensions, the first replicates and the second shards (hybrid sharding).
+        return mesh.size(0) if mesh is not None and mesh.ndim == 2 else 1
+
+    def data_parallel_size(self) -> int:
+        return world_size()
+
+    def data_parallel_rank(self) -> int:
+        return world_rank()
+
+    def gradient_clipping(self) -> float | None:
+        return None
+
+    def accumulation_steps(self) -> int | None:
+        return None
+
+    def gradients_in_buckets(self) -> bool:
+        return False
+
+    # Tensors that a rank holds
+
+    def parameters_held(self) -> Iterator[torch.Tensor]:
+        yield from scales_held(self._model)
+        yield from (local(parameter.detach()) for parameter in self._model.parameters())
+
+    def parameters_gathered(self) -> Iterator[torch.Tensor]:
+        # Between uses their storages have no size.
+        for parameter in self._fsdp_parameters():
+            yield from parameter.all_gather_outputs
+
+    def masters_held(self) -> Iterator[torch.Tensor]:
+        yield from ()
+
+    def gradients_held(self) -> Iterator[torch.Tensor]:
+        yield from (local(p.grad) for p in self._model.parameters() if p.grad is not None)
+
+    def gradients_underway(self) -> Iterator[torch.Tensor]:
+        for parameter in self._fsdp_parameters():
+            whole = getattr(parameter, "_unsharded_param", None)  # from its first use on
+            gradients = [parameter.unsharded_accumulated_grad, getattr(whole, "grad", None)]
+            yield from tensors_in(gradients)
+
+    def leaves(self) -> Iterator[torch.Tensor]:
+        for parameter in self._model.parameters():
+            if parameter.requires_grad and not is_spread(parameter):
+                yield parameter
+        for parameter in self._fsdp_parameters():
+            whole = getattr(parameter, "_unsharded_param", None)
+            if whole is not None and whole.requires_grad:
+                yield whole
+
+    def swap_files(self) -> Iterator[Path]:
+        yield from ()
+
+    def pieces(self) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...]]]:
+        for name, parameter in named_parameters(self._model):
+            if parameter.is_meta:
+                continue
+            piece: tuple[int, ...] = ()
+            if is_spread(parameter):
+                coordinate = parameter.device_mesh.get_coordinate() or ()
+                split = zip(coordinate, parameter.placements, strict=True)
+                piece = tuple(at for at, placement in split if not placement.is_replicate())
+            yield name, local(parameter.detach()), piece
+
+    def gradient_squares(self) -> Iterator[tuple[str, torch.Tensor | float, int]]:
+        for name, parameter in named_parameters(self._model):
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                yield name, 0.0, world_size()
+            else:
+                copies = self.replicas() if is_spread(parameter) else world_size()
+                yield name, sum_of_squares(local(parameter.grad)), copies
+
+    def parameter_groups(self, optimizer: Any) -> list[tuple[dict[str, Any], list[Any]]]:
+        groups = optimizer_of(optimizer).param_groups
+        return [(group, list(group["params"])) for group in groups]
+
+    def _units(self) -> list[Any]:
+        return [module for module in self._model.modules() if isinstance(module, FSDPModule)]
+
+    def _fsdp_parameters(self) -> Iterator[Any]:
+        for unit in self._units():
+            group = unit._get_fsdp_state()._fsdp_param_group
+            if group is not None:
+                yield from group.fsdp_params
+
+    # One parameter whole
+
+    def whole_weight(self, parameter: Any) -> torch.Tensor:
+        return gathered(parameter.detach())
+
+    def whole_gradient(self, parameter: Any) -> torch.Tensor:
+        if parameter.grad is None:
+            return torch.zeros(shape_of(parameter))
+        return gathered(parameter.grad.detach())
+
+    @torch.no_grad()
+    def put_weight(self, parameter: Any, whole: torch.Tensor) -> None:
+        if not is_spread(parameter):
+            parameter.copy_(whole)
+            return
+        # Each rank has the whole: nothing needs to be sent.
+        spread: Any = distribute_tensor(
+            whole, parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
+        local(parameter).copy_(spread.to_local())
+
+    # Steps
+
+    def watch_step(
+        self, optimizer: Any, *, before: Callable[[], object], after: Callable[[], object]
+    ) -> Undo:
+        return watch_optimizer(optimizer, before=before, after=after)
+
+    def watch_passes(
+        self, within: Callable[[Literal["backward", "step"]], AbstractContextManager[None]]
+    ) -> Undo:
+        return nothing
+
+    def skipped(self, optimizer: Any) -> torch.Tensor | bool | None:
+        return found_inf(optimizer)
+
+    def held_scale(self, optimizer: Any) -> float:
+        return pending_scale(optimizer)
+
+    def clip_norm(self) -> Any:
+        return None
+
+    def backward(self, accelerator: Accelerator, loss: torch.Tensor, *, micro_batches: int) -> None:
+        accelerator.backward(loss * micro_batches)
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Free what the forwards inside gather, and forget an order in which no backward comes.
+
+        `fully_shard` (torch 2.13, _fsdp_param_group.py) remembers each forward until a backward
+        ends, and gathers ahead what it saw last: the next backward would begin with a gather for
+        nothing.
+        """
+        try:
+            yield
+        finally:
+            for unit in self._units():
+                unit.reshard()
+                for group in unit._get_fsdp_state()._fsdp_param_groups:
+                    group._post_forward_indices.clear()
+                    group.comm_ctx.post_forward_order.clear()
+
+    def waiting_units(self) -> Iterator[torch.nn.Module]:
+        for unit in self._units():
+            if sum(isinstance(part, FSDPModule) for part in unit.modules()) == 1:
+                yield unit
+
+    def prefetch(self, *, ahead: int) -> int:
+        # Left alone, FSDP2 gathers a layer when its forward is called, and one ahead in backward.
+        blocks = [unit for unit in self._units() if unit is not self._model]
+        for number, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + ahead])
+            before = blocks[max(0, number - ahead) : number]
+            block.set_modules_to_backward_prefetch(before[::-1])
+        return len(blocks)
+
+    # Checkpoints: shards, by torch.distributed.checkpoint
+
+    def checkpoint_bytes(self, prepared: Prepared) -> int:
+        return trained_bytes(self._model, prepared.optimizer) // self.replicas()
+
+    def write_together(self, folder: Path, prepared: Prepared, *, step: int) -> None:
+        write_shards(folder / SHARDS, self._states(prepared))
+
+    def write_alone(self, folder: Path, prepared: Prepared) -> None:
+        pass
+
+    def read(self, folder: Path, prepared: Prepared, *, step: int) -> None:
+        from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+        states = self._states(prepared)
+        read_shards(folder / SHARDS, states)
+        set_optimizer_state_dict(
+            self._model, optimizer_of(prepared.optimizer), optim_state_dict=states["optimizer"]
+        )
+
+    def read_model(self, folder: Path, prepared: Prepared, *, step: int) -> None:
+        self.read(folder, prepared, step=step)
+
+    def _states(self, prepared: Prepared) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        trained_only = prepared.trains_adapters_alone
+        return {
+            "model": state_tensors(self._model, trained_only=trained_only),
+            "optimizer": get_optimizer_state_dict(self._model, optimizer_of(prepared.optimizer)),
+        }
+
+    def left_out(self) -> dict[str, Any] | None:
+        return None
+
+    def restore_left_out(self, left_out: dict[str, Any] | None) -> None:
+        pass
+
+    def trainer_saves_whole(self) -> bool:
+        return True
+
+
+def class_of(model: torch.nn.Module) -> type[Any]:
+    """Return a model's own class: `fully_shard` puts one in front that has another name."""
+    return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+
+
+def _group_of(module: Any) -> Any:
+    """Return what `fully_shard` keeps of the first unit in a module that has parameters."""
+    for candidate in module.modules():
+        if isinstance(candidate, FSDPModule):
+            group = candidate._get_fsdp_state()._fsdp_param_group
+            if group is not None:
+                return group
+    raise AssertionError("an FSDP module without parameters")

@@ -1,0 +1,73 @@
+"""What a training engine works with once everything is wrapped, and what its Accelerator says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What the Trainer or the loop trains with."""
+
+    accelerator: Any
+    model: Any
+    optimizer: Any
+    scheduler: Any
+    report: Callable[[int, dict[str, float]], None]
+    """Sends values of a step to the trackers that were asked for; every rank may call it."""
+
+    @property
+    def unwrapped(self) -> Any:
+        """The model inside all wrappers, torch.compile's too."""
+        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+
+    @property
+    def trains_adapters_alone(self) -> bool:
+        """Whether the model has adapters beside a frozen base.
+
+        Checkpoints leave the base out: a run that resumes starts from it anyway.
+        """
+        return bool(getattr(self.unwrapped, "peft_config", None))
+
+
+def amp_precision(accelerator: Accelerator) -> str:
+    """Return what torch's autocast computes in: `no` (fp32), `bf16` or `fp16`.
+
+    Accelerate 1.15 asked for fp16 on a CPU computes in fp32 without a word.
+    """
+    return accelerator.mixed_precision if accelerator.native_amp else "no"
+
+
+def split_by(accelerator: Accelerator, *, tensor: int = 1) -> str:
+    """Name the ways in which one copy of the model's computation is split over ranks, or `none`.
+
+    Sharded states are none of them: each rank still computes all layers, of rows of its own.
+
+    Args:
+        accelerator: The Accelerator that prepared the model.
+        tensor: Ranks that share a layer, as the backend sees it.
+    """
+    config = accelerator.parallelism_config
+    sizes = {
+        "tensor": max(getattr(config, "tp_size", 1), tensor),
+        "context": getattr(config, "cp_size", 1),
+        "sequence": getattr(config, "sp_size", 1),
+    }
+    return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "none"
+
+
+def world_size() -> int:
+    """Return the number of ranks; 1 where there are no others."""
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+
+
+def world_rank() -> int:
+    """Return this rank's number; 0 where there are no others."""
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

@@ -1,0 +1,184 @@
+"""Tensors of a wrapped model, whoever shards them, and what is the same under every backend.
+
+A parameter is whole, a `DTensor` of which this rank holds a part (FSDP2), or, under ZeRO-3, an
+empty tensor beside a partition. Its own attributes say which, before and after it is wrapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.tensor import DTensor
+
+SUMMED_AT_ONCE: Final = 1 << 20
+"""Elements of a tensor whose squares are added up at once."""
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a tensor that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_spread(tensor: Any) -> bool:
+    """Whether this rank holds only a part of a tensor, or of a sum over all ranks' parts."""
+    return isinstance(tensor, DTensor)
+
+
+def is_partitioned(parameter: Any) -> bool:
+    """Whether ZeRO-3 keeps a partition of a parameter beside it, from `zero.Init` on."""
+    return hasattr(parameter, "ds_tensor")
+
+
+def held_part(parameter: Any) -> torch.Tensor:
+    """Return the part of a parameter that this rank keeps between its uses."""
+    return getattr(parameter, "ds_tensor", local(parameter.detach())).detach()
+
+
+def number(tensor: Any) -> float:
+    """Return a scalar as a number; a collective where it is spread over the ranks."""
+    return float(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whole; a collective where it is spread over the ranks."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # Offloaded shards lie on the CPU, and their process group may speak for the GPUs alone.
+    if tensor.device.type != tensor.device_mesh.device_type:
+        tensor = tensor.to(tensor.device_mesh.device_type)
+    return tensor.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]: `to` keeps the class
+
+
+def comes_again_as_plain_tensors(types: Iterable[type]) -> bool:
+    """Whether an operation, by the types that a dispatch mode sees, is one of DTensors.
+
+    torch turns it into operations on plain tensors and collectives, which the mode sees as well.
+    """
+    return any(issubclass(kind, DTensor) for kind in types)
+
+
+def elements_of(parameter: torch.Tensor) -> int:
+    """Return the elements of the whole parameter, wherever its parts are."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def shape_of(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return the whole parameter's shape; ZeRO-3 leaves an empty tensor in its place."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without what torch's wrappers within the model put into it."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield a wrapped model's parameters by the names that they have in the model inside."""
+    for name, parameter in model.named_parameters():
+        # DDP and DeepSpeed keep the model as their own `module`.
+        yield plain_name(name).removeprefix("module."), parameter
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested dictionaries, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def sum_of_squares(tensor: torch.Tensor) -> torch.Tensor | float:
+    """Return the sum of a tensor's squares in fp64, unread."""
+    # Piece by piece: a copy of all of it in fp64 would count in the peak of the step.
+    pieces = tensor.detach().reshape(-1).split(SUMMED_AT_ONCE)
+    return sum(torch.linalg.vector_norm(piece, dtype=torch.float64) ** 2 for piece in pieces)
+
+
+def storage_bytes(
+    tensors: Iterable[torch.Tensor], seen: set[tuple[torch.device, int]] | None = None
+) -> int:
+    """Sum the storages behind tensors, each once.
+
+    Args:
+        tensors: Of any shape; a view counts as the whole storage it keeps alive.
+        seen: Device and address of storages that were counted before; they are left out, and those
+            counted here are added.
+
+    Returns:
+        Bytes.
+    """
+    known = set[tuple[torch.device, int]]() if seen is None else seen
+    total = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        key = (tensor.device, storage.data_ptr())
+        if storage.nbytes() and key not in known:
+            known.add(key)
+            total += storage.nbytes()
+    return total
+
+
+def state_tensors(model: torch.nn.Module, *, trained_only: bool) -> dict[str, torch.Tensor]:
+    """Return the parameters and persistent buffers by name, to be read and written in place."""
+    persistent = model.state_dict().keys()
+    parameters = model.named_parameters()
+    tensors = {n: p.detach() for n, p in parameters if p.requires_grad or not trained_only}
+    tensors |= {n: b for n, b in model.named_buffers() if n in persistent}
+    return {plain_name(name): tensor for name, tensor in tensors.items()}
+
+
+def scales_held(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Yield what scales parameters in 4 bits: no parameters themselves, and never sharded."""
+    for module in model.modules():
+        state = getattr(module, "quant_state", None)  # bitsandbytes 0.50, nn/modules.py
+        inner = getattr(state, "state2", None)
+        for kept in (state, inner):
+            yield from tensors_in([getattr(kept, name, None) for name in ("absmax", "code")])
+        yield from tensors_in(getattr(state, "offset", None))
+
+
+def resident_fraction(model: torch.nn.Module, parameters_held: Iterable[torch.Tensor]) -> float:
+    """Return the share of all parameters that this rank holds now, gathered ones included.
+
+    Args:
+        model: As `Accelerator.prepare` returned it.
+        parameters_held: As its backend yields them.
+    """
+    held = sum(tensor.numel() for tensor in parameters_held)
+    held -= sum(tensor.numel() for tensor in scales_held(model))
+    whole = sum(map(elements_of, model.parameters()))
+    return held / whole if whole else 1.0
+
+
+def sharded_fraction(model: torch.nn.Module) -> float:
+    """Return the share of all parameters that this rank is the keeper of; 1.0 without sharding."""
+    kept = whole = 0
+    for parameter in model.parameters():
+        whole += elements_of(parameter)
+        partition = getattr(parameter, "ds_tensor", None)
+        # Of a partition that is swapped to NVMe a stub stays, which knows its elements.
+        kept += local(parameter).numel() if partition is None else int(partition.ds_numel)
+    return kept / whole if whole else 1.0
+
+
+def checkpoints_activations(model: torch.nn.Module) -> bool:
+    """Whether some layer keeps its input alone and computes the rest again in backward."""
+    return any(
+        isinstance(module, CheckpointWrapper) or getattr(module, "gradient_checkpointing", False)
+        for module in model.modules()
+    )
+
+
+def compiled(model: torch.nn.Module) -> bool:
+    """Whether torch.compile makes graphs of the model or of a part of it."""
+    return any(
+        type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+        for module in model.modules()
+    )
