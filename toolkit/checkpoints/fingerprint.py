@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from transformers.trainer_utils import SchedulerType
+from transformers.training_args import OptimizerNames
+
 from toolkit.errors import UsageError
 from toolkit.measuring.attestation import gather_objects
 from toolkit.redaction import redacted
@@ -55,12 +58,10 @@ def facts_of_job(job: Job) -> dict[str, Any]:
         "steps": job.steps,
         "throughput_steps": job.run.throughput_steps,
         "warmup_steps": args.get_warmup_steps(job.steps),
-        "lr_scheduler_type": str(args.lr_scheduler_type.value),
-        "optim": str(args.optim.value),
+        "lr_scheduler_type": SchedulerType(args.lr_scheduler_type).value,
+        "optim": OptimizerNames(args.optim).value,
     }
-    facts |= {name: getattr(args, name) for name in _SCHEDULE}
-    if job.run.dropout != "model":  # checkpoints from before there was a choice say nothing
-        facts["dropout"] = job.run.dropout
+    facts |= {name: getattr(args, name) for name in _SCHEDULE} | {"dropout": job.run.dropout}
     return _plain(facts | job.method.facts())
 
 
@@ -71,7 +72,8 @@ def facts_of_trainer(trainer: Any, strategy: Any) -> dict[str, Any]:
     """
     args, rows, model = trainer.args, trainer.train_dataset, trainer.model
     config = getattr(model, "config", None)
-    described = config.to_dict() if hasattr(config, "to_dict") else {}
+    to_dict = getattr(config, "to_dict", None)  # not every model of a user's own has one
+    described = to_dict() if to_dict is not None else {}
     of_versions = ("transformers_version", "_name_or_path", "use_cache")
     shape = {name: value for name, value in described.items() if name not in of_versions}
     facts = {

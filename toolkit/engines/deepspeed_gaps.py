@@ -20,43 +20,47 @@ def swapped_state(zero: Any) -> dict[str, Any] | None:
     """Return what the swap files of this rank don't hold; None where nothing is swapped.
 
     Args:
-        zero: DeepSpeed's ZeRO optimizer, or None under another backend.
+        zero: DeepSpeed's ZeRO optimizer.
     """
     if not getattr(zero, "swap_optimizer", False):
         return None
     groups: list[dict[str, Any]] = []
     for number, flat in enumerate(zero.fp32_partitioned_groups_flat):
-        kept = zero.optimizer.state.get(flat, {})
-        swapped = zero._swappable_optimizer_subgroup(number)
-        tensors = {name: each for name, each in kept.items() if torch.is_tensor(each)}
-        in_files = [name for name, each in tensors.items() if swapped and hasattr(each, "ds_id")]
+        states = zero.optimizer.state.get(flat, {})
+        is_swapped = zero._swappable_optimizer_subgroup(number)
+        in_files = [
+            name
+            for name, state in states.items()
+            if is_swapped and torch.is_tensor(state) and hasattr(state, "ds_id")
+        ]
         groups.append(
             {
                 "id": getattr(flat, "ds_id", None),
                 "in_files": in_files,
-                "flat": None if swapped else flat.detach().clone(),
+                "flat": None if is_swapped else flat.detach().clone(),
                 "state": {
-                    name: each.detach().clone() if torch.is_tensor(each) else each
-                    for name, each in kept.items()
+                    name: state.detach().clone() if torch.is_tensor(state) else state
+                    for name, state in states.items()
                     if name not in in_files
                 },
             }
         )
-    plain = {n: v for n, v in vars(zero.loss_scaler).items() if isinstance(v, int | float)}
-    return {"groups": groups, "loss_scaler": plain}
+    numbers = {n: v for n, v in vars(zero.loss_scaler).items() if isinstance(v, int | float)}
+    return {"groups": groups, "loss_scaler": numbers}
 
 
-def restore_swapped(zero: Any, said: dict[str, Any] | None) -> None:
+def restore_swapped(zero: Any, swapped: dict[str, Any] | None) -> None:
     """Put back what `swapped_state` returned, after DeepSpeed has put its files back."""
-    if said is None:
+    if swapped is None:
         return
-    zero.checkpoint_event_prologue()  # parameters kept whole were gathered before this: once more
+    # DeepSpeed gathered the parameters that it keeps whole before their partitions were read.
+    zero.checkpoint_event_prologue()
     for number, (flat, group) in enumerate(
-        zip(zero.fp32_partitioned_groups_flat, said["groups"], strict=True)
+        zip(zero.fp32_partitioned_groups_flat, swapped["groups"], strict=True)
     ):
         if group["flat"] is not None:
             flat.data.copy_(group["flat"])
-            zero.optimizer.state[flat] = _to(group["state"], flat)
+            zero.optimizer.state[flat] = _moved(group["state"], flat)
             continue
         if group["id"] != flat.ds_id:  # DeepSpeed names its files by it, and copied the others
             raise RuntimeError(
@@ -65,35 +69,37 @@ def restore_swapped(zero: Any, said: dict[str, Any] | None) -> None:
             )
         zero._optimizer_states_and_gradient_swap_in(number)
         in_files = {name: _read(zero, name, flat) for name in group["in_files"]}
-        zero.optimizer.state[flat] = _to(group["state"], flat) | in_files
+        zero.optimizer.state[flat] = _moved(group["state"], flat) | in_files
         zero._optimizer_states_and_gradient_swap_out(number)
-    vars(zero.loss_scaler).update(said["loss_scaler"])
+    vars(zero.loss_scaler).update(swapped["loss_scaler"])
     zero.reset_swap_buffers()  # from the masters to the parameters
     zero.checkpoint_event_epilogue()
 
 
 def count_again(zero: Any) -> None:
     """Have DeepSpeed's Adam on the CPU count the steps that its state says were done."""
-    adam = getattr(zero, "optimizer", None)
+    adam: Any = getattr(zero, "optimizer", None)
     if type(adam).__name__ != "DeepSpeedCPUAdam":
         return
-    done = max((int(kept.get("step", 0)) for kept in adam.state.values()), default=0)
-    group, nothing = adam.param_groups[0], [torch.zeros(1) for _ in range(4)]
+    done = max((int(states.get("step", 0)) for states in adam.state.values()), default=0)
+    group, one_element = adam.param_groups[0], [torch.zeros(1) for _ in range(4)]
     for step in range(1, done + 1):
+        # With a rate of 0, of tensors that nothing else uses: only the count moves on.
         adam.ds_opt_adam.adam_update(
             *(adam.opt_id, step, 0.0, *group["betas"], group["eps"], 0.0, group["bias_correction"]),
-            *nothing,
+            *one_element,
         )
 
 
-def _read(zero: Any, name: str, flat: torch.Tensor) -> torch.Tensor:
-    """Read one swapped state, of which only a new optimizer's files know the length."""
+def _read(zero: Any, name: str, flat: Any) -> torch.Tensor:
+    """Read one swapped state: a new optimizer has the file's name, and not yet its length."""
     file = Path(zero.optimizer_swapper.swap_folder) / f"{name}-{flat.ds_id}.tensor.swp"
-    held = torch.from_file(str(file), shared=False, size=flat.numel(), dtype=flat.dtype)
-    return held.to(flat.device, copy=True)
+    state = torch.from_file(str(file), shared=False, size=flat.numel(), dtype=flat.dtype)
+    return state.to(flat.device, copy=True)
 
 
-def _to(kept: dict[str, Any], flat: torch.Tensor) -> dict[str, Any]:
+def _moved(states: dict[str, Any], flat: torch.Tensor) -> dict[str, Any]:
     return {
-        name: each.to(flat.device) if torch.is_tensor(each) else each for name, each in kept.items()
+        name: state.to(flat.device) if torch.is_tensor(state) else state
+        for name, state in states.items()
     }

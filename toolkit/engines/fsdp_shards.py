@@ -17,9 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from toolkit.errors import UsageError
 
@@ -33,7 +36,7 @@ def write_shards(folder: Path, states: dict[str, Any]) -> None:
         ShardError: on every rank, with the error of the first that could not.
     """
     with _as_errors():
-        dcp.save(states, storage_writer=dcp.FileSystemWriter(str(folder)))
+        save(states, storage_writer=FileSystemWriter(str(folder)))
 
 
 def read_shards(folder: Path, states: dict[str, Any]) -> None:
@@ -45,7 +48,7 @@ def read_shards(folder: Path, states: dict[str, Any]) -> None:
     """
     with _as_errors():
         reader = _Reader(str(folder), _read_list(folder / LIST))
-        dcp.load(states, storage_reader=reader, planner=_Planner())
+        load(states, storage_reader=reader, planner=_Planner())
 
 
 class ShardError(RuntimeError):
@@ -83,7 +86,7 @@ def _read_list(file: Path) -> metadata.Metadata:
     return listed
 
 
-class _Reader(dcp.FileSystemReader):
+class _Reader(FileSystemReader):
     """Uses the list that was read before: of an error in it torch would only log a warning."""
 
     def __init__(self, folder: str, listed: metadata.Metadata) -> None:
@@ -96,7 +99,7 @@ class _Reader(dcp.FileSystemReader):
         return self._listed
 
 
-class _Planner(dcp.DefaultLoadPlanner):
+class _Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         torch.load(value, weights_only=True)  # raises where the line below would run code
         value.seek(0)

@@ -88,7 +88,7 @@ class Recorder:
         self._optimizer: Any = None
         self._clock.watch_builds(asked.strategy)
         self._probed: list[int] = []
-        self._found_inf: torch.Tensor | None = None
+        self._found_inf: torch.Tensor | bool | None = None
         self._undo: list[Undo] = []
 
     # What a training loop calls
@@ -583,7 +583,7 @@ class _Step:
         grad_norm: Any,
         learning_rate: float,
         skipped: bool,
-        found_inf: torch.Tensor | None,
+        found_inf: torch.Tensor | bool | None,
     ) -> None:
         self.batches = batches
         self.grad_norm = grad_norm
@@ -598,9 +598,10 @@ class _Step:
         return sum(batch.tokens for batch in self.batches)
 
     def sample_ids(self) -> list[int] | None:
-        if any(batch.sample_ids is None for batch in self.batches):
+        known = [batch.sample_ids for batch in self.batches if batch.sample_ids is not None]
+        if len(known) < len(self.batches):
             return None
-        return [int(i) for batch in self.batches for i in batch.sample_ids.tolist()]
+        return [int(sample_id) for ids in known for sample_id in ids.tolist()]
 
     @property
     def skipped(self) -> bool:

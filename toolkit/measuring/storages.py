@@ -149,7 +149,7 @@ class _Reference(weakref.ref[torch.UntypedStorage]):
     __slots__ = ("key",)
 
     def __init__(self, storage: torch.UntypedStorage, gone: Callable[[Any], None]) -> None:
-        super().__init__(storage, gone)
+        super().__init__(storage, gone)  # pyright: ignore[reportCallIssue]: typeshed has __new__
         self.key = storage._cdata
 
 

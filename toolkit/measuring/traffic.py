@@ -296,9 +296,10 @@ def ring_factor(kind: str, ranks: int) -> float:
 def _ranks_of(given: dict[str, Any]) -> int:
     if "group_size" in given:
         return int(given["group_size"])
-    group = given.get("process_group", given.get("group_name"))
+    group: Any = given.get("process_group", given.get("group_name"))
     if isinstance(group, str):
-        group = torch.distributed.distributed_c10d._resolve_process_group(group)
+        c10d: Any = torch.distributed.distributed_c10d
+        group = c10d._resolve_process_group(group)
     if isinstance(group, torch.ScriptObject):
         group = ProcessGroup.unbox(group)
     return group.size()
