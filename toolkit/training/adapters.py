@@ -1,7 +1,7 @@
-"""Adapters: put beside frozen weights, alike under every strategy, and saved whole.
+"""Adapters: attached to frozen weights, alike under every strategy, and saved whole.
 
-They are put into the model's own modules, not around it: its layers keep their names and classes,
-by which FSDP2 finds what to shard and the Trainer what to decay.
+They are attached inside the model's own modules, not in a wrapper around it: its layers keep their
+names and classes, by which FSDP2 finds the modules to shard and the Trainer the weights to decay.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ ADAPTER_FILE: Final = "adapter_model.safetensors"
 MATRICES: Final = ("lora_A", "lora_B")
 
 PREFIX: Final = "base_model.model."
-"""In front of every name in an adapter's file: peft loads it into a model that it wraps."""
+"""Prefix of every name in an adapter's file: peft loads it into a model that it wraps."""
 
 
 class AdapterError(RuntimeError):
-    """What was gathered is not the whole adapter."""
+    """The gathered weights are not the whole adapter, or were not written as they are."""
 
 
 def load_for(
     method: Method, arguments: ModelArguments, folder: str | Path, *, seed: int, start: Path | None
 ) -> Any:
-    """Return the model in `folder` as `method` trains it: frozen, packed, adapted or as it is.
+    """Return the model in `folder`, ready to be trained by `method`.
 
     Args:
-        method: What is trained.
-        arguments: How the model is loaded.
-        folder: Where it lies.
-        seed: Of what adapters begin with.
-        start: Where to write what they begin with; None on ranks that don't.
+        method: Full, lora or qlora.
+        arguments: The flags of the model.
+        folder: The model's local folder.
+        seed: Of the adapters' initial weights.
+        start: The file for those weights; None on ranks that don't write it.
 
     Raises:
         UsageError: the folder doesn't hold a causal LM that can be loaded.
@@ -64,15 +64,12 @@ def load_for(
 
 
 def attach_adapters(model: Any, method: Method, *, seed: int) -> None:
-    """Freeze a model, and put adapters beside the layers of `method`.
-
-    Every rank and every strategy begins with the same ones: they are drawn on the CPU, from a
-    state of their own, whatever loading the model has drawn before.
+    """Freeze a model, and attach adapters to the layers of `method`.
 
     Args:
         model: As loaded; its weights may be partitioned by `zero.Init` or missing on this rank.
         method: Lora or qlora.
-        seed: Of what is drawn.
+        seed: Of the adapters' initial weights.
     """
     from peft import LoraConfig
     from peft.tuners.tuners_utils import cast_adapter_dtype
@@ -87,21 +84,23 @@ def attach_adapters(model: Any, method: Method, *, seed: int) -> None:
         task_type="CAUSAL_LM",
         revision=method.base_revision,
     )
+    # Drawn on the CPU, from a seed of their own: loading the model draws otherwise from strategy to
+    # strategy, and every rank and every strategy has to begin with the same adapters.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model.add_adapter(config, ADAPTER)
     model.peft_config[ADAPTER].base_model_name_or_path = method.base_model
-    # As peft's own wrapper does it. FSDP2 wants one dtype of all that is trained.
+    # As peft's own wrapper does it: FSDP2 wants all trained weights in one dtype.
     cast_adapter_dtype(model, ADAPTER)
     adapted = {name for name, _ in adapted_modules(model)}
     assert adapted == set(method.layers), adapted ^ set(method.layers)
 
 
 def _targets(model: Any, method: Method) -> list[str]:
-    """Return names for peft: the last parts where they mean these layers alone, else whole ones."""
-    last = {name.rpartition(".")[2] for name in method.layers}
-    meant = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last}
-    return sorted(last if meant == set(method.layers) else method.layers)
+    """Return names for peft: last parts if they select these layers alone, else whole names."""
+    last_parts = {name.rpartition(".")[2] for name in method.layers}
+    selected = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last_parts}
+    return sorted(last_parts if selected == set(method.layers) else method.layers)
 
 
 def adapted_modules(model: Any) -> Iterator[tuple[str, Any]]:
@@ -114,7 +113,7 @@ def adapted_modules(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def is_turned(layer: Any) -> bool:
-    """Whether a layer keeps its weights inputs first, as GPT-2's do, packed or not."""
+    """Whether a layer's weights are [inputs, outputs], as GPT-2's are, packed or not."""
     from transformers.pytorch_utils import Conv1D
 
     return isinstance(layer, Conv1D) or issubclass(getattr(layer, "source_cls", object), Conv1D)
@@ -127,7 +126,7 @@ def adapter_config(model: Any) -> Any | None:
 
 
 def has_lora(model: Any) -> bool:
-    """Whether a model has LoRA adapters: ours, or those of somebody's `PeftModel`."""
+    """Whether a model has LoRA adapters: the toolkit's, or those of a user's `PeftModel`."""
     config = adapter_config(model)
     return config is not None and str(getattr(config.peft_type, "value", "")) == "LORA"
 
@@ -141,21 +140,21 @@ def write_adapter(
         model: Unwrapped.
         weights: Every trained weight, whole, by its name in the model.
         folder: To write into.
-        tokenizer: Saved along, with its chat template.
+        tokenizer: Saved with the adapter and its chat template.
 
     Raises:
-        AdapterError: a weight is missing, empty or torn, or came back otherwise.
+        AdapterError: a weight is missing, or not whole, or was read back with other values.
     """
     from peft import PeftConfig
 
-    held = dict(weights)
-    _check_whole(model, held)
-    tensors = _by_peft_names(model, held)
+    gathered = dict(weights)
+    _check_whole(model, gathered)
+    tensors = _by_peft_names(model, gathered)
     save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
     config = copy.copy(adapter_config(model))
     assert config is not None
     config.inference_mode = True
-    if isinstance(config.target_modules, set):
+    if isinstance(config.target_modules, set):  # in an order of its own in every process
         config.target_modules = sorted(config.target_modules)
     config.save_pretrained(str(folder))
     if tokenizer is not None:
@@ -168,11 +167,11 @@ def write_adapter(
 
 
 def write_start(model: Any, file: Path) -> None:
-    """Write the adapters as they are before training, by the names that a saved one has.
+    """Write the adapters as they are before training, by the names of a saved adapter.
 
     Args:
         model: Not wrapped yet; this rank holds its adapters whole.
-        file: Its folder is made.
+        file: The file; its folder is created.
     """
     trained = {
         name: parameter.detach().cpu()
@@ -183,35 +182,40 @@ def write_start(model: Any, file: Path) -> None:
     save_file(_by_peft_names(model, trained), file, metadata={"format": "pt"})
 
 
-def _by_peft_names(model: Any, held: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+def _by_peft_names(
+    model: Any, weights: Mapping[str, torch.Tensor | None]
+) -> dict[str, torch.Tensor]:
     """Return the trained weights under the names that peft loads them by."""
     from peft import PeftModel, get_peft_model_state_dict
 
     # Left to choose, peft 0.21 looks into the base model for embeddings to save along.
     named = get_peft_model_state_dict(
-        model, state_dict=held, adapter_name=_active(model), save_embedding_layers=False
+        model, state_dict=weights, adapter_name=_active(model), save_embedding_layers=False
     )
-    if len(named) != len(held):
-        raise AdapterError(f"{len(held)} weights are trained, and peft saves {len(named)} of them")
+    if len(named) != len(weights):
+        raise AdapterError(
+            f"{len(weights)} weights are trained, and peft saves {len(named)} of them"
+        )
     prefix = "" if isinstance(model, PeftModel) else PREFIX
     return {prefix + name: tensor.contiguous() for name, tensor in named.items()}
 
 
-def _check_whole(model: Any, held: Mapping[str, torch.Tensor | None]) -> None:
+def _check_whole(model: Any, gathered: Mapping[str, torch.Tensor | None]) -> None:
     """Raise AdapterError unless every trained weight was gathered, in its whole shape."""
-    wanted = {
+    expected = {
         plain_name(name): shape_of(parameter)
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
-    for name, shape in wanted.items():
-        tensor = held.get(name)
-        found = "missing" if tensor is None else tuple(tensor.shape)
-        if found != shape or 0 in shape:
-            raise AdapterError(f"{name} is {found} after gathering, and should be {shape}")
+    for name, shape in expected.items():
+        tensor = gathered.get(name)
+        actual = "missing" if tensor is None else tuple(tensor.shape)
+        if actual != shape or 0 in shape:
+            raise AdapterError(f"{name} is {actual} after gathering, and should be {shape}")
+    adapter = _active(model)
     for name, layer in adapted_modules(model):
-        names = {f"{plain_name(name)}.{part}.{_active(model)}.weight" for part in MATRICES}
-        if _active(model) in getattr(layer, "lora_A", ()) and not names <= wanted.keys():
+        names = {f"{plain_name(name)}.{matrix}.{adapter}.weight" for matrix in MATRICES}
+        if adapter in getattr(layer, "lora_A", ()) and not names <= expected.keys():
             raise AdapterError(f"{name} does not train both of its matrices")
 
 

@@ -1,7 +1,7 @@
-"""Whether a folder holds a causal LM, with the weights that its config describes.
+"""Checks that a folder holds a causal LM, with the weights that its config describes.
 
-`from_pretrained` builds what the config says, leaves out weights that have no place in it, and
-draws those that are missing: a model with fewer layers or with another head trains without a word.
+`from_pretrained` builds the model of the config, drops weights that have no place in it, and draws
+those that are missing at random: a model with fewer layers or another head trains without an error.
 Names and shapes are compared before anything is loaded, on the meta device.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 SHOWN: Final = 4
-"""Weights that an error names; of the others it says how many."""
+"""Weights that an error names; the others are counted."""
 
 TASKS: Final = {
     "ForMaskedLM": "a masked language model",
@@ -34,32 +34,32 @@ TASKS: Final = {
 }
 
 LOOKS_AHEAD: Final = {"bert-generation", "cpmant", "xlnet"}
-"""Families without a masked language model whose attention sees later tokens all the same."""
+"""Families whose attention sees later tokens, though they have no masked language model."""
 
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return what config.json says.
+    """Return the contents of config.json.
 
     Raises:
         UsageError: it is missing, or no JSON object.
     """
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        why = _wrong_in(config)
+        problem = _wrong_in(config)
     except (OSError, ValueError, RecursionError) as error:
-        why = sentence_of(error)
-    if why is not None:
-        raise UsageError(f"{folder} has no readable config.json, so it is not a model: {why}")
+        problem = sentence_of(error)
+    if problem is not None:
+        raise UsageError(f"{folder} has no readable config.json, so it is not a model: {problem}")
     return config
 
 
 def count_parameters(folder: Path) -> int | None:
-    """Return the numbers in the safetensors files, by their headers; None where there are none.
+    """Return the number of parameters in the safetensors files; None where there are no files.
 
     Raises:
-        UsageError: naming the file that is cut off or damaged.
+        UsageError: a file is cut off or damaged.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -80,7 +80,7 @@ def count_parameters(folder: Path) -> int | None:
 
 
 def _wrong_in(config: Any) -> str | None:
-    """Return which of the types that are relied on before transformers reads it are others."""
+    """Return the first type in a config that the toolkit could not read; None: all are right."""
     if not isinstance(config, dict):
         return "it holds no object."
     for name in ("text_config", "quantization_config", "auto_map"):
@@ -98,7 +98,7 @@ def check_loadable(folder: str | Path, *, trust_remote_code: bool = False) -> No
     """Check that a folder holds a causal LM, and that its weights are those of its config.
 
     Raises:
-        UsageError: it holds another sort of model, an encoder among them; or weights are missing,
+        UsageError: it holds another kind of model, such as an encoder; or weights are missing,
             left over or of another shape.
     """
     folder = Path(folder)
@@ -119,9 +119,9 @@ def check_loadable(folder: str | Path, *, trust_remote_code: bool = False) -> No
 
 @contextmanager
 def _any_error_named(folder: Path) -> Iterator[None]:
-    """Turn what goes wrong in other people's files into a UsageError, whatever it is.
+    """Turn every error that a model's files cause into a UsageError.
 
-    A config of the wrong types raises whatever the model's code stumbles over.
+    Any class of error: with wrong types in its config, the model's code fails at any line.
     """
     try:
         yield
@@ -146,24 +146,20 @@ def _refuse_other_tasks(folder: Path, config: PreTrainedConfig, trust_remote_cod
 
     if trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         return
-    kind = config.model_type
-    causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    family = config.model_type
+    causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family)
     name = next(iter(config.architectures or ()), None)
     task = next((task for end, task in TASKS.items() if (name or "").endswith(end)), None)
     if config.is_encoder_decoder:
         task = "an encoder-decoder"
-    # The base model has a head or not: its weights tell. Generators of text from images and text
-    # are causal LMs, and names that transformers does not have are older ones of the same family.
-    fits = {causal, modeling_auto.MODEL_MAPPING_NAMES.get(kind)}
-    other = hasattr(transformers, name or "") and name not in fits
-    if (
-        causal is None
-        or config.is_encoder_decoder
-        or task
-        or (other and not str(name).endswith("ForConditionalGeneration"))
-    ):
+    # A name of the base model is accepted: whether there is a head, its weights show. Generators of
+    # text from images and text are causal LMs, and names that transformers does not have are older
+    # ones of the same family.
+    accepted = {causal, modeling_auto.MODEL_MAPPING_NAMES.get(family)}
+    is_other = hasattr(transformers, name or "") and name not in accepted
+    if causal is None or task or (is_other and not str(name).endswith("ForConditionalGeneration")):
         raise UsageError(
-            f"{folder} holds {name or kind}, {task or 'which is no causal LM'}, and the toolkit "
+            f"{folder} holds {name or family}, {task or 'which is no causal LM'}, and the toolkit "
             "trains causal LMs alone: its weights were made for something else, and a head for "
             "tokens would be new and random. Pass a causal LM, whose config.json names a class "
             "such as LlamaForCausalLM."
@@ -183,17 +179,16 @@ def _refuse_looking_ahead(folder: Path, config: PreTrainedConfig) -> None:
     decodes = getattr(text, "is_decoder", False) or getattr(text, "causal", False)
     both_ways = getattr(text, "use_bidirectional_attention", None) in (True, "all")
     if both_ways or not getattr(text, "is_causal", True):
-        why, otherwise = "whose config.json turns on attention in both directions", ""
+        kind, remedy = "whose config.json turns on attention in both directions", ""
     elif is_encoder and not decodes:
-        why = "an encoder"
-        otherwise = ', or set "is_decoder": true in its config.json to make it one'
+        kind = "an encoder"
+        remedy = ', or set "is_decoder": true in its config.json to make it one'
     else:
         return
     name = next(iter(config.architectures or ()), config.model_type)
     raise UsageError(
-        f"{folder} holds {name}, {why}: each token sees those after it, so as a causal LM it would "
-        "learn to copy them. Pass a decoder, such as a Llama, Qwen or GPT-2"
-        f"{otherwise}."
+        f"{folder} holds {name}, {kind}: each token sees those after it, so as a causal LM it "
+        f"would learn to copy them. Pass a decoder, such as a Llama, Qwen or GPT-2{remedy}."
     )
 
 
@@ -205,7 +200,7 @@ def _matched(folder: Path, trust_remote_code: bool) -> tuple[PreTrainedModel, Ma
     from toolkit.engines.loading import outside_of_engines
 
     verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()  # it would warn of what is named below
+    logging.set_verbosity_error()  # the same findings, as warnings
     logging.disable_progress_bar()
     try:
         with outside_of_engines():
@@ -231,8 +226,8 @@ def _findings(model: PreTrainedModel, report: Mapping[str, Any]) -> Iterator[str
     if missing:
         yield f"{_listed(missing)} are missing, and would be new and random"
     other = [
-        f"{name} ({list(there)} where the config says {list(wanted)})"
-        for name, there, wanted in sorted(report["mismatched_keys"])
+        f"{name} ({list(in_files)} where the config says {list(in_config)})"
+        for name, in_files, in_config in sorted(report["mismatched_keys"])
     ]
     if other:
         yield f"{_listed(other)} have another shape"
@@ -244,12 +239,12 @@ def _findings(model: PreTrainedModel, report: Mapping[str, Any]) -> Iterator[str
 
 
 def _left_out(unexpected: Sequence[str], names: set[str]) -> Iterator[str]:
-    """Yield weights of the files that belong to this model and are not in it.
+    """Yield weights of the files that should be in this model and are not.
 
-    Those are of layers like its own, and those beside a weight that one of its layers has. Heads
-    for other tasks, buffers of older versions and layers of another sort are none of it.
+    Those of layers like its own, and those of a module that it has. Heads for other tasks, buffers
+    of older versions and layers of another kind should not.
     """
-    own = {_NUMBER.sub("*", name) for name in names}
+    patterns = {_NUMBER.sub("*", name) for name in names}
     modules = {name.rpartition(".")[0] for name in names}
     by_layer: dict[str, list[str]] = {}
     for name in unexpected:
@@ -258,7 +253,7 @@ def _left_out(unexpected: Sequence[str], names: set[str]) -> Iterator[str]:
         elif number := _NUMBER.search(name):
             by_layer.setdefault(name[: number.end()], []).append(name)
     for weights in by_layer.values():
-        if {_NUMBER.sub("*", name) for name in weights} <= own:
+        if {_NUMBER.sub("*", name) for name in weights} <= patterns:
             yield from weights
 
 

@@ -1,12 +1,12 @@
-"""What a method trains of one model, checked before anything is loaded.
+"""The training method for one model (full, lora, qlora), checked before anything is loaded.
 
-The layers are found in the model's skeleton: the same classes, without memory for weights.
+Layers that get adapters are found in the model's skeleton: the same classes, without memory for
+weights.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from toolkit.environment import check_installed
 from toolkit.errors import UsageError, sentence_of
 from toolkit.strategies import COMPUTE_DTYPES
 from toolkit.training.arguments import ModelArguments
+from toolkit.training.loadable import read_config
 from toolkit.training.method_arguments import ALL_LINEAR, MethodArguments
 
 if TYPE_CHECKING:
@@ -25,16 +26,16 @@ if TYPE_CHECKING:
     from toolkit.training.model import ModelFacts
 
 MOST_UNPACKED = 0.5
-"""The part of a model's weights that --method qlora may leave as they are."""
+"""The largest part of a model's weights that --method qlora may leave unpacked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """What is trained, and how what is not is loaded."""
+    """The weights that are trained, and the dtypes in which all of them are loaded."""
 
     arguments: MethodArguments
     dtype: str
-    """The dtype that weights are loaded in; trained ones of adapters are in fp32."""
+    """The dtype that weights are loaded in; adapters are in fp32."""
 
     storage: str | None
     """The dtype that 4-bit weights are stored in; None where there are none."""
@@ -43,16 +44,16 @@ class Method:
     """Names of the layers with adapters."""
 
     trained_parameters: int | None
-    """None where a model that is trained whole has no safetensors to count them in."""
+    """None where a model that is trained whole has no safetensors to count."""
 
     base_model: str
-    """What a saved adapter names as its model: a Hub name, or an absolute path."""
+    """The model that a saved adapter names: a Hub name, or an absolute path."""
 
     base_revision: str | None
 
-    unreached: float = 0.0
-    """Part of the weights beside embeddings and head that lies in no linear layer but in matrices
-    of experts, fused into one tensor: they get no adapters, and are not packed."""
+    fused_experts: float = 0.0
+    """Part of the weights beside embeddings and head, 0 to 1, that fused experts hold: they are no
+    linear layers, so they get no adapters and are not packed."""
 
     @property
     def trained_dtype(self) -> str:
@@ -64,16 +65,16 @@ class Method:
         return self.arguments.facts() | {
             "dtype": self.dtype,
             "quant_storage": self.storage,
-            "fused_experts": round(self.unreached, 4) if self.unreached else None,
+            "fused_experts": round(self.fused_experts, 4) if self.fused_experts else None,
         }
 
     def notes(self) -> list[str]:
-        """Return what the user should be told before anything is loaded."""
-        if not self.unreached:
+        """Return notes for the user, before anything is loaded."""
+        if not self.fused_experts:
             return []
         kept = "no adapters" if self.storage is None else "no adapters, and stay unpacked"
         return [
-            f"--method {self.arguments.method}: the fused experts, {self.unreached:.0%} of the "
+            f"--method {self.arguments.method}: the fused experts, {self.fused_experts:.0%} of the "
             f"weights beside embeddings and head, are no linear layers: they get {kept}"
         ]
 
@@ -85,22 +86,22 @@ def checked_method(
     *,
     precision: str,
 ) -> Method:
-    """Return what `arguments` train of a model.
+    """Return the method for a model.
 
     Args:
-        arguments: The method.
-        model: As the user named it.
+        arguments: The flags of the method.
+        model: The flags of the model.
         facts: Of that model.
-        precision: What is computed in: `no`, `bf16` or `fp16`.
+        precision: Of the computation: `no` (fp32), `bf16` or `fp16`.
 
     Raises:
-        UsageError: the method doesn't fit the model, or the dtypes each other.
+        UsageError: the method doesn't fit the model, or the dtypes don't fit each other.
     """
     folder, computed = Path(facts.path), COMPUTE_DTYPES[precision]
     dtype = model.dtype or ("float32" if arguments.is_full else computed)
     _refuse_quantised(folder)
     layers: dict[str, int] = {}
-    unreached = 0.0
+    fused = 0.0
     if not arguments.is_full:
         check_installed("peft")
         if precision != "no" and dtype not in ("float32", computed):
@@ -109,11 +110,17 @@ def checked_method(
                 f"{arguments.method}. Leave --dtype out, or pass {computed} or float32."
             )
         bare = skeleton(folder, trust_remote_code=model.trust_remote_code)
-        layers, unreached = adapted_layers(bare, arguments), fused_share(bare)
+        layers, fused = adapted_layers(bare, arguments), fused_share(bare)
         if arguments.method == "qlora":
             from toolkit.training.quantized import check_bitsandbytes
 
-            _refuse_unpacked(bare, unreached)
+            if fused > MOST_UNPACKED:
+                raise UsageError(
+                    f"--method qlora would leave {fused:.0%} of the weights of "
+                    f"{type(bare).__name__} (beside embeddings and head) as they are: its experts "
+                    "are fused into single tensors, and bitsandbytes packs linear layers only. "
+                    "Pass --method lora, or a model without experts."
+                )
             check_bitsandbytes()
     name = model.model_name_or_path
     is_local = name is None or Path(name).expanduser().is_dir()
@@ -125,7 +132,7 @@ def checked_method(
         trained_parameters=facts.parameters if arguments.is_full else sum(layers.values()),
         base_model=str(folder.absolute()) if is_local else str(name),
         base_revision=None if is_local else model.model_revision,
-        unreached=unreached,
+        fused_experts=fused,
     )
 
 
@@ -135,6 +142,8 @@ def check_strategy(method: Method, strategy: Strategy, *, precision: str) -> Non
     Raises:
         UsageError: it can't.
     """
+    # FSDP2 and DDP leave frozen weights as they are; DeepSpeed casts all to the dtype that it
+    # computes in.
     if method.arguments.is_full or strategy.backend != "deepspeed":
         return
     if precision == "no" and method.dtype != "float32":
@@ -165,21 +174,25 @@ def skeleton(folder: str | Path, *, trust_remote_code: bool = False) -> PreTrain
 
 
 def adapted_layers(model: PreTrainedModel, arguments: MethodArguments) -> dict[str, int]:
-    """Return the layers that get adapters, with the parameters of each one's adapter.
+    """Return the layers that get adapters, with the number of parameters of each adapter.
 
     Args:
         model: Its skeleton is enough.
-        arguments: Which layers, and the rank.
+        arguments: Names of the layers, and the rank.
 
     Raises:
         UsageError: a name is no linear layer's, or only the output head's.
     """
     linear = _linear_layers(model)
-    asked = arguments.lora_target_modules
+    targets = arguments.lora_target_modules
     chosen = linear
-    if asked != [ALL_LINEAR]:
-        _refuse_unknown(model, linear, asked)
-        chosen = {name: size for name, size in linear.items() if _is_one_of(name, asked)}
+    if targets != [ALL_LINEAR]:
+        _refuse_unknown(model, linear, targets)
+        chosen = {
+            name: size
+            for name, size in linear.items()
+            if any(_matches(name, target) for target in targets)
+        }
     if not chosen:
         raise UsageError(
             f"{type(model).__name__} has no linear layers beside its head, so there is nothing "
@@ -211,58 +224,45 @@ def fused_share(model: PreTrainedModel) -> float:
     return fused / total if total else 0.0
 
 
-def _refuse_unpacked(model: PreTrainedModel, fused: float) -> None:
-    """Raise UsageError where bitsandbytes, which packs linear layers, would leave most weights."""
-    if fused > MOST_UNPACKED:
-        raise UsageError(
-            f"--method qlora would leave {fused:.0%} of the weights of {type(model).__name__} "
-            "(beside embeddings and head) as they are: its experts are fused into single tensors, "
-            "and bitsandbytes packs linear layers only. Pass --method lora, or a model without "
-            "experts."
-        )
-
-
 def _linear_layers(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
     """Return inputs and outputs of every linear layer but the output head, by name."""
     from torch.nn import Linear
     from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings()
-    found: dict[str, tuple[int, int]] = {}
+    sizes: dict[str, tuple[int, int]] = {}
     for name, module in model.named_modules():
         if module is head:
             continue
         if isinstance(module, Linear):
-            found[name] = (module.in_features, module.out_features)
-        elif isinstance(module, Conv1D):
-            found[name] = (module.nx, module.nf)
-    return found
+            sizes[name] = (module.in_features, module.out_features)
+        elif isinstance(module, Conv1D):  # of GPT-2 and its like
+            sizes[name] = (module.nx, module.nf)
+    return sizes
 
 
-def _is_one_of(name: str, asked: list[str]) -> bool:
-    """Whether peft takes the layer for one of those asked for: by its name, or its last parts."""
-    return any(name == one or name.endswith(f".{one}") for one in asked)
+def _matches(name: str, target: str) -> bool:
+    """Whether peft takes a layer for the target: by its whole name, or its last parts."""
+    return name == target or name.endswith(f".{target}")
 
 
-def _refuse_unknown(model: PreTrainedModel, linear: Mapping[str, Any], asked: list[str]) -> None:
-    """Raise UsageError for names of no linear layer, all of them, with what is near."""
+def _refuse_unknown(model: PreTrainedModel, linear: Mapping[str, Any], targets: list[str]) -> None:
+    """Raise UsageError for targets that are no linear layer, all of them, with similar names."""
     known = sorted({name.rpartition(".")[2] for name in linear})
-    others = {name for name, _ in model.named_modules()} - linear.keys()
     head = model.get_output_embeddings()
-    heads = {name for name, module in model.named_modules() if module is head}
     findings: list[str] = []
-    for one in asked:
-        if any(_is_one_of(name, [one]) for name in linear):
+    for target in targets:
+        modules = {name: part for name, part in model.named_modules() if _matches(name, target)}
+        if modules.keys() & linear.keys():
             continue
-        if any(_is_one_of(name, [one]) for name in heads):
-            findings.append(f"{one} is the output head, which gets no adapter")
-            continue
-        if any(_is_one_of(name, [one]) for name in others):
-            findings.append(f"{one} is no linear layer with weights of its own")
-            continue
-        near = difflib.get_close_matches(one, known, n=2)
-        hint = f" (near: {', '.join(near)})" if near else ""
-        findings.append(f"{one} is no layer of {type(model).__name__}{hint}")
+        if any(module is head for module in modules.values()):
+            findings.append(f"{target} is the output head, which gets no adapter")
+        elif modules:
+            findings.append(f"{target} is no linear layer with weights of its own")
+        else:
+            near = difflib.get_close_matches(target, known, n=2)
+            hint = f" (near: {', '.join(near)})" if near else ""
+            findings.append(f"{target} is no layer of {type(model).__name__}{hint}")
     if findings:
         raise UsageError(
             f"--lora_target_modules: {'; '.join(findings)}. Its linear layers are "
@@ -271,12 +271,11 @@ def _refuse_unknown(model: PreTrainedModel, linear: Mapping[str, Any], asked: li
 
 
 def _refuse_quantised(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    found = config.get("quantization_config")
-    if found is not None:
+    quantization = read_config(folder).get("quantization_config")
+    if quantization is not None:
+        kind = quantization.get("quant_method", "by a method that config.json does not name")
         raise UsageError(
-            f"The weights in {folder} are quantised already ("
-            f"{found.get('quant_method', 'by a method that config.json does not name')}), and no "
-            "strategy here trains or shards such a checkpoint. Pass the model that it was made "
-            "from; --method qlora packs that in 4 bits as it loads it."
+            f"The weights in {folder} are quantised already ({kind}), and no strategy here trains "
+            "or shards such a checkpoint. Pass the model that it was made from; --method qlora "
+            "packs that in 4 bits as it loads it."
         )

@@ -1,7 +1,7 @@
-"""The model and its tokenizer: a small Llama that is built here, or any causal LM.
+"""The model: a small Llama that is built here, or any causal LM, in a local folder.
 
-Every strategy loads them by `from_pretrained` from a local folder, the built-in model as well,
-so that sharded loading and `zero.Init` do what they do with any other model.
+Every strategy loads it by `from_pretrained`, the built-in model as well, so that sharded loading
+and `zero.Init` work as with any other model.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ logger = logging.getLogger(__name__)
 BUILT_IN_MODEL = "small-llama"
 
 _RECIPE = 2
-"""To be raised with any change to the built-in model or its tokenizer."""
+"""Part of the cached folder's name: raise it with any change to the model or its tokenizer."""
 
 NEEDED = {"--model_name_or_path": "config.json", "--tokenizer_name": "tokenizer*"}
-"""What a folder has to hold that one of these flags names."""
+"""The file that a folder has to hold for each of these flags."""
 
 _SEED = 20
 # Sizes are multiples of 64: bitsandbytes 0.50 quantizes other rows wrongly on a CPU.
@@ -52,7 +52,7 @@ _SPECIAL_TOKENS = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What can be said of a model without loading its weights."""
+    """Facts of a model that are known without loading its weights."""
 
     path: str
     hidden_size: int | None
@@ -74,10 +74,10 @@ def resolve_model(arguments: ModelArguments) -> str:
     Raises:
         UsageError: there is no such folder, or the Hub can't give it.
     """
-    name, flag = arguments.model_name_or_path, "--model_name_or_path"
+    name = arguments.model_name_or_path
     if name is None:
         return str(build_model())
-    return local_folder(flag, name) or _download(name, flag=flag, revision=arguments.model_revision)
+    return _resolve("--model_name_or_path", name, revision=arguments.model_revision)
 
 
 def resolve_tokenizer(arguments: ModelArguments) -> str:
@@ -86,10 +86,12 @@ def resolve_tokenizer(arguments: ModelArguments) -> str:
     Raises:
         UsageError: there is no such folder, or the Hub can't give it.
     """
-    name, flag = arguments.tokenizer_name, "--tokenizer_name"
-    if name is None:
-        return resolve_model(arguments)
-    return local_folder(flag, name) or _download(name, flag=flag)
+    name = arguments.tokenizer_name
+    return resolve_model(arguments) if name is None else _resolve("--tokenizer_name", name)
+
+
+def _resolve(flag: str, name: str, *, revision: str = "main") -> str:
+    return local_folder(flag, name) or _download(flag, name, revision=revision)
 
 
 def build_model() -> Path:
@@ -118,10 +120,10 @@ def load_model(
     weights to be sharded while they are loaded; those in 4 bits are loaded whole.
 
     Args:
-        arguments: How it is loaded.
-        folder: Where it lies.
+        arguments: The flags of the model.
+        folder: The model's local folder.
         dtype: Of the weights, unless `arguments` name another.
-        packed: What `in_4_bits` of training/quantized.py returns; None: loaded as they are.
+        packed: The result of `quantized.in_4_bits`; None: weights are loaded as they are.
 
     Raises:
         UsageError: the folder doesn't hold a causal LM that can be loaded.
@@ -148,12 +150,11 @@ def load_model(
 
 
 def model_facts(folder: str | Path) -> ModelFacts:
-    """Return what config.json and the headers of the weights say, without loading weights."""
+    """Return the facts in config.json and in the headers of the weights."""
     folder = Path(folder)
     config = read_config(folder)
-    # Models of text and images keep the part that matters here below this name.
-    text = config.get("text_config")
-    text = text if isinstance(text, dict) else config
+    # Models of text and images keep the config of their text part under this name.
+    text = config.get("text_config") or config
     return ModelFacts(
         path=str(folder),
         hidden_size=_first(text, "hidden_size", "n_embd", "d_model"),
@@ -198,14 +199,14 @@ def local_folder(flag: str, name: str) -> str | None:
         name: Its value.
 
     Raises:
-        UsageError: it can only be meant as a folder here, and there is none with what is needed.
+        UsageError: the value is a path, of no folder or of one without the needed file.
     """
-    needs = NEEDED[flag]
+    needed = NEEDED[flag]
     path = Path(name).expanduser()
     if path.is_dir():
-        if not any(path.glob(needs)):
+        if not any(path.glob(needed)):
             raise UsageError(
-                f"{flag} {name} is a folder without {needs}: pass a folder that `save_pretrained` "
+                f"{flag} {name} is a folder without {needed}: pass a folder that `save_pretrained` "
                 "wrote, or a Hub name."
             )
         return str(path.absolute())
@@ -220,19 +221,19 @@ def local_folder(flag: str, name: str) -> str | None:
 
 
 def meant_as_path(name: str) -> bool:
-    """Whether a name is none of the Hub's, which are `name` or `owner/name`."""
+    """Whether a name has not the form of the Hub's names, `name` or `owner/name`."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
 
 
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt"]
 
 
-def _download(name: str, *, flag: str, revision: str = "main") -> str:
+def _download(flag: str, name: str, *, revision: str) -> str:
     """Return the folder of a Hub model in the Hub's own cache, which locks and resumes."""
     from huggingface_hub import snapshot_download
 
     def fetch(patterns: list[str]) -> Path:
-        # Folders below hold the same weights for other libraries.
+        # Subfolders hold the same weights for other libraries.
         return Path(
             snapshot_download(
                 name, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]
@@ -260,7 +261,7 @@ def _first(config: dict[str, Any], *names: str) -> int | None:
 def _decoder_layer(config: dict[str, Any]) -> str | None:
     import transformers
 
-    # A lazy module: unknown names (remote code) are only missing attributes.
+    # transformers imports lazily: an unknown name, of remote code, is a missing attribute.
     model_class = getattr(transformers, next(iter(config.get("architectures") or []), ""), None)
     layers = getattr(model_class, "_no_split_modules", None)
     return min(layers) if layers else None

@@ -1,7 +1,7 @@
-"""Weights in 4 bits: how they are loaded so that every strategy can shard them, and read whole.
+"""Weights in 4 bits: loaded so that every strategy can shard them, and unpacked again.
 
-Everything that depends on bitsandbytes' classes stands here (0.50; in transformers 5.23 and
-peft 0.21 by its own names). It is imported where weights are in 4 bits, and nowhere else.
+Only this module depends on bitsandbytes' classes (0.50), and it imports them where weights are in
+4 bits alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from toolkit.errors import UsageError
 
 OLDEST: Final = (0, 50)
-"""The first bitsandbytes that this was checked with; it also computes on a CPU."""
+"""The oldest bitsandbytes that the toolkit was checked with; it also computes on a CPU."""
 
 
 def check_bitsandbytes() -> None:
@@ -25,26 +25,26 @@ def check_bitsandbytes() -> None:
     """
     oldest = ".".join(map(str, OLDEST))
     try:
-        found = importlib.metadata.version("bitsandbytes")
+        version = importlib.metadata.version("bitsandbytes")
     except importlib.metadata.PackageNotFoundError:
         raise UsageError(
             "--method qlora loads weights in 4 bits by bitsandbytes, which is not installed: "
             "pip install 'toolkit[qlora]', or pass --method lora."
         ) from None
-    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
         raise UsageError(
-            f"--method qlora needs bitsandbytes {oldest} or newer, and this is {found}: "
+            f"--method qlora needs bitsandbytes {oldest} or newer, and this is {version}: "
             "pip install -U 'toolkit[qlora]'."
         )
 
 
 def in_4_bits(storage: str) -> Any:
-    """Return how transformers is to load the weights: NF4, and the scales quantised as well.
+    """Return transformers' config for loading weights as NF4, with quantised scales.
 
     Args:
-        storage: The dtype that packed weights are stored in and multiplied with. A floating one,
-            since FSDP2 and ZeRO-3 shard no others; that of the computing, since both cast
-            whatever floats to it, and packed weights are no numbers to be cast.
+        storage: The dtype that packed weights are stored in, and computed with. A floating one,
+            since FSDP2 and ZeRO-3 shard no others; that of the computation, since both cast every
+            floating tensor to it, which would destroy packed weights of another dtype.
     """
     from transformers import BitsAndBytesConfig
 
@@ -59,29 +59,29 @@ def in_4_bits(storage: str) -> Any:
 
 
 def dequantised(layer: Any, packed: torch.Tensor) -> torch.Tensor:
-    """Return the weights that the packed ones of a layer stand for, where its scales are.
+    """Return the unpacked weights of a layer, on the device of its scales.
 
     Args:
-        layer: Whose scales they are.
-        packed: All of them, gathered.
+        layer: The layer, which has the scales.
+        packed: Its packed weights, gathered whole.
 
     Returns:
-        In the shape that the checkpoint had them in, and the dtype they were loaded in.
+        The weights in the shape that the checkpoint has, and in the dtype they were loaded in.
     """
     from bitsandbytes.functional import dequantize_4bit
     from transformers.pytorch_utils import Conv1D
 
     state = layer.quant_state
     weight = dequantize_4bit(packed.to(state.absmax.device), state)
-    # transformers turns the weights of GPT-2's layers round before it packs them.
+    # transformers transposes the weights of GPT-2's layers before it packs them.
     return weight.T if issubclass(getattr(layer, "source_cls", object), Conv1D) else weight
 
 
 def keep_packed(model: Any) -> None:
-    """Have 4-bit layers leave their weights as they are packed, whatever they compute.
+    """Have 4-bit layers keep the packing of their weights in every forward.
 
-    Without gradients bitsandbytes 0.50 packs them otherwise on CPUs with AVX512-BF16, in place
-    (nn/modules.py, `Linear4bit.forward`): a shard is then no part of what was gathered.
+    Without gradients bitsandbytes 0.50 repacks them on CPUs with AVX512-BF16, in place
+    (nn/modules.py, `Linear4bit.forward`): a shard is then no part of the gathered weights.
     """
     from bitsandbytes.nn.modules import Linear4bit
 
