@@ -15,7 +15,6 @@ from toolkit.data.tokens import IGNORED
 from toolkit.errors import UsageError
 from toolkit.training.speed import Speed
 from toolkit.training.speed.chunked_loss import (
-    PROVEN_HEADS,
     LogitsOf,
     chunked_cross_entropy,
     use_chunked_loss,
@@ -58,7 +57,7 @@ def gap(one, other):
     return max(float((one[name] - other[name]).abs().max() / size) for name in one)
 
 
-@pytest.mark.parametrize("architecture", sorted(PROVEN_HEADS))
+@pytest.mark.parametrize("architecture", sorted(PROVEN_MODELS))
 def test_the_architectures_that_are_taken_learn_the_same(architecture):
     model = small_of(PROVEN_MODELS[architecture], "eager")
     items = torch.tensor(31)

@@ -144,6 +144,7 @@ class Card:
         card = ModelCard.from_template(
             data,
             template_path=str(TEMPLATE),
+            card=self,
             marker=MARKER,
             title=_cell(f"{shown_name(self.base).rpartition('/')[2]}, fine-tuned"),
             base=code(shown_name(self.base)),
@@ -151,35 +152,13 @@ class Card:
             is_adapter=is_adapter,
             has_generation_config=has_generation_config,
             hub_name=hub_name,
-            packed_in=self.packed_in,
-            results=self._results(),
+            start=next((result for result in self.evaluation if result["step"] == 0), None),
             last=self.evaluation[-1] if self.evaluation else None,
-            held_out=self.held_out,
             training=[(_cell(name), _cell(value)) for name, value in self.training],
-            command=self.command,
-            strategy=self.strategy,
-            versions=sorted(self.versions.items()),
             date=date or datetime.datetime.now(datetime.UTC).date().isoformat(),
         )
+        # Parts that are left out leave their blank lines.
         return re.sub(r"\n{3,}", "\n\n", str(card)).rstrip() + "\n"
-
-    def _results(self) -> list[tuple[str, str, str]]:
-        lines: list[tuple[str, str, str]] = []
-        if self.final_loss is not None:
-            first = (
-                "not known" if self.first_loss is None else f"{self.first_loss:.4f} (first step)"
-            )
-            lines.append(("training loss", first, f"{self.final_loss:.4f} (last step)"))
-        if self.evaluation:
-            last = self.evaluation[-1]
-            start = next((result for result in self.evaluation if result["step"] == 0), None)
-            for name, key, form in (
-                ("evaluation loss", "loss", "{:.4f}"),
-                ("perplexity", "perplexity", "{:,.2f}"),
-            ):
-                before = "not measured" if start is None else form.format(start[key])
-                lines.append((name, before, form.format(last[key])))
-        return lines
 
 
 def card_of_run(

@@ -142,8 +142,6 @@ def check_strategy(method: Method, strategy: Strategy, *, precision: str) -> Non
     Raises:
         UsageError: it can't.
     """
-    # FSDP2 and DDP leave frozen weights as they are; DeepSpeed casts all to the dtype that it
-    # computes in.
     if method.arguments.is_full or strategy.backend != "deepspeed":
         return
     if precision == "no" and method.dtype != "float32":

@@ -1,6 +1,6 @@
 """Trackers: `--report_to` under both engines, the same values under the same names.
 
-Nobody is asked to log in, and without the user's own settings nothing leaves the machine or the
+No tracker asks for a login, and without the user's own settings no value leaves the machine or the
 output folder. The Trainer logs by its own callbacks; the loop by Accelerate's trackers, here.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
-"""Those that both engines report to."""
+"""Trackers that both engines report to."""
 
 TRAINERS_OWN = {
     "azure_ml": "azureml",
@@ -38,18 +38,21 @@ TRAINERS_OWN = {
     "neptune": "neptune",
     "swanlab": "swanlab",
 }
-"""Others that the Trainer has a callback for (transformers 5.23), and the package they need."""
+"""Others that the Trainer has a callback for (transformers 5.23), and the package of each."""
 
 KEPT_LOCAL = {
-    "tensorboard": ("TENSORBOARD_LOGGING_DIR", "tensorboard/"),
-    "wandb": ("WANDB_DIR", "wandb/"),
-    "trackio": ("TRACKIO_DIR", "trackio/"),
-    "mlflow": ("MLFLOW_TRACKING_URI", "mlflow.db"),
+    "tensorboard": ("TENSORBOARD_LOGGING_DIR", "{folder}/tensorboard", "tensorboard/"),
+    # Into the folder `wandb`, of itself.
+    "wandb": ("WANDB_DIR", "{folder}", "wandb/"),
+    "trackio": ("TRACKIO_DIR", "{folder}/trackio", "trackio/"),
+    # A folder of files, its older form, is refused since mlflow 3.17.
+    "mlflow": ("MLFLOW_TRACKING_URI", "sqlite:///{folder}/mlflow.db", "mlflow.db"),
 }
-"""What each writes in the output folder, unless the user has set the variable."""
+"""The variable that says where a tracker writes, its value for an output folder, and the name of
+the file or folder that is written there."""
 
 WANDB_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
-"""Where wandb reports to by default: the newer looks its key up under the older's name, too."""
+"""wandb's own servers: a key of the older one is used for the newer, too."""
 
 
 def asked_trackers(report_to: str | Sequence[str] | None, *, engine: str) -> list[str]:
@@ -60,8 +63,8 @@ def asked_trackers(report_to: str | Sequence[str] | None, *, engine: str) -> lis
         engine: `trainer` or `loop`.
 
     Raises:
-        UsageError: a name is unknown to the engine, its package is missing, or wandb is told to
-            be online without a key.
+        UsageError: a name is unknown to the engine, its package is missing, or WANDB_MODE asks for
+            wandb's server and there is no key.
     """
     names = list(dict.fromkeys([report_to] if isinstance(report_to, str) else report_to or ()))
     if not set(names) - {"none"}:
@@ -72,17 +75,19 @@ def asked_trackers(report_to: str | Sequence[str] | None, *, engine: str) -> lis
         names = [name for name in TRACKERS if _installed(name)]
         if not names:
             raise UsageError(_missing_sentence("all", TRACKERS))
-    known = {name: name for name in TRACKERS}
+    package_of: dict[str, str | None] = {name: name for name in TRACKERS}
     if engine == "trainer":
-        known |= TRAINERS_OWN
-    if unknown := [name for name in names if name not in known]:
+        package_of |= TRAINERS_OWN
+    if unknown := [name for name in names if name not in package_of]:
         raise UsageError(
             f"--report_to {' '.join(unknown)}: --engine {engine} reports to "
-            f"{', '.join(known)}, all or none."
+            f"{', '.join(package_of)}, all or none."
         )
-    if missing := [name for name in names if known[name] and not _installed(known[name])]:
-        raise UsageError(_missing_sentence(" ".join(missing), [known[name] for name in missing]))
-    if "wandb" in names and _wandb_must_ask():
+    if missing := [name for name in names if not _installed(package_of[name])]:
+        packages = [package_of[name] for name in missing]
+        raise UsageError(_missing_sentence(" ".join(missing), packages))
+    online = os.environ.get("WANDB_MODE") in ("online", "shared")
+    if "wandb" in names and online and not _has_wandb_account():
         raise UsageError(
             f"WANDB_MODE is {os.environ['WANDB_MODE']} and wandb has no key, so it would ask for "
             "one. Set WANDB_API_KEY, run `wandb login`, or leave WANDB_MODE out to log offline."
@@ -91,68 +96,63 @@ def asked_trackers(report_to: str | Sequence[str] | None, *, engine: str) -> lis
 
 
 def names_of_trackers(names: Sequence[str]) -> list[str]:
-    """Return what trackers write in the output folder; names of folders end with a slash."""
+    """Return the files and folders of trackers in the output folder; folders end with a slash."""
     local = (KEPT_LOCAL[name] for name in names if name in KEPT_LOCAL)
-    return [written for variable, written in local if variable not in os.environ]
+    return [written for variable, _, written in local if variable not in os.environ]
 
 
 def keep_local(names: Sequence[str], output_dir: Path) -> list[str]:
-    """Point trackers at the output folder, and wandb without an account away from its server.
+    """Have trackers write into the output folder, and wandb log offline without an account.
 
-    Only what the user has not set: environment variables of this process. Must come before a
-    tracker is imported.
+    By environment variables of this process, those that the user has not set. To be called before
+    a tracker is imported.
 
     Returns:
-        What the user should be told.
+        Notes for the user.
     """
     folder = output_dir.resolve()
-    told: list[str] = []
-    if "tensorboard" in names:
-        os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(folder / "tensorboard"))
-    if "trackio" in names:
-        os.environ.setdefault("TRACKIO_DIR", str(folder / "trackio"))
+    for name in names:
+        if name not in KEPT_LOCAL:
+            continue
+        # `wandb init` leaves settings in the current folder, which wandb looks for in WANDB_DIR.
+        if name == "wandb" and any(path.is_file() for path in _wandb_settings_here()):
+            continue
+        variable, value, _ = KEPT_LOCAL[name]
+        os.environ.setdefault(variable, value.format(folder=folder))
     if "mlflow" in names:
-        # A folder of files, its older form, is refused since mlflow 3.17.
-        os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'mlflow.db'}")
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    if "wandb" in names:
-        # `wandb init` leaves settings in the current folder, which are looked for in WANDB_DIR.
-        if not any(path.is_file() for path in _wandb_settings_here()):
-            os.environ.setdefault("WANDB_DIR", str(folder))
-        if not os.environ.get("WANDB_MODE") and not _has_wandb_account():
-            os.environ["WANDB_MODE"] = "offline"
-            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-            told.append(
-                "wandb: no WANDB_API_KEY and no `wandb login` here, so it logs offline, into "
-                f"{os.environ.get('WANDB_DIR', '.')}/wandb; `wandb sync` uploads it"
-            )
-    return told
+    if "wandb" not in names or os.environ.get("WANDB_MODE") or _has_wandb_account():
+        return []
+    os.environ["WANDB_MODE"] = "offline"
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    return [
+        "wandb: no WANDB_API_KEY and no `wandb login` here, so it logs offline, into "
+        f"{os.environ.get('WANDB_DIR', '.')}/wandb; `wandb sync` uploads it"
+    ]
 
 
-def _missing_sentence(asked: str, packages: Sequence[str | None]) -> str:
+def _missing_sentence(names: str, packages: Sequence[str | None]) -> str:
     several = "none of the packages is" if len(packages) > 1 else "its package is not"
     return (
-        f"--report_to {asked}: {several} installed. "
+        f"--report_to {names}: {several} installed. "
         f"pip install {' '.join(filter(None, packages))}, or pip install '.[trackers]' for "
         f"{', '.join(TRACKERS)}."
     )
 
 
 def _installed(package: str | None) -> bool:
-    """Whether a package is there; a mere folder of its name, such as wandb's `./wandb`, is not."""
+    """Whether a package is installed; None: a tracker that needs none."""
+    if package is None:
+        return True
     names = ("tensorboard", "tensorboardX") if package == "tensorboard" else (package,)
-    specs = [find_spec(name) for name in names if name]
-    return any(spec is not None and spec.origin is not None for spec in specs)
-
-
-def _wandb_must_ask() -> bool:
-    return os.environ.get("WANDB_MODE") in ("online", "shared") and not _has_wandb_account()
+    # Without an origin it is a mere folder of that name, such as wandb's own `./wandb`.
+    return any(spec is not None and spec.origin is not None for spec in map(find_spec, names))
 
 
 def _has_wandb_account() -> bool:
-    """Whether wandb finds by itself how to log in, or is told in its settings not to.
+    """Whether wandb can log in by itself, or its settings say that it need not.
 
-    As wandb 0.31 looks for it (`sdk/lib/wbauth`), which has no public way to look without asking.
+    As wandb 0.31 does it (`sdk/lib/wbauth`): its public functions ask the user for a key.
     """
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
@@ -163,10 +163,10 @@ def _has_wandb_account() -> bool:
     host = urlsplit(url).netloc if url else None
     hosts = WANDB_HOSTS if host is None or host in WANDB_HOSTS else (host,)
     try:
-        known = netrc.netrc(_netrc_file())
+        logins = netrc.netrc(_netrc_file())
     except (OSError, netrc.NetrcParseError):
         return False
-    return any(entry[2] for name in hosts if (entry := known.authenticators(name)))
+    return any(login[2] for name in hosts if (login := logins.authenticators(name)))
 
 
 def _netrc_file() -> Path:
@@ -191,13 +191,10 @@ def _wandb_settings_here() -> Iterator[Path]:
     yield from (folder / name / "settings" for name in ("wandb", ".wandb"))
 
 
-# The loop's own
-
-
 def trackers(args: TrainingArguments) -> list[GeneralTracker]:
-    """Return Accelerate's trackers for `report_to`, not started, named as the Trainer names runs.
+    """Return Accelerate's trackers for `report_to`, named as the Trainer names runs.
 
-    For `Accelerator(log_with=...)`.
+    They are not started; for `Accelerator(log_with=...)` of the loop.
     """
     from accelerate.tracking import (
         MLflowTracker,
@@ -207,7 +204,7 @@ def trackers(args: TrainingArguments) -> list[GeneralTracker]:
     )
 
     named = {} if args.run_name is None else {"name": args.run_name}
-    made = {
+    builders = {
         "tensorboard": lambda: TensorBoardTracker("", os.environ["TENSORBOARD_LOGGING_DIR"]),
         "wandb": lambda: WandBTracker(os.environ.get("WANDB_PROJECT", "huggingface"), **named),
         "trackio": lambda: TrackioTracker(
@@ -220,11 +217,11 @@ def trackers(args: TrainingArguments) -> list[GeneralTracker]:
         ),
         "mlflow": lambda: MLflowTracker("Default", run_name=args.run_name),
     }
-    return [made[name]() for name in args.report_to or () if name in made]
+    return [builders[name]() for name in args.report_to or () if name in builders]
 
 
 def start(accelerator: Accelerator, args: TrainingArguments, model: Any) -> None:
-    """Start the trackers on rank 0, and hand them the arguments and the model's config."""
+    """Start the trackers on rank 0, and give them the arguments and the model's config."""
     accelerator.init_trackers("")
     if not accelerator.is_main_process:
         return
@@ -244,14 +241,14 @@ def log(accelerator: Accelerator, step: int, values: Mapping[str, float | None])
     """Log a step's values on rank 0, under the names that the Trainer's callbacks give them."""
     if not accelerator.is_main_process:
         return
-    known = {name: value for name, value in values.items() if value is not None}
+    measured = {name: value for name, value in values.items() if value is not None}
     prefixed = {
         f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}": value
-        for name, value in known.items()
+        for name, value in measured.items()
     }
     for tracker in accelerator.trackers:
         if tracker.name == "mlflow":
-            tracker.log(known, step=step)
+            tracker.log(measured, step=step)
         elif tracker.name == "tensorboard":
             tracker.log(prefixed, step=step)
         else:

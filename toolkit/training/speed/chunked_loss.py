@@ -21,18 +21,10 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from toolkit.data.packing import PROVEN_MODELS
 from toolkit.data.tokens import IGNORED
 from toolkit.engines.tensors import is_spread
 from toolkit.errors import UsageError
-from toolkit.training.speed.lean_batches import POSITIONS
-
-PROVEN_HEADS = frozenset(PROVEN_MODELS)
-"""Architectures for which a test shows equal losses and gradients, full and chunked.
-
-What comes between the hidden states and the loss is a model's own (transformers 5.23), and in one
-that nobody has read it would be left out in silence.
-"""
+from toolkit.training.speed.lean_batches import POSITIONS, check_proven
 
 _LOSS_ONLY = {"labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "return_dict"}
 """Arguments that the forward of a causal LM does not pass on to its decoder."""
@@ -71,16 +63,13 @@ def checked_head(model: PreTrainedModel) -> tuple[torch.nn.Linear, LogitsOf]:
         UsageError: the model is none that this is proven for, or its head is no plain matrix.
     """
     name, config, head = type(model).__name__, model.config, model.get_output_embeddings()
-    if name not in PROVEN_HEADS or not type(model).__module__.startswith("transformers."):
-        raise UsageError(
-            f"--loss_impl chunked is not proven for {name}: what it does between its hidden states "
-            "and its loss might be left out. Pass --loss_impl full."
-        )
-    if getattr(config, "output_router_logits", False):
-        raise UsageError(
-            f"--loss_impl chunked does not add the routers' loss that output_router_logits asks "
-            f"of {name}. Pass --loss_impl full, or turn that off in the model's config.json."
-        )
+    # What comes between the hidden states and the loss is each family's own (transformers 5.23).
+    check_proven(
+        model,
+        "--loss_impl chunked",
+        risk="what it does between its hidden states and its loss might be left out",
+        off="--loss_impl full",
+    )
     # Not a subclass: an adapter on the head, or a quantised one, computes more than a product.
     if type(head) is not torch.nn.Linear:
         raise UsageError(

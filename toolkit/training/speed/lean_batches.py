@@ -1,8 +1,8 @@
-"""Batches that spare the GPU: what has to be known of them is found on the CPU, as they are made.
+"""Batches that never wait for the GPU: their padding and positions are examined on the CPU.
 
-Left to transformers, attention asks in every forward whether anything is padding, and waits for the
-GPU to answer. Padding on the right needs no mask: attention looks back only, so no token sees it,
-and nothing is learned from it, but by routers that have a loss of their own (`check_lean_masks`).
+transformers asks in every forward whether any token is padding, and waits for the GPU's answer.
+Padding on the right needs no mask: attention looks back only, so no token sees it, and no loss
+counts it but that of routers (`check_lean_masks`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from toolkit.data.tokens import IGNORED
 from toolkit.errors import UsageError
 
 POSITIONS = "supervised_positions"
-"""Of a batch: the places, row after row, whose next token is learned."""
+"""Key of a batch: the positions, in all rows one after another, whose next token is learned."""
 
 UNASKED = "sdpa_unasked"
 """transformers' name for its own `sdpa`, for which it makes no masks."""
@@ -30,13 +30,14 @@ Collate = Callable[[Sequence[Mapping[str, Any]]], dict[str, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeanCollator:
-    """Adds and takes away what spares the GPU; made for batches that are padded on the right."""
+    """A collator that drops masks and names positions; for batches padded on the right."""
 
     collate: Collate
     names_positions: bool
-    """Say which positions a chunked loss has to project."""
+    """Add `POSITIONS`, which a chunked loss projects."""
 
     drops_masks: bool
+    """Leave the attention mask out."""
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         batch = self.collate(rows)
@@ -52,27 +53,41 @@ class LeanCollator:
 
 
 def check_lean_masks(model: PreTrainedModel) -> None:
-    """Check that nothing in the model's loss sees the padding on the right.
+    """Check that no part of the model's loss depends on the padding on the right.
 
     Raises:
         UsageError: this is not proven for the model, or its routers' loss counts every token that
             no mask leaves out.
     """
+    check_proven(
+        model,
+        "--lean_masks",
+        risk="its tokens might see the padding after them",
+        off="--lean_masks false",
+    )
+
+
+def check_proven(model: PreTrainedModel, flag: str, *, risk: str, off: str) -> None:
+    """Check that a switch is proven for a model, and that the model adds no loss of its routers.
+
+    Raises:
+        UsageError: naming the flag, the risk in a model that nobody has read, and the flag that
+            leaves the switch off.
+    """
     name = type(model).__name__
+    # Code from the Hub can have the class name of one of transformers' models.
     if name not in PROVEN_MODELS or not type(model).__module__.startswith("transformers."):
-        raise UsageError(
-            f"--lean_masks is not proven for {name}: its tokens might see the padding after them. "
-            "Pass --lean_masks false."
-        )
+        raise UsageError(f"{flag} is not proven for {name}: {risk}. Pass {off}.")
+    # It counts every token that no mask leaves out, and the chunked loss is without it.
     if getattr(model.config, "output_router_logits", False):
         raise UsageError(
-            f"--lean_masks would have padding in the routers' loss that output_router_logits asks "
-            f"of {name}. Pass --lean_masks false, or turn that off in the model's config.json."
+            f"{flag} would change the routers' loss that output_router_logits asks of {name}. "
+            f"Pass {off}, or turn that off in the model's config.json."
         )
 
 
 def takes_masks_as_given(model: PreTrainedModel) -> bool:
-    """Whether one mask, or none, does for all layers: then nobody has to be asked for it."""
+    """Whether all layers take the same mask, or none, so that it can be made beforehand."""
     config = model.config
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     windows = getattr(config, "sliding_window", None) and getattr(
@@ -82,15 +97,14 @@ def takes_masks_as_given(model: PreTrainedModel) -> bool:
 
 
 def spare_the_device(model: PreTrainedModel) -> None:
-    """Have the model take batches without a mask as they are, and mask packed rows unasked.
+    """Have the model take batches without a mask as they are, and mask packed rows itself.
 
-    Left alone, transformers 5.23 looks in each forward whether the positions begin anew anywhere
-    (masking_utils.py `find_packed_sequence_indices`), and waits for the device to know. It leaves
-    that out for attention that has no function for masks, as others may register it. So for the
-    time of a forward the same attention goes by another name.
+    transformers 5.23 examines in each forward whether the positions begin anew anywhere
+    (masking_utils.py, `find_packed_sequence_indices`), and waits for the device. It doesn't for an
+    attention without a mask function, so during a forward the same attention has another name.
     """
     AttentionInterface.register(UNASKED, sdpa_attention_forward)
-    # The decoder's own call: adapters call the forward of what is around it, and no hooks.
+    # On the decoder: a `PeftModel` calls the forward of the model around it, past its hooks.
     decoder = model.base_model
     decoder.register_forward_pre_hook(_begins, with_kwargs=True)
     decoder.register_forward_hook(_ended, always_call=True)
@@ -113,8 +127,8 @@ def _ended(decoder: Any, *_: Any) -> None:
 
 
 def block_causal_mask(positions: torch.Tensor) -> torch.Tensor:
-    """Return which token sees which, [rows, 1, tokens, tokens]: itself and those before it in its
-    text, which begins where the positions don't go on.
+    """Return the mask of packed rows, [rows, 1, tokens, tokens]: a token sees itself and those
+    before it in its text, which begins where the positions don't go on.
     """
     begins = torch.ones_like(positions, dtype=torch.bool)
     begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
