@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import tomllib
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -48,10 +48,10 @@ ANCESTORS: Final = {
 """`nvmlGpuTopologyLevel_t`: the nearest place where the ways of two GPUs meet."""
 
 COMMITTED: Final = ("toolkit", "accelerate_configs", "deepspeed_configs")
-"""Of a checkout, what decides a run."""
+"""Folders of a checkout whose files decide a run."""
 
 DISTRIBUTIONS: Final = {"pynvml": "nvidia-ml-py"}
-"""What is installed for a module of another name."""
+"""Packages whose module has another name."""
 
 GIT_SECONDS: Final = 5.0
 
@@ -63,12 +63,12 @@ class Gpu:
 
 
 def cache_root() -> Path:
-    """Return `$TOOLKIT_CACHE`, or `~/.cache/toolkit`: what is made once and kept."""
+    """Return the folder for files that are made once: `$TOOLKIT_CACHE`, or `~/.cache/toolkit`."""
     return Path(os.environ.get("TOOLKIT_CACHE") or "~/.cache/toolkit").expanduser().absolute()
 
 
 def gpus() -> list[Gpu]:
-    """The NVIDIA GPUs that a process started here would see, in CUDA's order by PCI bus.
+    """Return the NVIDIA GPUs that a process started here would see, in CUDA's order by PCI bus.
 
     Raises:
         UsageError: the library that asks NVML is not installed.
@@ -84,47 +84,47 @@ def gpus() -> list[Gpu]:
 
 
 def interconnect() -> list[str]:
-    """Say what joins the GPUs of `gpus`, by their places in it; nothing for fewer than two.
+    """Describe the links between the GPUs of `gpus`, by their positions in it.
 
-    Pairs that are joined alike share a line: `0-1, 2-3: NVLink x4`.
+    Pairs with links of one kind share a line: `0-1, 2-3: NVLink x4`.
     """
     with _driver() as nvml:
         handles = _handles(nvml)
-        joined: dict[str, list[str]] = {}
-        for one, other in combinations(range(len(handles)), 2):
-            link = _asked(nvml, lambda a=handles[one], b=handles[other]: _joined(nvml, a, b))
-            joined.setdefault(link, []).append(f"{one}-{other}")
-    if len(joined) == 1 and len(handles) > 2:
-        return [f"every pair: {link}" for link in joined]
-    return [f"{', '.join(pairs)}: {link}" for link, pairs in joined.items()]
+        pairs_by_link: dict[str, list[str]] = {}
+        for first, second in combinations(range(len(handles)), 2):
+            link = _answer(nvml, lambda a=handles[first], b=handles[second]: _path(nvml, a, b))
+            pairs_by_link.setdefault(link, []).append(f"{first}-{second}")
+    if len(pairs_by_link) == 1 and len(handles) > 2:
+        return [f"every pair: {link}" for link in pairs_by_link]
+    return [f"{', '.join(pairs)}: {link}" for link, pairs in pairs_by_link.items()]
 
 
-def _joined(nvml: Any, one: Any, other: Any) -> str:
-    """Name the shortest way between two GPUs."""
-    direct, to_switch = _links(nvml, one, to=other)
+def _path(nvml: Any, first: Any, second: Any) -> str:
+    """Name the shortest path between two GPUs."""
+    direct, to_switch = _links(nvml, first, to=second)
     if direct:
         return f"NVLink x{direct}"
-    to_switch = min(to_switch, _links(nvml, other, to=one)[1])
-    if to_switch and nvml.nvmlDeviceGetP2PStatus(one, other, PEER_NVLINK) == PEER_OK:
+    to_switch = min(to_switch, _links(nvml, second, to=first)[1])
+    if to_switch and nvml.nvmlDeviceGetP2PStatus(first, second, PEER_NVLINK) == PEER_OK:
         return f"NVLink x{to_switch}, through NVSwitch"
-    level = int(nvml.nvmlDeviceGetTopologyCommonAncestor(one, other))
-    way = ANCESTORS.get(level, f"NVML's topology level {level}")
-    if nvml.nvmlDeviceGetP2PStatus(one, other, PEER_READ) != PEER_OK:
-        way += ", without peer access"
-    return way
+    level = int(nvml.nvmlDeviceGetTopologyCommonAncestor(first, second))
+    path = ANCESTORS.get(level, f"NVML's topology level {level}")
+    if nvml.nvmlDeviceGetP2PStatus(first, second, PEER_READ) != PEER_OK:
+        path += ", without peer access"
+    return path
 
 
-def _links(nvml: Any, one: Any, *, to: Any) -> tuple[int, int]:
+def _links(nvml: Any, gpu: Any, *, to: Any) -> tuple[int, int]:
     """Count the NVLinks of a GPU that are up: those to another GPU, and those to a switch."""
-    place = _place(nvml.nvmlDeviceGetPciInfo(to))
+    target = _pci_address(nvml.nvmlDeviceGetPciInfo(to))
     direct = to_switch = 0
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         try:
-            if not nvml.nvmlDeviceGetNvLinkState(one, link):
+            if not nvml.nvmlDeviceGetNvLinkState(gpu, link):
                 continue
-            if nvml.nvmlDeviceGetNvLinkRemoteDeviceType(one, link) == LINK_TO_SWITCH:
+            if nvml.nvmlDeviceGetNvLinkRemoteDeviceType(gpu, link) == LINK_TO_SWITCH:
                 to_switch += 1
-            elif _place(nvml.nvmlDeviceGetNvLinkRemotePciInfo(one, link)) == place:
+            elif _pci_address(nvml.nvmlDeviceGetNvLinkRemotePciInfo(gpu, link)) == target:
                 direct += 1
         except nvml.NVMLError as error:
             if error.value not in NO_SUCH_LINK:
@@ -132,17 +132,17 @@ def _links(nvml: Any, one: Any, *, to: Any) -> tuple[int, int]:
     return direct, to_switch
 
 
-def _place(pci: Any) -> tuple[int, int, int]:
+def _pci_address(pci: Any) -> tuple[int, int, int]:
     return int(pci.domain), int(pci.bus), int(pci.device)
 
 
 def _pcie(nvml: Any, handle: Any) -> str:
-    """The fastest that card and slot agree on: what they use now falls while a GPU is idle."""
+    """Return the fastest link that card and slot agree on: an idle GPU uses a slower one."""
     generation = nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)
     return f"gen {generation} x{nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)}"
 
 
-def _asked(nvml: Any, question: Callable[[], str]) -> str:
+def _answer(nvml: Any, question: Callable[[], str]) -> str:
     try:
         return question()
     except nvml.NVMLError as error:
@@ -151,7 +151,7 @@ def _asked(nvml: Any, question: Callable[[], str]) -> str:
 
 @contextmanager
 def _driver() -> Generator[Any]:
-    """Give NVML, None without a driver. Calls may be nested: NVML counts them."""
+    """Yield NVML, None without a driver. Calls may be nested: NVML counts them."""
     check_installed("pynvml")
     nvml: Any = import_module("pynvml")  # it has no types
 
@@ -175,36 +175,36 @@ def _handles(nvml: Any) -> list[Any]:
 
 
 def _visible(devices: list[tuple[str, str]]) -> list[int]:
-    """Positions of the devices that `CUDA_VISIBLE_DEVICES` leaves, by CUDA's own rules."""
+    """Return the positions of devices that `CUDA_VISIBLE_DEVICES` names, by CUDA's own rules."""
     if "CUDA_VISIBLE_DEVICES" not in os.environ:
         return list(range(len(devices)))
     entries = [entry.strip() for entry in os.environ["CUDA_VISIBLE_DEVICES"].split(",")]
     by_uuid = entries[0].startswith("GPU-")
     chosen: list[int] = []
     for entry in entries:
-        match = [
-            i
-            for i, (index, uuid) in enumerate(devices)
+        matches = [
+            position
+            for position, (index, uuid) in enumerate(devices)
             if (by_uuid and entry.startswith("GPU-") and uuid.startswith(entry))
             or (not by_uuid and entry.isdecimal() and int(entry) == int(index))
         ]
         # The first entry that names no device, or more than one, ends the list; one that is
         # named twice empties it.
-        if len(match) != 1:
+        if len(matches) != 1:
             break
-        if match[0] in chosen:
+        if matches[0] in chosen:
             return []
-        chosen += match
+        chosen += matches
     return chosen
 
 
 def is_installed(module: str) -> bool:
-    """Whether Python finds a top module, which is not imported for that."""
+    """Whether Python finds a top-level module; it is not imported for that."""
     return module in sys.modules or find_spec(module) is not None
 
 
 def check_installed(module: str) -> None:
-    """Raise UsageError where a library that is needed now is not installed."""
+    """Raise UsageError where the library of a module is not installed."""
     if not is_installed(module):
         name = DISTRIBUTIONS.get(module, module)
         raise UsageError(f"{name} is not installed. Run: pip install {name}")
@@ -254,7 +254,7 @@ def _has_cuda_compiler() -> bool:
 
 
 def memory_bytes() -> int:
-    """RAM that a process here may use: the machine's, or the container's limit if lower."""
+    """Return the RAM that a process may use: the machine's, or the container's limit if lower."""
     import psutil
 
     total = int(psutil.virtual_memory().total)
@@ -265,19 +265,17 @@ def memory_bytes() -> int:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that decide a run's results."""
-    found: dict[str, str] = {"python": platform.python_version()}
+    """Return the versions of the packages that decide a run's results."""
+    versions: dict[str, str] = {"python": platform.python_version()}
     for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return versions
 
 
 @cache
 def commit() -> str | None:
-    """Return the commit of the checkout that this package lies in, `+changes` if it has any.
+    """Return the commit of the checkout that holds this package, `+changes` if it has any.
 
     Changes are those of the package and of the configs, untracked files included. None for an
     installed package, whatever repository its environment lies in, and where git gives no answer.
@@ -294,19 +292,19 @@ def commit() -> str | None:
 
 def _is_ours(project: Path) -> bool:
     try:
-        found = tomllib.loads(project.read_text(encoding="utf-8"))
+        content = tomllib.loads(project.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return found.get("project", {}).get("name") == "toolkit"
+    return content.get("project", {}).get("name") == "toolkit"
 
 
 def _git(root: Path, *words: str) -> str | None:
-    # Within a hook of another repository git's own variables would lead there.
+    # In a hook of another repository git's own variables name that one.
     variables = {name: value for name, value in os.environ.items() if name[:4] != "GIT_"}
-    # No lock, and no program that the repository's own settings name.
+    # No lock, and no program that the repository's settings name.
     options = ("--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(root))
     try:
-        done = subprocess.run(
+        git = subprocess.run(
             ("git", *options, *words),
             env=variables,
             stdin=subprocess.DEVNULL,
@@ -317,11 +315,11 @@ def _git(root: Path, *words: str) -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return git.stdout.strip() if git.returncode == 0 else None
 
 
 def snapshot() -> dict[str, Any]:
-    """What stands under `environment` in a record. No variable, path or host name is in it."""
+    """Return the `environment` of a record. It holds no variable, path or host name."""
     return _driver_facts() | {
         "cpus": os.cpu_count(),
         "memory_bytes": memory_bytes(),
@@ -333,17 +331,17 @@ def snapshot() -> dict[str, Any]:
 
 
 def _driver_facts() -> dict[str, Any]:
-    """GPUs, their links and the driver: None where NVML could not be asked, and `driver` why."""
+    """Return GPUs, their links and the driver; None where NVML is missing, with the reason."""
     try:
         with _driver() as nvml:
-            pcie = [_asked(nvml, lambda at=handle: _pcie(nvml, at)) for handle in _handles(nvml)]
-            found = [
+            pcie = [_answer(nvml, lambda at=handle: _pcie(nvml, at)) for handle in _handles(nvml)]
+            cards = [
                 {"name": gpu.name, "memory_bytes": gpu.memory_bytes, "pcie": link}
                 for gpu, link in zip(gpus(), pcie, strict=True)
             ]
             driver = (
-                None if nvml is None else _asked(nvml, lambda: nvml.nvmlSystemGetDriverVersion())
+                None if nvml is None else _answer(nvml, lambda: nvml.nvmlSystemGetDriverVersion())
             )
-            return {"gpus": found, "interconnect": interconnect(), "driver": driver}
+            return {"gpus": cards, "interconnect": interconnect(), "driver": driver}
     except UsageError as error:
         return {"gpus": None, "interconnect": None, "driver": f"not known: {error}"}

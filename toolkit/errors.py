@@ -1,4 +1,4 @@
-"""What speaks to the user: what is wrong, where, and what to do."""
+"""Errors whose text is for the user, and sentences about the errors of libraries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_SPACE_TEXT: Final = re.compile(
     # torch's writer of zip files says no more of a write that fell short (inline_container.cc).
     r"|unexpected pos \d+ vs \d+|PytorchStreamWriter failed"
 )
-"""As libraries say it that raise errors of their own."""
+"""Texts of libraries that raise errors of their own for a full disk."""
 
 
 class UsageError(ValueError):
@@ -27,7 +27,7 @@ class UsageError(ValueError):
     """
 
     def __str__(self) -> str:
-        # It quotes what the user passed: a name with a line feed in it, a token.
+        # It may quote a name with a line feed in it, or a token, that the user passed.
         return one_line(redact_known(super().__str__()))
 
 
@@ -40,7 +40,7 @@ class SaveError(RuntimeError):
 
 
 def is_full_disk(error: BaseException | None) -> bool:
-    """Whether an error, or one that it came of, is that a disk or a quota is full."""
+    """Whether an error, or one that caused it, is that a disk or a quota is full."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in NO_SPACE:
             return True
@@ -51,7 +51,7 @@ def is_full_disk(error: BaseException | None) -> bool:
 
 
 def file_sentence(error: BaseException) -> str | None:
-    """Say what is wrong with a file, a folder or its disk; None where the error is of none."""
+    """Return a sentence on an error of a file, a folder or its disk; None for other errors."""
     file, reason = None, sentence_of(error)
     if isinstance(error, OSError):
         file, reason = error.filename, f"{error.strerror or error}."
@@ -64,6 +64,6 @@ def file_sentence(error: BaseException) -> str | None:
 
 
 def sentence_of(error: BaseException) -> str:
-    """Return the first line of what a library says, with a full stop."""
+    """Return the first line of an error's text, with a full stop."""
     line = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
     return line if line.endswith((".", "!", "?")) else f"{line}."

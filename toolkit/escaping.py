@@ -1,4 +1,4 @@
-"""Escaping: a text as one line that a terminal, a page or a shell takes for nothing else."""
+"""Escaping: a text as one line that a terminal, a page or a shell shows unchanged."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ UNSEEN: Final = (
     "\ud800-\udfff\ufffe\uffff"
 )
 """Control characters but tab and line feed, those that turn the direction of a text or end a line,
-and halves of a pair, which no file can hold; the inside of a character class."""
+and halves of a surrogate pair, which no file can hold; the inside of a character class."""
 
 UNSEEN_OR_SPLIT: Final = re.compile(f"[\t\n{UNSEEN}]")
 
 
 def one_line(text: str) -> str:
     r"""Return `text` with its control characters spelled out: a line feed is `\n`."""
-    return UNSEEN_OR_SPLIT.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return UNSEEN_OR_SPLIT.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def code(text: str) -> str:
-    """Return `text` as code inside of a line of markdown, which nothing inside it can close."""
+    """Return `text` as code in a line of markdown, with more backticks than it has itself."""
     line = one_line(text)
     longest = max((len(run) for run in re.findall(r"`+", line)), default=0)
     mark = "`" * (longest + 1)
@@ -42,10 +42,10 @@ def _quoted(word: str) -> str:
     return f"$'{UNSEEN_OR_SPLIT.sub(_in_ansi_quotes, plain)}'"
 
 
-def _in_ansi_quotes(found: re.Match[str]) -> str:
-    if found[0] in "\t\n\r":
-        return found[0].encode("unicode_escape").decode()
-    code = ord(found[0])
-    if 0xDC80 <= code <= 0xDCFF:  # a byte of a name that is not UTF-8
-        return f"\\x{code - 0xDC00:02x}"
-    return f"\\x{code:02x}" if code < 0x80 else f"\\u{code:04x}"
+def _in_ansi_quotes(match: re.Match[str]) -> str:
+    if match[0] in "\t\n\r":
+        return match[0].encode("unicode_escape").decode()
+    number = ord(match[0])
+    if 0xDC80 <= number <= 0xDCFF:  # a byte of a name that is not UTF-8
+        return f"\\x{number - 0xDC00:02x}"
+    return f"\\x{number:02x}" if number < 0x80 else f"\\u{number:04x}"

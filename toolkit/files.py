@@ -1,4 +1,4 @@
-"""Files that are written where others may write as well: no link is followed, nothing is torn."""
+"""Files in folders where others may write too: no link is followed, and no file is torn."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from toolkit.redaction import redact_known
 
 
 def write_text(path: Path, text: str, *, durable: bool = True, private: bool = False) -> None:
-    """Replace the file at `path` in one move; whoever reads it sees the old one or all of the new.
+    """Replace the file at `path` in one move: a reader sees the old file or the whole new one.
 
     Args:
-        path: A symbolic link there is replaced, and what it names is left alone.
-        text: What the file holds afterwards, but for the secrets that are known.
+        path: A symbolic link there is replaced, and the file that it names is left alone.
+        text: The new content; known secrets in it are removed.
         durable: Wait until the text is on the disk. Not for a file that is rewritten every step.
-        private: Whether its owner alone may read it; else the umask says who may.
+        private: Whether its owner alone may read it; else the umask decides.
     """
     write_bytes(path, redact_known(text).encode(), durable=durable, private=private)
 
 
 def write_bytes(path: Path, content: bytes, *, durable: bool = True, private: bool = False) -> None:
-    """Replace the file at `path` as `write_text` does, by `content` as it is."""
+    """Replace the file at `path` as `write_text` does; `content` is written unchanged."""
     draft, number = _draft(path, private=private)
     try:
         with open(number, "wb") as file:
@@ -42,7 +42,7 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = True, private: bo
 
 
 def new_file(path: Path, *, private: bool) -> BinaryIO:
-    """Open a new file in the place of `path`; it is never readable by more than it will be."""
+    """Open a new file in the place of `path`; at no moment may others read a private one."""
     path.unlink(missing_ok=True)
     return open(_open_new(path, private=private), "wb")
 
@@ -51,7 +51,7 @@ def without_links(path: str, flags: int) -> int:
     """Open a file for `open(..., opener=without_links)`.
 
     Raises:
-        UsageError: it is a symbolic link, which may name anything of the user's.
+        UsageError: it is a symbolic link, which may name any file of the user's.
     """
     try:
         return os.open(path, flags | os.O_NOFOLLOW, 0o666)
@@ -68,9 +68,10 @@ def check_takes_files(folder: Path, *, flag: str) -> None:
 
     Args:
         folder: It need not exist.
-        flag: What named it.
+        flag: The flag that named it.
     """
-    place = next(each for each in (folder, *folder.absolute().parents) if os.path.lexists(each))
+    places = (folder, *folder.absolute().parents)
+    place = next(place for place in places if os.path.lexists(place))
     if not place.is_dir():
         problem = "is not a folder"
     # Of a file system that is mounted read-only this is true for root as well.

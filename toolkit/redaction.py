@@ -1,7 +1,7 @@
-"""Redaction: take secrets out of what is written or printed.
+"""Redaction: take secrets out of files and output.
 
-A secret is the value of every environment variable and every flag of this process whose name says
-so (`MY_DB_PASSWORD`, `--hub_token`), and what has the shape of a token. The training gets the real
+Secrets are the values of environment variables and flags of this process with names such as
+`MY_DB_PASSWORD` and `--hub_token`, and texts in the shape of a token. The training gets the real
 values; files, terminal and reports get `[removed]`.
 """
 
@@ -23,10 +23,10 @@ from urllib.parse import quote, quote_plus
 REMOVED: Final = "[removed]"
 
 LEAST_CHARACTERS: Final = 8
-"""A shorter value is removed beside its name only: elsewhere the same letters may mean anything."""
+"""A shorter value is removed beside its name only: elsewhere it may be another word."""
 
 LONGEST_SHAPE: Final = 1024
-"""Bytes that a token whose value is not known is taken to have at most."""
+"""Bytes that a token has at most where its value is not known."""
 
 SECRET_WORD: Final = (
     # A tokenizer's special tokens are no secrets, nor are seconds per token.
@@ -38,19 +38,19 @@ SECRET_WORD: Final = (
 """The end of a name whose value is secret, in any text."""
 
 SECRET_NAME: Final = re.compile(rf"(?i)(?:{SECRET_WORD}|[_-]key|(?:^|[_-])pat|[_-]pass)$")
-"""A variable, flag or field whose value is secret; in prose these endings mean other things too."""
+"""A variable, flag or field whose value is secret; in prose the endings have other meanings."""
 
 VALUE: Final = r"(?:\[removed\]|\"[^\"\n]*\"|'[^'\n]*'|[^\s\"',;)}\]]+)"
 
 COUNT: Final = r"(?<=token)[ \t]*[=:]=?[ \t]*-?\d+(?:\.\d*)?(?:e[+-]?\d+)?(?![\w.])"
-"""A number behind `token`: of a token of text, not of one that lets somebody in."""
+"""A number behind `token`: that of a token of text, not a token of access."""
 
 
 class Removal(NamedTuple):
-    """One thing to look for, and what of it stays."""
+    """A pattern to look for, and its replacement."""
 
     hints: tuple[str, ...]
-    """Letters of which some must be there, in lower case: a log is long, and looking is slow."""
+    """Texts in lower case of which one must occur: a log is long, and patterns are slow."""
 
     pattern: re.Pattern[str]
     instead: str = rf"\1{REMOVED}"
@@ -82,7 +82,7 @@ SHAPES: Final = (
         REMOVED,
     ),
 )
-"""What is secret wherever it stands; none of them takes a quote with it, so JSON stays JSON."""
+"""Secret in any place; none of the patterns matches a quote, so JSON stays JSON."""
 
 NAMED: Final = (
     Removal(
@@ -107,9 +107,9 @@ NAMED: Final = (
         ),
     ),
 )
-"""A value that stands behind the name of a secret."""
+"""A value behind the name of a secret."""
 
-# 40 hex digits are a commit as well: a key of W&B's is told by the words on its line.
+# A commit has 40 hex digits as well: a key of W&B's is recognised by the words on its line.
 HEX_KEY: Final = re.compile(r"(?<![\w/-])[0-9a-f]{40}(?![\w/])")
 HEX_KEY_HINTS: Final = ("wandb", "w&b", "biases", "api", "login", "log in")
 
@@ -123,7 +123,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def learn(words: Iterable[str]) -> None:
-    """Keep the secrets among flags that this process was not started with."""
+    """Remember the secrets among flags with which this process was not started."""
     _learned.update(_values_in(list(words)))
 
 
@@ -133,21 +133,21 @@ def redact(text: str) -> str:
 
 
 def redact_known(text: str) -> str:
-    """Return `text` without known values and shapes of tokens; what stands beside names stays.
+    """Return `text` without known values and shapes of tokens; values beside names stay.
 
-    For what is formatted already: JSON stays JSON, and a sentence on `--hub_token` a sentence.
+    For text that is formatted already: JSON stays JSON, and a sentence on `--hub_token` a sentence.
     """
     return _without_known(text, _known())
 
 
 def redacted(value: Any) -> Any:
-    """Return a copy of what can be JSON, with `redact` applied to every text in it."""
+    """Return a copy of a JSON value, with `redact` applied to every text in it."""
     known = _known()  # once for all
     return each_text(value, lambda text: _without(NAMED, _without_known(text, known)))
 
 
 def each_text(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a copy of what can be JSON, its texts changed, and none under a secret name."""
+    """Return a copy of a JSON value, its texts changed, and those under secret names removed."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
@@ -165,18 +165,18 @@ def each_text(value: Any, change: Callable[[str], str]) -> Any:
 
 def redacted_words(words: Sequence[str]) -> list[str]:
     """Return a command, with the values of flags with secret names removed, short ones too."""
-    shown: list[str] = []
+    clean: list[str] = []
     value_follows = False
     for word in words:
         name, equals, _ = word.partition("=")
         if value_follows and not word.startswith("--"):
-            shown.append(REMOVED)
+            clean.append(REMOVED)
         elif equals and is_secret_name(name):
-            shown.append(f"{name}={REMOVED}")
+            clean.append(f"{name}={REMOVED}")
         else:
-            shown.append(redact(word))
+            clean.append(redact(word))
         value_follows = word.startswith("-") and not equals and is_secret_name(word)
-    return shown
+    return clean
 
 
 def longest_secret() -> int:
@@ -185,7 +185,7 @@ def longest_secret() -> int:
 
 
 def redact_output() -> None:
-    """Have all that this process prints pass `redact_known`, piece by piece as it is written."""
+    """Apply `redact_known` to all that this process prints, piece by piece as it is written."""
     for stream in (sys.stdout, sys.stderr):
         _redact_stream(stream)
 
@@ -197,7 +197,7 @@ def _redact_stream(stream: TextIO) -> None:
         write(redact_known(text))
         return len(text)
 
-    # On the stream itself: libraries ask for its file number, and whether it is a terminal.
+    # Not a stream around it: libraries use its file number, and whether it is a terminal.
     stream.write = write_redacted
 
 
@@ -226,51 +226,51 @@ def _has_any(words: Iterable[str], text: str) -> bool:
 
 
 def _known() -> tuple[str, ...]:
-    """Return what is removed wherever it stands, the longest first."""
+    """Return the texts that are removed in any place, the longest first."""
     variables = {value for name, value in os.environ.items() if is_secret_name(name)}
-    return _forms_of(frozenset(variables | _own_flags() | _learned))
+    return _forms_of(frozenset(variables | _flags_of_process() | _learned))
 
 
 @functools.cache
-def _own_flags() -> frozenset[str]:
+def _flags_of_process() -> frozenset[str]:
     return frozenset(_values_in(sys.orig_argv))
 
 
 def _values_in(words: Sequence[str]) -> set[str]:
     """Return the values of flags with secret names."""
-    found: set[str] = set()
+    values: set[str] = set()
     for word, following in itertools.zip_longest(words, words[1:], fillvalue=""):
         name, equals, value = word.partition("=")
         if not is_secret_name(name):
             continue
         if equals:
-            found.add(value)
+            values.add(value)
         elif word.startswith("-") and not following.startswith("--"):
-            found.add(following)
-    return found
+            values.add(following)
+    return values
 
 
 @functools.lru_cache(maxsize=8)
 def _forms_of(values: frozenset[str]) -> tuple[str, ...]:
-    # A key of several lines is met line by line.
+    # A key of several lines is looked for line by line.
     lines = {line.strip() for value in values for line in (value, *value.splitlines())}
     forms = {form for line in lines if _is_telling(line) for form in _spellings(line)}
     return tuple(sorted(forms, key=len, reverse=True))
 
 
 def _is_telling(value: str) -> bool:
-    """Whether a value can be removed wherever it stands, and nothing else goes with it."""
+    """Whether a value can be removed in any place without harm to other text."""
     if len(value) < LEAST_CHARACTERS or value.isdecimal():
         return False
     places = (os.path.abspath(os.curdir), str(Path.home()), sys.prefix, os.path.dirname(__file__))
-    # The name of a file with a secret is none, and what is part of every path can't be one.
+    # The name of a file with a secret is no secret, nor is a part of every path.
     return not any(value in place for place in places) and not (
         value.startswith(os.sep) and os.path.exists(value)
     )
 
 
 def _spellings(value: str) -> set[str]:
-    """Return a value as it looks in a shell, a program, JSON, a URL, a page and in base64."""
+    """Return a value as written in a shell, a program, JSON, a URL, a page and in base64."""
     raw = value.encode("utf-8", errors="surrogateescape")
     return {
         value,

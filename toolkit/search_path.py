@@ -1,6 +1,6 @@
-"""Where Python looks for modules: in no folder of the user's before the standard library.
+"""The search path of modules: no folder of the user's comes before the standard library.
 
-This runs before a user's file can stand in for a module, so it imports only what Python itself
+This runs before a user's file can replace a module, so it imports only modules that Python itself
 has loaded by then.
 """
 
@@ -15,15 +15,15 @@ _PARTS = ("lib-dynload", f"python{sys.version_info.major}{sys.version_info.minor
 
 
 def leave_current_folder() -> None:
-    """Have no file of the current folder stand in for a module that is installed.
+    """Let no file of the current folder replace a module that is installed.
 
     `python -m` looks there first, and so do ranks under DeepSpeed: accelerate 1.15 puts the folder
-    on PYTHONPATH (utils/launch.py, `prepare_deepspeed_cmd_env`). From there it goes to the end. A
-    toolkit that is found through it, not installed, is still found, behind the standard library.
+    on PYTHONPATH (utils/launch.py, `prepare_deepspeed_cmd_env`); it is moved to the end. A toolkit
+    that is not installed but found through it is still found, behind the standard library.
     """
     try:
         here = os.getcwd()
-    except FileNotFoundError:  # the folder was removed: no file of it can be found
+    except FileNotFoundError:  # the folder was removed, and its files with it
         return
     first = [] if sys.flags.safe_path else sys.path[:1]
     entries = sys.path[len(first) :]
@@ -41,8 +41,8 @@ def put_behind_library(folder: str) -> None:
 
 
 def runs_as_module(package: str) -> bool:
-    """Whether this is `python -m` at a module of `package`, which Python is about to look for."""
-    # Until the module is found, `-m` stands for its path.
+    """Whether Python was started with `-m` and a module of `package`, and is about to find it."""
+    # Until the module is found, `-m` takes the place of its path.
     if sys.argv[:1] != ["-m"]:
         return False
     module = sys.orig_argv[-len(sys.argv)].removeprefix("-m")

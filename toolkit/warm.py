@@ -108,7 +108,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 
 def serve_forks(listener: Listener, imported: Imported) -> NoReturn:
-    serve(listener, lambda args: become(args, imported), kept=imported.files, unfit=why_unfit)
+    serve(listener, lambda args: become(args, imported), inherited=imported.files, unfit=why_unfit)
 
 
 def import_everything() -> dict[str, str]:
@@ -252,12 +252,6 @@ def forked(
 ) -> Fork:
     """Start a rank; the arguments are those of `subprocess.Popen` that launchers give."""
 
-    def connect() -> socket.socket:
-        ours, theirs = socket.socketpair()
-        socket.send_fds(control, [b"+"], [theirs.fileno()])
-        theirs.close()
-        return ours
-
     sys.stdout.flush()
     sys.stderr.flush()
     streams = [
@@ -265,8 +259,14 @@ def forked(
         1 if stdout is None else stdout.fileno(),
         2 if stderr is None else stderr.fileno(),
     ]
+    ours, theirs = socket.socketpair()
+    try:
+        socket.send_fds(control, [b"+"], [theirs.fileno()])
+    except OSError as error:
+        raise WarmError(f"no process to fork from answers: {error}") from error
+    theirs.close()
     return fork(
-        connect,
+        ours,
         args,
         environment=os.environ if env is None else env,
         streams=streams,

@@ -68,7 +68,7 @@ def test_a_first_run_is_told_from_a_later_one_by_the_cache(tmp_path, monkeypatch
 def test_what_is_not_known_is_not_guessed(options, rehearsal, tmp_path, monkeypatch):
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
     found = expected(CompareOptions(**options), starts=6, rehearsal=rehearsal)
-    assert found.run_seconds is None
+    assert found.total_seconds is None
     said = "6 runs of 30 steps; the first one will tell how long they take."
     assert found.sentence().endswith(said)
     own = "model_name_or_path" in str(options)

@@ -85,7 +85,7 @@ def test_an_abort_after_the_end_is_named_though_the_neighbour_never_spoke():
 def test_a_rank_that_never_spoke_is_missed():
     outcome = judge(Ending(statuses=[said(0, "finished")], num_processes=2, returncode=0))
     assert outcome.status == "failed"
-    assert outcome.reason == "The launcher ended with status 0, but rank 1 never said a word."
+    assert outcome.reason == "The launcher ended with status 0, but rank 1 wrote no status file."
 
 
 def test_a_refusal_names_its_rank():

@@ -188,10 +188,11 @@ def test_a_device_that_is_lost_does_not_hide_the_error(tmp_path):
     assert said.peak_bytes is None
 
 
-def test_a_file_of_an_earlier_toolkit_has_no_peak(tmp_path):
+@pytest.mark.parametrize("field", ["peak_bytes", "started", "error"])
+def test_a_file_without_one_of_its_fields_is_left_out(tmp_path, field):
     StatusFile(tmp_path, 0).running(1)
     file = tmp_path / "rank-0.json"
-    old = json.loads(file.read_text())
-    del old["peak_bytes"]
-    file.write_text(json.dumps(old))
-    assert read_statuses(tmp_path)[0].peak_bytes is None
+    status = json.loads(file.read_text())
+    del status[field]
+    file.write_text(json.dumps(status))
+    assert read_statuses(tmp_path) == []

@@ -166,7 +166,7 @@ def test_a_manifest_names_nothing_outside_of_its_folder(tmp_path, name):
     (folder / "notes").write_text("of someone else")
     named = name.format(root=tmp_path)
     write_manifest(folder, {named: {"bytes": 8, "sha256": "0" * 64}})
-    with pytest.raises(Damaged, match="lists what cannot be a file of it"):
+    with pytest.raises(Damaged, match="lists names that cannot be files of it"):
         read_manifest(folder)
     commit(folder, "new")
     remove_own(folder)
@@ -248,7 +248,7 @@ def test_a_manifest_of_another_schema_is_refused_by_name(tmp_path):
         read_manifest(folder)
     old = {name: value for name, value in manifest.items() if name != "manifest_sha256"}
     (folder / MANIFEST).write_text(json.dumps(old | {"schema": 1}))
-    with pytest.raises(UsageError, match="was written by an older toolkit"):
+    with pytest.raises(Damaged, match="its schema is not 2"):
         read_manifest(folder)
 
 

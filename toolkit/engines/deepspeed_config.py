@@ -108,10 +108,10 @@ def section_mistakes(config: Mapping[str, Any]) -> list[str]:
         config: Values at the top level, of the types that belong there. `auto` is left out: the
             run fills it in.
     """
-    given = {key: value for key, value in _without_auto(config).items() if key not in BATCH_KEYS}
+    parts = {key: value for key, value in _without_auto(config).items() if key not in BATCH_KEYS}
     with _silent():
-        mistakes = [mistake for key in given for mistake in _mistakes({key: given[key]}, key)]
-        return mistakes or _mistakes(given)
+        mistakes = [mistake for key in parts for mistake in _mistakes({key: parts[key]}, key)]
+        return mistakes or _mistakes(parts)
 
 
 def _mistakes(config: Mapping[str, Any], within: str | None = None) -> list[str]:

@@ -2,8 +2,8 @@
 
 DeepSpeed compiles its C++ parts at first use through torch, which takes an empty file `lock` in
 the part's folder as its baton. A build that is killed leaves the file, and every later run waits
-for it in silence, for ever. (torch 2.15 has the system lock that file instead, which ends with the
-process, and leaves the file there. Removing it while nobody holds it does no harm.)
+for it in silence, for ever. (torch 2.15 has the system lock that file instead. That lock ends with
+the process, and the file stays: to remove it while no process holds it does no harm.)
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def extension_folders() -> list[Path]:
     The rule is that of `torch.utils.cpp_extension`: `TORCH_EXTENSIONS_DIR`, else a folder for
     each Python and accelerator in the user's cache.
     """
-    given = os.environ.get("TORCH_EXTENSIONS_DIR")
-    if given:
-        return [Path(given)]
+    folder = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if folder:
+        return [Path(folder)]
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return sorted(Path(cache, "torch_extensions").glob("*/"))
 
@@ -50,13 +50,13 @@ def stale_locks() -> list[Path]:
 
 
 def clear_stale_locks() -> list[Path]:
-    """Remove stale locks, and return those of builds that were killed, for the caller to say so.
+    """Remove stale locks, and return those of builds that were killed.
 
     torch 2.15 leaves its lock behind a build that ended well; an older torch would wait for it.
     """
     killed: list[Path] = []
     for lock in stale_locks():
-        # Someone else may have cleared it and begun to build since.
+        # Another process may have cleared it and begun to build since.
         with contextlib.suppress(FileNotFoundError):
             if _age(lock) > YOUNG_SECONDS:
                 lock.unlink()

@@ -1,4 +1,4 @@
-"""The lock file of a folder that one process at a time works in; it says whose folder that is."""
+"""The lock file of a folder in which one process at a time works; its text says who may."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ Worker = Literal["run", "comparison"]
 
 _NOT_A_FILE: Final = {errno.ELOOP, errno.EISDIR}
 _NO_LOCKS: Final = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
-"""Of file systems that cannot lock, some of the networked ones among them: there, who works in a
-folder does so unlocked."""
+"""Of file systems that cannot lock, some networked ones among them: folders stay unlocked there."""
 
 _MOST_BYTES: Final = 100
 """More than any mark has."""
@@ -37,7 +36,7 @@ class FolderLock:
         os.close(self._number)
 
     def undo(self) -> None:
-        """Leave the folder as it was before it was locked, and not at all if it was not there."""
+        """Restore the folder as it was before it was locked; remove it if it was not there."""
         _remove(self._made)
         self.release()
 
@@ -55,13 +54,13 @@ def lock_folder(folder: Path, worker: Worker) -> FolderLock:
         UsageError: another process works in it, it is not the worker's, or it takes no files.
     """
     path = folder / LOCK_FILE
-    made = [each for each in (path, folder, *folder.parents) if not os.path.lexists(each)]
+    made = [place for place in (path, folder, *folder.parents) if not os.path.lexists(place)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        number = _taken(path, worker)
-        if os.fstat(number).st_nlink == 0:  # who held it before has undone it
+        number = _take(path, worker)
+        if os.fstat(number).st_nlink == 0:  # the process that held it before has removed it
             os.close(number)
-            number = _taken(path, worker)
+            number = _take(path, worker)
     except OSError as error:
         if error.errno in _NOT_A_FILE:
             raise _not_ours(path, worker) from None
@@ -72,28 +71,28 @@ def lock_folder(folder: Path, worker: Worker) -> FolderLock:
 
 def is_marked(folder: Path, worker: Worker) -> bool:
     """Whether a worker of this kind has locked the folder once."""
-    return _said(folder / LOCK_FILE) == _mark(worker)
+    return _read_mark(folder / LOCK_FILE) == _mark(worker)
 
 
 def can_be_marked(folder: Path, worker: Worker) -> bool:
-    """Whether the folder has no lock file, or one of such a worker's; an older one says nothing."""
+    """Whether the folder has no lock file, or one without a mark or of such a worker."""
     path = folder / LOCK_FILE
-    return not os.path.lexists(path) or _said(path) in (b"", _mark(worker))
+    return not os.path.lexists(path) or _read_mark(path) in (b"", _mark(worker))
 
 
-def _taken(path: Path, worker: Worker) -> int:
+def _take(path: Path, worker: Worker) -> int:
     """Open, lock and mark the lock file."""
-    # Not waiting for a reader, if it is a pipe.
+    # O_NONBLOCK: the open must not wait for a reader, if it is a pipe.
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     number = os.open(path, flags, 0o666)
     try:
         if not stat.S_ISREG(os.fstat(number).st_mode):
             raise _not_ours(path, worker)
         _lock(number, path, worker)
-        said = os.read(number, _MOST_BYTES)
-        if said not in (b"", _mark(worker)):
+        mark = os.read(number, _MOST_BYTES)
+        if mark not in (b"", _mark(worker)):
             raise _not_ours(path, worker)
-        if not said:
+        if not mark:
             os.write(number, _mark(worker))
     except BaseException:
         os.close(number)
@@ -115,8 +114,8 @@ def _lock(number: int, path: Path, worker: Worker) -> None:
             raise
 
 
-def _said(path: Path) -> bytes | None:
-    """Return what a lock file says; None for what is no file, or not ours to read."""
+def _read_mark(path: Path) -> bytes | None:
+    """Return the text of a lock file; None where it is no file, or not ours to read."""
     if path.is_symlink() or not path.is_file():
         return None
     try:

@@ -36,7 +36,7 @@ def serve(
     listener: Listener,
     become: Callable[[list[str]], NoReturn],
     *,
-    kept: frozenset[int],
+    inherited: frozenset[int],
     unfit: Callable[[], str | None],
 ) -> NoReturn:
     """Fork a process for each request and tell how each ended, for ever.
@@ -45,7 +45,7 @@ def serve(
         listener: Where requests come from.
         become: Called in each forked process, whose variables, folder and standard streams are by
             then those of the request.
-        kept: File descriptors that stay open in them, beside the standard streams.
+        inherited: File descriptors that stay open in them, beside the standard streams.
         unfit: Returns why nothing may be forked from this process now, None where it may.
     """
     waker, woken = socket.socketpair()
@@ -86,7 +86,7 @@ def serve(
                     pid = os.fork()
                     if pid == 0:
                         try:
-                            _begin(request, streams, kept)
+                            _begin(request, streams, inherited)
                             become(request["args"])
                         finally:
                             os._exit(1)  # whatever happens, it never goes on with this loop
@@ -124,7 +124,7 @@ def _receive(connection: socket.socket) -> tuple[ForkRequest, list[int]] | None:
     return (json.loads(text), streams) if text.endswith(b"\n") else None
 
 
-def _begin(request: ForkRequest, streams: list[int], kept: frozenset[int]) -> None:
+def _begin(request: ForkRequest, streams: list[int], inherited: frozenset[int]) -> None:
     """Give a forked process all that its request names, and nothing else of its parent's."""
     signal.set_wakeup_fd(-1)
     for number in passed_signals():
@@ -139,7 +139,7 @@ def _begin(request: ForkRequest, streams: list[int], kept: frozenset[int]) -> No
         os.setsid()
     for number, stream in zip(STREAMS, streams, strict=True):
         os.dup2(stream, number)
-    for number in open_files() - kept - {*STREAMS}:
+    for number in open_files() - inherited - {*STREAMS}:
         os.close(number)
     os.environ.clear()
     os.environ.update(request["environment"])

@@ -132,19 +132,19 @@ class Fork:
 
 
 def fork(
-    connect: Callable[[], socket.socket],
+    connection: socket.socket,
     args: Sequence[str],
     *,
     environment: Mapping[str, str],
-    streams: Sequence[int] = STREAMS,
+    streams: Sequence[int],
     folder: Path | None = None,
     new_session: bool = False,
     tied: bool = False,
 ) -> Fork:
-    """Ask for a process.
+    """Request a process.
 
     Args:
-        connect: Opens a connection to the loop that forks.
+        connection: Leads to the loop that forks.
         args: The command, as `subprocess.Popen` takes it.
         environment: All of its variables.
         streams: File descriptors for its standard streams.
@@ -153,23 +153,26 @@ def fork(
         tied: Whether it gets SIGTERM when this process ends.
 
     Raises:
-        WarmError: nothing serves there, or it has ended.
+        WarmError: the loop has ended, or may not fork.
     """
+    request = ForkRequest(
+        args=list(args),
+        environment=dict(environment),
+        folder=str(folder or Path.cwd()),
+        ignored=[int(number) for number in passed_signals() if is_ignored(number)],
+        new_session=new_session,
+        tied=tied,
+    )
     try:
-        request = ForkRequest(
-            args=list(args),
-            environment=dict(environment),
-            folder=str(folder or Path.cwd()),
-            ignored=[int(number) for number in passed_signals() if is_ignored(number)],
-            new_session=new_session,
-            tied=tied,
-        )
-        connection = connect()
         socket.send_fds(connection, [b"+"], list(streams))
         connection.sendall(json.dumps(request).encode() + b"\n")
     except OSError as error:
-        raise WarmError(f"no warm process answers: {error}") from error
+        raise _no_answer(error) from error
     return Fork(connection, args)
+
+
+def _no_answer(error: OSError) -> WarmError:
+    return WarmError(f"no warm process answers: {error}")
 
 
 def passed_signals() -> set[signal.Signals]:
@@ -261,12 +264,14 @@ def start(
     with open(os.devnull, "rb") as no_input:
         if path is not None:
             try:
-                return _fork_from(
-                    Path(path),
+                return fork(
+                    _connect(Path(path), environment),
                     command,
                     environment=environment,
                     streams=[no_input.fileno(), stdout, stderr],
                     folder=folder,
+                    new_session=True,
+                    tied=True,
                 )
             except WarmError as error:
                 on_cold(str(error))
@@ -283,43 +288,24 @@ def start(
 
 def key_of(environment: Mapping[str, str]) -> str:
     """Return a name for all variables that an import may read."""
-    kept = {
+    variables = {
         name: value
         for name, value in environment.items()
         if name not in OF_A_LAUNCH and not name.startswith(OF_A_LAUNCHER)
     }
     # No import initialises CUDA: of this variable all that counts is whether the GPUs are hidden.
-    kept["CUDA_VISIBLE_DEVICES"] = str(environment.get("CUDA_VISIBLE_DEVICES") == "")
-    text = json.dumps([sys.executable, sorted(kept.items())])
+    variables["CUDA_VISIBLE_DEVICES"] = str(environment.get("CUDA_VISIBLE_DEVICES") == "")
+    text = json.dumps([sys.executable, sorted(variables.items())])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _fork_from(
-    path: Path,
-    args: Sequence[str],
-    *,
-    environment: Mapping[str, str],
-    streams: Sequence[int],
-    folder: Path | None,
-) -> Fork:
+def _connect(path: Path, environment: Mapping[str, str]) -> socket.socket:
     if path.name != key_of(environment):
         raise WarmError("the warm process was started with other variables")
-
-    def connect() -> socket.socket:
-        connection = socket.socket(socket.AF_UNIX)
-        try:
-            connection.connect(str(path))
-        except OSError:
-            connection.close()
-            raise
-        return connection
-
-    return fork(
-        connect,
-        args,
-        environment=environment,
-        streams=streams,
-        folder=folder,
-        new_session=True,
-        tied=True,
-    )
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(str(path))
+    except OSError as error:
+        connection.close()
+        raise _no_answer(error) from error
+    return connection

@@ -1,6 +1,6 @@
 """Run a script as N ranks through the real `accelerate launch`, and follow it to its end.
 
-Whatever ends the run, or this process, nothing of it stays alive: see `supervised`.
+However the run or this process ends, no process of it stays alive: see `supervised`.
 """
 
 from __future__ import annotations
@@ -49,10 +49,13 @@ GRACE_SECONDS = 5.0
 """How long the other ranks may take to end by themselves once one has failed."""
 
 EXIT_SECONDS = 30.0
-"""How long the launcher may take to leave once every rank has said that it is through."""
+"""How long the launcher may take to leave once every rank's status is `finished`."""
 
 PORT_ATTEMPTS = 3
+"""Launches until one that loses its port to another process is given up."""
+
 LINES_KEPT = 2000
+"""Last lines of a log from which its end is judged."""
 
 LAUNCHER = [sys.executable, "-m", "accelerate.commands.launch"]
 
@@ -68,11 +71,11 @@ def launch_command(
     """Return the `accelerate launch` line, as arguments that need no PATH.
 
     Args:
-        config_file: what `--config_file` gets.
-        script: a script or `-m module`, then its arguments.
-        num_processes: replaces the config file's number.
-        gpu_ids: replaces the config file's; `all` leaves CUDA_VISIBLE_DEVICES as it is.
-        port: for the ranks to meet. With 0 Accelerate takes a free one right before it is used,
+        config_file: The value of `--config_file`.
+        script: A script or `-m module`, then its arguments.
+        num_processes: Replaces the config file's number.
+        gpu_ids: Replaces the config file's; `all` leaves CUDA_VISIBLE_DEVICES as it is.
+        port: Where the ranks meet. With 0 Accelerate takes a free one right before it is used,
             so the same line can run twice at once; a single process ignores it.
     """
     options = ["--config_file", str(config_file), "--main_process_port", str(port)]
@@ -109,15 +112,15 @@ def run(
     passed on.
 
     Args:
-        command: what `launch_command` returns, or any other command.
-        folder: gets `stdout.log`, without secrets and for its owner alone, and `status/`; those of
+        command: The result of `launch_command`, or any other command.
+        folder: Gets `stdout.log`, without secrets and for its owner alone, and `status/`; those of
             an earlier run there are replaced.
-        timeout: seconds for the whole run.
-        num_processes: ranks that must report, where it is known.
-        environment: variables for the run, on top of this process's own.
-        loopback: bind gloo to the loopback interface; only where all ranks are on this machine.
-        on_line: gets each line of output as it comes.
-        on_step: gets the number of steps that every rank has finished, when it grows.
+        timeout: Seconds for the whole run.
+        num_processes: Ranks that must report, where it is known.
+        environment: Variables for the run, on top of this process's own.
+        loopback: Bind gloo to the loopback interface; only where all ranks are on this machine.
+        on_line: Gets each line of output as it comes.
+        on_step: Gets the number of steps that every rank has finished, when it grows.
     """
     follower = Follower(
         command=list(command),
@@ -142,7 +145,7 @@ def run(
 
 @dataclass(kw_only=True)
 class Follower:
-    """One launch, from its start until nothing of it is left."""
+    """Follows one launch, from its start until no process of it is left."""
 
     command: list[str]
     folder: Path
@@ -154,6 +157,8 @@ class Follower:
     on_step: Callable[[int], None]
 
     gone: dict[int, float] = field(default_factory=dict[int, float])
+    """When each rank that vanished was first missed, by `time.monotonic()`."""
+
     statuses: list[RankStatus] = field(default_factory=list[RankStatus])
     lines: deque[str] = field(default_factory=lambda: deque[str](maxlen=LINES_KEPT))
 
@@ -205,7 +210,7 @@ class Follower:
         give_up: float | None = None
         steps = 0
         while True:
-            # Asked first: what the ranks said before the launcher left is then read below.
+            # Polled first: what the ranks wrote before the launcher left is then read below.
             over = supervisor.poll() is not None
             output.pump()
             self._look()
@@ -236,7 +241,7 @@ class Follower:
         for status in self.statuses:
             if status.state != "running" or is_alive(status.pid, started=status.started):
                 continue
-            # It may have said its last word between the reading and the look at its process.
+            # It may have written its last status after the reading and before the look at it.
             last = read_status(self.folder / "status" / f"rank-{status.rank}.json")
             if last is None or last.state == "running":
                 self.gone.setdefault(status.rank, now)
@@ -275,7 +280,7 @@ class Follower:
 
 
 class _Lines:
-    """Cuts what was added to a log since the last look into lines."""
+    """Reads a growing log line by line."""
 
     def __init__(self, read: Callable[[], bytes], take: Callable[[str], None]) -> None:
         self._read = read
@@ -294,7 +299,7 @@ class _Lines:
         self._rest = ""
 
     def _give(self, line: str) -> None:
-        # A progress bar redraws its line after each carriage return; the last one stands.
+        # A progress bar redraws its line after each carriage return; the last one stays visible.
         self._take(line.rstrip("\r").rpartition("\r")[2])
 
 
@@ -302,7 +307,7 @@ def launch_environment(extra: Mapping[str, str], *, loopback: bool) -> dict[str,
     """Return the variables of a launch, but for the folder of its status files.
 
     Args:
-        extra: On top of this process's own.
+        extra: Variables on top of this process's own.
         loopback: As in `run`.
     """
     environment = python_environment() | {

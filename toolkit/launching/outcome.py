@@ -1,4 +1,4 @@
-"""How a run ended, in one or two sentences: the first failure's own error, and whose it was."""
+"""How a run ended, in one or two sentences: the error of the rank that failed first."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ class Outcome:
     status: OutcomeStatus
 
     reason: str | None
-    """The first failure's own error, with its rank. None when all is well."""
+    """The error of the first failure, with its rank. None when all is well."""
 
     tail: list[str]
     """The last lines of the log, without torchelastic's."""
 
     seconds: float | None
-    """None where nobody watched it."""
+    """None where no process followed the run."""
 
     statuses: list[RankStatus]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """What the launcher's follower saw; the judgement is made from this alone."""
+    """Observations of a launch, from which alone its outcome is judged."""
 
     statuses: list[RankStatus]
 
     gone: dict[int, float] = field(default_factory=dict[int, float])
-    """When ranks that said `running` were seen to be gone, before anything was killed here.
+    """When ranks whose status was `running` were seen to be gone, before anything was killed here.
 
     By the clock of `RankStatus.time`.
     """
@@ -72,17 +72,17 @@ class Ending:
 
     num_processes: int | None = None
     out_of_memory_kills: int | None = None
-    """Processes that the kernel's out-of-memory killer took from our control group meanwhile."""
+    """Processes of our control group that the kernel's out-of-memory killer ended meanwhile."""
 
     seconds: float | None = 0.0
     timeout: float = 0.0
 
 
 def judge(ending: Ending) -> Outcome:
-    """Say how a run ended.
+    """Judge how a run ended.
 
-    An error of a rank's own and a dead rank come first, by time; then what ranks say because a
-    neighbour is gone, and ranks that only followed torchelastic's SIGTERM.
+    An error of a rank's own and a dead rank come first, by time; then errors of ranks that only
+    lost a neighbour, and ranks that only followed torchelastic's SIGTERM.
     """
     lines = without_launcher_noise(ending.lines)
     status, reason = _verdict(ending, lines)
@@ -106,18 +106,18 @@ def out_of_memory(statuses: Iterable[RankStatus]) -> list[int]:
 
 def without_launcher_noise(lines: Iterable[str]) -> list[str]:
     """Drop torchelastic's log lines and the traceback with which the launcher itself ends."""
-    kept = [line for line in lines if not ELASTIC_LINE.match(line)]
-    end = next((i for i in reversed(range(len(kept))) if LAUNCHER_END.match(kept[i])), None)
-    if end is None or TRACEBACK not in kept[:end]:
-        return kept
-    start = max(i for i in range(end) if kept[i] == TRACEBACK)
-    borders = [i for i in range(end, len(kept)) if kept[i].startswith("====")]
-    return kept[:start] + kept[(borders[-1] if borders else end) + 1 :]
+    lines = [line for line in lines if not ELASTIC_LINE.match(line)]
+    end = next((i for i in reversed(range(len(lines))) if LAUNCHER_END.match(lines[i])), None)
+    if end is None or TRACEBACK not in lines[:end]:
+        return lines
+    start = max(i for i in range(end) if lines[i] == TRACEBACK)
+    borders = [i for i in range(end, len(lines)) if lines[i].startswith("====")]
+    return lines[:start] + lines[(borders[-1] if borders else end) + 1 :]
 
 
 def _verdict(ending: Ending, lines: list[str]) -> tuple[OutcomeStatus, str | None]:
     failures = _failures(ending)
-    # All ranks agreed before the first of them said so: who then is gone was only ended early.
+    # All ranks agreed before the first wrote it: one that is gone was only ended early.
     for status in ending.statuses:
         if status.state == "preempted" and status.error is not None:
             return "failed", status.error.message
@@ -137,37 +137,39 @@ def _verdict(ending: Ending, lines: list[str]) -> tuple[OutcomeStatus, str | Non
         if not missing:
             return "ok", None
         names = " and ".join(f"rank {rank}" for rank in missing)
-        return "failed", f"The launcher ended with status 0, but {names} never said a word."
+        return "failed", f"The launcher ended with status 0, but {names} wrote no status file."
     last = _last_meaningful(lines)
     status = "oom" if OUT_OF_MEMORY.search(last) else "failed"
     return status, f"The launcher ended with status {ending.returncode}: {last or 'no output'}"
 
 
 Order = tuple[int, float, bool]
+"""Whether the rank only followed another's failure; when; whether another was seen first."""
+
 Verdict = tuple[OutcomeStatus, str]
 
 
 def _failures(ending: Ending) -> list[tuple[Order, Verdict]]:
     codes = _exit_codes(ending)
     first = _first_pid(ending.lines)
-    found: list[tuple[Order, Verdict]] = []
+    failures: list[tuple[Order, Verdict]] = []
     for status in ending.statuses:
         code = codes.get(status.pid)
         if status.state in get_args(Failure):
             order = (int(status.only_echoes), status.time, False)
-            found.append((order, _error_verdict(status)))
+            failures.append((order, _error_verdict(status)))
         elif status.rank in ending.gone:
             order = (int(code == -signal.SIGTERM), ending.gone[status.rank], status.pid != first)
-            found.append((order, _death_verdict(status, code, ending)))
-    own = any(order[0] == 0 for order, _ in found)
-    if not own and (found or _missing(ending)):
-        # Nobody failed of his own: an abort after the end made torchelastic end the others.
-        found += [
+            failures.append((order, _death_verdict(status, code, ending)))
+    only_followers = all(is_follower for (is_follower, *_), _ in failures)
+    if only_followers and (failures or _missing(ending)):
+        # The cause is an abort after the end, which made torchelastic end the others.
+        failures += [
             ((0, status.time, False), _abort_verdict(status, codes[status.pid]))
             for status in ending.statuses
             if status.state == "finished" and codes.get(status.pid, 0) not in (0, -signal.SIGTERM)
         ]
-    return found
+    return failures
 
 
 def _launcher_was_killed(ending: Ending) -> bool:
@@ -182,7 +184,7 @@ def _error_verdict(status: RankStatus) -> Verdict:
     if status.state == "refused":
         return "refused", f"rank {status.rank} refused the run: {text}"
     if status.error and status.error.type == GuardError.__name__:
-        return "failed", shorten(status.error.message)  # every rank's, in the same words
+        return "failed", shorten(status.error.message)  # every rank has the same message
     kind = "oom" if OUT_OF_MEMORY.search(text) else "failed"
     return kind, f"rank {status.rank} failed {_at(status)}: {text}"
 
@@ -215,7 +217,7 @@ def _abort_verdict(status: RankStatus, code: int) -> Verdict:
 def _timeout_reason(ending: Ending) -> str:
     text = f"The run was not over after {ending.timeout:.0f} s"
     if not ending.statuses:
-        return f"{text}; no rank had said a word."
+        return f"{text}; no rank had written a status file."
     slowest = min(
         ending.statuses, key=lambda status: (status.rank not in ending.stopped, status.step)
     )
@@ -227,19 +229,19 @@ def _timeout_reason(ending: Ending) -> str:
 
 
 def _missing(ending: Ending) -> list[int]:
-    there = {status.rank for status in ending.statuses}
-    return [rank for rank in range(ending.num_processes or 0) if rank not in there]
+    reported = {status.rank for status in ending.statuses}
+    return [rank for rank in range(ending.num_processes or 0) if rank not in reported]
 
 
 def _exit_codes(ending: Ending) -> dict[int, int]:
-    """Return exit codes by process id, as far as the launcher's words tell them."""
+    """Return exit codes by process id, as far as the launcher's lines tell them."""
     codes: dict[int, int] = {}
     for line in ending.lines:
-        if found := ELASTIC_EXIT.search(line):
-            # The first word on a process counts: later tables repeat it.
-            codes.setdefault(int(found[2]), int(found[1]))
-        elif (found := SIMPLE_EXIT.search(line)) and len(ending.statuses) == 1:
-            codes[ending.statuses[0].pid] = int(found[1]) if found[1] else -int(found[2])
+        if match := ELASTIC_EXIT.search(line):
+            # The first line on a process counts: later tables repeat it.
+            codes.setdefault(int(match[2]), int(match[1]))
+        elif (match := SIMPLE_EXIT.search(line)) and len(ending.statuses) == 1:
+            codes[ending.statuses[0].pid] = int(match[1]) if match[1] else -int(match[2])
     # Launchers list every child that failed: one that is not on their list left with status 0.
     if codes or ending.returncode == 0:
         for status in ending.statuses:
@@ -248,8 +250,8 @@ def _exit_codes(ending: Ending) -> dict[int, int]:
 
 
 def _first_pid(lines: Iterable[str]) -> int | None:
-    found = (ELASTIC_FIRST.search(line) for line in lines)
-    return next((int(match[1]) for match in found if match), None)
+    matches = (ELASTIC_FIRST.search(line) for line in lines)
+    return next((int(match[1]) for match in matches if match), None)
 
 
 def _last_meaningful(lines: list[str]) -> str:

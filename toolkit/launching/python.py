@@ -16,14 +16,14 @@ PACKAGE_FOLDER = "TOOLKIT_PACKAGE_FOLDER"
 def python_environment() -> dict[str, str]:
     """Return this process's variables for another Python, which then finds the same toolkit.
 
-    Whatever lies in the current folder, it takes modules from where they are installed.
+    It takes modules from where they are installed, whatever files lie in the current folder.
     """
     environment = os.environ | {"PYTHONSAFEPATH": "1"}
     # An empty entry would be the current folder.
     folders = [folder for folder in environment.pop("PYTHONPATH", "").split(os.pathsep) if folder]
     if not _is_installed():
         folders = [ROOT, *(folder for folder in folders if folder != ROOT)]
-    # Accelerate adds the current folder for ranks under DeepSpeed: behind all that is installed.
+    # Accelerate adds the current folder for ranks under DeepSpeed: these go before it.
     paths = sysconfig.get_paths()
     library = [paths["stdlib"], os.path.join(paths["platstdlib"], "lib-dynload")]
     folders += [*library, *site.getsitepackages()]
@@ -36,11 +36,7 @@ def package_folder() -> Path:
 
 
 def check_package_folder() -> None:
-    """Refuse to be a rank of a launcher whose toolkit is another one.
-
-    Raises:
-        UsageError: it is.
-    """
+    """Raise UsageError in a rank of a launcher whose toolkit lies in another folder."""
     launchers = os.environ.get(PACKAGE_FOLDER)
     if launchers and Path(launchers) != package_folder():
         raise UsageError(

@@ -1,4 +1,4 @@
-"""A rank's first act, before anything heavy is imported, and its last."""
+"""The first acts of a rank, before anything heavy is imported, and its last."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def die_with_parent(death_signal: signal.Signals = signal.SIGKILL) -> None:
         return
     parent = os.getppid()
     prctl(PR_SET_PDEATHSIG, death_signal)
-    # The parent may have died before the line above; nobody would tell us any more. Whoever still
-    # has a launcher descends from it: that it has a process id is not enough, a zombie has one.
+    # The parent may have died before the line above, and then no signal comes any more. A process
+    # that still has a launcher descends from it; the launcher's id is not enough, a zombie has one.
     launcher = os.environ.get(LAUNCHER_PID)
     orphaned = launcher and int(launcher) not in (up.pid for up in psutil.Process().parents())
     if os.getppid() != parent or orphaned:
@@ -55,7 +55,7 @@ def say(text: str) -> None:
 
 
 def quiet() -> None:
-    """Silence what a rank would say N times and a user can do nothing about."""
+    """Silence warnings that every rank would print and that a user can't act on."""
     warnings.filterwarnings(
         "ignore",
         # DeepSpeed 0.19.8 calls names that torch 2.13 deprecates.

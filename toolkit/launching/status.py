@@ -1,8 +1,7 @@
-"""Status files: what each rank says of itself, for the launcher that follows it.
+"""Status files: each rank's own account of its state, for the process that follows the launch.
 
-Launchers turn every rank's exit code into 1, so each rank keeps one small JSON file up to date
-and that file speaks. Ranks write it before they import anything heavy, and a reader never sees
-half a file.
+Launchers turn every rank's exit code into 1, so each rank keeps one small JSON file up to date.
+Ranks write it before they import anything heavy, and a reader never sees half a file.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ Failure = Literal["failed", "refused", "usage"]
 STATUS_DIR = "TOOLKIT_STATUS_DIR"
 
 PEAK_STEPS = 2
-"""Up to this step a rank that is well tells its peak: what it holds is there by then, and the steps
-that are timed don't pay for the reading."""
+"""Last step after which a rank that is well reads its peak: all that it holds is there by then, and
+the steps that are timed don't pay for the reading."""
 
 ECHO_PAUSE_SECONDS = 2.0
-"""How long a rank that only lost a neighbour stays, so that the neighbour can say its own error.
+"""How long a rank that only lost a neighbour stays, so that the neighbour can write its own error.
 
 Launchers end every rank at once when the first one leaves.
 """
 
-# What a rank says when another one is already gone. True, and never the cause.
+# Errors of a rank when another one is already gone. True, and never the cause.
 ECHO_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "BrokenPipeError")
 ECHO_TEXTS = (
     "connection closed by peer",
@@ -67,7 +66,7 @@ class RankError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStatus:
-    """The last thing a rank said."""
+    """Content of a rank's status file."""
 
     rank: int
     pid: int
@@ -76,14 +75,14 @@ class RankStatus:
     """Last finished optimizer step, 0 before the first."""
 
     time: float
-    """When it was said, by `time.monotonic()`: one clock for all processes of a machine."""
+    """When it was written, by `time.monotonic()`: one clock for all processes of a machine."""
 
     started: float
-    """When the process began, as `start_of` tells it."""
+    """When the process began, as `start_of` returns it."""
 
     error: RankError | None = None
     peak_bytes: int | None = None
-    """Most memory that it knew to have held on its device, in a rehearsal on the host."""
+    """Most memory that it has held on its device, in a rehearsal on the host, as far as known."""
 
     @property
     def only_echoes(self) -> bool:
@@ -91,7 +90,7 @@ class RankStatus:
 
 
 class StatusFile:
-    """One rank's pen: every call replaces `<folder>/rank-<rank>.json` as a whole."""
+    """Writes one rank's status: every call replaces `<folder>/rank-<rank>.json` as a whole."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.path = folder / f"rank-{rank}.json"
@@ -99,7 +98,7 @@ class StatusFile:
         self.state: State | None = None
         self.step = 0
         self.peak: Callable[[], int | None] | None = None
-        """Reads the most memory held so far, in bytes; set by whoever knows the device."""
+        """Reads the most memory held so far, in bytes; set once the device is known."""
 
         self._peak_bytes: int | None = None
         folder.mkdir(parents=True, exist_ok=True)
@@ -111,7 +110,7 @@ class StatusFile:
         self._write("running")
 
     def finished(self) -> None:
-        """Say that the work is done and committed: a process that aborts after this did no harm."""
+        """Note that the work is done and committed: an abort after this does no harm."""
         self._write("finished")
 
     def failed(self, error: BaseException, state: Failure = "failed") -> None:
@@ -120,7 +119,7 @@ class StatusFile:
         self._write(state, {"type": type(error).__name__, "message": str(error), "traceback": text})
 
     def preempted(self, text: str) -> None:
-        """Say that the rank was asked to stop, has saved with the others, and leaves."""
+        """Note that the rank had to stop, has saved with the others, and leaves."""
         self._write("preempted", {"type": "Preempted", "message": text, "traceback": ""})
 
     def _read_peak(self) -> None:
@@ -132,7 +131,7 @@ class StatusFile:
 
     def _write(self, state: State, error: dict[str, str] | None = None) -> None:
         self.state = state
-        said = {
+        status = {
             "schema": 1,
             "rank": self.rank,
             "pid": os.getpid(),
@@ -145,13 +144,13 @@ class StatusFile:
             "peak_bytes": self._peak_bytes,
         }
         # Not waiting for the disk: it is written anew every step.
-        write_text(self.path, json.dumps(redacted(said)), durable=False)
+        write_text(self.path, json.dumps(redacted(status)), durable=False)
 
 
 def status_folder(output_dir: Path) -> Path:
-    """Return where this rank's status belongs: the launcher's folder, else one in `output_dir`."""
-    given = os.environ.get(STATUS_DIR)
-    return Path(given) if given else output_dir / "status"
+    """Return the folder for this rank's status: the launcher's, else one in `output_dir`."""
+    folder = os.environ.get(STATUS_DIR)
+    return Path(folder) if folder else output_dir / "status"
 
 
 @contextlib.contextmanager
@@ -160,12 +159,12 @@ def guard(
 ) -> Generator[StatusFile]:
     """Keep `status` true around a rank's main: running, then finished, or the error it ended with.
 
-    A rank that leaves with status 0 before its end stays `running`, so that the launcher, which
-    sees it gone, can name it. A failure that the body recorded by itself is left as it stands.
+    A rank that leaves with exit code 0 before its end stays `running`, so that the launcher, which
+    sees it gone, can name it. A failure that the body recorded by itself is left as it is.
 
     Args:
-        status: the rank's file.
-        refused_by: exceptions that mean a refused run rather than a failed one.
+        status: The rank's file.
+        refused_by: Exceptions that mean a refused run rather than a failed one.
     """
     status.running()
     try:
@@ -199,24 +198,24 @@ def _failure_of(
 
 
 def read_statuses(folder: Path) -> list[RankStatus]:
-    """Return what the ranks said, by rank. A file that is missing, torn or foreign is left out."""
-    found = (read_status(path) for path in folder.glob("rank-*.json"))
-    return sorted((status for status in found if status), key=lambda status: status.rank)
+    """Return the statuses, by rank. A file that is missing, torn or foreign is left out."""
+    statuses = (read_status(path) for path in folder.glob("rank-*.json"))
+    return sorted((status for status in statuses if status), key=lambda status: status.rank)
 
 
 def read_status(path: Path) -> RankStatus | None:
     try:
-        said = cast(dict[str, Any], json.loads(path.read_text(encoding="utf-8")))
-        if said["state"] not in get_args(State) or said["pid"] < 1:
+        content = cast(dict[str, Any], json.loads(path.read_text(encoding="utf-8")))
+        if content["state"] not in get_args(State) or content["pid"] < 1:
             return None
-        error, peak = said["error"], said.get("peak_bytes")
+        error, peak = content["error"], content["peak_bytes"]
         return RankStatus(
-            rank=int(said["rank"]),
-            pid=int(said["pid"]),
-            state=said["state"],
-            step=int(said["step"]),
-            time=float(said["monotonic"]),
-            started=float(said["started"]),
+            rank=int(content["rank"]),
+            pid=int(content["pid"]),
+            state=content["state"],
+            step=int(content["step"]),
+            time=float(content["monotonic"]),
+            started=float(content["started"]),
             error=RankError(**{name: str(value) for name, value in error.items()})
             if error
             else None,
@@ -226,15 +225,15 @@ def read_status(path: Path) -> RankStatus | None:
         *(OSError, ValueError, KeyError, TypeError, AttributeError),
         *(RecursionError, OverflowError),
     ):
-        return None
+        return None  # the ranks' own code may write anything there
 
 
 def is_echo(error_type: str, message: str) -> bool:
-    """Whether an error only tells that another rank is gone."""
+    """Whether an error only means that another rank is gone."""
     return error_type in ECHO_TYPES or any(echo in message.lower() for echo in ECHO_TEXTS)
 
 
 def first_failure(statuses: Iterable[RankStatus]) -> RankStatus | None:
     """Return the original error: the earliest, with every echo behind every error of its own."""
     failures = [status for status in statuses if status.state in get_args(Failure)]
-    return min(failures, key=lambda said: (said.only_echoes, said.time), default=None)
+    return min(failures, key=lambda status: (status.only_echoes, status.time), default=None)

@@ -1,9 +1,9 @@
-"""`python -m toolkit.launching.supervised PARENT_PID [--redacting] COMMAND ...`, leaving nothing.
+"""`python -m toolkit.launching.supervised PARENT_PID [--redacting] COMMAND ...`: leave no process.
 
-It stands between us and the launcher. When COMMAND ends, or this process is told to stop, or the
-process PARENT_PID dies in whatever way, everything that COMMAND started is killed. Ranks sit in
-sessions of their own and a compiler they started outlives them, so neither the process group nor
-a walk down from the launcher finds all: as subreaper, this process inherits every orphan.
+It stands between us and the launcher. When COMMAND ends, or this process gets a signal to stop, or
+the process PARENT_PID dies in whatever way, everything that COMMAND started is killed. Ranks are in
+sessions of their own and a compiler that they started outlives them, so neither the process group
+nor a walk down from the launcher finds all: as subreaper, this process inherits every orphan.
 
 With `--redacting`, what COMMAND and all below it print comes here first, and goes on to stdout
 without secrets.
@@ -31,11 +31,11 @@ from toolkit.redaction import longest_secret, redact
 
 
 def supervised(command: Sequence[str], *, redacting: bool = False) -> list[str]:
-    """Return `command` as one that leaves nothing behind when it, or this process, ends.
+    """Return `command` as one that leaves no process when it, or this process, ends.
 
     Args:
-        command: What is run.
-        redacting: Take secrets out of what it prints; its stderr becomes part of its stdout.
+        command: The command to run.
+        redacting: Take secrets out of its output; its stderr becomes part of its stdout.
     """
     options = [REDACTING] if redacting else []
     here = [sys.executable, "-m", "toolkit.launching.supervised", str(os.getpid())]
@@ -46,14 +46,14 @@ REDACTING = "--redacting"
 
 READ_BYTES = 2**16
 LINE_BYTES = 2**16
-"""A line that is longer goes on before its end."""
+"""Length from which a line is passed on before its end."""
 
 DRAIN_SECONDS = 5.0
-"""How long what was printed may take to its file once every process is gone."""
+"""How long the rest of the output may take once every process is gone."""
 
 
 class Stopped(BaseException):
-    """A signal to end came: from the process that started us, or because that one died."""
+    """A signal to end, from the process that started us or because that one died."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -61,12 +61,12 @@ class Stopped(BaseException):
 
 
 def main(arguments: list[str], run: Callable[[list[str]], None] | None = None) -> int:
-    """Run a command to its end, and return the status to leave with.
+    """Run a command to its end, and return the exit code.
 
     Args:
-        arguments: As on the command line.
-        run: Gets the command in the process that is to become it; where it returns, the command is
-            executed.
+        arguments: Those of the command line.
+        run: Called with the command in the process that is to become it; if it returns, the
+            command is executed.
     """
     parent, command = int(arguments[0]), arguments[1:]
     redacting = command[:1] == [REDACTING]
@@ -106,9 +106,9 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
 
 
 class Pump:
-    """Takes what processes print into a pipe, and prints it line by line without secrets.
+    """Reads the output of processes from a pipe, and prints it line by line without secrets.
 
-    In a process that does nothing else, so that none of them waits for it for long.
+    It runs in a process that does nothing else, so that none of them waits for it for long.
     """
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class Pump:
         self._thread.start()
 
     def end(self) -> None:
-        """Wait until all is printed; a process that cannot be killed may hold the pipe for ever."""
+        """Wait until all is printed, for a while: a process that can't be killed keeps the pipe."""
         if self._thread.is_alive():
             self._thread.join(DRAIN_SECONDS)
 
@@ -139,7 +139,7 @@ class Pump:
         else:
             self._rest += chunk
         if len(self._rest) > LINE_BYTES:
-            # What is cut off last may be the beginning of a secret: it waits.
+            # The end may be the beginning of a secret: it waits for the rest.
             keep = longest_secret()
             line = _redacted(self._rest)
             self._rest = line[-keep:]
@@ -147,13 +147,13 @@ class Pump:
 
 
 def _redacted(data: bytes) -> bytes:
-    """Return what was printed without secrets; all else comes back as it was, in any encoding."""
+    """Return output without secrets; all else comes back as it was, in any encoding."""
     text = redact(data.decode("utf-8", errors="surrogateescape"))
     return text.encode("utf-8", errors="surrogateescape")
 
 
 def _print(data: bytes) -> None:
-    # A full disk must not stop the training: its words are lost, and the processes go on.
+    # A full disk must not stop the training: the output is lost, and the processes go on.
     with contextlib.suppress(OSError):
         while data:
             data = data[os.write(sys.stdout.fileno(), data) :]

@@ -21,16 +21,15 @@ from toolkit.redaction import redacted
 
 MANIFEST: Final = "manifest.json"
 SCHEMA: Final = 2
-"""Manifests of schema 1 carried no hash of themselves."""
 
 FORMAT: Final = 1
-"""Of what a checkpoint holds; raised when an older one can no longer be read."""
+"""Number of the layout of a checkpoint; raised when an older one can no longer be read."""
 
 TO_BE_EDITED: Final = frozenset({"README.md"})
-"""Files that people are to change: a model's card is not damaged by that."""
+"""Files that users are invited to change, such as a model's card; a change is no damage."""
 
 DRAFT_MARK: Final = ".toolkit-draft"
-"""An empty file in a folder that is still being written, by which a dead one is known as ours."""
+"""An empty file in a folder that is still being written; it marks one that was left as ours."""
 
 _HASH: Final = "manifest_sha256"
 
@@ -45,9 +44,10 @@ def write_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]], **facts
     Args:
         folder: Where the files lie.
         files: The results of `entry`, by name.
-        facts: Further values, as JSON holds them.
+        **facts: Further values, of JSON's types.
     """
-    content = redacted({**facts, "schema": SCHEMA, "files": dict(files)})  # as it is written
+    # The hash is of the text on the disk, from which secrets are removed.
+    content = redacted({**facts, "schema": SCHEMA, "files": dict(files)})
     write_json(folder / MANIFEST, content | {_HASH: _hash_of(content)})
 
 
@@ -56,7 +56,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
     Raises:
         Damaged: it is missing, torn or changed, or names files outside of the folder.
-        UsageError: a toolkit with another schema wrote it.
+        UsageError: a newer toolkit wrote it.
     """
     try:
         if (folder / MANIFEST).is_symlink():
@@ -68,16 +68,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise Damaged(f"{folder} has no manifest that can be read: it is no JSON object")
     content = cast("dict[str, Any]", manifest)
     schema, written = content.get("schema"), content.pop(_HASH, None)
-    if type(schema) is not int or schema < 1:
-        raise Damaged(f"{folder} has no manifest that can be read: it has no schema number")
+    if type(schema) is not int or schema < SCHEMA:
+        raise Damaged(f"{folder} has no manifest that can be read: its schema is not {SCHEMA}")
     # Before anything else: a later format may be hashed in another way.
     _refuse_newer(folder, "schema", schema, SCHEMA)
     _refuse_newer(folder, "format", content.get("format"), FORMAT)
-    if schema < SCHEMA and written is None:
-        raise UsageError(
-            f"{folder} was written by an older toolkit, with a manifest of schema {schema}; this "
-            f"one reads {SCHEMA}. Use the toolkit that wrote it, or name another folder."
-        )
     if written != _hash_of(content):
         raise Damaged(f"{folder} has a manifest that has changed since it was written")
     files = content.get("files")
@@ -85,7 +80,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         _is_inside(name) and _is_entry(wanted)
         for name, wanted in cast("dict[str, Any]", files).items()
     ):
-        raise Damaged(f"{folder} has a manifest that lists what cannot be a file of it")
+        raise Damaged(f"{folder} has a manifest that lists names that cannot be files of it")
     return content
 
 
@@ -106,7 +101,7 @@ def check_file(folder: Path, name: str, wanted: Mapping[str, Any]) -> None:
 
 
 def entry(folder: Path, name: str) -> dict[str, Any]:
-    """Have one file written to the disk, and return its entry in the manifest."""
+    """Flush one file to the disk, and return its entry in the manifest."""
     path = folder / name
     sync(path)
     return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
@@ -119,7 +114,7 @@ def file_names(folder: Path) -> list[str]:
 
 
 def contents(folder: Path) -> list[tuple[str, int]]:
-    """Return name and mode of everything in a folder that is no folder itself, sorted.
+    """Return name and mode of all entries below a folder that are no folders, sorted.
 
     Links are returned as links and never followed.
     """
@@ -133,10 +128,11 @@ def remove_listed(folder: Path, names: Collection[str]) -> None:
     """
     if not is_real_folder(folder):
         return
-    gone = [name for name in sorted(names) if _is_inside(name) and is_own(folder, name)]
-    for name in gone:
+    removed = [name for name in sorted(names) if _is_inside(name) and is_own(folder, name)]
+    for name in removed:
         (folder / name).unlink(missing_ok=True)
-    emptied = {folder / parent for name in gone for parent in Path(name).parents} - {folder}
+    emptied = {folder / parent for name in removed for parent in Path(name).parents} - {folder}
+    # The deepest first: a folder must be empty to go.
     for parent in sorted(emptied, key=lambda path: -len(path.parts)):
         remove_if_empty(parent)
     (folder / MANIFEST).unlink(missing_ok=True)
@@ -149,13 +145,13 @@ def remove_if_empty(folder: Path) -> None:
 
 
 def is_own(folder: Path, name: str) -> bool:
-    """Whether a name leads to a file of this very folder: it is no link, nor behind one."""
+    """Whether a name is that of a file in this very folder: no link, nor behind one."""
     parents = [folder / parent for parent in Path(name).parents]
     return not any(path.is_symlink() for path in (folder / name, *parents))
 
 
 def sync(path: Path) -> None:
-    """Have the system write a file, or the names in a folder, to the disk."""
+    """Flush a file, or the names in a folder, to the disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -164,7 +160,7 @@ def sync(path: Path) -> None:
 
 
 def is_real_folder(path: Path) -> bool:
-    """Whether a folder itself is there, and no link to one."""
+    """Whether the path is a folder, and no link to one."""
     return path.is_dir() and not path.is_symlink()
 
 

@@ -26,7 +26,7 @@ from toolkit.comparing.run.output_folder import new_folder, short_path
 from toolkit.comparing.run.progress import Lines
 from toolkit.comparing.run.rows import Failure
 from toolkit.comparing.run.schedule import INTERRUPTED, prepare_and_run
-from toolkit.comparing.run.starting import end_of, start_run
+from toolkit.comparing.run.starting import start_run
 from toolkit.comparing.weights import WeightsError
 from toolkit.errors import UsageError
 from toolkit.files import check_takes_files, write_text
@@ -148,15 +148,7 @@ def _start_all(
             flags += ["--evidence_step", str(at)]
         if at is not None and at > 1 and bisected:
             flags += ["--evidence_weights", str(bisected[0].folder / EVIDENCE_FOLDER)]
-        outcome = start_run(
-            replace(run, flags=(*run.flags, *flags)),
-            folder,
-            spec=comparison.spec(run),
-            swap_folder=comparison.swap_folder(folder),
-            timeout=comparison.options.timeout,
-            progress=progress,
-        )
-        end = end_of(folder, outcome, repeat=1)
+        end = start_run(comparison, run, folder, progress=progress, evidence_flags=flags)
         bisected.append(BisectedRun(name=name, folder=folder, end=end))
         if isinstance(end, Failure):
             break

@@ -228,7 +228,9 @@ class Comparison:
             "parameters": record["model"]["parameters"],
             "method": method_in_words(training),
             **({} if dropout is None else {"dropout": dropout}),
-            **self._switches(),
+            "speed switches": switches_in_words(
+                [starts[0].record["training"] for starts in self.finished.values()]
+            ),
             "data": record["data"]["name"],
             "data hash": record["data"]["hash"],
             "rows of data": record["data"]["rows"],
@@ -238,13 +240,6 @@ class Comparison:
                 if name in training
             },
         }
-
-    def _switches(self) -> dict[str, str]:
-        """Return what was switched on; nothing where a record was written before it was told."""
-        trainings = [starts[0].record["training"] for starts in self.finished.values() if starts]
-        if not all("speed" in training for training in trainings):
-            return {}
-        return {"speed switches": switches_in_words(trainings)}
 
     def save(self, *, complete: bool = False) -> None:
         """Write results and report as they are now."""

@@ -49,37 +49,19 @@ def about(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """The parts of a comparison, and how long each takes as far as that is known."""
+    """How long the parts of a comparison take, as far as that is known."""
 
-    starts: int
-    """Runs to be started, repeats counted."""
-
-    steps: int
-    """Optimizer steps of each."""
-
-    rehearsal: bool
-    built_in: bool
-    """Whether they train the built-in model on the built-in data."""
+    runs: str
+    """The outstanding runs in words."""
 
     cold: bool
-    """Whether model and data have to be made first."""
+    """Whether the built-in model and data have to be made first."""
 
-    usual: bool
-    """Whether no option makes a step other than the one that was timed."""
+    preparing_seconds: float | None
+    """Seconds until the first run; None where they are not known."""
 
-    @property
-    def preparing_seconds(self) -> float | None:
-        """Seconds until the first run; None where they are not known."""
-        if not self.built_in:
-            return None
-        return IMPORT_SECONDS + (MAKE_SECONDS if self.cold else 0.0)
-
-    @property
-    def run_seconds(self) -> float | None:
-        """Seconds of one run; None where they are not known."""
-        if not (self.built_in and self.rehearsal and self.usual):
-            return None
-        return START_SECONDS + self.steps * STEP_SECONDS
+    total_seconds: float | None
+    """Seconds until the last run has ended; None where they are not known."""
 
     def sentence(self) -> str:
         """Say what is done first, what then, and about how long it takes."""
@@ -89,13 +71,11 @@ class Expected:
                 "The first time here: importing libraries, making the built-in model and data "
                 f"once, in {cache_root()}"
             )
-        seconds = self.preparing_seconds
-        first += "" if seconds is None else f" ({about(seconds)})"
-        runs = f"{self.starts} {'run' if self.starts == 1 else 'runs'} of {self.steps} steps"
-        if self.run_seconds is None or seconds is None:
-            return f"{first}. Then {runs}; the first one will tell how long they take."
-        total = about(self.starts * self.run_seconds + seconds)
-        return f"{first}. Then {runs}: {total} in all."
+        if self.preparing_seconds is not None:
+            first += f" ({about(self.preparing_seconds)})"
+        if self.total_seconds is None:
+            return f"{first}. Then {self.runs}; the first one will tell how long they take."
+        return f"{first}. Then {self.runs}: {about(self.total_seconds)} in all."
 
 
 def expected(options: CompareOptions, *, starts: int, rehearsal: bool) -> Expected:
@@ -106,21 +86,27 @@ def expected(options: CompareOptions, *, starts: int, rehearsal: bool) -> Expect
         starts: Runs to be started, repeats counted.
         rehearsal: Whether they run on the CPU.
     """
-    flags = options.train_flags
-    built_in = OTHER_INPUTS.isdisjoint(flag_names(flags))
-    cached = all(any(cache_root().glob(f"{name}-*/")) for name in BUILT_IN)
     usual = CompareOptions()
-    return Expected(
-        starts=starts,
-        steps=options.max_steps + options.throughput_steps,
-        rehearsal=rehearsal,
-        built_in=built_in,
-        cold=built_in and not cached,
-        usual=not flags
+    built_in = OTHER_INPUTS.isdisjoint(flag_names(options.train_flags))
+    cached = all(any(cache_root().glob(f"{name}-*/")) for name in BUILT_IN)
+    cold = built_in and not cached
+    preparing = IMPORT_SECONDS + (MAKE_SECONDS if cold else 0.0)
+    steps = options.max_steps + options.throughput_steps
+    # The table holds for steps of the usual size alone.
+    timed = (
+        rehearsal
+        and not options.train_flags
         and options.warm
         and options.num_processes in (None, usual.processes)
         and not options.scale
-        and options.global_batch_size == usual.global_batch_size,
+        and options.global_batch_size == usual.global_batch_size
+    )
+    running = starts * (START_SECONDS + steps * STEP_SECONDS)
+    return Expected(
+        runs=f"{starts} {'run' if starts == 1 else 'runs'} of {steps} steps",
+        cold=cold,
+        preparing_seconds=preparing if built_in else None,
+        total_seconds=preparing + running if timed else None,
     )
 
 

@@ -119,9 +119,9 @@ def build_plan(
     counts = {s.name: _counts(s, options) for s in (*strategies, *controls)}
     distributed = [s for s in strategies if s.is_distributed]
     if distributed and options.processes < 2:
-        asked = "a count of 2 or more in --scale" if options.scale else "--num_processes 2 or more"
+        need = "a count of 2 or more in --scale" if options.scale else "--num_processes 2 or more"
         raise UsageError(
-            f"A distributed strategy needs {asked}; one process alone is the strategy single."
+            f"A distributed strategy needs {need}; one process alone is the strategy single."
         )
     if options.scale and not distributed:
         raise UsageError("--scale needs a distributed strategy: single is always one process.")

@@ -28,7 +28,7 @@ from toolkit.comparing.run.plan import Run, build_plan
 from toolkit.comparing.run.preparing import PrepareError, run_environment
 from toolkit.comparing.run.progress import Progress, build_progress
 from toolkit.comparing.run.rows import Failure
-from toolkit.comparing.run.starting import end_of, start_run
+from toolkit.comparing.run.starting import start_run
 from toolkit.errors import file_sentence
 from toolkit.launching.forking import warm_launches
 from toolkit.records.results import RESULTS_FILE, Results
@@ -221,15 +221,9 @@ class Schedule:
         if len(earlier) >= turn.repeat:
             return
         folder = next_attempt(comparison.folder, planned.name)
-        outcome = start_run(
-            planned,
-            folder,
-            spec=comparison.spec(planned),
-            swap_folder=comparison.swap_folder(folder),
-            timeout=comparison.options.timeout,
-            progress=self.progress,
+        end = start_run(
+            comparison, planned, folder, progress=self.progress, repeat=len(earlier) + 1
         )
-        end = end_of(folder, outcome, repeat=len(earlier) + 1)
         if isinstance(end, Failure):
             comparison.failures[planned.name] = end
         else:

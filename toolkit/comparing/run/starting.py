@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from toolkit.comparing.run.attempts import COMMAND_FILE, SPEC_FILE, Finished, record_at
+from toolkit.comparing.run.comparison import Comparison
 from toolkit.comparing.run.plan import Run
 from toolkit.comparing.run.progress import Progress
 from toolkit.comparing.run.rows import Failure
@@ -23,30 +26,36 @@ TRAIN_MODULE: Final = ("-m", "toolkit.train")
 
 
 def start_run(
+    comparison: Comparison,
     planned: Run,
     folder: Path,
     *,
-    spec: dict[str, Any],
-    swap_folder: Path,
-    timeout: float,
     progress: Progress,
-) -> Outcome:
+    repeat: int = 1,
+    evidence_flags: Sequence[str] = (),
+) -> Finished | Failure:
     """Run `planned` in the new `folder` until it ends, and return how it ended.
 
     Args:
+        comparison: Says how long it may take, and where it may keep states on disk.
         planned: The run.
         folder: Made here; gets everything that the run leaves.
-        spec: The settings of the run.
-        swap_folder: Where it may keep states on disk; removed after the run.
-        timeout: Seconds until it is ended.
         progress: Gets its lines and steps.
+        repeat: Number of the start among those of the run, from 1.
+        evidence_flags: Flags that are no part of what decides the run.
     """
-    command, variables = write_run(planned, folder, spec=spec, swap_folder=swap_folder)
+    swap_folder = comparison.swap_folder(folder)
+    command, variables = write_run(
+        replace(planned, flags=(*planned.flags, *evidence_flags)),
+        folder,
+        spec=comparison.spec(planned),
+        swap_folder=swap_folder,
+    )
     try:
-        return run(
+        outcome = run(
             command,
             folder=folder,
-            timeout=timeout,
+            timeout=comparison.options.timeout,
             num_processes=planned.num_processes,
             environment=variables,
             loopback=True,
@@ -55,6 +64,7 @@ def start_run(
         )
     finally:
         shutil.rmtree(swap_folder, ignore_errors=True)
+    return end_of(folder, outcome, repeat=repeat)
 
 
 def write_run(
