@@ -102,7 +102,8 @@ def write_record(
             "rehearsal": True,
             "model": {"name": "tiny", "path": fake["start"], "parameters": 6},
             "data": {"name": "rows", "hash": "abc", "rows": 8},
-            "training": {"max_steps": steps, "seed": 42} | fake.get("training", {}),
+            "training": {"max_steps": steps, "seed": 42, "speed": {"on": {}}}
+            | fake.get("training", {}),
             "losses": list(losses),
             "grad_norms": [2.0] * steps,
             "sample_ids": [ids] * steps,
