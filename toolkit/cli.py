@@ -8,16 +8,16 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import MISSING, fields, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
+from toolkit.comparing.run.options import CompareOptions
 from toolkit.errors import UsageError, file_sentence, is_full_disk
-from toolkit.planning.options import Flag, PlanOptions, RecommendOptions
+from toolkit.planning.options import Flag, PlanOptions, Precision, RecommendOptions
 from toolkit.redaction import redact_output
-from toolkit.strategies import STRATEGIES
+from toolkit.strategies import STRATEGIES, Device
 
 
 def _examples(*lines: str) -> str:
@@ -43,26 +43,8 @@ configs = typer.Typer(
 app.add_typer(configs, name="configs")
 
 
-class Engine(StrEnum):
-    trainer = "trainer"
-    loop = "loop"
-    both = "both"
-
-
-class Precision(StrEnum):
-    no = "no"
-    bf16 = "bf16"
-    fp16 = "fp16"
-
-
-class OffloadDevice(StrEnum):
-    none = "none"
-    cpu = "cpu"
-    nvme = "nvme"
-
-
 def _complete_strategies(incomplete: str) -> list[str]:
-    """Return what a shell may put in the place of names with commas between, the last begun."""
+    """Return the completions of names with commas between, of which the last is incomplete."""
     before, comma, last = incomplete.rpartition(",")
     return [f"{before}{comma}{name}" for name in STRATEGIES if name.startswith(last)]
 
@@ -71,8 +53,14 @@ StrategyName = Annotated[
     str,
     typer.Argument(help=f"One of: {', '.join(STRATEGIES)}.", autocompletion=_complete_strategies),
 ]
-NumProcesses = Annotated[
-    int | None, typer.Option("--num-processes", "--num_processes", help="Ranks in all.")
+StrategyNames = typer.Option(
+    help="Names with commas between; the usual six if left out.",
+    autocompletion=_complete_strategies,
+)
+NUM_PROCESSES = ("--num-processes", "--num_processes")
+TrainFlags = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[-- FLAGS]", help="Flags of toolkit.train, after --."),
 ]
 
 ModelName = Annotated[
@@ -86,7 +74,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON."
 
 
 def _with_options_of(declared: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Let a verb take the options that a dataclass of the planner declares with a `Flag`."""
+    """Let a verb take the options that a dataclass declares with a `Flag`, as keyword arguments."""
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
         # A shell passes a GPU by its name.
@@ -106,9 +94,9 @@ def _with_options_of(declared: type[Any]) -> Callable[[Callable[..., None]], Cal
                     )
                 )
         signature = inspect.signature(verb, eval_str=True)
-        model, *others, _ = signature.parameters.values()
+        first, *others, _ = signature.parameters.values()
         others = [other.replace(kind=inspect.Parameter.KEYWORD_ONLY) for other in others]
-        own = signature.replace(parameters=[model, *flags, *others])
+        own = signature.replace(parameters=[first, *flags, *others])
         verb.__signature__ = own  # pyright: ignore[reportFunctionMemberAccess] - read by Typer
         return verb
 
@@ -174,7 +162,7 @@ def configs_show(name: StrategyName) -> None:
 def configs_write(
     name: StrategyName,
     to: Annotated[Path, typer.Option("--to", help="Folder to write to.")],
-    num_processes: NumProcesses = None,
+    num_processes: Annotated[int | None, typer.Option(*NUM_PROCESSES, help="Ranks in all.")] = None,
     precision: Annotated[
         Precision | None, typer.Option(help="Written into the files; else the run says.")
     ] = None,
@@ -185,7 +173,7 @@ def configs_write(
         float | None, typer.Option(help="DeepSpeed: largest gradient norm, 0 for none.")
     ] = None,
     offload_device: Annotated[
-        OffloadDevice | None,
+        Device | None,
         typer.Option("--offload-device", help="DeepSpeed: where to offload to instead."),
     ] = None,
     nvme_path: Annotated[
@@ -202,10 +190,10 @@ def configs_write(
 
     options = ConfigOptions(
         num_processes=num_processes,
-        precision=None if precision is None else precision.value,
+        precision=precision,
         gradient_accumulation_steps=accumulation,
         gradient_clipping=clipping,
-        offload_device=None if offload_device is None else offload_device.value,
+        offload_device=offload_device,
         nvme_path=nvme_path,
         decoder_layer=layer,
     )
@@ -237,14 +225,9 @@ def configs_path(name: StrategyName) -> None:
         "toolkit compare --bisect single zero2-loop --at 6 -- --train_file my.jsonl",
     ),
 )
+@_with_options_of(CompareOptions)
 def compare(
-    strategies: Annotated[
-        str | None,
-        typer.Option(
-            help="Names with commas between; the usual six if left out.",
-            autocompletion=_complete_strategies,
-        ),
-    ] = None,
+    strategies: Annotated[str | None, StrategyNames] = None,
     bisect: Annotated[
         tuple[str, str] | None,
         typer.Option(
@@ -259,27 +242,9 @@ def compare(
             "comparison in --output, or else the first of all.",
         ),
     ] = None,
-    engine: Annotated[Engine, typer.Option(help="The HF Trainer, the loop, or both.")] = (
-        Engine.trainer
-    ),
-    max_steps: Annotated[
-        int, typer.Option("--max_steps", "--max-steps", help="Optimizer steps compared.")
-    ] = 20,
-    num_processes: Annotated[
-        int | None,
-        typer.Option(
-            "--num_processes", "--num-processes", help="Ranks of every run; 2 if left out."
-        ),
-    ] = None,
     scale: Annotated[
         str | None,
         typer.Option(help="Numbers of ranks, 1,2,4: every strategy runs with each of them."),
-    ] = None,
-    repeats: Annotated[int, typer.Option(help="Starts of every run.")] = 1,
-    precision: Annotated[Precision, typer.Option(help="Of every run.")] = Precision.no,
-    output: Annotated[
-        Path | None,
-        typer.Option(help="Folder of the comparison. Given again, finished runs are kept."),
     ] = None,
     global_batch_size: Annotated[
         int | None,
@@ -289,84 +254,42 @@ def compare(
             help="Rows per optimizer step; 8, or one for every micro-batch, if left out.",
         ),
     ] = None,
-    accumulation: Annotated[
-        int,
-        typer.Option(
-            "--gradient_accumulation_steps",
-            "--gradient-accumulation-steps",
-            help="Micro-batches per optimizer step.",
-        ),
-    ] = 2,
-    throughput_steps: Annotated[
-        int,
-        typer.Option(
-            "--throughput_steps",
-            "--throughput-steps",
-            help="Steps on packed rows that tokens/s is read from.",
-        ),
-    ] = 10,
-    timeout: Annotated[float, typer.Option(help="Seconds until a run is given up.")] = 3600.0,
-    nvme_path: Annotated[
-        Path | None, typer.Option("--nvme_path", "--nvme-path", help="Folder on a fast disk.")
-    ] = None,
-    dollars_per_hour: Annotated[
-        float | None,
-        typer.Option("--dollars-per-hour", "--dollars_per_hour", help="Price of one GPU."),
-    ] = None,
-    show_speed: ShowSpeed = False,
     cold: Annotated[
         bool,
         typer.Option(
             "--cold", help="Let every rank import everything anew, instead of forking it."
         ),
     ] = False,
-    train_flags: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[-- FLAGS]", help="Flags of toolkit.train, after --."),
-    ] = None,
+    train_flags: TrainFlags = None,
+    **options: Any,
 ) -> None:
     """Train one causal LM under many strategies, and show them side by side."""
     from rich.console import Console
 
-    from toolkit.comparing.run.options import (
-        DEFAULT_STRATEGIES,
-        CompareOptions,
-        read_scale,
-        usual_rows,
-    )
-    from toolkit.comparing.run.schedule import compare as run
+    from toolkit.comparing.run.options import read_scale, usual_rows
 
-    names = DEFAULT_STRATEGIES if strategies is None else tuple(_names(strategies))
-    options = CompareOptions(
-        strategies=names,
-        engine=engine.value,
-        max_steps=max_steps,
-        num_processes=num_processes,
+    if strategies is not None:
+        options["strategies"] = tuple(_names(strategies))
+    settings = CompareOptions(
         scale=() if scale is None else read_scale(scale),
-        repeats=repeats,
-        precision=precision.value,
-        gradient_accumulation_steps=accumulation,
-        throughput_steps=throughput_steps,
-        timeout=timeout,
-        nvme_path=nvme_path,
-        dollars_per_hour=dollars_per_hour,
-        show_speed=show_speed,
         warm=not cold,
-        output=output,
         train_flags=tuple(train_flags or ()),
+        **options,
     )
     if global_batch_size is None:
-        global_batch_size = usual_rows(options.processes, accumulation)
-    options = replace(options, global_batch_size=global_batch_size)
+        global_batch_size = usual_rows(settings.processes, settings.gradient_accumulation_steps)
+    settings = replace(settings, global_batch_size=global_batch_size)
     if bisect is not None:
         from toolkit.comparing.bisect.running import bisect_runs
 
         if strategies is not None:
             raise UsageError("--bisect names its two runs itself. Leave --strategies out.")
-        raise typer.Exit(bisect_runs(bisect, options, console=Console(), at=at))
+        raise typer.Exit(bisect_runs(bisect, settings, console=Console(), at=at))
     if at is not None:
         raise UsageError("--at names a step to --bisect: pass --bisect A B too.")
-    raise typer.Exit(run(options, console=Console()))
+    from toolkit.comparing.run.schedule import compare as run
+
+    raise typer.Exit(run(settings, console=Console()))
 
 
 @app.command(
@@ -377,16 +300,10 @@ def compare(
 )
 def prepare(
     num_processes: Annotated[
-        int | None,
-        typer.Option(
-            "--num_processes", "--num-processes", help="Ranks of the launch, for --streaming."
-        ),
+        int | None, typer.Option(*NUM_PROCESSES, help="Ranks of the launch, for --streaming.")
     ] = None,
     as_json: AsJson = False,
-    train_flags: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[-- FLAGS]", help="Flags of toolkit.train, after --."),
-    ] = None,
+    train_flags: TrainFlags = None,
 ) -> None:
     """Fetch the model and tokenise the data once, before a launch."""
     from toolkit.launching.preparing import described, prepare_once

@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 from toolkit.errors import UsageError
+from toolkit.planning.options import Flag, Precision
 
 Engine = Literal["trainer", "loop"]
 
@@ -54,6 +55,11 @@ OWNED_FLAGS: Final = {
 """Flags of `toolkit.train` that a comparison sets itself, and what to use in their place."""
 
 
+def _flag(name: str, help: str) -> Flag:
+    """Return a flag that may be spelled with underscores, as transformers does, or hyphens."""
+    return Flag(help, (f"--{name}", f"--{name.replace('_', '-')}"))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareOptions:
     """Options of `toolkit compare`."""
@@ -61,49 +67,40 @@ class CompareOptions:
     strategies: Sequence[str] = DEFAULT_STRATEGIES
     """Names from the strategies table, in the order of the report."""
 
-    engine: Literal["trainer", "loop", "both"] = "trainer"
-    """The HF Trainer, the custom Accelerator loop, or each strategy under both."""
-
-    max_steps: int = 20
-    """Optimizer steps on ragged rows; losses are compared on these."""
-
-    num_processes: int | None = None
-    """Processes of every distributed run, 2 when not given; a strategy that needs more gets more.
-    """
+    engine: Annotated[
+        Literal["trainer", "loop", "both"], Flag("The HF Trainer, the loop, or both.")
+    ] = "trainer"
+    max_steps: Annotated[int, _flag("max_steps", "Optimizer steps compared.")] = 20
+    num_processes: Annotated[
+        int | None, _flag("num_processes", "Ranks of every run; 2 if left out.")
+    ] = None
+    """A strategy that needs more gets more."""
 
     scale: Sequence[int] = ()
     """Numbers of processes: each distributed strategy runs once with every one of them. One process
     is `single`."""
 
-    repeats: int = 1
-    """Starts of every run."""
-
-    precision: Literal["no", "bf16", "fp16"] = "no"
-    """Mixed precision; `no` is fp32."""
+    repeats: Annotated[int, Flag("Starts of every run.")] = 1
+    precision: Annotated[Precision, Flag("Mixed precision of every run; no is fp32.")] = "no"
+    output: Annotated[
+        Path | None, Flag("Folder of the comparison. Given again, finished runs are kept.")
+    ] = None
+    """`runs/<date-time>` when not given."""
 
     global_batch_size: int = 8
     """Rows that go into one optimizer step, over all processes and accumulation steps."""
 
-    gradient_accumulation_steps: int = 2
-    """Micro-batches of one optimizer step in a distributed run."""
-
-    throughput_steps: int = 10
-    """Steps on packed rows after those, from which tokens/s is read; 0 to leave them out."""
-
-    timeout: float = 3600.0
-    """Seconds until one run is ended and kept as `timeout`."""
-
-    nvme_path: Path | None = None
-    """Folder on an NVMe disk for the strategies that keep states there."""
-
-    dollars_per_hour: float | None = None
-    """Price of one GPU."""
-
-    output: Path | None = None
-    """Folder of the comparison; `runs/<date-time>` when not given."""
-
-    show_speed: bool = False
-    """Show the speeds of a rehearsal in the table, which say nothing about GPUs."""
+    gradient_accumulation_steps: Annotated[
+        int, _flag("gradient_accumulation_steps", "Micro-batches per optimizer step.")
+    ] = 2
+    throughput_steps: Annotated[
+        int, _flag("throughput_steps", "Steps on packed rows that tokens/s is read from.")
+    ] = 10
+    timeout: Annotated[float, Flag("Seconds until a run is given up.")] = 3600.0
+    nvme_path: Annotated[Path | None, _flag("nvme_path", "Folder on a fast disk.")] = None
+    dollars_per_hour: Annotated[float | None, _flag("dollars_per_hour", "Price of one GPU.")] = None
+    show_speed: Annotated[bool, _flag("show_speed", "Of a rehearsal, show the speeds too.")] = False
+    """They say nothing about GPUs."""
 
     warm: bool = True
     """Fork the processes of all runs from one that has imported everything (on Linux)."""
