@@ -14,6 +14,7 @@ from toolkit.configs.requested import (
     deepspeed_strategy,
     read_deepspeed_config,
     requested_processes,
+    requested_replicas,
     requested_strategy,
     same_features,
 )
@@ -48,6 +49,14 @@ def test_other_numbers_leave_the_strategy_what_it_is(name, tmp_path, launched):
     environment = launched("--config_file", str(files.accelerate))
     assert requested_strategy(environment) is STRATEGIES[name]
     assert requested_processes(environment) == 8
+
+
+def test_the_groups_of_a_hybrid_config_are_read_from_the_environment(root, launched, monkeypatch):
+    monkeypatch.chdir(root)
+    environment = launched("--config_file", "accelerate_configs/fsdp_hybrid.yaml")
+    assert requested_replicas(environment) == STRATEGIES["fsdp_hybrid"].replicas == 2
+    assert requested_replicas(environment | {"ACCELERATE_USE_PARALLELISM_CONFIG": "false"}) == 1
+    assert requested_replicas({}) == 1
 
 
 def test_a_flag_of_the_launcher_counts(root, launched, monkeypatch):

@@ -1,0 +1,40 @@
+"""The strategy of plugins that a script makes itself, in a launch with a config beside them."""
+
+import pytest
+from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
+
+from toolkit.configs.requested import same_features
+from toolkit.engines.inspection import asked_by_plugins
+from toolkit.strategies import STRATEGIES
+
+HYBRID = {
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
+}
+
+
+@pytest.fixture
+def plugin():
+    return FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True)
+
+
+def test_the_groups_of_the_launcher_s_config_count_for_a_plugin_of_the_script_s(
+    plugin, monkeypatch
+):
+    strategy = asked_by_plugins(deepspeed=None, fsdp=plugin)
+    assert same_features(strategy, STRATEGIES["fsdp"])
+    for name, value in HYBRID.items():
+        monkeypatch.setenv(name, value)
+    strategy = asked_by_plugins(deepspeed=None, fsdp=plugin)
+    assert strategy.replicas == 2
+    assert same_features(strategy, STRATEGIES["fsdp_hybrid"])
+
+
+def test_the_groups_of_a_script_s_own_parallelism_count_before_those_of_the_config(
+    plugin, monkeypatch
+):
+    for name, value in HYBRID.items():
+        monkeypatch.setenv(name, value)
+    split = ParallelismConfig(dp_replicate_size=4, dp_shard_size=2)
+    assert asked_by_plugins(deepspeed=None, fsdp=plugin, parallelism=split).replicas == 4
