@@ -4,7 +4,7 @@ import pytest
 from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
 
 from toolkit.configs.requested import same_features
-from toolkit.engines.inspection import asked_by_plugins
+from toolkit.engines.backend import strategy_of_plugins
 from toolkit.strategies import STRATEGIES
 
 HYBRID = {
@@ -22,11 +22,11 @@ def plugin():
 def test_the_groups_of_the_launcher_s_config_count_for_a_plugin_of_the_script_s(
     plugin, monkeypatch
 ):
-    strategy = asked_by_plugins(deepspeed=None, fsdp=plugin)
+    strategy = strategy_of_plugins(None, plugin)
     assert same_features(strategy, STRATEGIES["fsdp"])
     for name, value in HYBRID.items():
         monkeypatch.setenv(name, value)
-    strategy = asked_by_plugins(deepspeed=None, fsdp=plugin)
+    strategy = strategy_of_plugins(None, plugin)
     assert strategy.replicas == 2
     assert same_features(strategy, STRATEGIES["fsdp_hybrid"])
 
@@ -37,4 +37,4 @@ def test_the_groups_of_a_script_s_own_parallelism_count_before_those_of_the_conf
     for name, value in HYBRID.items():
         monkeypatch.setenv(name, value)
     split = ParallelismConfig(dp_replicate_size=4, dp_shard_size=2)
-    assert asked_by_plugins(deepspeed=None, fsdp=plugin, parallelism=split).replicas == 4
+    assert strategy_of_plugins(None, plugin, split).replicas == 4

@@ -43,6 +43,7 @@ def _clipping(pair: RunPair) -> LinkGap | str:
     factor_gap = abs(other / reference - 1) if reference else math.inf
     words = f"clipping took {' and '.join(descriptions)}"
     for name, factor, beside in zip(pair.names, factors, reversed(factors), strict=True):
+        # The other one shrank its gradients, so this one had a reason to as well.
         if beside < 0.999 and math.isclose(factor, 1.0, rel_tol=1e-6):
             words += f": {name} does not clip"
     return LinkGap(value=max([factor_gap, *norm_gaps]), differs=words)
@@ -85,8 +86,10 @@ def _optimizer_settings(pair: RunPair) -> LinkGap:
         problems.append(f"{reference} steps with {classes[0]}, {other} with {classes[1]}")
     ours, theirs = (_groups_by_parameter(run.evidence) for run in pair.runs)
     differing: dict[str, list[str]] = {}
+    # Each backend groups parameters in its own way, so settings are compared by parameter.
     for parameter in ours.keys() & theirs.keys():
         own, others = ours[parameter]["settings"], theirs[parameter]["settings"]
+        # Optimizers of one rule may have further settings, such as `fused`.
         for key in own.keys() & others.keys():
             if own[key] != others[key]:
                 text = f"{key} is {own[key]} in {reference} and {others[key]} in {other}"

@@ -139,6 +139,7 @@ def notes(pair: RunPair) -> Iterator[str]:
     if own_grouping != other_grouping:
         yield f"the rows are read by {reference} as {own_grouping}, by {other} as {other_grouping}"
     own_order, other_order = (_order(rows) for rows in _rows_of_pair(pair))
+    # Other rows, not another order, are a finding of `batch`.
     if own_order != other_order and Counter(own_order) == Counter(other_order):
         yield f"the same rows are read in another order by {other}, within the step"
 
@@ -166,6 +167,7 @@ def _rows_of(evidence: Evidence, *, by_id: bool) -> Rows:
             weight = _token_weight(micro_batch, num_processes=evidence["num_processes"])
             for row in micro_batch["rows"]:
                 sample_id = row["sample_id"]
+                # Twelve hex digits of the hash tell the rows of a step apart.
                 key = sample_id if by_id and sample_id is not None else row["tokens"][:12]
                 rows[key].append(PlacedRow(row=row, rank=rank, batch=number, weight=weight))
     return dict(rows)

@@ -147,6 +147,7 @@ def _start_all(
         if at is not None:
             flags += ["--evidence_step", str(at)]
         if at is not None and at > 1 and bisected:
+            # So a fault of earlier steps is told from one that acts in this step.
             flags += ["--evidence_weights", str(bisected[0].folder / EVIDENCE_FOLDER)]
         end = start_run(comparison, run, folder, progress=progress, evidence_flags=flags)
         bisected.append(BisectedRun(name=name, folder=folder, end=end))

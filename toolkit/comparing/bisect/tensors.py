@@ -51,6 +51,7 @@ def trained_parameters(pair: RunPair) -> LinkGap:
 
 def initial_weights(pair: RunPair) -> LinkGap | str:
     """Return the largest difference of one weight before the first step."""
+    # Of a first step, the weights before it are the initial ones.
     files = pair.files(INITIAL_FILE if pair.shares_weights else BEFORE_FILE)
     distance = compare_files(*files, slack=ROUNDING[pair.precision])
     if not distance.tensors:
@@ -76,6 +77,7 @@ def weights_before(pair: RunPair) -> LinkGap | str:
         math.sqrt(sum(tensor.apart_squares for tensor in distance.tensors))
         for distance in (apart, moved)
     )
+    # By the way gone, as the weights gate measures: a long training may part further than a short.
     share = gap / way if way else math.inf if gap else gap
     words = (
         f"steps 1 to {pair.step - 1} left them apart by {percent(share)} of "

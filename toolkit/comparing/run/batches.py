@@ -35,6 +35,7 @@ def processes_for(strategy: Strategy, usual: int) -> int:
         return 1
     if strategy.replicas == 1:
         return usual
+    # Each group needs two ranks at least, or it would shard nothing.
     processes = max(usual, strategy.num_processes)
     if processes % strategy.replicas:
         raise UsageError(
@@ -74,6 +75,7 @@ def check_batch(batch: int, accumulation: int, counts: Sequence[int]) -> None:
     shares = [processes * accumulation for processes in counts]
     if all(batch % share == 0 for share in shares):
         return
+    # The advice: all numbers of accumulation steps that fit this batch.
     steps = [
         count
         for count in range(1, batch + 1)

@@ -144,6 +144,7 @@ class Comparison:
         if self.options.output is None:
             self.folder = new_folder(self.folder)
         with lock_folder(self.folder, "comparison"):
+            # Read under the lock: another comparison may have been writing until now.
             lost = why_lost(self.folder) if run_names(self.folder) else None
             warnings = [] if lost is None else [lost, put_aside(self.folder / RESULTS_FILE)]
             # Marks the folder as a comparison, before the first run has ended.
@@ -177,6 +178,7 @@ class Comparison:
         """Make the rows of all runs that ended or are skipped, and judge them."""
         control = self.control_start()
         records = [start.record for starts in self.finished.values() for start in starts]
+        # Under fp16 runs skip their first steps until the loss scale fits, each its own number.
         first = first_common_step(records) if self.options.precision == "fp16" else 1
         facts = self.facts or facts_in(self.finished)
         for planned in self.planned():

@@ -127,6 +127,7 @@ class TimeLeft:
 
     def finish(self) -> None:
         seconds = self.clock() - self.started
+        # Runs that were not started would make the mean too short.
         if seconds >= INSTANT:
             self.seconds_of_runs.append(seconds)
 

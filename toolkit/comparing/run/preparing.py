@@ -48,6 +48,7 @@ def prepare(
     if rehearsal:
         command.append("--rehearsal")
     last = ""
+    # Its lines are shown as they come; the facts, on stdout, are read at its end.
     reader, writer = os.pipe()
     with tempfile.TemporaryFile() as answer, open(reader, errors="replace") as lines:
         try:

@@ -50,7 +50,7 @@ class Lines:
         return self
 
     def __exit__(self, *_: object) -> None:
-        pass
+        pass  # as a context only because the live table is one
 
     def say(self, text: str) -> None:
         """Print a line about the whole comparison."""

@@ -53,6 +53,7 @@ def compare(options: CompareOptions, *, console: Console) -> int:
     """
     learn(options.train_flags)
     plan = build_plan(options, gpus=len(environment.gpus()), missing=environment.missing_for)
+    # Absolute: ranks write into it, and their current folder may be another.
     folder = (options.output or Path("runs") / time.strftime("%Y%m%d-%H%M%S")).absolute()
     comparison = Comparison(
         folder=folder, plan=plan, options=options, environment=environment.snapshot()
@@ -184,8 +185,10 @@ class Schedule:
             total = position + len(waiting)
             self.progress.start(planned, position, total, repeat=turn.repeat, repeats=repeats)
             self.take(turn)
+            # All rows anew: with a control just finished, the runs before it can be judged too.
             comparison.make_rows()
             if planned.name in comparison.failures:
+                # A run with one failed start is not ok, so its other repeats would decide nothing.
                 waiting = [later for later in waiting if later.run.name != planned.name]
             waiting = self.with_control(waiting, planned)
             comparison.save(complete=not waiting)

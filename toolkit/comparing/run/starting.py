@@ -63,6 +63,7 @@ def start_run(
             on_step=progress.step,
         )
     finally:
+        # It holds all optimizer states of the run, and the next run needs the room.
         shutil.rmtree(swap_folder, ignore_errors=True)
     return end_of(folder, outcome, repeat=repeat)
 
@@ -71,7 +72,7 @@ def write_run(
     planned: Run, folder: Path, *, spec: dict[str, Any], swap_folder: Path
 ) -> tuple[list[str], dict[str, str]]:
     """Write settings, configs and command into the run's folder; return command and variables."""
-    folder.mkdir()
+    folder.mkdir()  # fails where it exists: no start writes into the folder of another
     write_json(folder / SPEC_FILE, spec, private=True)
     on_nvme = "nvme" in (planned.strategy.offload_optimizer, planned.strategy.offload_parameters)
     options = ConfigOptions(
