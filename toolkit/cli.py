@@ -21,7 +21,7 @@ from toolkit.strategies import STRATEGIES, Device
 
 
 def _examples(*lines: str) -> str:
-    """Return the end of a help text; the first line keeps it from being wrapped."""
+    """Return the end of a help text; its first line keeps Typer from wrapping it."""
     return "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])
 
 
@@ -29,7 +29,7 @@ app = typer.Typer(
     help="Fine-tune one causal LM under any backend, and see memory, speed and loss side by side.",
     epilog=_examples("toolkit compare", "toolkit --install-completion"),
     no_args_is_help=True,
-    # Plain help has room for whole names of options, and is there in half the time.
+    # Plain help has room for whole names of options, and takes half the time of rich's.
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -68,7 +68,7 @@ ModelName = Annotated[
 ]
 ShowSpeed = Annotated[
     bool,
-    typer.Option("--show-speed", "--show_speed", help="Of a rehearsal, show the speeds too."),
+    typer.Option("--show-speed", "--show_speed", help="Show the speeds of a rehearsal, too."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 
@@ -124,7 +124,7 @@ def root(
         ),
     ] = False,
 ) -> None:
-    """Take the options that stand before a verb."""
+    """Take the options before a verb."""
 
 
 @configs.command(
@@ -164,7 +164,8 @@ def configs_write(
     to: Annotated[Path, typer.Option("--to", help="Folder to write to.")],
     num_processes: Annotated[int | None, typer.Option(*NUM_PROCESSES, help="Ranks in all.")] = None,
     precision: Annotated[
-        Precision | None, typer.Option(help="Written into the files; else the run says.")
+        Precision | None,
+        typer.Option(help="Precision in the files; else the run decides."),
     ] = None,
     accumulation: Annotated[
         int | None, typer.Option(help="DeepSpeed: micro-batches per optimizer step.")
@@ -230,9 +231,7 @@ def compare(
     strategies: Annotated[str | None, StrategyNames] = None,
     bisect: Annotated[
         tuple[str, str] | None,
-        typer.Option(
-            metavar="A B", help="Name the first thing that differs in one step of two runs."
-        ),
+        typer.Option(metavar="A B", help="Name the first difference between two runs in one step."),
     ] = None,
     at: Annotated[
         int | None,
@@ -256,9 +255,7 @@ def compare(
     ] = None,
     cold: Annotated[
         bool,
-        typer.Option(
-            "--cold", help="Let every rank import everything anew, instead of forking it."
-        ),
+        typer.Option("--cold", help="Start every rank as a new Python, instead of forking it."),
     ] = False,
     train_flags: TrainFlags = None,
     **options: Any,
@@ -326,14 +323,15 @@ def report(
     ],
     other: Annotated[
         Path | None,
-        typer.Argument(metavar="OTHER_DIR", help="Another: shows the two side by side."),
+        typer.Argument(metavar="OTHER_DIR", help="A second one, to show side by side with it."),
     ] = None,
     png: Annotated[
         bool,
-        typer.Option("--png", help="Of one: write report.png there instead, a picture to share."),
+        typer.Option("--png", help="Write only report.png there, a picture to share."),
     ] = False,
     to: Annotated[
-        Path | None, typer.Option("--to", help="Of two: folder for their side-by-side files.")
+        Path | None,
+        typer.Option("--to", help="Folder for the files on two comparisons."),
     ] = None,
     show_speed: ShowSpeed = False,
 ) -> None:
@@ -347,9 +345,9 @@ def report(
     if other is not None and png:
         raise UsageError("--png is for one comparison. Name one folder, or leave --png out.")
     console = Console()
-    for each in (folder, other):
-        if each is not None:
-            restore(each, console=console)
+    restore(folder, console=console)
+    if other is not None:
+        restore(other, console=console)
     if png:
         from toolkit.comparing.report.remake import remake_picture
 
@@ -460,7 +458,7 @@ def _names(text: str) -> list[str]:
 def main() -> None:
     """Run the command; a mistake of the user's is one sentence and exit code 2.
 
-    So is a file that may not be read or written; a full disk is exit code 1.
+    The same holds for a file that may not be read or written; a full disk is exit code 1.
     """
     redact_output()
     try:

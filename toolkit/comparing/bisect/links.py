@@ -171,12 +171,7 @@ LINKS: Final = (
     Link(name="batch", compare=rows.batch, rounds=False),
     # 0, in other micro-batches too; a GPU's kernels may sum another width in another order.
     # Autocast moves small models by 7e-5 under fp16 and 9e-4 under bf16.
-    Link(
-        name="loss of the rows",
-        compare=rows.row_losses,
-        limit=2e-5,
-        unmeasured_limit=1e-2,
-    ),
+    Link(name="loss of the rows", compare=rows.row_losses, limit=2e-5, unmeasured_limit=1e-2),
     # 2.1e-7; under bf16 FSDP2 rounds what flows back into its loss.
     Link(
         name="loss weighting",

@@ -99,7 +99,7 @@ class CompareOptions:
     timeout: Annotated[float, Flag("Seconds until a run is given up.")] = 3600.0
     nvme_path: Annotated[Path | None, _flag("nvme_path", "Folder on a fast disk.")] = None
     dollars_per_hour: Annotated[float | None, _flag("dollars_per_hour", "Price of one GPU.")] = None
-    show_speed: Annotated[bool, _flag("show_speed", "Of a rehearsal, show the speeds too.")] = False
+    show_speed: Annotated[bool, _flag("show_speed", "Show the speeds of a rehearsal, too.")] = False
     """They say nothing about GPUs."""
 
     warm: bool = True
