@@ -257,6 +257,7 @@ def memory_bytes() -> int:
     """Return the RAM that a process may use: the machine's, or the container's limit if lower."""
     import psutil
 
+    # In a container psutil sees the RAM of the whole machine.
     total = int(psutil.virtual_memory().total)
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.is_file() and (text := limit.read_text().strip()).isdigit():

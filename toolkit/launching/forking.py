@@ -205,6 +205,7 @@ class WarmProcess:
             listener.bind(str(self.socket))
             listener.listen(64)
             number = listener.fileno()
+            # The dashes are room for the commands that its forks show as theirs (`warm.show_as`).
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "toolkit.warm", str(os.getpid()), str(number), "-" * 4000],
                 env={**environment, "PYTHONUNBUFFERED": "1"},

@@ -57,6 +57,7 @@ PORT_ATTEMPTS = 3
 LINES_KEPT = 2000
 """Last lines of a log from which its end is judged."""
 
+# Not the script `accelerate`, which PATH may lack, or have of another Python.
 LAUNCHER = [sys.executable, "-m", "accelerate.commands.launch"]
 
 
@@ -167,6 +168,7 @@ class Follower:
         self.lines.clear()
         status_dir = self.folder / "status"
         status_dir.mkdir(parents=True, exist_ok=True)
+        # A status of an earlier run would be taken for one of this run's ranks.
         for old in status_dir.glob("*rank-*"):
             old.unlink()
 
@@ -229,6 +231,7 @@ class Follower:
                 give_up = now + EXIT_SECONDS
             if give_up is not None and now > give_up:
                 return False
+            # Once a rank has failed, or all have finished, the time to leave counts instead.
             if give_up is None and now > self.deadline:
                 return True
             time.sleep(POLL_SECONDS)
@@ -316,6 +319,7 @@ def launch_environment(extra: Mapping[str, str], *, loopback: bool) -> dict[str,
         # A rank that dies of a signal in native code then shows where.
         "PYTHONFAULTHANDLER": "1",
     }
+    # The ranks descend from a launcher of their own, whichever this process descends from.
     environment.pop(LAUNCHER_PID, None)
     if loopback and "lo" in (name for _, name in socket.if_nameindex()):
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")

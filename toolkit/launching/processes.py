@@ -96,6 +96,7 @@ def kill_descendants(pid: int, *, seconds: float = 10.0) -> list[psutil.Process]
     A process that sleeps inside the kernel cannot be killed: after `seconds` it is given up.
     """
     end = time.monotonic() + seconds
+    # In a loop: a process may start another one between the listing and its end.
     while living := descendants(pid):
         if time.monotonic() > end:
             return living

@@ -79,7 +79,7 @@ def main(arguments: list[str], run: Callable[[list[str]], None] | None = None) -
         prctl(PR_SET_CHILD_SUBREAPER, 1)
     die_with_parent(signal.SIGTERM)
     if os.getppid() != parent:
-        return 128 + signal.SIGTERM
+        return 128 + signal.SIGTERM  # it died before the line above could take effect
 
     pump = Pump() if redacting else None
     try:

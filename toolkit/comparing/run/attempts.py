@@ -53,7 +53,7 @@ def completed(folder: Path, name: str) -> list[Finished]:
     finished: list[Finished] = []
     for attempt in attempts(folder, name):
         with contextlib.suppress(UsageError):
-            read_spec(attempt)
+            read_spec(attempt)  # without its settings it may be a start of another training
             record = read_record(attempt)
             if record["status"] == "ok":
                 finished.append(Finished(record=record, folder=attempt))

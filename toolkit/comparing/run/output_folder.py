@@ -31,6 +31,7 @@ def check_output(folder: Path, specs: Iterable[tuple[str, dict[str, Any]]]) -> N
     if not folder.exists():
         return
     ours = can_be_marked(folder, "comparison")
+    # Empty, or left by a comparison that was stopped before its first file.
     if ours and not {path.name for path in folder.iterdir()} - {LOCK_FILE}:
         return
     if not ours or not (os.path.lexists(folder / RESULTS_FILE) or run_names(folder)):

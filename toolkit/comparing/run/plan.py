@@ -109,6 +109,7 @@ def build_plan(
         UsageError: an unknown strategy, a batch that does not divide, a flag that is compare's, or
             a shell with a switch of Accelerate's that overrides every config file.
     """
+    # Such a switch would override the config files of all runs.
     check_left_over(os.environ, launched=False)
     check_train_flags(options.train_flags)
     optimizer = _optimizer(options.train_flags)
