@@ -46,17 +46,8 @@ IMPORTED: Final = (
     "deepspeed",
     "peft",
     "datasets",
-    "toolkit.job",
-    "toolkit.training.loop",
-    "toolkit.training.trainer",
+    "toolkit.training.run",
     "toolkit.training.prepare",
-    "toolkit.data.prepared",
-    "toolkit.training.saving",
-    "toolkit.training.speed",
-    "toolkit.training.before_and_after",
-    "toolkit.training.card",
-    "toolkit.training.run_checkpoints",
-    "toolkit.measuring.recorder",
     "toolkit.measuring.foreign",
 )
 

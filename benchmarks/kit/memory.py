@@ -231,7 +231,6 @@ def _trained(settings: dict[str, Any], machine: Machine) -> dict[str, Any]:
 
     from kit.data import full_rows
     from toolkit.data.collation import Collator
-    from toolkit.training.observers import ObserversCallback
     from toolkit.training.speed import Speed
     from toolkit.training.speed_arguments import SpeedArguments
     from toolkit.training.trainer import ToolkitTrainer
@@ -264,9 +263,9 @@ def _trained(settings: dict[str, Any], machine: Machine) -> dict[str, Any]:
             args=args,
             train_dataset=full_rows(rows, settings["sequence"]),
             data_collator=speed.collating(Collator(pad_token_id=0)),
+            observers=[speed],
         )
         found: dict[str, Any] = {}
-        trainer.add_callback(ObserversCallback(trainer, [speed]))
         trainer.add_callback(_watching(found, trainer.recorder))
         trainer.train()
     record: Any = trainer.record

@@ -9,9 +9,10 @@ import os
 
 import torch
 
-from toolkit import job, train
+from toolkit import train
 from toolkit.engines.on_cpu import patch_accelerate
 from toolkit.rehearse import rehearse_if_needed
+from toolkit.training import request
 
 
 def share_device() -> bool:
@@ -27,5 +28,5 @@ def share_device() -> bool:
 
 
 if __name__ == "__main__":
-    job.rehearse_if_needed = share_device
+    request.rehearse_if_needed = share_device
     train.main()

@@ -23,7 +23,7 @@ from toolkit.measuring.recorder import Recorder
 from toolkit.strategies import STRATEGIES
 from toolkit.training.arguments import OUR_DEFAULTS
 from toolkit.training.loop import train_loop
-from toolkit.training.observers import Observer, ObserversCallback
+from toolkit.training.observers import Observer
 from toolkit.training.speed import Speed
 from toolkit.training.speed.layers import CHECKPOINTING
 from toolkit.training.speed_arguments import SpeedArguments
@@ -192,16 +192,15 @@ def trainer_of(
     args = TrainingArguments(**values | {name: OUR_DEFAULTS[name]})
     speed = Speed(SpeedArguments(**variant.speed), args)
     speed.apply(model)
-    trainer = ToolkitTrainer(
+    return ToolkitTrainer(
         model=model,
         args=args,
         train_dataset=rows,
         data_collator=speed.collating(Collator(pad_token_id=0)),
         ddp_bucket_view=speed.arguments.gradients_in_buckets,
         guards=guards,
+        observers=[speed],
     )
-    trainer.add_callback(ObserversCallback(trainer, [speed]))
-    return trainer
 
 
 def _trl_trainer(

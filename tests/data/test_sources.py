@@ -219,7 +219,7 @@ IN_A_RANK = """
 import sys
 import torch.distributed as dist
 from accelerate.state import PartialState
-from toolkit.job import checked_job
+from toolkit.training.job import checked_job
 from toolkit.data import building
 
 def write(self, raw, folder):

@@ -25,12 +25,11 @@ from toolkit.training.evaluation import Evaluation, loss_and_tokens, perplexity
 from toolkit.training.evaluation_plan import (
     Schedule,
     check_evaluation,
-    not_done_with_evidence,
+    left_out_with_evidence,
     prompts_of,
     schedule,
 )
 from toolkit.training.loop import train_loop
-from toolkit.training.observers import ObserversCallback
 from toolkit.training.speed import Speed
 from toolkit.training.speed_arguments import SpeedArguments
 
@@ -220,9 +219,13 @@ def trained(engine, folder, *, evaluated):
             record = kept.finish()
         else:
             trainer = ToolkitTrainer(
-                model=model, args=args, train_dataset=rows, data_collator=COLLATE, recorder=kept
+                model=model,
+                args=args,
+                train_dataset=rows,
+                data_collator=COLLATE,
+                recorder=kept,
+                observers=observers,
             )
-            trainer.add_callback(ObserversCallback(trainer, observers))
             trainer.train()
             record = trainer.record
     finally:
@@ -351,9 +354,9 @@ def test_steps_that_ask_for_evaluations_are_heard_with_their_strategy_and_withou
 
 def test_a_run_that_is_taken_apart_says_what_it_does_not_evaluate():
     held_out = DataArguments(validation_split_percentage=5, max_eval_samples=3)
-    assert not_done_with_evidence(DataArguments(), samples=None) is None
-    assert not_done_with_evidence(DataArguments(), samples=0) is None
-    assert not_done_with_evidence(held_out, samples=2) == (
+    assert left_out_with_evidence(DataArguments(), samples=None) is None
+    assert left_out_with_evidence(DataArguments(), samples=0) is None
+    assert left_out_with_evidence(held_out, samples=2) == (
         "--sample_prompts, --validation_split_percentage: nothing is evaluated or sampled in a run "
         "with --evidence"
     )

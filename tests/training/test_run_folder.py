@@ -10,10 +10,10 @@ from test_evaluation import COLLATE, arguments, ragged
 
 from toolkit.checkpoints.committing import committing
 from toolkit.errors import UsageError
-from toolkit.job import _check_output
 from toolkit.launching.folder_lock import is_marked, lock_folder
 from toolkit.records.manifests import MANIFEST
 from toolkit.training.method_arguments import MethodArguments
+from toolkit.training.request import check_output_folder
 from toolkit.training.run_folder import check_names, held
 from toolkit.training.trainer import ToolkitTrainer
 
@@ -34,7 +34,7 @@ def no_launcher(monkeypatch):
 def refused(folder, method=ADAPTERS, trackers=("tensorboard", "mlflow")):
     """Return the names that the run is refused for."""
     with pytest.raises(UsageError, match=f"^--output_dir {folder} holds what no run") as caught:
-        _check_output(folder, method, list(trackers))
+        check_output_folder(folder, method, list(trackers))
     listed = str(caught.value).partition("write over it: ")[2].partition(". Move it away")[0]
     return listed.split(", ")
 
@@ -60,9 +60,9 @@ def test_what_the_run_does_not_write_is_no_reason(tmp_path, monkeypatch):
         (tmp_path / name).touch()
     assert refused(tmp_path, FULL, ()) == ["status/"]
     monkeypatch.setenv("TOOLKIT_STATUS_DIR", str(tmp_path / "status"))  # made by a launcher
-    _check_output(tmp_path, FULL, [])
+    check_output_folder(tmp_path, FULL, [])
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost")
-    _check_output(tmp_path, FULL, ["mlflow"])
+    check_output_folder(tmp_path, FULL, ["mlflow"])
     assert refused(tmp_path, FULL, ["tensorboard"]) == ["tensorboard/"]
 
 
@@ -72,7 +72,7 @@ def test_what_an_earlier_run_left_is_the_runs_own_but_never_a_link_or_another_ki
         (tmp_path / name).mkdir()  # the checkpoint among them is damaged: it has no manifest
     for name in set(FILES) - {"record.json"}:
         (tmp_path / name).touch()
-    _check_output(tmp_path, ADAPTERS, ["tensorboard", "mlflow"])
+    check_output_folder(tmp_path, ADAPTERS, ["tensorboard", "mlflow"])
 
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -94,16 +94,16 @@ def test_what_an_earlier_run_left_is_the_runs_own_but_never_a_link_or_another_ki
 def test_the_folder_itself_may_be_a_link_and_a_finished_run_keeps_its_record(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "disk")
-    _check_output(tmp_path / "out", FULL, [])
+    check_output_folder(tmp_path / "out", FULL, [])
     lock_folder(tmp_path / "out", "run").release()
     (tmp_path / "out" / "record.json").write_text("{}")
     with pytest.raises(UsageError, match="holds the record of another run"):
-        _check_output(tmp_path / "out", FULL, [])
+        check_output_folder(tmp_path / "out", FULL, [])
 
 
 def test_checkpoints_that_were_copied_alone_are_known_by_their_manifests(tmp_path):
     checkpoint(tmp_path / "checkpoint-7")
-    _check_output(tmp_path, FULL, [])
+    check_output_folder(tmp_path, FULL, [])
     (tmp_path / "checkpoint-500").mkdir()  # as another program leaves one
     (tmp_path / "checkpoint-500" / "model.safetensors").touch()
     assert refused(tmp_path, FULL, ()) == ["checkpoint-500/"]

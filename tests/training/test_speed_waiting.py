@@ -17,7 +17,7 @@ from toolkit.measuring.recorder import Recorder
 from toolkit.strategies import STRATEGIES
 from toolkit.training.arguments import OUR_DEFAULTS
 from toolkit.training.loop import train_loop
-from toolkit.training.observers import Observer, ObserversCallback
+from toolkit.training.observers import Observer
 from toolkit.training.speed import Speed
 from toolkit.training.speed_arguments import SpeedArguments
 from toolkit.training.trainer import ToolkitTrainer
@@ -125,9 +125,12 @@ def test_a_tuned_step_waits_for_nothing(engine, packed, alone, tmp_path):
         told.close()
     else:
         trainer = ToolkitTrainer(
-            model=model, args=args, train_dataset=rows(packed), data_collator=collate
+            model=model,
+            args=args,
+            train_dataset=rows(packed),
+            data_collator=collate,
+            observers=[speed, watched],
         )
-        trainer.add_callback(ObserversCallback(trainer, [speed, watched]))
         trainer.train()
     assert watched.mode.asked == []
 

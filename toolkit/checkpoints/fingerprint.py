@@ -17,7 +17,7 @@ from toolkit.measuring.attestation import gather_objects
 from toolkit.redaction import redacted
 
 if TYPE_CHECKING:
-    from toolkit.job import Job
+    from toolkit.training.job import Job
 
 WORDS: Final = {
     "num_processes": "world size",
@@ -40,10 +40,11 @@ _SCHEDULE: Final = (
 
 def facts_of_job(job: Job) -> dict[str, Any]:
     """Return everything that decides what the next step of a job computes, by name."""
-    args, data = job.args, job.data.facts()
+    args, own, request = job.args, job.own, job.request
+    data = request.data.facts()
     facts = {
         "strategy": job.strategy.name,
-        "engine": job.run.engine,
+        "engine": own.run.engine,
         "num_processes": job.global_batch_size
         // (args.per_device_train_batch_size * args.gradient_accumulation_steps),
         "per_device_train_batch_size": args.per_device_train_batch_size,
@@ -51,18 +52,18 @@ def facts_of_job(job: Job) -> dict[str, Any]:
         "data": data["name"],
         "data_hash": data["tokens_hash"],
         "data_rows": data["rows"],
-        "model": Path(job.model.model_name_or_path or "built in").name,
-        "model_config": _digest((Path(job.facts.path) / "config.json").read_bytes()),
+        "model": Path(own.model.model_name_or_path or "built in").name,
+        "model_config": _digest((Path(request.model.path) / "config.json").read_bytes()),
         "precision": args.mixed_precision,
         "device": args.device.type,
         "steps": job.steps,
-        "throughput_steps": job.run.throughput_steps,
+        "throughput_steps": own.run.throughput_steps,
         "warmup_steps": args.get_warmup_steps(job.steps),
         "lr_scheduler_type": SchedulerType(args.lr_scheduler_type).value,
         "optim": OptimizerNames(args.optim).value,
     }
-    facts |= {name: getattr(args, name) for name in _SCHEDULE} | {"dropout": job.run.dropout}
-    return _plain(facts | job.method.facts())
+    facts |= {name: getattr(args, name) for name in _SCHEDULE} | {"dropout": own.run.dropout}
+    return _plain(facts | request.method.facts())
 
 
 def facts_of_trainer(trainer: Any, strategy: Any) -> dict[str, Any]:

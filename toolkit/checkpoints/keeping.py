@@ -42,6 +42,16 @@ class Keeper:
     newest: Path | None = None
     """The last one that this run saved, or the one that it goes on from."""
 
+    def prepared(self, prepared: Prepared) -> None:
+        """Note what the loop trains with: there a keeper is one of the observers."""
+        self._prepared = prepared
+
+    def step_done(self, step: int) -> None:
+        """Save after a step of the loop that is due, and leave where that was asked for."""
+        if self.due(step):
+            self.save(self._prepared, step)
+            self.leave_if_asked(step)
+
     def due(self, step: int) -> bool:
         """Whether to save after this step; the same on every rank."""
         by_count = self.every is not None and step % self.every == 0 and step <= self.last_step

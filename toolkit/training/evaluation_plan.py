@@ -7,16 +7,14 @@ and in between as `--eval_strategy` and `--eval_steps` say.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from toolkit.data.arguments import DataArguments
-from toolkit.data.prepared import PreparedData, prepare_validation
+from toolkit.data.prepared import PreparedData
 from toolkit.data.tokens import IGNORED
 from toolkit.errors import UsageError
-from toolkit.training.arguments import ModelArguments
-from toolkit.training.model import ModelFacts, check_vocabulary, resolve_tokenizer
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -135,7 +133,7 @@ def prompts_of(rows: Dataset, count: int) -> list[list[int]]:
     before the first reply. Of a text that is learned as a whole it is the first half.
     """
     found: list[list[int]] = []
-    for row in rows:
+    for row in cast("Iterable[Mapping[str, Any]]", rows):
         if len(found) == count:
             break
         ids, labels = row["input_ids"], row["labels"]
@@ -151,18 +149,18 @@ def number_of_samples(asked: int | None, *, has_validation: bool) -> int:
     return (SAMPLES if has_validation else 0) if asked is None else asked
 
 
-def not_done_with_evidence(data: DataArguments, *, samples: int | None) -> str | None:
-    """Say what was asked for and isn't done in a run that is taken apart; None: nothing was.
+def left_out_with_evidence(data: DataArguments, *, samples: int | None) -> str | None:
+    """Say what a run that is taken apart leaves out of what was asked for; None: nothing.
 
     Args:
         data: Names the validation rows, or none.
         samples: Prompts that were asked for.
     """
-    asked = ["--sample_prompts"] if samples else []
-    asked += [flag for flag in data.asked_of_validation if flag != "--max_eval_samples"]
-    if not asked:
+    flags = ["--sample_prompts"] if samples else []
+    flags += [flag for flag in data.asked_of_validation if flag != "--max_eval_samples"]
+    if not flags:
         return None
-    return f"{', '.join(asked)}: nothing is evaluated or sampled in a run with --evidence"
+    return f"{', '.join(flags)}: nothing is evaluated or sampled in a run with --evidence"
 
 
 def _eval_strategy(values: Mapping[str, Any]) -> str:
@@ -176,11 +174,9 @@ def _asks(value: Any) -> bool:
 def planned_evaluation(
     values: Mapping[str, Any],
     *,
-    model: ModelArguments,
-    data: DataArguments,
     samples: int | None,
-    facts: ModelFacts,
     training: PreparedData,
+    validation: PreparedData | None,
     steps: int,
     global_batch: int,
 ) -> EvaluationPlan | None:
@@ -188,24 +184,14 @@ def planned_evaluation(
 
     Args:
         values: Of `TrainingArguments`, as flags gave them.
-        model: Names the tokenizer.
-        data: Names the validation rows.
-        samples: Prompts that were asked for; None: what fits the rest.
-        facts: Of the model.
+        samples: Prompts that were asked for; None: as many as fit the rest.
         training: The rows that are trained on, whose prompts are taken where no others are.
+        validation: The rows to evaluate on.
         steps: Optimizer steps of the training.
         global_batch: Rows of one of them.
-
-    Raises:
-        UsageError: the rows are not there, or don't fit the model.
     """
-    validation = prepare_validation(
-        data, resolve_tokenizer(model), trust_remote_code=model.trust_remote_code
-    )
     count = number_of_samples(samples, has_validation=validation is not None)
-    if validation is not None:
-        check_vocabulary(facts, validation)
-    elif not count:
+    if validation is None and not count:
         return None
     source = training if validation is None else validation
     return EvaluationPlan(

@@ -1,4 +1,4 @@
-"""Fillers: whether a model's loss is 0 for rows that train nothing.
+"""The loss of rows that train nothing, which has to be 0.
 
 The last steps of an epoch may hold micro-batches without a token to learn. Their loss is 0 where it
 is divided by the tokens of the whole step, and NaN where a model divides by those of the
@@ -14,6 +14,31 @@ import torch
 from torch.func import functional_call
 
 from toolkit.data.tokens import IGNORED
+from toolkit.errors import UsageError
+from toolkit.training.job import Job, has_fillers
+from toolkit.training.methods import skeleton
+
+
+def check_idle_loss(job: Job, model: torch.nn.Module) -> None:
+    """Refuse a model that would learn from rows that train nothing, or break by them.
+
+    Raises:
+        UsageError: there are such rows, and their loss is not 0.
+    """
+    if not has_fillers(job.rows):
+        return
+    if job.request.method.storage is not None:  # zeros can't stand in for packed weights
+        model = skeleton(job.request.model.path, trust_remote_code=job.own.model.trust_remote_code)
+    loss = idle_loss(model, job.args.device)
+    if job.args.device.type == "cuda":
+        torch.cuda.empty_cache()  # no peak of the run is to hold it
+    if loss != 0:
+        raise UsageError(
+            f"The rows don't fill whole steps of {job.global_batch_size}, and the loss of "
+            f"{type(model).__name__} is {loss:g}, not 0, for a micro-batch without a token to "
+            "learn, as the last ones may be. Pass --max_train_samples with a multiple of "
+            f"{job.global_batch_size}, or --max_steps that end before."
+        )
 
 
 @torch.no_grad()
@@ -46,15 +71,18 @@ def idle_loss(model: torch.nn.Module, device: torch.device) -> float:
 
 def _takes_items(model: torch.nn.Module) -> bool:
     taken = inspect.signature(model.forward).parameters.values()
-    return any(each.kind == each.VAR_KEYWORD or each.name == "num_items_in_batch" for each in taken)
+    return any(
+        parameter.kind == parameter.VAR_KEYWORD or parameter.name == "num_items_in_batch"
+        for parameter in taken
+    )
 
 
 def _zeros(model: torch.nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
     """Return zeros in the shape of each parameter, all of one dtype in the same memory."""
     # ZeRO-3 leaves an empty tensor in a parameter's place, and its shape beside it.
     shapes: dict[str, tuple[torch.dtype, torch.Size]] = {
-        name: (each.dtype, torch.Size(getattr(each, "ds_shape", each.shape)))
-        for name, each in model.named_parameters()
+        name: (parameter.dtype, torch.Size(getattr(parameter, "ds_shape", parameter.shape)))
+        for name, parameter in model.named_parameters()
     }
     longest: dict[torch.dtype, int] = {}
     for dtype, shape in shapes.values():
@@ -67,6 +95,6 @@ def _zeros(model: torch.nn.Module, device: torch.device) -> dict[str, torch.Tens
 
 def _buffers(model: torch.nn.Module, device: torch.device) -> dict[str, Any]:
     return {
-        name: torch.zeros_like(each, device=device) if each.is_meta else each.to(device)
-        for name, each in model.named_buffers()
+        name: torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+        for name, buffer in model.named_buffers()
     }

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import GradientAccumulationPlugin
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainingArguments, get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
@@ -34,7 +34,7 @@ NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(
 def train_loop(
     model: PreTrainedModel,
     args: TrainingArguments,
-    dataset: Dataset[Any],
+    dataset: Any,
     collate: Callable[[list[Any]], dict[str, torch.Tensor]],
     *,
     recorder: Recorder,

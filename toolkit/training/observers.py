@@ -1,89 +1,99 @@
-"""What goes along with a training, in either engine: evaluation, checkpoints, the model at the end.
+"""Observers: what is called beside a training, in either engine: evaluation, checkpoints, saving.
 
-Engines call observers in the order in which they are listed, on every rank and outside of every
-timed step, so a observer may run collectives; what it raises ends the run.
+Engines call them in the order in which they are listed, on every rank and outside of every timed
+step, so an observer may run collectives; an exception in one ends the run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from toolkit.checkpoints.keeping import Keeper
 from toolkit.engines.prepared import Prepared
 
+if TYPE_CHECKING:
+    from toolkit.training.trainer import ToolkitTrainer
 
-class Observer:
-    """Does nothing by itself."""
+
+class Observer(Protocol):
+    """Does nothing by itself; a subclass overrides what it needs."""
 
     def prepared(self, prepared: Prepared) -> None:
-        """Called once, after the recorder has attested what engaged, before the first step."""
+        """Act after the recorder has attested what engaged, before the first step."""
 
     def step_done(self, step: int) -> None:
-        """Called after each optimizer step, with its number of the whole training, from 1."""
+        """Act after an optimizer step, whose number counts from 1 over the whole training."""
 
 
-class ObserversCallback(TrainerCallback):
-    """Lets observers go along with a Trainer; to be added after the recorder's callback."""
+class TrainerEvents(TrainerCallback):
+    """Calls recorder, observers and keeper from a Trainer's callbacks, as the loop calls them.
 
-    def __init__(self, trainer: Any, observers: Sequence[Observer]) -> None:
+    Args:
+        trainer: The Trainer, and with it the recorder.
+        observers: In the order in which they are called.
+        keeper: Says when to save, whatever the Trainer's own flow says; None leaves it to that.
+        last_log: The last step that is logged; None: all are. A log waits for the GPU, which
+            steps that are timed can't have.
+    """
+
+    def __init__(
+        self,
+        trainer: ToolkitTrainer,
+        observers: Sequence[Observer],
+        *,
+        keeper: Keeper | None,
+        last_log: int | None,
+    ) -> None:
         self._trainer = trainer
         self._observers = observers
+        self._keeper = keeper
+        self._last_log = last_log
+        self._learning_rate = 0.0
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         trainer = self._trainer
-        prepared = Prepared(
-            accelerator=trainer.accelerator,
-            model=trainer.model_wrapped,
-            optimizer=trainer.optimizer,
-            scheduler=trainer.lr_scheduler,
-            report=self._report,
-        )
+        prepared = trainer.prepared(report=self._report)
+        trainer.recorder.prepared(prepared.accelerator, prepared.model, prepared.optimizer)
+        trainer.recorder.reads(trainer.callback_handler.train_dataloader)
         for observer in self._observers:
             observer.prepared(prepared)
 
-    def _report(self, _: int, values: dict[str, float]) -> None:
-        asked = self._trainer.control.should_log
-        self._trainer.log(values)  # it knows the step itself
-        # A log is taken for that of the step, whose loss would then not be logged.
-        self._trainer.control.should_log = asked
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        # The scheduler moves on before the step ends.
+        optimizer: Any = self._trainer.optimizer
+        self._learning_rate = float(optimizer.param_groups[0]["lr"])
 
-    def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+    def on_step_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self._trainer.recorder.step_done(
+            learning_rate=self._learning_rate,
+            skipped=bool(self._trainer.accelerator.optimizer_step_was_skipped),
+        )
+        if self._last_log is not None and state.global_step > self._last_log:
+            control.should_log = False
         for observer in self._observers:
             observer.step_done(state.global_step)
+        if self._keeper is not None:
+            control.should_save = self._keeper.due(state.global_step)
 
+    def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+        if self._keeper is not None:  # the Trainer's one epoch is the whole run
+            control.should_save = False
 
-class KeeperObserver(Observer):
-    """Lets a keeper go along with the loop."""
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        self._trainer.recorder.mark()
 
-    def __init__(self, keeper: Keeper) -> None:
-        self._keeper = keeper
+    def on_save(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        self._trainer.recorder.mark()
+        if self._keeper is not None:
+            self._keeper.leave_if_asked(state.global_step)
 
-    def prepared(self, prepared: Prepared) -> None:
-        self._prepared = prepared
-
-    def step_done(self, step: int) -> None:
-        if self._keeper.due(step):
-            self._keeper.save(self._prepared, step)
-            self._keeper.leave_if_asked(step)
-
-
-class KeeperCallback(TrainerCallback):
-    """Has the Trainer save when the keeper says so, whatever its own flow thinks.
-
-    To be added last. The Trainer's epochs are of no use here: its one epoch is the whole run.
-    """
-
-    def __init__(self, keeper: Keeper) -> None:
-        self._keeper = keeper
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_save = self._keeper.due(state.global_step)
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_save = False
-
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._keeper.leave_if_asked(state.global_step)
+    def _report(self, _: int, values: dict[str, float]) -> None:
+        should_log = self._trainer.control.should_log
+        self._trainer.log(values)  # it knows the step itself
+        # A log is taken for that of the step, whose loss would then not be logged.
+        self._trainer.control.should_log = should_log

@@ -13,49 +13,33 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, Final, cast
 
+from transformers import TrainingArguments
 from transformers.utils.logging import disable_progress_bar
 
-from toolkit.data.arguments import DataArguments
-from toolkit.data.chat import asked_template
-from toolkit.data.order import rows_needed
-from toolkit.data.packing import check_borders, check_no_cache
-from toolkit.data.prepared import PreparedData, prepare_data, prepare_validation
-from toolkit.data.sources import check_file
-from toolkit.environment import check_installed
 from toolkit.errors import UsageError, file_sentence, is_full_disk
 from toolkit.escaping import one_line
 from toolkit.launching.ranks import quiet
 from toolkit.redaction import redact_output
 from toolkit.strategies import Strategy, get_strategy
-from toolkit.training.arguments import ModelArguments, OwnArguments, own_arguments, training_values
 from toolkit.training.dropout import dropout_facts
-from toolkit.training.evaluation_plan import check_evaluation
-from toolkit.training.expected_speed import asks_the_model, expected_speed
-from toolkit.training.loadable import check_loadable
-from toolkit.training.methods import check_strategy, checked_method, skeleton
-from toolkit.training.model import (
-    BUILT_IN_MODEL,
-    ModelFacts,
-    check_length,
-    check_vocabulary,
-    local_folder,
-    meant_as_path,
-    model_facts,
-    resolve_model,
-    resolve_tokenizer,
+from toolkit.training.methods import skeleton
+from toolkit.training.model import BUILT_IN_MODEL
+from toolkit.training.request import (
+    Launch,
+    Request,
+    check_request,
+    checked_flags,
+    plain_value,
 )
-from toolkit.training.precision import asked_precision
-from toolkit.training.speed_arguments import check_model, check_speed
-from toolkit.training.tracking import asked_trackers
+from toolkit.training.speed import THEIRS, Speed
 
 logger = logging.getLogger(__name__)
 
-_TRAINING_FACTS = (
+_SAME_NAME: Final = (
     "max_steps",
     "num_train_epochs",
     "per_device_train_batch_size",
@@ -64,6 +48,7 @@ _TRAINING_FACTS = (
     "learning_rate",
     "seed",
 )
+"""Fields of the answer's `training` that have the name of their flag."""
 
 
 def prepare(
@@ -86,183 +71,83 @@ def prepare(
     Raises:
         UsageError: the run can't go well, or one of the strategies can't.
     """
-    own = own_arguments(argv)
-    model_arguments, data_arguments, run = own.model, own.data, own.run
-    check_files(model_arguments, data_arguments)
-    asked = [get_strategy(name) for name in strategies or filter(None, [run.strategy])]
-    values = {each.name: _values_under(own, each) for each in asked or [get_strategy("single")]}
-    training = next(iter(values.values()))
-    same = "" if len(asked) < 2 else " All strategies of a comparison get the same flags."
-    _refuse_all([partial(_check_flags, own, values, each, rehearsal) for each in asked], same)
-    asked_trackers(training["report_to"], engine=run.engine)
-    check_evaluation(training, data_arguments)
-    check_no_cache(training, packing=data_arguments.packing)
-    ranks_take = (
-        None if num_processes is None else rows_needed(training, num_processes=num_processes)
+    own = checked_flags(argv)
+    names = strategies or filter(None, [own.run.strategy])
+    launch = Launch(
+        strategies=tuple(get_strategy(name) for name in names),
+        num_processes=num_processes,
+        rehearsal=rehearsal,
+        # A comparison passes the precision as a flag; any other launcher's config may choose it.
+        knows_precision=bool(strategies),
     )
-    model, data = model_and_data(model_arguments, data_arguments, rows_needed=ranks_take)
-    precision = asked_precision(training)
-    check_model(own.speed, model.path)
-    method = checked_method(own.method, model_arguments, model, precision=precision)
-    if strategies:  # else a launcher's config may still choose the precision
-        checks = [partial(check_strategy, method, each, precision=precision) for each in asked]
-        _refuse_all(checks, same)
-    for note in method.notes():
+    request = check_request(own, launch)
+    for note in request.notes:
         logger.info("%s", note)
-    by_strategy = {
-        name: _differing(own, each, get_strategy(name), model) for name, each in values.items()
-    }
-    validation = validation_data(model_arguments, data_arguments)
-    if validation is not None:
-        check_vocabulary(model, validation)
-    name = one_line(model_arguments.model_name_or_path or BUILT_IN_MODEL)
+    by_strategy = {name: _under(request, get_strategy(name)) for name in request.values}
+    values = next(iter(request.values.values()))
+    data, validation = request.data, request.validation
     return {
-        "model": {"name": name} | model.facts(),
-        "data": data.facts()
-        | {"max_length": data_arguments.max_length, "folder": str(data.folder)},
+        "model": {"name": one_line(own.model.model_name_or_path or BUILT_IN_MODEL)}
+        | request.model.facts(),
+        "data": data.facts() | {"max_length": own.data.max_length, "folder": str(data.folder)},
         "validation": None
         if validation is None
         else validation.facts() | {"folder": str(validation.folder)},
-        "training": {name: training[name] for name in _TRAINING_FACTS}
+        "training": {name: values[name] for name in _SAME_NAME}
         | next(iter(by_strategy.values()))
-        | method.facts()
+        | request.method.facts()
         | dropout_facts(
-            model.path,
-            off=run.dropout == "off",
+            request.model.path,
+            off=own.run.dropout == "off",
             lora_dropout=own.method.lora_dropout,
-            trust_remote_code=model_arguments.trust_remote_code,
+            trust_remote_code=own.model.trust_remote_code,
         ),
         "by_strategy": by_strategy,
     }
 
 
-def _values_under(own: OwnArguments, strategy: Strategy) -> dict[str, Any]:
-    """Return the values of `TrainingArguments` as `toolkit.train` has them under a strategy."""
-    return training_values(own.speed.with_flags(own.rest, strategy), model=own.model, run=own.run)
-
-
-def _check_flags(
-    own: OwnArguments, values: Mapping[str, dict[str, Any]], strategy: Strategy, rehearsal: bool
-) -> None:
-    check_speed(
-        own.speed,
-        values[strategy.name],
-        strategy=strategy,
-        evidence=own.run.evidence is not None,
-        on_gpu=not rehearsal,
-    )
-
-
-def check_files(model: ModelArguments, data: DataArguments) -> None:
-    """Check what the flags name on this machine, before anything is built or downloaded.
-
-    Raises:
-        UsageError: a file or a folder is not there, or not what it should be. All are named.
-    """
-    rows = {"--train_file": data.train_file, "--validation_file": data.validation_file}
-    folders = {
-        "--model_name_or_path": model.model_name_or_path,
-        "--tokenizer_name": model.tokenizer_name,
-    }
-    checks: list[Callable[[], object]] = []
-    checks += [partial(check_file, Path(name), flag=flag) for flag, name in rows.items() if name]
-    checks += [partial(local_folder, flag, name) for flag, name in folders.items() if name]
-    if data.dataset_name is not None:
-        checks.append(partial(_check_dataset, data.dataset_name))
-    if data.chat_template is not None:
-        checks.append(partial(asked_template, data.chat_template))
-    _refuse_all(checks)
-
-
-def _check_dataset(name: str) -> None:
-    if meant_as_path(name) and not Path(name).exists():
-        raise UsageError(
-            f"--dataset_name {name} is not there: check the path (this is {Path.cwd()}), or pass "
-            "a Hub name."
-        )
-
-
-def _refuse_all(checks: Sequence[Callable[[], object]], more: str = "") -> None:
-    """Make every check, and raise one UsageError for all that don't hold, with `more` behind it."""
-    found: list[str] = []
-    for check in checks:
-        try:
-            check()
-        except UsageError as error:
-            found.append(str(error))
-    if found:
-        raise UsageError(" ".join(dict.fromkeys(found)) + more)
-
-
-def _differing(
-    own: OwnArguments, values: Mapping[str, Any], strategy: Strategy, model: ModelFacts
-) -> dict[str, Any]:
+def _under(request: Request, strategy: Strategy) -> dict[str, Any]:
     """Return what a record's `training` has under a strategy, and may not have under another."""
-    bare = None
-    if asks_the_model(own.speed):
-        bare = skeleton(model.path, trust_remote_code=own.model.trust_remote_code)
-    expected = expected_speed(own.speed, values, strategy=strategy, model=bare)
+    values = request.values[strategy.name]
+    speed = _speed_under(request, strategy)
     return {
-        "optimizer": str(getattr(values["optim"], "value", values["optim"])),
+        "optimizer": plain_value(values["optim"]),
         "activation_checkpointing": bool(
             values.get("activation_checkpointing")
             or values["gradient_checkpointing"]
-            or expected.checkpoints_all
+            or speed.checkpoints_all
         ),
-        "speed": expected.speed,
+        "speed": speed.facts(_as_arguments(values)),
     }
 
 
-def model_and_data(
-    model_arguments: ModelArguments,
-    data_arguments: DataArguments,
-    *,
-    rows_needed: int | None = None,
-) -> tuple[ModelFacts, PreparedData]:
-    """Find or make the model and the tokenised rows, and check that they fit each other.
+def _speed_under(request: Request, strategy: Strategy) -> Speed:
+    """Return the switches for speed as a rank will have them, put on the model's skeleton.
 
-    Args:
-        model_arguments: The model and its tokenizer.
-        data_arguments: The data, their format and packing.
-        rows_needed: Of a streaming run, as `prepare_data` takes it.
-
-    Raises:
-        UsageError: they are not there, or don't fit.
+    So a switch that a rank would refuse is refused here.
     """
-    check_installed("datasets")
-    model = model_facts(resolve_model(model_arguments))
-    check_length(model, data_arguments.max_length)
-    if data_arguments.packing == "best_fit":
-        check_borders(
-            model.path,
-            attention=model_arguments.attn_implementation,
-            trust_remote_code=model_arguments.trust_remote_code,
-        )
-    if model_arguments.model_name_or_path is not None:  # the cache checks what is built in
-        check_loadable(model.path, trust_remote_code=model_arguments.trust_remote_code)
-    data = prepare_data(
-        data_arguments,
-        resolve_tokenizer(model_arguments),
-        trust_remote_code=model_arguments.trust_remote_code,
-        rows_needed=rows_needed,
+    switches = request.own.speed
+    speed = Speed(switches, _as_arguments(request.values[strategy.name]))
+    on_model = (
+        switches.chunked_loss
+        or switches.uses_lean_masks
+        or switches.compiles_blocks
+        or switches.checkpoint_layers != "none"
     )
-    check_vocabulary(model, data)
-    return model, data
+    if on_model:
+        trust = request.own.model.trust_remote_code
+        speed.apply(skeleton(request.model.path, trust_remote_code=trust))
+    # An engine switches these on when it wraps the model.
+    if switches.gradients_in_buckets and strategy.backend == "ddp":
+        speed.on["ddp_bucket_view"] = True
+    if switches.prefetched_layers and strategy.backend == "fsdp":
+        speed.on["fsdp_prefetch"] = switches.prefetched_layers
+    return speed
 
 
-def validation_data(
-    model_arguments: ModelArguments, data_arguments: DataArguments
-) -> PreparedData | None:
-    """Find or make the rows to evaluate on, None where none were asked for.
-
-    Raises:
-        UsageError: they are not there.
-    """
-    return prepare_validation(
-        data_arguments,
-        resolve_tokenizer(model_arguments),
-        trust_remote_code=model_arguments.trust_remote_code,
-    )
+def _as_arguments(values: dict[str, Any]) -> TrainingArguments:
+    """Stand in for `TrainingArguments`, which would start a process group when they are made."""
+    return cast("TrainingArguments", SimpleNamespace(**dict.fromkeys(THEIRS) | values))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

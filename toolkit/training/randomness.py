@@ -27,14 +27,14 @@ class RandomForwards(Observer):
     """
 
     def __init__(self, recorder: Recorder) -> None:
-        self.found: str | None = None
+        self.difference: str | None = None
         """A sentence that says how far they differ; None where they are equal."""
 
         self._recorder = recorder
 
     def prepared(self, prepared: Prepared) -> None:
         with self._recorder.aside():
-            self.found = difference(prepared.accelerator, prepared.model)
+            self.difference = difference(prepared.accelerator, prepared.model)
 
 
 def difference(accelerator: Any, model: Any) -> str | None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.training_args import ParallelMode
 
@@ -28,6 +28,7 @@ from toolkit.configs.requested import (
 from toolkit.data.packing import keep_texts_apart
 from toolkit.engines.backend import backend_of
 from toolkit.engines.between_steps import between_steps
+from toolkit.engines.prepared import Prepared
 from toolkit.errors import UsageError
 from toolkit.measuring.attestation import Asked
 from toolkit.measuring.finite import require_finite
@@ -37,6 +38,7 @@ from toolkit.records.results import RECORD_FILE, SCHEMA, STEPS_FILE, write_json
 from toolkit.strategies import Strategy
 from toolkit.training.adapters import has_lora
 from toolkit.training.card import card_of_trainer
+from toolkit.training.observers import Observer, TrainerEvents
 from toolkit.training.run_folder import check_names, held
 from toolkit.training.saving import full_state_dict, save_model
 from toolkit.training.speed.buckets import with_bucket_view
@@ -45,7 +47,6 @@ from toolkit.training.trainer_checkpoints import (
     find_for,
     keeper_for,
     load_best_for,
-    prepared_of,
     save_for,
 )
 
@@ -60,6 +61,9 @@ class ToolkitTrainer(Trainer):
     Args:
         recorder: Records the run; None makes one from the launcher's environment.
         keeper: Saves the checkpoints; None makes one from the arguments.
+        observers: Called when the training is prepared and after each of its steps.
+        scheduled_steps: Steps until the learning rate has decayed, where steps that are only timed
+            follow, and are not logged; None: all.
         ddp_bucket_view: Under DDP, have gradients be views of its buckets: 4 bytes a parameter
             less in fp32.
         guards: What follows when a loss is not finite, a gradient norm explodes, or ranks have
@@ -72,11 +76,14 @@ class ToolkitTrainer(Trainer):
         *args: Any,
         recorder: Recorder | None = None,
         keeper: Keeper | None = None,
+        observers: Sequence[Observer] = (),
+        scheduled_steps: int | None = None,
         ddp_bucket_view: bool = False,
         guards: Choice = "stop",
         **kwargs: Any,
     ) -> None:
-        self._ddp_bucket_view = ddp_bucket_view  # asked for while the Trainer is made
+        self._ddp_bucket_view = ddp_bucket_view  # read while the Trainer is made
+        self._scheduled_steps = scheduled_steps
         super().__init__(*args, **kwargs)
         # It would log a loss that is not finite as 0.0.
         self.args.logging_nan_inf_filter = False
@@ -95,7 +102,8 @@ class ToolkitTrainer(Trainer):
         self._resumed: Resumed | None = None
         self.record: dict[str, Any] | None = None
         self._token_mean: TokenMean | None = None
-        self.add_callback(_Watch(self))
+        # A keeper that is passed decides when to save; else the Trainer's own flow does.
+        self.add_callback(TrainerEvents(self, observers, keeper=keeper, last_log=scheduled_steps))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """Train as `transformers.Trainer` does.
@@ -115,21 +123,21 @@ class ToolkitTrainer(Trainer):
         with held(Path(self.args.output_dir), check) as lock:
             resumed = find_for(self, resume_from_checkpoint)
         with lock or nullcontext():
-            return self.train_from(resumed, **kwargs)
+            output = self.train_from(resumed, **kwargs)
+        self.finish_record()
+        return output
 
     def train_from(self, resumed: Resumed | None, **kwargs: Any) -> Any:
-        """Train, from a checkpoint that all ranks have found whole."""
+        """Train from a checkpoint that all ranks have found whole, and write no record."""
         self._resumed = resumed
         folder = None if resumed is None else str(resumed.folder)
         if resumed is not None:
             self.recorder.resumed_after(resumed.step)
         try:
             self.recorder.loaded(self.model)
-            output = super().train(resume_from_checkpoint=folder, **kwargs)
+            return super().train(resume_from_checkpoint=folder, **kwargs)
         finally:
             self.recorder.close()
-        self.finish_record()
-        return output
 
     def finish_record(self) -> None:
         """Gather what the ranks recorded, and write `record.json`; every rank calls it."""
@@ -138,6 +146,22 @@ class ToolkitTrainer(Trainer):
         self.record = described | self.recorder.finish()
         if self.is_world_process_zero():
             write_json(Path(self.args.output_dir) / RECORD_FILE, self.record)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        # Evidence may end the training before the schedule does, too.
+        return super().create_scheduler(self._scheduled_steps or num_training_steps, optimizer)
+
+    def prepared(
+        self, *, report: Callable[[int, dict[str, float]], None] = lambda step, values: None
+    ) -> Prepared:
+        """Return what the training is done with, once everything is wrapped."""
+        return Prepared(
+            accelerator=self.accelerator,
+            model=self.model_wrapped,
+            optimizer=self.optimizer,
+            scheduler=self.lr_scheduler,
+            report=report,
+        )
 
     def training_step(
         self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None
@@ -255,15 +279,14 @@ class ToolkitTrainer(Trainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         # Transformers 5.23 has no hook before it; every rank comes here.
+        if not self.args.save_only_model:
+            save_for(self, trial)
+            return
         with self.recorder.aside():
             self.recorder.check_before_save(self.model_wrapped)
-        if self.recorder.spoiled():
-            return
-        if self.args.save_only_model:
+        if not self.recorder.spoiled():
             require_finite(self.model_wrapped, Path(self._get_output_dir(trial=trial)))
             super()._save_checkpoint(model, trial)
-            return
-        save_for(self, trial)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self._resumed is None:
@@ -277,9 +300,9 @@ class ToolkitTrainer(Trainer):
                 max_steps, train_dataloader, resume_from_checkpoint
             )
         # It would load by itself, and DeepSpeed's part not as it was saved.
-        found = super()._prepare_for_training(max_steps, train_dataloader, None)
-        self._resumed.restore(prepared_of(self))
-        return found
+        everything = super()._prepare_for_training(max_steps, train_dataloader, None)
+        self._resumed.restore(self.prepared())
+        return everything
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self._resumed is not None:
@@ -290,35 +313,6 @@ class ToolkitTrainer(Trainer):
             super()._load_best_model()
             return
         load_best_for(self)
-
-
-class _Watch(TrainerCallback):
-    """Tells the recorder where the Trainer is."""
-
-    def __init__(self, trainer: ToolkitTrainer) -> None:
-        self.trainer = trainer
-        self.learning_rate = 0.0
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        trainer = self.trainer
-        trainer.recorder.prepared(trainer.accelerator, trainer.model_wrapped, trainer.optimizer)
-        trainer.recorder.reads(trainer.callback_handler.train_dataloader)
-
-    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        # The scheduler moves on before the step ends.
-        self.learning_rate = float(self.trainer.optimizer.param_groups[0]["lr"])
-
-    def on_save(self, *_: Any, **__: Any) -> None:
-        self.trainer.recorder.mark()
-
-    def on_evaluate(self, *_: Any, **__: Any) -> None:
-        self.trainer.recorder.mark()
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.trainer.recorder.step_done(
-            learning_rate=self.learning_rate,
-            skipped=bool(self.trainer.accelerator.optimizer_step_was_skipped),
-        )
 
 
 def _recorder_for(args: TrainingArguments, model: Any, guards: Choice) -> Recorder:

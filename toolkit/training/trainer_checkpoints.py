@@ -14,7 +14,6 @@ from toolkit.checkpoints.keeping import Keeper
 from toolkit.checkpoints.resume_request import LAST, asked_checkpoint
 from toolkit.checkpoints.resuming import Resumed, find_checkpoint
 from toolkit.engines.backend import backend_of
-from toolkit.engines.prepared import Prepared
 from toolkit.strategies import Strategy
 
 if TYPE_CHECKING:
@@ -43,41 +42,34 @@ def find_for(trainer: ToolkitTrainer, resume: str | bool | None) -> Resumed | No
 
 
 def save_for(trainer: ToolkitTrainer, trial: Any) -> None:
-    """Save a checkpoint; what `Trainer._save_checkpoint` does, committed as a whole."""
+    """Do what `Trainer._save_checkpoint` does, committed as a whole, unless a step was spoiled."""
     state = trainer.state
     trainer.store_flos()
     output_dir = Path(trainer._get_output_dir(trial=trial))
+    best_before = state.best_model_checkpoint
     best = checkpoint_folder(output_dir, state.best_global_step or 0)
     # The best one may be the one that is being saved.
     if state.best_global_step and (best.is_dir() or state.best_global_step == state.global_step):
         state.best_model_checkpoint = str(best)
     folder = trainer.keeper.save(
-        prepared_of(trainer),
+        trainer.prepared(),
         state.global_step,
         output_dir=output_dir,
         write_more=lambda draft: _write_state(trainer, draft),
         keep=[Path(state.best_model_checkpoint)] if state.best_model_checkpoint else [],
     )
-    if trainer.args.push_to_hub:
+    if folder is None:
+        state.best_model_checkpoint = best_before
+    elif trainer.args.push_to_hub:
         trainer._push_from_checkpoint(str(folder))
 
 
 def load_best_for(trainer: ToolkitTrainer) -> None:
     """Put the weights of the best checkpoint back, when the training is over."""
-    state, prepared = trainer.state, prepared_of(trainer)
+    state, prepared = trainer.state, trainer.prepared()
     folder = Path(str(state.best_model_checkpoint))
     step = int(state.best_global_step or 0)
     backend_of(prepared.model).read_model(folder, prepared, step=step)
-
-
-def prepared_of(trainer: ToolkitTrainer) -> Prepared:
-    return Prepared(
-        accelerator=trainer.accelerator,
-        model=trainer.model_wrapped,
-        optimizer=trainer.optimizer,
-        scheduler=trainer.lr_scheduler,
-        report=lambda step, values: None,
-    )
 
 
 def _write_state(trainer: ToolkitTrainer, draft: Path) -> None:

@@ -1,0 +1,279 @@
+"""One rank's training, with everything that can be wrong before it checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from transformers.trainer_utils import IntervalStrategy
+
+from toolkit.checkpoints.fingerprint import facts_of_job
+from toolkit.checkpoints.resuming import Resumed, find_checkpoint
+from toolkit.data.order import count_steps, training_rows
+from toolkit.data.tokenizer import load_tokenizer
+from toolkit.engines.deepspeed_config import checked_deepspeed_config, use_deepspeed_config
+from toolkit.errors import UsageError
+from toolkit.launching.ranks import rank, say
+from toolkit.planning.learning_rate import LearningRate
+from toolkit.records.results import FILLER_ID
+from toolkit.strategies import Strategy
+from toolkit.training.arguments import OwnArguments, RunArguments, training_arguments
+from toolkit.training.evaluation_plan import (
+    EvaluationPlan,
+    left_out_with_evidence,
+    planned_evaluation,
+)
+from toolkit.training.model import resolve_tokenizer
+from toolkit.training.request import (
+    Request,
+    check_output_folder,
+    check_request,
+    checked_flags,
+    this_launch,
+)
+from toolkit.training.run_folder import held
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase, TrainingArguments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A request that a rank is ready to train."""
+
+    request: Request
+    args: TrainingArguments
+    """Those of the Trainer, which both engines obey."""
+
+    rows: Dataset
+    """In the order of training: the ragged rows of `steps`, then the packed ones."""
+
+    steps: int
+    """Optimizer steps on ragged rows; the learning rate has decayed after them."""
+
+    global_batch_size: int
+    """Rows of an optimizer step, over all ranks."""
+
+    tokenizer: PreTrainedTokenizerBase
+    evaluation: EvaluationPlan | None
+    deepspeed_changes: list[str]
+    """How the launcher's DeepSpeed config was fitted to the model, for the record."""
+
+    resumed: Resumed | None = None
+
+    @property
+    def own(self) -> OwnArguments:
+        return self.request.own
+
+    @property
+    def strategy(self) -> Strategy:
+        return self.request.launch.strategies[0]
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(str(self.args.output_dir))
+
+    @property
+    def pad_token_id(self) -> int:
+        return _pad_token_id(self.tokenizer)
+
+    @property
+    def last_step(self) -> int:
+        """The step that training ends with, packed rows aside: it may end before `steps`."""
+        return min(self.steps, self.args.max_steps)
+
+
+def checked_job(argv: list[str]) -> Job:
+    """Return the training that the flags and the launcher ask for. A rehearsal begins here.
+
+    The output folder is this run's alone afterwards, until the process of rank 0 ends.
+
+    Raises:
+        UsageError: the flags, the config, the model, the data or the output folder don't fit;
+            nothing was written.
+    """
+    own = checked_flags(argv)
+    launch = this_launch(own.run)
+    request = check_request(own, launch)
+    (strategy,) = launch.strategies
+    values, rest = request.values[strategy.name], request.rest[strategy.name]
+    tokenizer = load_tokenizer(
+        resolve_tokenizer(own.model),
+        trust_remote_code=own.model.trust_remote_code,
+        chat_template=request.data.chat_template(),
+    )
+    deepspeed_changes = _fit_deepspeed(request, values) if strategy.backend == "deepspeed" else []
+    micro_batches = values["gradient_accumulation_steps"]
+    ranks = launch.data_parallel_size or 1
+    global_batch = values["per_device_train_batch_size"] * micro_batches * ranks
+    steps = count_steps(
+        request.data.rows,
+        global_batch=global_batch,
+        max_steps=values["max_steps"],
+        num_train_epochs=values["num_train_epochs"],
+    )
+    if own.run.evidence_step is not None and own.run.evidence_step > steps:
+        raise UsageError(
+            f"--evidence_step {own.run.evidence_step} lies beyond the {steps} steps of the "
+            "training. Pass a step of the training, or more --max_steps."
+        )
+    rows = training_rows(
+        request.data.load(),
+        steps=steps,
+        global_batch=global_batch,
+        seed=values["seed"],
+        throughput_steps=own.run.throughput_steps,
+        max_length=own.data.max_length,
+        pad_token_id=_pad_token_id(tokenizer),
+    )
+    rate, of_rate = _learning_rate(float(values["learning_rate"]), own.run, global_batch)
+    if rate != values["learning_rate"]:
+        rest = [*rest, f"--learning_rate={rate!r}"]
+    batch = (
+        f"effective batch: {values['per_device_train_batch_size']} rows x {ranks} processes x "
+        f"{micro_batches} micro-batches = {global_batch} rows; {of_rate}"
+    )
+    evaluation = left_out = None
+    if own.run.evidence is None:
+        evaluation = planned_evaluation(
+            values,
+            samples=own.run.sample_prompts,
+            training=request.data,
+            validation=request.validation,
+            steps=steps,
+            global_batch=global_batch,
+        )
+    else:
+        left_out = left_out_with_evidence(own.data, samples=own.run.sample_prompts)
+    if rank() == 0:
+        for line in filter(None, [*request.notes, batch, left_out]):
+            say(line)
+    if values["label_smoothing_factor"]:
+        check_fillers(rows, global_batch, of="--label_smoothing_factor")
+    args = training_arguments(rest, model=own.model, run=own.run)
+    args.max_steps = steps + own.run.throughput_steps
+    # The schedule stays that of all steps; the step after the evidence shows what came of it.
+    if own.run.evidence_step is not None:
+        args.max_steps = min(steps, own.run.evidence_step + 1)
+    args.eval_strategy = IntervalStrategy.NO  # the plan's observer evaluates, in either engine
+    # The platform asks for Kubeflow, not the user: transformers adds it to whatever was asked.
+    trackers = request.trackers
+    args.report_to = [*trackers, *({"kubeflow"} & set(args.report_to or ()) - set(trackers))]
+    job = Job(
+        request=request,
+        args=args,
+        rows=rows,
+        steps=steps,
+        global_batch_size=global_batch,
+        tokenizer=tokenizer,
+        evaluation=evaluation,
+        deepspeed_changes=deepspeed_changes,
+    )
+    _ = args.device  # the ranks can talk to each other from here on
+    folder = Path(values["output_dir"])
+    # Looking for a checkpoint tidies the folder: no other run may be working in it.
+    with held(folder, partial(check_output_folder, folder, own.method, trackers)):
+        return _resumed(job)
+
+
+def check_fillers(rows: Dataset, global_batch: int, *, of: str) -> None:
+    """Refuse a mean over the tokens of each micro-batch where one may hold none to learn.
+
+    Args:
+        rows: In the order of training.
+        global_batch: Rows of an optimizer step.
+        of: What takes such a mean, as the subject of a sentence.
+
+    Raises:
+        UsageError: the rows don't fill whole steps, so fillers stand among them.
+    """
+    if has_fillers(rows):
+        raise UsageError(
+            f"The rows don't fill whole steps of {global_batch}, and {of} divides by the tokens of "
+            "each micro-batch, of which the last ones have none. Pass --max_train_samples with a "
+            f"multiple of {global_batch}, or --max_steps that end before."
+        )
+
+
+def has_fillers(rows: Dataset) -> bool:
+    return FILLER_ID in rows["sample_id"][:]
+
+
+def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    return cast("int", tokenizer.pad_token_id)  # `load_tokenizer` returns none without it
+
+
+def _resumed(job: Job) -> Job:
+    """Return a job with the checkpoint that it goes on from; a collective where one is asked for.
+
+    Raises:
+        UsageError: on every rank, when there is none that is whole and of this training.
+    """
+    if job.request.resume is None:
+        return job
+    resumed = find_checkpoint(job.request.resume, facts_of_job(job))
+    if rank() == 0:
+        for damage in resumed.damaged:
+            say(f"damaged: {damage}")
+        say(f"resuming from {resumed.folder}, step {resumed.step}")
+    return replace(job, resumed=resumed)
+
+
+def _learning_rate(rate: float, run: RunArguments, global_batch: int) -> tuple[float, str]:
+    """Return the learning rate for the effective batch, and the words that say it."""
+    if run.scale_lr == "none" or run.base_batch_size is None:
+        return rate, f"learning rate {rate:g}"
+    scaling = LearningRate(base=rate, base_batch=run.base_batch_size, batch=global_batch)
+    rate = scaling.by(run.scale_lr)
+    return rate, (
+        f"learning rate {rate:g}, by the {run.scale_lr} rule from {scaling.base:g} at "
+        f"{scaling.base_batch} rows"
+    )
+
+
+def _fit_deepspeed(request: Request, values: dict[str, Any]) -> list[str]:
+    """Fit the launcher's DeepSpeed config to the run, and return what was changed in it.
+
+    Raises:
+        UsageError: it says otherwise than the flags.
+    """
+    config = checked_deepspeed_config()
+    _refuse_contradictions(
+        values,
+        gradient_accumulation_steps=config.get("gradient_accumulation_steps"),
+        per_device_train_batch_size=config.get("train_micro_batch_size_per_gpu"),
+        max_grad_norm=config.get("gradient_clipping"),
+        bf16=config.get("bf16", {}).get("enabled"),
+        fp16=config.get("fp16", {}).get("enabled"),
+    )
+    return use_deepspeed_config(
+        config,
+        parameters=request.model.parameters,
+        hidden_size=request.model.hidden_size,
+        adapters=not request.own.method.is_full,
+        gradient_clipping=float(values["max_grad_norm"] or 0),
+        rehearsal=request.launch.rehearsal,
+    )
+
+
+def _refuse_contradictions(values: dict[str, Any], **of_config: Any) -> None:
+    """Raise UsageError for what the launcher's files say otherwise than the flags, all of it."""
+    contradictions = [
+        f"--{flag} is {values[flag]!r} and the launcher's config says {value!r} for it"
+        for flag, value in of_config.items()
+        if value not in (None, "auto") and not _same(value, values[flag])
+    ]
+    if contradictions:
+        raise UsageError(
+            f'{"; ".join(contradictions)}. Write "auto" there, or pass the same value.'
+        )
+
+
+def _same(of_config: Any, of_flag: Any) -> bool:
+    try:
+        return float(of_config) == float(of_flag)
+    except (TypeError, ValueError):
+        return bool(of_config == of_flag)

@@ -1,0 +1,392 @@
+"""What is requested of a run: flags, launcher's environment, model and data, checked in one order.
+
+A rank, `toolkit prepare` and a comparison before its first run ask here, so that a mistake is
+named in the same words wherever it is found first. Nothing is written before all of it fits, but
+for the caches of model and data.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from toolkit.checkpoints.resume_request import Asked, asked_checkpoint
+from toolkit.configs.optimizers import missing_package, optimizer_problem
+from toolkit.configs.requested import (
+    asks_for_deepspeed,
+    requested_processes,
+    requested_strategy,
+    requests_checkpointing,
+    same_features,
+    shown,
+)
+from toolkit.data.chat import asked_template
+from toolkit.data.order import rows_needed
+from toolkit.data.packing import check_borders, check_no_cache
+from toolkit.data.prepared import PreparedData, prepare_data, prepare_validation
+from toolkit.data.sources import check_file
+from toolkit.engines.deepspeed_config import checked_deepspeed_config
+from toolkit.environment import check_installed
+from toolkit.errors import UsageError
+from toolkit.files import check_takes_files
+from toolkit.launching.ranks import rank, say
+from toolkit.launching.status import STATUS_DIR
+from toolkit.records.evidence import BEFORE_FILE, EVIDENCE_FILES
+from toolkit.records.results import RECORD_FILE, STARTING_ADAPTER, STEPS_FILE
+from toolkit.rehearse import rehearse_if_needed
+from toolkit.strategies import STRATEGIES, Strategy, get_strategy
+from toolkit.training.arguments import (
+    OwnArguments,
+    RunArguments,
+    own_arguments,
+    training_values,
+)
+from toolkit.training.evaluation_plan import check_evaluation
+from toolkit.training.loadable import check_loadable
+from toolkit.training.method_arguments import MethodArguments
+from toolkit.training.methods import Method, check_strategy, checked_method
+from toolkit.training.model import (
+    ModelFacts,
+    check_length,
+    check_vocabulary,
+    local_folder,
+    meant_as_path,
+    model_facts,
+    resolve_model,
+    resolve_tokenizer,
+)
+from toolkit.training.precision import asked_precision, with_precision
+from toolkit.training.run_folder import check_names
+from toolkit.training.speed_arguments import check_model, check_speed
+from toolkit.training.tracking import asked_trackers, names_of_trackers
+
+SWITCHED_OFF: Final = {"None", "False", "no", "none", "0", "0.0", "[]"}
+"""Values of a flag that ask for nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """The launch that a request is for: the one that started this rank, or one to come."""
+
+    strategies: tuple[Strategy, ...]
+    """A rank has one; a comparison has all that get the same flags; `toolkit prepare` may have
+    none, for its launcher is still to be chosen."""
+
+    num_processes: int | None
+    """None: not known."""
+
+    rehearsal: bool
+    """Whether its ranks are hidden from the GPUs."""
+
+    environ: Mapping[str, str] | None = None
+    """The variables that the launcher set for this rank; None for a launch to come."""
+
+    knows_precision: bool = True
+    """Whether the launcher's config can't choose another precision than the flags do."""
+
+    @property
+    def in_rank(self) -> bool:
+        return self.environ is not None
+
+    @property
+    def data_parallel_size(self) -> int | None:
+        """The ranks that read rows of their own, under the strategy that has the most of them."""
+        if self.num_processes is None:
+            return None
+        sizes = [each.data_parallel_size(self.num_processes) for each in self.strategies]
+        return max(sizes, default=self.num_processes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What was asked for and found, all of it checked."""
+
+    own: OwnArguments
+    launch: Launch
+    rest: dict[str, list[str]]
+    """The flags for `TrainingArguments` by strategy, those that `--tuned` adds among them."""
+
+    values: dict[str, dict[str, Any]]
+    """The values of `TrainingArguments` by strategy."""
+
+    trackers: list[str]
+    resume: Asked | None
+    """The checkpoint that a rank is to go on from, before it is looked for."""
+
+    model: ModelFacts
+    data: PreparedData
+    validation: PreparedData | None
+    """The rows to evaluate on; None where none were asked for, or the run is taken apart."""
+
+    precision: str
+    method: Method
+    notes: list[str]
+    """Sentences for the user: what was taken from the launcher's config or left out, and why."""
+
+
+def checked_flags(argv: Sequence[str]) -> OwnArguments:
+    """Read the flags of `toolkit.train`, and check the files that they name on this machine.
+
+    Raises:
+        UsageError: a flag has a bad value, or files are not there or not what they should be.
+    """
+    own = own_arguments(argv)
+    rows = {"--train_file": own.data.train_file, "--validation_file": own.data.validation_file}
+    folders = {
+        "--model_name_or_path": own.model.model_name_or_path,
+        "--tokenizer_name": own.model.tokenizer_name,
+    }
+    checks: list[Callable[[], object]] = []
+    checks += [partial(check_file, Path(name), flag=flag) for flag, name in rows.items() if name]
+    checks += [partial(local_folder, flag, name) for flag, name in folders.items() if name]
+    if own.data.dataset_name is not None:
+        checks.append(partial(_check_dataset, own.data.dataset_name))
+    if own.data.chat_template is not None:
+        checks.append(partial(asked_template, own.data.chat_template))
+    _refuse_all(checks)
+    return own
+
+
+def this_launch(run: RunArguments) -> Launch:
+    """Return the launch that started this rank; where it has too few GPUs, its rehearsal begins.
+
+    Raises:
+        UsageError: the launcher's config asks for what is not done here, or not for `--strategy`.
+    """
+    # First of all: looking at the defaults of `TrainingArguments` already wakes CUDA.
+    rehearsal = rehearse_if_needed()
+    if asks_for_deepspeed(os.environ):
+        checked_deepspeed_config()  # names all its mistakes; what follows stops at the first
+    strategy, ranks = _launched_strategy(run.strategy), requested_processes(os.environ)
+    if not rehearsal and rank() == 0:
+        on_gpus = "1 rank on a GPU" if ranks == 1 else f"{ranks} ranks on a GPU each"
+        say(f"training under {shown(strategy)}: {on_gpus}")
+    return Launch(
+        strategies=(strategy,), num_processes=ranks, rehearsal=rehearsal, environ=os.environ
+    )
+
+
+def check_request(own: OwnArguments, launch: Launch) -> Request:
+    """Check what the flags ask of a launch, from what is quick to look at to model and data.
+
+    Args:
+        own: As `checked_flags` returned them.
+        launch: In a rank the folders that the run writes to are checked as well.
+
+    Raises:
+        UsageError: it can't go well under at least one of the strategies; nothing was written.
+    """
+    environ: Mapping[str, str] = {} if launch.environ is None else launch.environ
+    passed, notes = with_precision(own.rest, environ)
+    # Without a strategy the flags are read as those of the control.
+    strategies = launch.strategies or (STRATEGIES["single"],)
+    rest = {each.name: own.speed.with_flags(passed, each) for each in strategies}
+    values = {
+        name: training_values(flags, model=own.model, run=own.run) for name, flags in rest.items()
+    }
+    common = next(iter(values.values()))
+    _refuse_ignored_flags(common, own)
+    _refuse_under(launch, lambda each: _check_optimizer(values[each.name]["optim"], each))
+    trackers = asked_trackers(common["report_to"], engine=own.run.engine)
+    resume = None
+    if launch.in_rank:
+        check_output_folder(Path(common["output_dir"]), own.method, trackers)
+        resume = asked_checkpoint(common)
+        _check_evidence_folders(own.run)
+    _refuse_under(
+        launch,
+        lambda each: check_speed(
+            own.speed,
+            values[each.name],
+            strategy=each,
+            evidence=own.run.evidence is not None,
+            on_gpu=not launch.rehearsal,
+            config_checkpoints=requests_checkpointing(environ),
+        ),
+    )
+    model, data = _model_and_data(own, _rows_to_fetch(launch, common))
+    precision = asked_precision(common)
+    check_model(own.speed, model.path)
+    method = checked_method(own.method, own.model, model, precision=precision)
+    if launch.knows_precision:
+        _refuse_under(launch, lambda each: check_strategy(method, each, precision=precision))
+    notes += method.notes()
+    return Request(
+        own=own,
+        launch=launch,
+        rest=rest,
+        values=values,
+        trackers=trackers,
+        resume=resume,
+        model=model,
+        data=data,
+        validation=_validation(own, model),
+        precision=precision,
+        method=method,
+        notes=notes,
+    )
+
+
+def check_output_folder(folder: Path, method: MethodArguments, trackers: Sequence[str]) -> None:
+    """Check that a folder takes the files of a run, and that none of them replaces another's.
+
+    Raises:
+        UsageError: it can't be written, or holds what is not this run's own.
+    """
+    names = ["final/", STEPS_FILE, RECORD_FILE, *names_of_trackers(trackers)]
+    if not os.environ.get(STATUS_DIR):
+        names.append("status/")
+    if method.merge:
+        names.append("merged/")
+    if not method.is_full:
+        names.append(STARTING_ADAPTER)
+    check_takes_files(folder, flag="--output_dir")
+    check_names(folder, names, flag="--output_dir", checkpoints=True)
+    if (folder / RECORD_FILE).exists():
+        raise UsageError(f"{folder} holds the record of another run. Choose another --output_dir.")
+
+
+def plain_value(value: Any) -> str:
+    """Return one spelling for a flag's value, be it an enum, a list of one or plain."""
+    value = value[0] if isinstance(value, list) and len(value) == 1 else value
+    return str(getattr(value, "value", value))
+
+
+def _launched_strategy(name: str | None) -> Strategy:
+    """Return the strategy of the launcher's config, held against `--strategy`."""
+    launched = requested_strategy(os.environ)
+    if name is None:
+        return launched
+    strategy = get_strategy(name)
+    if not same_features(strategy, launched):
+        raise UsageError(
+            f"--strategy {name} was asked, but the launcher's config file is for "
+            f"{launched.name} ({launched.summary}). Pass the file of {name}: "
+            f"accelerate launch --config_file accelerate_configs/{name}.yaml ..."
+        )
+    return strategy
+
+
+def _check_dataset(name: str) -> None:
+    if meant_as_path(name) and not Path(name).exists():
+        raise UsageError(
+            f"--dataset_name {name} is not there: check the path (this is {Path.cwd()}), or pass "
+            "a Hub name."
+        )
+
+
+def _refuse_under(launch: Launch, check: Callable[[Strategy], object]) -> None:
+    """Make a check under every strategy, and raise one UsageError for all that don't pass it."""
+    several = len(launch.strategies) > 1
+    same_flags = " All strategies of a comparison get the same flags." if several else ""
+    _refuse_all([partial(check, each) for each in launch.strategies], same_flags)
+
+
+def _refuse_all(checks: Sequence[Callable[[], object]], advice: str = "") -> None:
+    """Make every check, and raise one UsageError for all that fail, with `advice` behind it."""
+    messages: list[str] = []
+    for check in checks:
+        try:
+            check()
+        except UsageError as error:
+            messages.append(str(error))
+    if messages:
+        raise UsageError(" ".join(dict.fromkeys(messages)) + advice)
+
+
+def _refuse_ignored_flags(values: Mapping[str, Any], own: OwnArguments) -> None:
+    """Raise UsageError for flags that are taken here and would not be obeyed, all of them."""
+    check_evaluation(values, own.data)
+    check_no_cache(values, packing=own.data.packing)
+    ignored = ["save_only_model", "ignore_data_skip", "enable_jit_checkpoint"]
+    if own.run.engine == "loop":
+        ignored += [
+            "torch_compile",
+            "label_smoothing_factor",
+            "neftune_noise_alpha",
+            "accelerator_config",
+        ]
+    flags = [f"--{name}" for name in ignored if _is_on(values.get(name))]
+    if flags:
+        raise UsageError(
+            f"{', '.join(flags)}: toolkit.train with --engine {own.run.engine} does not do that. "
+            "Leave it out, or use --engine trainer where the Trainer can."
+        )
+    if own.run.evidence is not None and _is_on(values.get("torch_compile")):
+        raise UsageError(
+            "--evidence looks into the model's forward, which --torch_compile would compile away. "
+            "Leave one of them out."
+        )
+
+
+def _check_optimizer(optim: Any, strategy: Strategy) -> None:
+    name = plain_value(optim)
+    if problem := optimizer_problem(name, strategy) or missing_package(name):
+        raise UsageError(problem)
+
+
+def _check_evidence_folders(run: RunArguments) -> None:
+    if run.evidence is None:
+        return
+    folder = Path(run.evidence)
+    check_takes_files(folder, flag="--evidence")
+    if any(os.path.lexists(folder / name) for name in EVIDENCE_FILES):
+        raise UsageError(f"{folder} holds the evidence of another run. Name another folder.")
+    weights = run.evidence_weights
+    if weights is not None and not (Path(weights) / BEFORE_FILE).is_file():
+        raise UsageError(
+            f"--evidence_weights {weights} holds no {BEFORE_FILE}. Name the --evidence folder of a "
+            "run that kept the same step."
+        )
+
+
+def _rows_to_fetch(launch: Launch, values: Mapping[str, Any]) -> int | None:
+    """Return the rows that `--streaming` fetches for the launch; None where nothing says so."""
+    ranks = launch.data_parallel_size
+    return None if ranks is None else rows_needed(values, num_processes=ranks)
+
+
+def _model_and_data(
+    own: OwnArguments, rows_to_fetch: int | None
+) -> tuple[ModelFacts, PreparedData]:
+    """Find or make the model and the tokenised rows, and check that they fit each other."""
+    check_installed("datasets")
+    model = model_facts(resolve_model(own.model))
+    check_length(model, own.data.max_length)
+    if own.data.packing == "best_fit":
+        check_borders(
+            model.path,
+            attention=own.model.attn_implementation,
+            trust_remote_code=own.model.trust_remote_code,
+        )
+    if not own.model.is_built_in:  # the cache has checked the built-in one
+        check_loadable(model.path, trust_remote_code=own.model.trust_remote_code)
+    data = prepare_data(
+        own.data,
+        resolve_tokenizer(own.model),
+        trust_remote_code=own.model.trust_remote_code,
+        rows_needed=rows_to_fetch,
+    )
+    check_vocabulary(model, data)
+    return model, data
+
+
+def _validation(own: OwnArguments, model: ModelFacts) -> PreparedData | None:
+    if own.run.evidence is not None:  # a run that is taken apart is not evaluated
+        return None
+    validation = prepare_validation(
+        own.data,
+        resolve_tokenizer(own.model),
+        trust_remote_code=own.model.trust_remote_code,
+    )
+    if validation is not None:
+        check_vocabulary(model, validation)
+    return validation
+
+
+def _is_on(value: Any) -> bool:
+    return plain_value(value) not in SWITCHED_OFF

@@ -1,0 +1,269 @@
+"""A run, from a checked job to its record: the model is loaded, trained under an engine, saved."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from toolkit import environment
+from toolkit.checkpoints.fingerprint import facts_of_job
+from toolkit.checkpoints.keeping import Keeper, steps_between
+from toolkit.checkpoints.preemption import Preempted, Preemption, heartbeat_of
+from toolkit.data.cache import check_seconds
+from toolkit.data.collation import Collator
+from toolkit.engines.prepared import Prepared
+from toolkit.launching.ranks import rank, say
+from toolkit.launching.status import StatusFile
+from toolkit.measuring import memory
+from toolkit.measuring.attestation import Refused
+from toolkit.measuring.recorder import Recorder
+from toolkit.records.results import RECORD_FILE, STARTING_ADAPTER, write_json
+from toolkit.training.adapters import load_for
+from toolkit.training.before_and_after import (
+    before_and_after,
+    evaluations_of,
+    with_evaluation,
+    write_so_far,
+)
+from toolkit.training.card import card_of_run
+from toolkit.training.dropout import turn_off
+from toolkit.training.idle_loss import check_idle_loss
+from toolkit.training.job import Job, check_fillers
+from toolkit.training.loop import train_loop
+from toolkit.training.observers import Observer
+from toolkit.training.randomness import RandomForwards
+from toolkit.training.run_record import described, recorder_of
+from toolkit.training.saving import save_merged, save_model
+from toolkit.training.speed import Speed
+from toolkit.training.tracking import keep_local
+from toolkit.training.trainer import ToolkitTrainer
+
+Collate = Callable[[list[Any]], dict[str, torch.Tensor]]
+
+_kept_until_exit: Final[list[object]] = []
+"""What holds the process group when training is over, kept until the process leaves. Without it
+DDP's reducer ends gloo's threads while it holds the lock of Python's interpreter, and for that one
+of them may be waiting: both then wait for ever (torch 2.13, `~ProcessGroupGloo`)."""
+
+
+def train(job: Job, status: StatusFile) -> None:
+    """Load the model, train it, save it, and write the record.
+
+    Raises:
+        Refused: what engaged is not what was asked.
+    """
+    gc.enable()
+    own, output_dir = job.own, job.output_dir
+    if rank() == 0:
+        environment.commit()  # kept for the record: the code may change while the run goes on
+    for line in keep_local(list(job.args.report_to or ()), output_dir):
+        if rank() == 0:
+            say(line)
+    rehearsal = job.request.launch.rehearsal
+    status.peak = memory.host_peak_bytes if rehearsal else memory.device_peak_bytes
+    if job.args.tf32 is None and job.args.mixed_precision == "no":
+        torch.backends.cuda.matmul.fp32_precision = "ieee"  # parity in fp32 means fp32
+    torch.manual_seed(job.args.seed)
+    model = load_for(
+        job.request.method,
+        own.model,
+        job.request.model.path,
+        seed=job.args.seed,
+        start=output_dir / STARTING_ADAPTER if rank() == 0 else None,
+    )
+    if own.run.dropout == "off":
+        turn_off(model)
+    speed = Speed(own.speed, job.args)
+    speed.apply(model, loop=job.args if own.run.engine == "loop" else None)
+    for reason in speed.left_out.values() if rank() == 0 else ():
+        say(f"left out of --tuned: {reason}")
+    check_idle_loss(job, model)
+    collate = speed.collating(Collator(pad_token_id=job.pad_token_id))
+    recorder = recorder_of(job, status, speed)
+    keeper = _keeper_of(job, recorder)
+    try:
+        evaluating = before_and_after(
+            job.evaluation,
+            collate,
+            tokenizer=job.tokenizer,
+            recorder=recorder,
+            checkpoint=None if job.resumed is None else job.resumed.folder,
+        )
+        if job.evaluation is not None:
+            keeper.write_beside = partial(write_so_far, plan=job.evaluation, observers=evaluating)
+        forwards = [RandomForwards(recorder)] if own.run.dropout == "off" else []
+        saving = SaveAtTheEnd(job, recorder=recorder, speed=speed, evaluating=evaluating)
+        observers: list[Observer] = [speed, *forwards, *evaluating, saving]
+        train_with = _train_with_trainer if own.run.engine == "trainer" else _train_in_loop
+        with _preemptible(keeper, status):
+            train_with(job, model, collate, recorder, observers, keeper)
+        # A run whose evidence is of a later step ends before its packed rows.
+        packed = own.run.throughput_steps if own.run.evidence_step is None else 0
+        finished = recorder.finish(throughput_steps=packed)
+        measured = with_evaluation(finished, job.evaluation, evaluating)
+        measured["random_forward"] = forwards[0].difference if forwards else None
+        if measured["warm_up"] is not None:
+            measured["warm_up"]["cache_seconds"] = check_seconds()
+    except Refused as error:
+        if rank() == 0 and job.resumed is None:  # a record would close a folder of checkpoints
+            refused = described(job, speed) | {"final": None} | recorder.refused(error)
+            write_json(output_dir / RECORD_FILE, refused)
+        raise
+    finally:
+        recorder.close()
+    if rank() == 0:
+        write_json(output_dir / RECORD_FILE, described(job, speed) | measured)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    _kept_until_exit.extend((model, speed, recorder, keeper, observers))
+
+
+class SaveAtTheEnd(Observer):
+    """Saves the model after the last step, and the merged one where it was asked for.
+
+    Args:
+        job: The run.
+        recorder: What it times of the save.
+        speed: The switches that took hold, for the card.
+        evaluating: The observers whose evaluations the card shows.
+    """
+
+    def __init__(
+        self, job: Job, *, recorder: Recorder, speed: Speed, evaluating: Sequence[Observer]
+    ) -> None:
+        self._job = job
+        self._recorder = recorder
+        self._speed = speed
+        self._evaluating = evaluating
+
+    def prepared(self, prepared: Prepared) -> None:
+        self._engine = prepared
+        resumed, last_step = self._job.resumed, self._job.last_step
+        if resumed is not None and resumed.step == last_step:
+            self.step_done(last_step)  # it died within this save, or after it
+
+    def step_done(self, step: int) -> None:
+        job, engine = self._job, self._engine
+        if step != job.last_step:
+            return
+        ranks = engine.accelerator.num_processes
+        saves = {"final": save_model}
+        if job.own.method.merge:
+            saves["merged"] = save_merged
+        facts = described(job, self._speed)
+        with self._recorder.saving(engine.model):
+            card = card_of_run(
+                facts,
+                num_processes=ranks,
+                evaluation=evaluations_of(self._evaluating),
+                losses=self._recorder.outer_losses(),
+                resumed=self._recorder.steps_before > 0,
+                dataset_name=job.own.data.dataset_name,
+            )
+            for name, save in saves.items():
+                save(
+                    engine.accelerator,
+                    engine.model,
+                    job.output_dir / name,
+                    tokenizer=job.tokenizer,
+                    card=card,
+                    strategy=job.strategy.name,
+                    num_processes=ranks,
+                    step=step,
+                )
+
+
+def _train_with_trainer(
+    job: Job,
+    model: Any,
+    collate: Collate,
+    recorder: Recorder,
+    observers: Sequence[Observer],
+    keeper: Keeper,
+) -> None:
+    trainer = ToolkitTrainer(
+        model=model,
+        args=job.args,
+        train_dataset=job.rows,
+        data_collator=collate,
+        processing_class=job.tokenizer,
+        recorder=recorder,
+        keeper=keeper,
+        observers=observers,
+        scheduled_steps=job.steps,
+        ddp_bucket_view=job.own.speed.gradients_in_buckets,
+    )
+    if not trainer.model_accepts_loss_kwargs:
+        check_fillers(job.rows, job.global_batch_size, of="the loss of this model")
+    trainer.train_from(job.resumed)
+
+
+def _train_in_loop(
+    job: Job,
+    model: Any,
+    collate: Collate,
+    recorder: Recorder,
+    observers: Sequence[Observer],
+    keeper: Keeper,
+) -> None:
+    train_loop(
+        model,
+        job.args,
+        job.rows,
+        collate,
+        recorder=recorder,
+        scheduled_steps=job.steps,
+        observers=[*observers, keeper],
+        resumed=job.resumed,
+        ddp_bucket_view=job.own.speed.gradients_in_buckets,
+    )
+
+
+def _keeper_of(job: Job, recorder: Recorder) -> Keeper:
+    """Return what saves a job's checkpoints, and tell the recorder where the run begins."""
+    heartbeat = heartbeat_of(recorder)
+    # A run that died before its first checkpoint begins again, and none of its steps holds.
+    recorder.resumed_after(0 if job.resumed is None else job.resumed.step)
+    keeper = Keeper(
+        output_dir=job.output_dir,
+        facts=facts_of_job(job),
+        recorder=recorder,
+        limit=job.args.save_total_limit,
+        every=steps_between(
+            job.args,
+            steps=job.steps,
+            rows=job.request.data.rows,
+            global_batch=job.global_batch_size,
+        ),
+        last_step=job.last_step,
+        preemption=None if heartbeat is None else Preemption(heartbeat.ask_to_stop),
+        newest=None if job.resumed is None else job.resumed.folder,
+    )
+    if heartbeat is not None:  # a guard that stops the run names none that this one passed over
+        heartbeat.guards.last_checkpoint = lambda: keeper.newest
+    return keeper
+
+
+@contextmanager
+def _preemptible(keeper: Keeper, status: StatusFile) -> Generator[None]:
+    """Save and leave on SIGTERM or SIGHUP, and let the status file say so; every rank enters it.
+
+    Without guards no heartbeat carries the agreement, and a signal ends the process at once.
+
+    Raises:
+        Preempted: on every rank.
+    """
+    if keeper.preemption is None:
+        yield
+        return
+    try:
+        with keeper.preemption.listening():
+            yield
+    except Preempted as error:
+        status.preempted(str(error))
+        raise

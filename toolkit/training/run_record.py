@@ -1,0 +1,168 @@
+"""The record of a run of `toolkit.train`: its recorder, and what is known before its first step."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from transformers import TrainingArguments
+
+from toolkit import environment
+from toolkit.configs.requested import (
+    read_deepspeed_config,
+    requested_accumulation_dtype,
+    requested_processes,
+    requests_checkpointing,
+)
+from toolkit.escaping import one_line
+from toolkit.launching.status import StatusFile
+from toolkit.measuring.attestation import Asked
+from toolkit.measuring.evidence import EvidenceKeeper
+from toolkit.measuring.heartbeat import heartbeat_for
+from toolkit.measuring.recorder import Recorder
+from toolkit.records.results import SCHEMA, STEPS_FILE
+from toolkit.strategies import Strategy
+from toolkit.training.dropout import dropout_facts
+from toolkit.training.job import Job
+from toolkit.training.model import BUILT_IN_MODEL
+from toolkit.training.request import plain_value
+from toolkit.training.speed import Speed
+
+ADAMW: Final = ("adamw_torch", "adamw_torch_fused")
+
+_SAME_NAME: Final = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "seed",
+    "learning_rate",
+    "max_grad_norm",
+    "weight_decay",
+)
+"""Fields of a record's `training` that have the name of their flag."""
+
+
+def recorder_of(job: Job, status: StatusFile, speed: Speed) -> Recorder:
+    """Return what measures a run, and refuses it unless what engages is what the job asks for."""
+    args, own = job.args, job.own
+    output_dir = job.output_dir
+    asked = Asked(
+        strategy=job.strategy,
+        num_processes=requested_processes(os.environ),
+        precision=args.mixed_precision,
+        gradient_clipping=float(args.max_grad_norm or 0),
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        optimizer_classes=_optimizer_classes(job.strategy, plain_value(args.optim)),
+        accumulation_dtype=requested_accumulation_dtype(os.environ),
+        activation_checkpointing=_checkpoints_all_layers(job, speed)
+        or bool(speed.on.get("checkpoint_layers")),
+        optimizer_settings=optimizer_settings(args),
+        dtype=job.request.method.trained_dtype,
+    )
+    evidence = None
+    if own.run.evidence is not None:
+        weights = own.run.evidence_weights
+        evidence = EvidenceKeeper(
+            Path(own.run.evidence),
+            step=own.run.evidence_step,
+            weights=None if weights is None else Path(weights),
+            strategy=job.strategy.name,
+            engine=own.run.engine,
+            precision=args.mixed_precision,
+        )
+    return Recorder(
+        asked,
+        rehearsal=job.request.launch.rehearsal,
+        notes=job.deepspeed_changes,
+        steps_file=output_dir / STEPS_FILE,
+        status=status,
+        evidence=evidence,
+        heartbeat=heartbeat_for(
+            own.guards.guards,
+            grad_norm_factor=own.guards.guard_grad_norm,
+            slow_rank=own.guards.guard_slow_rank,
+            checkpoints=output_dir,
+        ),
+    )
+
+
+def described(job: Job, speed: Speed) -> dict[str, Any]:
+    """Return the part of the record that is known before the first step."""
+    args, own, request = job.args, job.own, job.request
+    return {
+        "schema": SCHEMA,
+        "strategy": job.strategy.name,
+        "engine": own.run.engine,
+        "precision": args.mixed_precision,
+        "status": "ok",
+        "reason": None,
+        "model": {
+            "name": one_line(own.model.model_name_or_path or BUILT_IN_MODEL),
+            "path": request.model.path,
+            "parameters": request.model.parameters,
+            "trained_parameters": request.method.trained_parameters,
+        },
+        "data": request.data.facts(),
+        "training": {name: getattr(args, name) for name in _SAME_NAME}
+        | {
+            "global_batch_size": job.global_batch_size,
+            "max_steps": job.last_step,
+            "throughput_steps": own.run.throughput_steps,
+            "scale_lr": own.run.scale_lr,
+            "base_batch_size": own.run.base_batch_size,
+            "max_length": own.data.max_length,
+            "optimizer": plain_value(args.optim),
+            "activation_checkpointing": _checkpoints_all_layers(job, speed),
+            "lr_scheduler_type": plain_value(args.lr_scheduler_type),
+            "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
+            "speed": speed.facts(args),
+        }
+        | request.method.facts()
+        | dropout_facts(
+            request.model.path,
+            off=own.run.dropout == "off",
+            lora_dropout=own.method.lora_dropout,
+            trust_remote_code=own.model.trust_remote_code,
+        ),
+        "resumed": None if job.resumed is None else job.resumed.facts(),
+        "final": "final",
+        "environment": environment.snapshot(),
+    }
+
+
+def optimizer_settings(args: TrainingArguments) -> dict[str, Any]:
+    """Return what the optimizer's groups must hold at the first step.
+
+    The settings of AdamW alone are named: other rules have other names for theirs.
+    """
+    settings: dict[str, Any] = {"weight_decay": args.weight_decay}
+    # A scheduler of DeepSpeed's writes into the groups and keeps nothing of the rate before it.
+    plugin = args.deepspeed_plugin
+    if plugin is None or "scheduler" not in plugin.deepspeed_config:
+        settings["learning_rate"] = args.learning_rate
+    if plain_value(args.optim) in ADAMW:
+        betas = (args.adam_beta1, args.adam_beta2)
+        settings |= {"betas": betas, "eps": args.adam_epsilon}
+    return settings
+
+
+def _checkpoints_all_layers(job: Job, speed: Speed) -> bool:
+    """Whether every layer is computed again in backward."""
+    return bool(
+        # transformers 5.23 renames it, and keeps the old name as an alias.
+        getattr(job.args, "activation_checkpointing", False)
+        or job.args.gradient_checkpointing
+        or speed.checkpoints_all
+        or requests_checkpointing(os.environ)
+    )
+
+
+def _optimizer_classes(strategy: Strategy, optim: str) -> tuple[str, ...] | None:
+    """Return the classes that an optimizer may have; None: those of this one are not known."""
+    if optim not in ADAMW:
+        return None
+    swapped = strategy.backend == "deepspeed" and strategy.offload_optimizer != "none"
+    if swapped and read_deepspeed_config(os.environ).get("zero_force_ds_cpu_optimizer", True):
+        return ("DeepSpeedCPUAdam",)
+    return ("AdamW",)
