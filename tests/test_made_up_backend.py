@@ -5,13 +5,22 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from torch.distributed.fsdp import FullyShardedDataParallel
 
-from toolkit import cli, environment
+from toolkit import cli, engines, environment
 from toolkit.comparing.run.batches import processes_for
 from toolkit.configs.accelerate import num_processes_problem
 from toolkit.configs.deepspeed import deepspeed_config
 from toolkit.configs.optimizers import optimizer_problem
+from toolkit.engines.backend import backend_of
 from toolkit.errors import UsageError
+from toolkit.measuring import memory
+from toolkit.measuring.attestation import Asked, Refused, compare, engaged_before, require
+from toolkit.measuring.recorder import Recorder
+from toolkit.measuring.traffic import Ledger, textbook_volume
 from toolkit.planning import recommend
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.models.resolve import resolve_model
@@ -106,3 +115,65 @@ def test_every_other_part_that_decides_by_strategy_refuses_it():
     ):
         with pytest.raises(UsageError, match=REFUSED):
             decides()
+
+
+class TensorParallel(torch.nn.Module):
+    """A wrapper that no backend of the toolkit has."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args):
+        return self.module(*args)
+
+
+@pytest.fixture
+def _fresh_accelerate_state():
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.mark.usefixtures("_fresh_accelerate_state")
+def test_a_rank_refuses_it_before_its_first_step():
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    with pytest.raises(UsageError, match=f"A rank {REFUSED}"):
+        Recorder(Asked(strategy=TENSOR, num_processes=1), rehearsal=True)
+    asked = Asked(strategy=STRATEGIES["single"], num_processes=1)
+    recorder = Recorder(asked, rehearsal=True)
+    recorder.asked = replace(asked, strategy=TENSOR)
+    with pytest.raises(UsageError, match=f"A rank {REFUSED}"):
+        recorder.prepared(accelerator, model, optimizer)
+    recorder.close()
+
+
+def test_the_ledgers_refuse_it():
+    model = torch.nn.Linear(4, 1)
+    with pytest.raises(UsageError, match=REFUSED):
+        textbook_volume(model, TENSOR, ranks=2)
+
+
+@pytest.mark.usefixtures("_fresh_accelerate_state")
+def test_a_wrapper_that_no_backend_has_is_refused_by_its_name(monkeypatch):
+    """Of one process nothing is told by it: a user's own model may look like a wrapper."""
+    accelerator = Accelerator(cpu=True)
+    wrapped = TensorParallel(torch.nn.Linear(4, 1))
+    assert backend_of(wrapped).engaged(accelerator)["wrapper"] == "none"
+    monkeypatch.setattr(engines.ddp, "world_size", lambda: 2)
+    asked = Asked(strategy=STRATEGIES["ddp"], num_processes=2).before_first_step()
+    mismatches = compare(asked, engaged_before(accelerator, wrapped), rank=0)
+    said = "wrapper: asked DistributedDataParallel, engaged TensorParallel (rank 0)"
+    assert said in [str(mismatch) for mismatch in mismatches]
+    with pytest.raises(Refused, match="TensorParallel"):
+        require(mismatches)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch 2.13 warns of FSDP1 on one rank
+@pytest.mark.parametrize("start", [Ledger().start, memory.gradient_bytes])
+def test_a_model_under_fsdp1_is_refused_by_the_ledgers(start, one_rank):
+    wrapped = FullyShardedDataParallel(torch.nn.Linear(4, 1), device_id=torch.device("cpu"))
+    with pytest.raises(UsageError, match=r"FullyShardedDataParallel \(FSDP1\).*fsdp_version: 2"):
+        start(wrapped)

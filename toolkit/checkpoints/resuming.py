@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from toolkit.checkpoints.fingerprint import require_same
 from toolkit.checkpoints.folders import checkpoints_in, step_of, tidy
 from toolkit.checkpoints.integrity import damages
 from toolkit.checkpoints.resume_request import Asked
@@ -17,6 +16,18 @@ from toolkit.errors import UsageError
 from toolkit.launching.ranks import rank
 from toolkit.measuring.attestation import gather_objects
 from toolkit.records.manifests import read_manifest
+
+WORDS: Final = {
+    "num_processes": "world size",
+    "per_device_train_batch_size": "--per_device_train_batch_size",
+    "gradient_accumulation_steps": "--gradient_accumulation_steps",
+    "data_hash": "hash of the data's tokens",
+    "data_rows": "rows of the data",
+    "data_ends": "hash of the data's first and last row",
+    "model_config": "hash of the model's config",
+    "steps": "steps of the training",
+}
+"""Of facts whose key is not what a user would say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,3 +92,33 @@ def _listed(output_dir: Path) -> list[Path]:
         tidy(output_dir)
         own = checkpoints_in(output_dir)
     return gather_objects(own)[0]
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Say each fact that is not the same, with both values; one that is missing differs too."""
+    return [
+        f"{WORDS.get(name, name)} is {_value(saved, name)} in the checkpoint and "
+        f"{_value(now, name)} now"
+        for name in dict.fromkeys((*now, *saved))
+        if name not in saved or name not in now or saved[name] != now[name]
+    ]
+
+
+def _value(facts: Mapping[str, Any], name: str) -> str:
+    return str(facts[name]) if name in facts else "not told"
+
+
+def require_same(folder: Path, manifest: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to resume another training than the one that was saved; a collective.
+
+    Raises:
+        UsageError: on every rank, with every difference that any of them sees.
+    """
+    ranks = gather_objects(differences(manifest["facts"], now))
+    found = list(dict.fromkeys(each for rank in ranks for each in rank))
+    if found:
+        raise UsageError(
+            f"{folder} is of another training: {'; '.join(found)}. Resume with what it was saved "
+            "with, or start a new training from a model (--model_name_or_path, another "
+            "--output_dir)."
+        )

@@ -55,15 +55,23 @@ class Replicated:
         self._model: Any = model
 
     def engaged(self, accelerator: Accelerator) -> dict[str, Any]:
-        # nn.DataParallel is no backend here: its name in the attestation has the run refused.
-        wrappers = (DistributedDataParallel, torch.nn.DataParallel)
         # Tensor parallelism leaves DTensors in a model without a wrapper.
         meshes = [p.device_mesh.size() for p in self._model.parameters() if is_spread(p)]
         return {
-            "wrapper": type(self._model).__name__ if isinstance(self._model, wrappers) else "none",
+            "wrapper": self._wrapper(),
             "model_split_by": split_by(accelerator, tensor=max(meshes, default=1)),
             "precision": amp_precision(accelerator),
         }
+
+    def _wrapper(self) -> str:
+        """Name the class around the model: what is not DDP has the run refused by that name."""
+        name = type(self._model).__name__
+        if isinstance(self._model, DistributedDataParallel | torch.nn.DataParallel):
+            return name
+        # All wrappers keep the model as their only child, under this name. So may a user's own
+        # model, which is no wrapper: of several ranks DDP would stand around it.
+        looks_wrapped = [child for child, _ in self._model.named_children()] == ["module"]
+        return name if looks_wrapped and world_size() > 1 else "none"
 
     def reduce_dtype(self) -> torch.dtype | None:
         if not isinstance(self._model, DistributedDataParallel):

@@ -14,6 +14,7 @@ import torch
 from torch.func import functional_call
 
 from toolkit.data.tokens import IGNORED
+from toolkit.engines.tensors import shape_of
 from toolkit.errors import UsageError
 from toolkit.training.job import Job, has_fillers
 from toolkit.training.methods import skeleton
@@ -79,9 +80,8 @@ def _takes_items(model: torch.nn.Module) -> bool:
 
 def _zeros(model: torch.nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
     """Return zeros in the shape of each parameter, all of one dtype in the same memory."""
-    # ZeRO-3 leaves an empty tensor in a parameter's place, and its shape beside it.
     shapes: dict[str, tuple[torch.dtype, torch.Size]] = {
-        name: (parameter.dtype, torch.Size(getattr(parameter, "ds_shape", parameter.shape)))
+        name: (parameter.dtype, torch.Size(shape_of(parameter)))
         for name, parameter in model.named_parameters()
     }
     longest: dict[torch.dtype, int] = {}

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from transformers.trainer_utils import IntervalStrategy
 
-from toolkit.checkpoints.fingerprint import facts_of_job
 from toolkit.checkpoints.resuming import Resumed, find_checkpoint
 from toolkit.data.order import count_steps, training_rows
 from toolkit.data.tokenizer import load_tokenizer
@@ -25,6 +24,7 @@ from toolkit.training.evaluation_plan import (
     left_out_with_evidence,
     planned_evaluation,
 )
+from toolkit.training.fingerprint import facts_of_job
 from toolkit.training.model import resolve_tokenizer
 from toolkit.training.request import (
     Request,

@@ -11,7 +11,6 @@ from typing import Any, Final
 import torch
 
 from toolkit import environment
-from toolkit.checkpoints.fingerprint import facts_of_job
 from toolkit.checkpoints.keeping import Keeper, steps_between
 from toolkit.checkpoints.preemption import Preempted, Preemption, heartbeat_of
 from toolkit.data.cache import check_seconds
@@ -32,6 +31,7 @@ from toolkit.training.before_and_after import (
 )
 from toolkit.training.card import card_of_run
 from toolkit.training.dropout import turn_off
+from toolkit.training.fingerprint import facts_of_job
 from toolkit.training.idle_loss import check_idle_loss
 from toolkit.training.job import Job, check_fillers
 from toolkit.training.loop import train_loop

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
-from toolkit.checkpoints.fingerprint import facts_of_trainer
 from toolkit.checkpoints.folders import checkpoint_folder
 from toolkit.checkpoints.keeping import Keeper
 from toolkit.checkpoints.resume_request import LAST, asked_checkpoint
 from toolkit.checkpoints.resuming import Resumed, find_checkpoint
 from toolkit.engines.backend import backend_of
 from toolkit.strategies import Strategy
+from toolkit.training.fingerprint import facts_of_trainer
 
 if TYPE_CHECKING:
     from toolkit.training.trainer import ToolkitTrainer

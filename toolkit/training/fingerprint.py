@@ -1,35 +1,20 @@
-"""What a run that resumes must have in common with the one that saved."""
+"""Fingerprints: what decides the next step of a training, and must be the same when it resumes."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from transformers.trainer_utils import SchedulerType
 from transformers.training_args import OptimizerNames
 
-from toolkit.errors import UsageError
-from toolkit.measuring.attestation import gather_objects
 from toolkit.redaction import redacted
 
 if TYPE_CHECKING:
     from toolkit.training.job import Job
-
-WORDS: Final = {
-    "num_processes": "world size",
-    "per_device_train_batch_size": "--per_device_train_batch_size",
-    "gradient_accumulation_steps": "--gradient_accumulation_steps",
-    "data_hash": "hash of the data's tokens",
-    "data_rows": "rows of the data",
-    "data_ends": "hash of the data's first and last row",
-    "model_config": "hash of the model's config",
-    "steps": "steps of the training",
-}
-"""Of facts whose key is not what a user would say."""
 
 _SCHEDULE: Final = (
     *("seed", "learning_rate", "weight_decay", "max_grad_norm", "lr_scheduler_kwargs"),
@@ -101,36 +86,6 @@ def _ends_of(rows: Any) -> str | None:
     if library is None or not isinstance(rows, library.Dataset) or not len(rows):
         return None
     return _digest(repr([sorted(rows[at].items()) for at in (0, len(rows) - 1)]).encode())
-
-
-def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Say each fact that is not the same, with both values; one that is missing differs too."""
-    return [
-        f"{WORDS.get(name, name)} is {_value(saved, name)} in the checkpoint and "
-        f"{_value(now, name)} now"
-        for name in dict.fromkeys((*now, *saved))
-        if name not in saved or name not in now or saved[name] != now[name]
-    ]
-
-
-def _value(facts: Mapping[str, Any], name: str) -> str:
-    return str(facts[name]) if name in facts else "not told"
-
-
-def require_same(folder: Path, manifest: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to resume another training than the one that was saved; a collective.
-
-    Raises:
-        UsageError: on every rank, with every difference that any of them sees.
-    """
-    ranks = gather_objects(differences(manifest["facts"], now))
-    found = list(dict.fromkeys(each for rank in ranks for each in rank))
-    if found:
-        raise UsageError(
-            f"{folder} is of another training: {'; '.join(found)}. Resume with what it was saved "
-            "with, or start a new training from a model (--model_name_or_path, another "
-            "--output_dir)."
-        )
 
 
 def _plain(facts: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,75 @@
+"""What only one room may know: `engines` alone looks into what a backend made of a model."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import toolkit
+
+PACKAGE = Path(toolkit.__file__).parent
+
+ENGINES_ALONE = {
+    *("FSDPModule", "FullyShardedDataParallel", "DTensor", "DistributedDataParallel"),
+    *("DistributedType", "zero_optimization_stage", "is_fsdp2", "OpBuilder"),
+    *("ds_id", "ds_tensor", "ds_numel", "ds_shape", "ds_status", "ds_persist", "_hp_mapping"),
+}
+"""Names by which one backend is told from another, as imports, variables, attributes or strings."""
+
+
+def known_of_backends(source: str) -> list[str]:
+    """Return the lines of a module that name what `engines` alone may know."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or "", *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Name):
+            names = [node.id]
+        elif isinstance(node, ast.Attribute):
+            names = [node.attr]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = [node.value]  # of `getattr` and `hasattr`; text has more words than one
+        is_import = isinstance(node, ast.Import | ast.ImportFrom)
+        found += [
+            f"line {node.lineno}: {name}"
+            for name in names
+            if name in ENGINES_ALONE or (is_import and name.partition(".")[0] == "deepspeed")
+        ]
+    return found
+
+
+def test_engines_alone_know_the_backends():
+    engines = PACKAGE / "engines"
+    modules = [path for path in PACKAGE.rglob("*.py") if not path.is_relative_to(engines)]
+    assert len(modules) > 100
+    found = {
+        str(path.relative_to(PACKAGE)): lines
+        for path in modules
+        if (lines := known_of_backends(path.read_text(encoding="utf-8")))
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from torch.distributed.fsdp import FSDPModule",
+        "import deepspeed.zero",
+        "from deepspeed.utils import safe_get_full_grad",
+        "from torch.distributed import fsdp\nisinstance(model, fsdp.FSDPModule)",
+        "hasattr(parameter, 'ds_id')",
+        "accelerator.distributed_type == DistributedType.FSDP",
+        "model.zero_optimization_stage()",
+    ],
+)
+def test_each_way_to_ask_a_model_for_its_backend_is_found(source):
+    assert known_of_backends(source)
+
+
+def test_a_config_of_deepspeed_and_a_sentence_on_it_may_be_read_anywhere():
+    assert not known_of_backends(
+        "from toolkit.configs.deepspeed import deepspeed_config\nsaid = 'ds_id is of ZeRO-3'"
+    )
