@@ -26,7 +26,7 @@ from typing import Any
 from rich.console import Console
 
 from toolkit import environment
-from toolkit.comparing.parity import GATES
+from toolkit.comparing.parity.gates import limit_of
 from toolkit.comparing.run.options import CompareOptions, Engine
 from toolkit.comparing.run.schedule import INTERRUPTED, compare
 from toolkit.records.results import Results, Row, read_results
@@ -243,11 +243,14 @@ def table_line(case: Case, row: Row) -> str:
 
 
 def summary(rows: Sequence[Row], *, comparisons: int) -> str:
-    limits = GATES["no"]
     largest = (
-        ("loss", limits.loss, [row["loss_gap"] and row["loss_gap"]["max"] for row in rows]),
-        ("gradient norm", limits.grad_norm, [row["grad_norm_gap"] for row in rows]),
-        ("weights", limits.weights, [row["weight_gap"] for row in rows]),
+        (
+            "loss",
+            limit_of("loss", "no"),
+            [row["loss_gap"] and row["loss_gap"]["max"] for row in rows],
+        ),
+        ("gradient norm", limit_of("grad_norm", "no"), [row["grad_norm_gap"] for row in rows]),
+        ("weights", limit_of("weights", "no"), [row["weight_gap"] for row in rows]),
     )
     sizes = ", ".join(
         f"{name} {max((gap for gap in gaps if gap is not None), default=math.nan):.1e} "

@@ -16,10 +16,11 @@ import time
 from pathlib import Path
 
 from toolkit import environment
-from toolkit.comparing.parity import GATES, Judgement, judge
+from toolkit.comparing.parity.gates import judge, limit_of
+from toolkit.comparing.parity.judgement import Judgement
 from toolkit.configs import ConfigOptions, write_configs
 from toolkit.launching.launch import launch_command
-from toolkit.records.results import read_record
+from toolkit.records.record import read_record
 from toolkit.strategies import get_strategy
 
 SCRIPT = Path(__file__).resolve().parents[1] / "tests" / "faults" / "train_with_faults.py"
@@ -84,14 +85,14 @@ def start(strategy: str, folder: Path, arguments: list[object], precision: str) 
 
 
 def cell(judgement: Judgement) -> str:
-    gap = judgement.loss_gap
+    gap = judgement.gaps["loss_gap"]
     found = {
         "loss": None if gap is None else gap["max"],
-        "grad_norm": judgement.grad_norm_gap,
-        "weights": judgement.weight_gap,
+        "grad_norm": judgement.gaps["grad_norm_gap"],
+        "weights": judgement.gaps["weight_gap"],
     }
     shown = []
-    of_one = judgement.gradient_difference
+    of_one = judgement.gaps["gradient_difference"]
     for gate, value in found.items():
         text = "?" if value is None else f"{value:.1e}"
         if gate == "grad_norm" and of_one is not None:
@@ -103,9 +104,10 @@ def cell(judgement: Judgement) -> str:
 
 
 def limits(precision: str) -> str:
-    gates = GATES[precision]
-    norms = f"{gates.grad_norm:g}, {gates.gradients:g}"
-    return f"{gates.loss:g} / {norms} / {gates.weights:g}"
+    loss, norm, of_parameter, weights = (
+        f"{limit_of(gate, precision):g}" for gate in ("loss", "grad_norm", "gradients", "weights")
+    )
+    return f"{loss} / {norm}, {of_parameter} / {weights}"
 
 
 def named(precision: str) -> str:

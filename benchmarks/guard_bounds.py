@@ -16,7 +16,7 @@ from typing import Any
 
 from toolkit.errors import UsageError
 from toolkit.measuring.guards import NORMS_NEEDED, Norms
-from toolkit.records.results import read_json
+from toolkit.records.json_files import read_json
 
 
 def main() -> None:

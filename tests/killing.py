@@ -17,7 +17,7 @@ from toolkit.configs import ConfigOptions, write_configs
 from toolkit.launching.forking import Fork
 from toolkit.launching.launch import launch_command
 from toolkit.launching.status import RankStatus, read_statuses
-from toolkit.records.results import read_record
+from toolkit.records.record import read_record
 from toolkit.strategies import get_strategy
 
 Launcher = subprocess.Popen[bytes] | Fork

@@ -9,7 +9,7 @@ from fault_runs import start, write_model
 from toolkit.comparing.bisect.finding import Bisection, bisect
 from toolkit.comparing.bisect.render import StepResult, as_lines
 from toolkit.comparing.bisect.run_pair import load_run
-from toolkit.records.results import read_record
+from toolkit.records.record import read_record
 
 FAULTS = {
     "other_initial_weights": ("initial weights", "differs by up to"),

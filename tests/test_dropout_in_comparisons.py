@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from toolkit.records.results import read_record, read_results
+from toolkit.records.record import read_record
+from toolkit.records.results import read_results
 
 SAID = "set to 0 in every run (own values: resid_pdrop 0.1, embd_pdrop 0.1, attn_pdrop 0.1)"
 

@@ -19,7 +19,8 @@ from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import estimate_memory
 from toolkit.planning.models.architectures import shape_from_config
 from toolkit.planning.speed.traffic import collectives, textbook_elements
-from toolkit.records.results import FILLER_ID, read_record, read_results
+from toolkit.records.record import FILLER_ID, read_record
+from toolkit.records.results import read_results
 from toolkit.strategies import STRATEGIES
 from toolkit.training.model import build_model
 

@@ -10,7 +10,7 @@ from toolkit.configs import write_configs
 from toolkit.errors import UsageError
 from toolkit.files import check_takes_files, without_links, write_text
 from toolkit.launching.status import StatusFile
-from toolkit.records.results import write_json
+from toolkit.records.json_files import write_json
 from toolkit.strategies import get_strategy
 
 

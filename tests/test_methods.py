@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from toolkit.comparing.predicted import STATES
-from toolkit.records.results import STARTING_ADAPTER, read_record, read_results
+from toolkit.records.record import STARTING_ADAPTER, read_record
+from toolkit.records.results import read_results
 
 pytestmark = pytest.mark.filterwarnings(
     # peft 0.21 asks transformers 5.23 by the old name (peft/peft_model.py, PeftModel.__init__).

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from places import ROOT
 
-from toolkit.records.results import read_record
+from toolkit.records.record import read_record
 from toolkit.training.model import build_model
 
 CANARIES = {

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from fault_runs import start, write_model
 
-from toolkit.comparing.parity import Judgement, judge
-from toolkit.records.results import Record, read_record
+from toolkit.comparing.parity.gates import judge
+from toolkit.comparing.parity.judgement import Judgement
+from toolkit.records.record import Record, read_record
 
 ALL = {"loss", "grad_norm", "weights"}
 FAULTS = {
@@ -85,7 +86,7 @@ def test_a_sound_run_passes_every_gate(judged) -> None:
 )
 def test_a_fault_in_one_small_gradient_is_seen_and_its_parameter_named(judged, fault, tensor):
     judgement = judged(fault)
-    assert judgement.gradient_difference == {
+    assert judgement.gaps["gradient_difference"] == {
         "value": pytest.approx(0.5, rel=1e-3),
         "tensor": tensor,
     }

@@ -15,11 +15,13 @@ from typer.testing import CliRunner
 
 import toolkit
 from toolkit.cli import app
-from toolkit.comparing.parity import GATED_STEPS, GATES
+from toolkit.comparing.parity.gates import limit_of
+from toolkit.comparing.parity.judgement import GATED_STEPS
 from toolkit.comparing.report.write import COLUMNS
 from toolkit.comparing.run.options import DEFAULT_STRATEGIES, CompareOptions, read_scale
 from toolkit.comparing.run.plan import build_plan
-from toolkit.records.results import Results, Row, read_record
+from toolkit.records.record import read_record
+from toolkit.records.results import Results, Row
 from toolkit.strategies import STRATEGIES, get_strategy
 
 MOST_WORDS = 900
@@ -358,14 +360,13 @@ def test_the_fields_that_are_explained_exist():
 
 
 def test_the_usual_strategies_and_the_gates_are_those_of_the_code():
-    gates = GATES["no"]
     text = " ".join(COMPARING.text.split())
     names = [f"`{name}`" for name in DEFAULT_STRATEGIES]
     assert f"the usual six: {', '.join(names[:-1])} and {names[-1]}." in text
     assert f"over the first {GATED_STEPS} steps" in text
-    assert f"loss within {short(gates.loss)}," in text
-    assert f"within {short(gates.grad_norm)} relative" in text
-    assert f"within {short(gates.weights)} of the control's own update" in text
+    assert f"loss within {short(limit_of('loss', 'no'))}," in text
+    assert f"within {short(limit_of('grad_norm', 'no'))} relative" in text
+    assert f"within {short(limit_of('weights', 'no'))} of the control's own update" in text
 
 
 def short(number):

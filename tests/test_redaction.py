@@ -15,7 +15,7 @@ from toolkit import redaction
 from toolkit.errors import UsageError
 from toolkit.files import new_file, write_text
 from toolkit.launching.status import StatusFile
-from toolkit.records.results import write_json
+from toolkit.records.json_files import write_json
 from toolkit.redaction import (
     is_secret_name,
     learn,

@@ -6,13 +6,50 @@ import resource
 import pytest
 
 from toolkit.errors import UsageError
-from toolkit.records.results import LostError, read_json, read_record, read_results, write_json
+from toolkit.records.fields import Memory, unmeasured
+from toolkit.records.json_files import LostError, read_json, write_json
+from toolkit.records.record import read_record
+from toolkit.records.results import read_results
 
-MEMORY = [
-    f"{name}_bytes"
-    for name in ("peak", "parameters", "master", "gradients", "optimizer", "host_peak")
-]
+TRAINING = {
+    "max_steps": 1,
+    "max_length": 8,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 1,
+    "max_grad_norm": None,
+    "dropout": "model",
+    "own_dropout": {},
+    "optimizer": "adamw_torch",
+    "tf32": False,
+    "activation_checkpointing": False,
+    "speed": {"on": {}},
+    "method": "full",
+    "dtype": "float32",
+    "lora_r": None,
+    "lora_alpha": None,
+    "lora_dropout": None,
+    "lora_target_modules": None,
+}
+DATA = {
+    "name": "rows",
+    "hash": None,
+    "rows": 8,
+    "tokens_hash": "def",
+    "dropped": 0,
+    "python": None,
+    "format": "text",
+    "loss_on": "all",
+    "template": None,
+    "packing": "none",
+    "texts": 8,
+    "truncated": 0,
+    "longest": 8,
+    "tokens": 64,
+    "supervised_tokens": 64,
+    "asked": {},
+}
 RECORD = {
+    **unmeasured(),
     "schema": 1,
     "strategy": "ddp",
     "engine": "loop",
@@ -21,20 +58,24 @@ RECORD = {
     "reason": None,
     "num_processes": 2,
     "rehearsal": True,
-    "model": {"name": "tiny", "path": None, "parameters": 6},
-    "data": {"name": "rows", "hash": None, "rows": 8},
-    "training": {},
+    "model": {"name": "tiny", "path": None, "parameters": 6, "trained_parameters": 6},
+    "data": DATA,
+    "training": TRAINING,
+    "first_step": 1,
+    "resumed": None,
     "losses": [1.0],
-    "grad_norms": None,
+    "gradients": None,
+    "random_forward": None,
     "sample_ids": None,
     "skipped_steps": [],
     "final_loss": 1.0,
-    "tokens_per_second": None,
-    "step_seconds": None,
+    "timed_seconds": [],
     "first_step_seconds": None,
-    "memory": dict.fromkeys(MEMORY),
+    "memory": dict.fromkeys(Memory.__annotations__),
     "per_rank": [],
-    "attestation": {},
+    "attestation": {"mismatches": []},
+    "guards": {"mode": "off"},
+    "validation": None,
     "final": None,
     "seconds": 1.0,
     "environment": {},
@@ -139,7 +180,7 @@ def test_a_folder_in_the_place_of_a_file_is_named_and_is_not_ours_to_replace(tmp
         ("num_processes", True, "'num_processes' is True"),
         ("num_processes", 10**30, "'num_processes' is 1000"),
         ("precision", "fp8", "'precision' is 'fp8'"),
-        ("training", {"optimizer": 3}, "'training.optimizer' is 3"),
+        ("training", TRAINING | {"optimizer": 3}, "'training.optimizer' is 3"),
         ("per_rank", [{"rank": 0}], r"'per_rank\[0\].memory' is missing"),
     ],
 )

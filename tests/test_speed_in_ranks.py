@@ -2,7 +2,7 @@
 
 import pytest
 
-from toolkit.records.results import read_record
+from toolkit.records.record import read_record
 
 ALL = ("--tuned", "true", "--loss_chunk_tokens", "16")
 """A micro-batch has hundreds of tokens, so a loss has many chunks."""

@@ -10,7 +10,7 @@ from killing import Run
 from places import ROOT
 
 from toolkit.launching.status import read_statuses
-from toolkit.records.results import FILLER_ID, read_record
+from toolkit.records.record import FILLER_ID, read_record
 
 
 def test_the_line_of_the_readme_trains_saves_and_records(launch, tmp_path):

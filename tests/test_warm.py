@@ -16,7 +16,7 @@ from toolkit import warm
 from toolkit.launching import forking
 from toolkit.launching.forking import SOCKET, WarmProcess, key_of
 from toolkit.launching.launch import launch_command, run
-from toolkit.records.results import read_record
+from toolkit.records.record import read_record
 
 
 @pytest.fixture

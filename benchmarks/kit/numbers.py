@@ -255,7 +255,7 @@ def fp16_against_fp32(machine: Machine) -> dict[str, Any]:
     """Train in fp16 under both engines and in fp32, and hold all against the gates of fp16."""
     from kit.device import clear
     from kit.runs import largest
-    from toolkit.comparing.parity import GATES
+    from toolkit.comparing.parity.gates import limit_of
 
     records: dict[str, dict[str, Any]] = {}
     for engine, precision in (("trainer", "no"), ("trainer", "fp16"), ("loop", "fp16")):
@@ -266,7 +266,7 @@ def fp16_against_fp32(machine: Machine) -> dict[str, Any]:
     return {
         "engines": largest(of_trainer["losses"], of_loop["losses"]),
         "fp32": largest(of_trainer["losses"], records["trainer no"]["losses"]),
-        "gate": GATES["fp16"].loss,
+        "gate": limit_of("loss", "fp16"),
         "skipped_steps": {name: record["skipped_steps"] for name, record in records.items()},
     }
 
@@ -363,7 +363,7 @@ def preempted(machine: Machine) -> dict[str, Any]:
     from toolkit.configs import ConfigOptions, write_configs
     from toolkit.launching.launch import launch_command, run
     from toolkit.launching.status import read_statuses
-    from toolkit.records.results import read_record
+    from toolkit.records.record import read_record
     from toolkit.strategies import get_strategy
 
     sent: list[int] = []

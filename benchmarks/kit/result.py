@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from kit.cells import PARTS, Row, part
 from toolkit.escaping import one_line
-from toolkit.records.results import write_json
+from toolkit.records.json_files import write_json
 
 SCHEMA: Final = 1
 

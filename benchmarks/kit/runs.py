@@ -126,7 +126,7 @@ def engines(precision: str, machine: Machine) -> dict[str, Any]:
     from kit.device import clear, peaks
     from kit.models import build
     from kit.training import Task, train_with_loop, train_with_trainer
-    from toolkit.comparing.parity import GATES
+    from toolkit.comparing.parity.gates import limit_of
 
     batch, tokens = (2, 64) if machine.smoke else (4, 1024)
     records: dict[str, dict[str, Any]] = {}
@@ -160,8 +160,7 @@ def engines(precision: str, machine: Machine) -> dict[str, Any]:
         ),
         "weights": distance(weights["trainer"], weights["loop"]) / moved,
     }
-    limits = GATES[precision]
-    gates = {name: gap <= getattr(limits, name) for name, gap in gaps.items()}
+    gates = {name: gap <= limit_of(name, precision) for name, gap in gaps.items()}
     return {
         "problem": None if all(gates.values()) else f"gates {verdict(gates)}",
         "losses": {engine: record["losses"] for engine, record in records.items()},

@@ -13,7 +13,7 @@ from typing import Any, Final
 from kit.cells import Refused
 from toolkit.configs import ConfigOptions, write_configs
 from toolkit.launching.launch import launch_command, run
-from toolkit.records.results import read_record
+from toolkit.records.record import read_record
 from toolkit.strategies import get_strategy
 
 SCRIPT: Final = Path(__file__).with_name("shared_rank.py")

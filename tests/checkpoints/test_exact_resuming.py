@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from toolkit import environment
-from toolkit.records.results import read_record
+from toolkit.records.record import read_record
 from toolkit.strategies import STRATEGIES
 
 STEPS = 5

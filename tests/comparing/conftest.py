@@ -8,25 +8,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from example_record import MEMORY, NOT_COUNTED, RECORD, TRAINING
 from safetensors.numpy import save_file
 from small_llama import CONFIG
 
-from toolkit.comparing.predicted import MOVED
-from toolkit.records.results import Results, Row, write_json
+from toolkit.comparing.predicted import MOVED, STATES, no_prediction
+from toolkit.records.fields import unmeasured
+from toolkit.records.json_files import write_json
+from toolkit.records.results import Results, Row
 
 STEPS = 4
 
-LATER_FIELDS = {name for name, kind in Row.__annotations__.items() if "NotRequired" in str(kind)}
-"""Of a row, what the first toolkits did not write."""
-
-MEMORY = {
-    "peak_bytes": None,
-    "parameters_bytes": 4_000_000,
-    "master_bytes": 0,
-    "gradients_bytes": 4_000_000,
-    "optimizer_bytes": 8_000_000,
-    "host_peak_bytes": 700_000_000,
-}
+UNCOUNTED = (
+    *("supervised_tokens_per_second", "phases", "warm_up", "save_seconds"),
+    *("compute", "cost", "peak", "traffic"),
+)
 
 
 @pytest.fixture
@@ -39,34 +35,16 @@ def make_record():
             [list(range(rank * per_rank, (rank + 1) * per_rank)) for rank in range(ranks)]
             for _ in range(steps)
         ]
-        record = {
-            "schema": 1,
+        record = RECORD | {
             "strategy": strategy,
-            "engine": "trainer",
-            "precision": "no",
-            "status": "ok",
-            "reason": None,
             "num_processes": ranks,
-            "rehearsal": True,
-            "model": {"name": "tiny", "path": start and str(start), "parameters": 6},
-            "data": {"name": "stdlib", "hash": "abc", "rows": 100},
-            "training": {"max_steps": steps, "seed": 42, "learning_rate": 1e-3},
+            "model": RECORD["model"] | {"path": start and str(start)},
+            "training": TRAINING | {"max_steps": steps},
             "losses": [5.0 - step / 10 for step in range(steps)],
             "grad_norms": [2.0] * steps,
             "learning_rates": [1e-3] * steps,
             "sample_ids": ids,
-            "skipped_steps": [],
             "final_loss": 5.0 - (steps - 1) / 10,
-            "tokens_per_second": 1000.0,
-            "step_seconds": {"median": 0.5, "p90": 0.6},
-            "first_step_seconds": 1.0,
-            "memory": MEMORY,
-            "per_rank": [],
-            "attestation": {"held": True, "mismatches": []},
-            "final": "final",
-            "seconds": 12.0,
-            "environment": {},
-            "not_measured": {"memory.peak_bytes": "rehearsal on a CPU: no device to ask"},
         }
         return copy.deepcopy(record | changes)
 
@@ -98,6 +76,7 @@ def write_weights():
 def make_row():
     def make(**changes) -> Row:
         row = {
+            **unmeasured(),
             "strategy": "ddp",
             "engine": "trainer",
             "status": "ok",
@@ -108,14 +87,29 @@ def make_row():
             "loss_gap": {"max": 1.2e-6, "mean": 1e-8},
             "grad_norm_gap": 3e-5,
             "weight_gap": 5e-5,
+            "weight_difference": {"value": 2e-6, "tensor": "model.layers.0.mlp.weight"},
+            "gradient_difference": {"value": 3e-7, "tensor": "model.layers.0.mlp.weight"},
+            "eval_loss_gap": None,
             "gates": {"loss": True, "grad_norm": True, "weights": True, "data": True},
             "tokens_per_second": 1000.0,
             "step_seconds": {"median": 0.5, "p90": 0.6},
+            "repeats": [],
+            "spread": None,
+            "compute": None,
+            "cost": None,
             "memory": dict(MEMORY),
             "per_rank": [],
+            "ends": [],
+            "predicted": no_prediction("no run has told what model it is"),
             "attestation": {"held": True, "mismatches": []},
             "seconds": 12.0,
-            "not_measured": {"memory.peak_bytes": "rehearsal on a CPU"},
+            "not_measured": {
+                "memory.peak_bytes": "rehearsal on a CPU",
+                "memory.peak_reserved_bytes": "rehearsal on a CPU",
+                **dict.fromkeys(UNCOUNTED, NOT_COUNTED),
+                "spread": "the run was started once",
+                **dict.fromkeys(("evaluation", "eval_loss_gap", "samples"), "nobody asked for it"),
+            },
             "folder": "ddp-trainer-1",
             "command": "accelerate launch --config_file ddp.yaml -m toolkit.train",
             "num_processes": 2,
@@ -124,10 +118,11 @@ def make_row():
             "rehearsal": True,
             "broken": [],
             "notes": [],
+            "guard_warnings": [],
             "tail": [],
             "fix": None,
-        }
-        return row | changes
+        } | changes
+        return {"name": f"{row['strategy']}-{row['engine']}"} | row
 
     return make
 
@@ -140,12 +135,19 @@ def make_results(make_row):
             loss_gap=None,
             grad_norm_gap=None,
             weight_gap=None,
+            weight_difference=None,
+            gradient_difference=None,
             gates={},
             num_processes=1,
         )
         return {
             "schema": 1,
-            "control": {"strategy": "single", "engine": "trainer", "reason": None},
+            "control": {
+                "strategy": "single",
+                "engine": "trainer",
+                "reason": None,
+                "name": "single-trainer",
+            },
             "environment": {"cpus": 2, "memory_bytes": 2**33, "versions": {"torch": "2.11"}},
             "runs": [single, *rows],
             "name": "20260101-120000",
@@ -153,6 +155,9 @@ def make_results(make_row):
             "rehearsal": True,
             "precision": "no",
             "fixed": {"rows per optimizer step": 16, "optimizer steps": 20},
+            "noise": None,
+            "dollars_per_hour": None,
+            "not_measured": {"noise": "there are no two runs to tell apart"},
         } | changes
 
     return make
@@ -220,7 +225,13 @@ def counted_peak(parameters):
         "other": parameters // 4,
     }
     total = sum(categories.values())
-    return {"step": 2, "phase": "backward", "total_bytes": total, "categories": categories}
+    return {
+        "step": 2,
+        "phase": "backward",
+        "total_bytes": total,
+        "categories": categories,
+        "micro_batches": [{"rows": 4, "tokens": 256}],
+    }
 
 
 @pytest.fixture
@@ -244,7 +255,7 @@ def full_results(make_results, make_row):
                 collective("all_reduce", "norm", 8, dtype="float64"),
             ]
             predicted = {
-                "memory": {name: held[name] for name in list(MEMORY)[1:5]},
+                "memory": {name: held[name] for name in STATES},
                 "peak_bytes": {"low": 4 * parameters, "high": 6 * parameters},
                 "counted_bytes": {"low": 4 * parameters, "high": 5 * parameters},
                 "traffic_bytes": sent,
@@ -260,6 +271,8 @@ def full_results(make_results, make_row):
                 "collectives": [*moved, *besides],
                 "sent_elements": 2 * sent // 4,
                 "textbook_elements": 2 * sent // 4,
+                "trained_elements": 2**26,
+                "all_elements": 2**26,
                 "disagreements": [],
             }
             ranks = [
@@ -298,6 +311,7 @@ def full_results(make_results, make_row):
             "grad_norm_gap",
             "weight_gap",
             "weight_difference",
+            "gradient_difference",
             "tokens_per_second",
             "supervised_tokens_per_second",
             "step_seconds",
@@ -323,6 +337,7 @@ def full_results(make_results, make_row):
             "repeats": [],
             "predicted": {
                 "memory": None,
+                "counted_bytes": None,
                 "peak_bytes": {"low": 31 * 2**30, "high": 38 * 2**30},
                 "traffic_bytes": None,
                 "errors": {},
@@ -381,14 +396,8 @@ def run_folders(tmp_path, make_record, write_weights, full_results):
     start = write_weights(tmp_path / "start", {"a": np.zeros((2, 3), np.float32)})
     (start / "config.json").write_text(json.dumps(CONFIG))
     folder = tmp_path / "comparison"
-    training = {
-        "max_steps": STEPS,
-        "max_length": 64,
-        "optimizer": "adamw_torch",
-        "dtype": "float32",
-    }
-    training |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-    training |= {"max_grad_norm": 1.0, "method": "full", "speed": {"on": {"loss_impl": "chunked"}}}
+    training = TRAINING | {"max_steps": STEPS, "gradient_accumulation_steps": 2}
+    training |= {"speed": {"on": {"loss_impl": "chunked"}}}
     measured = ("memory", "peak", "per_rank", "traffic", "phases", "warm_up", "save_seconds")
     row = full_results()["runs"][1]
     evaluated = {"loss": 4.5, "perplexity": 90.0, "tokens": 100, "rows": 8, "seconds": 0.5}
@@ -426,21 +435,18 @@ def run_folders(tmp_path, make_record, write_weights, full_results):
 
 
 @pytest.fixture
-def old_results(full_results):
-    """The same as the first toolkits wrote it: without what they did not know."""
+def bare_results(full_results):
+    """The same where nothing was counted or timed but losses, states and speed."""
 
     def make(*, rehearsal=True) -> Results:
         results = full_results(rehearsal=rehearsal)
-        for name in ("noise", "dollars_per_hour"):
-            del results[name]
+        results |= {"noise": None, "not_measured": {"noise": "no run was started twice"}}
+        missing = (*UNCOUNTED, "spread", "weight_difference", "gradient_difference")
         for row in results["runs"]:
-            for name in LATER_FIELDS & row.keys():
-                del row[name]
+            row |= dict.fromkeys(missing) | {"repeats": row["repeats"][:1]}
+            row["not_measured"] |= dict.fromkeys(missing, NOT_COUNTED)
             for rank in row["per_rank"] or []:
-                del rank["peak"]
-            for name in ("peak_reserved_bytes", "nvme_bytes"):
-                (row["memory"] or {}).pop(name, None)
-        # They knew no scale either.
+                rank["peak"] = None
         results["runs"] = [row for row in results["runs"] if row["num_processes"] < 4]
         return results
 
@@ -454,7 +460,9 @@ def poisoned():
     def poison(value, text):
         if isinstance(value, dict):
             return {
-                key: each if key in ("engine", "status", "errors") else poison(each, text)
+                key: each
+                if key in ("engine", "status", "errors", "precision")
+                else poison(each, text)
                 for key, each in value.items()
             }
         if isinstance(value, list):

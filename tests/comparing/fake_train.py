@@ -12,10 +12,12 @@ import sys
 import time
 from pathlib import Path
 
-from toolkit.launching.status import StatusFile
-from toolkit.records.results import write_json
+from example_record import DATA, MEMORY, RECORD, TRAINING
 
-MEMORY = ("peak", "parameters", "master", "gradients", "optimizer", "host_peak")
+from toolkit.launching.status import StatusFile
+from toolkit.records.json_files import write_json
+
+HELD = [name for name, held in MEMORY.items() if held is not None]
 
 
 def main():
@@ -89,43 +91,34 @@ def write_record(
 ):
     each = 8 // ranks
     ids = [list(range(rank * each, (rank + 1) * each)) for rank in range(ranks)]
+    refused = [{"what": "ZeRO stage", "asked": 2, "engaged": 0}]
     write_json(
         folder / "record.json",
-        {
-            "schema": 1,
+        RECORD
+        | {
             "strategy": strategy,
             "engine": flags["--engine"],
-            "precision": "no",
             "status": status,
             "reason": None if status == "ok" else "stage",
             "num_processes": ranks,
-            "rehearsal": True,
-            "model": {"name": "tiny", "path": fake["start"], "parameters": 6},
-            "data": {"name": "rows", "hash": "abc", "rows": 8},
-            "training": {"max_steps": steps, "seed": 42, "speed": {"on": {}}}
-            | fake.get("training", {}),
+            "model": RECORD["model"] | {"path": fake["start"]},
+            "data": DATA | {"name": "rows", "rows": 8},
+            "training": TRAINING | {"max_steps": steps} | fake.get("training", {}),
             "losses": list(losses),
             "grad_norms": [2.0] * steps,
             "sample_ids": [ids] * steps,
-            "skipped_steps": [],
             "final_loss": losses[-1] if losses else None,
             "tokens_per_second": speed,
             "step_seconds": {"median": 10 / speed, "p90": 20 / speed},
             "timed_seconds": [9 / speed, 10 / speed, 20 / speed],
             "supervised_tokens_per_second": speed / 2,
             "first_step_seconds": 0.3,
-            "memory": {f"{name}_bytes": None if name == "peak" else 1000 for name in MEMORY},
-            "per_rank": [],
+            "memory": MEMORY | dict.fromkeys(HELD, 1000),
             "attestation": {
                 "held": status == "ok",
-                "mismatches": []
-                if status == "ok"
-                else [{"what": "ZeRO stage", "asked": 2, "engaged": 0}],
+                "mismatches": [] if status == "ok" else refused,
             },
-            "final": "final",
             "seconds": 1.0,
-            "environment": {},
-            "not_measured": {"memory.peak_bytes": "rehearsal"},
         },
     )
 

@@ -1,6 +1,8 @@
+import copy
 import json
 
 import pytest
+from example_record import TRAINING
 
 from toolkit.comparing.run.achieved import compute_of, cost_of, room_of
 
@@ -33,15 +35,8 @@ def record(tmp_path):
         "precision": "bf16",
         "rehearsal": False,
         "model": {"name": "small", "path": str(tmp_path), "parameters": 1},
-        "training": {
-            "optimizer": "adamw_torch",
-            "per_device_train_batch_size": 4,
-            "gradient_accumulation_steps": 2,
-            "max_length": LENGTH,
-            "max_grad_norm": 1.0,
-            "dtype": "float32",
-            "tf32": False,
-        },
+        "training": copy.deepcopy(TRAINING)
+        | {"gradient_accumulation_steps": 2, "max_length": LENGTH},
         "environment": {"gpus": [gpu, gpu, {"name": "NVIDIA L4", "memory_bytes": 24 * 2**30}]},
         "not_measured": {},
     }

@@ -4,16 +4,17 @@ import json
 
 import numpy as np
 import pytest
+from example_record import TRAINING
 from safetensors.numpy import save_file
 from small_llama import CONFIG
 
-from toolkit.comparing.parity import judge
+from toolkit.comparing.parity.gates import judge
 from toolkit.comparing.predicted import job_of
 from toolkit.comparing.report.matching import SAME_TRAINING, Side
 from toolkit.comparing.report.words import method_in_words
 from toolkit.comparing.run.achieved import NO_CONVENTION, compute_of
 from toolkit.errors import UsageError
-from toolkit.records.results import STARTING_ADAPTER
+from toolkit.records.record import STARTING_ADAPTER
 
 LORA = {
     "method": "lora",
@@ -53,7 +54,7 @@ def judged(tmp_path, make_record):
 
 def test_the_gap_is_in_units_of_the_way_from_where_adapters_began(judged):
     found = judged(ended=(1.5001, 1.5))
-    assert found.weight_gap == pytest.approx(1e-4, rel=1e-3)
+    assert found.gaps["weight_gap"] == pytest.approx(1e-4, rel=1e-3)
     assert found.gates["weights"] is True
 
 
@@ -109,9 +110,8 @@ def test_adapters_that_the_planner_does_not_know_are_not_predicted_and_it_says_w
         job_of(told)
 
 
-def test_a_record_from_before_there_were_methods_is_of_full_training(told):
-    for name in LORA:
-        told["training"].pop(name, None)
+def test_a_record_of_full_training_has_no_adapters(told):
+    told["training"] |= TRAINING
     assert (job_of(told).method, job_of(told).weights) == ("full", "float32")
 
 
@@ -123,19 +123,18 @@ def test_flops_by_a_convention_of_full_training_are_not_said_of_adapters(told):
 @pytest.mark.parametrize(
     ("training", "said"),
     [
-        ({"seed": 1}, "full"),
         ({"method": "full", "lora_r": None}, "full"),
         (LORA | {"lora_dropout": 0.05}, "lora, rank 4, alpha 8, dropout 0.05, on all-linear"),
     ],
 )
 def test_a_report_says_what_was_trained(training, said):
-    assert method_in_words(training) == said
+    assert method_in_words(TRAINING | training) == said
 
 
 def test_comparisons_of_other_methods_are_other_trainings(full_results):
     one, other = full_results(), full_results()
     one["fixed"]["method"] = "lora, rank 4"
-    other["fixed"].pop("method", None)  # from before there were methods
+    other["fixed"]["method"] = "full"
     sides = [
         Side(letter=letter, folder=letter, results=r)
         for letter, r in zip("AB", (one, other), strict=True)

@@ -12,7 +12,9 @@ from toolkit.comparing.report.table_file import render_table
 from toolkit.comparing.report.write import render_markdown
 from toolkit.comparing.run.rebuilding import rebuilt
 from toolkit.errors import UsageError
-from toolkit.records.results import read_record, read_results, write_json
+from toolkit.records.json_files import write_json
+from toolkit.records.record import read_record
+from toolkit.records.results import read_results
 
 FLIPS = 1000
 LOST = 300

@@ -4,7 +4,8 @@ import pytest
 from documents import ALL
 
 from toolkit.comparing.report.write import write_report
-from toolkit.records.results import RESULTS_FILE, write_json
+from toolkit.records.json_files import write_json
+from toolkit.records.results import RESULTS_FILE
 
 BLOCKS = [text for page in ALL for text in page.python]
 READERS = [text for text in BLOCKS if '"runs/' in text and "ToolkitTrainer" not in text]

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from toolkit.comparing.parity import judge
+from toolkit.comparing.parity.gates import judge
 from toolkit.comparing.report.page import render_page
 from toolkit.comparing.report.runs_table import runs_table
 from toolkit.comparing.report.sections import parts
@@ -58,7 +58,7 @@ def compare(tmp_path, make_record, write_weights):
 def test_evaluations_within_the_gate_of_the_loss_hold_theirs(compare):
     judgement = compare(evaluated(5.0, 4.5 + 3e-6, 4.0 - 2e-6))
     assert judgement.gates["evaluation"] is True
-    assert judgement.eval_loss_gap == pytest.approx(3e-6, rel=1e-3)
+    assert judgement.gaps["eval_loss_gap"] == pytest.approx(3e-6, rel=1e-3)
     assert judgement.broken == []
 
 
@@ -85,7 +85,7 @@ def test_an_evaluation_apart_or_of_something_else_breaks_it_at_its_step(compare,
 def test_where_the_control_evaluated_nothing_there_is_no_such_gate(compare):
     judgement = compare(evaluated(5.0, 4.5, 4.0), control=None)
     assert "evaluation" not in judgement.gates
-    assert judgement.not_measured["eval_loss_gap"] == "the control evaluated nothing"
+    assert judgement.not_measured["eval_loss_gap"] == "nobody asked for it"
 
 
 def test_a_run_that_was_resumed_is_judged_from_there_on(compare):
@@ -98,7 +98,7 @@ def test_where_no_evaluation_was_compared_no_gate_holds(compare):
     judgement = compare(evaluated(4.0, steps=(40,)), control=control, first_step=3)
     assert "evaluation" not in judgement.gates
     assert "went on at step 3" in judgement.not_measured["gates.evaluation"]
-    assert judgement.eval_loss_gap == 0
+    assert judgement.gaps["eval_loss_gap"] == 0
     judgement = compare(evaluated(4.0, steps=(40,)), control=evaluated(4.0, steps=(40,)))
     assert "evaluation" not in judgement.gates
     assert "within the first 20 steps" in judgement.not_measured["gates.evaluation"]
@@ -162,8 +162,8 @@ def test_runs_that_wrote_the_same_share_a_line(shown):
     assert list(alike[1:]) == ["every run", "(nothing)", "Return | the sum."]
 
 
-def test_nothing_of_it_stands_in_a_comparison_that_did_not_evaluate(full_results, old_results):
-    for results in (full_results(), old_results()):
+def test_nothing_of_it_stands_in_a_comparison_that_did_not_evaluate(full_results, bare_results):
+    for results in (full_results(), bare_results()):
         assert {"evaluation", "samples"}.isdisjoint(part.id for part in parts(results))
         assert "gate: evaluation" not in agreement(results).header
         assert "evaluation" not in render_markdown(results)

@@ -77,9 +77,13 @@ def test_the_engine_is_named_only_where_both_ran(six, make_row):
 def test_names_are_short_everywhere_and_folders_stay(six):
     results = six()
     reason = "single-trainer oom: see single-trainer-1/stdout.log"
-    results["control"] = {"strategy": "ddp", "engine": "trainer", "reason": reason}
+    results["control"] = {
+        **{"strategy": "ddp", "engine": "trainer"},
+        **{"reason": reason, "name": "ddp-trainer"},
+    }
     results["runs"][1]["name"] = "ddp-trainer-x4"
     gate = {"strategy": "zero1", "engine": "trainer", "gate": "loss", "reason": "apart"}
+    gate |= {"name": "zero1-trainer"}
     results["runs"][2]["broken"] = [gate | dict.fromkeys(("first_step", "value", "limit"))]
     shown = for_readers(results)
     assert [row["name"] for row in shown["runs"][:3]] == ["single", "ddp-x4", "zero1"]

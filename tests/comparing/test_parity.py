@@ -3,15 +3,15 @@ import math
 import numpy as np
 import pytest
 
-from toolkit.comparing.parity import (
-    GATED_STEPS,
+from toolkit.comparing.parity.gates import (
     GATES,
-    broken_sentence,
     first_common_step,
     judge,
     judge_control,
+    limit_of,
 )
-from toolkit.records.results import FILLER_ID
+from toolkit.comparing.parity.judgement import GATED_STEPS, broken_sentence
+from toolkit.records.record import FILLER_ID
 
 ALL_GATES = {"loss": True, "grad_norm": True, "weights": True, "data": True}
 START = {"a": np.zeros((2, 3), np.float32)}
@@ -55,8 +55,8 @@ def test_an_equal_run_holds_every_gate(compare):
     judgement = compare()
     assert judgement.gates == ALL_GATES
     assert judgement.broken == []
-    assert judgement.loss_gap == {"max": 0.0, "mean": 0.0}
-    assert judgement.grad_norm_gap == judgement.weight_gap == 0.0
+    assert judgement.gaps["loss_gap"] == {"max": 0.0, "mean": 0.0}
+    assert judgement.gaps["grad_norm_gap"] == judgement.gaps["weight_gap"] == 0.0
 
 
 def test_rounding_holds_every_gate(compare):
@@ -64,15 +64,15 @@ def test_rounding_holds_every_gate(compare):
         losses=losses_with(1.4e-6, at=3), grad_norms=[2.0 + 9e-5] * 4, weights=1 + 5.6e-5
     )
     assert judgement.gates == ALL_GATES
-    assert judgement.loss_gap["max"] == pytest.approx(1.4e-6, rel=1e-3)
-    assert judgement.loss_gap["mean"] == pytest.approx(1.4e-6 / 4, rel=1e-3)
-    assert judgement.grad_norm_gap == pytest.approx(4.5e-5, rel=1e-3)
-    assert judgement.weight_gap == pytest.approx(5.6e-5, rel=1e-2)
+    assert judgement.gaps["loss_gap"]["max"] == pytest.approx(1.4e-6, rel=1e-3)
+    assert judgement.gaps["loss_gap"]["mean"] == pytest.approx(1.4e-6 / 4, rel=1e-3)
+    assert judgement.gaps["grad_norm_gap"] == pytest.approx(4.5e-5, rel=1e-3)
+    assert judgement.gaps["weight_gap"] == pytest.approx(5.6e-5, rel=1e-2)
 
 
 def test_the_mean_gap_has_a_sign(compare):
     below = [loss - 1e-6 for loss in losses_with(0, at=1)]
-    assert compare(losses=below).loss_gap["mean"] == pytest.approx(-1e-6, rel=1e-3)
+    assert compare(losses=below).gaps["loss_gap"]["mean"] == pytest.approx(-1e-6, rel=1e-3)
 
 
 def test_a_loss_apart_breaks_its_gate_at_its_step(compare):
@@ -94,7 +94,7 @@ def test_a_loss_that_is_not_finite_is_shown_as_what_it_is(compare, loss):
     broken = only_broken(judgement, "loss")
     assert broken["first_step"] == 2
     assert str(broken["value"]) == str(loss)
-    assert not math.isfinite(judgement.loss_gap["max"])
+    assert not math.isfinite(judgement.gaps["loss_gap"]["max"])
 
 
 def test_losses_that_are_not_finite_on_both_sides_are_no_agreement(compare):
@@ -122,7 +122,7 @@ def test_one_small_gradient_apart_breaks_the_gradient_gate_and_is_named(compare)
         "ddp-trainer: the grad_norm gate broke at step 1: the gradient norms of 1 of 2 parameters "
         "are apart from the control's, most that of small (is 5.00e-01, limit 1.00e-03)."
     )
-    assert judgement.gradient_difference == {"value": 0.5, "tensor": "small"}
+    assert judgement.gaps["gradient_difference"] == {"value": 0.5, "tensor": "small"}
     assert compare(gradients=gradients(small=0.02 + 1e-8), control=control).gates == ALL_GATES
 
 
@@ -131,7 +131,7 @@ def test_a_gradient_that_is_rounding_alone_is_held_against_all_of_them_together(
     control = {"gradients": gradients(bias=1e-9)}
     judgement = compare(gradients=gradients(bias=7e-9), control=control)
     assert judgement.gates == ALL_GATES
-    assert judgement.gradient_difference["value"] < 1e-5
+    assert judgement.gaps["gradient_difference"]["value"] < 1e-5
 
 
 @pytest.mark.parametrize("missing", ["run", "control"])
@@ -172,7 +172,7 @@ def test_a_model_whose_forward_is_random_is_not_judged_and_the_reason_stands(com
     assert judgement.broken == []
     for gate in ALL_GATES:
         assert judgement.not_measured[f"gates.{gate}"] == reason
-    assert judgement.loss_gap["max"] == pytest.approx(0.3)
+    assert judgement.gaps["loss_gap"]["max"] == pytest.approx(0.3)
 
 
 def test_an_optimizer_whose_update_depends_on_how_zero_cuts_is_judged_up_to_it(
@@ -183,7 +183,7 @@ def test_an_optimizer_whose_update_depends_on_how_zero_cuts_is_judged_up_to_it(
     cut = compare(strategy="zero2", **apart)
     assert cut.gates == {}
     assert cut.broken == []
-    assert cut.loss_gap["max"] == pytest.approx(2e-3)
+    assert cut.gaps["loss_gap"]["max"] == pytest.approx(2e-3)
     assert cut.not_measured["gates.weights"].startswith("adafactor makes one update of a whole")
     whole = compare(strategy="ddp", **apart)
     assert {broken["gate"] for broken in whole.broken} == {"loss", "weights"}
@@ -218,7 +218,7 @@ def test_weights_apart_break_their_gate(compare):
 
 def test_weights_are_not_gated_after_many_steps_but_the_gap_stands(compare):
     judgement = compare(steps=GATED_STEPS + 1, weights=2.0)
-    assert judgement.weight_gap == pytest.approx(1.0)
+    assert judgement.gaps["weight_gap"] == pytest.approx(1.0)
     assert "weights" not in judgement.gates
     assert "21 steps" in judgement.not_measured["gates.weights"]
 
@@ -232,8 +232,8 @@ def test_later_steps_are_reported_and_not_gated(compare):
     )
     assert judgement.gates["loss"]
     assert judgement.gates["grad_norm"]
-    assert judgement.loss_gap["max"] == pytest.approx(0.5)
-    assert judgement.grad_norm_gap == pytest.approx(0.5)
+    assert judgement.gaps["loss_gap"]["max"] == pytest.approx(0.5)
+    assert judgement.gaps["grad_norm_gap"] == pytest.approx(0.5)
 
 
 def test_the_last_gated_step_is_gated(compare):
@@ -345,7 +345,7 @@ def test_weights_without_a_known_start_cannot_be_judged(compare):
     model = {"name": "tiny", "path": None, "parameters": 6}
     judgement = compare(model=model, control={"model": model})
     assert "weights" not in judgement.gates
-    assert judgement.weight_gap is None
+    assert judgement.gaps["weight_gap"] is None
     assert "starting weights" in judgement.not_measured["weight_gap"]
 
 
@@ -362,7 +362,7 @@ def test_fp16_is_compared_from_the_first_step_that_no_run_skipped(compare, make_
     fp16 = {"precision": "fp16", "losses": losses, "grad_norms": norms, "skipped_steps": [1, 2]}
     judgement = compare(**fp16, control={"skipped_steps": [1, 2]}, first_step=3)
     assert judgement.gates == ALL_GATES
-    assert judgement.loss_gap["max"] == pytest.approx(0.0)
+    assert judgement.gaps["loss_gap"]["max"] == pytest.approx(0.0)
 
 
 def test_fp16_runs_that_skipped_different_steps_have_no_comparable_weights(compare):
@@ -376,7 +376,7 @@ def test_fp16_runs_that_skipped_different_steps_are_shown_and_not_gated(compare)
     judgement = compare(precision="fp16", skipped_steps=[1], losses=apart, first_step=2)
     assert not {"loss", "grad_norm"} & judgement.gates.keys()
     assert not judgement.broken
-    assert judgement.loss_gap["max"] > 1
+    assert judgement.gaps["loss_gap"]["max"] > 1
     assert "[1] and []" in judgement.not_measured["gates.loss"]
 
 
@@ -392,8 +392,10 @@ def test_fp16_that_skipped_every_gated_step_is_no_pass(compare):
 
 
 def test_every_precision_has_gates():
-    assert set(GATES) == {"no", "bf16", "fp16"}
-    assert (GATES["no"].loss, GATES["no"].grad_norm, GATES["no"].weights) == (1e-5, 5e-4, 3e-4)
+    limits = [gate.limits for gate in GATES.values() if gate.limits is not None]
+    assert all(set(by_precision) == {"no", "bf16", "fp16"} for by_precision in limits)
+    gates = ("loss", "grad_norm", "weights")
+    assert [limit_of(gate, "no") for gate in gates] == [1e-5, 5e-4, 3e-4]
 
 
 def test_the_control_answers_for_itself(make_record):

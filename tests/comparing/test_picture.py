@@ -14,7 +14,7 @@ from toolkit.comparing.report.picture import page_colours, render_picture
 from toolkit.comparing.report.redact import redact_results
 from toolkit.comparing.report.verdict import verdict
 from toolkit.errors import UsageError
-from toolkit.records.results import write_json
+from toolkit.records.json_files import write_json
 
 ROOT = Path(__file__).parents[2]
 
@@ -134,8 +134,8 @@ def test_on_gpus_the_peak_is_the_device_s_and_no_rehearsal_is_named(full_results
 
 
 @pytest.mark.parametrize("rehearsal", [True, False])
-def test_what_the_first_toolkits_wrote_has_its_picture(old_results, texts, rehearsal):
-    assert pixels(render_picture(old_results(rehearsal=rehearsal))) == (1200, 630)
+def test_results_in_which_little_was_counted_have_their_picture(bare_results, texts, rehearsal):
+    assert pixels(render_picture(bare_results(rehearsal=rehearsal))) == (1200, 630)
     assert ("peak" in words_of(texts)) != rehearsal
     check_fits(texts)
 

@@ -1,6 +1,8 @@
+import copy
 import json
 
 import pytest
+from example_record import TRAINING
 from small_llama import CONFIG
 
 from toolkit.comparing.predicted import job_of, predict, predicted_states
@@ -25,13 +27,10 @@ def record(tmp_path):
         "num_processes": 2,
         "precision": "no",
         "model": {"name": "small", "path": str(tmp_path), "parameters": parameters},
-        "training": {
-            "optimizer": "adamw_torch",
-            "per_device_train_batch_size": 4,
-            "gradient_accumulation_steps": 2,
-            "max_length": 64,
-            "max_grad_norm": 1.0,
-        },
+        "training": copy.deepcopy(TRAINING) | {"gradient_accumulation_steps": 2},
+        "rehearsal": True,
+        "peak": None,
+        "traffic": None,
         "memory": states,
         "per_rank": [{"rank": 0, "memory": states}, {"rank": 1, "memory": states}],
     }
@@ -107,7 +106,7 @@ def test_without_a_counted_step_or_its_rows_there_is_no_such_prediction(record):
     ("change", "said"),
     [
         ({"strategy": "custom"}, "none of the toolkit's own"),
-        ({"training": {}}, "doesn't say gradient_accumulation_steps"),
+        ({"training": TRAINING | {"optimizer": "lion"}}, "the optimizer is lion"),
         ({"model": {"name": "m", "path": "/nowhere", "parameters": 1}}, "/nowhere"),
         ({"model": {"name": "m", "path": None, "parameters": 1}}, "no folder"),
     ],

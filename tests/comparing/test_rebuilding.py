@@ -11,7 +11,8 @@ from rich.console import Console
 from toolkit.comparing.run.rebuilding import rebuilt, restore
 from toolkit.errors import UsageError
 from toolkit.launching.status import StatusFile
-from toolkit.records.results import read_results, write_json
+from toolkit.records.json_files import write_json
+from toolkit.records.results import read_results
 
 LOST = {
     "missing": None,

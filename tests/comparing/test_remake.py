@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from toolkit.records.results import write_json
+from toolkit.records.json_files import write_json
 
 WRITTEN = ("report.md", "report.html", "results.csv")
 

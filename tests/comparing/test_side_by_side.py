@@ -16,9 +16,8 @@ from toolkit.comparing.report.matching import (
     match,
     speed_verdict,
 )
-from toolkit.comparing.report.row_facts import run_name
 from toolkit.comparing.report.side_by_side import render_csv, render_markdown, render_page, show
-from toolkit.records.results import write_json
+from toolkit.records.json_files import write_json
 
 SAME_DATA = {
     "rows per optimizer step": 16,
@@ -72,7 +71,7 @@ def everywhere(found):
 def set_row(run, **values):
     def change(results):
         for row in results["runs"]:
-            if run_name(row) == run:
+            if row["name"] == run:
                 row |= values
 
     return change

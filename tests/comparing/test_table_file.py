@@ -59,8 +59,8 @@ def test_of_a_run_that_ran_out_the_line_says_which_ranks(full_results):
     assert failed["fix"] == "Use a smaller batch."
 
 
-def test_old_and_new_results_have_the_same_columns(full_results, old_results):
-    assert list(read(full_results())[0]) == list(read(old_results())[0])
+def test_results_in_which_little_was_counted_have_the_same_columns(full_results, bare_results):
+    assert list(read(full_results())[0]) == list(read(bare_results())[0])
 
 
 def test_what_is_empty_has_its_reason_at_the_end(full_results):

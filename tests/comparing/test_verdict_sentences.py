@@ -112,6 +112,7 @@ def test_who_ran_out_of_memory_is_not_just_said_to_have_failed(full_results):
 def test_what_helps_stands_beside_the_gate_that_broke(make_results, make_row):
     broken = {
         **{"strategy": "ddp", "engine": "trainer", "gate": "loss", "first_step": 3},
+        "name": "ddp-trainer",
         **{"value": 1.0, "limit": 1e-5, "reason": "loss apart from the control's"},
     }
     fix = "toolkit compare --bisect ddp"
@@ -207,6 +208,7 @@ def test_the_verdict_is_one_sentence_whatever_happened(full_results, rehearsal):
 
 def test_runs_that_did_not_train_the_same_are_not_compared_by_memory(make_results, make_row):
     gate = {"strategy": "ddp", "engine": "trainer", "gate": "loss", "reason": "apart"}
+    gate |= {"name": "ddp-trainer"}
     broken = gate | dict.fromkeys(("first_step", "value", "limit"))
     text = verdict(for_readers(make_results(make_row(gates={"loss": False}, broken=[broken]))))
     assert text == (

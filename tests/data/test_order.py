@@ -11,7 +11,7 @@ from toolkit.data.order import count_steps, rows_needed, training_rows, validati
 from toolkit.data.packing import pack
 from toolkit.data.tokens import IGNORED, row_features, supervised_tokens
 from toolkit.errors import UsageError
-from toolkit.records.results import FILLER_ID
+from toolkit.records.record import FILLER_ID
 
 
 def numbered(rows):

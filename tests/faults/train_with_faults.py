@@ -48,7 +48,7 @@ from toolkit.engines.prepared import Prepared
 from toolkit.measuring.attestation import Asked
 from toolkit.measuring.evidence import EvidenceKeeper
 from toolkit.measuring.recorder import Recorder
-from toolkit.records.results import SCHEMA, write_json
+from toolkit.records.json_files import SCHEMA, write_json
 from toolkit.rehearse import die_with_launcher, rehearse_if_needed
 from toolkit.strategies import get_strategy
 from toolkit.training import loop, saving

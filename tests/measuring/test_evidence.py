@@ -4,7 +4,7 @@ import pytest
 
 from toolkit.data.collation import Collator
 from toolkit.measuring.evidence import _rows
-from toolkit.records.results import FILLER_ID
+from toolkit.records.record import FILLER_ID
 
 PAD = 0
 

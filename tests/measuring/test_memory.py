@@ -5,16 +5,18 @@ from toolkit.engines.tensors import storage_bytes
 from toolkit.measuring.attestation import Asked
 from toolkit.measuring.memory import (
     CATEGORIES,
-    OF_THE_ALLOCATOR,
     device_peak_bytes,
     device_peak_reserved_bytes,
     host_peak_bytes,
     nvme_bytes,
 )
-from toolkit.measuring.merging import REHEARSED_PEAK, merge
+from toolkit.measuring.merging import merge
 from toolkit.measuring.recorder import Recorder
 from toolkit.measuring.traffic import NOT_COUNTED
+from toolkit.records.fields import REHEARSED
 from toolkit.strategies import STRATEGIES
+
+OF_THE_ALLOCATOR = ("peak_bytes", "peak_reserved_bytes")
 
 
 def test_a_storage_counts_once_however_many_views_keep_it_alive():
@@ -51,7 +53,7 @@ def test_without_a_gpu_its_allocator_says_nothing_and_the_record_says_why():
     found = merge([rank_that_recorded(counted)], throughput_steps=0, probed=[], rehearsal=True)
     assert found["memory"] == counted
     for name in OF_THE_ALLOCATOR:
-        assert found["not_measured"][f"memory.{name}"] == REHEARSED_PEAK
+        assert found["not_measured"][f"memory.{name}"] == REHEARSED
 
 
 def test_a_model_that_swaps_nothing_has_no_bytes_on_disk():

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from toolkit.errors import SaveError, UsageError
 from toolkit.measuring.memory import state_bytes
-from toolkit.records.results import STARTING_ADAPTER
+from toolkit.records.record import STARTING_ADAPTER
 from toolkit.strategies import get_strategy
 from toolkit.training import adapters, methods, saving
 from toolkit.training.adapters import ADAPTER_FILE, load_for

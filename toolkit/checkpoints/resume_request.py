@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from toolkit.checkpoints.folders import checkpoints_in, step_of
 from toolkit.errors import UsageError
-from toolkit.records.results import RECORD_FILE
+from toolkit.records.record import RECORD_FILE
 
 LAST: Final = "last"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, NotRequired, TypedDict, get_args
+from typing import Any, Final, TypedDict, cast, get_args
 
 from toolkit.errors import UsageError
 from toolkit.planning.job import PlannedJob
@@ -14,7 +14,9 @@ from toolkit.planning.models.resolve import resolve_model
 from toolkit.planning.options import Dtype, Method
 from toolkit.planning.speed.traffic import collectives
 from toolkit.planning.terms import Interval
-from toolkit.records.results import Ends, Model, Prediction, Record, Traffic
+from toolkit.records.fields import Traffic
+from toolkit.records.record import Model, Record
+from toolkit.records.results import Ends, Prediction, States
 from toolkit.strategies import COMPUTE_DTYPES, STRATEGIES
 
 STATES: Final = ("parameters_bytes", "master_bytes", "gradients_bytes", "optimizer_bytes")
@@ -23,17 +25,9 @@ MOVED: Final = ("parameters", "gradients")
 OPTIMIZERS: Final = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw_fused"}
 """From `--optim` to the planner's names; what the tests have held against counts."""
 
-NEEDED: Final = {
-    "optimizer",
-    "per_device_train_batch_size",
-    "max_length",
-    "gradient_accumulation_steps",
-    "max_grad_norm",
-}
-
 
 class Told(TypedDict):
-    """What decides a run's memory and traffic; a record is one."""
+    """What decides a run's memory and traffic; a record is one of these."""
 
     strategy: str
     precision: str
@@ -47,8 +41,8 @@ class Facts(TypedDict):
 
     model: Model
     training: dict[str, Any]
-    by_strategy: NotRequired[dict[str, dict[str, Any]]]
-    """What of `training` is another under a strategy, by its name."""
+    by_strategy: dict[str, dict[str, Any]]
+    """What differs from `training` under a strategy, by its name."""
 
 
 def predict(record: Record, *, room_bytes: int | None = None) -> Prediction:
@@ -62,29 +56,30 @@ def predict(record: Record, *, room_bytes: int | None = None) -> Prediction:
         record: The run.
         room_bytes: Memory of the smallest device that it had.
     """
-    found = expect(record, room_bytes=room_bytes)
-    memory, peak, moved = found["memory"], found["peak_bytes"], found["traffic_bytes"]
+    prediction = expect(record, room_bytes=room_bytes)
+    memory, peak = prediction["memory"], prediction["peak_bytes"]
+    moved = prediction["traffic_bytes"]
     if memory is None or peak is None or moved is None:
-        return found
-    errors = found["errors"]
+        return prediction
+    errors = prediction["errors"]
     for name in STATES:
-        counted = record["memory"].get(name)
-        if counted is not None:
-            errors[name] = _share(memory[name], counted)
+        held = record["memory"][name]
+        if held is not None:
+            errors[name] = _share(memory[name], held)
     measured = record["memory"]["peak_bytes"]
     if measured:
         errors["peak_bytes"] = _beyond(peak, measured) / measured
-    counted = record.get("peak")
-    if counted and (shapes := counted.get("micro_batches")):
+    counted = record["peak"]
+    if counted and (shapes := counted["micro_batches"]):
         job = replace(job_of(record), on_cpu=record["rehearsal"])
-        read = [(each["rows"], each["tokens"] // each["rows"]) for each in shapes]
-        found["counted_bytes"] = ends = _ends(step_peak(job, read))
+        read = [(batch["rows"], batch["tokens"] // batch["rows"]) for batch in shapes]
+        prediction["counted_bytes"] = ends = _ends(step_peak(job, read))
         together = counted["total_bytes"]
         errors["counted_bytes"] = _beyond(ends, together) / together
-    traffic = record.get("traffic")
+    traffic = record["traffic"]
     if traffic is not None:
         errors["traffic_bytes"] = _share(moved, moved_bytes(traffic))
-    return found
+    return prediction
 
 
 def expect(told: Told, *, room_bytes: int | None = None) -> Prediction:
@@ -93,11 +88,11 @@ def expect(told: Told, *, room_bytes: int | None = None) -> Prediction:
         job = job_of(told)
         estimate = estimate_memory(job)
         states = [state_bytes(job, rank).counted() for rank in range(job.gpus)]
-        moved = sum(one.payload_bytes for one in collectives(job) if one.purpose in MOVED)
+        moved = sum(call.payload_bytes for call in collectives(job) if call.purpose in MOVED)
     except UsageError as error:
         return no_prediction(str(error), room_bytes=room_bytes)
     return Prediction(
-        memory={name: max(rank[name] for rank in states) for name in STATES},
+        memory=cast(States, {name: max(rank[name] for rank in states) for name in STATES}),
         peak_bytes=_ends(estimate.allocated),
         counted_bytes=None,
         traffic_bytes=moved,
@@ -123,12 +118,10 @@ def no_prediction(reason: str, *, room_bytes: int | None = None) -> Prediction:
 
 def facts_of(prepared: dict[str, Any]) -> Facts:
     """Return what `toolkit.training.prepare` found, as a run tells it."""
-    data = prepared.get("data", {})
-    length = {"max_length": data["max_length"]} if "max_length" in data else {}
     return Facts(
         model=prepared["model"],
-        training=prepared.get("training", {}) | length,
-        by_strategy=prepared.get("by_strategy", {}),
+        training=prepared["training"] | {"max_length": prepared["data"]["max_length"]},
+        by_strategy=prepared["by_strategy"],
     )
 
 
@@ -140,7 +133,7 @@ def predicted_states(record: Record) -> list[dict[str, int]]:
 
 def moved_bytes(traffic: Traffic) -> int:
     """Return the payload of the collectives that move parameters and gradients."""
-    return sum(one["payload_bytes"] for one in traffic["collectives"] if one["purpose"] in MOVED)
+    return sum(call["payload_bytes"] for call in traffic["collectives"] if call["purpose"] in MOVED)
 
 
 def job_of(record: Told | Record) -> PlannedJob:
@@ -151,13 +144,11 @@ def job_of(record: Told | Record) -> PlannedJob:
             is not there any more.
     """
     training = record["training"]
-    if unsaid := sorted(NEEDED - training.keys()):
-        raise UsageError(f"not predicted: the run doesn't say {', '.join(unsaid)}")
     if record["strategy"] not in STRATEGIES:
         raise UsageError("not predicted: the config file is none of the toolkit's own")
     if training["optimizer"] not in OPTIMIZERS:
         raise UsageError(f"not predicted: the optimizer is {training['optimizer']}")
-    path = record["model"].get("path")
+    path = record["model"]["path"]
     if path is None:
         raise UsageError("not predicted: the run names no folder of the model")
     chosen: dict[str, Any] = {
@@ -166,7 +157,7 @@ def job_of(record: Told | Record) -> PlannedJob:
         **_method_of(record["precision"], training),
     }
     model = resolve_model(Path(path))
-    if training.get("dropout") == "off":
+    if training["dropout"] == "off":
         model = replace(model, dropout=False)
     return PlannedJob(
         model=model,
@@ -182,9 +173,9 @@ def job_of(record: Told | Record) -> PlannedJob:
 
 
 def _speed_of(training: dict[str, Any]) -> dict[str, Any]:
-    """Return what a job says of the switches for speed; a record from before has none on."""
-    on: dict[str, Any] = training.get("speed", {}).get("on", {})
-    checkpointing = "full" if training.get("activation_checkpointing") else "none"
+    """Return what a job says of the switches for speed."""
+    on: dict[str, Any] = training["speed"]["on"]
+    checkpointing = "full" if training["activation_checkpointing"] else "none"
     chosen = on.get("checkpoint_layers", {}).get("asked")
     if chosen == "all":
         checkpointing = "full"
@@ -201,34 +192,34 @@ def _speed_of(training: dict[str, Any]) -> dict[str, Any]:
 
 
 def _method_of(precision: str, training: dict[str, Any]) -> dict[str, Any]:
-    """Return what a job says of the method; a record from before there were any is of `full`."""
-    method, dtype = training.get("method", "full"), training.get("dtype", "float32")
-    for asked, known in ((method, Method), (dtype, Dtype)):
-        if asked not in get_args(known):
-            raise UsageError(f"not predicted: {asked!r} is none of {', '.join(get_args(known))}")
+    """Return what a job says of the method."""
+    method, dtype = training["method"], training["dtype"]
+    for value, known in ((method, Method), (dtype, Dtype)):
+        if value not in get_args(known):
+            raise UsageError(f"not predicted: {value!r} is none of {', '.join(get_args(known))}")
     if method == "full":
         return {"dtype": dtype}
-    if training.get("lora_target_modules") != ["all-linear"]:
+    if training["lora_target_modules"] != ["all-linear"]:
         raise UsageError(
             "not predicted: the planner has adapters on every linear layer, and this run on "
-            f"{', '.join(training.get('lora_target_modules') or ['some'])}"
+            f"{', '.join(training['lora_target_modules'] or ['some'])}"
         )
     if dtype != COMPUTE_DTYPES.get(precision):
         raise UsageError(
             "not predicted: the planner loads frozen weights in what is computed in, and this run "
             f"in {dtype}"
         )
-    # Nobody raises them to fp32 here: all strategies are to train beside the same weights.
-    return {"method": method, "lora_rank": training.get("lora_r"), "raises_frozen": False}
+    # They are not raised to fp32: all strategies of a comparison train beside the same weights.
+    return {"method": method, "lora_rank": training["lora_r"], "raises_frozen": False}
 
 
 def _share(predicted: int, counted: int) -> float:
-    """The error as a share of what was counted; of the prediction where nothing was."""
+    """Return the error as a share of what was counted; of the prediction where that is 0."""
     return (predicted - counted) / (counted or predicted or 1)
 
 
 def _beyond(expected: Ends, measured: int) -> int:
-    """How far a measurement is outside of an interval: the prediction less what was measured."""
+    """Return how far a measurement is outside of an interval: the prediction less the measured."""
     if measured < expected["low"]:
         return expected["low"] - measured
     return min(0, expected["high"] - measured)

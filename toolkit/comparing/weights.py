@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypedDict, cast
 
-from toolkit.records.results import Count, Difference
+from toolkit.records.fields import Count, Difference
 from toolkit.records.shapes import mismatches
 
 if TYPE_CHECKING:

@@ -26,6 +26,7 @@ from filelock import FileLock
 
 from toolkit.errors import UsageError
 from toolkit.files import write_text
+from toolkit.records.json_files import read_json
 from toolkit.records.manifests import (
     MANIFEST,
     Damaged,
@@ -36,7 +37,6 @@ from toolkit.records.manifests import (
     read_manifest,
     write_manifest,
 )
-from toolkit.records.results import read_json
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.data.packing import pack
 from toolkit.data.tokens import IGNORED
 from toolkit.errors import UsageError
-from toolkit.records.results import FILLER_ID
+from toolkit.records.record import FILLER_ID
 
 if TYPE_CHECKING:
     from datasets import Dataset

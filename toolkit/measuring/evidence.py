@@ -44,7 +44,7 @@ from toolkit.records.evidence import (
     Optimizer,
     RowRead,
 )
-from toolkit.records.results import SCHEMA, write_json
+from toolkit.records.json_files import SCHEMA, write_json
 
 IGNORED = -100
 """The label of a token that the loss leaves out."""

@@ -11,21 +11,9 @@ import torch
 from toolkit.engines.backend import backend_of
 from toolkit.engines.optimizers import states_held
 from toolkit.engines.tensors import storage_bytes
+from toolkit.records.fields import Memory
 
-CATEGORIES = (
-    "parameters_bytes",
-    "master_bytes",
-    "gradients_bytes",
-    "optimizer_bytes",
-    "peak_bytes",
-    "peak_reserved_bytes",
-    "host_peak_bytes",
-    "host_shared_bytes",
-    "nvme_bytes",
-)
-
-OF_THE_ALLOCATOR = ("peak_bytes", "peak_reserved_bytes")
-"""Told by CUDA's allocator alone: a rehearsal has no counterpart."""
+CATEGORIES = tuple(Memory.__annotations__)
 
 
 def state_bytes(model: Any, optimizer: Any) -> dict[str, int]:

@@ -34,6 +34,7 @@ from toolkit.measuring.heartbeat import Heartbeat
 from toolkit.measuring.merging import merge
 from toolkit.measuring.order import OrderWatch
 from toolkit.measuring.peak import COMPILED, PeakLedger
+from toolkit.records.fields import unmeasured
 from toolkit.redaction import redacted
 
 
@@ -366,33 +367,25 @@ class Recorder:
 
     def refused(self, error: Refused) -> dict[str, Any]:
         """Return the measured part of the record of a run that was refused: what was seen."""
-        return {
+        return unmeasured() | {
             "status": "refused",
             "reason": str(error),
             "num_processes": self.asked.num_processes,
             "rehearsal": self.rehearsal,
             "losses": [],
-            "grad_norms": None,
             "learning_rates": [],
+            "first_step": self.steps_before + 1,
             "skipped_steps": [],
             "sample_ids": None,
-            "final_loss": None,
-            "tokens_per_second": None,
-            "supervised_tokens_per_second": None,
-            "step_seconds": None,
-            "timed_seconds": [],
-            "phases": None,
-            "warm_up": None,
-            "save_seconds": None,
+            "gradients": None,
+            "random_forward": None,
             "first_step_seconds": None,
+            "timed_seconds": [],
             "memory": dict.fromkeys(memory.CATEGORIES),
             "per_rank": [],
-            "gradients": None,
-            "traffic": None,
-            "peak": None,
+            "validation": None,
             "attestation": self._attestation(error.mismatches),
             "guards": self._guards(),
-            "seconds": None,
             "not_measured": {},
         }
 

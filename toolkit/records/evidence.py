@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypedDict, cast
 
 from toolkit.errors import UsageError
-from toolkit.records.results import FromOne, LostError, read_as
+from toolkit.records.fields import FromOne
+from toolkit.records.json_files import LostError, read_as
 
 EVIDENCE_FILE: Final = "evidence.json"
 INITIAL_FILE: Final = "weights-initial.safetensors"

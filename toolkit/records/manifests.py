@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from toolkit.errors import UsageError
-from toolkit.records.results import read_json, write_json
+from toolkit.records.json_files import read_json, write_json
 from toolkit.redaction import redacted
 
 MANIFEST: Final = "manifest.json"

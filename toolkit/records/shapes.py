@@ -39,8 +39,8 @@ class Least:
 def mismatches(value: Any, kind: Any, where: str = "") -> Iterator[str]:
     """Yield a phrase for each part of a value that is not of its declared type.
 
-    Fields that are not declared are passed over. A type within an `Annotated` is a second one that
-    the value must have.
+    Fields that are not declared are passed over. A TypedDict or Literal within an `Annotated` is a
+    second type that the value must have.
 
     Args:
         value: As JSON gives it.
@@ -55,9 +55,9 @@ def mismatches(value: Any, kind: Any, where: str = "") -> Iterator[str]:
     elif origin in (Annotated, NotRequired):
         yield from mismatches(value, arguments[0], where)
         for more in getattr(kind, "__metadata__", ()):
-            if not isinstance(more, Least):
+            if is_typeddict(more) or get_origin(more) is Literal:
                 yield from mismatches(value, more, where)
-            elif isinstance(value, (int, float)) and not more.value <= value < math.inf:
+            elif isinstance(more, Least) and not _is_at_least(value, more.value):
                 yield _wrong(value, where)
     elif origin in (Union, UnionType):
         yield from _union(value, arguments, where)
@@ -92,10 +92,10 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 def _union(value: Any, kinds: tuple[Any, ...], where: str) -> Iterator[str]:
     """Yield what keeps a value from being of any of the types; of a part of it, where it can."""
-    found = [list(mismatches(value, kind, where)) for kind in kinds]
-    if all(found):
+    problems = [list(mismatches(value, kind, where)) for kind in kinds]
+    if all(problems):
         whole = _wrong(value, where)
-        yield from next((each for each in found if each != [whole]), [whole])
+        yield from next((phrases for phrases in problems if phrases != [whole]), [whole])
 
 
 def _items(value: Any, kind: Any, where: str) -> Iterator[str]:
@@ -126,6 +126,10 @@ def _is_plain(value: Any, kind: Any) -> bool:
     if isinstance(value, int):
         return kind in (int, float) and abs(value) < MOST_WHOLE
     return isinstance(value, kind)
+
+
+def _is_at_least(value: Any, least: float) -> bool:
+    return not isinstance(value, (int, float)) or least <= value < math.inf
 
 
 def _wrong(value: Any, where: str) -> str:

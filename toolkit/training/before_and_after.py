@@ -10,7 +10,7 @@ from typing import Any, Final
 from toolkit.files import write_text
 from toolkit.launching.ranks import rank, say
 from toolkit.measuring.recorder import Recorder
-from toolkit.records.results import Evaluated, Sample
+from toolkit.records.fields import Evaluated, Sample
 from toolkit.training.evaluation import Evaluation
 from toolkit.training.evaluation_plan import EvaluationPlan
 from toolkit.training.observers import Observer

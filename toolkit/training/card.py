@@ -18,7 +18,7 @@ from typing import Any, Final
 from toolkit.configs.requested import CUSTOM
 from toolkit.escaping import code, one_line, shell_line
 from toolkit.files import write_text
-from toolkit.records.results import Evaluated
+from toolkit.records.fields import Evaluated
 from toolkit.strategies import COMPUTE_DTYPES
 from toolkit.training.method_arguments import MethodArguments, default_of
 from toolkit.training.model import BUILT_IN_MODEL

@@ -21,7 +21,7 @@ from toolkit.data.tokens import IGNORED
 from toolkit.engines.between_steps import between_steps
 from toolkit.engines.prepared import Prepared
 from toolkit.measuring.recorder import Recorder
-from toolkit.records.results import Evaluated
+from toolkit.records.fields import Evaluated
 from toolkit.training.evaluation_plan import Schedule
 from toolkit.training.observers import Observer
 from toolkit.training.speed.lean_batches import POSITIONS

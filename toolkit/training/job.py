@@ -16,7 +16,7 @@ from toolkit.engines.deepspeed_config import checked_deepspeed_config, use_deeps
 from toolkit.errors import UsageError
 from toolkit.launching.ranks import rank, say
 from toolkit.planning.learning_rate import LearningRate
-from toolkit.records.results import FILLER_ID
+from toolkit.records.record import FILLER_ID
 from toolkit.strategies import Strategy
 from toolkit.training.arguments import OwnArguments, RunArguments, training_arguments
 from toolkit.training.evaluation_plan import (

@@ -36,7 +36,7 @@ from toolkit.files import check_takes_files
 from toolkit.launching.ranks import rank, say
 from toolkit.launching.status import STATUS_DIR
 from toolkit.records.evidence import BEFORE_FILE, EVIDENCE_FILES
-from toolkit.records.results import RECORD_FILE, STARTING_ADAPTER, STEPS_FILE
+from toolkit.records.record import RECORD_FILE, STARTING_ADAPTER, STEPS_FILE
 from toolkit.rehearse import rehearse_if_needed
 from toolkit.strategies import STRATEGIES, Strategy, get_strategy
 from toolkit.training.arguments import (

@@ -21,7 +21,8 @@ from toolkit.launching.status import StatusFile
 from toolkit.measuring import memory
 from toolkit.measuring.attestation import Refused
 from toolkit.measuring.recorder import Recorder
-from toolkit.records.results import RECORD_FILE, STARTING_ADAPTER, write_json
+from toolkit.records.json_files import write_json
+from toolkit.records.record import RECORD_FILE, STARTING_ADAPTER
 from toolkit.training.adapters import load_for
 from toolkit.training.before_and_after import (
     before_and_after,

@@ -22,7 +22,8 @@ from toolkit.measuring.attestation import Asked
 from toolkit.measuring.evidence import EvidenceKeeper
 from toolkit.measuring.heartbeat import heartbeat_for
 from toolkit.measuring.recorder import Recorder
-from toolkit.records.results import SCHEMA, STEPS_FILE
+from toolkit.records.json_files import SCHEMA
+from toolkit.records.record import STEPS_FILE
 from toolkit.strategies import Strategy
 from toolkit.training.dropout import dropout_facts
 from toolkit.training.job import Job

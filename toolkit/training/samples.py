@@ -16,7 +16,7 @@ import torch
 from toolkit.engines.between_steps import between_steps
 from toolkit.engines.prepared import Prepared
 from toolkit.measuring.recorder import Recorder
-from toolkit.records.results import Sample
+from toolkit.records.fields import Sample
 from toolkit.training.generation import stop_tokens
 from toolkit.training.observers import Observer
 

@@ -34,7 +34,8 @@ from toolkit.measuring.attestation import Asked
 from toolkit.measuring.finite import require_finite
 from toolkit.measuring.heartbeat import Choice, heartbeat_for
 from toolkit.measuring.recorder import Recorder
-from toolkit.records.results import RECORD_FILE, SCHEMA, STEPS_FILE, write_json
+from toolkit.records.json_files import SCHEMA, write_json
+from toolkit.records.record import RECORD_FILE, STEPS_FILE
 from toolkit.strategies import Strategy
 from toolkit.training.adapters import has_lora
 from toolkit.training.card import card_of_trainer

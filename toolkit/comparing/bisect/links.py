@@ -15,7 +15,7 @@ from typing import Final, Literal
 
 from toolkit.comparing.bisect import rows, tensors
 from toolkit.comparing.bisect.run_pair import LinkGap, RunPair, counted, percent, scientific
-from toolkit.comparing.parity import GATES
+from toolkit.comparing.parity.gates import limit_of
 from toolkit.records.evidence import Evidence, Group
 
 SAME_RULE: Final = frozenset({"AdamW", "DeepSpeedCPUAdam", "FusedAdam"})
@@ -155,8 +155,8 @@ BEFORE: Final = Link(
     # As gated at the end of a comparison: clean runs reach 5.6e-5.
     name="weights before the step",
     compare=tensors.weights_before,
-    limit=GATES["no"].weights,
-    low_precision_limit=GATES["bf16"].weights,
+    limit=limit_of("weights", "no"),
+    low_precision_limit=limit_of("weights", "bf16"),
     rounds=False,
     as_text=percent,
 )

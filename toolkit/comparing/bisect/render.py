@@ -10,7 +10,7 @@ from typing import Any, Final
 from toolkit.comparing.bisect.finding import Bisection, Finding
 from toolkit.comparing.run.attempts import Finished, command_at
 from toolkit.comparing.run.rows import Failure
-from toolkit.records.results import SCHEMA
+from toolkit.records.json_files import SCHEMA
 
 ONE_STEP: Final = "No other step was looked at: --at STEP looks at another one."
 

@@ -31,7 +31,8 @@ from toolkit.comparing.weights import WeightsError
 from toolkit.errors import UsageError
 from toolkit.files import check_takes_files, write_text
 from toolkit.launching.folder_lock import lock_folder
-from toolkit.records.results import RESULTS_FILE, read_results, write_json
+from toolkit.records.json_files import write_json
+from toolkit.records.results import RESULTS_FILE, read_results
 from toolkit.redaction import learn
 
 if TYPE_CHECKING:

@@ -27,7 +27,6 @@ from toolkit.comparing.report.row_facts import (
     host_in_peak_lines,
     peak_field,
     reason_for,
-    run_name,
     states_of,
     status_of,
 )
@@ -162,7 +161,7 @@ def losses(found: SideBySide) -> Section:
 
 def unmatched(found: SideBySide) -> Section:
     rows = [
-        [run_name(row), str(row["num_processes"]), letter, status_of(row)]
+        [row["name"], str(row["num_processes"]), letter, status_of(row)]
         for letter, rows in zip(SIDES, found.only, strict=True)
         for row in rows
     ]
@@ -178,7 +177,7 @@ def noise_sentence(found: SideBySide) -> str:
         if found.noise is None
         else f"A difference under {share(found.noise)} means nothing."
     )
-    noises = [noise for s in (found.a, found.b) if (noise := s.results.get("noise"))]
+    noises = [noise for s in (found.a, found.b) if (noise := s.results["noise"])]
     if any(noise["basis"] == "steps" for noise in noises):
         said += (
             " It was measured on the steps of one start each, which know nothing of what changes "
@@ -196,7 +195,7 @@ def verdict(found: SideBySide) -> str:
         return "A and B have no run in common: none of the same strategy, engine and processes."
     counted = "1 run stands" if len(pairs) == 1 else f"{len(pairs)} runs stand"
     said = [f"{counted} on both sides."]
-    unfinished = [s.letter for s in (found.a, found.b) if not s.results.get("complete", True)]
+    unfinished = [s.letter for s in (found.a, found.b) if not s.results["complete"]]
     said += [f"Not finished: {' and '.join(unfinished)}."] if unfinished else []
     said += [
         f"{pair.name}: {status_of(pair.a)} in A, {status_of(pair.b)} in B."

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, cast
+from functools import partial
+from typing import Final, NamedTuple
 
-from toolkit.comparing.report.row_facts import reason_for, run_name
-from toolkit.comparing.report.words import NOT_AVAILABLE
-from toolkit.records.results import Row
+from toolkit.comparing.report.row_facts import is_control, reason_for
+from toolkit.comparing.report.words import NOT_AVAILABLE, in_unit
+from toolkit.records.fields import Table, Unit, fields_of, value_at
+from toolkit.records.results import Control, Row
 
 
 class Section(NamedTuple):
@@ -36,21 +38,24 @@ class Column:
 
 
 RUN: Final = "run"
+CONTROL: Final = "control"
 
 
-def at(
-    name: str, path: str, shown: Callable[[Any], str], *, otherwise: str | None = None
-) -> Column:
-    """Return a column of what stands at a path of the row, such as `compute.mfu`."""
-    return Column(name, lambda row: shown(value_at(row, path)), path, otherwise)
+def columns_of(table: Table, *, control: Control | None = None) -> list[Column]:
+    """Return the columns of a table that are declared in `records`.
+
+    Args:
+        control: The cells of its row say so instead of a distance from itself.
+    """
+    return [
+        Column(fact.column, partial(_shown, path, fact.unit, control), path, fact.null_means)
+        for path, fact in fields_of(Row)
+        if fact.table == table
+    ]
 
 
-def value_at(row: Row, path: str) -> Any:
-    """Return what stands at a path of the row, None where any part of it is missing."""
-    value: Any = row
-    for name in path.split("."):
-        value = cast("dict[str, Any]", value).get(name) if isinstance(value, dict) else None
-    return value
+def _shown(path: str, unit: Unit, control: Control | None, row: Row) -> str:
+    return CONTROL if is_control(row, control) else in_unit(value_at(row, path), unit)
 
 
 def grid(
@@ -62,10 +67,10 @@ def grid(
         whole: Keep columns in which no run has anything, too.
     """
     cells = [[_cell(column, row) for column in columns] for row in rows]
-    kept = [
-        number
-        for number in range(len(columns))
-        if whole or any(line[number] != NOT_AVAILABLE for line in cells)
+    shown = [
+        place
+        for place in range(len(columns))
+        if whole or any(line[place] != NOT_AVAILABLE for line in cells)
     ]
     missing = [
         (row, column.name, reason_for(row, column.field, otherwise=column.otherwise))
@@ -75,9 +80,9 @@ def grid(
     ]
     return Section(
         text,
-        [RUN, *(columns[number].name for number in kept)],
+        [RUN, *(columns[place].name for place in shown)],
         [
-            [run_name(row), *(line[number] for number in kept)]
+            [row["name"], *(line[place] for place in shown)]
             for row, line in zip(rows, cells, strict=True)
         ],
         missing_lines(missing, runs=len(rows), columns=len(columns)),
@@ -96,7 +101,7 @@ def missing_lines(
     """
     by_reason: dict[str, dict[str, list[str]]] = {}
     for row, column, reason in missing:
-        by_reason.setdefault(reason, {}).setdefault(run_name(row), []).append(column)
+        by_reason.setdefault(reason, {}).setdefault(row["name"], []).append(column)
     lines: list[str] = []
     for reason, by_run in by_reason.items():
         by_columns: dict[str, list[str]] = {}

@@ -22,11 +22,11 @@ from toolkit.comparing.report.row_facts import (
     counts_peaks,
     peak_of,
     reason_for,
-    run_name,
 )
 from toolkit.comparing.report.words import flat, size
 from toolkit.errors import UsageError
-from toolkit.records.results import Results, Row, Traffic
+from toolkit.records.fields import Traffic
+from toolkit.records.results import Results, Row
 
 SIDES: Final = ("A", "B")
 
@@ -59,12 +59,12 @@ class Side:
 
     @property
     def rehearsal(self) -> bool:
-        return self.results.get("rehearsal", False)
+        return self.results["rehearsal"]
 
     @property
     def fixed(self) -> dict[str, Any]:
         # Comparisons from before there were methods trained every weight.
-        return {"method": "full"} | self.results.get("fixed", {})
+        return {"method": "full"} | self.results["fixed"]
 
 
 class Pair(NamedTuple):
@@ -75,7 +75,7 @@ class Pair(NamedTuple):
 
     @property
     def name(self) -> str:
-        return run_name(self.a)
+        return self.a["name"]
 
 
 class LossDifference(NamedTuple):
@@ -174,12 +174,12 @@ def combined_noise(a: Side, b: Side) -> tuple[float | None, str | None]:
     Each side's share is that of two runs of its own; a run of A beside one of B has half of the
     variance of either, on the logarithmic scale on which it was measured.
     """
-    shares = [noise["share"] for side in (a, b) if (noise := side.results.get("noise"))]
+    shares = [noise["share"] for side in (a, b) if (noise := side.results["noise"])]
     if len(shares) < len(SIDES):
         reasons = [
             f"{side.letter}: {_noise_reason(side)}"
             for side in (a, b)
-            if side.results.get("noise") is None
+            if side.results["noise"] is None
         ]
         return None, "; ".join(reasons)
     squares = [math.log1p(each) ** 2 for each in shares]
@@ -187,7 +187,7 @@ def combined_noise(a: Side, b: Side) -> tuple[float | None, str | None]:
 
 
 def _noise_reason(side: Side) -> str:
-    return side.results.get("not_measured", {}).get("noise") or "its results hold no noise"
+    return side.results["not_measured"].get("noise") or "its results hold no noise"
 
 
 def other_training(a: Side, b: Side) -> Refusal | None:
@@ -236,7 +236,7 @@ def circumstances(side: Side) -> dict[str, Any]:
     control = results["control"]
     values["control"] = control and f"{control['strategy']}-{control['engine']}"
     values["rehearsal"] = side.rehearsal
-    values["complete"] = results.get("complete", True)
+    values["complete"] = results["complete"]
     return values
 
 
@@ -266,7 +266,7 @@ def peak_bytes(found: SideBySide, row: Row) -> int | None:
 
 def traffic_bytes(row: Row) -> int | None:
     """Return the payload of all collectives of one optimizer step."""
-    traffic: Traffic | None = row.get("traffic")
+    traffic: Traffic | None = row["traffic"]
     if traffic is None:
         return None
     return sum(one["payload_bytes"] for one in traffic["collectives"])

@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import cast
 
-from toolkit.comparing.report.row_facts import run_name
 from toolkit.records.results import Control, Results, Row
 
 
@@ -27,34 +26,30 @@ def for_readers(results: Results) -> Results:
     """Return a copy with the names that readers see; made twice, it stays the same."""
     if both_engines(row["engine"] for row in results["runs"]):
         return results
-    names = {run_name(row): _short(row) for row in results["runs"]}
+    names = {row["name"]: _short(row) for row in results["runs"]}
     changed = {**results, "runs": [renamed(row) for row in results["runs"]]}
     control = results["control"]
     if control is not None:
-        name = control.get("name") or f"{control['strategy']}-{control['engine']}"
         strategy, engine = control["strategy"], control["engine"]
         reason = control["reason"] and _in_text(control["reason"], names)
         changed["control"] = Control(
             strategy=strategy,
             engine=engine,
             reason=reason,
-            name=without_engine(name, strategy=strategy, engine=engine),
+            name=without_engine(control["name"], strategy=strategy, engine=engine),
         )
     return cast("Results", changed)
 
 
 def renamed(row: Row) -> Row:
     """Return a run with the name that readers see where one engine ran."""
-    broken = [
-        {**gate, "name": without_engine(name, strategy=row["strategy"], engine=row["engine"])}
-        for gate in row["broken"]
-        for name in [gate.get("name", f"{gate['strategy']}-{gate['engine']}")]
-    ]
-    return cast("Row", {**row, "name": _short(row), "broken": broken})
+    name = _short(row)
+    broken = [{**gate, "name": name} for gate in row["broken"]]
+    return cast("Row", {**row, "name": name, "broken": broken})
 
 
 def _short(row: Row) -> str:
-    return without_engine(run_name(row), strategy=row["strategy"], engine=row["engine"])
+    return without_engine(row["name"], strategy=row["strategy"], engine=row["engine"])
 
 
 def _in_text(text: str, names: Mapping[str, str]) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Final, cast
 
 from toolkit.comparing.report.figures import draw_all
 from toolkit.comparing.report.names import for_readers
-from toolkit.comparing.report.row_facts import baseline, is_control, run_name
+from toolkit.comparing.report.row_facts import baseline, is_control
 from toolkit.comparing.report.runs_table import runs_table, shows_speed
 from toolkit.comparing.report.sections import parts
 from toolkit.comparing.report.sections.failures import failures
@@ -49,19 +49,19 @@ def render_page(results: Results) -> str:
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     return (
         template.render(
-            name=results.get("name", "comparison"),
+            name=results["name"],
             css=Markup(STYLE.read_text(encoding="utf-8").strip()),
-            complete=results.get("complete", True),
-            rehearsal=REHEARSAL if results.get("rehearsal") else "",
+            complete=results["complete"],
+            rehearsal=REHEARSAL if results["rehearsal"] else "",
             verdict=verdict(results),
             findings=findings(results),
             broken=broken_lines(results),
             runs=_runs(results),
             figures=draw_all(results),
             parts=parts(results),
-            fixed=facts(results.get("fixed", {})),
+            fixed=facts(results["fixed"]),
             environment=facts(results["environment"]),
-            commands=[(run_name(row), row["command"]) for row in results["runs"] if row["command"]],
+            commands=[(row["name"], row["command"]) for row in results["runs"] if row["command"]],
             failures=failures(results),
             missing=not_measured(results),
             limits=limits(results),
@@ -104,7 +104,7 @@ def _runs(results: Results) -> dict[str, Any]:
         roles = (("control", is_control(row, results["control"])), ("baseline", row is base))
         rows.append(
             {
-                "name": run_name(row),
+                "name": row["name"],
                 "roles": [role for role, there in roles if there],
                 "between": [line[at] for at in between],
                 "status": line[status],

@@ -23,7 +23,6 @@ from toolkit.comparing.report.row_facts import (
     counted_peak,
     counts_peaks,
     peak_of,
-    run_name,
     states_of,
     status_of,
 )
@@ -184,16 +183,16 @@ def _header(sheet: Sheet) -> None:
 def _facts(results: Results) -> str:
     """Say what was compared and where, as far as the results know it."""
     facts = ["toolkit compare"]
-    model = results.get("fixed", {}).get("model")
+    model = results["fixed"].get("model")
     if model:
         facts.append(flat(model))
     ranks = sorted({row["num_processes"] for row in results["runs"]})
     if ranks:
         facts.append(f"{' or '.join(map(str, ranks))} process{'' if ranks == [1] else 'es'}")
-    precision = results.get("precision")
+    precision = results["precision"]
     if precision:
         facts.append("fp32" if precision == "no" else flat(precision))
-    if not results.get("rehearsal"):
+    if not results["rehearsal"]:
         gpus: list[dict[str, Any]] = results["environment"].get("gpus") or []
         facts += dict.fromkeys(flat(gpu["name"]) for gpu in gpus)
     return " · ".join(facts)
@@ -201,7 +200,7 @@ def _facts(results: Results) -> str:
 
 def _footer(sheet: Sheet) -> None:
     y = (BOTTOM + HEIGHT) / 2
-    if sheet.results.get("rehearsal"):
+    if sheet.results["rehearsal"]:
         sheet.box(MARGIN, y - 14, 5, 28, "warn")
         sheet.text(MARGIN + 16, y, REHEARSAL, 22)
 
@@ -235,9 +234,9 @@ STATES: Final = Column(
 
 def _columns(results: Results) -> list[Column]:
     """Return the states, and the peak where there is one: the device's or, rehearsed, counted."""
-    if results.get("rehearsal") and not counts_peaks(results):
+    if results["rehearsal"] and not counts_peaks(results):
         return [STATES]
-    read = counted_peak if results.get("rehearsal") else peak_of
+    read = counted_peak if results["rehearsal"] else peak_of
     return [STATES, Column(head="peak", colour="part-1", read=read, thickness=0.72)]
 
 
@@ -280,8 +279,7 @@ def _memory(sheet: Sheet) -> None:
     pitch = min(46.0, (bottom - top) / (len(drawn) + bool(more)))
     font = min(23.0, 0.72 * pitch)
     names = [
-        sheet.ruler.cut(run_name(row), font, NAME) + ("*" if _offloads(row) else "")
-        for row in drawn
+        sheet.ruler.cut(row["name"], font, NAME) + ("*" if _offloads(row) else "") for row in drawn
     ]
     start = left + 14 + max(sheet.ruler.width(name, font) for name in names)
     room = LEFT_CARD[1] - PADDING - NUMBER * len(columns) - start
@@ -430,7 +428,7 @@ def _gap(sheet: Sheet, bundles: list[list[int]]) -> str:
 def _legend(sheet: Sheet, rows: list[Row]) -> float:
     """Name the curves in as many lines as they need, and return where the last one ends."""
     left, right, y = RIGHT_CARD[0] + PADDING, RIGHT_CARD[1] - PADDING, TOP + 92
-    entries = [(run_name(row), sheet.curve_colour(row)) for row in rows[:MOST_CURVES]]
+    entries = [(row["name"], sheet.curve_colour(row)) for row in rows[:MOST_CURVES]]
     if len(rows) > MOST_CURVES:
         entries.append((f"and {len(rows) - MOST_CURVES} more", ""))
     x = left

@@ -13,7 +13,8 @@ from toolkit.comparing.report.terminal import print_line
 from toolkit.comparing.report.write import REPORT_FILE, print_report, render_markdown
 from toolkit.errors import UsageError
 from toolkit.files import write_text
-from toolkit.records.results import RECORD_FILE, RESULTS_FILE, Results, read_results
+from toolkit.records.record import RECORD_FILE
+from toolkit.records.results import RESULTS_FILE, Results, read_results
 
 if TYPE_CHECKING:
     from rich.console import Console

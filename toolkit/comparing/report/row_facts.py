@@ -1,7 +1,4 @@
-"""Facts of a row: its name, its part in the comparison, its sums, and why it lacks what it lacks.
-
-Results of earlier toolkits lack the later fields; what they lack is None here.
-"""
+"""Facts of a row: its part in the comparison, its sums, and why a value of it is null."""
 
 from __future__ import annotations
 
@@ -10,36 +7,22 @@ from typing import Final
 
 from toolkit.comparing.predicted import STATES
 from toolkit.comparing.report.words import size_between
-from toolkit.records.results import Control, Evaluated, Memory, Peak, Results, Row
+from toolkit.records.fields import Memory
+from toolkit.records.results import Control, Results, Row
 from toolkit.strategies import STRATEGIES
 
 BASELINE: Final = "ddp"
 """The strategy whose speed is called 1, where it ran."""
 
 
-def run_name(row: Row) -> str:
-    """Return the run's own name, which tells it from others of its strategy and engine."""
-    return row.get("name") or f"{row['strategy']}-{row['engine']}"
-
-
 def listed(rows: Sequence[Row]) -> str:
     """Return the names of one run or more: `ddp, zero1 and fsdp`."""
-    *before, last = map(run_name, rows)
+    *before, last = (row["name"] for row in rows)
     return f"{', '.join(before)} and {last}" if before else last
 
 
-def evaluations(row: Row) -> list[Evaluated]:
-    """Return what a run evaluated, in order."""
-    return row.get("evaluation") or []
-
-
 def is_control(row: Row, control: Control | None) -> bool:
-    if control is None:
-        return False
-    name = control.get("name")
-    if name is not None:
-        return run_name(row) == name
-    return (row["strategy"], row["engine"]) == (control["strategy"], control["engine"])
+    return control is not None and row["name"] == control["name"]
 
 
 def control_row(results: Results) -> Row | None:
@@ -50,9 +33,7 @@ def control_row(results: Results) -> Row | None:
 def control_name(results: Results) -> str | None:
     """Return the control's name, None where there is none."""
     control = results["control"]
-    if control is None:
-        return None
-    return control.get("name") or f"{control['strategy']}-{control['engine']}"
+    return None if control is None else control["name"]
 
 
 def baseline(results: Results) -> Row | None:
@@ -90,7 +71,7 @@ def status_of(row: Row) -> str:
 
 
 def states_of(memory: Memory | None) -> int | None:
-    """Parameters, master weights, gradients and optimizer states of the worst rank together."""
+    """Return the bytes of parameters, master weights, gradients and optimizer states together."""
     if memory is None:
         return None
     known = [part for name in STATES if (part := memory[name]) is not None]
@@ -107,34 +88,35 @@ def peak_of(row: Row) -> int | None:
 
 def counted_peak(row: Row) -> int | None:
     """Return the bytes of all tensors at the fullest moment of a step."""
-    peak: Peak | None = row.get("peak")
-    return None if peak is None else peak["total_bytes"]
+    return None if row["peak"] is None else row["peak"]["total_bytes"]
+
+
+def offloads(row: Row) -> bool:
+    strategy = STRATEGIES.get(row["strategy"])
+    return strategy is not None and strategy.offloads
 
 
 def host_in_peak(row: Row) -> bool:
     """Whether the counted peak has offloaded states in it: the host is a rehearsal's device."""
-    strategy = STRATEGIES.get(row["strategy"])
-    return row["rehearsal"] and strategy is not None and strategy.offloads
+    return row["rehearsal"] and offloads(row)
 
 
 def host_in_peak_lines(rows: Sequence[Row]) -> list[str]:
     """Say whose counted peak would be smaller on a GPU; nothing where there is none."""
-    found = [row for row in rows if counted_peak(row) is not None and host_in_peak(row)]
-    names = ", ".join(dict.fromkeys(map(run_name, found)))
-    return (
-        [
-            f"Offloaded states are in the counted peak of {names}, since the host is the device "
-            "in a rehearsal; on a GPU they are not."
-        ]
-        if found
-        else []
+    names = dict.fromkeys(
+        row["name"] for row in rows if counted_peak(row) is not None and host_in_peak(row)
     )
+    if not names:
+        return []
+    return [
+        f"Offloaded states are in the counted peak of {', '.join(names)}, since the host is the "
+        "device in a rehearsal; on a GPU they are not."
+    ]
 
 
 def counts_peaks(results: Results) -> bool:
     """Whether this is a rehearsal that counted what its tensors come to at their fullest."""
-    rehearsal = results.get("rehearsal", False)
-    return rehearsal and any(row.get("peak") for row in results["runs"])
+    return results["rehearsal"] and any(row["peak"] for row in results["runs"])
 
 
 def peak_field(row: Row, *, counted: bool = False) -> str:
@@ -167,38 +149,33 @@ def predicted_peak(row: Row, *, counted: bool = False) -> tuple[int, int] | None
     Args:
         counted: Of the tensors alone, in the step that was counted.
     """
-    predicted = row.get("predicted")
-    ends = predicted and (predicted.get("counted_bytes") if counted else predicted["peak_bytes"])
+    ends = row["predicted"]["counted_bytes" if counted else "peak_bytes"]
     return (ends["low"], ends["high"]) if ends else None
 
 
 def why_not_predicted(row: Row) -> str:
     """Return why the planner says nothing of a run."""
-    predicted = row.get("predicted")
-    reason = None if predicted is None else predicted["reason"]
-    return reason or "its record has no prediction"
+    return row["predicted"]["reason"] or "its record has no prediction"
 
 
 def planner_word(row: Row) -> str:
     """Say what the planner expected of a run's peak, and by how much that is more than it had."""
-    predicted = row.get("predicted")
     peak = predicted_peak(row)
-    if predicted is None or peak is None:
-        reason = None if predicted is None else predicted["reason"]
-        return reason or reason_for(row, "predicted", otherwise="not predicted")
+    if peak is None:
+        return why_not_predicted(row)
     where = " on a GPU" if row["rehearsal"] else ""
-    said = f"predicted peak{where} {size_between(*peak)}"
-    room, over = predicted.get("room_bytes"), predicted.get("over_bytes")
+    text = f"predicted peak{where} {size_between(*peak)}"
+    room, over = row["predicted"]["room_bytes"], row["predicted"]["over_bytes"]
     if room is None or over is None:
-        return f"{said}; there is no GPU's memory to hold it against" + (
+        return f"{text}; there is no GPU's memory to hold it against" + (
             " in a rehearsal" if row["rehearsal"] else ""
         )
     of = f"the {_short(room)} of its smallest GPU"
     low, high = over["low"], over["high"]
     if high <= 0:
-        return f"{said}, and {size_between(-high, -low)} to spare of {of}: it was expected to fit"
+        return f"{text}, and {size_between(-high, -low)} to spare of {of}: it was expected to fit"
     lacks = size_between(low, high) if low > 0 else f"up to {_short(high)}"
-    return f"{said}; with the allocator's share and the CUDA context {lacks} more than {of}"
+    return f"{text}; with the allocator's share and the CUDA context {lacks} more than {of}"
 
 
 def _short(count: int) -> str:

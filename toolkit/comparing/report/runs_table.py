@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import Final
 
-from toolkit.comparing.report.grid import Column, Section, at, grid, missing_lines, value_at
+from toolkit.comparing.report import words
+from toolkit.comparing.report.grid import Column, Section, columns_of, grid, missing_lines
 from toolkit.comparing.report.names import both_engines
 from toolkit.comparing.report.row_facts import (
     baseline,
     control_name,
     counted_peak,
     counts_peaks,
-    evaluations,
     host_in_peak_lines,
     is_control,
     peak_field,
@@ -24,20 +24,19 @@ from toolkit.comparing.report.row_facts import (
     predicted_peak,
     ratio,
     reason_for,
-    run_name,
     states_of,
     status_of,
 )
 from toolkit.comparing.report.turned import turned_order
 from toolkit.comparing.report.words import (
     NOT_AVAILABLE,
-    dollars,
     number,
     seconds,
-    share,
     size,
     size_between,
+    tokens_per_second,
 )
+from toolkit.records.fields import NO_PRICE
 from toolkit.records.results import Control, Results, Row
 
 COLUMNS: Final = (
@@ -57,8 +56,6 @@ MEASURED: Final = ("states", "peak memory", "final loss", "gap")
 EVALUATED: Final = ("eval loss", "perplexity")
 """Columns of a comparison that evaluates: of each run's last evaluation."""
 
-NO_PRICE: Final = "no price of a GPU was given"
-
 
 def cells(row: Row, control: Control | None, *, counted: bool = False) -> dict[str, str]:
     """Return the table's cells of one run by column; none is empty.
@@ -77,30 +74,26 @@ def cells(row: Row, control: Control | None, *, counted: bool = False) -> dict[s
         "strategy": row["strategy"],
         "engine": row["engine"],
         "status": status_of(row),
-        "tokens/s": number(row["tokens_per_second"], "{:,.0f}"),
-        "step time": seconds(None if step is None else step["median"]),
+        "tokens/s": tokens_per_second(row["tokens_per_second"]),
+        "step time": seconds(step and step["median"]),
         "states": size(states_of(row["memory"])),
         "peak memory": peak,
         "final loss": number(row["final_loss"], "{:.4f}"),
-        "gap": (
-            "control"
-            if is_control(row, control)
-            else number(None if gap is None else gap["max"], "{:.1e}")
-        ),
+        "gap": ("control" if is_control(row, control) else words.gap(gap and gap["max"])),
     }
 
 
 def heading(column: str, results: Results) -> str:
     if column == "peak memory" and counts_peaks(results):
         return "peak, counted"
-    if column == "peak memory" and results.get("rehearsal"):
+    if column == "peak memory" and results["rehearsal"]:
         return "peak host memory"
     return "gap to the control" if column == "gap" else column
 
 
 def shows_speed(results: Results) -> bool:
     """Whether the main table has speeds: those of a rehearsal say nothing about GPUs."""
-    return not results.get("rehearsal", False)
+    return not results["rehearsal"]
 
 
 def runs_table(results: Results, *, speed: bool | None = None) -> Section:
@@ -144,7 +137,7 @@ def _measured(results: Results, base: Row | None, *, speed: bool) -> dict[str, s
         columns["step time"] = "step_seconds"
     columns |= {"states": "memory", "peak memory": None}
     columns |= {"final loss": "final_loss", "gap": "loss_gap"}
-    if any(map(evaluations, results["runs"])):
+    if any(row["evaluation"] for row in results["runs"]):
         columns |= dict.fromkeys(EVALUATED, "evaluation")
     return columns
 
@@ -159,7 +152,7 @@ def _shown(row: Row, results: Results, base: Row | None) -> dict[str, str]:
 
 
 def _evaluated(row: Row) -> list[str]:
-    last = next(reversed(evaluations(row)), None)
+    last = next(reversed(row["evaluation"] or []), None)
     return [
         number(None if last is None else last["loss"], "{:.4f}"),
         number(None if last is None else last["perplexity"], "{:,.2f}"),
@@ -184,7 +177,7 @@ def _missing(results: Results, base: Row | None, *, speed: bool) -> list[str]:
 def out_of_memory(results: Results) -> list[str]:
     """Say of each run that ran out of memory what the planner expected of it."""
     return [
-        f"{run_name(row)} ran out of memory: {planner_word(row)}."
+        f"{row['name']} ran out of memory: {planner_word(row)}."
         for row in results["runs"]
         if row["status"] == "oom"
     ]
@@ -199,7 +192,7 @@ def _named(results: Results, base: Row | None) -> list[str]:
         lines.append(f"Control: {name}; gaps are measured from it.{why}")
     if base is not None:
         on = f" on {base['num_processes']} processes" if _scaled(results) else ""
-        lines.append(f"Baseline of speed: {run_name(base)}{on}; the others are multiples of it.")
+        lines.append(f"Baseline of speed: {base['name']}{on}; the others are multiples of it.")
     if counts_peaks(results):
         lines.append(
             "States: weights, gradients and optimizer states of the fullest rank. Peak: all its "
@@ -214,7 +207,7 @@ def _scaled(results: Results) -> bool:
 
 
 def _versus(base: Row) -> str:
-    return f"vs {run_name(base)}"
+    return f"vs {base['name']}"
 
 
 def _times(row: Row, base: Row | None) -> str:
@@ -223,45 +216,16 @@ def _times(row: Row, base: Row | None) -> str:
 
 def speed_and_cost(results: Results) -> Section | None:
     """Return what the speed comes to in arithmetic and money; None where no run has any of it."""
-    runs = results["runs"]
-    if all(value_at(row, column.field) is None for row in runs for column in SPEED_COLUMNS):
+    runs, declared = results["runs"], columns_of("speed")
+    if all(column.of(row) == NOT_AVAILABLE for row in runs for column in declared):
         return None
-    # An earlier toolkit's results have no word on the others, nor a reason.
-    wanted = [
-        column
-        for column in SPEED_COLUMNS
-        if any(column.field.partition(".")[0] in row for row in runs)
-    ]
     base = baseline(results)
-    columns = [
-        at("tokens/s", "tokens_per_second", _whole),
-        *(
-            [Column(_versus(base), lambda row: _times(row, base), "tokens_per_second")]
-            if base
-            else []
-        ),
-        *wanted,
-    ]
-    section = grid(runs, columns, whole=False)
+    speed = "tokens_per_second"
+    columns = [Column("tokens/s", lambda row: tokens_per_second(row[speed]), speed)]
+    if base is not None:
+        columns.append(Column(_versus(base), lambda row: _times(row, base), speed))
+    section = grid(runs, [*columns, *declared], whole=False)
     return section._replace(notes=[*_conventions(results), *section.notes])
-
-
-def _whole(value: float | None) -> str:
-    return number(value, "{:,.0f}")
-
-
-def _three_digits(value: float | None) -> str:
-    return number(value, "{:,.0f}" if value is not None and value >= 100 else "{:.3g}")
-
-
-SPEED_COLUMNS: Final = (
-    at("supervised tokens/s", "supervised_tokens_per_second", _whole),
-    at("TFLOP/s a GPU", "compute.tflops_per_gpu", _three_digits),
-    at("MFU", "compute.mfu", share, otherwise="the peak of its GPU is not known"),
-    at("GPU-hours", "cost.gpu_hours", _three_digits),
-    at("cost", "cost.dollars", dollars, otherwise=NO_PRICE),
-    at("a million tokens", "cost.dollars_per_million_tokens", dollars, otherwise=NO_PRICE),
-)
 
 
 def _conventions(results: Results) -> list[str]:
@@ -270,11 +234,13 @@ def _conventions(results: Results) -> list[str]:
         "Tokens/s counts all tokens of the packed rows, supervised tokens/s those that are "
         "trained on."
     ]
-    computed = [each for row in results["runs"] if (each := row.get("compute"))]
-    named = dict.fromkeys(f"{each['convention']} (GPU: {each['gpu']})" for each in computed)
-    lines += [f"TFLOP/s and MFU: {text}" for text in named]
-    if any(row.get("cost") for row in results["runs"]):
-        price = results.get("dollars_per_hour")
+    computed = [compute for row in results["runs"] if (compute := row["compute"])]
+    conventions = dict.fromkeys(
+        f"{compute['convention']} (GPU: {compute['gpu']})" for compute in computed
+    )
+    lines += [f"TFLOP/s and MFU: {text}" for text in conventions]
+    if any(row["cost"] for row in results["runs"]):
+        price = results["dollars_per_hour"]
         lines.append(
             "GPU-hours are those of the whole run, start and save included. "
             + (

@@ -29,7 +29,7 @@ from toolkit.comparing.report.matching import (
     traffic_bytes,
 )
 from toolkit.comparing.report.page import LONG, STYLE, WORDY
-from toolkit.comparing.report.row_facts import run_name, states_of, status_of
+from toolkit.comparing.report.row_facts import states_of, status_of
 from toolkit.comparing.report.table_file import csv_cell
 from toolkit.comparing.report.terminal import print_line
 from toolkit.errors import UsageError, is_full_disk
@@ -161,7 +161,7 @@ def _line(found: SideBySide, a: Row | None, b: Row | None) -> dict[str, Any]:
     row = a or b
     assert row is not None
     line: dict[str, Any] = {
-        "run": run_name(row),
+        "run": row["name"],
         "strategy": row["strategy"],
         "engine": row["engine"],
         "num_processes": row["num_processes"],

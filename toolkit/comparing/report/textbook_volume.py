@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Final
 
-from toolkit.records.results import Row, Traffic
+from toolkit.comparing.report.words import NOT_AVAILABLE
+from toolkit.records.fields import Traffic
+from toolkit.records.results import Row
 from toolkit.strategies import STRATEGIES, Strategy
 
 PADDING: Final = 1e-3
@@ -25,9 +27,9 @@ def difference_in_words(row: Row) -> str:
 
     Only of gradients and parameters: norms, buffers and counts are no part of the papers' volume.
     """
-    traffic = row.get("traffic")
+    traffic = row["traffic"]
     if traffic is None:
-        return row["not_measured"].get("traffic", "not counted")
+        return NOT_AVAILABLE
     papers, sent = traffic["textbook_elements"], traffic["sent_elements"]
     if not papers:
         return NOTHING
@@ -41,7 +43,7 @@ def difference_in_words(row: Row) -> str:
 
 
 def _reasons(traffic: Traffic, strategy: Strategy | None) -> list[str]:
-    trained, everything = traffic.get("trained_elements"), traffic.get("all_elements")
+    trained, everything = traffic["trained_elements"], traffic["all_elements"]
     if strategy is None or not trained or not everything:
         return []
     sent = Counter[tuple[str, str]]()

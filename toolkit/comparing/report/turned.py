@@ -10,11 +10,11 @@ from toolkit.comparing.report.row_facts import (
     listed,
     measured,
     peak_of,
-    run_name,
     states_of,
 )
 from toolkit.comparing.report.words import size
-from toolkit.records.results import Peak, Results, Row
+from toolkit.records.fields import Peak
+from toolkit.records.results import Results, Row
 from toolkit.strategies import STRATEGIES
 
 NOTICEABLE: Final = 1.02
@@ -56,7 +56,7 @@ def turned_order(results: Results) -> list[str]:
 
 def _sentence(row: Row, others: list[Row]) -> str:
     names = listed(others)
-    text = f"{run_name(row)} holds smaller states than {names} and peaks higher: "
+    text = f"{row['name']} holds smaller states than {names} and peaks higher: "
     most, extra = _largest_extra(row, others[-1])
     if most is None:
         return f"{text}what its kernels and the allocator hold beside its tensors."
@@ -75,7 +75,7 @@ def _largest_extra(row: Row, other: Row) -> tuple[str | None, int]:
 
 def _beside(row: Row) -> dict[str, int]:
     """Return the bytes of the fullest moment that are no states, by category."""
-    peak: Peak | None = row.get("peak")
+    peak: Peak | None = row["peak"]
     memory = row["memory"]
     if peak is None or memory is None:
         return {}

@@ -6,30 +6,23 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from toolkit.comparing.parity import broken_sentence
+from toolkit.comparing.parity.gates import gate_names
+from toolkit.comparing.parity.judgement import broken_sentence
 from toolkit.comparing.report.row_facts import (
     BASELINE,
     control_name,
     counted_peak,
     counts_peaks,
-    evaluations,
     failed,
     host_in_peak,
     is_control,
     listed,
     measured,
     peak_of,
-    run_name,
     states_of,
 )
 from toolkit.comparing.report.words import share, size
 from toolkit.records.results import Noise, Results, Row
-
-GATE_NAMES: Final = ("loss", "grad_norm", "weights", "data")
-"""Those of every comparison."""
-
-EVALUATION: Final = "evaluation"
-"""The gate of a comparison that evaluates."""
 
 REHEARSAL: Final = (
     "This was a rehearsal on the CPU: its speed says nothing about GPUs. "
@@ -51,16 +44,16 @@ def verdict(results: Results) -> str:
         _names([row for row in rows if row["status"] == "skipped"], "{} could not run here"),
     ]
     if not any(row["broken"] for row in good):
-        if not results.get("rehearsal", False):
-            clauses.append(_speed_clause(good, results.get("noise")))
+        if not results["rehearsal"]:
+            clauses.append(_speed_clause(good, results["noise"]))
         clauses.append(_memory_clause(good, results))
     said = [clause for clause in clauses if clause]
-    if not said and not results.get("complete", True):
+    if not said and not results["complete"]:
         return "Not finished yet: the control ran to its end, the other runs are outstanding."
     if not said:
         return "The control ran to its end; there is nothing to compare it with."
     text = ", and ".join(filter(None, ("; ".join(said[:-1]), said[-1])))
-    if not results.get("complete", True):
+    if not results["complete"]:
         return f"Not finished yet: {text}."
     # The name of a run keeps its letters.
     if text.startswith(("all ", "both ", "no ")):
@@ -105,10 +98,10 @@ def _speed_clause(good: Sequence[Row], noise: Noise | None) -> str:
         return ""
     most, best = speeds[0]
     if noise is None:
-        return f"{run_name(best)} had the most tokens a second, which may be chance"
+        return f"{best['name']} had the most tokens a second, which may be chance"
     near = [row for speed, row in speeds if most - speed <= noise["share"] * speed]
     if len(near) == 1:
-        return f"{run_name(best)} was the fastest"
+        return f"{best['name']} was the fastest"
     return f"{listed(near)} were the fastest, too near to tell apart"
 
 
@@ -127,8 +120,8 @@ def _memory_clause(good: Sequence[Row], results: Results) -> str:
             return ""
     saved = share((most - least) / most)
     return (
-        f"{run_name(row)} needed the least memory: {size(least)} {what}, {saved} less than "
-        f"{run_name(other)}"
+        f"{row['name']} needed the least memory: {size(least)} {what}, {saved} less than "
+        f"{other['name']}"
     )
 
 
@@ -136,7 +129,7 @@ def _memory_of(
     good: Sequence[Row], results: Results
 ) -> tuple[Callable[[Row], int | None], Sequence[Row], str]:
     """Return which bytes of a run tell its need of memory, which runs they tell it of, and what."""
-    if not results.get("rehearsal", False):
+    if not results["rehearsal"]:
         return peak_of, good, "a GPU at its peak"
     if counts_peaks(results):
         # With the host for a device, offload makes no peak smaller, as it would on a GPU.
@@ -150,14 +143,9 @@ def findings(results: Results) -> str:
     if not good:
         return ""
     sentences = _agreement_sentences(good, results)
-    if not results.get("rehearsal", False):
-        sentences += _speed_sentences(good, results.get("noise"))
+    if not results["rehearsal"]:
+        sentences += _speed_sentences(good, results["noise"])
     return " ".join([*sentences, *_memory_sentences(good, results)])
-
-
-def gate_names(rows: Sequence[Row]) -> tuple[str, ...]:
-    """Return the gates that these runs could have held."""
-    return (*GATE_NAMES, EVALUATION) if any(map(evaluations, rows)) else GATE_NAMES
 
 
 def broken_lines(results: Results) -> list[str]:
@@ -177,7 +165,7 @@ def unjudged_lines(results: Results) -> list[str]:
             continue
         for field, reason in row["not_measured"].items():
             if field.startswith("gates."):
-                gates = found.setdefault(reason, {}).setdefault(run_name(row), [])
+                gates = found.setdefault(reason, {}).setdefault(row["name"], [])
                 gates.append(field.removeprefix("gates."))
     return [
         "Not judged: "
@@ -191,7 +179,7 @@ def _agreement_sentences(good: Sequence[Row], results: Results) -> list[str]:
     broken = [row for row in good if row["broken"]]
     if broken:
         return [
-            f"{', '.join(map(run_name, broken))} did not train as the control did: "
+            f"{', '.join(row['name'] for row in broken)} did not train as the control did: "
             f"{broken_sentence(broken[0]['broken'][0])}"
         ]
     name = control_name(results)
@@ -209,7 +197,7 @@ def _agreement_sentence(others: Sequence[Row], name: str) -> str:
         return f"No run could be judged against {name}."
     gaps = [(row["loss_gap"]["max"], row) for row in judged if row["loss_gap"] is not None]
     largest = max(gaps, key=lambda gap: gap[0], default=None)
-    gap = "" if largest is None else f" (largest loss gap {largest[0]:.1e}, {run_name(largest[1])})"
+    gap = "" if largest is None else f" (largest loss gap {largest[0]:.1e}, {largest[1]['name']})"
     missing = _not_judged(judged)
     which = "every gate held"
     if missing:
@@ -227,12 +215,12 @@ def _speed_sentences(good: Sequence[Row], noise: Noise | None) -> list[str]:
     if noise is None:
         after, second = speeds[1]
         return [
-            f"{run_name(best)} had the most tokens/s ({most:,.0f}), {run_name(second)} came next "
+            f"{best['name']} had the most tokens/s ({most:,.0f}), {second['name']} came next "
             f"({after:,.0f}); how far such a difference means anything was not measured."
         ]
     near = [(speed, row) for speed, row in speeds if most - speed <= noise["share"] * speed]
     if len(near) == 1:
-        return [f"{run_name(best)} was the fastest ({most:,.0f} tokens/s)."]
+        return [f"{best['name']} was the fastest ({most:,.0f} tokens/s)."]
     return [
         f"{listed([row for _, row in near])} were the fastest, too near to tell apart "
         f"({near[-1][0]:,.0f} to {most:,.0f} tokens/s; a difference under {share(noise['share'])} "
@@ -255,7 +243,7 @@ def _by_speed(good: Sequence[Row]) -> list[tuple[float, Row]]:
 def _memory_sentences(good: Sequence[Row], results: Results) -> list[str]:
     """Say who needed least and who most: on the device, else counted."""
     of, alike, _ = _memory_of(good, results)
-    if not results.get("rehearsal", False):
+    if not results["rehearsal"]:
         text = "{} needed the least memory ({} at its peak), {} the most ({})."
     elif counts_peaks(results):
         text = (
@@ -275,7 +263,7 @@ def _extremes(good: Sequence[Row], of: Callable[[Row], int | None], text: str) -
     most, other = max(held, key=lambda pair: pair[0])
     if size(most) == size(least):
         return []
-    return [text.format(run_name(row), size(least), run_name(other), size(most))]
+    return [text.format(row["name"], size(least), other["name"], size(most))]
 
 
 def _count(rows: Sequence[Row]) -> str:
@@ -283,4 +271,4 @@ def _count(rows: Sequence[Row]) -> str:
 
 
 def _names(rows: Sequence[Row], text: str) -> str:
-    return text.format(", ".join(map(run_name, rows))) if rows else ""
+    return text.format(", ".join(row["name"] for row in rows)) if rows else ""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, cast
 
 from toolkit.escaping import one_line
+from toolkit.records.fields import Unit
 
 NOT_AVAILABLE: Final = "n/a"
 
@@ -62,6 +63,41 @@ def dollars(value: float | None) -> str:
     return number(value, "${:,.2f}" if value is None or abs(value) >= 0.1 else "${:.2g}")
 
 
+def three_digits(value: float | None) -> str:
+    return number(value, "{:,.0f}" if value is not None and value >= 100 else "{:.3g}")
+
+
+def tokens_per_second(value: float | None) -> str:
+    return number(value, "{:,.0f}")
+
+
+def gap(value: float | None) -> str:
+    return number(value, "{:.1e}")
+
+
+_IN_UNIT: Final[dict[Unit, Callable[[Any], str]]] = {
+    "bytes": size,
+    "seconds": seconds,
+    "tokens/s": tokens_per_second,
+    "TFLOP/s": three_digits,
+    "share": share,
+    "hours": three_digits,
+    "dollars": dollars,
+    "loss": lambda value: number(value, "{:.6f}"),
+    "gap": gap,
+    "count": str,
+    "text": str,
+    "step seconds": lambda value: seconds(value["median"]),
+    "difference": lambda value: f"{gap(value['value'])} ({value['tensor']})",
+    "interval": lambda value: size_between(value["low"], value["high"]),
+}
+
+
+def in_unit(value: Any, unit: Unit) -> str:
+    """Return a value of a declared field as it is printed."""
+    return NOT_AVAILABLE if value is None else _IN_UNIT[unit](value)
+
+
 def flat(value: Any) -> str:
     """Return a recorded value in one line, whatever it holds."""
     if isinstance(value, dict):
@@ -86,8 +122,8 @@ def facts(recorded: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def method_in_words(training: Mapping[str, Any]) -> str:
-    """Say what a record's `training` trains; one from before there were methods trains it all."""
-    method = training.get("method", "full")
+    """Say what a record's `training` trains."""
+    method = training["method"]
     if method == "full":
         return "full"
     numbers = [
@@ -97,19 +133,19 @@ def method_in_words(training: Mapping[str, Any]) -> str:
             ("alpha", "lora_alpha"),
             ("dropout", "lora_dropout"),
         )
-        if (value := training.get(field)) is not None
-        and not (name == "dropout" and training.get("dropout") == "off")
+        if (value := training[field]) is not None
+        and not (name == "dropout" and training["dropout"] == "off")
     ]
-    layers = ", ".join(training.get("lora_target_modules") or ["some layers"])
+    layers = ", ".join(training["lora_target_modules"] or ["some layers"])
     return f"{', '.join([method, *numbers])}, on {layers}"
 
 
 def dropout_in_words(training: Mapping[str, Any]) -> str | None:
     """Say which dropout was set to 0, from a record's `training`; None where there was none."""
-    own: dict[str, float] = training.get("own_dropout", {})
-    if training.get("dropout") != "off" or not own:
+    probabilities: dict[str, float] = training["own_dropout"]
+    if training["dropout"] != "off" or not probabilities:
         return None
-    names = ", ".join(f"{name} {value:g}" for name, value in own.items())
+    names = ", ".join(f"{name} {value:g}" for name, value in probabilities.items())
     return f"set to 0 in every run (own values: {names})"
 
 
@@ -118,14 +154,13 @@ def switches_in_words(trainings: Sequence[Mapping[str, Any]]) -> str:
 
     Some are for one backend alone: what was not on in every run says so.
     """
-    each_on: list[dict[str, Any]] = [training["speed"]["on"] for training in trainings]
-    names = dict.fromkeys(name for on in each_on for name in on)
-    found: list[str] = []
-    for name in names:
-        values = [on[name] for on in each_on if name in on]
-        only = "" if len(values) == len(each_on) else " (where it applies)"
-        found.append(f"{name}{_set_to(values[0])}{only}")
-    return ", ".join(found) or "none"
+    switches: list[dict[str, Any]] = [training["speed"]["on"] for training in trainings]
+    texts: list[str] = []
+    for name in dict.fromkeys(name for on in switches for name in on):
+        values = [on[name] for on in switches if name in on]
+        only = "" if len(values) == len(switches) else " (where it applies)"
+        texts.append(f"{name}{_set_to(values[0])}{only}")
+    return ", ".join(texts) or "none"
 
 
 def _set_to(value: Any) -> str:

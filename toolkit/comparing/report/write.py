@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 from toolkit.comparing.report.markdown import bullets, escaped, fenced, section_text
 from toolkit.comparing.report.names import for_readers
 from toolkit.comparing.report.redact import redact_results
-from toolkit.comparing.report.row_facts import run_name
 from toolkit.comparing.report.runs_table import COLUMNS, cells, runs_table, speed_and_cost
 from toolkit.comparing.report.sections import parts
 from toolkit.comparing.report.sections.failures import Failure, failures
@@ -29,7 +28,8 @@ from toolkit.comparing.report.verdict import (
 from toolkit.comparing.report.words import facts
 from toolkit.escaping import code
 from toolkit.files import write_text
-from toolkit.records.results import Results, read_results
+from toolkit.records.fields import Table, fields_of
+from toolkit.records.results import Results, Row, read_results
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -72,17 +72,17 @@ def print_report(results: Results, *, console: Console, show_speed: bool = False
     for text in (*shown.notes, *broken_lines(results), *unjudged_lines(results)):
         console.print(Text(text), highlight=False)
     console.print(Text(verdict(results), style="bold"), highlight=False)
-    if results.get("rehearsal"):
+    if results["rehearsal"]:
         console.print(Text(REHEARSAL), highlight=False)
 
 
 def render_markdown(results: Results) -> str:
     """Return the report as GitHub markdown."""
     results = for_readers(results)
-    name = results.get("name", "comparison")
+    name = results["name"]
     blocks = [
         f"# Comparison {escaped(name)}",
-        *([REHEARSAL] if results.get("rehearsal") else []),
+        *([REHEARSAL] if results["rehearsal"] else []),
         f"**{escaped(verdict(results))}**",
         bullets([escaped(line) for line in broken_lines(results)]),
         escaped(findings(results)),
@@ -92,7 +92,7 @@ def render_markdown(results: Results) -> str:
         blocks += [f"## {part.title}", section_text(part.section)]
     blocks += [
         "## What was the same in every run",
-        _facts(results.get("fixed", {})),
+        _facts(results["fixed"]),
         "## Environment",
         _facts(results["environment"]),
         "## Commands",
@@ -105,30 +105,25 @@ def render_markdown(results: Results) -> str:
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
-IN_TABLES: Final = (
-    *("gates.", "loss_gap", "grad_norm_gap", "weight_gap", "weight_difference"),
-    "gradient_difference",
-    *("evaluation", "eval_loss_gap", "samples"),
-    *("memory", "peak", "traffic"),
-    *("tokens_per_second", "step_seconds", "phases", "spread", "warm_up", "save_seconds"),
-)
-"""Beginnings of the fields whose reasons stand below a table."""
-
-IN_SPEED_TABLE: Final = ("supervised_tokens_per_second", "compute", "cost")
+ELSEWHERE: Final = ("gates", "memory", "peak", "traffic", "evaluation", "eval_loss_gap", "samples")
+"""Fields whose reasons stand below tables that are not made from declared columns alone."""
 
 
 def not_measured(results: Results) -> list[str]:
     """Name what no table has named already."""
-    told = IN_TABLES if speed_and_cost(results) is None else (*IN_TABLES, *IN_SPEED_TABLE)
-    of_all = results.get("not_measured", {}).items()
+    tables = {*get_args(Table)} - (set() if speed_and_cost(results) else {"speed"})
+    named = {*ELSEWHERE, "tokens_per_second", "step_seconds", "spread"} | {
+        path.partition(".")[0] for path, fact in fields_of(Row) if fact.table in tables
+    }
+    of_all = results["not_measured"].items()
     # How large a difference in speed means something stands among the limits.
     lines = [f"{field}: {reason}" for field, reason in of_all if field != "noise"]
     return lines + [
-        f"{run_name(row)}, {field}: {reason}"
+        f"{row['name']}, {field}: {reason}"
         for row in results["runs"]
         if row["status"] == "ok"
         for field, reason in row["not_measured"].items()
-        if not field.startswith(told)
+        if field.partition(".")[0] not in named
     ]
 
 

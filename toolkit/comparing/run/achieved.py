@@ -9,7 +9,8 @@ from toolkit.comparing.predicted import job_of
 from toolkit.errors import UsageError
 from toolkit.planning.speed.flops import CONVENTION, model_flops
 from toolkit.planning.speed.gpus import gpu
-from toolkit.records.results import Compute, Cost, Record
+from toolkit.records.record import Record
+from toolkit.records.results import Compute, Cost
 from toolkit.strategies import SHORT_DTYPES
 
 NO_GPU: Final = "a rehearsal used no GPU"
@@ -113,10 +114,10 @@ def _peak_flops(name: str, record: Record) -> float:
     """
     found = gpu(name)
     training, precision = record["training"], record["precision"]
-    dtype = precision if precision != "no" else SHORT_DTYPES.get(training.get("dtype", "float32"))
+    dtype = precision if precision != "no" else SHORT_DTYPES.get(training["dtype"])
     if dtype is None:
         raise UsageError(f"the rate of {found.name} in {training['dtype']} is not known")
-    if dtype != "fp32" or not training.get("tf32"):
+    if dtype != "fp32" or not training["tf32"]:
         return found.flops(dtype)
     if found.tf32_flops is None:
         raise UsageError(f"the rate of {found.name} in TF32 is not known")

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from toolkit.errors import UsageError
-from toolkit.records.results import RECORD_FILE, Record, Spec, read_as, read_record
+from toolkit.records.json_files import read_as
+from toolkit.records.record import RECORD_FILE, Record, read_record
+from toolkit.records.results import Spec
 from toolkit.redaction import redacted, redacted_words
 
 SPEC_FILE: Final = "spec.json"

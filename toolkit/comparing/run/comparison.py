@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.comparing.parity import first_common_step
+from toolkit.comparing.parity.gates import first_common_step
 from toolkit.comparing.predicted import Facts, facts_of
 from toolkit.comparing.report.terminal import print_line
 from toolkit.comparing.report.words import (
@@ -37,7 +37,8 @@ from toolkit.configs import ConfigOptions, render_configs
 from toolkit.errors import UsageError
 from toolkit.escaping import one_line
 from toolkit.launching.folder_lock import lock_folder
-from toolkit.records.results import RESULTS_FILE, SCHEMA, Control, Results, Row, write_json
+from toolkit.records.json_files import SCHEMA, write_json
+from toolkit.records.results import Control, RESULTS_FILE, Results, Row
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -172,7 +173,7 @@ class Comparison:
 
     def control_start(self) -> Finished | None:
         control = self.control()
-        return None if control is None else self.finished[control.get("name", "")][0]
+        return None if control is None else self.finished[control["name"]][0]
 
     def make_rows(self) -> None:
         """Make the rows of all runs that ended or are skipped, and judge them."""

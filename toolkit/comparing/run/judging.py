@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from toolkit.comparing.parity import Judgement, judge, judge_control
+from toolkit.comparing.parity.gates import judge, judge_control, unjudged
+from toolkit.comparing.parity.judgement import Judgement
 from toolkit.comparing.run.attempts import Finished
 from toolkit.records.results import Broken
 
@@ -30,11 +31,11 @@ class Judging:
         Args:
             starts: In order, at least one.
             control: First start of the control.
-            first_step: See `parity.first_common_step`.
+            first_step: See `gates.first_common_step`.
         """
-        return combined([self._one(start, control, first_step) for start in starts])
+        return combined([self._of_start(start, control, first_step) for start in starts])
 
-    def _one(self, start: Finished, control: Finished | None, first_step: int) -> Judgement:
+    def _of_start(self, start: Finished, control: Finished | None, first_step: int) -> Judgement:
         pair = (start.folder, None if control is None else control.folder, first_step)
         if pair not in self.known:
             self.known[pair] = _judged(start, control, first_step)
@@ -50,20 +51,20 @@ def combined(judgements: Sequence[Judgement]) -> Judgement:
     first = judgements[0]
     if len(judgements) == 1:
         # Copies: a row belongs to whoever writes into it.
-        return replace(first, gates=dict(first.gates), broken=[_copy(b) for b in first.broken])
-    names = dict.fromkeys(name for each in judgements for name in each.gates)
-    gates = {
-        name: all(each.gates[name] for each in judgements if name in each.gates) for name in names
-    }
+        broken = [gate.copy() for gate in first.broken]
+        return replace(first, gates=dict(first.gates), broken=broken)
+    gates: dict[str, bool] = {}
     broken: list[Broken] = []
     notes: list[str] = []
     not_measured: dict[str, str] = {}
-    for number, each in enumerate(judgements, 1):
-        for one in each.broken:
-            broken.append(_copy(one))
+    for number, judgement in enumerate(judgements, 1):
+        for name, held in judgement.gates.items():
+            gates[name] = gates.get(name, True) and held
+        for gate in judgement.broken:
+            broken.append(gate.copy())
             broken[-1]["repeat"] = number
-        notes += [f"repeat {number}: {note}" for note in each.notes]
-        for name, reason in each.not_measured.items():
+        notes += [f"repeat {number}: {note}" for note in judgement.notes]
+        for name, reason in judgement.not_measured.items():
             if number == 1 or name.startswith("gates."):
                 not_measured.setdefault(name, reason)
     for name in gates:
@@ -73,12 +74,7 @@ def combined(judgements: Sequence[Judgement]) -> Judgement:
 
 def _judged(start: Finished, control: Finished | None, first_step: int) -> Judgement:
     if control is None:
-        names = (
-            *("loss_gap", "grad_norm_gap", "weight_gap", "weight_difference"),
-            *("gradient_difference", "eval_loss_gap"),
-        )
-        gates = ("gates.loss", "gates.grad_norm", "gates.weights", "gates.data")
-        return Judgement(not_measured=dict.fromkeys((*names, *gates), NO_CONTROL))
+        return unjudged(NO_CONTROL)
     if start.folder == control.folder:
         return judge_control(start.record)
     judgement = judge(
@@ -91,7 +87,3 @@ def _judged(start: Finished, control: Finished | None, first_step: int) -> Judge
     if first_step > 1:
         judgement.notes.append(f"compared from step {first_step}, the first that no run skipped")
     return judgement
-
-
-def _copy(broken: Broken) -> Broken:
-    return broken.copy()

@@ -26,11 +26,7 @@ def noise_of(rows: Sequence[Row]) -> tuple[Noise | None, str | None]:
     """
     good = [row for row in rows if row["status"] == "ok" and row["tokens_per_second"]]
     speeds = [
-        [
-            math.log(one["tokens_per_second"])
-            for one in row.get("repeats", [])
-            if one["tokens_per_second"]
-        ]
+        [math.log(one["tokens_per_second"]) for one in row["repeats"] if one["tokens_per_second"]]
         for row in good
     ]
     speeds = [values for values in speeds if values]
@@ -41,7 +37,7 @@ def noise_of(rows: Sequence[Row]) -> tuple[Noise | None, str | None]:
     steps = [
         [seconds / statistics.fmean(one["timed_seconds"]) for seconds in one["timed_seconds"]]
         for row in good
-        for one in row.get("repeats", [])
+        for one in row["repeats"]
         if len(one["timed_seconds"]) >= FEWEST_STEPS
     ]
     if not steps:

@@ -14,7 +14,8 @@ from toolkit.comparing.run.attempts import SPEC_FILE, attempts, differences, spe
 from toolkit.errors import UsageError
 from toolkit.files import check_takes_files
 from toolkit.launching.folder_lock import LOCK_FILE, can_be_marked
-from toolkit.records.results import RESULTS_FILE, LostError, read_results
+from toolkit.records.json_files import LostError
+from toolkit.records.results import RESULTS_FILE, read_results
 
 START: Final = re.compile(r"(.+)-\d+")
 """Name of the folder of a start: that of its run, and a number."""

@@ -174,7 +174,7 @@ class LiveTable:
         for run, state, row in self.states.values():
             values = ["-"] * len(self.measured)
             if row is not None:
-                counted = self.rehearsal and bool(row.get("peak"))
+                counted = self.rehearsal and bool(row["peak"])
                 shown = cells(row, self.control, counted=counted)
                 values = [shown[name] for name in self.measured]
             status = Text(state, style=STATUS_STYLES.get(state, "red"))
@@ -204,7 +204,7 @@ def _ending(row: Row, control: Control | None) -> str:
     if row["status"] != "ok":
         return f"{row['status']}: {row['reason']}"
     shown = cells(row, control)
-    repeats = row.get("repeats")
+    repeats = row["repeats"]
     last = repeats[-1]["seconds"] if repeats else row["seconds"]
     seconds = "" if last is None else f" in {last:.0f} s"
     return f"ok{seconds}, final loss {shown['final loss']}, gap {shown['gap']}"

@@ -27,7 +27,8 @@ from toolkit.comparing.run.starting import end_of
 from toolkit.errors import UsageError
 from toolkit.launching.outcome import Ending, Outcome, judge
 from toolkit.launching.status import read_statuses
-from toolkit.records.results import Spec, read_record
+from toolkit.records.record import read_record
+from toolkit.records.results import Spec
 from toolkit.strategies import STRATEGIES, get_strategy
 
 if TYPE_CHECKING:

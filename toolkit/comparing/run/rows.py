@@ -6,60 +6,65 @@ records. What has no number has its reason in `not_measured`.
 
 from __future__ import annotations
 
+import re
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
-from toolkit.comparing.parity import Judgement, broken_sentence
+from toolkit.comparing.parity.judgement import Judgement, broken_sentence
 from toolkit.comparing.predicted import Facts, Told, expect, no_prediction, predict
 from toolkit.comparing.run.achieved import compute_of, cost_of, room_of
 from toolkit.comparing.run.attempts import Finished, command_at
-from toolkit.comparing.run.failures import known_fix, rank_ends
 from toolkit.comparing.run.plan import Run
-from toolkit.comparing.run.repeats import add_speed
-from toolkit.launching.outcome import Outcome
-from toolkit.records.results import Record, Row, Status
+from toolkit.launching.outcome import Outcome, shorten
+from toolkit.launching.status import RankStatus
+from toolkit.records.fields import Measured, spread_of
+from toolkit.records.record import Record
+from toolkit.records.results import Achieved, Judged, RankEnd, Repeat, Row, Spread, Status
 
 TAIL_LINES: Final = 30
 
-NOT_MEASURED_FIELDS: Final = (
-    "losses",
-    "grad_norms",
-    "final_loss",
-    "loss_gap",
-    "grad_norm_gap",
-    "weight_gap",
-    "weight_difference",
-    "gradient_difference",
-    "evaluation",
-    "eval_loss_gap",
-    "samples",
-    "tokens_per_second",
-    "supervised_tokens_per_second",
-    "step_seconds",
-    "phases",
-    "warm_up",
-    "save_seconds",
-    "spread",
-    "compute",
-    "cost",
-    "memory",
-    "peak",
-    "per_rank",
-    "traffic",
-    "attestation",
-    "seconds",
-)
+FROM_THE_RECORD: Final = (*Measured.__annotations__, "losses", "memory", "per_rank", "attestation")
+"""Fields that a row has from the record of its first start."""
 
-LATER: Final = (
-    *("supervised_tokens_per_second", "phases", "warm_up", "save_seconds", "peak"),
-    *("evaluation", "samples"),
-)
-"""Fields of a record that the first toolkits did not write."""
+NULL_WITH_REASON: Final = (*FROM_THE_RECORD, *Judged.__annotations__, *Achieved.__annotations__)
 
-NOT_YET: Final = "the record was written before it was measured"
 NO_FACTS: Final = "not predicted: no run has told what model it is"
+ONE_START: Final = "the run was started once"
+NO_SPEED: Final = "tokens/s were not measured in two starts"
+
+OUT_OF_MEMORY: Final = (
+    "Use a smaller --global_batch_size or -- --max_length, or a strategy that shards or offloads "
+    "more: zero3, fsdp, zero3_offload, fsdp_offload."
+)
+
+FIXES: Final[tuple[tuple[str, str], ...]] = (
+    (
+        r"libaio",
+        "Install libaio's headers (libaio-dev on Debian and Ubuntu), then run again.",
+    ),
+    (
+        r"Python\.h: No such file",
+        "Install this Python's headers (python3-dev on Debian and Ubuntu), then run again.",
+    ),
+    (
+        r"CUDA_HOME|nvcc.*not found|[Cc]uda.*does not match the version.*compile",
+        "DeepSpeed compiles its NVMe offload with CUDA's own compiler: install the CUDA toolkit of "
+        "torch's version, or choose a strategy without NVMe.",
+    ),
+    (r"No space left on device|Errno 28", "Free disk space, or choose another --output."),
+    (
+        r"[Aa]ddress already in use|EADDRINUSE",
+        "Another program took the port; the same command with the same --output tries again.",
+    ),
+    (r"No module named '(\w+)", "A package is missing: run `pip install .` again."),
+    (
+        r"[Cc]onnection.*(huggingface|hf\.co)|(huggingface|hf\.co).*(offline|resolve|connect)",
+        "The Hub cannot be reached: name a local folder or file, or go online once.",
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,13 +108,13 @@ def build_row(
         setting: Shared by all rows.
         facts: Model and training, for the prediction of a run without a record.
     """
-    if planned.skipped is not None:
-        row = bare_row(planned, "skipped", planned.skipped, setting=setting)
-    elif starts:
+    if planned.skipped is None and starts:
         row = _measured_row(planned, starts, setting)
         if failure is not None:
             _add_failure(row, failure, setting)
         return row
+    if planned.skipped is not None:
+        row = bare_row(planned, "skipped", planned.skipped, setting=setting)
     else:
         assert failure is not None
         row = bare_row(
@@ -117,10 +122,11 @@ def build_row(
         )
         _add_failure(row, failure, setting)
     room = None if setting.rehearsal else room_of(setting.environment, planned.num_processes)
-    if facts is None:
-        row["predicted"] = no_prediction(NO_FACTS, room_bytes=room)
-    else:
-        row["predicted"] = expect(_told_of(planned, facts), room_bytes=room)
+    row["predicted"] = (
+        no_prediction(NO_FACTS, room_bytes=room)
+        if facts is None
+        else expect(_told_of(planned, facts), room_bytes=room)
+    )
     return row
 
 
@@ -128,87 +134,47 @@ def bare_row(
     planned: Run, status: Status, reason: str, *, setting: Setting, folder: Path | None = None
 ) -> Row:
     """Return a row in which nothing was measured."""
-    why = f"{status}: {reason}"
-    return Row(
-        name=planned.name,
-        strategy=planned.strategy.name,
-        engine=planned.engine,
-        status=status,
-        reason=reason,
-        losses=None,
-        grad_norms=None,
-        final_loss=None,
-        loss_gap=None,
-        grad_norm_gap=None,
-        weight_gap=None,
-        weight_difference=None,
-        gradient_difference=None,
-        evaluation=None,
-        eval_loss_gap=None,
-        samples=None,
-        gates={},
-        tokens_per_second=None,
-        supervised_tokens_per_second=None,
-        step_seconds=None,
-        phases=None,
-        warm_up=None,
-        save_seconds=None,
-        repeats=[],
-        spread=None,
-        compute=None,
-        cost=None,
-        memory=None,
-        peak=None,
-        per_rank=None,
-        ends=[],
-        traffic=None,
-        predicted=None,
-        attestation=None,
-        seconds=None,
-        not_measured=dict.fromkeys(NOT_MEASURED_FIELDS, why),
-        folder=None if folder is None else folder.name,
-        command=None if folder is None else command_at(folder),
-        num_processes=planned.num_processes,
-        per_device_train_batch_size=planned.per_device_train_batch_size,
-        gradient_accumulation_steps=planned.gradient_accumulation_steps,
-        rehearsal=setting.rehearsal,
-        broken=[],
-        notes=[],
-        tail=[],
-        fix=None,
-    )
+    content: dict[str, Any] = {
+        **dict.fromkeys(NULL_WITH_REASON),
+        "name": planned.name,
+        "strategy": planned.strategy.name,
+        "engine": planned.engine,
+        "status": status,
+        "reason": reason,
+        "gates": {},
+        "repeats": [],
+        "ends": [],
+        "predicted": no_prediction(NO_FACTS),
+        "not_measured": dict.fromkeys(NULL_WITH_REASON, f"{status}: {reason}"),
+        "folder": None if folder is None else folder.name,
+        "command": None if folder is None else command_at(folder),
+        "num_processes": planned.num_processes,
+        "per_device_train_batch_size": planned.per_device_train_batch_size,
+        "gradient_accumulation_steps": planned.gradient_accumulation_steps,
+        "rehearsal": setting.rehearsal,
+        "broken": [],
+        "notes": [],
+        "guard_warnings": [],
+        "tail": [],
+        "fix": None,
+    }
+    return cast("Row", content)
 
 
 def _measured_row(planned: Run, starts: Sequence[Finished], setting: Setting) -> Row:
-    records = [start.record for start in starts]
-    record = records[0]
-    row = bare_row(planned, "ok", "", setting=setting, folder=starts[0].folder)
+    record = starts[0].record
+    measured: dict[str, Any] = {name: record[name] for name in FROM_THE_RECORD}
+    bare = bare_row(planned, "ok", "", setting=setting, folder=starts[0].folder)
+    row = cast("Row", {**bare, **measured})
     row["reason"] = record["reason"]
+    row["rehearsal"] = record["rehearsal"]
     row["not_measured"] = dict(record["not_measured"])
-    row["losses"] = record["losses"]
-    row["grad_norms"] = record["grad_norms"]
-    row["final_loss"] = record["final_loss"]
-    row["evaluation"] = record.get("evaluation")
-    row["samples"] = record.get("samples")
-    row["memory"] = record["memory"]
-    row["peak"] = record.get("peak")
-    row["per_rank"] = record["per_rank"]
-    row["traffic"] = record.get("traffic")
-    row["attestation"] = record["attestation"]
     row["guard_warnings"] = [
         warning["text"]
         for start in starts
-        for warning in start.record.get("guards", {}).get("warnings", [])
+        for warning in start.record["guards"].get("warnings", [])  # guards that are off have none
     ]
-    row["phases"] = record.get("phases")
-    row["warm_up"] = record.get("warm_up")
-    row["save_seconds"] = record.get("save_seconds")
-    row["seconds"] = record["seconds"]
-    row["rehearsal"] = record["rehearsal"]
-    for name in LATER:
-        if name not in record:
-            row["not_measured"].setdefault(name, NOT_YET)
-    add_speed(row, starts)
+    _add_speed(row, starts)
     room = room_of(record["environment"], record["num_processes"])
     row["predicted"] = predict(record, room_bytes=None if record["rehearsal"] else room)
     row["compute"], missing = compute_of(record, row["tokens_per_second"])
@@ -217,11 +183,40 @@ def _measured_row(planned: Run, starts: Sequence[Finished], setting: Setting) ->
     return row
 
 
+def _add_speed(row: Row, starts: Sequence[Finished]) -> None:
+    """Put medians of the speed over all starts of a run into its row, and how far they spread."""
+    records = [start.record for start in starts]
+    row["repeats"] = [
+        Repeat(
+            folder=start.folder.name,
+            tokens_per_second=start.record["tokens_per_second"],
+            step_seconds=start.record["step_seconds"],
+            timed_seconds=start.record["timed_seconds"],
+            seconds=start.record["seconds"],
+        )
+        for start in starts
+    ]
+    speeds = [speed for record in records if (speed := record["tokens_per_second"])]
+    supervised = [speed for record in records if (speed := record["supervised_tokens_per_second"])]
+    row["tokens_per_second"] = statistics.median(speeds) if speeds else None
+    row["supervised_tokens_per_second"] = statistics.median(supervised) if supervised else None
+    row["step_seconds"] = spread_of(
+        [seconds for record in records for seconds in record["timed_seconds"]]
+    )
+    if len(speeds) > 1:
+        least, most = min(speeds), max(speeds)
+        row["spread"] = Spread(
+            least=least, most=most, share=(most - least) / statistics.median(speeds)
+        )
+    else:
+        row["not_measured"]["spread"] = ONE_START if len(starts) < 2 else NO_SPEED
+
+
 def _add_failure(row: Row, failure: Failure, setting: Setting) -> None:
     """Put a start that failed into the row, which keeps what good starts measured."""
     row["status"] = failure.status
     row["reason"] = failure.reason
-    if row.get("repeats"):
+    if row["repeats"]:
         row["reason"] = (
             f"repeat {failure.repeat} of {setting.repeats} ({failure.folder.name}) ended as "
             f"{failure.status}: {failure.reason}"
@@ -234,11 +229,44 @@ def _add_failure(row: Row, failure: Failure, setting: Setting) -> None:
         if failure.record is not None and failure.record["attestation"]:
             row["attestation"] = failure.record["attestation"]
             del row["not_measured"]["attestation"]
-    row["ends"] = rank_ends(failure.outcome.statuses)
+    row["ends"] = _rank_ends(failure.outcome.statuses)
     row["tail"] = failure.outcome.tail[-TAIL_LINES:]
-    row["fix"] = known_fix(
-        failure.status, failure.reason, failure.outcome.tail, timeout=setting.timeout
-    )
+    row["fix"] = _known_fix(failure, timeout=setting.timeout)
+
+
+def _rank_ends(statuses: Sequence[RankStatus]) -> list[RankEnd]:
+    """Return what each rank last wrote into its status file, by rank."""
+    return [
+        RankEnd(
+            rank=status.rank,
+            state=status.state,
+            step=status.step,
+            error=None if status.error is None else shorten(str(status.error)),
+            peak_bytes=status.peak_bytes,
+        )
+        for status in statuses
+    ]
+
+
+def _known_fix(failure: Failure, *, timeout: float) -> str | None:
+    """Return what helps against a failure, or None where nothing is known."""
+    match failure.status:
+        case "oom":
+            return OUT_OF_MEMORY
+        case "timeout":
+            return (
+                f"It was ended after {timeout:.0f} s. If its last lines show progress, "
+                "give it more with --timeout."
+            )
+        case "refused":
+            return (
+                "What engaged is not what was asked, so its numbers would belong to another "
+                "strategy. The table of its attestation shows both; look for a flag, an "
+                "environment variable or a package version that turned it off."
+            )
+        case _:
+            text = "\n".join([failure.reason, *failure.outcome.tail])
+            return next((fix for pattern, fix in FIXES if re.search(pattern, text)), None)
 
 
 def _add_cost(row: Row, setting: Setting) -> None:
@@ -255,30 +283,23 @@ def _add_cost(row: Row, setting: Setting) -> None:
 
 def add_judgement(row: Row, judgement: Judgement) -> None:
     """Put into a row how far its run is from the control."""
-    _apply(row, judgement)
-    for each in row["broken"]:
-        each["name"] = row.get("name", f"{row['strategy']}-{row['engine']}")
-    if row["broken"] and row["status"] == "ok":
-        row["reason"] = " ".join(broken_sentence(each) for each in row["broken"])
-
-
-def _apply(row: Row, judgement: Judgement) -> None:
-    row["loss_gap"] = judgement.loss_gap
-    row["grad_norm_gap"] = judgement.grad_norm_gap
-    row["weight_gap"] = judgement.weight_gap
-    row["weight_difference"] = judgement.weight_difference
-    row["gradient_difference"] = judgement.gradient_difference
-    row["eval_loss_gap"] = judgement.eval_loss_gap
+    cast("dict[str, Any]", row).update(judgement.gaps)
     row["gates"] = judgement.gates
     row["broken"] = judgement.broken
     row["notes"] = judgement.notes
     row["not_measured"] |= judgement.not_measured
+    for broken in row["broken"]:
+        broken["name"] = row["name"]
+    if row["broken"] and row["status"] == "ok":
+        row["reason"] = " ".join(map(broken_sentence, row["broken"]))
 
 
 def facts_in(starts: Mapping[str, Sequence[Finished]]) -> Facts | None:
     """Return what any run with a record tells of model and training."""
-    first = next((each[0].record for each in starts.values() if each), None)
-    return None if first is None else Facts(model=first["model"], training=first["training"])
+    record = next((finished[0].record for finished in starts.values() if finished), None)
+    if record is None:
+        return None
+    return Facts(model=record["model"], training=record["training"], by_strategy={})
 
 
 def _told_of(planned: Run, facts: Facts) -> Told:
@@ -289,7 +310,7 @@ def _told_of(planned: Run, facts: Facts) -> Told:
         num_processes=planned.num_processes,
         model=facts["model"],
         training=facts["training"]
-        | facts.get("by_strategy", {}).get(planned.strategy.name, {})
+        | facts["by_strategy"].get(planned.strategy.name, {})
         | {
             "per_device_train_batch_size": planned.per_device_train_batch_size,
             "gradient_accumulation_steps": planned.gradient_accumulation_steps,

@@ -20,7 +20,8 @@ from toolkit.escaping import shell_line
 from toolkit.files import write_text
 from toolkit.launching.launch import launch_command, run, shown_command
 from toolkit.launching.outcome import Outcome
-from toolkit.records.results import Status, write_json
+from toolkit.records.json_files import write_json
+from toolkit.records.results import Status
 
 TRAIN_MODULE: Final = ("-m", "toolkit.train")
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, cast
 
-from toolkit.comparing.report.row_facts import run_name
 from toolkit.comparing.report.svg import INK, SERIES
 from toolkit.records.results import Results, Row
 
@@ -50,7 +49,7 @@ class Shown:
     """What stands in the place of a figure without `svg`."""
 
     def lacks(self, row: Row, what: str, reason: str) -> None:
-        self.lacking.setdefault((what, reason), []).append(run_name(row))
+        self.lacking.setdefault((what, reason), []).append(row["name"])
 
     @property
     def notes(self) -> list[str]:
@@ -87,7 +86,7 @@ def style_of(row: Row) -> Any:
 
 def label_of(row: Row) -> str:
     """Return the run's name, no longer than a figure has room for."""
-    return shortened(run_name(row))
+    return shortened(row["name"])
 
 
 def shortened(text: str) -> str:

@@ -14,7 +14,7 @@ from toolkit.comparing.report.figures.frame import (
     new_figure,
     style_of,
 )
-from toolkit.comparing.report.row_facts import control_row, reason_for, run_name
+from toolkit.comparing.report.row_facts import control_row, reason_for
 from toolkit.comparing.report.svg import VARIABLES, drawing, inline
 from toolkit.records.results import Results, Row
 
@@ -27,7 +27,7 @@ Lines = list[tuple[Row, list[float]]]
 def losses_and_gaps(results: Results) -> Shown:
     """The losses of every run in one frame, and their distance to the control beneath."""
     reference = control_row(results)
-    name = "the control" if reference is None else run_name(reference)
+    name = "the control" if reference is None else reference["name"]
     shown = Shown(
         name="losses",
         runs=len(results["runs"]),
@@ -65,7 +65,7 @@ def _keys(lines: Lines, results: Results, reference: Row | None) -> list[Key]:
     """Return a key for each look: runs that differ in their processes alone share one."""
     names: dict[tuple[str, bool], list[str]] = {}
     for row, _ in lines:
-        name = run_name(row) + (" (control)" if row is reference else "")
+        name = row["name"] + (" (control)" if row is reference else "")
         names.setdefault((colour_of(row, results), row["engine"] == "loop"), []).append(name)
     return [
         Key(text=", ".join(each), colour=VARIABLES[colour], kind="dashed" if dashed else "line")

@@ -18,7 +18,7 @@ from toolkit.comparing.report.row_facts import (
 )
 from toolkit.comparing.report.sections.memory import PEAK_CATEGORIES, parts_of
 from toolkit.comparing.report.svg import INK, PARTS, VARIABLES
-from toolkit.records.results import Peak, Results, Row
+from toolkit.records.results import Results, Row
 
 MASTER: Final = "fp32 master weights"
 OPTIMIZER: Final = "optimizer states"
@@ -43,8 +43,6 @@ def memory_by_category(results: Results) -> Shown:
             "the step, the others after it. The tick is the total that toolkit plan predicts."
         ),
     )
-    # The peak belongs to the figure of the fullest moment, where there is one.
-    with_peak = not _counted(results)
     bars: list[Bar] = []
     for row in results["runs"]:
         memory = row["memory"]
@@ -55,19 +53,18 @@ def memory_by_category(results: Results) -> Shown:
         if tick is None:
             shown.lacks(row, "No tick", why_not_predicted(row))
         parts = [memory[name] or 0 for name in STATES]
-        bars.append(Bar(row=row, parts=parts, tick=tick, peak=_device(row) if with_peak else None))
+        bars.append(Bar(row=row, parts=parts, tick=tick))
     if not bars:
         return shown
     shown.keys = _areas(bars, STATE_NAMES)
-    _explain_peaks(shown, bars)
     shown.svg = byte_bars(shown, bars, PARTS[: len(STATE_NAMES)])
     _explain_ticks(shown, bars)
     return shown
 
 
 def fullest_moment(results: Results) -> Shown | None:
-    """A bar a run, of all tensors at the fullest moment of a step; None where nobody counted."""
-    if not _counted(results):
+    """A bar a run, of all tensors at the fullest moment of a step; None without a run."""
+    if not results["runs"]:
         return None
     shown = Shown(
         name="peak",
@@ -81,7 +78,7 @@ def fullest_moment(results: Results) -> Shown | None:
     )
     bars: list[Bar] = []
     for row in results["runs"]:
-        peak: Peak | None = row.get("peak")
+        peak = row["peak"]
         if peak is None:
             shown.lacks(row, NOT_DRAWN, reason_for(row, "peak"))
         else:
@@ -97,11 +94,6 @@ def fullest_moment(results: Results) -> Shown | None:
     if _explain_ticks(shown, bars):
         shown.caption += " The tick is what the planner expects for the rows of that step."
     return shown
-
-
-def _counted(results: Results) -> bool:
-    """Whether anybody looked for the fullest moment."""
-    return any("peak" in row for row in results["runs"])
 
 
 def _areas(bars: Sequence[Bar], names: Sequence[str]) -> list[Key]:
@@ -131,7 +123,5 @@ def _device(row: Row) -> int | None:
 
 
 def _predicted_states(row: Row) -> int | None:
-    predicted = row.get("predicted")
-    if predicted is None or predicted["memory"] is None:
-        return None
-    return sum(predicted["memory"].get(name, 0) for name in STATES)
+    states = row["predicted"]["memory"]
+    return None if states is None else sum(states[name] for name in STATES)

@@ -21,7 +21,6 @@ from toolkit.comparing.report.row_facts import (
     host_in_peak_lines,
     peak_of,
     reason_for,
-    run_name,
     states_of,
 )
 from toolkit.comparing.report.sections.scaling import CPU_CORES, Scaled, scaled_runs
@@ -72,7 +71,7 @@ def speed_and_memory(results: Results) -> Shown:
 
 def _measure(results: Results) -> tuple[str, str, str]:
     """What stands for the memory of a run, the field that it is in, and how it was measured."""
-    if not results.get("rehearsal", False):
+    if not results["rehearsal"]:
         how = "the highest peak of the device on any rank, in bytes. Up and left is better."
         return "peak memory", "memory.peak_bytes", how
     slow = "The speed is a CPU's and says nothing about GPUs."
@@ -88,7 +87,7 @@ def _measure(results: Results) -> tuple[str, str, str]:
 
 
 def _held(row: Row, results: Results) -> int | None:
-    if not results.get("rehearsal", False):
+    if not results["rehearsal"]:
         return peak_of(row)
     return counted_peak(row) if counts_peaks(results) else states_of(row["memory"])
 
@@ -160,7 +159,7 @@ def scaling(results: Results) -> Shown | None:
     found = scaled_runs(results)
     if not found:
         return None
-    bases = dict.fromkeys(run_name(each.base) for each in found if each.base is not None)
+    bases = dict.fromkeys(each.base["name"] for each in found if each.base is not None)
     shown = Shown(
         name="scaling",
         runs=len(found),
@@ -171,7 +170,7 @@ def scaling(results: Results) -> Shown | None:
             "processes."
         ),
     )
-    if results.get("rehearsal"):
+    if results["rehearsal"]:
         shown.caption += f" {CPU_CORES}"
     lines: dict[tuple[str, str], list[Scaled]] = {}
     for each in found:

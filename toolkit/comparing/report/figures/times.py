@@ -14,11 +14,11 @@ from toolkit.comparing.report.figures.frame import (
     name_lines,
     new_figure,
 )
-from toolkit.comparing.report.grid import value_at
 from toolkit.comparing.report.row_facts import reason_for
 from toolkit.comparing.report.sections.steps import CPU_TIMES, PHASES
 from toolkit.comparing.report.svg import INK, PARTS, VARIABLES, drawing, inline
 from toolkit.comparing.report.words import seconds
+from toolkit.records.fields import value_at
 from toolkit.records.results import Results, Row
 
 PHASE_COLOURS: Final = (PARTS[2], PARTS[1], PARTS[0], PARTS[3], PARTS[5])
@@ -50,7 +50,7 @@ def step_times(results: Results) -> Shown:
     several = any(len(_starts(row)) > 1 for row, _, _ in spans)
     if several:
         shown.caption += " The faint dots are the medians of the single starts."
-    if results.get("rehearsal"):
+    if results["rehearsal"]:
         shown.caption += f" {CPU_TIMES}"
     if not spans:
         return shown
@@ -85,14 +85,14 @@ def _spans_drawn(shown: Shown, spans: list[tuple[Row, float, float]], results: R
 
 def _starts(row: Row) -> list[float]:
     """Medians of the single starts."""
-    found = [repeat["step_seconds"] for repeat in row.get("repeats") or []]
-    medians = [each["median"] for each in found if each is not None]
+    spreads = [repeat["step_seconds"] for repeat in row["repeats"]]
+    medians = [spread["median"] for spread in spreads if spread is not None]
     return [median for median in medians if median is not None and finite(median)]
 
 
 def phases(results: Results) -> Shown | None:
-    """A bar a run, of the medians of the phases of its steps; None where nobody timed them."""
-    if not any("phases" in row for row in results["runs"]):
+    """A bar a run, of the medians of the phases of its steps; None without a run."""
+    if not results["runs"]:
         return None
     shown = Shown(
         name="phases",
@@ -104,7 +104,7 @@ def phases(results: Results) -> Shown | None:
             "what is none of the rest."
         ),
     )
-    if results.get("rehearsal"):
+    if results["rehearsal"]:
         shown.caption += f" {CPU_TIMES}"
     bars: list[Bar] = []
     for row in results["runs"]:

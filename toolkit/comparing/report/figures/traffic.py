@@ -10,7 +10,7 @@ from toolkit.comparing.report.figures.frame import NOT_DRAWN, PREDICTED, Key, Sh
 from toolkit.comparing.report.row_facts import reason_for, why_not_predicted
 from toolkit.comparing.report.sections.traffic import OTHER, moved_by_purpose
 from toolkit.comparing.report.svg import INK, PARTS, VARIABLES
-from toolkit.records.results import Results, Row
+from toolkit.records.results import Results
 
 PURPOSES: Final = (*MOVED, OTHER)
 COLOURS: Final = (PARTS[0], PARTS[2], PARTS[5])
@@ -30,12 +30,12 @@ def bytes_by_purpose(results: Results) -> Shown:
     )
     bars: list[Bar] = []
     for row in results["runs"]:
-        traffic = row.get("traffic")
+        traffic = row["traffic"]
         if traffic is None:
             shown.lacks(row, NOT_DRAWN, reason_for(row, "traffic"))
             continue
         moved = moved_by_purpose(traffic)
-        tick = _predicted_traffic(row)
+        tick = row["predicted"]["traffic_bytes"]
         if tick is None:
             shown.lacks(row, "No tick", why_not_predicted(row))
         bars.append(Bar(row=row, parts=[moved[purpose] for purpose in PURPOSES], tick=tick))
@@ -49,8 +49,3 @@ def bytes_by_purpose(results: Results) -> Shown:
     if any(bar.tick is not None for bar in bars):
         shown.keys.append(Key(text=PREDICTED, colour=VARIABLES[INK], kind="tick"))
     return shown
-
-
-def _predicted_traffic(row: Row) -> int | None:
-    predicted = row.get("predicted")
-    return None if predicted is None else predicted.get("traffic_bytes")

@@ -30,7 +30,7 @@ class Part(NamedTuple):
 
 def parts(results: Results) -> list[Part]:
     """Return the parts that these results have something for."""
-    priced = any(row.get("cost") for row in results["runs"])
+    priced = any(row["cost"] for row in results["runs"])
     found = (
         ("speed", "Speed and cost" if priced else "Speed", speed_and_cost(results), False, 1),
         ("memory", "Memory, the fullest rank", held(results), False, 1),

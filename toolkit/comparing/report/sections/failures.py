@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 from toolkit.comparing.report.grid import Section
-from toolkit.comparing.report.row_facts import failed, planner_word, run_name
+from toolkit.comparing.report.row_facts import failed, planner_word
 from toolkit.comparing.report.words import NOT_AVAILABLE, flat, size
 from toolkit.launching.outcome import OUT_OF_MEMORY
 from toolkit.records.results import RankEnd, Results, Row
@@ -37,9 +37,9 @@ def failures(results: Results) -> list[Failure]:
 
 def _failure(row: Row) -> Failure:
     refused = row["status"] == "refused" and row["attestation"]
-    ends = row.get("ends")
+    ends = row["ends"]
     return Failure(
-        name=run_name(row),
+        name=row["name"],
         status=row["status"],
         reason=row["reason"] or "No reason was given.",
         planned=f"The planner: {planner_word(row)}." if row["status"] == "oom" else None,
@@ -52,9 +52,10 @@ def _failure(row: Row) -> Failure:
 
 
 def _mismatches(attestation: dict[str, Any]) -> Section:
-    found = cast("list[dict[str, Any]]", attestation.get("mismatches") or [])
+    mismatches = cast("list[dict[str, Any]]", attestation["mismatches"])
     header = ["what", "asked", "engaged"]
-    return Section("", header, [[flat(each.get(name)) for name in header] for each in found])
+    rows = [[flat(mismatch[name]) for name in header] for mismatch in mismatches]
+    return Section("", header, rows)
 
 
 def _ranks(ends: Sequence[RankEnd], *, rehearsal: bool) -> Section:

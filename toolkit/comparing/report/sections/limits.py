@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit.comparing.report.row_facts import measured, reason_for, run_name
+from toolkit.comparing.report.row_facts import measured, reason_for
 from toolkit.comparing.report.words import DROPOUT_DIFFERS, share
 from toolkit.records.results import Results
 
@@ -13,13 +13,13 @@ def limits(results: Results) -> list[str]:
         _noise(results),
         "Tokens/s is read from packed rows after warm-up, parity from ragged rows before them.",
     ]
-    if dropout := results.get("fixed", {}).get("dropout"):
+    if dropout := results["fixed"].get("dropout"):
         lines.append(f"Dropout was {dropout}: {DROPOUT_DIFFERS}")
-    if any(len(row.get("repeats") or []) > 1 for row in measured(results)):
+    if any(len(row["repeats"]) > 1 for row in measured(results)):
         lines.append(
             "Speed is over all starts; losses, memory and traffic are those of the first start."
         )
-    if results.get("rehearsal"):
+    if results["rehearsal"]:
         lines.append(
             "On a CPU the host's peak holds libraries, activations and the states together; it is "
             "not what a GPU would need."
@@ -29,7 +29,7 @@ def limits(results: Results) -> list[str]:
 
 def _noise(results: Results) -> str:
     """Say which difference in speed means nothing, from what that is measured."""
-    noise = results.get("noise")
+    noise = results["noise"]
     if noise is None:
         return (
             "How large a difference in speed must be to mean something was not measured: "
@@ -50,19 +50,17 @@ def _noise(results: Results) -> str:
 def _starts(results: Results) -> list[int]:
     """How often each run was started, as far as the speed of a start is known."""
     counts = [
-        sum(1 for each in row.get("repeats") or [] if each["tokens_per_second"])
+        sum(1 for start in row["repeats"] if start["tokens_per_second"])
         for row in measured(results)
     ]
     return [count for count in counts if count]
 
 
 def _why_no_noise(results: Results) -> str:
-    reason = results.get("not_measured", {}).get("noise")
+    reason = results["not_measured"].get("noise")
     if reason:
         return reason
-    if "noise" not in results:
-        return "the toolkit that wrote these results did not"
     untimed = [row for row in measured(results) if row["tokens_per_second"] is None]
     if untimed:
-        return f"{run_name(untimed[0])}: {reason_for(untimed[0], 'tokens_per_second')}"
+        return f"{untimed[0]['name']}: {reason_for(untimed[0], 'tokens_per_second')}"
     return "there are no two runs to tell apart"

@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, Literal
 
-from toolkit.comparing.predicted import STATES
-from toolkit.comparing.report.grid import RUN, Column, Section, at, grid, missing_lines
+from toolkit.comparing.report.grid import RUN, Column, Section, columns_of, grid, missing_lines
 from toolkit.comparing.report.row_facts import (
     host_in_peak_lines,
     measured,
     predicted_peak,
     reason_for,
-    run_name,
     states_of,
     why_not_predicted,
 )
-from toolkit.comparing.report.words import NOT_AVAILABLE, size, size_between
-from toolkit.records.results import Memory, Peak, Prediction, RankMemory, Results, Row
+from toolkit.comparing.report.words import NOT_AVAILABLE, in_unit, size, size_between
+from toolkit.records.fields import Peak, RankMemory, value_at
+from toolkit.records.results import Prediction, Results, Row
 
-CATEGORIES: Final = (
-    *STATES,
-    "peak_bytes",
-    "peak_reserved_bytes",
-    "host_peak_bytes",
-    "nvme_bytes",
-)
-
-LATER: Final = ("peak_reserved_bytes", "nvme_bytes")
-"""What the first toolkits did not count."""
+UNPREDICTED: Final = ("peak_reserved_bytes", "nvme_bytes", "host_peak_bytes")
 
 PEAK_CATEGORIES: Final = (
     "parameters",
@@ -46,23 +36,25 @@ def held(results: Results) -> Section:
     good = measured(results)
     if not good:
         return Section("No run was measured.")
+    columns = columns_of("memory")
     names = [
-        name for name in CATEGORIES if any(_held(row["memory"], name) is not None for row in good)
+        column.field.removeprefix("memory.")
+        for column in columns
+        if any(value_at(row, column.field) is not None for row in good)
     ]
     rows = [
         line
         for row in good
         for line in (
-            [run_name(row), *(size(_held(row["memory"], name)) for name in names)],
-            [f"{run_name(row)}, predicted", *_predicted_sizes(row.get("predicted"), names)],
+            [row["name"], *(size(value_at(row, f"memory.{name}")) for name in names)],
+            [f"{row['name']}, predicted", *_predicted_sizes(row["predicted"], names)],
         )
     ]
     missing = [
-        (row, _words(name), reason_for(row, f"memory.{name}"))
+        (row, column.name, reason_for(row, column.field))
         for row in good
-        for name in CATEGORIES
-        if _held(row["memory"], name) is None
-        and not (name in LATER and all(name not in (each["memory"] or {}) for each in good))
+        for column in columns
+        if value_at(row, column.field) is None
     ]
     text = (
         "Counted from the tensors that a rank holds: gradients at their peak before the step, the "
@@ -71,10 +63,10 @@ def held(results: Results) -> Section:
     )
     notes = missing_lines(missing, runs=len(good))
     notes += not_predicted(good, "memory")
-    unknown = [_words(name) for name in (*LATER, "host_peak_bytes") if name in names]
+    unknown = [_words(name) for name in UNPREDICTED if name in names]
     if unknown:
         notes.append(f"n/a, predicted {', '.join(unknown)}: the planner has no figure for it")
-    shared = max(_held(row["memory"], "host_shared_bytes") or 0 for row in good)
+    shared = max(value_at(row, "memory.host_shared_bytes") or 0 for row in good)
     if shared:
         notes.append(
             f"Up to {size(shared)} of a rank's host peak are libraries that it shares with the "
@@ -83,56 +75,51 @@ def held(results: Results) -> Section:
     return Section(text, [RUN, *map(_words, names)], rows, notes)
 
 
-def _held(memory: Memory | None, name: str) -> int | None:
-    return None if memory is None else memory.get(name)
-
-
 def _words(name: str) -> str:
     return name.removesuffix("_bytes").replace("_", " ")
 
 
-def _predicted_sizes(predicted: Prediction | None, names: Sequence[str]) -> list[str]:
-    """The planner's word on each category; of the peak, both ends."""
-    if predicted is None or predicted["memory"] is None:
+def _predicted_sizes(predicted: Prediction, names: Sequence[str]) -> list[str]:
+    """Return what the planner expects of each category; of the peak, both ends."""
+    if predicted["memory"] is None:
         return [NOT_AVAILABLE] * len(names)
     cells: list[str] = []
     for name in names:
         error = predicted["errors"].get(name)
-        if name == "peak_bytes" and predicted["peak_bytes"] is not None:
-            low, high = predicted["peak_bytes"]["low"], predicted["peak_bytes"]["high"]
-            shown = size_between(low, high) if error is not None else NOT_AVAILABLE
+        if name == "peak_bytes":
+            # Without an error no device had a peak, and the prediction would stand beside none.
+            shown = NOT_AVAILABLE if error is None else in_unit(predicted["peak_bytes"], "interval")
         else:
-            shown = size(predicted["memory"].get(name))
+            shown = size(value_at(predicted["memory"], name))
         cells.append(f"{shown} ({error:+.2%})" if error else shown)
     return cells
 
 
-def not_predicted(good: Sequence[Row], field: str) -> list[str]:
-    """Say why runs have no prediction of that, the same reason once."""
+def not_predicted(
+    good: Sequence[Row], field: Literal["memory", "counted_bytes", "traffic_bytes"]
+) -> list[str]:
+    """Say why runs have no prediction of a field, the same reason once."""
     reasons: dict[str, list[str]] = {}
     for row in good:
-        predicted = row.get("predicted")
-        if not predicted or predicted.get(field) is None:
-            reasons.setdefault(why_not_predicted(row), []).append(run_name(row))
+        if row["predicted"][field] is None:
+            reasons.setdefault(why_not_predicted(row), []).append(row["name"])
     return [f"n/a, predicted, {', '.join(names)}: {reason}" for reason, names in reasons.items()]
 
 
 def fullest(results: Results) -> Section | None:
-    """Return what the fullest moment of a step is made of; None where nobody counted it."""
+    """Return what the fullest moment of a step is made of; None without a run that ended well."""
     good = measured(results)
-    if not any("peak" in row for row in good):
+    if not good:
         return None
     columns = [
-        at("phase", "peak.phase", str_or_gap),
-        at("step", "peak.step", str_or_gap),
-        at("together", "peak.total_bytes", size),
+        *columns_of("peak"),
         *(Column(name, _part(name), "peak") for name in PEAK_CATEGORIES),
     ]
     notes = host_in_peak_lines(good)
     predicted = any(predicted_peak(row, counted=True) for row in good)
     if predicted:
         columns.insert(3, Column("predicted", _expected, "peak"))
-        notes += not_predicted([row for row in good if row.get("peak")], "counted_bytes")
+        notes += not_predicted([row for row in good if row["peak"]], "counted_bytes")
     text = (
         "The fullest moment of one optimizer step, of ragged rows, on the rank that held the "
         "most, counted from the tensors that were alive: `parameters` with those gathered for a "
@@ -144,7 +131,7 @@ def fullest(results: Results) -> Section | None:
         + (
             "A GPU's allocator adds its own; but for offloaded states these tensors are the same "
             "on a GPU, as far as its kernels keep the same ones."
-            if results.get("rehearsal")
+            if results["rehearsal"]
             else "The device's peak above is over all steps, packed rows included, and has what "
             "the allocator adds."
         )
@@ -153,25 +140,21 @@ def fullest(results: Results) -> Section | None:
     return section._replace(notes=[*notes, *section.notes])
 
 
-def str_or_gap(value: str | int | None) -> str:
-    return NOT_AVAILABLE if value is None else str(value)
-
-
 def _expected(row: Row) -> str | None:
-    """What the planner expects of the counted step, and how far outside of it the count is."""
-    ends, predicted = predicted_peak(row, counted=True), row.get("predicted")
-    if ends is None or predicted is None:
-        return "not predicted" if row.get("peak") else None
-    error = predicted["errors"].get("counted_bytes")
+    """Return what the planner expects of the counted step, and the error of that."""
+    ends = predicted_peak(row, counted=True)
+    if ends is None:
+        return "not predicted" if row["peak"] else None
+    error = row["predicted"]["errors"].get("counted_bytes")
     return size_between(*ends) + (f" ({error:+.2%})" if error else "")
 
 
 def _part(name: str) -> Callable[[Row], str | None]:
-    def of(row: Row) -> str | None:
-        peak: Peak | None = row.get("peak")
+    def cell(row: Row) -> str | None:
+        peak = row["peak"]
         return None if peak is None else size(parts_of(peak)[PEAK_CATEGORIES.index(name)])
 
-    return of
+    return cell
 
 
 def parts_of(peak: Peak) -> list[int]:
@@ -192,8 +175,6 @@ def over_ranks(results: Results) -> Section:
         ("device peak", _device, "memory.peak_bytes"),
         ("host peak", _host, "memory.host_peak_bytes"),
     ):
-        if name == "counted peak" and not any("peak" in row for row in rows):
-            continue
         columns += [
             Column(f"least {name}", _extreme(min, of), field),
             Column(f"most {name}", _extreme(max, of), field),
@@ -219,8 +200,7 @@ def _states(rank: RankMemory) -> int | None:
 
 
 def _counted(rank: RankMemory) -> int | None:
-    peak: Peak | None = rank.get("peak")
-    return None if peak is None else peak["total_bytes"]
+    return None if rank["peak"] is None else rank["peak"]["total_bytes"]
 
 
 def _device(rank: RankMemory) -> int | None:

@@ -6,7 +6,7 @@ import math
 from typing import Final, NamedTuple
 
 from toolkit.comparing.report.grid import Section
-from toolkit.comparing.report.row_facts import measured, reason_for, run_name
+from toolkit.comparing.report.row_facts import measured, reason_for
 from toolkit.comparing.report.words import NOT_AVAILABLE, number, share
 from toolkit.records.results import Results, Row
 
@@ -66,12 +66,12 @@ def scaling(results: Results) -> Section | None:
             number(each.speed_up, "{:.2f}x"),
             number(each.ideal, "{:.3g}x"),
             share(each.efficiency),
-            NOT_AVAILABLE if each.base is None else run_name(each.base),
+            NOT_AVAILABLE if each.base is None else each.base["name"],
         ]
         for each in found
     ]
     notes = [
-        f"n/a: {run_name(each.row)}: {reason_for(each.row, 'tokens_per_second')}"
+        f"n/a: {each.row['name']}: {reason_for(each.row, 'tokens_per_second')}"
         for each in found
         if each.speed_up is None
     ]
@@ -81,7 +81,7 @@ def scaling(results: Results) -> Section | None:
         "where there is none that with the fewest processes. `toolkit plan` predicts none of it "
         "here."
     )
-    if results.get("rehearsal"):
+    if results["rehearsal"]:
         text += f" {CPU_CORES}"
     header = ["strategy", "engine", "processes", "tokens/s", "speed-up", "ideal", "efficiency"]
     return Section(text, [*header, "base"], rows, notes)

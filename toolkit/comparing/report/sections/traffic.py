@@ -7,11 +7,12 @@ from typing import Final
 
 from toolkit.comparing.predicted import MOVED
 from toolkit.comparing.report.grid import RUN, Section
-from toolkit.comparing.report.row_facts import measured, reason_for, run_name
+from toolkit.comparing.report.row_facts import measured, reason_for
 from toolkit.comparing.report.sections.memory import not_predicted
 from toolkit.comparing.report.textbook_volume import difference_in_words
 from toolkit.comparing.report.words import number, size
-from toolkit.records.results import Results, Row, Traffic
+from toolkit.records.fields import Traffic
+from toolkit.records.results import Results, Row
 
 OTHER: Final = "other"
 
@@ -19,20 +20,21 @@ OTHER: Final = "other"
 def moved_by_purpose(traffic: Traffic) -> Counter[str]:
     """Return the payload in bytes of parameters, of gradients, and of all `other`."""
     moved = Counter[str]()
-    for one in traffic["collectives"]:
-        moved[one["purpose"] if one["purpose"] in MOVED else OTHER] += one["payload_bytes"]
+    for collective in traffic["collectives"]:
+        purpose = collective["purpose"] if collective["purpose"] in MOVED else OTHER
+        moved[purpose] += collective["payload_bytes"]
     return moved
 
 
 def wire_bytes(traffic: Traffic) -> int:
     """Return what one rank sends in all with the ring algorithm."""
-    return round(sum(one["wire_bytes"] for one in traffic["collectives"]))
+    return round(sum(collective["wire_bytes"] for collective in traffic["collectives"]))
 
 
 def sent(results: Results) -> Section:
     """Return the payload by purpose, what goes over the wire, and the difference to the papers."""
     good = measured(results)
-    rows = [_line(row, traffic) for row in good if (traffic := row.get("traffic")) is not None]
+    rows = [_line(row, traffic) for row in good if (traffic := row["traffic"]) is not None]
     if not rows:
         return Section("No run took a second step on ragged rows, in which it is counted.")
     header = [RUN, *MOVED, OTHER, "on the wire", "planner's error", "beside the papers' volume"]
@@ -44,25 +46,23 @@ def sent(results: Results) -> Section:
         "FSDP) for a step of one micro-batch; psi is the number of parameters."
     )
     notes = [
-        f"{run_name(row)}: {reason_for(row, 'traffic')}"
-        for row in good
-        if row.get("traffic") is None
+        f"{row['name']}: {reason_for(row, 'traffic')}" for row in good if row["traffic"] is None
     ]
     notes += [
-        f"{run_name(row)}, counted differently by ranks: {line}"
+        f"{row['name']}, counted differently by ranks: {line}"
         for row in good
-        for line in (row.get("traffic") or {}).get("disagreements", [])
+        if row["traffic"] is not None
+        for line in row["traffic"]["disagreements"]
     ]
     return Section(text, header, rows, [*notes, *not_predicted(good, "traffic_bytes")])
 
 
 def _line(row: Row, traffic: Traffic) -> list[str]:
-    predicted = row.get("predicted")
-    error = None if predicted is None else predicted["errors"].get("traffic_bytes")
+    error = row["predicted"]["errors"].get("traffic_bytes")
     moved = moved_by_purpose(traffic)
     shown = "equal" if error == 0 else number(error, "{:+.2%}")
     return [
-        run_name(row),
+        row["name"],
         *(size(moved[purpose]) for purpose in (*MOVED, OTHER)),
         size(wire_bytes(traffic)),
         shown,
@@ -78,19 +78,19 @@ def collectives(results: Results, *, of_states: bool) -> Section | None:
     """
     rows = [
         [
-            run_name(row),
-            one["kind"].replace("_", "-"),
-            one["purpose"],
-            one["dtype"],
-            str(one["ranks"]),
-            f"{one['calls']:,}",
-            size(one["payload_bytes"]),
-            size(round(one["wire_bytes"])),
+            row["name"],
+            collective["kind"].replace("_", "-"),
+            collective["purpose"],
+            collective["dtype"],
+            str(collective["ranks"]),
+            f"{collective['calls']:,}",
+            size(collective["payload_bytes"]),
+            size(round(collective["wire_bytes"])),
         ]
         for row in measured(results)
-        if (traffic := row.get("traffic")) is not None
-        for one in traffic["collectives"]
-        if (one["purpose"] in MOVED) == of_states
+        if (traffic := row["traffic"]) is not None
+        for collective in traffic["collectives"]
+        if (collective["purpose"] in MOVED) == of_states
     ]
     if not rows:
         return None

@@ -1,0 +1,268 @@
+"""Parity: is a run the same training as the control?
+
+Pure functions over two records and two folders of final weights. Loss alone is blind: doubled
+gradients under Adam with clipping move it by less than rounding does. So gradient norms before
+clipping, the weights that came out, and the rows that went in are judged beside it.
+
+A new gate is one entry of `GATES` and its judge; a gap of its own is a field of `results.Judged`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, Literal
+
+from toolkit.comparing.parity.judgement import GATED_STEPS, Case, Judgement
+from toolkit.comparing.parity.judges import (
+    judge_data,
+    judge_evaluation,
+    judge_grad_norms,
+    judge_gradients,
+    judge_losses,
+    judge_weights,
+    rank_problem,
+)
+from toolkit.configs.optimizers import NOT_BY_ELEMENT
+from toolkit.records.record import Record
+from toolkit.records.results import Judged, Row
+from toolkit.strategies import STRATEGIES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gate:
+    """What must be the same in a run and in the control."""
+
+    judge: Callable[[Case, Judgement], None]
+    of: Literal["steps", "result", "rows"]
+    """What it looks at: each step, what the updates came to, or the rows that were read. Rows stay
+    comparable where the updates are not."""
+
+    limits: Mapping[str, float] | None = None
+    """The largest distance from the control that counts as the same training, by precision."""
+
+    words: str | None = None
+    """What it compares, for a report; `{}` stands for the limit."""
+
+    part_of: str | None = None
+    """The gate that it belongs to, where it is a second look of one."""
+
+    needs: Literal["evaluation"] | None = None
+    """The field of a row without which there is no such gate."""
+
+    judges_skips: bool = False
+    """Its judge itself leaves it open where the runs skipped different steps."""
+
+
+# Largest gaps of clean runs, in the order loss, gradient norm, a parameter's, weights:
+# no:   1.4e-6, 4.6e-5, 3.1e-7, 5.6e-5
+# bf16: 1.1e-3 (FSDP2, whose loss is itself rounded to bf16: 3.2e-2), 2.2e-3, 1.4e-2, 5.7e-2,
+#       with the built-in model
+# fp16: 2.5e-5, 1.3e-5, not measured, 2.9e-3, of ddp alone and on a CPU
+LOSS_LIMITS: Final = {"no": 1e-5, "bf16": 7e-2, "fp16": 2e-2}
+
+GATES: Final[dict[str, Gate]] = {
+    "loss": Gate(
+        judge=judge_losses,
+        of="steps",
+        limits=LOSS_LIMITS,
+        words="loss within {:g} of the control",
+    ),
+    "grad_norm": Gate(
+        judge=judge_grad_norms,
+        of="steps",
+        limits={"no": 5e-4, "bf16": 1e-2, "fp16": 1e-2},
+        words="gradient norm before clipping within {:g} relative",
+    ),
+    "gradients": Gate(
+        judge=judge_gradients,
+        of="steps",
+        limits={"no": 1e-3, "bf16": 0.2, "fp16": 0.2},
+        words="(that of each parameter within {:g} in the first step)",
+        part_of="grad_norm",
+    ),
+    "weights": Gate(
+        judge=judge_weights,
+        of="result",
+        limits={"no": 3e-4, "bf16": 0.2, "fp16": 0.2},
+        words="final weights within {:g} of the control's own update",
+        judges_skips=True,
+    ),
+    "data": Gate(
+        judge=judge_data,
+        of="rows",
+        words="the same rows in each step and no row on two ranks",
+    ),
+    "evaluation": Gate(judge=judge_evaluation, of="result", limits=LOSS_LIMITS, needs="evaluation"),
+}
+
+
+def limit_of(gate: str, precision: str) -> float:
+    """Return the limit of a gate that measures a distance."""
+    limits = GATES[gate].limits
+    assert limits is not None, f"{gate} measures no distance"
+    return limits[precision]
+
+
+def gate_names(rows: Sequence[Row] = (), *, optional: bool = False) -> list[str]:
+    """Return the gates that these runs could have held.
+
+    Args:
+        rows: Of the comparison.
+        optional: Those that no row has what they need for, too.
+    """
+    return [
+        name
+        for name, gate in GATES.items()
+        if gate.part_of is None
+        and (optional or gate.needs is None or any(row[gate.needs] for row in rows))
+    ]
+
+
+def gates_in_words(precision: str) -> str:
+    """Return what the gates compare and their limits, as a list in a sentence."""
+    texts = {
+        name: gate.words.format(gate.limits[precision] if gate.limits else "")
+        for name, gate in GATES.items()
+        if gate.words is not None
+    }
+    return ", ".join(
+        " ".join(text for part, text in texts.items() if name in (part, GATES[part].part_of))
+        for name in texts
+        if GATES[name].part_of is None
+    )
+
+
+def judge(
+    record: Record, control: Record, *, folder: Path, control_folder: Path, first_step: int = 1
+) -> Judgement:
+    """Compare a run with the control.
+
+    Args:
+        record: The run.
+        control: The control.
+        folder: Where the run's record lies; its final weights lie below.
+        control_folder: The same for the control.
+        first_step: Compare from this step on, see `first_common_step`.
+    """
+    judgement = Judgement(strategy=record["strategy"], engine=record["engine"])
+    other_update = _other_update(record, control)
+    case = Case(
+        record=record,
+        control=control,
+        folder=folder,
+        control_folder=control_folder,
+        first_step=first_step,
+        last_step=GATED_STEPS if other_update is None else min(first_step, GATED_STEPS),
+    )
+    for gate in GATES.values():
+        limit = math.nan if gate.limits is None else gate.limits[record["precision"]]
+        gate.judge(replace(case, limit=limit), judgement)
+    _leave_open(judgement, case, other_update)
+    return judgement
+
+
+def _leave_open(judgement: Judgement, case: Case, other_update: str | None) -> None:
+    """Take back the gates that cannot tell a fault from a difference that is none."""
+    record, control, first_step = case.record, case.control, case.first_step
+    finite = all(map(math.isfinite, record["losses"]))
+    # A loss that is not finite is a fault whatever else differs.
+    steps = _gates_of("steps") - (set() if finite else {"loss"})
+    result = _gates_of("result")
+    skipped = [{*record["skipped_steps"]}, {*control["skipped_steps"]}]
+    randomness = control["random_forward"]
+    if randomness is not None:
+        _take_back(judgement, steps | result, randomness)
+    elif other_update is not None:
+        before = set(range(1, first_step))
+        updated = any(before - steps_skipped for steps_skipped in skipped)
+        _take_back(judgement, result | (steps if updated else set()), other_update)
+        if not judgement.broken:  # up to the first update all is well, which is no training
+            _take_back(judgement, _gates_of("steps"), other_update)
+    elif (
+        finite
+        and skipped[0] != skipped[1]
+        and first_step <= min(len(record["losses"]), GATED_STEPS)
+    ):
+        # They leave other weights, which no gate can tell from a fault.
+        _take_back(
+            judgement,
+            {name for name in steps | result if not GATES[name].judges_skips},
+            f"the run and the control skipped different steps ({record['skipped_steps']} and "
+            f"{control['skipped_steps']}): their weights differ from there on",
+        )
+    reason = randomness or other_update
+    if reason is not None and judgement.gates == dict.fromkeys(_gates_of("rows"), True):
+        # The rows alone say nothing of what was trained on them.
+        _take_back(judgement, _gates_of("rows"), reason)
+    if record["random_forward"] is not None and randomness is None:
+        # The control's forward is not random: the gates tell what comes of the run's.
+        judgement.notes.append(record["random_forward"])
+
+
+def _gates_of(kind: Literal["steps", "result", "rows"]) -> set[str]:
+    return {name for name in gate_names(optional=True) if GATES[name].of == kind}
+
+
+def _take_back(judgement: Judgement, gates: Set[str], reason: str) -> None:
+    """Omit these gates from the judgement, optional ones where they were judged."""
+    for name in sorted(gates):
+        if name in judgement.gates or GATES[name].needs is None:
+            judgement.leave_open(name, reason)
+    judgement.broken = [broken for broken in judgement.broken if broken["gate"] not in gates]
+
+
+def _other_update(record: Record, control: Record) -> str | None:
+    """Say why the first update already differs, though both runs are sound; None where it can't."""
+    optimizer = record["training"]["optimizer"]
+    zero = {name for name, strategy in STRATEGIES.items() if strategy.reads_deepspeed_json}
+    if optimizer not in NOT_BY_ELEMENT or not zero & {record["strategy"], control["strategy"]}:
+        return None
+    return (
+        f"{optimizer} makes one update of a whole matrix or block, and ZeRO steps on flat parts of "
+        "them: from the first update on this is another training"
+    )
+
+
+def unjudged(reason: str) -> Judgement:
+    """Return a judgement that leaves every gap and every gate open."""
+    names = (*Judged.__annotations__, *(f"gates.{name}" for name in gate_names()))
+    return Judgement(not_measured=dict.fromkeys(names, reason))
+
+
+def judge_control(record: Record) -> Judgement:
+    """Judge what can be said of the control by itself: its losses and its rows."""
+    judgement = unjudged("this run is the control")
+    judgement.strategy, judgement.engine = record["strategy"], record["engine"]
+    losses, requested = record["losses"], record["training"]["max_steps"]
+    bad = next((step for step, loss in enumerate(losses, 1) if not math.isfinite(loss)), None)
+    if bad is not None:
+        judgement.break_gate(
+            "loss",
+            "the loss of the control is not finite",
+            first_step=bad,
+            value=losses[bad - 1],
+        )
+    elif not losses or len(losses) != requested:
+        judgement.break_gate("loss", f"the control recorded {len(losses)} of {requested} steps")
+    for step, ranks in enumerate(record["sample_ids"] or [], 1):
+        problem = rank_problem(ranks, record["num_processes"])
+        if problem is not None:
+            judgement.break_gate("data", problem, first_step=step)
+            break
+    return judgement
+
+
+def first_common_step(records: Sequence[Record]) -> int:
+    """Return the first step that no run skipped.
+
+    fp16 starts with a loss scale that overflows; until it has come down a run trains nothing,
+    and backends need not skip the same number of steps.
+    """
+    skipped = {step for record in records for step in record["skipped_steps"]}
+    step = 1
+    while step in skipped:
+        step += 1
+    return step

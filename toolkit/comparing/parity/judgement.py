@@ -1,0 +1,103 @@
+"""What a judge gets and what it writes into: two runs, and the judgement on one of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, cast
+
+from toolkit.records.record import Record
+from toolkit.records.results import Broken, Judged
+
+GATED_STEPS: Final = 20
+"""Gates end here: rounding grows with every step, and at 200 zero3 had drifted past them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A run beside the control, as a judge gets it."""
+
+    record: Record
+    control: Record
+    folder: Path
+    """Where the run's record lies; its final weights lie below."""
+
+    control_folder: Path
+    first_step: int = 1
+    """Steps are compared from here on, see `gates.first_common_step`."""
+
+    last_step: int = GATED_STEPS
+    """A difference after this step breaks no gate."""
+
+    limit: float = math.nan
+    """Of the gate, in this precision; NaN, which nothing is within, for a gate without distance."""
+
+    @property
+    def requested_steps(self) -> int:
+        return self.record["training"]["max_steps"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Judgement:
+    """How far a run is from the control, and which gates held."""
+
+    strategy: str = ""
+    engine: str = ""
+    gaps: Judged = field(
+        default_factory=lambda: cast(Judged, dict.fromkeys(Judged.__annotations__))
+    )
+    gates: dict[str, bool] = field(default_factory=dict[str, bool])
+    """A gate that cannot be judged is omitted, with its reason in `not_measured`."""
+
+    broken: list[Broken] = field(default_factory=list[Broken])
+    not_measured: dict[str, str] = field(default_factory=dict[str, str])
+    notes: list[str] = field(default_factory=list[str])
+
+    def hold(self, gate: str) -> None:
+        self.gates[gate] = True
+
+    def leave_open(self, gate: str, reason: str) -> None:
+        """Omit a gate that cannot be judged."""
+        self.gates.pop(gate, None)
+        self.not_measured[f"gates.{gate}"] = reason
+
+    def break_gate(
+        self,
+        gate: str,
+        reason: str,
+        *,
+        first_step: int | None = None,
+        value: float | None = None,
+        limit: float | None = None,
+    ) -> None:
+        self.gates[gate] = False
+        self.not_measured.pop(f"gates.{gate}", None)
+        self.broken.append(
+            Broken(
+                strategy=self.strategy,
+                engine=self.engine,
+                name=f"{self.strategy}-{self.engine}",
+                gate=gate,
+                first_step=first_step,
+                value=value,
+                limit=limit,
+                reason=reason,
+            )
+        )
+
+
+def broken_sentence(broken: Broken) -> str:
+    """Say which gate broke, where, and by how much."""
+    where = f" at step {broken['first_step']}" if broken["first_step"] is not None else ""
+    sizes = [
+        f"{name} {size:.2e}"
+        for name, size in (("is", broken["value"]), ("limit", broken["limit"]))
+        if size is not None
+    ]
+    measured = f" ({', '.join(sizes)})" if sizes else ""
+    which = f", repeat {broken['repeat']}" if "repeat" in broken else ""
+    return (
+        f"{broken['name']}{which}: the {broken['gate']} gate broke{where}: "
+        f"{broken['reason']}{measured}."
+    )

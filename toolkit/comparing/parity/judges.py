@@ -1,0 +1,388 @@
+"""Judges: each compares one thing in a run and in the control, and breaks or holds its gate."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+from toolkit.comparing.parity.judgement import GATED_STEPS, Case, Judgement
+from toolkit.comparing.weights import (
+    WeightsError,
+    check_same_names,
+    open_weights,
+    same_weights,
+    weight_gap,
+)
+from toolkit.records.fields import Difference, Gap
+from toolkit.records.record import FILLER_ID, STARTING_ADAPTER
+
+SMALL: Final = 1e-3
+"""Of the norm of all gradients together: below it a parameter's own may be rounding alone, as that
+of a key's bias is, which changes no output."""
+
+
+def judge_losses(case: Case, judgement: Judgement) -> None:
+    """Gate the loss of every step by its absolute distance."""
+    losses, wanted = case.record["losses"], case.control["losses"]
+    gaps = {
+        step: losses[step - 1] - wanted[step - 1]
+        for step in range(case.first_step, min(len(losses), len(wanted)) + 1)
+    }
+    if gaps:
+        judgement.gaps["loss_gap"] = Gap(
+            max=_largest(gaps.values()), mean=sum(gaps.values()) / len(gaps)
+        )
+    else:
+        judgement.not_measured["loss_gap"] = "the two runs have no step in common"
+    limit = case.limit
+    for step, gap in gaps.items():
+        if step > GATED_STEPS:
+            break
+        finite = math.isfinite(losses[step - 1])
+        if not abs(gap) <= limit and (step <= case.last_step or not finite):
+            judgement.break_gate(
+                "loss",
+                "loss apart from the control's" if finite else "the loss is not finite",
+                first_step=step,
+                value=abs(gap) if finite else losses[step - 1],
+                limit=limit,
+            )
+            return
+    _hold_if_whole(case, judgement, "loss", len(losses), len(wanted), compared=bool(gaps))
+
+
+def judge_grad_norms(case: Case, judgement: Judgement) -> None:
+    """Gate the gradient norm of every step, before clipping, by its relative distance."""
+    norms, wanted = case.record["grad_norms"], case.control["grad_norms"]
+    limit = case.limit
+    if wanted is None:
+        reason = case.control["not_measured"].get("grad_norms", "no reason given")
+        reason = f"the control has no gradient norms: {reason}"
+        judgement.not_measured["grad_norm_gap"] = reason
+        judgement.leave_open("grad_norm", reason)
+        return
+    if norms is None:
+        reason = case.record["not_measured"].get("grad_norms", "no reason given")
+        judgement.not_measured["grad_norm_gap"] = f"the run has no gradient norms: {reason}"
+        judgement.break_gate(
+            "grad_norm",
+            "the run recorded no gradient norms, the control did",
+            first_step=case.first_step,
+            limit=limit,
+        )
+        return
+
+    skipped = {*case.record["skipped_steps"], *case.control["skipped_steps"]}
+    gaps: dict[int, float] = {}
+    for step in range(case.first_step, min(len(norms), len(wanted)) + 1):
+        ours, theirs = norms[step - 1], wanted[step - 1]
+        if step not in skipped and theirs is not None:
+            gaps[step] = math.nan if ours is None else _relative(ours, theirs)
+    if gaps:
+        judgement.gaps["grad_norm_gap"] = _largest(gaps.values())
+    else:
+        judgement.not_measured["grad_norm_gap"] = "the two runs have no step in common"
+
+    for step, gap in gaps.items():
+        if step <= case.last_step and not gap <= limit:
+            norm = norms[step - 1]
+            finite = norm is not None and math.isfinite(norm)
+            judgement.break_gate(
+                "grad_norm",
+                "gradient norm apart from the control's"
+                if finite
+                else "the gradient norm is missing or not finite",
+                first_step=step,
+                value=gap if finite else norm,
+                limit=limit,
+            )
+            return
+    compared = any(step <= case.last_step for step in gaps)
+    _hold_if_whole(case, judgement, "grad_norm", len(norms), len(wanted), compared=compared)
+
+
+def judge_gradients(case: Case, judgement: Judgement) -> None:
+    """Gate the gradient norm of each parameter in the first step that updates.
+
+    It is part of the gate of the gradient norms. One break of that gate is told: that of a
+    parameter where there is one, for it says where.
+    """
+    ours, theirs = case.record["gradients"], case.control["gradients"]
+    if ours is None or theirs is None:
+        whose, which = ("the run", case.record) if ours is None else ("the control", case.control)
+        reason = which["not_measured"].get("gradients", "no reason given")
+        judgement.not_measured["gradient_difference"] = f"{whose} has none: {reason}"
+        return
+    if ours["step"] != theirs["step"]:
+        judgement.not_measured["gradient_difference"] = (
+            f"the run's first step that updates is step {ours['step']}, the control's "
+            f"{theirs['step']}"
+        )
+        return
+    distances = gradient_distances(ours["norms"], theirs["norms"])
+    if not distances:
+        judgement.not_measured["gradient_difference"] = "no parameter is trained"
+        return
+    largest = max(distances, key=lambda name: distances[name])
+    judgement.gaps["gradient_difference"] = Difference(value=distances[largest], tensor=largest)
+    limit = case.limit
+    apart = [name for name, distance in distances.items() if distance > limit]
+    if not apart:
+        return
+    judgement.broken = [broken for broken in judgement.broken if broken["gate"] != "grad_norm"]
+    judgement.break_gate(
+        "grad_norm",
+        f"the gradient norms of {len(apart)} of {len(distances)} parameters are apart from the "
+        f"control's, most that of {largest}",
+        first_step=ours["step"],
+        value=distances[largest],
+        limit=limit,
+    )
+
+
+def gradient_distances(ours: dict[str, float], theirs: dict[str, float]) -> dict[str, float]:
+    """Return how far each parameter's norm is from the control's, as a share of the control's.
+
+    A small one is held against `SMALL` of all of them together. One that is missing counts as 0,
+    and one that is not finite is infinitely far.
+    """
+    least = SMALL * math.hypot(*theirs.values())
+    distances: dict[str, float] = {}
+    for name in dict.fromkeys((*theirs, *ours)):
+        norm, wanted = ours.get(name, 0.0), theirs.get(name, 0.0)
+        apart, scale = abs(norm - wanted), max(wanted, least)
+        distance = apart / scale if scale else 0.0 if apart == 0 else math.inf
+        distances[name] = distance if math.isfinite(distance) else math.inf
+    return distances
+
+
+def judge_weights(case: Case, judgement: Judgement) -> None:
+    """Gate the distance of the final weights, in units of the control's own update."""
+    record, control, limit = case.record, case.control, case.limit
+
+    def not_compared(reason: str) -> None:
+        judgement.not_measured |= dict.fromkeys(("weight_gap", "weight_difference"), reason)
+
+    def leave_open(reason: str) -> None:
+        not_compared(reason)
+        judgement.leave_open("weights", reason)
+
+    def break_gate(reason: str) -> None:
+        not_compared(reason)
+        judgement.break_gate("weights", reason, limit=limit)
+
+    if control["final"] is None:
+        leave_open("the control saved no weights")
+        return
+    reference = case.control_folder / control["final"]
+    try:
+        open_weights(reference)
+    except WeightsError as error:
+        leave_open(f"the control's weights cannot be read: {error}")
+        return
+
+    if record["final"] is None:
+        break_gate("the run saved no weights")
+        return
+    try:
+        check_same_names(case.folder / record["final"], reference)
+    except WeightsError as error:
+        break_gate(str(error))
+        return
+
+    start = control["model"]["path"]
+    if start is None:
+        leave_open("the folder of the starting weights is not known")
+        return
+    if record["model"]["path"] != start:
+        break_gate(f"the run started from {record['model']['path']}, the control from {start}")
+        return
+    # Adapters begin with random numbers of their own, which lie beside the record.
+    full = control["training"]["method"] == "full"
+    origin = Path(start) if full else case.control_folder / STARTING_ADAPTER
+    try:
+        if origin.is_file() and not same_weights(case.folder / STARTING_ADAPTER, origin):
+            break_gate("the run's adapters began with other numbers than the control's")
+            return
+        gap, difference = weight_gap(case.folder / record["final"], reference, origin)
+    except WeightsError as error:
+        leave_open(str(error))
+        return
+
+    judgement.gaps["weight_gap"] = gap
+    judgement.gaps["weight_difference"] = difference
+    if len(control["losses"]) > GATED_STEPS:
+        judgement.leave_open(
+            "weights",
+            f"after {len(control['losses'])} steps; weights are gated up to {GATED_STEPS}",
+        )
+    elif sorted(record["skipped_steps"]) != sorted(control["skipped_steps"]):
+        judgement.leave_open(
+            "weights",
+            "the run and the control skipped different steps, so they made different updates",
+        )
+    elif gap <= limit:
+        judgement.hold("weights")
+    else:
+        judgement.break_gate(
+            "weights",
+            "final weights apart from the control's, in units of its update",
+            value=gap,
+            limit=limit,
+        )
+
+
+def judge_data(case: Case, judgement: Judgement) -> None:
+    """Gate the rows: the same in each global step, and no row on two ranks."""
+    record, control = case.record, case.control
+    ids, wanted = record["sample_ids"], control["sample_ids"]
+    if not wanted:
+        judgement.leave_open("data", "the control recorded no sample ids")
+        return
+    for reason, differs in (
+        ("the run recorded no sample ids", not ids),
+        ("the run read other data", record["data"]["hash"] != control["data"]["hash"]),
+        (
+            "the run made other tokens or labels of the same data",
+            record["data"]["tokens_hash"] != control["data"]["tokens_hash"],
+        ),
+    ):
+        if differs:
+            judgement.break_gate("data", reason, first_step=1)
+            return
+
+    ids = ids or []
+    problems = (
+        (step, rank_problem(ours, record["num_processes"]) or _row_problem(ours, theirs))
+        for step, (ours, theirs) in enumerate(zip(ids, wanted, strict=False), 1)
+    )
+    step, problem = next(((step, text) for step, text in problems if text), (None, None))
+    if step is None and len(ids) != len(wanted):
+        step = min(len(ids), len(wanted)) + 1
+        problem = f"the run recorded the rows of {len(ids)} steps, the control of {len(wanted)}"
+    if step is None or problem is None:
+        judgement.hold("data")
+    elif step > GATED_STEPS:
+        judgement.hold("data")
+        judgement.notes.append(f"step {step}: {problem}")
+    else:
+        judgement.break_gate("data", problem, first_step=step)
+
+
+def judge_evaluation(case: Case, judgement: Judgement) -> None:
+    """Gate the losses of evaluations after up to `GATED_STEPS` steps, by absolute distance.
+
+    The gap is that of every evaluation that both have.
+    """
+    control, limit = case.control, case.limit
+    wanted = {evaluated["step"]: evaluated for evaluated in control["evaluation"] or []}
+    ours = {evaluated["step"]: evaluated for evaluated in case.record["evaluation"] or []}
+    if not wanted:
+        reason = control["not_measured"].get("evaluation", "the control evaluated nothing")
+        judgement.not_measured["eval_loss_gap"] = reason
+        return
+    gaps = {
+        step: abs(ours[step]["loss"] - theirs["loss"])
+        for step, theirs in wanted.items()
+        if step in ours
+    }
+    if gaps:
+        judgement.gaps["eval_loss_gap"] = _largest(gaps.values())
+    else:
+        judgement.not_measured["eval_loss_gap"] = "no evaluation is after the same step"
+    begun = case.record["first_step"]
+    within = [step for step in wanted if step <= GATED_STEPS]
+    judged = [step for step in within if begun == 1 or step >= begun]
+    for step in judged:
+        theirs = wanted[step]
+        if step not in ours:
+            reason = "the run did not evaluate here, the control did"
+        elif any(ours[step][part] != theirs[part] for part in ("rows", "tokens")):
+            reason = "other rows or tokens were evaluated than in the control"
+        elif not gaps[step] <= limit:
+            reason = "evaluation loss apart from the control's"
+        else:
+            continue
+        judgement.break_gate(
+            "evaluation", reason, first_step=step, value=gaps.get(step), limit=limit
+        )
+        return
+    if judged:
+        judgement.hold("evaluation")
+    elif within:
+        judgement.leave_open(
+            "evaluation",
+            f"the run went on at step {begun}, and the control evaluated nothing from there to "
+            f"step {GATED_STEPS}",
+        )
+    else:
+        judgement.leave_open("evaluation", f"no evaluation is within the first {GATED_STEPS} steps")
+
+
+def rank_problem(ranks: list[list[Any]], num_processes: int) -> str | None:
+    """Say what is wrong with the rows that the ranks read in one step; None for nothing."""
+    if len(ranks) != num_processes:
+        return f"rows of {len(ranks)} ranks were recorded, there are {num_processes}"
+    if not any(ranks):
+        return "no row was read"
+    owners = Counter(row for rank in ranks for row in set(rank) if row != FILLER_ID)
+    shared = [row for row, count in owners.items() if count > 1]
+    if shared:
+        return f"row {shared[0]!r} was read by {owners[shared[0]]} ranks"
+    return None
+
+
+def _row_problem(ours: list[list[Any]], theirs: list[list[Any]]) -> str | None:
+    read = Counter(row for rank in ours for row in rank if row != FILLER_ID)
+    wanted = Counter(row for rank in theirs for row in rank if row != FILLER_ID)
+    missing = sorted((wanted - read).elements(), key=str)
+    extra = sorted((read - wanted).elements(), key=str)
+    parts = [
+        f"{len(rows)} rows {words}, such as {rows[0]!r}"
+        for rows, words in ((missing, "of the control's were not read"), (extra, "too many"))
+        if rows
+    ]
+    return "; ".join(parts) or None
+
+
+def _hold_if_whole(
+    case: Case, judgement: Judgement, gate: str, ours: int, theirs: int, *, compared: bool
+) -> None:
+    """Hold a gate of steps whose values are near, unless steps are missing.
+
+    Args:
+        case: The two runs.
+        judgement: Takes the outcome.
+        gate: Its name.
+        ours: Steps that the run recorded.
+        theirs: Steps that the control recorded.
+        compared: Whether both have a value in a step that is gated.
+    """
+    if not ours == theirs == case.requested_steps:
+        judgement.break_gate(
+            gate,
+            f"the run recorded {ours} steps, the control {theirs}, "
+            f"asked were {case.requested_steps}",
+            first_step=min(ours, theirs) + 1,
+        )
+    elif case.first_step > case.last_step or not compared:
+        judgement.break_gate(gate, "no gated step was compared", limit=case.limit)
+    else:
+        judgement.hold(gate)
+
+
+def _relative(value: float, reference: float) -> float:
+    if value == reference:
+        return 0.0
+    if reference == 0.0:
+        return math.inf
+    return abs(value - reference) / abs(reference)
+
+
+def _largest(gaps: Iterable[float]) -> float:
+    """Return the largest absolute value, or NaN where one of them is: `max` would lose it."""
+    sizes = [abs(gap) for gap in gaps]
+    return math.nan if any(math.isnan(size) for size in sizes) else max(sizes)

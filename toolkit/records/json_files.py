@@ -1,0 +1,117 @@
+"""JSON files of the toolkit: strict JSON, checked against a TypedDict when it is read.
+
+JSON knows no non-finite float: one stands there as the string "NaN", "Infinity" or "-Infinity", and
+is read back as a float. Fields may be added, so what this version does not know is kept; a newer
+schema number is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, Final, cast
+
+from toolkit.errors import UsageError
+from toolkit.files import write_text
+from toolkit.records.shapes import mismatches
+from toolkit.redaction import redacted
+
+SCHEMA: Final = 1
+
+NOT_FINITE: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+MOST_LEVELS: Final = 100
+"""Objects and lists within each other; what we write has some ten."""
+
+
+class LostError(UsageError):
+    """A file of ours that is missing, or whose content cannot be used.
+
+    Not one of a newer toolkit, nor one that may not be read: they are whole.
+    """
+
+
+def read_as(file: Path, kind: type) -> dict[str, Any]:
+    """Read a file that the toolkit wrote, with every field as the TypedDict `kind` declares it.
+
+    Raises:
+        UsageError: the file is missing, damaged, of a newer schema, or lacks fields.
+    """
+    data = read_json(file)
+    if not isinstance(data, dict) or "schema" not in data:
+        raise LostError(f"{file} was not written by the toolkit: it has no schema number.")
+    content = cast("dict[str, Any]", data)
+    schema = content["schema"]
+    if not isinstance(schema, int) or schema < 1:
+        raise LostError(f"{file} has the schema number {schema!r}; this toolkit reads {SCHEMA}.")
+    if schema > SCHEMA:
+        raise UsageError(
+            f"{file} has schema {schema}, this toolkit reads up to {SCHEMA}. "
+            "A newer toolkit wrote it: update this one to read it."
+        )
+    wrong = "; ".join(mismatches(content, kind))
+    if wrong:
+        raise LostError(f"{file} is not complete: {wrong[:500]}.")
+    return content
+
+
+def read_json(path: Path) -> Any:
+    """Read strict JSON, with the names of non-finite floats turned back into floats.
+
+    Raises:
+        UsageError: there is no such file, it cannot be read, or it is not JSON.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        return _decoded(json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant))
+    except FileNotFoundError:
+        raise LostError(f"{path} does not exist.") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}.") from None
+    # Bytes that are no UTF-8 and whole numbers of thousands of digits are ValueErrors, too.
+    except (ValueError, RecursionError) as error:
+        raise LostError(
+            f"{path} is not JSON ({error}). Was it cut off, or damaged? Put a whole copy there."
+        ) from None
+
+
+def write_json(path: Path, data: Any, *, private: bool = False) -> None:
+    """Write `data` as strict JSON without secrets, as `write_text` does."""
+    text = json.dumps(_encoded(redacted(data)), indent=2, allow_nan=False) + "\n"
+    write_text(path, text, private=private)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise ValueError("a name stands twice in one object")
+    return content
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _encoded(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        items = cast("dict[Any, Any]", value).items()
+        return {str(key): _encoded(item) for key, item in items}
+    if isinstance(value, (list, tuple)):
+        return [_encoded(item) for item in cast("list[Any]", value)]
+    return value
+
+
+def _decoded(value: Any, *, levels: int = MOST_LEVELS) -> Any:
+    if not levels:
+        raise ValueError(f"more than {MOST_LEVELS} levels")
+    if isinstance(value, str):
+        return NOT_FINITE.get(value, value)
+    if isinstance(value, dict):
+        items = cast("dict[str, Any]", value).items()
+        return {key: _decoded(item, levels=levels - 1) for key, item in items}
+    if isinstance(value, list):
+        return [_decoded(item, levels=levels - 1) for item in cast("list[Any]", value)]
+    return value
