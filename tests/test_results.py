@@ -136,7 +136,7 @@ def test_a_newer_schema_is_refused_and_named(tmp_path):
         ('{"schema": 1, "losses": [1', "not JSON"),
         ("[]", "no schema number"),
         ('{"schema": "one"}', "schema number 'one'"),
-        ('{"schema": 1, "losses": null}', "'strategy' is missing.*'losses' is None"),
+        ('{"schema": 1, "losses": null}', "'final_loss' is missing.*'strategy' is missing"),
     ],
 )
 def test_a_record_that_cannot_be_used_says_why(tmp_path, text, message):

@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from toolkit.comparing.predicted import no_prediction
 from toolkit.comparing.report import figures
 from toolkit.comparing.report.figures import draw_all
 from toolkit.comparing.report.page import render_page
@@ -175,14 +176,11 @@ def test_results_in_which_little_was_counted_make_a_page(bare_results, rehearsal
 def test_without_a_prediction_it_is_said_why(full_results):
     results = full_results()
     for row in results["runs"]:
-        row["predicted"] = None
-    results["runs"][1]["predicted"] = {
-        **{"memory": None, "peak_bytes": None, "traffic_bytes": None, "errors": {}},
-        "reason": "not predicted: the optimizer is lion",
-    }
+        row["predicted"] = no_prediction("no run has told what model it is")
+    results["runs"][1]["predicted"] = no_prediction("not predicted: the optimizer is lion")
     notes = figure_of(results, "memory").notes
     assert "No tick for ddp-trainer: not predicted: the optimizer is lion" in notes
-    assert any("its record has no prediction" in note for note in notes)
+    assert any("no run has told what model" in note for note in notes)
 
 
 def test_a_run_that_is_not_drawn_has_its_reason(results):
@@ -271,8 +269,8 @@ def test_names_alone_that_are_hostile_do_not_break_a_figure(results):
         row["strategy"] = ("_hidden", "$\\frac{$", "<b>&amp;" * 40, "日本", "<b>&amp;" * 40, "\n")[
             number
         ]
-        row.pop("name", None)
-    results["control"]["strategy"] = results["runs"][0]["strategy"]
+        row["name"] = row["strategy"]
+    results["control"] |= {name: results["runs"][0][name] for name in ("strategy", "name")}
     page = Page(render_page(redact_results(results)))
     assert list(page.figures) == FIGURES
 

@@ -2,6 +2,7 @@ import math
 
 import numpy as np
 import pytest
+from example_record import DATA
 
 from toolkit.comparing.parity.gates import (
     GATES,
@@ -206,7 +207,7 @@ def test_a_forward_that_is_random_in_the_run_alone_excuses_nothing(compare):
 
 def test_rows_that_differ_break_their_gate_for_a_random_model_too(compare):
     random = {"random_forward": "it is random"}
-    judgement = compare(control=random, **random, data={"hash": "another"})
+    judgement = compare(control=random, **random, data=DATA | {"hash": "another"})
     assert judgement.gates == {"data": False}
 
 
@@ -290,7 +291,7 @@ def test_other_labels_of_the_same_data_break_the_data_gate(compare):
 
 
 def test_other_data_break_the_data_gate(compare):
-    data = {"name": "stdlib", "hash": "other", "rows": 100}
+    data = DATA | {"hash": "other"}
     assert "other data" in only_broken(compare(data=data), "data")["reason"]
 
 

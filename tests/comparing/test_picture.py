@@ -170,16 +170,15 @@ def test_texts_of_results_cannot_break_it(full_results, poisoned, texts):
     assert pixels(render_picture(redact_results(evil))) == (1200, 630)
     check_fits(texts)
     assert not any("\x1b" in text or "\n" in text for text in words_of(texts))
-    assert any(text.startswith("single<b>alert") for text in words_of(texts))
+    assert any(text.startswith("single-trainer<b>alert") for text in words_of(texts))
 
 
 @pytest.mark.parametrize("name", ["_hidden", "x" * 5000, "$\\frac{$", "日本", "\n", " "])
 def test_names_that_are_hostile_do_not_break_it(full_results, texts, name):
     results = full_results()
     for row in results["runs"]:
-        row["strategy"] = name
-        row.pop("name", None)
-    results["control"]["strategy"] = name
+        row |= {"strategy": name, "name": name}
+    results["control"] |= {"strategy": name, "name": name}
     assert pixels(render_picture(redact_results(results))) == (1200, 630)
     check_fits(texts)
 

@@ -149,7 +149,7 @@ def test_every_counted_peak_says_where_offloaded_states_are_in_it(
     results = full_results(rehearsal=rehearsal)
     plain = " ".join(note for part in parts(results) for note in part.section.notes)
     assert "Offloaded" not in plain
-    results["runs"][1] |= {"strategy": "zero2_offload"}
+    results["runs"][1] |= {"strategy": "zero2_offload", "name": "zero2_offload-trainer"}
     sides = (tmp_path / "a", tmp_path / "b")
     for side in sides:
         side.mkdir()
@@ -262,7 +262,8 @@ def test_time_has_its_spread_over_starts_and_its_phases(full_results):
 def test_of_one_start_there_is_no_spread_and_it_is_said(full_results):
     results = full_results()
     for row in results["runs"]:
-        row |= {"spread": None, "repeats": (row["repeats"] or [])[:1]}
+        row |= {"spread": None, "repeats": row["repeats"][:1]}
+        row["not_measured"]["spread"] = "it was started once"
     section = step_time(results)
     assert line(section, "ddp-trainer")["spread of the starts"] == "n/a"
     assert "n/a: every run (spread of the starts): it was started once" in section.notes

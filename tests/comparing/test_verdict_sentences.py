@@ -146,12 +146,6 @@ def test_runs_of_unlike_numbers_of_starts_are_not_said_to_have_the_same(on_gpus,
     assert "measured from 2 starts of each run." in limits(results)[0]
 
 
-def test_without_noise_and_its_reason_the_runs_are_asked(on_gpus):
-    results = on_gpus(None, noise=None)
-    results["runs"][1]["not_measured"] = {"tokens_per_second": "no packed rows"}
-    assert "was not measured: ddp-trainer: no packed rows" in limits(results)[0]
-
-
 def test_the_control_of_a_scale_is_one_row_alone(make_results, make_row):
     control = {"strategy": "ddp", "engine": "trainer", "reason": None, "name": "ddp-trainer-x2"}
     rows = [

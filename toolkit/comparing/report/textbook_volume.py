@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Final
 
-from toolkit.comparing.report.words import NOT_AVAILABLE
+from toolkit.comparing.report.row_facts import reason_for
 from toolkit.records.fields import Traffic
 from toolkit.records.results import Row
 from toolkit.strategies import STRATEGIES, Strategy
@@ -29,7 +29,7 @@ def difference_in_words(row: Row) -> str:
     """
     traffic = row["traffic"]
     if traffic is None:
-        return NOT_AVAILABLE
+        return reason_for(row, "traffic")
     papers, sent = traffic["textbook_elements"], traffic["sent_elements"]
     if not papers:
         return NOTHING

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit.comparing.report.row_facts import measured, reason_for
+from toolkit.comparing.report.row_facts import measured
 from toolkit.comparing.report.words import DROPOUT_DIFFERS, share
 from toolkit.records.results import Results
 
@@ -31,9 +31,10 @@ def _noise(results: Results) -> str:
     """Say which difference in speed means nothing, from what that is measured."""
     noise = results["noise"]
     if noise is None:
+        reason = results["not_measured"].get("noise", "its results give no reason")
         return (
             "How large a difference in speed must be to mean something was not measured: "
-            f"{_why_no_noise(results)}. None here is proof of one."
+            f"{reason}. None here is proof of one."
         )
     start = f"Differences in speed under {share(noise['share'])} mean nothing (95% confidence)"
     if noise["basis"] == "repeats":
@@ -54,13 +55,3 @@ def _starts(results: Results) -> list[int]:
         for row in measured(results)
     ]
     return [count for count in counts if count]
-
-
-def _why_no_noise(results: Results) -> str:
-    reason = results["not_measured"].get("noise")
-    if reason:
-        return reason
-    untimed = [row for row in measured(results) if row["tokens_per_second"] is None]
-    if untimed:
-        return f"{untimed[0]['name']}: {reason_for(untimed[0], 'tokens_per_second')}"
-    return "there are no two runs to tell apart"
