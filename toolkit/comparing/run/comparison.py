@@ -38,7 +38,7 @@ from toolkit.errors import UsageError
 from toolkit.escaping import one_line
 from toolkit.launching.folder_lock import lock_folder
 from toolkit.records.json_files import SCHEMA, write_json
-from toolkit.records.results import Control, RESULTS_FILE, Results, Row
+from toolkit.records.results import RESULTS_FILE, Control, Results, Row
 
 if TYPE_CHECKING:
     from rich.console import Console
