@@ -135,7 +135,7 @@ def in_float64(
     """Return loss and gradients in float64, from the very numbers that the variants get."""
 
     def loss(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        # What is computed with is the head in the dtype of the states, as under autocast.
+        # The head comes in the dtype of the states, as under autocast.
         logits = functional.linear(hidden, weight)
         return functional.cross_entropy(logits, targets, reduction="sum") / items
 
@@ -150,7 +150,7 @@ def computed(
     factor: float,
 ) -> Result:
     """Return the loss, and both gradients with the factor taken out again."""
-    states, head = (each.detach().requires_grad_() for each in (hidden, weight))
+    states, head = (tensor.detach().requires_grad_() for tensor in (hidden, weight))
     value = loss(states, head, targets)
     (value * factor).backward()
     assert states.grad is not None
@@ -175,7 +175,7 @@ def peak_bytes(
     loss: Loss, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, device: str
 ) -> int:
     """Return the most bytes of forward and backward, both gradients among them."""
-    states, head = (each.detach().requires_grad_() for each in (hidden, weight))
+    states, head = (tensor.detach().requires_grad_() for tensor in (hidden, weight))
     if device == "cuda":
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()

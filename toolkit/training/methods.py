@@ -18,6 +18,7 @@ from toolkit.strategies import COMPUTE_DTYPES
 from toolkit.training.arguments import ModelArguments
 from toolkit.training.loadable import read_config
 from toolkit.training.method_arguments import ALL_LINEAR, MethodArguments
+from toolkit.training.quantized import check_bitsandbytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -98,6 +99,8 @@ def checked_method(
         UsageError: the method doesn't fit the model, or the dtypes don't fit each other.
     """
     folder, computed = Path(facts.path), COMPUTE_DTYPES[precision]
+    # Weights that are trained step in fp32; frozen ones take no step, and are computed with as
+    # they are.
     dtype = model.dtype or ("float32" if arguments.is_full else computed)
     _refuse_quantised(folder)
     layers: dict[str, int] = {}
@@ -109,20 +112,19 @@ def checked_method(
                 f"--dtype {dtype} and computing in {computed} don't go together with --method "
                 f"{arguments.method}. Leave --dtype out, or pass {computed} or float32."
             )
-        bare = skeleton(folder, trust_remote_code=model.trust_remote_code)
-        layers, fused = adapted_layers(bare, arguments), fused_share(bare)
+        bare_model = skeleton(folder, trust_remote_code=model.trust_remote_code)
+        layers, fused = adapted_layers(bare_model, arguments), fused_share(bare_model)
         if arguments.method == "qlora":
-            from toolkit.training.quantized import check_bitsandbytes
-
             if fused > MOST_UNPACKED:
                 raise UsageError(
                     f"--method qlora would leave {fused:.0%} of the weights of "
-                    f"{type(bare).__name__} (beside embeddings and head) as they are: its experts "
-                    "are fused into single tensors, and bitsandbytes packs linear layers only. "
-                    "Pass --method lora, or a model without experts."
+                    f"{type(bare_model).__name__} (beside embeddings and head) as they are: its "
+                    "experts are fused into single tensors, and bitsandbytes packs linear layers "
+                    "only. Pass --method lora, or a model without experts."
                 )
             check_bitsandbytes()
     name = model.model_name_or_path
+    # Else it was a Hub name, and the folder is a snapshot in the Hub's cache of this machine.
     is_local = name is None or Path(name).expanduser().is_dir()
     return Method(
         arguments=arguments,
@@ -130,6 +132,7 @@ def checked_method(
         storage=(dtype if precision == "no" else computed) if arguments.method == "qlora" else None,
         layers=tuple(layers),
         trained_parameters=facts.parameters if arguments.is_full else sum(layers.values()),
+        # Absolute: a saved adapter is loaded from any current folder.
         base_model=str(folder.absolute()) if is_local else str(name),
         base_revision=None if is_local else model.model_revision,
         fused_experts=fused,
@@ -165,6 +168,7 @@ def skeleton(folder: str | Path, *, trust_remote_code: bool = False) -> PreTrain
     options = {"trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(str(folder), **options)
+        # In a rank of ZeRO-3, transformers would partition the weights, which do not exist.
         with outside_of_engines(), torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, **options)
     except (OSError, ValueError) as error:

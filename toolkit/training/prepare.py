@@ -35,7 +35,7 @@ from toolkit.training.request import (
     checked_flags,
     plain_value,
 )
-from toolkit.training.speed import THEIRS, Speed
+from toolkit.training.speed import TRAINER_SWITCHES, Speed
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ def _speed_under(request: Request, strategy: Strategy) -> Speed:
 
 def _as_arguments(values: dict[str, Any]) -> TrainingArguments:
     """Stand in for `TrainingArguments`, which would start a process group when they are made."""
-    return cast("TrainingArguments", SimpleNamespace(**dict.fromkeys(THEIRS) | values))
+    return cast("TrainingArguments", SimpleNamespace(**dict.fromkeys(TRAINER_SWITCHES) | values))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

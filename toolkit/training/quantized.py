@@ -7,11 +7,12 @@ Only this module depends on bitsandbytes' classes (0.50), and it imports them wh
 from __future__ import annotations
 
 import importlib.metadata
-from typing import Any, Final
-
-import torch
+from typing import TYPE_CHECKING, Any, Final
 
 from toolkit.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 OLDEST: Final = (0, 50)
 """The oldest bitsandbytes that the toolkit was checked with; it also computes on a CPU."""
@@ -48,13 +49,12 @@ def in_4_bits(storage: str) -> Any:
     """
     from transformers import BitsAndBytesConfig
 
-    dtype = getattr(torch, storage)
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-        bnb_4bit_quant_storage=dtype,
+        bnb_4bit_compute_dtype=storage,
+        bnb_4bit_quant_storage=storage,
     )
 
 

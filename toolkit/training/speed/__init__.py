@@ -32,7 +32,7 @@ from toolkit.training.speed.lean_batches import (
 )
 from toolkit.training.speed_arguments import SpeedArguments, no_chunked_loss
 
-THEIRS = ("use_liger_kernel", "torch_compile", "ddp_bucket_cap_mb", "ddp_static_graph")
+TRAINER_SWITCHES = ("use_liger_kernel", "torch_compile", "ddp_bucket_cap_mb", "ddp_static_graph")
 """Switches of `TrainingArguments`, for both engines but for `torch_compile`."""
 
 
@@ -51,7 +51,7 @@ class Speed(Observer):
         """Reasons why other flags leave no place for the chunked loss."""
 
         self.checkpoints_all = False
-        """Whether every layer is computed again, and nothing in them kept."""
+        """Whether every layer is computed again in backward, from its inputs alone."""
 
         self.on: dict[str, Any] = {}
         """Every switch that took hold, and how far."""
@@ -67,7 +67,7 @@ class Speed(Observer):
             loop: The Trainer's arguments where no Trainer is there to obey them.
 
         Raises:
-            UsageError: the model can't do what was asked for by name.
+            UsageError: the model can't do what a switch of its own flag asks for.
         """
         arguments, inner = self.arguments, unwrap_peft_model(model)
         if loop is not None and loop.use_liger_kernel:
@@ -87,6 +87,7 @@ class Speed(Observer):
                 spare_the_device(inner)
             # Windows and eager attention need masks that transformers makes, and asks for.
             self.on["lean_masks"] = "no mask asked for" if unasked else "padding is not masked"
+        # Last: torch.compile traces what the layers do by now.
         if arguments.compiles_blocks:
             compiled = compile_blocks(inner, backend=arguments.compile_backend)
             self.on["compile_blocks"] = {"layers": compiled, "backend": arguments.compile_backend}
@@ -110,8 +111,9 @@ class Speed(Observer):
         """Return the record's `speed`: every switch that is on, the Trainer's own among them, and
         those that `--tuned` left out, with the reason.
         """
-        theirs = {name: getattr(args, name) for name in THEIRS if getattr(args, name)}
-        return {"tuned": self.arguments.tuned, "on": self.on | theirs, "left_out": self.left_out}
+        of_trainer = {name: getattr(args, name) for name in TRAINER_SWITCHES if getattr(args, name)}
+        on = self.on | of_trainer
+        return {"tuned": self.arguments.tuned, "on": on, "left_out": self.left_out}
 
     def _check_loss(self, model: Any) -> None:
         if self._against_chunked_loss:

@@ -9,10 +9,13 @@ from transformers import TrainingArguments
 
 
 def ddp_options(args: TrainingArguments, *, bucket_view: bool) -> DistributedDataParallelKwargs:
-    """Return what the loop's Accelerator wraps with: what the arguments say, as the Trainer reads
-    them, and whether gradients are views of the buckets.
+    """Return the loop's options for DDP's wrapper, from the arguments as the Trainer reads them.
+
+    Args:
+        args: The Trainer's arguments.
+        bucket_view: Whether gradients are views of the buckets.
     """
-    named: dict[str, Any] = {
+    passed: dict[str, Any] = {
         "bucket_cap_mb": args.ddp_bucket_cap_mb,
         "broadcast_buffers": args.ddp_broadcast_buffers,
         "static_graph": args.ddp_static_graph,
@@ -20,15 +23,15 @@ def ddp_options(args: TrainingArguments, *, bucket_view: bool) -> DistributedDat
     return DistributedDataParallelKwargs(
         find_unused_parameters=bool(args.ddp_find_unused_parameters),
         gradient_as_bucket_view=bucket_view,
-        **{name: value for name, value in named.items() if value is not None},
+        **{name: value for name, value in passed.items() if value is not None},
     )
 
 
 def with_bucket_view(built: dict[str, Any], *, wanted: bool) -> list[Any]:
-    """Return the handlers that the Trainer makes an Accelerator with, DDP's as wanted.
+    """Return the Trainer's handlers for its Accelerator, with the option of DDP's handler set.
 
     Args:
-        built: What `Trainer._build_accelerator_args` returned.
+        built: The result of `Trainer._build_accelerator_args`.
         wanted: Whether gradients are views of the buckets.
     """
     handlers: list[Any] = built["kwargs_handlers"]

@@ -32,7 +32,7 @@ _LOSS_ONLY = {"labels", "shift_labels", "num_items_in_batch", "logits_to_keep", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitsOf:
-    """What a family does to the product of hidden states and head before it takes the loss."""
+    """The steps of a family of models from the product of hidden states and head to its logits."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -57,7 +57,7 @@ class LogitsOf:
 
 
 def checked_head(model: PreTrainedModel) -> tuple[torch.nn.Linear, LogitsOf]:
-    """Return the model's head, and what the family does to its product before the loss.
+    """Return the model's head, and the steps from its product to the logits.
 
     Raises:
         UsageError: the model is none that this is proven for, or its head is no plain matrix.
@@ -96,9 +96,9 @@ def use_chunked_loss(model: PreTrainedModel, *, chunk_tokens: int) -> None:
     original_forward, project = type(model).forward, type(head).forward
     signature = inspect.signature(original_forward)
 
-    # The head is still called as a module, within the forward of the model. So whatever gathers a
-    # sharded head for a module's forward and backward does it once, not for each chunk:
-    # `fully_shard` with the unit that the head is in, ZeRO-3 with the hooks of the head itself.
+    # The head is still called as a module, within the forward of the model, so that a sharded head
+    # is gathered once and not for each chunk: by `fully_shard` with the unit that it is in, under
+    # ZeRO-3 by the hooks of the head itself.
     def head_forward(self: Any, hidden: torch.Tensor, loss_for: Any = None) -> torch.Tensor:
         if loss_for is None:
             return project(self, hidden)
@@ -251,11 +251,11 @@ class _SummedLoss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        # In place, for nothing else may be as large: backward twice is an error of autograd's. In
+        # In place, to hold no second tensor of this size; autograd refuses a second backward. In
         # fp32, for fp16 can't hold the factor of loss scaling.
         gradients = [
-            None if kept is None else kept.float().mul_(gradient).to(dtype)
-            for kept, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+            None if saved is None else saved.float().mul_(gradient).to(dtype)
+            for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
         return *gradients, None, None, None, None, None
 

@@ -1,4 +1,4 @@
-"""What is switched on layer by layer: checkpointing, compiling, and FSDP2's gathering ahead."""
+"""Switches of single layers: activation checkpointing and torch.compile."""
 
 from __future__ import annotations
 
