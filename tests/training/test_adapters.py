@@ -311,7 +311,7 @@ def test_a_model_that_cannot_be_merged_is_an_error_after_everything_was_gathered
 ):
     model = adapted(llama)
     gathered = []
-    original = saving._whole
+    original = saving._on_cpu
 
     def counting(*args):
         gathered.append(1)
@@ -319,7 +319,7 @@ def test_a_model_that_cannot_be_merged_is_an_error_after_everything_was_gathered
 
     model.model.layers[0].self_attn.q_proj.scaling = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "_whole", counting)
+        patch.setattr(saving, "_on_cpu", counting)
         with pytest.raises(SaveError, match="default"):
             save_merged(accelerator, model, tmp_path / "merged")
     assert len(gathered) == len(list(model.parameters()))
