@@ -252,7 +252,8 @@ def start_all(side, monkeypatch):
                 )
                 save_file({key: BEFORE[key] - WAY for key in BEFORE}, made.folder / INITIAL_FILE)
                 folder = made.folder.parent
-                record = {"losses": [4.0] * at, "final": None, "attestation": None}
+                record = {"losses": [4.0] * at, "final": None}
+                record |= {"attestation": None, "traffic": None}
                 end = Finished(record=record, folder=folder)
                 started.append(BisectedRun(name=name, folder=folder, end=end))
             return started

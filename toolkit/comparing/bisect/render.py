@@ -92,7 +92,7 @@ def _run_as_json(run: BisectedRun) -> dict[str, Any]:
         "reason": None if failure is None else failure.reason,
         "losses": None if record is None else record["losses"],
         "attestation": None if record is None else record["attestation"],
-        "traffic": None if record is None else record.get("traffic"),
+        "traffic": None if record is None else record["traffic"],
     }
 
 
