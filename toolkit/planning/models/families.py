@@ -7,7 +7,7 @@ Nothing is computed here; `architectures` turns an entry and a config.json into 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
+from dataclasses import replace
 
 from toolkit.planning.models.family import (
     ALWAYS,
@@ -38,11 +38,6 @@ _WIDE_NORMS = (
 )
 
 
-_LLAMA_LAYER = (
-    *attention(bias="attention_bias"),
-    *gated_mlp(bias="mlp_bias"),
-    *_PRE_NORMS,
-)
 _GEMMA_ATTENTION = attention(bias="attention_bias")
 _QWEN_MOE_KEYS = KEYS | {
     "experts": "num_experts",
@@ -54,46 +49,51 @@ _MIXTRAL_KEYS = KEYS | {
     "active_experts": "num_experts_per_tok",
     "expert_ffn": "intermediate_size",
 }
-_LLAMA_LIKE = (
-    Family(
-        model_type="llama",
-        architecture="LlamaForCausalLM",
-        defaults=defaults(32000, 4096, 11008, 32, 32, 2048),
-        layer=_LLAMA_LAYER,
-        flags=("attention_bias", "mlp_bias"),
+_LLAMA = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    defaults=defaults(32000, 4096, 11008, 32, 32, 2048),
+    layer=(*attention(bias="attention_bias"), *gated_mlp(bias="mlp_bias"), *_PRE_NORMS),
+    flags=("attention_bias", "mlp_bias"),
+)
+_OLMO_2 = Family(
+    model_type="olmo2",
+    architecture="Olmo2ForCausalLM",
+    defaults=defaults(50304, 4096, 11008, 32, 32, 2048),
+    layer=(
+        *attention(bias="attention_bias"),
+        *_WIDE_NORMS,
+        *gated_mlp(),
+        *norms("post_attention_layernorm", "post_feedforward_layernorm"),
     ),
-    Family(
+    flags=("attention_bias",),
+    qk_norm=ALWAYS,
+)
+_LLAMA_LIKE = (
+    _LLAMA,
+    replace(
+        _LLAMA,
         model_type="smollm3",
         architecture="SmolLM3ForCausalLM",
-        defaults=defaults(
-            128256, 2048, 11008, 36, 16, 32768, num_key_value_heads=4, tie_word_embeddings=True
-        ),
-        layer=_LLAMA_LAYER,
-        flags=("attention_bias", "mlp_bias"),
+        defaults=defaults(128256, 2048, 11008, 36, 16, 32768, kv_heads=4, tied=True),
     ),
-    Family(
-        model_type="granite",
-        architecture="GraniteForCausalLM",
-        defaults=defaults(32000, 4096, 11008, 32, 32, 2048),
-        layer=_LLAMA_LAYER,
-        flags=("attention_bias", "mlp_bias"),
-    ),
+    replace(_LLAMA, model_type="granite", architecture="GraniteForCausalLM"),
     Family(
         model_type="mistral",
         architecture="MistralForCausalLM",
-        defaults=defaults(32000, 4096, 14336, 32, 32, 131072, num_key_value_heads=8),
+        defaults=defaults(32000, 4096, 14336, 32, 32, 131072, kv_heads=8),
         layer=(*attention(), *gated_mlp(), *_PRE_NORMS),
     ),
     Family(
         model_type="qwen2",
         architecture="Qwen2ForCausalLM",
-        defaults=defaults(151936, 4096, 22016, 32, 32, 32768, num_key_value_heads=32),
+        defaults=defaults(151936, 4096, 22016, 32, 32, 32768, kv_heads=32),
         layer=(*attention(bias=ALWAYS, out_bias=""), *gated_mlp(), *_PRE_NORMS),
     ),
     Family(
         model_type="qwen3",
         architecture="Qwen3ForCausalLM",
-        defaults=defaults(151936, 4096, 22016, 32, 32, 32768, num_key_value_heads=32, head_dim=128),
+        defaults=defaults(151936, 4096, 22016, 32, 32, 32768, kv_heads=32, head_dim=128),
         layer=(*attention(bias="attention_bias"), *_HEAD_NORMS, *gated_mlp(), *_PRE_NORMS),
         flags=("attention_bias",),
         qk_norm=ALWAYS,
@@ -107,25 +107,8 @@ _LLAMA_LIKE = (
         flags=("attention_bias",),
         norms_without_weight=2,
     ),
-    *(
-        Family(
-            model_type=model_type,
-            architecture=architecture,
-            defaults=defaults(50304, 4096, 11008, 32, 32, 2048),
-            layer=(
-                *attention(bias="attention_bias"),
-                *_WIDE_NORMS,
-                *gated_mlp(),
-                *norms("post_attention_layernorm", "post_feedforward_layernorm"),
-            ),
-            flags=("attention_bias",),
-            qk_norm=ALWAYS,
-        )
-        for model_type, architecture in (
-            ("olmo2", "Olmo2ForCausalLM"),
-            ("olmo3", "Olmo3ForCausalLM"),
-        )
-    ),
+    _OLMO_2,
+    replace(_OLMO_2, model_type="olmo3", architecture="Olmo3ForCausalLM"),
     Family(
         model_type="phi3",
         architecture="Phi3ForCausalLM",
@@ -141,59 +124,32 @@ _LLAMA_LIKE = (
     ),
 )
 
+_GEMMA = Family(
+    model_type="gemma",
+    architecture="GemmaForCausalLM",
+    defaults=defaults(256000, 3072, 24576, 28, 16, 8192, kv_heads=16, head_dim=256, tied=True),
+    layer=(*_GEMMA_ATTENTION, *gated_mlp(), *_PRE_NORMS),
+    flags=("attention_bias",),
+)
+_GEMMA_SIZES = {"ffn": 9216, "layers": 26, "heads": 8, "kv_heads": 4, "head_dim": 256}
 _GEMMAS = (
-    Family(
-        model_type="gemma",
-        architecture="GemmaForCausalLM",
-        defaults=defaults(
-            256000,
-            3072,
-            24576,
-            28,
-            16,
-            8192,
-            num_key_value_heads=16,
-            head_dim=256,
-            tie_word_embeddings=True,
-        ),
-        layer=(*_GEMMA_ATTENTION, *gated_mlp(), *_PRE_NORMS),
-        flags=("attention_bias",),
-    ),
-    Family(
+    _GEMMA,
+    replace(
+        _GEMMA,
         model_type="gemma2",
         architecture="Gemma2ForCausalLM",
         defaults=defaults(
-            256000,
-            2304,
-            9216,
-            26,
-            8,
-            8192,
-            num_key_value_heads=4,
-            head_dim=256,
-            tie_word_embeddings=True,
-            final_logit_softcapping=30.0,
+            256000, 2304, positions=8192, tied=True, final_logit_softcapping=30.0, **_GEMMA_SIZES
         ),
         layer=(*_GEMMA_ATTENTION, *gated_mlp(), *_SANDWICH),
-        flags=("attention_bias",),
         softcap="final_logit_softcapping",
     ),
-    Family(
+    replace(
+        _GEMMA,
         model_type="gemma3_text",
         architecture="Gemma3ForCausalLM",
-        defaults=defaults(
-            262208,
-            2304,
-            9216,
-            26,
-            8,
-            131072,
-            num_key_value_heads=4,
-            head_dim=256,
-            tie_word_embeddings=True,
-        ),
+        defaults=defaults(262208, 2304, positions=131072, tied=True, **_GEMMA_SIZES),
         layer=(*_GEMMA_ATTENTION, *_HEAD_NORMS, *gated_mlp(), *_SANDWICH),
-        flags=("attention_bias",),
         qk_norm=ALWAYS,
         softcap="final_logit_softcapping",
     ),
@@ -203,17 +159,8 @@ _MIXTURES = (
     Family(
         model_type="mixtral",
         architecture="MixtralForCausalLM",
-        defaults=defaults(
-            32000,
-            4096,
-            14336,
-            32,
-            32,
-            131072,
-            num_key_value_heads=8,
-            num_local_experts=8,
-            num_experts_per_tok=2,
-        ),
+        defaults=defaults(32000, 4096, 14336, 32, 32, 131072, kv_heads=8)
+        | {"num_local_experts": 8, "num_experts_per_tok": 2},
         layer=(*attention(), *router("mlp.gate"), *experts("mlp.experts"), *_PRE_NORMS),
         keys=_MIXTRAL_KEYS,
         aliases={"num_local_experts": "num_experts"},
@@ -221,21 +168,15 @@ _MIXTURES = (
     Family(
         model_type="qwen2_moe",
         architecture="Qwen2MoeForCausalLM",
-        defaults=defaults(
-            151936,
-            2048,
-            5632,
-            24,
-            16,
-            32768,
-            num_key_value_heads=16,
-            num_experts=60,
-            num_experts_per_tok=4,
-            moe_intermediate_size=1408,
-            shared_expert_intermediate_size=5632,
-            decoder_sparse_step=1,
-            qkv_bias=True,
-        ),
+        defaults=defaults(151936, 2048, 5632, 24, 16, 32768, kv_heads=16)
+        | {
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "decoder_sparse_step": 1,
+            "qkv_bias": True,
+        },
         layer=(
             *attention(bias="qkv_bias", out_bias=""),
             *router("mlp.gate", when="sparse"),
@@ -251,19 +192,13 @@ _MIXTURES = (
     Family(
         model_type="qwen3_moe",
         architecture="Qwen3MoeForCausalLM",
-        defaults=defaults(
-            151936,
-            2048,
-            6144,
-            24,
-            32,
-            32768,
-            num_key_value_heads=4,
-            num_experts=128,
-            num_experts_per_tok=8,
-            moe_intermediate_size=768,
-            decoder_sparse_step=1,
-        ),
+        defaults=defaults(151936, 2048, 6144, 24, 32, 32768, kv_heads=4)
+        | {
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "decoder_sparse_step": 1,
+        },
         layer=(
             *attention(bias="attention_bias"),
             *_HEAD_NORMS,
@@ -312,19 +247,13 @@ _MIXTURES = (
     Family(
         model_type="gpt_oss",
         architecture="GptOssForCausalLM",
-        defaults=defaults(
-            201088,
-            2880,
-            2880,
-            36,
-            64,
-            131072,
-            num_key_value_heads=8,
-            head_dim=64,
-            num_local_experts=128,
-            num_experts_per_tok=4,
-            attention_bias=True,
-        ),
+        defaults=defaults(201088, 2880, 2880, 36, 64, 131072, kv_heads=8)
+        | {
+            "head_dim": 64,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "attention_bias": True,
+        },
         layer=(
             ModelPart("self_attn.sinks", ("heads",), "bias"),
             *attention(bias="attention_bias"),
@@ -349,61 +278,53 @@ _NEOX_MLP = (
     *linear("mlp.dense_4h_to_h", "hidden", "ffn", bias=ALWAYS),
 )
 
-_GPT2_KEYS = MappingProxyType(
-    {
+_EMBEDDING = ModelPart("wte.weight", ("vocab", "hidden"), "embedding")
+_GPT_2 = Family(
+    model_type="gpt2",
+    architecture="GPT2LMHeadModel",
+    defaults={
+        "vocab_size": 50257,
+        "n_positions": 1024,
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "tie_word_embeddings": True,
+        "attn_pdrop": 0.1,
+        "resid_pdrop": 0.1,
+    },
+    before=(_EMBEDDING, ModelPart("wpe.weight", ("position_rows", "hidden"), "positions")),
+    layer=(
+        *norms("ln_1", bias=True),
+        *conv1d("attn.c_attn", "hidden", "queries_keys_values"),
+        *conv1d("attn.c_proj", "hidden", "hidden"),
+        *norms("ln_2", bias=True),
+        *conv1d("mlp.c_fc", "hidden", "ffn"),
+        *conv1d("mlp.c_proj", "ffn", "hidden"),
+    ),
+    after=norms("ln_f", bias=True),
+    stem="transformer",
+    stack="h",
+    keys={
         "hidden": "n_embd",
         "layers": "n_layer",
         "heads": "n_head",
         "ffn": "n_inner",
         "vocab": "vocab_size",
         "positions": "n_positions",
-    }
-)
-_GPT2_ALIASES = MappingProxyType(
-    {
+    },
+    aliases={
         "n_embd": "hidden_size",
         "n_layer": "num_hidden_layers",
         "n_head": "num_attention_heads",
         "n_positions": "max_position_embeddings",
-    }
+    },
+    gated=False,
+    dropout=("attn_pdrop", "resid_pdrop"),
 )
-_GPT2_DROPOUT = ("attn_pdrop", "resid_pdrop")
-
-OLDER = (
-    Family(
-        model_type="gpt2",
-        architecture="GPT2LMHeadModel",
-        defaults={
-            "vocab_size": 50257,
-            "n_positions": 1024,
-            "n_embd": 768,
-            "n_layer": 12,
-            "n_head": 12,
-            "tie_word_embeddings": True,
-            "attn_pdrop": 0.1,
-            "resid_pdrop": 0.1,
-        },
-        before=(
-            ModelPart("wte.weight", ("vocab", "hidden"), "embedding"),
-            ModelPart("wpe.weight", ("position_rows", "hidden"), "positions"),
-        ),
-        layer=(
-            *norms("ln_1", bias=True),
-            *conv1d("attn.c_attn", "hidden", "queries_keys_values"),
-            *conv1d("attn.c_proj", "hidden", "hidden"),
-            *norms("ln_2", bias=True),
-            *conv1d("mlp.c_fc", "hidden", "ffn"),
-            *conv1d("mlp.c_proj", "ffn", "hidden"),
-        ),
-        after=norms("ln_f", bias=True),
-        stem="transformer",
-        stack="h",
-        keys=_GPT2_KEYS,
-        aliases=_GPT2_ALIASES,
-        gated=False,
-        dropout=_GPT2_DROPOUT,
-    ),
-    Family(
+_OLDER = (
+    _GPT_2,
+    replace(
+        _GPT_2,
         model_type="gptj",
         architecture="GPTJForCausalLM",
         defaults={
@@ -414,7 +335,7 @@ OLDER = (
             "n_head": 16,
             "tie_word_embeddings": False,
         },
-        before=(ModelPart("wte.weight", ("vocab", "hidden"), "embedding"),),
+        before=(_EMBEDDING,),
         layer=(
             *norms("ln_1", bias=True),
             *linear("attn.k_proj", "hidden", "hidden"),
@@ -424,14 +345,7 @@ OLDER = (
             *linear("mlp.fc_in", "ffn", "hidden", bias=ALWAYS),
             *linear("mlp.fc_out", "hidden", "ffn", bias=ALWAYS),
         ),
-        after=norms("ln_f", bias=True),
-        stem="transformer",
-        stack="h",
-        keys=_GPT2_KEYS,
-        aliases=_GPT2_ALIASES,
-        gated=False,
         head_bias=True,
-        dropout=_GPT2_DROPOUT,
     ),
     Family(
         model_type="gpt_neox",
@@ -613,17 +527,7 @@ OLDER = (
     Family(
         model_type="starcoder2",
         architecture="Starcoder2ForCausalLM",
-        defaults=defaults(
-            49152,
-            3072,
-            12288,
-            30,
-            24,
-            4096,
-            num_key_value_heads=2,
-            tie_word_embeddings=True,
-            use_bias=True,
-        ),
+        defaults=defaults(49152, 3072, 12288, 30, 24, 4096, kv_heads=2, tied=True, use_bias=True),
         layer=(
             *attention(bias="use_bias"),
             *linear("mlp.c_fc", "ffn", "hidden", bias="use_bias"),
@@ -638,5 +542,5 @@ OLDER = (
 )
 
 FAMILIES: Mapping[str, Family] = {
-    family.model_type: family for family in (*_LLAMA_LIKE, *_GEMMAS, *_MIXTURES, *OLDER)
+    family.model_type: family for family in (*_LLAMA_LIKE, *_GEMMAS, *_MIXTURES, *_OLDER)
 }

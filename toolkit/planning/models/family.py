@@ -152,9 +152,19 @@ class Family:
 
 
 def defaults(
-    vocab: int, hidden: int, ffn: int, layers: int, heads: int, positions: int, **more: Default
+    vocab: int,
+    hidden: int,
+    ffn: int,
+    layers: int,
+    heads: int,
+    positions: int,
+    *,
+    kv_heads: int | None = None,
+    tied: bool = False,
+    **more: Default,
 ) -> dict[str, Default]:
-    """Defaults of a config class with the usual names; most don't tie the head."""
+    """Return the defaults of a config class with the usual names; most don't tie the head."""
+    grouped = {} if kv_heads is None else {"num_key_value_heads": kv_heads}
     return {
         "vocab_size": vocab,
         "hidden_size": hidden,
@@ -162,6 +172,7 @@ def defaults(
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "max_position_embeddings": positions,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": tied,
+        **grouped,
         **more,
     }
