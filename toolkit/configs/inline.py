@@ -25,9 +25,9 @@ def inline_deepspeed_config(environ: Mapping[str, str]) -> dict[str, Any]:
     """
     prefix = "ACCELERATE_DEEPSPEED_"
 
-    def offload(what: str) -> dict[str, Any]:
-        device = environ.get(f"{prefix}OFFLOAD_{what}_DEVICE", "none")
-        path = environ.get(f"{prefix}OFFLOAD_{what}_NVME_PATH", "none")
+    def offload(kind: str) -> dict[str, Any]:
+        device = environ.get(f"{prefix}OFFLOAD_{kind}_DEVICE", "none")
+        path = environ.get(f"{prefix}OFFLOAD_{kind}_NVME_PATH", "none")
         return {"device": device, "nvme_path": path if device == "nvme" else None}
 
     saves_whole = environ.get(f"{prefix}ZERO3_SAVE_16BIT_MODEL", "false").lower() == "true"

@@ -107,17 +107,17 @@ def check_left_over(environ: Mapping[str, str], *, launched: bool = True) -> Non
         )
 
 
-def known_strategy(asked: Strategy) -> Strategy:
+def known_strategy(strategy: Strategy) -> Strategy:
     """Return the strategy of ours that asks for the same, or `asked` itself."""
     for known in STRATEGIES.values():
-        if same_features(known, asked):
+        if same_features(known, strategy):
             return known
-    return asked
+    return strategy
 
 
-def same_features(one: Strategy, other: Strategy) -> bool:
+def same_features(first: Strategy, second: Strategy) -> bool:
     """Whether two strategies ask for the same, whatever they are called."""
-    return _features(one) == _features(other)
+    return _features(first) == _features(second)
 
 
 def shown(strategy: Strategy) -> str:
@@ -225,17 +225,17 @@ def _deepspeed_text(environ: Mapping[str, str]) -> tuple[str, str]:
 
 def _not_there(file: Path) -> str:
     """Return the sentence on a DeepSpeed file that is missing: where it was looked for."""
-    said = f"A DeepSpeed config file {str(file)!r} is asked for, and there is no file "
-    said += f"{file.absolute()}. "
+    sentence = f"A DeepSpeed config file {str(file)!r} is asked for, and there is no file "
+    sentence += f"{file.absolute()}. "
     if file.is_absolute():
-        return f"{said}Correct it where it is named: as deepspeed_config_file, or in a flag."
+        return f"{sentence}Correct it where it is named: as deepspeed_config_file, or in a flag."
     if file.parts[:1] == ("deepspeed_configs",) and file.stem in STRATEGIES:
         return (
-            f"{said}It comes with the toolkit: start from the repository root, or pass the config "
+            f"{sentence}It comes with the toolkit: start from the repository root, or pass the config "
             f"that toolkit configs path {file.stem} prints."
         )
     return (
-        f"{said}A relative path begins in the folder that the launch was started from: start "
+        f"{sentence}A relative path begins in the folder that the launch was started from: start "
         "from the right one, or write an absolute path (as deepspeed_config_file, or in the flag)."
     )
 
@@ -258,17 +258,17 @@ def _from_environment(environ: Mapping[str, str]) -> Strategy:
 
 def _check_supported(environ: Mapping[str, str]) -> None:
     """Raise UsageError for what a config can ask of Accelerate and no strategy here does."""
-    asked = [
+    unsupported = [
         f"{words}: {environ[name]}"
         for name, words in _SPLITS.items()
         if _is_true(environ, "ACCELERATE_USE_PARALLELISM_CONFIG")
         and int(environ.get(name, "1")) > 1
     ]
     if _is_true(environ, "ACCELERATE_USE_MEGATRON_LM"):
-        asked.append("Megatron-LM (ACCELERATE_USE_MEGATRON_LM)")
-    if asked:
+        unsupported.append("Megatron-LM (ACCELERATE_USE_MEGATRON_LM)")
+    if unsupported:
         raise UsageError(
-            f"The Accelerate config asks for {' and '.join(asked)}. No strategy of the toolkit "
+            f"The Accelerate config asks for {' and '.join(unsupported)}. No strategy of the toolkit "
             "does that yet. Take it out of the config, or start the script without the toolkit."
         )
     if _is_true(environ, "ACCELERATE_USE_FSDP") and environ.get("FSDP_IGNORED_MODULES"):

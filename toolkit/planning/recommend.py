@@ -232,17 +232,17 @@ class _Search:
             for checkpointing in ("none", "full"):
                 # From one row up: what does not fit will not with more of them.
                 for batch in self._batches():
-                    one = self.candidate(
+                    candidate = self.candidate(
                         strategy=STRATEGIES[name],
                         method=method,
                         batch=batch,
                         accumulation=self.rows // batch,
                         checkpointing=checkpointing,
                     )
-                    looked_at.append(one)
-                    if not one.fits:
+                    looked_at.append(candidate)
+                    if not candidate.fits:
                         break
-                    fit.append(one)
+                    fit.append(candidate)
         return fit, looked_at
 
     def _batches(self) -> list[int]:
@@ -258,34 +258,38 @@ class _Search:
         return num_processes_problem(strategy, self.job.gpus) is None
 
 
-def rank(found: Sequence[Candidate], goal: Goal) -> list[Candidate]:
+def rank(candidates: Sequence[Candidate], goal: Goal) -> list[Candidate]:
     """Return the best candidate of each strategy, the best strategy first."""
     best: dict[str, Candidate] = {}
-    for one in sorted(found, key=lambda one: _worth(one, goal), reverse=True):
-        best.setdefault(one.job.strategy.name, one)
+    for candidate in sorted(
+        candidates, key=lambda candidate: _worth(candidate, goal), reverse=True
+    ):
+        best.setdefault(candidate.job.strategy.name, candidate)
     ranked = list(best.values())
     if goal == "speed" and ranked:
         # What is nearer than the estimate can tell goes to the simpler strategy; and whole on every
         # GPU without computing anything twice, nothing is faster than leaving it so.
         close = SAME_SPEED * ranked[0].tokens_per_second
         ranked.sort(
-            key=lambda one: (
-                not _whole_and_plain(one),
-                one.tokens_per_second < close,
-                ORDER.index(one.job.strategy.name) if one.tokens_per_second >= close else 0,
+            key=lambda candidate: (
+                not _whole_and_plain(candidate),
+                candidate.tokens_per_second < close,
+                ORDER.index(candidate.job.strategy.name)
+                if candidate.tokens_per_second >= close
+                else 0,
             )
         )
     return ranked
 
 
-def _worth(one: Candidate, goal: Goal) -> tuple[float, float]:
+def _worth(candidate: Candidate, goal: Goal) -> tuple[float, float]:
     if goal == "speed":
-        return one.tokens_per_second, one.verdict.worst_margin_bytes
-    return -one.verdict.needed.high, one.tokens_per_second
+        return candidate.tokens_per_second, candidate.verdict.worst_margin_bytes
+    return -candidate.verdict.needed.high, candidate.tokens_per_second
 
 
-def _whole_and_plain(one: Candidate) -> bool:
-    return one.job.strategy.name in WHOLE and one.job.checkpointing == "none"
+def _whole_and_plain(candidate: Candidate) -> bool:
+    return candidate.job.strategy.name in WHOLE and candidate.job.checkpointing == "none"
 
 
 def _reasons(
@@ -311,7 +315,7 @@ def _reasons(
             break
         if (method, "") in leanest:
             yield f"Under any strategy, {_METHOD_NAMES[method]} {leanest[method, '']}."
-    slower = {one.job.strategy.name: one for one in ranked[1:]}
+    slower = {candidate.job.strategy.name: candidate for candidate in ranked[1:]}
     for name in ORDER[: ORDER.index(choice.job.strategy.name)]:
         if (choice.job.method, name) in leanest:
             yield f"{name} {leanest[choice.job.method, name]}."
@@ -359,41 +363,48 @@ def _why(choice: Candidate, ranked: Sequence[Candidate], goal: Goal) -> str:
         return f"{name} needs the least memory of what fits."
     if not _whole_and_plain(choice):
         return f"{name} is the fastest of what fits, by the estimate, or as fast and simpler."
-    said = f"The model fits whole, so {name} comes first: sharding adds traffic and waiting."
-    faster = [one for one in ranked[1:] if one.tokens_per_second > choice.tokens_per_second]
+    sentence = f"The model fits whole, so {name} comes first: sharding adds traffic and waiting."
+    faster = [
+        candidate
+        for candidate in ranked[1:]
+        if candidate.tokens_per_second > choice.tokens_per_second
+    ]
     if faster:
-        ahead = max(faster, key=lambda one: one.tokens_per_second)
+        ahead = max(faster, key=lambda candidate: candidate.tokens_per_second)
         gain = ahead.tokens_per_second / choice.tokens_per_second - 1
-        said += (
+        sentence += (
             f" By the estimate {ahead.job.strategy.name} is {gain:.0%} ahead, since it steps on a "
             "share and sends 16 bits where DDP sends 32: toolkit compare tells."
         )
-    return said
+    return sentence
 
 
 def _leanest_by_strategy(looked_at: Sequence[Candidate]) -> dict[tuple[str, str], str]:
     """By how much each strategy and each method misses at best; those that fit have no entry."""
     best: dict[tuple[str, str], Candidate] = {}
-    for one in looked_at:
-        for key in ((one.job.method, one.job.strategy.name), (one.job.method, "")):
+    for candidate in looked_at:
+        for key in (
+            (candidate.job.method, candidate.job.strategy.name),
+            (candidate.job.method, ""),
+        ):
             if (
                 key not in best
-                or one.verdict.worst_margin_bytes > best[key].verdict.worst_margin_bytes
+                or candidate.verdict.worst_margin_bytes > best[key].verdict.worst_margin_bytes
             ):
-                best[key] = one
-    return {key: _short(one) for key, one in best.items() if not one.fits}
+                best[key] = candidate
+    return {key: _short(candidate) for key, candidate in best.items() if not candidate.fits}
 
 
-def _short(one: Candidate) -> str:
-    missing = f"{-one.verdict.worst_margin_bytes / GIB:.1f} GiB "
-    missing += "of RAM short" if one.verdict.host_short else "short at the upper end"
-    how = " with checkpointing" if one.job.checkpointing == "full" else ""
-    may = "may not fit" if one.verdict.answer == "tight" else "does not fit"
-    return f"{may}: {missing}, batch {one.job.batch}{how}"
+def _short(candidate: Candidate) -> str:
+    missing = f"{-candidate.verdict.worst_margin_bytes / GIB:.1f} GiB "
+    missing += "of RAM short" if candidate.verdict.host_short else "short at the upper end"
+    how = " with checkpointing" if candidate.job.checkpointing == "full" else ""
+    may = "may not fit" if candidate.verdict.answer == "tight" else "does not fit"
+    return f"{may}: {missing}, batch {candidate.job.batch}{how}"
 
 
-def _named(one: Candidate) -> str:
-    job = one.job
+def _named(candidate: Candidate) -> str:
+    job = candidate.job
     checkpointing = " with checkpointing" if job.checkpointing == "full" else ""
     return f"{job.strategy.name}, {_METHOD_NAMES[job.method]}, batch {job.batch}{checkpointing}"
 

@@ -38,8 +38,12 @@ Change = Callable[[PlannedJob, Room], tuple[str, str, PlannedJob] | None]
 
 def remedies(job: PlannedJob, room: Room) -> list[Remedy]:
     """List the changes that save memory, the cheapest first, each with what it alone brings."""
-    made = (change(job, room) for change in CHANGES)
-    return [_remedy([one], one[2], room) for one in made if one is not None]
+    changes = (change(job, room) for change in CHANGES)
+    return [
+        _remedy([made_change], made_change[2], room)
+        for made_change in changes
+        if made_change is not None
+    ]
 
 
 def together(job: PlannedJob, room: Room) -> Remedy | None:
@@ -61,7 +65,7 @@ def together(job: PlannedJob, room: Room) -> Remedy | None:
     else:
         return None
     for change in list(chosen):
-        fewer = [kept for kept in chosen if kept is not change]
+        fewer = [other for other in chosen if other is not change]
         if fewer and _fits(fewer, job, room):
             chosen = fewer
     made, changed = _after(chosen, job, room)
@@ -73,10 +77,10 @@ def _after(
 ) -> tuple[list[tuple[str, str, PlannedJob]], PlannedJob]:
     made: list[tuple[str, str, PlannedJob]] = []
     for change in changes:
-        one = change(job, room)
-        if one is not None:
-            made.append(one)
-            job = one[2]
+        made_change = change(job, room)
+        if made_change is not None:
+            made.append(made_change)
+            job = made_change[2]
     return made, job
 
 
@@ -90,7 +94,7 @@ def _verdict(job: PlannedJob, room: Room) -> Verdict:
 
 def _remedy(made: Sequence[tuple[str, str, PlannedJob]], job: PlannedJob, room: Room) -> Remedy:
     return Remedy(
-        what=" + ".join(what for what, _, _ in made),
+        what=" + ".join(name for name, _, _ in made),
         cost="; ".join(cost for _, cost, _ in made),
         job=job,
         verdict=_verdict(job, room),
@@ -119,8 +123,8 @@ def _smaller_batch(job: PlannedJob, room: Room) -> tuple[str, str, PlannedJob] |
     cost = "more and smaller kernels"
     if batch * accumulation != rows:
         cost += f", and {batch * accumulation * job.gpus} rows a step, not {rows * job.gpus}"
-    what = f"batch {batch} with {accumulation} accumulated"
-    return what, cost, replace(job, batch=batch, accumulation=accumulation)
+    name = f"batch {batch} with {accumulation} accumulated"
+    return name, cost, replace(job, batch=batch, accumulation=accumulation)
 
 
 def _next_stage(job: PlannedJob, room: Room) -> tuple[str, str, PlannedJob] | None:

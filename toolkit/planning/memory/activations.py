@@ -65,17 +65,17 @@ def activations_of(job: PlannedJob) -> Activations:
             per_layer = layer.boundary + layer.products
             formula = "layers * (input, every second product and the attention of a layer)"
             at_work, last = layer.backward_peak - layer.products, layer.backward_peak
-    kept = model.layers * per_layer
+    kept_per_token = model.layers * per_layer
     once = 1 if job.checkpointing == "full" else model.layers
     return Activations(
-        kept=kept * tokens + _mask(job),
+        kept=kept_per_token * tokens + _mask(job),
         tail=loss.tail * tokens,
         masked=_masked(job) * once,
         at_work=at_work * tokens,
         last=last * tokens,
         loss=loss,
         formula=f"tokens * ({formula})",
-        per_token=kept,
+        per_token=kept_per_token,
     )
 
 
@@ -90,7 +90,7 @@ def activation_terms(job: PlannedJob, parts: Activations, *, ends_full: bool) ->
     """
     tokens = job.micro_tokens
     inputs = {"tokens": tokens, "bytes a token": parts.per_token, "layers": job.model.layers}
-    kept = Term(
+    kept_term = Term(
         category="activations",
         name="kept for backward",
         bytes=Interval(parts.kept, parts.kept + parts.masked),
@@ -98,9 +98,9 @@ def activation_terms(job: PlannedJob, parts: Activations, *, ends_full: bool) ->
         inputs=inputs,
         phases=FIRST if ends_full else RUNNING,
     )
-    yield kept
+    yield kept_term
     yield replace(
-        kept,
+        kept_term,
         name="kept by the last norm and the head",
         bytes=Interval.exactly(parts.tail),
         formula="tokens * bytes a token",
@@ -110,7 +110,7 @@ def activation_terms(job: PlannedJob, parts: Activations, *, ends_full: bool) ->
     yield _batch(job)
     if ends_full:
         yield replace(
-            kept,
+            kept_term,
             name="of the last layer to be played backwards",
             bytes=Interval.exactly(parts.last),
             formula="tokens * kept and gradients of a layer",
@@ -118,7 +118,7 @@ def activation_terms(job: PlannedJob, parts: Activations, *, ends_full: bool) ->
         )
     else:
         yield replace(
-            kept,
+            kept_term,
             name="of the layer at work in backward",
             bytes=Interval.exactly(parts.at_work),
             formula="tokens * gradients (and recomputed activations) of a layer",
@@ -275,11 +275,11 @@ def loss_bytes(job: PlannedJob) -> LossBytes:
     model, regime = job.model, regime_of(job)
     tail = _tail(model, regime, job.method == "full")
     raised = FP32 if job.raises_logits or regime.autocast else regime.compute
-    kept = (raised if job.raises_logits else regime.compute) * model.vocab_size
+    kept_logits = (raised if job.raises_logits else regime.compute) * model.vocab_size
     if job.chunked_loss:
         return _chunked(job, tail, regime.compute)
     softcap = 2 * regime.compute if model.logit_softcap else 0
-    holding = kept if job.keeps_logits else 0
+    holding = kept_logits if job.keeps_logits else 0
     width = 3 * raised + softcap
     formula = f"3 * {raised}" + (f" + {softcap} (tanh)" if softcap else "")
     return LossBytes(

@@ -91,26 +91,30 @@ class Tape:
         for operation in self.operations:
             for key in {id(value) for value in operation.kept}:
                 users[key] = users.get(key, 0) + 1
-        kept = self.kept_bytes
+        kept_bytes = self.kept_bytes
         gradients: dict[int, float] = {}
         if self.operations:
             last = self.operations[-1].output
             gradients[id(last)] = last.bytes
-        peak = kept + sum(gradients.values())
+        peak = kept_bytes + sum(gradients.values())
         for operation in reversed(self.operations):
-            own = gradients.get(id(operation.output), 0.0)
-            fresh = {id(v): v.bytes for v in operation.inputs if v.needs_grad}
-            held = sum(gradients.values()) + sum(fresh.values())
-            if not operation.kept and len(fresh) <= 1 and own in fresh.values():
-                held -= own  # handed on as it is
-            peak = max(peak, kept + held + operation.temporary)
+            output_gradient = gradients.get(id(operation.output), 0.0)
+            input_gradients = {id(v): v.bytes for v in operation.inputs if v.needs_grad}
+            held = sum(gradients.values()) + sum(input_gradients.values())
+            if (
+                not operation.kept
+                and len(input_gradients) <= 1
+                and output_gradient in input_gradients.values()
+            ):
+                held -= output_gradient  # handed on as it is
+            peak = max(peak, kept_bytes + held + operation.temporary)
             gradients.pop(id(operation.output), None)
-            for key, size in fresh.items():
+            for key, size in input_gradients.items():
                 gradients[key] = size
             for value in {id(v): v for v in operation.kept}.values():
                 users[id(value)] -= 1
                 if not users[id(value)]:
-                    kept -= value.bytes
+                    kept_bytes -= value.bytes
         return peak
 
     # Writing

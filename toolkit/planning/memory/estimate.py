@@ -67,10 +67,10 @@ class MemoryEstimate:
 
     def by_category(self) -> dict[Category, Interval]:
         """The GPU's bytes at the peak, whose sum is `total`; categories without any left out."""
-        found: dict[Category, Interval] = {}
+        sums: dict[Category, Interval] = {}
         for term in self.at_peak:
-            found[term.category] = found.get(term.category, Interval(0, 0)) + term.bytes
-        return found
+            sums[term.category] = sums.get(term.category, Interval(0, 0)) + term.bytes
+        return sums
 
     @cached_property
     def at_peak(self) -> tuple[Term, ...]:
@@ -137,15 +137,15 @@ def step_peak(job: PlannedJob, micro_batches: Sequence[tuple[int, int]]) -> Inte
     """
     low = high = 0.0
     for number, (rows, tokens) in enumerate(micro_batches, 1):
-        one = replace(
+        of_micro_batch = replace(
             job,
             batch=rows,
             sequence=tokens,
             accumulation=len(micro_batches),
             micro_batch=number,
         )
-        states = most_loaded(one)
-        terms = _tensor_terms(one, states.in_one_place() if job.on_cpu else states)
+        states = most_loaded(of_micro_batch)
+        terms = _tensor_terms(of_micro_batch, states.in_one_place() if job.on_cpu else states)
         for needed in _by_phase(terms).values():
             low, high = max(low, needed.low), max(high, needed.high)
     return Interval(low, high)
@@ -207,10 +207,10 @@ def _tied_bytes(job: PlannedJob, parts: Activations) -> int:
     plain = job.strategy.sharding == "whole" and job.method == "full"
     if not plain or not job.model.tied:
         return 0
-    one = job.model.vocab_size * job.model.hidden_size * trained_size(job)
+    head_gradient = job.model.vocab_size * job.model.hidden_size * trained_size(job)
     raised = job.dtype == "float32" and (job.precision != "no" or job.chunked_loss)
-    waiting = one if _gradients_always(job) else 0
-    return waiting + max(0, (1 if raised else 2) * one - round(parts.last))
+    waiting = head_gradient if _gradients_always(job) else 0
+    return waiting + max(0, (1 if raised else 2) * head_gradient - round(parts.last))
 
 
 def _gradients_always(job: PlannedJob) -> bool:
@@ -268,12 +268,14 @@ def _state_terms(
             inputs={"size": size},
             phases=RUNNING,
         )
-    own = states.parameters.gpu - small
+    partition = states.parameters.gpu - small
     if job.method == "full":
-        yield from exact("parameters", "weights", own, "size * trained parameters / shards, padded")
+        yield from exact(
+            "parameters", "weights", partition, "size * trained parameters / shards, padded"
+        )
     else:
-        adapters = min(own, weights.trained.elements * size // shards)
-        base = own - adapters
+        adapters = min(partition, weights.trained.elements * size // shards)
+        base = partition - adapters
         constants = min(base, weights.quantisation_bytes)
         yield from exact("adapters", "adapters", adapters, "size * trained parameters / shards")
         yield from exact("parameters", "frozen weights", base - constants, "as loaded, sharded")
@@ -391,11 +393,11 @@ def _outside_terms(job: PlannedJob) -> Iterator[Term]:
 
 def _at_rest(job: PlannedJob, states: StateBytes, terms: Iterable[Term]) -> Interval:
     """States without gradients, and what is never given back."""
-    kept = states.parameters.gpu + states.master.gpu + states.optimizer.gpu
+    resident = states.parameters.gpu + states.master.gpu + states.optimizer.gpu
     kept_gradients = job.strategy.sharding == "tensors" or job.gradients_in_buckets
     if kept_gradients or job.zeroes_gradients:
-        kept += states.gradients.gpu
-    return Interval.exactly(kept) + _sum(
+        resident += states.gradients.gpu
+    return Interval.exactly(resident) + _sum(
         t
         for t in terms
         if t.place == "gpu" and (t.lasting or (t.category == "buckets" and t.phases == PHASES))

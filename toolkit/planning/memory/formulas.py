@@ -153,37 +153,43 @@ def _by_part(job: PlannedJob, stage: str) -> list[Difference]:
     held = parameters if divided < 3 else share
     graded = parameters if divided < 2 else share
     stepped = parameters if divided < 1 else share
-    found = [Difference(name=f"weights held in {size} bytes", bytes=(size - weight) * held)]
+    differences = [Difference(name=f"weights held in {size} bytes", bytes=(size - weight) * held)]
     if job.strategy.shards_at_the_step:
         # At the step each rank has only its part left; the whole was there in backward.
-        found.append(
+        differences.append(
             Difference(
                 name="gradients of other ranks' parts, gone before the step",
                 bytes=-gradient * (parameters - share),
             )
         )
         graded = share
-    found.append(Difference(name=f"gradients in {size} bytes", bytes=(size - gradient) * graded))
+    differences.append(
+        Difference(name=f"gradients in {size} bytes", bytes=(size - gradient) * graded)
+    )
     masters = 4 * share if job.strategy.steps_on_masters else 0.0
     in_formula = (optimizer - 8) * stepped
-    found.append(
+    differences.append(
         Difference(
             name="fp32 master partitions" if masters else "no fp32 masters: the weights are fp32",
             bytes=masters - in_formula,
         )
     )
     if job.strategy.sharding == "tensors" and job.strategy.offloads:
-        found.append(
+        differences.append(
             Difference(name="a second copy of gradients, in fp32, for the CPU", bytes=4 * share)
         )
     elif job.strategy.offloads and job.strategy.steps_on_masters:
-        found.append(Difference(name="gradients in fp32 for the CPU", bytes=(4 - size) * share))
+        differences.append(
+            Difference(name="gradients in fp32 for the CPU", bytes=(4 - size) * share)
+        )
     if job.strategy.sharding == "tensors":
         settings = zero_settings(job)
         small = weights_of(job).trained.at_most(settings.persistence_threshold, ranks)
         if ranks > 1:
-            found.append(Difference(name="small tensors that stay gathered", bytes=small * size))
-    return found
+            differences.append(
+                Difference(name="small tensors that stay gathered", bytes=small * size)
+            )
+    return differences
 
 
 def _step_counters(job: PlannedJob) -> float:

@@ -64,11 +64,13 @@ def regime_of(job: PlannedJob) -> Regime:
             norm_weight=compute,
             adapter=compute,
         )
-    own = compute
+    weight_size = compute
     if job.strategy.sharding != "rows" and job.method == "full":
-        own = trained_size(job)
+        weight_size = trained_size(job)
     adapter = compute if job.strategy.sharding == "rows" else FP32
-    return Regime(compute=compute, stream=own, autocast=True, norm_weight=own, adapter=adapter)
+    return Regime(
+        compute=compute, stream=weight_size, autocast=True, norm_weight=weight_size, adapter=adapter
+    )
 
 
 def layer_bytes(job: PlannedJob) -> LayerBytes:

@@ -68,9 +68,9 @@ class StateBytes:
     def in_one_place(self) -> StateBytes:
         """Return them as a rehearsal has them: what is offloaded lies where the rest does."""
         moved = {
-            each.name: Held(gpu=held.in_memory, nvme=held.nvme)
-            for each in fields(self)
-            for held in [getattr(self, each.name)]
+            field.name: Held(gpu=held.in_memory, nvme=held.nvme)
+            for field in fields(self)
+            for held in [getattr(self, field.name)]
         }
         return StateBytes(**moved)
 
@@ -87,22 +87,22 @@ def state_bytes(job: PlannedJob, rank: int = 0) -> StateBytes:
     """
     weights = weights_of(job)
     size = trained_size(job)
-    fixed = _frozen_bytes(job, weights)
+    frozen = _frozen_bytes(job, weights)
     match job.strategy.sharding:
         case "flat":
-            return _zero12(job, weights, size, fixed, rank)
+            return _zero12(job, weights, size, frozen, rank)
         case "tensors":
-            return _zero3(job, weights, size, fixed)
+            return _zero3(job, weights, size, frozen)
         case "rows":
-            return _fsdp(job, weights, size, fixed, rank)
+            return _fsdp(job, weights, size, frozen, rank)
         case "whole":
-            return _whole(job, weights, size, fixed)
+            return _whole(job, weights, size, frozen)
 
 
-def _whole(job: PlannedJob, weights: Weights, size: int, fixed: int) -> StateBytes:
+def _whole(job: PlannedJob, weights: Weights, size: int, frozen: int) -> StateBytes:
     whole = weights.trained.elements * size
     return StateBytes(
-        parameters=Held(gpu=whole + fixed),
+        parameters=Held(gpu=whole + frozen),
         master=Held(),
         gradients=Held(gpu=whole),
         optimizer=_optimizer(job, optimizers.of_tensors(job.optimizer, weights.trained, size)),
@@ -139,12 +139,12 @@ def _optimizer(job: PlannedJob, size: int) -> Held:
     return Held(gpu=size)
 
 
-def _fsdp(job: PlannedJob, weights: Weights, size: int, fixed: int, rank: int) -> StateBytes:
+def _fsdp(job: PlannedJob, weights: Weights, size: int, frozen: int, rank: int) -> StateBytes:
     position = rank % job.shards
     padded = weights.trained.chunked(job.shards)
-    own = weights.trained.chunk_of(job.shards, position)
-    parameters = padded * size + fixed
-    states = _of_shards(job, weights.trained, own, size)
+    shard = weights.trained.chunk_of(job.shards, position)
+    parameters = padded * size + frozen
+    states = _of_shards(job, weights.trained, shard, size)
     if job.strategy.offload_parameters != "none":
         return StateBytes(
             parameters=Held(host=parameters),
@@ -160,27 +160,29 @@ def _fsdp(job: PlannedJob, weights: Weights, size: int, fixed: int, rank: int) -
     )
 
 
-def _of_shards(job: PlannedJob, trained: Tensors, own: int, size: int) -> int:
+def _of_shards(job: PlannedJob, trained: Tensors, shard: int, size: int) -> int:
     """Bytes of optimizer state for FSDP2 shards, which keep their rows and columns."""
     if job.optimizer in ("adafactor", "adamw_8bit", "paged_adamw_8bit"):
         whole = optimizers.of_tensors(job.optimizer, trained, size)
         return -(-whole // job.shards) if job.optimizer != "adafactor" else whole
-    return optimizers.of_elements(job.optimizer, own, size, tensors=len(trained.sizes))
+    return optimizers.of_elements(job.optimizer, shard, size, tensors=len(trained.sizes))
 
 
-def _zero12(job: PlannedJob, weights: Weights, size: int, fixed: int, rank: int) -> StateBytes:
+def _zero12(job: PlannedJob, weights: Weights, size: int, frozen: int, rank: int) -> StateBytes:
     settings = zero_settings(job)
     groups = weights.groups
-    own = sum(partition_elements(group, job.shards) for group in groups)
-    states = optimizers.of_elements(job.optimizer, own, settings.state_size, tensors=len(groups))
-    parameters = Held(gpu=own * job.shards * size + fixed)
-    masters = own * settings.master_size
+    partition = sum(partition_elements(group, job.shards) for group in groups)
+    states = optimizers.of_elements(
+        job.optimizer, partition, settings.state_size, tensors=len(groups)
+    )
+    parameters = Held(gpu=partition * job.shards * size + frozen)
+    masters = partition * settings.master_size
     if job.strategy.offload_optimizer != "none":
         return StateBytes(
             parameters=parameters,
             master=Held(host=masters),
             gradients=Held(host=masters),
-            optimizer=Held(host=_on_cpu(job, own, states)),
+            optimizer=Held(host=_on_cpu(job, partition, states)),
         )
     return StateBytes(
         parameters=parameters,
@@ -218,28 +220,30 @@ def _on_cpu(job: PlannedJob, elements: int, states: int) -> int:
     return states
 
 
-def _zero3(job: PlannedJob, weights: Weights, size: int, fixed: int) -> StateBytes:
+def _zero3(job: PlannedJob, weights: Weights, size: int, frozen: int) -> StateBytes:
     settings = zero_settings(job)
     shards = job.shards
     groups = sub_groups(weights, shards, settings.sub_group)
-    own = sum(groups)
+    partition = sum(groups)
     gathered = persistent_bytes(job)
-    masters = own * settings.master_size
-    states = optimizers.of_elements(job.optimizer, own, settings.state_size, tensors=len(groups))
+    masters = partition * settings.master_size
+    states = optimizers.of_elements(
+        job.optimizer, partition, settings.state_size, tensors=len(groups)
+    )
     if job.strategy.offload_parameters == "nvme":
-        return _zero3_nvme(weights, shards, size, groups, gathered, fixed)
+        return _zero3_nvme(weights, shards, size, groups, gathered, frozen)
     if job.strategy.offload_optimizer != "none":
         # Beside the gradients in the model's dtype stand those that the masters are stepped with.
         return StateBytes(
-            parameters=Held(gpu=gathered, host=own * size + fixed),
+            parameters=Held(gpu=gathered, host=partition * size + frozen),
             master=Held(host=masters),
-            gradients=Held(host=own * size + masters),
-            optimizer=Held(host=_on_cpu(job, own, states)),
+            gradients=Held(host=partition * size + masters),
+            optimizer=Held(host=_on_cpu(job, partition, states)),
         )
     return StateBytes(
-        parameters=Held(gpu=own * size + gathered + fixed),
+        parameters=Held(gpu=partition * size + gathered + frozen),
         master=Held(gpu=masters),
-        gradients=Held(gpu=own * size),
+        gradients=Held(gpu=partition * size),
         optimizer=_optimizer(job, states),
     )
 
@@ -275,23 +279,25 @@ def persistent_bytes(job: PlannedJob) -> int:
 
 
 def _zero3_nvme(
-    weights: Weights, shards: int, size: int, groups: tuple[int, ...], gathered: int, fixed: int
+    weights: Weights, shards: int, size: int, groups: tuple[int, ...], gathered: int, frozen: int
 ) -> StateBytes:
     """States and gradients go to files, but for pieces too small for one; so do parameters past
     the first `MAX_IN_CPU` elements."""
-    own = sum(groups)
-    kept, room = 0, MAX_IN_CPU
+    partition = sum(groups)
+    in_ram, room = 0, MAX_IN_CPU
     for piece in groups:
         if piece <= room:
-            kept += piece
+            in_ram += piece
             room -= piece
     small = sum(piece for piece in groups if 4 * piece < SWAPPED_FROM_BYTES)
-    filed = own - small
+    in_files = partition - small
     return StateBytes(
-        parameters=Held(gpu=gathered, host=kept * size + fixed, nvme=(own - kept) * size),
-        master=Held(host=4 * small, nvme=4 * filed),
-        gradients=Held(host=own * size + 4 * small, nvme=4 * filed),
-        optimizer=Held(host=8 * small, nvme=8 * filed),
+        parameters=Held(
+            gpu=gathered, host=in_ram * size + frozen, nvme=(partition - in_ram) * size
+        ),
+        master=Held(host=4 * small, nvme=4 * in_files),
+        gradients=Held(host=partition * size + 4 * small, nvme=4 * in_files),
+        optimizer=Held(host=8 * small, nvme=8 * in_files),
     )
 
 
@@ -326,9 +332,9 @@ def host_terms(job: PlannedJob, states: StateBytes) -> Iterator[Term]:
             yield _term(name, Interval(factor.low * held, factor.high * held), ranks)
     if job.strategy.offloads:
         yield _term("the processes themselves", PROCESS, ranks)
-    filed = states.total.nvme
-    if filed:
-        yield _term("states in files", Interval.exactly(filed), ranks, place="nvme")
+    in_files = states.total.nvme
+    if in_files:
+        yield _term("states in files", Interval.exactly(in_files), ranks, place="nvme")
 
 
 def _term(name: str, size: Interval, ranks: int, *, place: Place = "host") -> Term:
@@ -352,14 +358,14 @@ def _held(job: PlannedJob, states: StateBytes) -> Iterator[tuple[str, int, bool]
     yield "gradients", states.gradients.host, True
     yield "optimizer states", states.optimizer.host, False
     if is_zero2:
-        own = states.master.host // 4
-        yield "weights on their way back to the GPU", own * size, True
+        partition = states.master.host // 4
+        yield "weights on their way back to the GPU", partition * size, True
         yield "a buffer for the largest gradient", weights.trained.largest * size, True
         if job.accumulation > 1:
-            yield "gradients summed up over micro-batches", 4 * own, True
+            yield "gradients summed up over micro-batches", 4 * partition, True
     if strategy.offload_parameters == "nvme":
-        kept = min(MAX_IN_CPU, weights.trained.partitioned(job.shards)) * size
-        yield "parameters kept in RAM", max(0, kept - states.parameters.host), True
+        in_ram = min(MAX_IN_CPU, weights.trained.partitioned(job.shards)) * size
+        yield "parameters kept in RAM", max(0, in_ram - states.parameters.host), True
         swap = PARAMETER_BUFFERS * PARAMETER_BUFFER_ELEMENTS * size
         yield "buffers for parameters from files", swap, True
         yield (

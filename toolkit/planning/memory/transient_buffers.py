@@ -178,22 +178,22 @@ def _fsdp_gradients(job: PlannedJob, units: Units, compute: int, reduce: int) ->
         # Nothing is reduced yet: what comes stays, or is added to what is there.
         yield replace(head, formula="size * tail", phases=("backward",))
         return
-    own = units.layer if job.sums_up else units.largest
-    low, high = own * (compute + reduce), own * (compute + 2 * reduce)
+    unit = units.layer if job.sums_up else units.largest
+    low, high = unit * (compute + reduce), unit * (compute + 2 * reduce)
     if job.sums_up or job.on_cpu:
         # The head's has gone into its reduce-scatter, whose result is a shard; a layer's come one
         # by one.
         low = units.tail * reduce // job.shards
         high = max(high, low + units.layer * (compute + 2 * reduce))
     if job.sums_up and job.on_cpu:
-        high = low + units.widest * compute + own * reduce
+        high = low + units.widest * compute + unit * reduce
     yield Term(
         category="gradients",
         name="whole gradients of a unit, and what they are reduced in",
         # A unit's own gradients, and the input of a reduce-scatter, its own or the last one's.
         bytes=Interval(low, high),
         formula="unit * (size + 1 to 2 * reduce size); the first of summed ones less",
-        inputs=inputs | {"unit": own},
+        inputs=inputs | {"unit": unit},
         phases=("backward",),
     )
 
@@ -276,21 +276,21 @@ def _live(job: PlannedJob, weights: Weights, settings: ZeroSettings) -> Iterator
     element = packed_size(job, weights)
     total = job.model.parameters
     meetings = 2 if job.checkpointing == "none" else 3
-    kept = min(total, settings.max_live // meetings + units_of(job.model).largest)
+    gathered = min(total, settings.max_live // meetings + units_of(job.model).largest)
     if not job.zero_init and job.checkpointing == "none":
         # A plain linear layer keeps a view of its gathered weight until backward.
-        kept = total
+        gathered = total
     # What is kept of a model that fits is all of it, and of another at least what is at work.
-    least = kept if kept == total else min(kept, units_of(job.model).widest)
+    least = gathered if gathered == total else min(gathered, units_of(job.model).widest)
     yield Term(
         category="gathered",
         name="gathered weights",
-        bytes=Interval(least * element, kept * element),
+        bytes=Interval(least * element, gathered * element),
         formula=f"size * (largest tensor to min(parameters, max_live / {meetings} + layer))",
         inputs={"size": element, "parameters": total, "max_live": settings.max_live},
         phases=RUNNING,
     )
-    if kept < total:
+    if gathered < total:
         ahead = settings.prefetch_bucket
         yield Term(
             category="gathered",

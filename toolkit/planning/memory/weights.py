@@ -161,8 +161,8 @@ def _weights(model: ModelShape, method: Method, lora_rank: int) -> Weights:
     if method != "full":
         trained = [a for tensor in model.tensors for a in _adapters(tensor, lora_rank)]
         packed = [t for t in model.tensors if method == "qlora" and t.kind == "linear"]
-        kept = set(packed)
-        frozen = [t for t in model.tensors if t not in kept]
+        in_4_bits = set(packed)
+        frozen = [t for t in model.tensors if t not in in_4_bits]
     return Weights(
         trained=_tensors(trained),
         decayed=_tensors(t for t in trained if not _is_undecayed(t)),

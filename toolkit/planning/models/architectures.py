@@ -230,10 +230,10 @@ def _falcon_norms(reader: ConfigReader, flags: set[str]) -> set[str]:
     """Falcon-7B normalises once before attention and MLP, 40B for each, older ones in turn."""
     if "parallel_attn" not in flags:
         return {"sequential"}
-    own = reader.whole_or_none("num_ln_in_parallel_attn", most=2)
-    if own is None:
-        own = 2 if "new_decoder_architecture" in flags else 1
-    return {"two_norms" if own == 2 else "one_norm"}
+    norms = reader.whole_or_none("num_ln_in_parallel_attn", most=2)
+    if norms is None:
+        norms = 2 if "new_decoder_architecture" in flags else 1
+    return {"two_norms" if norms == 2 else "one_norm"}
 
 
 def _falcon_kv_heads(widths: Mapping[str, int], flags: set[str]) -> int:
@@ -346,9 +346,11 @@ def _check_plain(config: Mapping[str, Any], name: str) -> None:
             "so its tensors are not those of its architecture. Plan with the model that it was "
             "made from; QLoRA quantises that one itself."
         )
-    for key, what in (
+    for key, effect in (
         ("per_layer_config", "gives layers widths of their own"),
         ("add_cross_attention", "asks for cross-attention to an encoder"),
     ):
         if config.get(key):
-            raise UsageError(f"{name}: config.json says {key}, which {what}. That is not planned.")
+            raise UsageError(
+                f"{name}: config.json says {key}, which {effect}. That is not planned."
+            )

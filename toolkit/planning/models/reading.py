@@ -102,11 +102,11 @@ class ConfigReader:
             raise self.wrong(key, "It should be a list of layers, by number.")
         return frozenset(cast("list[int]", layers))
 
-    def wrong(self, key: str, what: str) -> UsageError:
+    def wrong(self, key: str, expected: str) -> UsageError:
         value = self.get(key)
         if value is None and key not in self._config:
-            return UsageError(f"{self._name}: config.json lacks {key!r}. {what}")
-        return UsageError(f"{self._name}: config.json says {key} = {shown(value)}. {what}")
+            return UsageError(f"{self._name}: config.json lacks {key!r}. {expected}")
+        return UsageError(f"{self._name}: config.json says {key} = {shown(value)}. {expected}")
 
     def _probability(self, key: str) -> float:
         value = self.get(key)

@@ -83,9 +83,9 @@ def _by_name() -> dict[str, int]:
         for name in entry.ids:
             places[name.lower()] = place
             short.setdefault(name.lower().rpartition("/")[2], set()).add(place)
-    for name, found in short.items():
-        if len(found) == 1:
-            places.setdefault(name, *found)
+    for name, same_name in short.items():
+        if len(same_name) == 1:
+            places.setdefault(name, *same_name)
     return places
 
 

@@ -56,10 +56,10 @@ def show_plan(plan: Plan, console: Console) -> None:
     table = _table(plan)
     # A terminal that is too narrow wraps lines; cut numbers would say something else.
     wide = console.options.update(max_width=WIDEST)
-    own = console.width
-    console.width = max(own, console.measure(table, options=wide).maximum)
+    console_width = console.width
+    console.width = max(console_width, console.measure(table, options=wide).maximum)
     console.print(table)
-    console.width = own
+    console.width = console_width
     for bar in bars(plan):
         console.print(bar, no_wrap=True, highlight=False)
     console.print(_legend(plan), highlight=False)
@@ -81,55 +81,55 @@ def _speed_notes(plan: Plan) -> Iterator[str]:
 
 def show_row(plan: Plan, row: PlanRow, console: Console) -> None:
     """Print what is known of one strategy alone: limits, remedies, time and money."""
-    say = partial(console.print, highlight=False, soft_wrap=True)
+    write = partial(console.print, highlight=False, soft_wrap=True)
     if row.verdict is not None:
-        say(verdict_sentence(row.verdict))
-        say(
+        write(verdict_sentence(row.verdict))
+        write(
             f"For sure fits a batch of up to {row.largest_batch} x {row.job.sequence:,} tokens, or "
             f"of {row.job.batch} x up to {row.longest_sequence:,}."
             if row.largest_batch or row.longest_sequence
             else "For sure fits no batch at all."
         )
     for remedy in row.remedies:
-        say(f"  {remedy_sentence(remedy)}")
+        write(f"  {remedy_sentence(remedy)}")
     if row.together is not None:
-        say(f"Fits with: {remedy_sentence(row.together)}")
+        write(f"Fits with: {remedy_sentence(row.together)}")
     elif row.remedies:
-        say("None of these, nor all of them together, make it fit.")
-    sent = sum(one.wire_bytes for one in collectives(row.job))
+        write("None of these, nor all of them together, make it fit.")
+    sent = sum(collective.wire_bytes for collective in collectives(row.job))
     if sent:
-        say(f"Each GPU sends {sent / GIB:.2f} GiB a step.")
+        write(f"Each GPU sends {sent / GIB:.2f} GiB a step.")
     if row.speed is None:
         return
-    say(
+    write(
         f"{span(row.speed.step_seconds)} s a step, MFU {row.speed.mfu.low:.0%} to "
         f"{row.speed.mfu.high:.0%} ({row.speed.convention})."
     )
     if plan.tokens is not None:
-        say(_bill_sentence(plan, row.speed, plan.tokens))
+        write(_bill_sentence(plan, row.speed, plan.tokens))
 
 
 def _bill_sentence(plan: Plan, speed: Speed, tokens: int) -> str:
     bill = cost(speed, tokens=tokens, dollars_per_hour=plan.dollars_per_hour)
-    said = f"{tokens:,} tokens take {span(bill.hours)} hours"
+    sentence = f"{tokens:,} tokens take {span(bill.hours)} hours"
     if bill.dollars is None:
-        return f"{said}; name a price (--dollars-per-hour) for the cost."
-    return f"{said} and {span(bill.dollars)} dollars."
+        return f"{sentence}; name a price (--dollars-per-hour) for the cost."
+    return f"{sentence} and {span(bill.dollars)} dollars."
 
 
 def verdict_sentence(verdict: Verdict) -> str:
     """Say the answer and by how much."""
     usable = verdict.usable_bytes / GIB
-    said = (
+    sentence = (
         f"{verdict.answer}: a GPU needs {gib_span(verdict.needed)} of {usable:.2f} GiB, "
         f"{_spare(verdict.margin_bytes)} at the upper end."
     )
     if verdict.host_needed.high > 0:
-        said += f" Each node needs {gib_span(verdict.host_needed)} GiB of RAM"
+        sentence += f" Each node needs {gib_span(verdict.host_needed)} GiB of RAM"
         if verdict.host_bytes is not None and verdict.host_margin_bytes is not None:
-            said += f" of {verdict.host_bytes / GIB:.0f}, {_spare(verdict.host_margin_bytes)}"
-        said += "."
-    return said
+            sentence += f" of {verdict.host_bytes / GIB:.0f}, {_spare(verdict.host_margin_bytes)}"
+        sentence += "."
+    return sentence
 
 
 def _spare(margin: float) -> str:
@@ -146,18 +146,20 @@ def explain(plan: Plan, console: Console) -> None:
     for row in plan.rows:
         console.rule(row.strategy.name)
         console.print(f"peak: {PEAKS[row.memory.peak_phase]}", highlight=False)
-        say = partial(console.print, highlight=False, soft_wrap=True)
+        write = partial(console.print, highlight=False, soft_wrap=True)
         for term in row.memory.terms:
-            say(_explained(term, row.memory.peak_phase))
+            write(_explained(term, row.memory.peak_phase))
         for line in _beside_the_course(row.job):
-            say(line)
-        for one in collectives(row.job):
-            size = f"{one.payload_bytes / GIB:.3f} GiB a step, {one.wire_bytes / GIB:.3f} sent"
-            say(f"{one.kind} of {one.purpose}: {size} = {one.formula}{_inputs(one.inputs)}")
+            write(line)
+        for collective in collectives(row.job):
+            size = f"{collective.payload_bytes / GIB:.3f} GiB a step, {collective.wire_bytes / GIB:.3f} sent"
+            write(
+                f"{collective.kind} of {collective.purpose}: {size} = {collective.formula}{_inputs(collective.inputs)}"
+            )
         if row.speed is not None:
             for part in row.speed.terms:
-                said = f"{part.name}: {span(part.seconds)} s = {part.formula}"
-                say(said + _inputs(part.inputs))
+                result = f"{part.name}: {span(part.seconds)} s = {part.formula}"
+                write(result + _inputs(part.inputs))
 
 
 def _beside_the_course(job: PlannedJob) -> Iterator[str]:
@@ -165,13 +167,13 @@ def _beside_the_course(job: PlannedJob) -> Iterator[str]:
 
     if job.method != "full" or job.optimizer not in ("adamw", "adamw_fused"):
         return  # courses teach full training with Adam
-    found = compare_with_formula(job)
+    comparison = compare_with_formula(job)
     yield (
-        f"model states by the course's formula: {found.course / GIB:.3f} GiB = {found.formula}; "
-        f"in fact {found.implementation / GIB:.3f} GiB"
+        f"model states by the course's formula: {comparison.course / GIB:.3f} GiB = {comparison.formula}; "
+        f"in fact {comparison.implementation / GIB:.3f} GiB"
     )
-    for one in found.differences:
-        yield f"  {one.bytes / GIB:+.3f} GiB: {one.name}"
+    for difference in comparison.differences:
+        yield f"  {difference.bytes / GIB:+.3f} GiB: {difference.name}"
 
 
 def bars(plan: Plan) -> Iterator[Text]:
@@ -224,18 +226,18 @@ def _legend(plan: Plan) -> Text:
 
 def _heading(plan: Plan) -> str:
     model, job = plan.model, plan.rows[0].job if plan.rows else None
-    said = f"{model.name}: {model.parameters:,} parameters"
+    heading = f"{model.name}: {model.parameters:,} parameters"
     if model.active_parameters != model.parameters:
-        said += f", {model.active_parameters:,} active"
+        heading += f", {model.active_parameters:,} active"
     if job is not None:
         where = f" on {plan.gpu.name}" if plan.gpu is not None else ""
-        said += (
+        heading += (
             f"; {job.method}, {job.precision if job.precision != 'no' else 'fp32'}, "
             f"{job.optimizer}, batch {job.batch} x {job.sequence:,} tokens"
             f"{f' x {job.accumulation} accumulated' if job.accumulation > 1 else ''}"
             f"{', checkpointing' if job.checkpointing == 'full' else ''}{where}"
         )
-    return said
+    return heading
 
 
 def _table(plan: Plan) -> Table:

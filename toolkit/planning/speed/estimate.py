@@ -136,9 +136,9 @@ def cost(
     )
 
 
-def _whole(what: str, value: int | None) -> int:
+def _whole(name: str, value: int | None) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"{what} is {value!r}. It is a whole number from 1.")
+        raise UsageError(f"{name} is {value!r}. It is a whole number from 1.")
     return value
 
 

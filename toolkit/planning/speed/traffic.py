@@ -253,7 +253,7 @@ def _fsdp(job: PlannedJob) -> tuple[Collective, ...]:
         "nodes": max(1, -(-shards // per_node)),
         "rings": max(1, per_node // shards) if shards > per_node else 1,
     }
-    found = (
+    in_shards = (
         Collective(
             kind="all_gather",
             purpose="parameters",
@@ -294,9 +294,9 @@ def _fsdp(job: PlannedJob) -> tuple[Collective, ...]:
         ),
     )
     # A group of one shard has nothing to gather or scatter.
-    kept = found if shards > 1 else found[2:]
+    in_groups = in_shards if shards > 1 else in_shards[2:]
     if job.strategy.replicas == 1:
-        return kept
+        return in_groups
     return (
         Collective(
             kind="all_reduce",
@@ -312,7 +312,7 @@ def _fsdp(job: PlannedJob) -> tuple[Collective, ...]:
             formula="trained / shards * size, once a step, between the replicas",
             inputs={"trained": gradients, "shards": shards, "size": reduced},
         ),
-        *kept,
+        *in_groups,
     )
 
 
@@ -440,9 +440,11 @@ def gathered_elements(
         else:
             # Nothing behind a frozen embedding asks for its gradient.
             ways = ()
-        kept = tensor.elements + in_layer + layers_behind + outside_behind <= max_live
+        stays_gathered = tensor.elements + in_layer + layers_behind + outside_behind <= max_live
         far = sum(elements >= reuse_distance for elements in ways)
-        again += padded * (sum(math.isinf(elements) for elements in ways) if kept else far)
+        again += padded * (
+            sum(math.isinf(elements) for elements in ways) if stays_gathered else far
+        )
     return first, again
 
 

@@ -19,33 +19,37 @@ def communicating(job: PlannedJob, gpu: Gpu, network: Interval, micro: Interval)
     terms: list[SpeedTerm] = []
     # Gathers go on beside everything, reductions beside backward, two thirds of a micro-batch.
     everything = micro.times(job.accumulation)
-    for found in collectives(job):
-        taken = collective_seconds(found, gpu, network)
+    for collective in collectives(job):
+        taken = collective_seconds(collective, gpu, network)
         window = Interval(0, 0)
-        if overlaps and found.purpose != "norm":
-            window = everything if found.kind == "all_gather" else micro.times(2 / 3 * found.times)
+        if overlaps and collective.purpose != "norm":
+            window = (
+                everything
+                if collective.kind == "all_gather"
+                else micro.times(2 / 3 * collective.times)
+            )
         # The first gather and the last reduction have nothing beside them.
-        least = 1 / max(1, found.calls * found.times) if overlaps else 1
+        least = 1 / max(1, collective.calls * collective.times) if overlaps else 1
         hidden = Interval(window.low * rates.OVERLAP.high, window.high * rates.OVERLAP.low)
         terms.append(
             SpeedTerm(
-                name=f"{found.kind.replace('_', '-')} of {found.purpose}",
+                name=f"{collective.kind.replace('_', '-')} of {collective.purpose}",
                 seconds=Interval(
                     max(taken.low * least, taken.low - hidden.low),
                     max(taken.high * least, taken.high - hidden.high),
                 ),
                 formula="calls * latency + wire bytes / (bandwidth * share), less what is hidden",
                 inputs={
-                    "wire bytes": found.wire_bytes,
-                    "calls": found.calls * found.times,
-                    "ranks": found.ranks,
-                    "scope": found.scope,
+                    "wire bytes": collective.wire_bytes,
+                    "calls": collective.calls * collective.times,
+                    "ranks": collective.ranks,
+                    "scope": collective.scope,
                     "seconds": shown(taken),
                     "hidden": shown(hidden),
                 },
             )
         )
-        if overlaps and found.kind == "all_gather" and found.purpose != "norm":
+        if overlaps and collective.kind == "all_gather" and collective.purpose != "norm":
             # What hides one gather doesn't hide the next.
             everything = Interval(
                 max(0, everything.low - taken.low), max(0, everything.high - taken.high)
@@ -53,22 +57,22 @@ def communicating(job: PlannedJob, gpu: Gpu, network: Interval, micro: Interval)
     return terms
 
 
-def collective_seconds(found: Collective, gpu: Gpu, network: Interval) -> Interval:
+def collective_seconds(collective: Collective, gpu: Gpu, network: Interval) -> Interval:
     """Return the seconds of all calls of a step, nothing beside them: alpha-beta, on a ring."""
     link = gpu.nvlink_bandwidth or gpu.pcie_bandwidth
     share = rates.NVLINK_SHARE if gpu.nvlink_bandwidth else rates.PCIE_SHARE
-    moving = at(Interval.exactly(found.wire_bytes), link, share)
-    hops = (found.ranks - 1) * (2 if found.kind == "all_reduce" else 1)
+    moving = at(Interval.exactly(collective.wire_bytes), link, share)
+    hops = (collective.ranks - 1) * (2 if collective.kind == "all_reduce" else 1)
     hop = rates.HOP_SECONDS
-    if found.nodes > 1:
+    if collective.nodes > 1:
         hop = rates.NODE_HOP_SECONDS
-        shared = found.wire_bytes * found.rings
+        shared = collective.wire_bytes * collective.rings
         between = Interval(
             shared / (network.high * rates.NETWORK_SHARE.high),
             shared / (network.low * rates.NETWORK_SHARE.low),
         )
         moving = Interval(max(moving.low, between.low), max(moving.high, between.high))
-    calls = found.calls * found.times
+    calls = collective.calls * collective.times
     latency = rates.LATENCY_SECONDS
     return Interval(
         moving.low + calls * (latency.low + hops * hop),
@@ -78,9 +82,9 @@ def collective_seconds(found: Collective, gpu: Gpu, network: Interval) -> Interv
 
 def stepping(job: PlannedJob, gpu: Gpu, micro: Interval) -> list[SpeedTerm]:
     """The optimizer's step, wherever it is taken, and the copies that it needs."""
-    own = weights_of(job).trained.elements
+    elements = weights_of(job).trained.elements
     if job.strategy.shards_optimizer:
-        own = -(-own // job.shards)
+        elements = -(-elements // job.shards)
     terms = [
         SpeedTerm(
             name="host work of a step",
@@ -91,7 +95,7 @@ def stepping(job: PlannedJob, gpu: Gpu, micro: Interval) -> list[SpeedTerm]:
     moved = _optimizer_bytes(job)
     if job.strategy.offload_optimizer == "none":
         passes = rates.OPTIMIZER_PASSES if job.optimizer == "adamw" else Interval.exactly(1)
-        amount = passes.times(moved * own)
+        amount = passes.times(moved * elements)
         terms.append(
             SpeedTerm(
                 name="optimizer",
@@ -99,14 +103,14 @@ def stepping(job: PlannedJob, gpu: Gpu, micro: Interval) -> list[SpeedTerm]:
                 formula="bytes a parameter * parameters * passes / (memory bandwidth * share)",
                 inputs={
                     "bytes": moved,
-                    "parameters": own,
+                    "parameters": elements,
                     "passes": shown(passes),
                     "memory bandwidth": gpu.memory_bandwidth,
                 },
             )
         )
         return terms
-    return terms + _offloading(job, gpu, micro, own, moved)
+    return terms + _offloading(job, gpu, micro, elements, moved)
 
 
 def _optimizer_bytes(job: PlannedJob) -> float:
@@ -126,11 +130,11 @@ def _optimizer_bytes(job: PlannedJob) -> float:
 
 
 def _offloading(
-    job: PlannedJob, gpu: Gpu, micro: Interval, own: int, moved: float
+    job: PlannedJob, gpu: Gpu, micro: Interval, elements: int, moved: float
 ) -> list[SpeedTerm]:
     per_node = job.gpus // job.nodes
     size = trained_size(job)
-    down, up = _copied_bytes(job, own, size)
+    down, up = _copied_bytes(job, elements, size)
     copying = Interval(
         (down + up) / (gpu.pcie_bandwidth * rates.HOST_COPY_SHARE.high),
         (down + up) / (gpu.pcie_bandwidth * rates.HOST_COPY_SHARE.low),
@@ -139,7 +143,7 @@ def _offloading(
     # DeepSpeed brings an optimizer for CPUs; FSDP2 steps with whatever the job asks for.
     unfused = job.strategy.sharding == "rows" and job.optimizer == "adamw"
     passes = rates.UNFUSED_ON_CPU if unfused else Interval.exactly(1)
-    stepping = passes.times(moved * own * per_node)
+    stepping = passes.times(moved * elements * per_node)
     terms = [
         SpeedTerm(
             name="copies to and from the host",
@@ -160,7 +164,7 @@ def _offloading(
             formula="bytes a parameter * parameters of a node * passes / host memory bandwidth",
             inputs={
                 "bytes": moved,
-                "parameters of a node": own * per_node,
+                "parameters of a node": elements * per_node,
                 "passes": shown(passes),
                 "host memory bandwidth": shown(rates.HOST_BANDWIDTH),
             },
@@ -169,7 +173,7 @@ def _offloading(
     if job.strategy.offload_optimizer == "nvme":
         # Master, both states and the gradient come from the disk, the first three go back; the
         # 16-bit weights come for each gather and go back once.
-        amount = (16 + 12 + size * (1 + 2 * job.accumulation)) * own * per_node
+        amount = (16 + 12 + size * (1 + 2 * job.accumulation)) * elements * per_node
         terms.append(
             SpeedTerm(
                 name="reading and writing the disk",
@@ -179,7 +183,7 @@ def _offloading(
                 formula="(28 + size * (1 + 2 * micro-batches)) * parameters of a node / bandwidth",
                 inputs={
                     "size": size,
-                    "parameters of a node": own * per_node,
+                    "parameters of a node": elements * per_node,
                     "bandwidth": shown(rates.NVME_BANDWIDTH),
                 },
             )
@@ -187,7 +191,7 @@ def _offloading(
     return terms
 
 
-def _copied_bytes(job: PlannedJob, own: int, size: int) -> tuple[float, float]:
+def _copied_bytes(job: PlannedJob, elements: int, size: int) -> tuple[float, float]:
     """Bytes that one rank sends to the host and gets from it in an optimizer step.
 
     DeepSpeed adds each micro-batch's partition of the gradients up in host memory, over the GPU
@@ -200,9 +204,9 @@ def _copied_bytes(job: PlannedJob, own: int, size: int) -> tuple[float, float]:
     held = weights.trained.elements * size + weights.frozen.elements * computed
     gathered = 2 * job.accumulation * (held + weights.packed.elements / 2) / job.shards
     if job.strategy.sharding == "rows":
-        return size * own, gathered
-    down = size * own * job.accumulation + 4 * own
-    up = size * own * job.accumulation
+        return size * elements, gathered
+    down = size * elements * job.accumulation + 4 * elements
+    up = size * elements * job.accumulation
     if job.strategy.offload_parameters != "none":
         up += gathered
     return down, up
