@@ -29,7 +29,7 @@ class ConfigFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigOptions:
-    """What a file may say beyond its strategy; None leaves it to the run."""
+    """Settings of a file beyond its strategy; None leaves them to the run."""
 
     num_processes: int | None = None
     precision: str | None = None

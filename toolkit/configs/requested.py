@@ -126,7 +126,7 @@ def shown(strategy: Strategy) -> str:
 
 
 def requested_processes(environ: Mapping[str, str]) -> int:
-    """The number of ranks that the launcher started."""
+    """Return the number of ranks that the launcher started."""
     return int(environ.get("WORLD_SIZE", "1"))
 
 
@@ -182,12 +182,12 @@ def read_deepspeed_config(
             refuse. All mistakes are named.
     """
     name, text = _deepspeed_text(environ)
-    found: list[str] = []
+    mistakes: list[str] = []
 
     def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         repeated = dict.fromkeys(key for key in keys if keys.count(key) > 1)
-        found.extend(f"{key} stands there more than once" for key in repeated)
+        mistakes.extend(f"{key} stands there more than once" for key in repeated)
         return dict(pairs)
 
     try:
@@ -198,11 +198,11 @@ def read_deepspeed_config(
         raise UsageError(f"{name} holds no JSON object. Fix it, or generate it anew.")
     config = cast("dict[str, Any]", content)
     wrong = mistakes_by_key(config)
-    found += [mistake for mistakes in wrong.values() for mistake in mistakes]
+    mistakes += [mistake for of_key in wrong.values() for mistake in of_key]
     if check_sections is not None:
-        found += check_sections({key: config[key] for key in config if key not in wrong})
-    if found:
-        raise UsageError(f"{name}: {'; '.join(found)}. Fix it, or generate it anew.")
+        mistakes += check_sections({key: config[key] for key in config if key not in wrong})
+    if mistakes:
+        raise UsageError(f"{name}: {'; '.join(mistakes)}. Fix it, or generate it anew.")
     return config
 
 
@@ -231,8 +231,8 @@ def _not_there(file: Path) -> str:
         return f"{sentence}Correct it where it is named: as deepspeed_config_file, or in a flag."
     if file.parts[:1] == ("deepspeed_configs",) and file.stem in STRATEGIES:
         return (
-            f"{sentence}It comes with the toolkit: start from the repository root, or pass the config "
-            f"that toolkit configs path {file.stem} prints."
+            f"{sentence}It comes with the toolkit: start from the repository root, or pass the "
+            f"config that toolkit configs path {file.stem} prints."
         )
     return (
         f"{sentence}A relative path begins in the folder that the launch was started from: start "
@@ -268,8 +268,9 @@ def _check_supported(environ: Mapping[str, str]) -> None:
         unsupported.append("Megatron-LM (ACCELERATE_USE_MEGATRON_LM)")
     if unsupported:
         raise UsageError(
-            f"The Accelerate config asks for {' and '.join(unsupported)}. No strategy of the toolkit "
-            "does that yet. Take it out of the config, or start the script without the toolkit."
+            f"The Accelerate config asks for {' and '.join(unsupported)}. No strategy of the "
+            "toolkit does that yet. Take it out of the config, or start the script without the "
+            "toolkit."
         )
     if _is_true(environ, "ACCELERATE_USE_FSDP") and environ.get("FSDP_IGNORED_MODULES"):
         raise UsageError(
@@ -352,7 +353,7 @@ def deepspeed_strategy(config: Mapping[str, Any]) -> Strategy:
 
 
 def _features(strategy: Strategy) -> Strategy:
-    """The strategy without what it is called and how many processes its file has."""
+    """Return the strategy without its name, its summary and the processes of its file."""
     assert {"name", "summary", "num_processes"} <= {field.name for field in fields(strategy)}
     return replace(strategy, name=CUSTOM, summary="", num_processes=0)
 

@@ -1,4 +1,4 @@
-"""What is to be trained, and how: everything that the formulas read, and nothing they work out."""
+"""A job of the planner: what is trained and how, as the formulas read it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PlannedJob(JobOptions):
 
     raises_frozen: bool = True
     """QLoRA: what is not in 4 bits is raised to fp32, as peft's `prepare_model_for_kbit_training`
-    does; nobody calls it where weights are sharded (trl, sft_trainer.py)."""
+    does; trl does not call it where weights are sharded (sft_trainer.py)."""
 
     micro_batch: int | None = None
     """Which of a step's micro-batches is looked at, from 1; None: one that finds the gradients of
@@ -123,7 +123,7 @@ class PlannedJob(JobOptions):
 
     @property
     def shards(self) -> int:
-        """Ranks that share one copy of whatever is sharded."""
+        """Ranks that share one copy of the sharded states."""
         return self.gpus // self.strategy.replicas
 
     @property

@@ -18,12 +18,12 @@ class LearningRate:
 
     @property
     def linear(self) -> float:
-        """The linear rule: in proportion to the batch (Goyal et al., arXiv 1706.02677)."""
+        """By the linear rule: in proportion to the batch (Goyal et al., arXiv 1706.02677)."""
         return self.base * self.batch / self.base_batch
 
     @property
     def square_root(self) -> float:
-        """The square-root rule, the usual one for Adam (Krizhevsky, arXiv 1404.5997)."""
+        """By the square-root rule, the usual one for Adam (Krizhevsky, arXiv 1404.5997)."""
         return self.base * (self.batch / self.base_batch) ** 0.5
 
     def by(self, rule: Rule) -> float:

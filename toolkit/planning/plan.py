@@ -48,12 +48,12 @@ class PlanRow:
 
     @cached_property
     def verdict(self) -> Verdict | None:
-        """None without a GPU to hold it against."""
+        """Whether the job fits; None without a GPU."""
         return None if self.room is None else judge(self.memory, self.room)
 
     @cached_property
     def speed(self) -> Speed | None:
-        """None without a GPU whose rates are known."""
+        """The time of a step; None without a GPU."""
         if self.gpu is None:
             return None
         from toolkit.planning.speed.estimate import estimate_speed
@@ -74,7 +74,7 @@ class PlanRow:
 
     @cached_property
     def remedies(self) -> list[Remedy]:
-        """What would help, the cheapest first; empty where it fits."""
+        """The changes that would help, the cheapest first; empty where it fits."""
         if self.room is None or self.verdict is None or self.verdict.answer == "fits":
             return []
         from toolkit.planning.remedies import remedies
@@ -111,7 +111,7 @@ def _render(module: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Rendered):
-    """The answer to: will it fit, and how fast."""
+    """Memory and speed of a fine-tune under several strategies."""
 
     model: ModelShape
     gpu: Gpu | None
@@ -245,10 +245,10 @@ def _under(base: PlannedJob, strategy: Strategy) -> PlannedJob:
 
 
 def positive(name: str, value: float) -> float:
-    """Return a number that makes sense as a size, a rate or a price.
+    """Return a number above 0, as a size, a rate or a price has to be.
 
     Raises:
-        UsageError: it doesn't.
+        UsageError: it is not.
     """
     if isinstance(value, bool) or not 0 < value < 1e18:
         raise UsageError(f"{name} is {value!r}. It is a number above 0.")

@@ -47,7 +47,7 @@ SAME_SPEED = 0.85
 are several times as wide."""
 
 HOST_PER_GPU_BYTE = 2
-"""RAM of a node per byte of its GPUs' memory, where nobody says: the least of the machine types of
+"""RAM of a node per byte of its GPUs' memory, if not known: the least of the machine types of
 AWS (g5.12xlarge 192 GiB beside 4 x 24, p4d 1152 beside 8 x 40) and Google (g2-standard-24 96 GiB
 beside 2 x 24, a2-ultragpu-2g 340 beside 2 x 80), from their public lists."""
 
@@ -57,7 +57,7 @@ MOST_ROWS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One way to train that was looked at."""
+    """One way to train, with its memory and its speed."""
 
     job: PlannedJob
     gpu: Gpu
@@ -84,14 +84,14 @@ class Candidate:
 
     @property
     def tokens_per_second(self) -> float:
-        """What to rank by: the ends' geometric mean. Measured rates lie in the lower half."""
+        """The rate to rank by, the ends' geometric mean. Measured rates lie in the lower half."""
         rate = self.speed.tokens_per_second
         return math.sqrt(rate.low * rate.high)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation(Rendered):
-    """The choice, why, and what comes next to it."""
+    """The choice, its reasons, and the runners-up."""
 
     model: ModelShape
     gpu: Gpu
@@ -100,7 +100,7 @@ class Recommendation(Rendered):
     """None where nothing fits for sure."""
 
     closest: Candidate | None
-    """Where nothing fits: what misses the least."""
+    """Where nothing fits: the candidate that misses the least."""
 
     runners_up: tuple[Candidate, ...]
     """The best under two other strategies."""
@@ -183,10 +183,10 @@ def recommend(model: str | Path | ModelShape, options: RecommendOptions) -> Reco
 
 
 def _in_turn(methods: Sequence[Method], host_known: bool) -> Iterator[tuple[Sequence[str], Method]]:
-    """What to look at, until something fits.
+    """Yield the strategies and methods to look at, until something fits.
 
     A whole model in host RAM is trained before adapters on the GPU, where that RAM is known; else
-    it comes last, since it counts on something that nobody said.
+    it comes last, since the amount of RAM is assumed.
     """
     if not host_known:
         for names in (WHOLE + SHARDED, OFFLOADED):
@@ -380,7 +380,7 @@ def _why(choice: Candidate, ranked: Sequence[Candidate], goal: Goal) -> str:
 
 
 def _leanest_by_strategy(looked_at: Sequence[Candidate]) -> dict[tuple[str, str], str]:
-    """By how much each strategy and each method misses at best; those that fit have no entry."""
+    """Return how much each strategy and each method misses at best; those that fit are omitted."""
     best: dict[tuple[str, str], Candidate] = {}
     for candidate in looked_at:
         for key in (

@@ -1,4 +1,4 @@
-"""What would make a job fit, in the order of what it costs."""
+"""The changes that make a job fit, the cheapest first."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def _qlora(job: PlannedJob, room: Room) -> tuple[str, str, PlannedJob] | None:
 
 
 def _more_gpus(job: PlannedJob, room: Room) -> tuple[str, str, PlannedJob] | None:
-    """The fewest GPUs, doubled and doubled again, with which the job fits; sharded from here on."""
+    """Return the fewest GPUs, doubled until the job fits; its parameters are then sharded."""
     strategy = job.strategy if job.strategy.shards_parameters else STRATEGIES["fsdp"]
     per_node = max(GPUS_PER_NODE, job.gpus // job.nodes)
     gpus = job.gpus * 2
@@ -183,7 +183,7 @@ def _more_gpus(job: PlannedJob, room: Room) -> tuple[str, str, PlannedJob] | Non
 
 
 def _first_that_fits(job: PlannedJob, names: Sequence[str], room: Room) -> PlannedJob:
-    """The job under the first of these strategies that is enough, else under the leanest."""
+    """Return the job under the first of these strategies that is enough, else under the leanest."""
     jobs = [replace(job, strategy=STRATEGIES[name]) for name in names]
     verdicts = [_verdict(changed, room) for changed in jobs]
     for changed, verdict in zip(jobs, verdicts, strict=True):
@@ -203,4 +203,4 @@ CHANGES: tuple[Change, ...] = (
     _qlora,
     _more_gpus,
 )
-"""In the order of what they cost."""
+"""The cheapest first."""

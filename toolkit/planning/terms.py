@@ -37,7 +37,7 @@ CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """From the least to the most that is to be expected."""
+    """The least and the most that is to be expected."""
 
     low: float
     high: float

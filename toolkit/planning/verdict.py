@@ -1,4 +1,4 @@
-"""Does it fit, by how much, and how far could it go.
+"""Whether a job fits, by how much, and the largest batch and row that fit.
 
 The answer is cautious: `fits` needs the upper end of the estimate to be under what the GPU has
 for use. Between the ends it is `tight`, which a run may survive or not.
@@ -35,16 +35,16 @@ class Verdict:
     """Bytes of RAM on each node."""
 
     host_bytes: int | None = None
-    """What each node has, None where nobody said."""
+    """RAM of each node, None where it is not known."""
 
     @property
     def margin_bytes(self) -> float:
-        """What is left at the upper end of the estimate; negative where it is missing."""
+        """Bytes left at the upper end of the estimate; negative where they are missing."""
         return self.usable_bytes - self.needed.high
 
     @property
     def host_margin_bytes(self) -> float | None:
-        """What is left of a node's RAM at the upper end; None where nobody said what there is."""
+        """Bytes left of a node's RAM at the upper end; None where its RAM is not known."""
         return None if self.host_bytes is None else self.host_bytes - self.host_needed.high
 
     @property
@@ -68,7 +68,7 @@ class Room:
 
 
 def judge(memory: MemoryEstimate, room: Room) -> Verdict:
-    """Hold an estimate against what there is."""
+    """Compare an estimate with the memory that there is."""
     needed, host = memory.total, memory.host_bytes
     over_low = needed.low > room.gpu_bytes
     over_high = needed.high > room.gpu_bytes
@@ -90,19 +90,21 @@ def fits(job: PlannedJob, room: Room) -> bool:
 
 
 def largest_batch(job: PlannedJob, room: Room) -> int:
-    """The most rows of a micro-batch that fit for sure, 0 where not even one does."""
+    """Return the most rows of a micro-batch that fit for sure, 0 where not even one does."""
     return _largest(lambda batch: fits(replace(job, batch=batch), room), MOST_BATCH)
 
 
 def longest_sequence(job: PlannedJob, room: Room) -> int:
-    """The most tokens of a row that fit for sure, 0 where not even one does; no more than the
-    model has positions for."""
+    """Return the most tokens of a row that fit for sure, 0 where not even one does.
+
+    It is never more than the model has positions for.
+    """
     most = job.model.max_positions or MOST_TOKENS
     return _largest(lambda length: fits(replace(job, sequence=length), room), most)
 
 
 def _largest(holds: Callable[[int], bool], most: int) -> int:
-    """The largest of 1..most that holds, where a larger one never holds if a smaller doesn't."""
+    """Return the largest of 1..most that holds; above one that does not, none does."""
     good, bad = 0, 1
     while bad <= most and holds(bad):
         good, bad = bad, bad * 2

@@ -50,7 +50,7 @@ def activations_of(job: PlannedJob) -> Activations:
     """Return the activations of `job`.
 
     Raises:
-        UsageError: nobody knows how this architecture computes a layer.
+        UsageError: the architecture is not in the table of blocks.
     """
     model, tokens = job.model, job.micro_tokens
     layer, loss = layer_bytes(job), loss_bytes(job)
@@ -85,7 +85,7 @@ def activation_terms(job: PlannedJob, parts: Activations, *, ends_full: bool) ->
     Args:
         job: What is trained.
         parts: Its activations.
-        ends_full: Backward is at its worst at its end, with all gradients and one layer's
+        ends_full: Backward needs the most at its end, with all gradients and one layer's
             activations, and not at its beginning with all activations.
     """
     tokens = job.micro_tokens
@@ -162,7 +162,7 @@ def activation_terms(job: PlannedJob, parts: Activations, *, ends_full: bool) ->
 
 
 def cast_weights(job: PlannedJob, *, ends_full: bool) -> Iterator[Term]:
-    """Autocast's copies of fp32 weights, which the graph holds until backward has used them.
+    """Yield autocast's copies of fp32 weights, which the graph holds until backward has used them.
 
     Args:
         job: What is trained.
@@ -188,7 +188,7 @@ def cast_weights(job: PlannedJob, *, ends_full: bool) -> Iterator[Term]:
 
 
 def _cast_head(job: PlannedJob) -> Term:
-    """The fp32 head of a 4-bit model, cast for its product; autocast keeps no copy of it."""
+    """Return the cast head of a 4-bit model, which is held in fp32; autocast keeps no copy."""
     kinds: tuple[TensorKind, ...] = ("embedding",) if job.model.tied else ("head",)
     elements = max((tensor.elements for tensor in job.model.of_kind(*kinds)), default=0)
     size = COMPUTE_SIZE[job.precision]
@@ -203,7 +203,7 @@ def _cast_head(job: PlannedJob) -> Term:
 
 
 def dequantised_term(job: PlannedJob) -> Iterator[Term]:
-    """A 4-bit weight is made whole for each product, forward and backward."""
+    """Yield the 4-bit weight that is made whole for a product, forward and backward."""
     largest = weights_of(job).packed.largest
     if largest:
         size = COMPUTE_SIZE[job.precision]
@@ -218,7 +218,7 @@ def dequantised_term(job: PlannedJob) -> Iterator[Term]:
 
 
 def _batch(job: PlannedJob) -> Term:
-    """Ids, labels and masks, and the cosines and sines of positions, which all layers share."""
+    """Return ids, labels and masks, and the cosines and sines of positions, which layers share."""
     turned = 2 * job.model.head_dim * 4
     return Term(
         category="activations",
@@ -230,7 +230,7 @@ def _batch(job: PlannedJob) -> Term:
 
 
 def _masked(job: PlannedJob) -> float:
-    """Bytes more of one layer where rows are padded to the longest; a single row never is."""
+    """Additional bytes of one layer where rows are padded to the longest; a single row never is."""
     model, size = job.model, COMPUTE_SIZE[job.precision]
     if job.attention != "flash" or job.batch == 1:
         return 0.0
@@ -239,7 +239,7 @@ def _masked(job: PlannedJob) -> float:
 
 
 def _mask(job: PlannedJob) -> float:
-    """Eager attention adds one mask to all layers' scores."""
+    """Bytes of the one mask that eager attention adds to the scores of all layers."""
     if job.attention == "flash":
         return 0.0
     return float(job.batch * job.sequence**2 * COMPUTE_SIZE[job.precision])
@@ -258,7 +258,7 @@ class LossBytes:
 
     logits_formula: str
     handed_back: float
-    """What is left of them while the head is played backwards: the gradient of the logits."""
+    """The part of them that is held while the head is played backwards: the logits' gradient."""
 
     into_head: float
     """The gradient of the head's input, as it comes."""
@@ -305,7 +305,9 @@ def _tail(model: ModelShape, regime: Regime, trains: bool) -> float:
 
 
 def _chunked(job: PlannedJob, tail: float, compute: int) -> LossBytes:
-    """Gradients are made on the way. Liger's chunks are of about tokens * hidden logits
+    """Return the bytes of a loss in chunks, which makes gradients on the way.
+
+    Liger's chunks are of about tokens * hidden logits
     (liger_kernel, fused_linear_cross_entropy.py); ours of as many tokens as is asked."""
     model, tokens = job.model, job.micro_tokens
     chunks = -(-model.vocab_size // model.hidden_size)

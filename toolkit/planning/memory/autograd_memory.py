@@ -69,7 +69,7 @@ class Tape:
 
     @property
     def kept(self) -> list[Value]:
-        """Each tensor that is held between forward and backward, once."""
+        """The tensors that are held between forward and backward, each once."""
         seen: dict[int, Value] = {}
         for operation in self.operations:
             for value in operation.kept:
@@ -78,7 +78,7 @@ class Tape:
 
     @property
     def kept_bytes(self) -> float:
-        """Bytes for each token."""
+        """Bytes for each token that are held between forward and backward."""
         return sum(value.bytes for value in self.kept)
 
     def backward_peak(self) -> float:
@@ -134,17 +134,17 @@ class Tape:
         return output
 
     def cast(self, value: Value, size: float) -> Value:
-        """A copy in another dtype; the same tensor where it has that dtype already."""
+        """Record a copy in another dtype; a tensor that has it already is returned as it is."""
         if value.size == size:
             return value
         return self.record([value], Value(value.width, size))
 
     def lowered(self, value: Value) -> Value:
-        """As an operation gets it that computes in 16 bits."""
+        """Record the cast for an operation that autocast runs in 16 bits."""
         return self.cast(value, self.compute) if self.autocast else value
 
     def linear(self, value: Value, width: float, *, adapted: bool = True) -> Value:
-        """A linear layer, which keeps its input for the gradient of its weight."""
+        """Record a linear layer, which keeps its input for the gradient of its weight."""
         inside = self.lowered(value)
         base = self.record([inside], Value(width, self.compute), self._if_trained(inside))
         self.products.append(base)
@@ -166,14 +166,14 @@ class Tape:
         )
 
     def keeping_output(self, value: Value) -> Value:
-        """An operation on each element that keeps its result: softmax, tanh, sigmoid, relu."""
+        """Record an elementwise operation that keeps its result: softmax, tanh, sigmoid, relu."""
         output = Value(value.width, value.size)
         return self.record([value], output, [output])
 
     def rms_norm(
         self, value: Value, *, rows: float = 1, weight_size: float, lowers_late: bool = False
     ) -> Value:
-        """As transformers writes it: raised to fp32, and back before or after the weight.
+        """Record an RMSNorm as transformers writes it, raised to fp32.
 
         Args:
             value: What is normalised.
@@ -194,16 +194,16 @@ class Tape:
         return self.record([lowered], output, self._if_trained(lowered))
 
     def layer_norm(self, value: Value) -> Value:
-        """torch's kernel: keeps its input, with mean and deviation; fp32 under autocast."""
+        """Record torch's kernel: its input is kept, with mean and deviation; fp32 under autocast."""
         inside = self.cast(value, FP32) if self.autocast else value
         return self.keeping(inside, also=[Value(2, FP32)])
 
     def keeping(self, value: Value, *, also: Iterable[Value] = ()) -> Value:
-        """An operation on each element that keeps its input."""
+        """Record an elementwise operation that keeps its input."""
         return self.record([value], Value(value.width, value.size), [value, *also])
 
     def gelu_new(self, value: Value) -> Value:
-        """GPT-2's own, in torch operations: 0.5 x (1 + tanh(c (x + 0.04 x^3)))."""
+        """Record GPT-2's own GELU, in torch operations: 0.5 x (1 + tanh(c (x + 0.04 x^3)))."""
         base = self.cast(value, FP32) if self.autocast else value
         cubed = self.keeping(base)
         inner = self.add(value, cubed)
@@ -214,7 +214,7 @@ class Tape:
         return self.multiply(half, factor)
 
     def dropout(self, value: Value) -> Value:
-        """On a GPU a mask of a byte an element is kept (native_dropout)."""
+        """Record a dropout, which on a GPU keeps a mask of a byte an element (native_dropout)."""
         return self.record([value], Value(value.width, value.size), [Value(value.width, 1)])
 
     def _if_trained(self, value: Value) -> list[Value]:

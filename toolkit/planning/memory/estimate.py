@@ -42,7 +42,7 @@ what is freed comes back in other sizes than it is asked for."""
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MemoryEstimate:
-    """What the rank that holds the most needs, in bytes."""
+    """Bytes that the rank with the most of them needs."""
 
     terms: tuple[Term, ...]
     states: StateBytes
@@ -66,7 +66,7 @@ class MemoryEstimate:
     """Disk of a node for what is offloaded there."""
 
     def by_category(self) -> dict[Category, Interval]:
-        """The GPU's bytes at the peak, whose sum is `total`; categories without any left out."""
+        """Return the GPU's bytes at the peak, which add up to `total`; empty ones are omitted."""
         sums: dict[Category, Interval] = {}
         for term in self.at_peak:
             sums[term.category] = sums.get(term.category, Interval(0, 0)) + term.bytes
@@ -79,11 +79,11 @@ class MemoryEstimate:
 
 
 def estimate_memory(job: PlannedJob) -> MemoryEstimate:
-    """Return what `job` needs on each GPU, and on each node for what it offloads.
+    """Return the memory that `job` needs on each GPU, and on each node for its offloads.
 
     Raises:
-        UsageError: the job's precision and weights don't go together, or nobody knows how this
-            architecture computes a layer.
+        UsageError: the job's precision and weights don't go together, or its architecture is not
+            in the table of blocks.
     """
     states = most_loaded(job)
     terms = [
@@ -124,9 +124,9 @@ def estimate_memory(job: PlannedJob) -> MemoryEstimate:
 
 
 def step_peak(job: PlannedJob, micro_batches: Sequence[tuple[int, int]]) -> Interval:
-    """Return what the tensors of one rank come to at the fullest moment of one step.
+    """Return the bytes of one rank's tensors at the fullest moment of one step.
 
-    Left out is what is no tensor of the step: workspaces, and what the allocator adds.
+    Workspaces and the allocator's reserve are no tensors of the step: they are not counted.
 
     Args:
         job: What is trained.
@@ -172,7 +172,7 @@ def _sum(terms: Iterable[Term]) -> Interval:
 
 
 def _peak(terms: Iterable[Term]) -> tuple[Phase, Interval]:
-    """The phase that can need the most, and what it needs."""
+    """Return the phase that can need the most, and the bytes that it needs."""
     sums = _by_phase(terms)
     phase = max(PHASES, key=lambda name: sums[name].high)
     return phase, sums[phase]
@@ -197,7 +197,7 @@ def _ends_full(job: PlannedJob, states: StateBytes, parts: Activations) -> bool:
 
 
 def _tied_bytes(job: PlannedJob, parts: Activations) -> int:
-    """What the gradient of a tied embedding needs at the end of backward, beside itself.
+    """Bytes that a tied embedding needs at the end of backward beside its own gradient.
 
     That of the head waits for that of the lookup, which comes when the last layer's activations
     are gone. Autograd adds the one into the other, but not where the head's is a product in the
@@ -347,7 +347,7 @@ def _gradient_terms(
 
 
 def _new_gradients(job: PlannedJob, whole: Term, *, ends_full: bool) -> Iterator[Term]:
-    """Yield those that are no part of the others yet: they are added to what is there already."""
+    """Yield gradients that have just come and are not yet added to those that are held."""
     if job.strategy.sharding != "whole" or job.method != "full":
         return
     size, held = trained_size(job), _gradients_always(job)
@@ -392,7 +392,7 @@ def _outside_terms(job: PlannedJob) -> Iterator[Term]:
 
 
 def _at_rest(job: PlannedJob, states: StateBytes, terms: Iterable[Term]) -> Interval:
-    """States without gradients, and what is never given back."""
+    """Return the states without gradients, and the terms that last."""
     resident = states.parameters.gpu + states.master.gpu + states.optimizer.gpu
     kept_gradients = job.strategy.sharding == "tensors" or job.gradients_in_buckets
     if kept_gradients or job.zeroes_gradients:

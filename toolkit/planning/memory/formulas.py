@@ -1,7 +1,7 @@
 """The formulas of the field, and how far the implementations are from them.
 
-They leave out whatever does not grow with the parameters, which an estimate doesn't. They are here
-to be recognised, checked against their sources, and held beside what a run does.
+They leave out all that does not grow with the parameters; an estimate does not. They are here to
+be recognised, checked against their sources, and shown beside the estimate of a run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ZERO_STAGES = ("ddp", "zero1", "zero2", "zero3")
 
 
 def rule_of_thumb(parameters: float) -> float:
-    """Return the bytes that 24 a parameter come to."""
+    """Return 24 bytes for each parameter."""
     return RULE_OF_THUMB * parameters
 
 
@@ -62,7 +62,7 @@ def zero_paper_bytes(stage: str, parameters: float, ranks: int) -> float:
 
 
 def saving(stage: str, ranks: int, *, mixed: bool) -> float:
-    """How many times less a stage needs than DDP.
+    """Return how many times less a stage needs than DDP.
 
     The 4 and 8 times that are told of ZeRO-1 and 2 are the limits for many ranks, in mixed
     precision.
@@ -73,7 +73,7 @@ def saving(stage: str, ranks: int, *, mixed: bool) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One thing that an implementation holds and the formula doesn't, or the other way round."""
+    """Bytes that either the implementation or the formula leaves out."""
 
     name: str
     bytes: float
@@ -92,7 +92,7 @@ class FormulaComparison:
 
 
 def compare_with_formula(job: PlannedJob) -> FormulaComparison:
-    """Return the course's figure for `job`, the implementation's, and what lies between them.
+    """Return the course's figure for `job`, the implementation's, and their differences.
 
     Course figures are those of full training with Adam in the job's precision: 4 + 4 + 8 bytes a
     parameter, or the paper's 2 + 2 + 12 where precision is mixed.
@@ -124,7 +124,7 @@ def compare_with_formula(job: PlannedJob) -> FormulaComparison:
 
 
 def stage_of(job: PlannedJob) -> str:
-    """The course's name for what a strategy shards."""
+    """Return the course's name for the sharding of a strategy."""
     match job.strategy.sharding:
         case "whole":
             return "ddp"
@@ -143,7 +143,7 @@ def _formula(stage: str, *, mixed: bool) -> str:
 
 
 def _by_part(job: PlannedJob, stage: str) -> list[Difference]:
-    """What a part takes, in whole elements, less what the formula gives it."""
+    """Return the bytes of each part, in whole elements, less those of the formula."""
     mixed = job.precision != "no"
     weight, gradient, optimizer = (2, 2, 12) if mixed else (4, 4, 8)
     divided = ZERO_STAGES.index(stage)

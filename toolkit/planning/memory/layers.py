@@ -15,7 +15,7 @@ from toolkit.planning.models.shape import ModelShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regime:
-    """In which dtypes a model runs."""
+    """The dtypes that a model runs in."""
 
     compute: int
     """Bytes of an element in matrix products."""
@@ -33,7 +33,7 @@ class Regime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerBytes:
-    """Bytes for each token."""
+    """Bytes of one layer for each token."""
 
     kept: float
     """Between forward and backward, without checkpointing."""
@@ -267,7 +267,7 @@ class LayerWriter:
         return tape.record([out], Value(wide, out.size))
 
     def per_head(self, value: Value, width: float) -> Value:
-        """A copy laid out head by head, as batched matrix products want it."""
+        """Record a copy laid out head by head, as batched matrix products want it."""
         lowered = self.tape.lowered(value)
         return self.tape.record([lowered], Value(width, lowered.size))
 
@@ -288,7 +288,7 @@ class LayerWriter:
         return tape.linear(tape.multiply(gate, tape.linear(value, width)), hidden)
 
     def gated_views(self, together: Value) -> Value:
-        """The product of gate and up, which are two views of one tensor and keep all of it."""
+        """Record the product of gate and up: two views of one tensor, which keep all of it."""
         tape, width, size = self.tape, together.width / 2, together.size
         if self.block.activation == "gpt_oss":
             gate, up = (tape.record([together], Value(width, size), [together]) for _ in range(2))
@@ -298,7 +298,7 @@ class LayerWriter:
         return tape.record([gate, together], Value(width, size), [gate, together])
 
     def mixture(self, value: Value) -> Value:
-        """Experts by grouped matrix products, on a row for each token and expert it is sent to.
+        """Record experts as grouped matrix products, with a row for each token and its expert.
 
         They run in the dtype of their weights: autocast knows no grouped product.
         """

@@ -32,7 +32,7 @@ LISTED_RANKS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Bytes by the place they are in."""
+    """Bytes, by the memory that holds them."""
 
     gpu: int = 0
     host: int = 0
@@ -48,7 +48,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateBytes:
-    """What one rank holds of a model in training."""
+    """Model states of one rank."""
 
     parameters: Held
     """After an optimizer step, what stays gathered included."""
@@ -80,7 +80,7 @@ class StateBytes:
 
 
 def state_bytes(job: PlannedJob, rank: int = 0) -> StateBytes:
-    """Return what `rank` holds.
+    """Return the model states that `rank` holds.
 
     Raises:
         UsageError: the job's precision and weights don't go together.
@@ -120,7 +120,7 @@ def most_loaded(job: PlannedJob) -> StateBytes:
 
 
 def _frozen_bytes(job: PlannedJob, weights: Weights) -> int:
-    """Bytes of what is loaded and never trained, on one rank."""
+    """Bytes of the frozen weights on one rank."""
     if not weights.frozen.sizes and not weights.packed.sizes:
         return 0
     size = 4 if job.frozen_in_fp32 else COMPUTE_SIZE[job.precision]
@@ -267,7 +267,7 @@ def sub_groups(weights: Weights, shards: int, limit: int) -> tuple[int, ...]:
 
 
 def persistent_bytes(job: PlannedJob) -> int:
-    """Bytes of what ZeRO-3 keeps gathered beside its partition, but for the optimizer's step.
+    """Bytes of the small tensors that ZeRO-3 keeps gathered beside its partition.
 
     Alone, a rank's partition is the whole.
     """
@@ -281,8 +281,10 @@ def persistent_bytes(job: PlannedJob) -> int:
 def _zero3_nvme(
     weights: Weights, shards: int, size: int, groups: tuple[int, ...], gathered: int, frozen: int
 ) -> StateBytes:
-    """States and gradients go to files, but for pieces too small for one; so do parameters past
-    the first `MAX_IN_CPU` elements."""
+    """Return the states of ZeRO-3 with files: small pieces stay in RAM.
+
+    So do the first `MAX_IN_CPU` elements of the parameters.
+    """
     partition = sum(groups)
     in_ram, room = 0, MAX_IN_CPU
     for piece in groups:

@@ -1,7 +1,7 @@
 """What strategies hold beside the states: gathered weights, gradients on their way, buckets.
 
-Read in torch 2.13 (_fully_shard, DDP's reducer) and deepspeed 0.19.8; each function says what stays
-for how long.
+Read in torch 2.13 (_fully_shard, DDP's reducer) and deepspeed 0.19.8; each function says how long
+its buffers live.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ def _zero3(job: PlannedJob, weights: Weights, settings: ZeroSettings) -> Iterato
 
 
 def _live(job: PlannedJob, weights: Weights, settings: ZeroSettings) -> Iterator[Term]:
-    """Gathered weights that ZeRO-3 keeps because they are used again soon (max_reuse_distance).
+    """Yield gathered weights that ZeRO-3 keeps since they are used again (max_reuse_distance).
 
     At the end of forward that is what forward and backward pass within that distance; with
     checkpointing each layer is met a third time in between.

@@ -1,4 +1,4 @@
-"""What a job trains and what it leaves as it is, tensor by tensor, with their dtypes."""
+"""Trained and frozen tensors of a job, one by one, with their dtypes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Tensors:
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        """Where each tensor ends when all stand one behind the other."""
+        """The offset at which each tensor ends when all are laid end to end."""
         return tuple(accumulate(self.sizes))
 
     @cached_property
@@ -127,7 +127,7 @@ class Weights:
 
 
 def weights_of(job: PlannedJob) -> Weights:
-    """Return what `job` trains and freezes; the same object for the same model and method."""
+    """Return the tensors of `job`; the same object for the same model and method."""
     return _weights(job.model, job.method, 0 if job.method == "full" else job.lora_rank)
 
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed is really told: a JSON file with every `auto` and default filled in, as numbers.
+"""The settings of DeepSpeed: a JSON file with every `auto` and default filled in, as numbers.
 
 For the bundled files the same two functions that write them and fit them to a run are called, so
 a plan and a run cannot disagree.
@@ -42,7 +42,7 @@ _DEFAULTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroSettings:
-    """Sizes are elements, as DeepSpeed counts them."""
+    """Settings of DeepSpeed's ZeRO. Sizes are elements, as DeepSpeed counts them."""
 
     reduce_bucket: int
     allgather_bucket: int
@@ -74,7 +74,7 @@ class ZeroSettings:
 
 
 def zero_settings(job: PlannedJob) -> ZeroSettings:
-    """Return what a run of `job` under DeepSpeed uses, `auto` and fitting included.
+    """Return the settings of a run of `job` under DeepSpeed, `auto` and fitting included.
 
     Raises:
         UsageError: the job brings a file of its own with sizes that are no numbers.
@@ -135,7 +135,7 @@ def _elements(zero: Mapping[str, Any], key: str, model: ModelShape) -> int:
 
 
 def _filled_in(key: str, model: ModelShape) -> int:
-    """What transformers writes for `auto` (integrations/deepspeed.py), and DeepSpeed elsewhere."""
+    """Return what transformers writes for `auto` (integrations/deepspeed.py), else the default."""
     hidden = model.hidden_size
     filled = {
         "reduce_bucket_size": hidden * hidden,

@@ -148,7 +148,7 @@ def _expert_widths(family: Family, reader: ConfigReader, name: str) -> dict[str,
 def _sparse_layers(
     family: Family, reader: ConfigReader, widths: Mapping[str, int]
 ) -> tuple[bool, ...]:
-    """Which layers hold experts."""
+    """Return for each layer whether it holds experts."""
     layers, experts = widths["layers"], widths["experts"]
     if "decoder_sparse_step" not in family.defaults:
         return (experts > 0,) * layers
@@ -227,7 +227,10 @@ def _tensors(
 
 
 def _falcon_norms(reader: ConfigReader, flags: set[str]) -> set[str]:
-    """Falcon-7B normalises once before attention and MLP, 40B for each, older ones in turn."""
+    """Return the flag of the norms before attention and MLP.
+
+    Falcon-7B has one for both, 40B one for each; older ones run the two parts in turn.
+    """
     if "parallel_attn" not in flags:
         return {"sequential"}
     norms = reader.whole_or_none("num_ln_in_parallel_attn", most=2)
@@ -298,7 +301,7 @@ def _text_part(config: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any],
 
 
 def _family(config: Mapping[str, Any], name: str) -> Family:
-    """The entry of this config's `model_type`, or of its class where it has none."""
+    """Return the entry of this config's `model_type`, or of its class where it has none."""
     listed = config.get("architectures")
     named = cast("list[object]", listed) if isinstance(listed, list) else []
     classes = [text for text in named if isinstance(text, str)]
@@ -335,7 +338,7 @@ def _in_brackets(classes: list[str]) -> str:
 
 
 def _check_plain(config: Mapping[str, Any], name: str) -> None:
-    """Refuse what changes the parameters behind the usual keys."""
+    """Raise UsageError for keys that change the parameters behind the usual ones."""
     quantised = config.get("quantization_config")
     if quantised:
         how: object = None

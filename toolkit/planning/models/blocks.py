@@ -103,7 +103,7 @@ def block_of(architecture: str) -> Block:
     """Return how `architecture` computes a layer.
 
     Raises:
-        UsageError: nobody has read that architecture for this table.
+        UsageError: this table does not have the architecture.
     """
     if architecture not in BLOCKS:
         raise UsageError(

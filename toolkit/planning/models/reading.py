@@ -23,7 +23,7 @@ its tensors could fill the memory."""
 
 
 def shown(value: object) -> str:
-    """A value in a sentence: whole where it is short, its size where it is not."""
+    """Return a value for a sentence: whole where it is short, its size where it is not."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**20:
         # Beyond 4300 digits Python refuses to print a number.
         return f"a number of {value.bit_length()} bits"
@@ -54,7 +54,7 @@ class ConfigReader:
         self._aliases = aliases
 
     def get(self, key: str) -> object:
-        """The value of `key`, under its alias too, or what transformers fills in for it."""
+        """Return the value of `key`, under its alias too, or what transformers fills in for it."""
         if key in self._config:
             return self._config[key]
         alias = self._aliases.get(key)
@@ -67,7 +67,7 @@ class ConfigReader:
         return key not in self._config and self._aliases.get(key) not in self._config
 
     def whole(self, key: str, *, least: int = 1, most: int) -> int:
-        """A whole number that has to be there.
+        """Return a whole number that has to be there.
 
         Raises:
             UsageError: it is missing without a default, or is no such number.
@@ -78,11 +78,11 @@ class ConfigReader:
         return value
 
     def whole_or_none(self, key: str, *, most: int) -> int | None:
-        """A whole number, or None where it is null or left out without a default."""
+        """Return a whole number, or None where it is null or left out without a default."""
         return None if self.get(key) is None else self.whole(key, most=most)
 
     def flag(self, key: str) -> bool:
-        """True or false; null counts as false, as in the modelling files."""
+        """Return true or false; null counts as false, as in the modelling files."""
         value = self.get(key)
         if value is not None and not isinstance(value, bool):
             raise self.wrong(key, "It should be true or false.")
@@ -93,7 +93,7 @@ class ConfigReader:
         return max(map(self._probability, keys), default=0.0) > 0
 
     def indices(self, key: str) -> frozenset[int]:
-        """A list of layers, empty where it is null or left out."""
+        """Return a list of layers, empty where it is null or left out."""
         value = self.get(key)
         if value is None:
             return frozenset()

@@ -1,4 +1,4 @@
-"""From what a user calls a model to its shape: a folder, a count, the Hub's cache, or the table."""
+"""The shape of the model that a user names: a folder, a count, the Hub's cache, or the table."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def resolve_model(name: str | Path) -> ModelShape:
 
 @lru_cache(maxsize=1)
 def well_known() -> tuple[WellKnown, ...]:
-    """The models that are shipped as shapes."""
+    """Return the models that are shipped as shapes."""
     table = json.loads(Path(__file__).with_name("wellknown.json").read_text(encoding="utf-8"))
     return tuple(
         WellKnown(tuple(entry["ids"]), entry["config"], entry["source"])
@@ -76,7 +76,7 @@ def well_known() -> tuple[WellKnown, ...]:
 
 @lru_cache(maxsize=1)
 def _by_name() -> dict[str, int]:
-    """Places in the table, by lower-case Hub id, and by what follows the slash if that is one."""
+    """Return places in the table, by lower-case Hub id, and by its last part where that is one."""
     places: dict[str, int] = {}
     short: dict[str, set[int]] = {}
     for place, entry in enumerate(well_known()):
@@ -107,7 +107,7 @@ def _local_config(text: str) -> Path | None:
 
 
 def _cached_config(name: str) -> Path | None:
-    """The config.json of a Hub model's main branch, where a library has fetched it before.
+    """Return the config.json of a Hub model's main branch, where a library has fetched it before.
 
     The layout is that of huggingface_hub's cache: `models--org--name/refs/main` holds the commit
     whose files are in `snapshots/<commit>`.
@@ -123,7 +123,7 @@ def _cached_config(name: str) -> Path | None:
 
 
 def hub_cache() -> Path:
-    """Where huggingface_hub keeps what it has downloaded, by the same variables."""
+    """Return the folder of huggingface_hub's downloads, by the same variables."""
     explicit = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
     if explicit:
         return _expanded(explicit)
@@ -271,7 +271,7 @@ def _shape(total: int, name: str) -> ModelShape:
 
 
 def _proportions(total: int, rows: int) -> tuple[int, int]:
-    """Hidden size and layers whose ratio is nearest to that of published models of this size."""
+    """Return hidden size and layers in the ratio of published models of this size."""
     _, wanted = min(_PROPORTIONS, key=lambda pair: max(pair[0] / total, total / pair[0]))
     best = (64, 1)
     gap = float("inf")

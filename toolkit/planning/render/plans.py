@@ -51,7 +51,7 @@ ANSWER_STYLES = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 
 
 def show_plan(plan: Plan, console: Console) -> None:
-    """Print a plan: a table of its strategies and a bar for each, and more where it is one."""
+    """Print a plan: a table of its strategies, a bar for each, and the details of a single one."""
     console.print(_heading(plan), highlight=False)
     table = _table(plan)
     # A terminal that is too narrow wraps lines; cut numbers would say something else.
@@ -80,7 +80,7 @@ def _speed_notes(plan: Plan) -> Iterator[str]:
 
 
 def show_row(plan: Plan, row: PlanRow, console: Console) -> None:
-    """Print what is known of one strategy alone: limits, remedies, time and money."""
+    """Print the details of one strategy: limits, remedies, time and money."""
     write = partial(console.print, highlight=False, soft_wrap=True)
     if row.verdict is not None:
         write(verdict_sentence(row.verdict))
@@ -118,7 +118,7 @@ def _bill_sentence(plan: Plan, speed: Speed, tokens: int) -> str:
 
 
 def verdict_sentence(verdict: Verdict) -> str:
-    """Say the answer and by how much."""
+    """Return whether it fits, and by how much."""
     usable = verdict.usable_bytes / GIB
     sentence = (
         f"{verdict.answer}: a GPU needs {gib_span(verdict.needed)} of {usable:.2f} GiB, "
@@ -142,7 +142,7 @@ def remedy_sentence(remedy: Remedy) -> str:
 
 
 def explain(plan: Plan, console: Console) -> None:
-    """Print every term of every strategy: its formula, its inputs and what it comes to."""
+    """Print every term of every strategy: its formula, its inputs and its value."""
     for row in plan.rows:
         console.rule(row.strategy.name)
         console.print(f"peak: {PEAKS[row.memory.peak_phase]}", highlight=False)
@@ -152,25 +152,24 @@ def explain(plan: Plan, console: Console) -> None:
         for line in _beside_the_course(row.job):
             write(line)
         for collective in collectives(row.job):
-            size = f"{collective.payload_bytes / GIB:.3f} GiB a step, {collective.wire_bytes / GIB:.3f} sent"
-            write(
-                f"{collective.kind} of {collective.purpose}: {size} = {collective.formula}{_inputs(collective.inputs)}"
-            )
+            payload, wire = collective.payload_bytes / GIB, collective.wire_bytes / GIB
+            name = f"{collective.kind} of {collective.purpose}"
+            formula = collective.formula + _inputs(collective.inputs)
+            write(f"{name}: {payload:.3f} GiB a step, {wire:.3f} sent = {formula}")
         if row.speed is not None:
-            for part in row.speed.terms:
-                result = f"{part.name}: {span(part.seconds)} s = {part.formula}"
-                write(result + _inputs(part.inputs))
+            for summand in row.speed.terms:
+                result = f"{summand.name}: {span(summand.seconds)} s = {summand.formula}"
+                write(result + _inputs(summand.inputs))
 
 
 def _beside_the_course(job: PlannedJob) -> Iterator[str]:
-    """The formula that courses teach, what is really held, and what lies between the two."""
-
+    """Yield the formula that courses teach, the bytes that are held, and their differences."""
     if job.method != "full" or job.optimizer not in ("adamw", "adamw_fused"):
         return  # courses teach full training with Adam
     comparison = compare_with_formula(job)
     yield (
-        f"model states by the course's formula: {comparison.course / GIB:.3f} GiB = {comparison.formula}; "
-        f"in fact {comparison.implementation / GIB:.3f} GiB"
+        f"model states by the course's formula: {comparison.course / GIB:.3f} GiB = "
+        f"{comparison.formula}; in fact {comparison.implementation / GIB:.3f} GiB"
     )
     for difference in comparison.differences:
         yield f"  {difference.bytes / GIB:+.3f} GiB: {difference.name}"
@@ -315,12 +314,12 @@ def _number(value: object) -> str:
 
 
 def gib_span(value: Interval, *, digits: int | None = None) -> str:
-    """GiB, from the least to the most; one number where they are the same."""
+    """Return GiB, from the least to the most; one number where they are the same."""
     return span(value.times(1 / GIB), digits=digits)
 
 
 def span(value: Interval, *, digits: int | None = None) -> str:
-    """Both ends, with as many digits after the point or in the way of an estimate."""
+    """Return both ends, with so many digits after the point, or as many as an estimate has."""
     if digits is None:
         low, high = _short(value.low), _short(value.high)
     else:
@@ -329,7 +328,7 @@ def span(value: Interval, *, digits: int | None = None) -> str:
 
 
 def _short(value: float, *, signed: bool = False) -> str:
-    """A number with two figures before the point or three, as much as an estimate has."""
+    """Return a number with two or three figures: an estimate has no more."""
     size = abs(value)
     sign = "+" if signed else ""
     if size >= 10_000:

@@ -54,7 +54,7 @@ def matmul_share(gpu: Gpu) -> Interval:
 
 
 def computing(job: PlannedJob, gpu: Gpu, rate: float) -> list[SpeedTerm]:
-    """The terms of one micro-batch, forward and backward."""
+    """Return the terms of one micro-batch, forward and backward."""
     tokens = job.micro_tokens
     share = matmul_share(gpu)
     linear = tokens * linear_flops(job)
@@ -101,7 +101,7 @@ def computing(job: PlannedJob, gpu: Gpu, rate: float) -> list[SpeedTerm]:
 
 
 def _launching(job: PlannedJob, busy: Interval) -> SpeedTerm:
-    """What a micro-batch waits for the host, which launches every layer's kernels."""
+    """Return the time that a micro-batch waits for the host to launch every layer's kernels."""
     passes = (4 / 3 if job.checkpointing == "full" else 1) * job.model.layers
     most = passes * (1 if job.method == "full" else rates.LORA_LAUNCHES)
     launch = Interval(rates.LAUNCH_SECONDS.low * passes, rates.LAUNCH_SECONDS.high * most)

@@ -2,7 +2,7 @@
 
 Rates are dense, in FLOP/s, with fp32 accumulation, which is what torch asks for; datasheets of the
 Ada and Hopper generations print twice as much, with sparsity. Memory is what torch sees of a card
-and not what is printed on its box: the smallest total that anyone's out-of-memory message names
+and not what is printed on its box: the smallest total that a published out-of-memory message names
 for it, less the 0.005 GiB that two decimals can hide. The CUDA context is not taken off.
 """
 
@@ -145,7 +145,7 @@ def _find(name: str, file: Path | None) -> Gpu:
 
 
 def _word(name: str) -> str:
-    """What a name is compared by."""
+    """Return a name as names are compared: lower case, without vendor and punctuation."""
     word = name.lower()
     for vendor in ("nvidia", "geforce", "tesla"):
         word = word.replace(vendor, "")

@@ -9,8 +9,8 @@ from __future__ import annotations
 from toolkit.planning.terms import Interval
 
 BEST_MATMUL = 0.87
-"""Share of the dense rate that the best shape of a large bf16 product reaches, where nobody has
-measured the GPU: the most of any NVIDIA GPU (A100, stas00/ml-engineering, MAMF table)."""
+"""Share of the dense rate that the best shape of a large bf16 product reaches, where the GPU
+was not measured: the most of any NVIDIA GPU (A100, stas00/ml-engineering, MAMF table)."""
 
 UNMEASURED_MATMUL = 0.5
 """The least that is expected of such a GPU."""
@@ -127,7 +127,7 @@ NETWORK_SHARE = Interval(0.6, 0.94)
 0.85 on average with 3 nodes of 8 A100 on 4 HDR links (NVIDIA/nccl-tests#119)."""
 
 UNKNOWN_NETWORK = Interval(1.25e9, 400e9)
-"""Bytes per second of a node in one direction when nobody says: 10 Gb/s Ethernet to eight 400 Gb/s
+"""Bytes per second of a node in one direction, if not known: 10 Gb/s Ethernet to eight 400 Gb/s
 cards."""
 
 HOST_BANDWIDTH = Interval(12e9, 130e9)

@@ -1,4 +1,4 @@
-"""What crosses the wire on one rank in one optimizer step, collective by collective, to the byte.
+"""Collectives of one rank in one optimizer step, to the byte.
 
 Read in, and counted at the c10d calls of two and four gloo processes with, torch 2.15, accelerate
 1.15, transformers 5.23 and deepspeed 0.19.8; what the textbook says stands beside it in
@@ -42,7 +42,7 @@ _SIZED = {4: "float32", 2: "16 bit"}
 
 
 def collectives(job: PlannedJob) -> tuple[Collective, ...]:
-    """Return what one rank of `job` sends and receives in one optimizer step.
+    """Return the collectives of one rank of `job` in one optimizer step.
 
     Raises:
         UsageError: the job's precision and weights don't go together.
@@ -61,7 +61,7 @@ def collectives(job: PlannedJob) -> tuple[Collective, ...]:
 
 
 def textbook_elements(job: PlannedJob) -> int:
-    """Return what `textbook` has a rank of `job` send."""
+    """Return the elements of `textbook` for a rank of `job`."""
     trained = weights_of(job).trained.elements
     everything = job.model.parameters + (trained if job.method != "full" else 0)
     return textbook(job.strategy, trained=trained, everything=everything, ranks=job.gpus)
@@ -317,7 +317,7 @@ def _fsdp(job: PlannedJob) -> tuple[Collective, ...]:
 
 
 def _norm(job: PlannedJob, numbers: int, size: int) -> Collective:
-    """The squared norms of a rank's gradients, added up before they are clipped."""
+    """Return the all-reduce of squared gradient norms, added up before gradients are clipped."""
     return Collective(
         kind="all_reduce",
         purpose="norm",

@@ -14,7 +14,7 @@ from toolkit.planning.terms import Interval
 
 
 def communicating(job: PlannedJob, gpu: Gpu, network: Interval, micro: Interval) -> list[SpeedTerm]:
-    """What collectives add to a step beyond what computing hides."""
+    """Return the time that collectives add to a step, less the part that computing hides."""
     overlaps = not job.strategy.reads_deepspeed_json or zero_settings(job).overlaps
     terms: list[SpeedTerm] = []
     # Gathers go on beside everything, reductions beside backward, two thirds of a micro-batch.
@@ -81,7 +81,7 @@ def collective_seconds(collective: Collective, gpu: Gpu, network: Interval) -> I
 
 
 def stepping(job: PlannedJob, gpu: Gpu, micro: Interval) -> list[SpeedTerm]:
-    """The optimizer's step, wherever it is taken, and the copies that it needs."""
+    """Return the terms of the optimizer's step, on the GPU or the CPU, and of its copies."""
     elements = weights_of(job).trained.elements
     if job.strategy.shards_optimizer:
         elements = -(-elements // job.shards)
