@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import estimate_memory
-from toolkit.planning.verdict import Room, Verdict, judge, largest_batch
+from toolkit.planning.verdict import Room, Verdict, fits, judge, largest_batch
 from toolkit.strategies import STRATEGIES
 
 STAGES = ("ddp", "zero1", "zero2", "zero3", "fsdp")
@@ -32,18 +33,22 @@ class Remedy:
     verdict: Verdict
 
 
-Change = Callable[[PlannedJob, Room], tuple[str, str, PlannedJob] | None]
-"""From a job to what is changed, what it costs and the changed job; None where it has no place."""
+class Changed(NamedTuple):
+    """A job with one change."""
+
+    name: str
+    cost: str
+    job: PlannedJob
+
+
+Change = Callable[[PlannedJob, Room], Changed | None]
+"""Makes one change to a job; None where the change has no place."""
 
 
 def remedies(job: PlannedJob, room: Room) -> list[Remedy]:
     """List the changes that save memory, the cheapest first, each with what it alone brings."""
     changes = (change(job, room) for change in CHANGES)
-    return [
-        _remedy([made_change], made_change[2], room)
-        for made_change in changes
-        if made_change is not None
-    ]
+    return [_remedy([changed], changed.job, room) for changed in changes if changed is not None]
 
 
 def together(job: PlannedJob, room: Room) -> Remedy | None:
@@ -74,47 +79,47 @@ def together(job: PlannedJob, room: Room) -> Remedy | None:
 
 def _after(
     changes: Sequence[Change], job: PlannedJob, room: Room
-) -> tuple[list[tuple[str, str, PlannedJob]], PlannedJob]:
-    made: list[tuple[str, str, PlannedJob]] = []
+) -> tuple[list[Changed], PlannedJob]:
+    made: list[Changed] = []
     for change in changes:
-        made_change = change(job, room)
-        if made_change is not None:
-            made.append(made_change)
-            job = made_change[2]
+        changed = change(job, room)
+        if changed is not None:
+            made.append(changed)
+            job = changed.job
     return made, job
 
 
 def _fits(changes: Sequence[Change], job: PlannedJob, room: Room) -> bool:
-    return _verdict(_after(changes, job, room)[1], room).answer == "fits"
+    return fits(_after(changes, job, room)[1], room)
 
 
 def _verdict(job: PlannedJob, room: Room) -> Verdict:
     return judge(estimate_memory(job), room)
 
 
-def _remedy(made: Sequence[tuple[str, str, PlannedJob]], job: PlannedJob, room: Room) -> Remedy:
+def _remedy(made: Sequence[Changed], job: PlannedJob, room: Room) -> Remedy:
     return Remedy(
-        what=" + ".join(name for name, _, _ in made),
-        cost="; ".join(cost for _, cost, _ in made),
+        what=" + ".join(changed.name for changed in made),
+        cost="; ".join(changed.cost for changed in made),
         job=job,
         verdict=_verdict(job, room),
     )
 
 
-def _flash_attention(job: PlannedJob, room: Room) -> tuple[str, str, PlannedJob] | None:
+def _flash_attention(job: PlannedJob, room: Room) -> Changed | None:
     if job.attention == "flash":
         return None
-    return "flash attention", "nothing: it is faster too", replace(job, attention="flash")
+    return Changed("flash attention", "nothing: it is faster too", replace(job, attention="flash"))
 
 
-def _checkpointing(job: PlannedJob, room: Room) -> tuple[str, str, PlannedJob] | None:
+def _checkpointing(job: PlannedJob, room: Room) -> Changed | None:
     if job.checkpointing == "full":
         return None
     cost = "about a third more computing: each layer runs forward twice"
-    return "activation checkpointing", cost, replace(job, checkpointing="full")
+    return Changed("activation checkpointing", cost, replace(job, checkpointing="full"))
 
 
-def _smaller_batch(job: PlannedJob, room: Room) -> tuple[str, str, PlannedJob] | None:
+def _smaller_batch(job: PlannedJob, room: Room) -> Changed | None:
     if job.batch == 1:
         return None
     rows = job.batch * job.accumulation
@@ -124,45 +129,42 @@ def _smaller_batch(job: PlannedJob, room: Room) -> tuple[str, str, PlannedJob] |
     if batch * accumulation != rows:
         cost += f", and {batch * accumulation * job.gpus} rows a step, not {rows * job.gpus}"
     name = f"batch {batch} with {accumulation} accumulated"
-    return name, cost, replace(job, batch=batch, accumulation=accumulation)
+    return Changed(name, cost, replace(job, batch=batch, accumulation=accumulation))
 
 
-def _next_stage(job: PlannedJob, room: Room) -> tuple[str, str, PlannedJob] | None:
+def _next_stage(job: PlannedJob, room: Room) -> Changed | None:
     strategy = job.strategy
     if strategy.offloads or strategy.shards_parameters or job.gpus == 1:
         return None
     changed = _first_that_fits(job, STAGES[STAGES.index(strategy.name) + 1 :], room)
     gathers = changed.strategy.shards_parameters
     cost = "half as many bytes again on the wire" if gathers else "little: the same bytes, later"
-    return changed.strategy.name, cost, changed
+    return Changed(changed.strategy.name, cost, changed)
 
 
-def _offload(job: PlannedJob, room: Room) -> tuple[str, str, PlannedJob] | None:
+def _offload(job: PlannedJob, room: Room) -> Changed | None:
     if job.strategy.offloads or job.gpus == 1:
         return None
     changed = _first_that_fits(job, OFFLOADS, room)
     cost = "each step waits for PCIe and the CPU, and it needs host RAM"
-    return changed.strategy.name, cost, changed
+    return Changed(changed.strategy.name, cost, changed)
 
 
-def _lora(job: PlannedJob, room: Room) -> tuple[str, str, PlannedJob] | None:
+def _lora(job: PlannedJob, room: Room) -> Changed | None:
     if job.method != "full":
         return None
-    return (
-        "LoRA",
-        "adapters are trained, not the model: another result",
-        replace(job, method="lora"),
-    )
+    cost = "adapters are trained, not the model: another result"
+    return Changed("LoRA", cost, replace(job, method="lora"))
 
 
-def _qlora(job: PlannedJob, room: Room) -> tuple[str, str, PlannedJob] | None:
+def _qlora(job: PlannedJob, room: Room) -> Changed | None:
     if job.method == "qlora":
         return None
     cost = "adapters over a base that is rounded to 4 bits: slower and less exact"
-    return "QLoRA", cost, replace(job, method="qlora")
+    return Changed("QLoRA", cost, replace(job, method="qlora"))
 
 
-def _more_gpus(job: PlannedJob, room: Room) -> tuple[str, str, PlannedJob] | None:
+def _more_gpus(job: PlannedJob, room: Room) -> Changed | None:
     """Return the fewest GPUs, doubled until the job fits; its parameters are then sharded."""
     strategy = job.strategy if job.strategy.shards_parameters else STRATEGIES["fsdp"]
     per_node = max(GPUS_PER_NODE, job.gpus // job.nodes)
@@ -175,9 +177,10 @@ def _more_gpus(job: PlannedJob, room: Room) -> tuple[str, str, PlannedJob] | Non
             strategy=strategy,
             accumulation=max(1, job.accumulation * job.gpus // gpus),
         )
-        if _verdict(changed, room).answer == "fits":
+        if fits(changed, room):
             name = "" if strategy is job.strategy else f" with {strategy.name}"
-            return f"{gpus} GPUs{name}", f"{gpus / job.gpus:g} times the price an hour", changed
+            cost = f"{gpus / job.gpus:g} times the price an hour"
+            return Changed(f"{gpus} GPUs{name}", cost, changed)
         gpus *= 2
     return None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -45,6 +45,14 @@ class Interval:
     @classmethod
     def exactly(cls, value: float) -> Interval:
         return cls(value, value)
+
+    @classmethod
+    def total(cls, intervals: Iterable[Interval]) -> Interval:
+        low = high = 0.0
+        for interval in intervals:
+            low += interval.low
+            high += interval.high
+        return cls(low, high)
 
     @property
     def middle(self) -> float:

@@ -194,7 +194,7 @@ class Tape:
         return self.record([lowered], output, self._if_trained(lowered))
 
     def layer_norm(self, value: Value) -> Value:
-        """Record torch's kernel: its input is kept, with mean and deviation; fp32 under autocast."""
+        """Record torch's kernel: it keeps its input, mean and deviation; fp32 under autocast."""
         inside = self.cast(value, FP32) if self.autocast else value
         return self.keeping(inside, also=[Value(2, FP32)])
 

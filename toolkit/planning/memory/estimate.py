@@ -164,11 +164,7 @@ def _tensor_terms(job: PlannedJob, states: StateBytes) -> list[Term]:
 
 
 def _sum(terms: Iterable[Term]) -> Interval:
-    low = high = 0.0
-    for term in terms:
-        low += term.bytes.low
-        high += term.bytes.high
-    return Interval(low, high)
+    return Interval.total(term.bytes for term in terms)
 
 
 def _peak(terms: Iterable[Term]) -> tuple[Phase, Interval]:

@@ -109,11 +109,6 @@ class ModelShape:
         return self.parameters - idle
 
     @cached_property
-    def embedding_parameters(self) -> int:
-        """Token and position embeddings; a tied head is part of them, an untied one is not."""
-        return sum(t.elements for t in self.tensors if t.kind in ("embedding", "positions"))
-
-    @cached_property
     def layer_parameters(self) -> tuple[int, ...]:
         """Elements of each decoder layer: what FSDP gathers at once."""
         sizes = [0] * self.layers

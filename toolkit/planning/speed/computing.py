@@ -29,9 +29,7 @@ class SpeedTerm:
 
 
 def total(terms: Iterable[SpeedTerm]) -> Interval:
-    return Interval(
-        sum(term.seconds.low for term in terms), sum(term.seconds.high for term in terms)
-    )
+    return Interval.total(term.seconds for term in terms)
 
 
 def at(work: Interval, rate: float, share: Interval) -> Interval:
