@@ -354,7 +354,7 @@ def report(
         remake_picture(folder, console=console)
         return
     if other is not None:
-        from toolkit.comparing.report.side_by_side import side_by_side
+        from toolkit.comparing.report.diff.files import side_by_side
 
         side_by_side(folder, other, to=to, console=console)
         return

@@ -24,7 +24,7 @@ from small_llama import CONFIG
 
 from toolkit import redaction
 from toolkit.comparing.bisect.running import bisect_runs
-from toolkit.comparing.report import matching
+from toolkit.comparing.report.diff.match import SAME_TRAINING
 from toolkit.comparing.report.remake import remake
 from toolkit.comparing.run import preparing, schedule, starting
 from toolkit.comparing.run.options import CompareOptions
@@ -324,7 +324,7 @@ def test_a_comparison_says_what_was_switched_on_for_speed(world):
 def test_runs_without_switches_for_speed_say_so_and_may_be_compared_with_others(world):
     world.compare("single", "ddp")
     assert world.results()["fixed"]["speed switches"] == "none"
-    assert "speed switches" not in matching.SAME_TRAINING
+    assert "speed switches" not in SAME_TRAINING
 
 
 def test_a_strategy_that_cannot_run_here_is_skipped_and_costs_nothing(world, monkeypatch):

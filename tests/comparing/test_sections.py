@@ -2,10 +2,10 @@
 
 import pytest
 
-from toolkit.comparing.report.contrast import memory as memory_of_two
+from toolkit.comparing.report.diff.match import match
+from toolkit.comparing.report.diff.tables import memory as memory_of_two
 from toolkit.comparing.report.figures.memory import fullest_moment
 from toolkit.comparing.report.figures.speed import speed_and_memory
-from toolkit.comparing.report.matching import match
 from toolkit.comparing.report.row_facts import planner_word
 from toolkit.comparing.report.runs_table import runs_table, speed_and_cost
 from toolkit.comparing.report.sections import parts

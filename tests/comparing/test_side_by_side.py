@@ -9,14 +9,21 @@ import sys
 import pytest
 from rich.console import Console
 
-from toolkit.comparing.report.contrast import differences, losses, memory, parts, speed, verdict
-from toolkit.comparing.report.matching import (
+from toolkit.comparing.report.diff.files import render_csv, render_markdown, render_page, show
+from toolkit.comparing.report.diff.match import (
     combined_noise,
     loss_difference,
     match,
     speed_verdict,
 )
-from toolkit.comparing.report.side_by_side import render_csv, render_markdown, render_page, show
+from toolkit.comparing.report.diff.tables import (
+    differences,
+    losses,
+    memory,
+    parts,
+    speed,
+    verdict,
+)
 from toolkit.records.json_files import write_json
 
 SAME_DATA = {
@@ -27,6 +34,7 @@ SAME_DATA = {
     "parameters": 1000,
     "data hash": "abc",
     "seed": 42,
+    "method": "full",
 }
 
 

@@ -8,28 +8,25 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, get_args
 
-from toolkit.comparing.report.contrast import Part, parts, verdict
-from toolkit.comparing.report.grid import Section
-from toolkit.comparing.report.markdown import bullets, escaped, section_text
-from toolkit.comparing.report.matching import (
-    SIDES,
+from toolkit.comparing.report.diff.match import (
+    Diff,
     Pair,
     Side,
-    SideBySide,
+    Table,
     for_readers,
     loss_difference,
     match,
-    peak_bytes,
     speed_ratio,
     speed_verdict,
-    traffic_bytes,
 )
+from toolkit.comparing.report.diff.tables import Part, parts, verdict
+from toolkit.comparing.report.grid import Section
+from toolkit.comparing.report.markdown import bullets, escaped, section_text
 from toolkit.comparing.report.page import LONG, STYLE, WORDY
-from toolkit.comparing.report.row_facts import states_of, status_of
+from toolkit.comparing.report.row_facts import status_of
 from toolkit.comparing.report.table_file import csv_cell
 from toolkit.comparing.report.terminal import print_line
 from toolkit.errors import UsageError, is_full_disk
@@ -44,7 +41,7 @@ MARKDOWN_FILE: Final = "side-by-side.md"
 PAGE_FILE: Final = "side-by-side.html"
 CSV_FILE: Final = "side-by-side.csv"
 
-TEMPLATE: Final = Path(__file__).with_name("side_by_side.html.jinja")
+TEMPLATE: Final = Path(__file__).with_name("diff.html.jinja")
 
 
 def side_by_side(before: Path, after: Path, *, to: Path | None, console: Console) -> None:
@@ -53,14 +50,14 @@ def side_by_side(before: Path, after: Path, *, to: Path | None, console: Console
     Raises:
         UsageError: a folder holds no comparison, both are one, or `to` takes no files.
     """
-    found = match(before, after)
-    show(found, console=console)
+    diff = match(before, after)
+    show(diff, console=console)
     if to is None:
         return
     made = {
-        MARKDOWN_FILE: render_markdown(found),
-        PAGE_FILE: render_page(found),
-        CSV_FILE: render_csv(found),
+        MARKDOWN_FILE: render_markdown(diff),
+        PAGE_FILE: render_page(diff),
+        CSV_FILE: render_csv(diff),
     }
     try:
         to.mkdir(parents=True, exist_ok=True)
@@ -74,17 +71,17 @@ def side_by_side(before: Path, after: Path, *, to: Path | None, console: Console
         print_line(f"Written: {to / name}", console=console)
 
 
-def show(found: SideBySide, *, console: Console) -> None:
+def show(diff: Diff, *, console: Console) -> None:
     """Print the verdict and every table."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
-    found = for_readers(found)
-    for line in (*map(named, (found.a, found.b)), ""):
+    diff = for_readers(diff)
+    for line in (*map(named, (diff.a, diff.b)), ""):
         console.print(Text(line), highlight=False)
-    console.print(Text(verdict(found), style="bold"), highlight=False)
-    for part in parts(found):
+    console.print(Text(verdict(diff), style="bold"), highlight=False)
+    for part in parts(diff):
         console.print(Text(f"\n{part.title}"), highlight=False)
         section = part.section
         if section.text:
@@ -105,12 +102,12 @@ def named(side: Side) -> str:
     return one_line(f"{side.letter}: {side.results.get('name', 'comparison')} ({side.folder})")
 
 
-def render_markdown(found: SideBySide) -> str:
+def render_markdown(diff: Diff) -> str:
     """Return both as GitHub markdown."""
-    found = for_readers(found)
-    sides = bullets([escaped(named(side)) for side in (found.a, found.b)])
-    blocks = ["# Side by side", sides, escaped(verdict(found))]
-    for part in parts(found):
+    diff = for_readers(diff)
+    sides = bullets([escaped(named(side)) for side in (diff.a, diff.b)])
+    blocks = ["# Side by side", sides, escaped(verdict(diff))]
+    for part in parts(diff):
         blocks += [f"## {part.title}", section_text(_escaped_text(part.section))]
     return "\n\n".join(filter(None, blocks)) + "\n"
 
@@ -120,7 +117,7 @@ def _escaped_text(section: Section) -> Section:
     return section._replace(text=escaped(section.text))
 
 
-def render_page(found: SideBySide) -> str:
+def render_page(diff: Diff) -> str:
     """Return both as one HTML file."""
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
@@ -129,26 +126,26 @@ def render_page(found: SideBySide) -> str:
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    found = for_readers(found)
-    told: list[tuple[str, Part]] = [
-        (part.title.lower().replace(" ", "-"), part) for part in parts(found)
+    diff = for_readers(diff)
+    sections: list[tuple[str, Part]] = [
+        (part.title.lower().replace(" ", "-"), part) for part in parts(diff)
     ]
     page = template.render(
         css=Markup(STYLE.read_text(encoding="utf-8").strip()),
-        sides=[named(side) for side in (found.a, found.b)],
-        verdict=verdict(found),
-        parts=told,
+        sides=[named(side) for side in (diff.a, diff.b)],
+        verdict=verdict(diff),
+        parts=sections,
         long=LONG,
         wordy=WORDY,
     )
     return page + "\n"
 
 
-def render_csv(found: SideBySide) -> str:
+def render_csv(diff: Diff) -> str:
     """Return one line a run, those of one side included, as CSV with a header."""
-    lines = [_line(found, pair.a, pair.b) for pair in found.pairs]
-    lines += [_line(found, row, None) for row in found.only[0]]
-    lines += [_line(found, None, row) for row in found.only[1]]
+    lines = [_line(diff, pair.a, pair.b) for pair in diff.pairs]
+    lines += [_line(diff, row, None) for row in diff.only[0]]
+    lines += [_line(diff, None, row) for row in diff.only[1]]
     stream = io.StringIO()
     columns = list(lines[0]) if lines else ["run"]
     writer = csv.DictWriter(stream, columns, lineterminator="\n")
@@ -157,7 +154,7 @@ def render_csv(found: SideBySide) -> str:
     return stream.getvalue()
 
 
-def _line(found: SideBySide, a: Row | None, b: Row | None) -> dict[str, Any]:
+def _line(diff: Diff, a: Row | None, b: Row | None) -> dict[str, Any]:
     row = a or b
     assert row is not None
     line: dict[str, Any] = {
@@ -166,33 +163,23 @@ def _line(found: SideBySide, a: Row | None, b: Row | None) -> dict[str, Any]:
         "engine": row["engine"],
         "num_processes": row["num_processes"],
     }
-    for name, of in _values(found).items():
-        for letter, side in zip(SIDES, (a, b), strict=True):
-            line[f"{name}_{letter.lower()}"] = None if side is None else of(side)
+    sides = (("a", a), ("b", b))
+    line |= {f"status_{letter}": side and status_of(side) for letter, side in sides}
+    line |= {f"rehearsal_{letter}": side and side["rehearsal"] for letter, side in sides}
+    for table in get_args(Table):
+        for quantity in diff.quantities(table):
+            for letter, side in sides:
+                line[f"{quantity.csv}_{letter}"] = side and quantity.read(side)
     ratio, speed_reason, difference, loss_reason = None, None, None, None
     if a is not None and b is not None:
-        ratio, speed_reason = speed_ratio(found, Pair(a, b))
-        difference, loss_reason = loss_difference(found, Pair(a, b))
+        ratio, speed_reason = speed_ratio(diff, Pair(a, b))
+        difference, loss_reason = loss_difference(diff, Pair(a, b))
     return line | {
         "speed_b_times_a": ratio,
-        "speed_noise_share": found.noise,
-        "speed_verdict": None if ratio is None else speed_verdict(found, ratio),
+        "speed_noise_share": diff.noise,
+        "speed_verdict": None if ratio is None else speed_verdict(diff, ratio),
         "speed_not_compared": speed_reason,
         "loss_difference_max": None if difference is None else difference.value,
         "loss_difference_step": None if difference is None else difference.step,
         "losses_not_compared": loss_reason,
-    }
-
-
-def _values(found: SideBySide) -> dict[str, Callable[[Row], Any]]:
-    """What each side says of a run, by the name of its columns."""
-    return {
-        "status": status_of,
-        "rehearsal": lambda row: row["rehearsal"],
-        "tokens_per_second": lambda row: row["tokens_per_second"],
-        "step_median_seconds": lambda row: (row["step_seconds"] or {}).get("median"),
-        "peak_bytes": lambda row: peak_bytes(found, row),
-        "states_bytes": lambda row: states_of(row["memory"]),
-        "traffic_bytes": traffic_bytes,
-        "final_loss": lambda row: row["final_loss"],
     }

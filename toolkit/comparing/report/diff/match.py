@@ -1,4 +1,4 @@
-"""Two comparisons, run by run: what of them can be set against each other, and what it says.
+"""Two comparisons, run by run: which of their values can be compared, and how they differ.
 
 Runs are matched by strategy, engine and number of processes. A number stands against another only
 where both measure the same: losses of one training on the same data, speeds of one kind of device.
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, cast
 
@@ -20,12 +21,14 @@ from toolkit.comparing.report.remake import comparison_in
 from toolkit.comparing.report.row_facts import (
     counted_peak,
     counts_peaks,
+    peak_field,
     peak_of,
     reason_for,
+    states_of,
 )
 from toolkit.comparing.report.words import flat, size
 from toolkit.errors import UsageError
-from toolkit.records.fields import Traffic
+from toolkit.records.fields import Unit, fields_of, value_at
 from toolkit.records.results import Results, Row
 
 SIDES: Final = ("A", "B")
@@ -48,6 +51,9 @@ ONE_REHEARSED: Final = "one side is a rehearsal on the CPU, the other ran on GPU
 
 Verdict = Literal["faster", "slower", "near", "unknown"]
 
+Table = Literal["speed", "memory", "losses"]
+"""Tables of values that stand once for each side."""
+
 
 @dataclass(frozen=True, slots=True)
 class Side:
@@ -63,8 +69,7 @@ class Side:
 
     @property
     def fixed(self) -> dict[str, Any]:
-        # Comparisons from before there were methods trained every weight.
-        return {"method": "full"} | self.results["fixed"]
+        return self.results["fixed"]
 
 
 class Pair(NamedTuple):
@@ -76,6 +81,18 @@ class Pair(NamedTuple):
     @property
     def name(self) -> str:
         return self.a["name"]
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A value of a row that is shown for both sides."""
+
+    name: str
+    csv: str
+    unit: Unit
+    read: Callable[[Row], Any]
+    field: Callable[[Row], str]
+    """Returns where `not_measured` has the reason of a row."""
 
 
 class LossDifference(NamedTuple):
@@ -96,7 +113,7 @@ class Refusal(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class SideBySide:
+class Diff:
     """Two comparisons, matched."""
 
     a: Side
@@ -124,8 +141,59 @@ class SideBySide:
         """Whether the peaks are those of counted tensors."""
         return counts_peaks(self.a.results) and counts_peaks(self.b.results)
 
+    @property
+    def peak(self) -> Quantity:
+        if self.counted:
+            return Quantity("peak, counted", "peak_bytes", "bytes", counted_peak, _is("peak"))
+        return Quantity("peak", "peak_bytes", "bytes", peak_of, peak_field)
 
-def match(before: Path, after: Path) -> SideBySide:
+    def quantities(self, table: Table) -> list[Quantity]:
+        """Return the values of a table: those that are declared, and those made from them."""
+        declared = [
+            Quantity(
+                fact.diff_column,
+                fact.csv or path,
+                fact.unit,
+                partial(value_at, path=path),
+                _is(path),
+            )
+            for path, fact in fields_of(Row)
+            if fact.diff == table
+        ]
+        match table:
+            case "speed":
+                return [*declared, MEDIAN_STEP]
+            case "memory":
+                return [self.peak, STATES, TRAFFIC, *declared]
+            case "losses":
+                return declared
+
+
+def _is(field: str) -> Callable[[Row], str]:
+    return lambda _: field
+
+
+def payload(row: Row) -> int | None:
+    """Return the payload of all collectives of one optimizer step, in bytes."""
+    if row["traffic"] is None:
+        return None
+    return sum(call["payload_bytes"] for call in row["traffic"]["collectives"])
+
+
+MEDIAN_STEP: Final = Quantity(
+    "median step",
+    "step_median_seconds",
+    "seconds",
+    partial(value_at, path="step_seconds.median"),
+    _is("step_seconds"),
+)
+STATES: Final = Quantity(
+    "states", "states_bytes", "bytes", lambda row: states_of(row["memory"]), _is("memory")
+)
+TRAFFIC: Final = Quantity("traffic", "traffic_bytes", "bytes", payload, _is("traffic"))
+
+
+def match(before: Path, after: Path) -> Diff:
     """Read two comparisons and match their runs.
 
     Raises:
@@ -140,7 +208,7 @@ def match(before: Path, after: Path) -> SideBySide:
     )
     rows = [{_key(row): row for row in side.results["runs"]} for side in (a, b)]
     noise, noise_reason = combined_noise(a, b)
-    return SideBySide(
+    return Diff(
         a=a,
         b=b,
         pairs=tuple(Pair(row, rows[1][key]) for key, row in rows[0].items() if key in rows[1]),
@@ -154,14 +222,14 @@ def match(before: Path, after: Path) -> SideBySide:
     )
 
 
-def for_readers(found: SideBySide) -> SideBySide:
+def for_readers(diff: Diff) -> Diff:
     """Return the two with the names that readers see."""
-    rows = [*(row for pair in found.pairs for row in pair), *found.only[0], *found.only[1]]
+    rows = [*(row for pair in diff.pairs for row in pair), *diff.only[0], *diff.only[1]]
     if both_engines(row["engine"] for row in rows):
-        return found
-    only_a, only_b = (tuple(map(renamed, rows)) for rows in found.only)
-    pairs = tuple(Pair(renamed(pair.a), renamed(pair.b)) for pair in found.pairs)
-    return replace(found, pairs=pairs, only=(only_a, only_b))
+        return diff
+    only_a, only_b = (tuple(map(renamed, rows)) for rows in diff.only)
+    pairs = tuple(Pair(renamed(pair.a), renamed(pair.b)) for pair in diff.pairs)
+    return replace(diff, pairs=pairs, only=(only_a, only_b))
 
 
 def _key(row: Row) -> tuple[str, str, int]:
@@ -182,12 +250,12 @@ def combined_noise(a: Side, b: Side) -> tuple[float | None, str | None]:
             if side.results["noise"] is None
         ]
         return None, "; ".join(reasons)
-    squares = [math.log1p(each) ** 2 for each in shares]
+    squares = [math.log1p(share) ** 2 for share in shares]
     return math.expm1(math.sqrt(sum(squares) / len(squares))), None
 
 
 def _noise_reason(side: Side) -> str:
-    return side.results["not_measured"].get("noise") or "its results hold no noise"
+    return side.results["not_measured"].get("noise") or "its results give no reason"
 
 
 def other_training(a: Side, b: Side) -> Refusal | None:
@@ -216,8 +284,8 @@ def recorded(values: dict[str, Any], name: str) -> str:
 def summary(value: Any) -> str:
     """Return a recorded value in one line, equal members of a list counted."""
     if isinstance(value, list):
-        shown = [flat(each) for each in cast("list[Any]", value)]
-        runs = [(text, len(list(same))) for text, same in itertools.groupby(shown)]
+        texts = [flat(item) for item in cast("list[Any]", value)]
+        runs = [(text, len(list(same))) for text, same in itertools.groupby(texts)]
         return "; ".join(f"{count} x {t}" if count > 1 else t for t, count in runs) or "none"
     return flat(value)
 
@@ -240,42 +308,29 @@ def circumstances(side: Side) -> dict[str, Any]:
     return values
 
 
-def speed_ratio(found: SideBySide, pair: Pair) -> tuple[float | None, str | None]:
+def speed_ratio(diff: Diff, pair: Pair) -> tuple[float | None, str | None]:
     """Return B's tokens/s as a multiple of A's, or None and why."""
-    if found.speeds_reason:
-        return None, found.speeds_reason
+    if diff.speeds_reason:
+        return None, diff.speeds_reason
     a, b = pair.a["tokens_per_second"], pair.b["tokens_per_second"]
     if not a or not b:
         return None, why_missing(pair, (bool(a), bool(b)), ("tokens_per_second",) * 2)
     return b / a, None
 
 
-def speed_verdict(found: SideBySide, ratio: float) -> Verdict:
+def speed_verdict(diff: Diff, ratio: float) -> Verdict:
     """Say on which side of the noise a ratio of two speeds lies."""
-    if found.noise is None:
+    if diff.noise is None:
         return "unknown"
-    if max(ratio, 1 / ratio) - 1 <= found.noise:
+    if max(ratio, 1 / ratio) - 1 <= diff.noise:
         return "near"
     return "faster" if ratio > 1 else "slower"
 
 
-def peak_bytes(found: SideBySide, row: Row) -> int | None:
-    """Return the peak that the two sides are compared by."""
-    return counted_peak(row) if found.counted else peak_of(row)
-
-
-def traffic_bytes(row: Row) -> int | None:
-    """Return the payload of all collectives of one optimizer step."""
-    traffic: Traffic | None = row["traffic"]
-    if traffic is None:
-        return None
-    return sum(one["payload_bytes"] for one in traffic["collectives"])
-
-
-def loss_difference(found: SideBySide, pair: Pair) -> tuple[LossDifference | None, str | None]:
+def loss_difference(diff: Diff, pair: Pair) -> tuple[LossDifference | None, str | None]:
     """Return the largest difference between two runs' losses, step by step, or None and why."""
-    if found.other_training:
-        return None, found.other_training.sentence
+    if diff.other_training:
+        return None, diff.other_training.sentence
     a, b = pair.a["losses"], pair.b["losses"]
     if not a or not b:
         return None, why_missing(pair, (bool(a), bool(b)), ("losses",) * 2)
