@@ -112,7 +112,7 @@ def test_adapters_that_the_planner_does_not_know_are_not_predicted_and_it_says_w
 
 def test_a_record_of_full_training_has_no_adapters(told):
     told["training"] |= TRAINING
-    assert (job_of(told).method, job_of(told).weights) == ("full", "float32")
+    assert (job_of(told).method, job_of(told).dtype) == ("full", "float32")
 
 
 def test_flops_by_a_convention_of_full_training_are_not_said_of_adapters(told):
