@@ -149,7 +149,7 @@ def serve(name: str, folder: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from toolkit.engines.on_cpu import patch_accelerate
-    from toolkit.measuring.attestation import Asked
+    from toolkit.measuring.attestation import Requested
     from toolkit.measuring.recorder import Recorder
     from toolkit.strategies import STRATEGIES
 
@@ -195,7 +195,7 @@ def serve(name: str, folder: Path) -> None:
     def record() -> dict[str, Any]:
         nonlocal recorder
         strategy = STRATEGIES["ddp" if ranks > 1 else "single"]
-        recorder = Recorder(Asked(strategy=strategy, num_processes=ranks), rehearsal=rehearsal)
+        recorder = Recorder(Requested(strategy=strategy, num_processes=ranks), rehearsal=rehearsal)
         recorder.prepared(accelerator, model, optimizer)
         if name == "never":
             recorder.peaks()  # what comes after it is not probed

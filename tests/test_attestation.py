@@ -13,7 +13,7 @@ from toolkit.configs.optimizers import (
     OF_WHOLE_OR_FLAT,
     optimizer_problem,
 )
-from toolkit.measuring.attestation import Asked, compare, kept_whole
+from toolkit.measuring.attestation import Requested, compare, kept_whole
 from toolkit.strategies import STRATEGIES
 
 
@@ -148,13 +148,13 @@ def test_what_zero3_keeps_gathered_is_said_beside_the_share():
 
 
 def test_a_fact_that_was_not_asked_for_is_not_compared():
-    asked = Asked(strategy=STRATEGIES["zero3"], num_processes=2).after_first_step()
+    asked = Requested(strategy=STRATEGIES["zero3"], num_processes=2).after_first_step()
     assert "gradient_dtypes" not in asked
     assert "gradient_clipping" not in asked
 
 
 def test_every_difference_is_listed_with_its_rank():
-    asked = Asked(strategy=STRATEGIES["zero3"], num_processes=2, precision="bf16")
+    asked = Requested(strategy=STRATEGIES["zero3"], num_processes=2, precision="bf16")
     wanted = asked.before_first_step()
     engaged = wanted | {"zero_stage": 2, "sharded_fraction": 0.53, "parameter_dtypes": ["float32"]}
     found = compare(wanted, engaged, rank=1)
@@ -165,7 +165,9 @@ def test_every_difference_is_listed_with_its_rank():
 
 
 def test_a_fact_that_nobody_saw_is_a_difference():
-    asked = Asked(strategy=STRATEGIES["ddp"], num_processes=2, precision="no").after_first_step()
+    asked = Requested(
+        strategy=STRATEGIES["ddp"], num_processes=2, precision="no"
+    ).after_first_step()
     found = {mismatch.what: mismatch.engaged for mismatch in compare(asked, {}, rank=0)}
     assert found == {"reduce_dtype": "unknown", "gradient_dtypes": "unknown"}
 

@@ -18,7 +18,7 @@ from toolkit.configs.optimizers import optimizer_problem
 from toolkit.engines.backend import backend_of
 from toolkit.errors import UsageError
 from toolkit.measuring import memory
-from toolkit.measuring.attestation import Asked, Refused, compare, engaged_before, require
+from toolkit.measuring.attestation import Refused, Requested, compare, engaged_before, require
 from toolkit.measuring.recorder import Recorder
 from toolkit.measuring.traffic import Ledger, textbook_volume
 from toolkit.planning import recommend
@@ -141,10 +141,10 @@ def test_a_rank_refuses_it_before_its_first_step():
     model = torch.nn.Linear(4, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
     with pytest.raises(UsageError, match=f"A rank {REFUSED}"):
-        Recorder(Asked(strategy=TENSOR, num_processes=1), rehearsal=True)
-    asked = Asked(strategy=STRATEGIES["single"], num_processes=1)
+        Recorder(Requested(strategy=TENSOR, num_processes=1), rehearsal=True)
+    asked = Requested(strategy=STRATEGIES["single"], num_processes=1)
     recorder = Recorder(asked, rehearsal=True)
-    recorder.asked = replace(asked, strategy=TENSOR)
+    recorder.requested = replace(asked, strategy=TENSOR)
     with pytest.raises(UsageError, match=f"A rank {REFUSED}"):
         recorder.prepared(accelerator, model, optimizer)
     recorder.close()
@@ -163,7 +163,7 @@ def test_a_wrapper_that_no_backend_has_is_refused_by_its_name(monkeypatch):
     wrapped = TensorParallel(torch.nn.Linear(4, 1))
     assert backend_of(wrapped).engaged(accelerator)["wrapper"] == "none"
     monkeypatch.setattr(engines.ddp, "world_size", lambda: 2)
-    asked = Asked(strategy=STRATEGIES["ddp"], num_processes=2).before_first_step()
+    asked = Requested(strategy=STRATEGIES["ddp"], num_processes=2).before_first_step()
     mismatches = compare(asked, engaged_before(accelerator, wrapped), rank=0)
     said = "wrapper: asked DistributedDataParallel, engaged TensorParallel (rank 0)"
     assert said in [str(mismatch) for mismatch in mismatches]

@@ -17,7 +17,7 @@ from kit.data import IGNORED
 from kit.device import Stopwatch, device, peaks, reset_peaks
 from kit.variants import Variant
 from toolkit.data.collation import Collator
-from toolkit.measuring.attestation import Asked
+from toolkit.measuring.attestation import Requested
 from toolkit.measuring.heartbeat import Choice, heartbeat_for
 from toolkit.measuring.recorder import Recorder
 from toolkit.strategies import STRATEGIES
@@ -288,7 +288,7 @@ def train_in_loop(
 def loop_recorder(args: TrainingArguments) -> Recorder:
     """Return the recorder that `toolkit.train` would give the loop, for one process."""
     return Recorder(
-        Asked(
+        Requested(
             strategy=STRATEGIES["single"],
             num_processes=1,
             precision=args.mixed_precision,

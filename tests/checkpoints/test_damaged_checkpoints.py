@@ -7,7 +7,7 @@ import pytest
 
 from toolkit.checkpoints.committing import committing
 from toolkit.checkpoints.integrity import damages
-from toolkit.checkpoints.resume_request import Asked, asked_checkpoint, folder_to_resume
+from toolkit.checkpoints.resume_request import ResumeRequest, asked_checkpoint, folder_to_resume
 from toolkit.checkpoints.resuming import differences, find_checkpoint
 from toolkit.errors import UsageError
 from toolkit.measuring.recorder import drop_steps_after
@@ -75,7 +75,7 @@ def test_a_damaged_one_is_named_and_the_newest_whole_one_is_taken(tmp_path, faul
     for step in (2, 4, 6):
         save(tmp_path, step)
     damage(tmp_path / "checkpoint-6")
-    found = find_checkpoint(Asked(tmp_path), FACTS)
+    found = find_checkpoint(ResumeRequest(tmp_path), FACTS)
     assert found.folder == tmp_path / "checkpoint-4"
     assert found.step == 4
     assert len(found.damaged) == 1
@@ -95,16 +95,16 @@ def test_without_a_whole_one_each_is_named_and_nothing_is_started(tmp_path):
     for step in (2, 4):
         flip(save(tmp_path, step) / "rank-0.pt")
     with pytest.raises(UsageError, match=r"checkpoint-4.*checkpoint-2.*Start from the beginning"):
-        find_checkpoint(Asked(tmp_path), FACTS)
+        find_checkpoint(ResumeRequest(tmp_path), FACTS)
 
 
 def test_for_one_that_was_named_and_is_damaged_the_newest_whole_one_before_it_is_taken(tmp_path):
     save(tmp_path, 2)
     named = save(tmp_path, 4)
     save(tmp_path, 6)
-    assert find_checkpoint(Asked(tmp_path, named), FACTS).step == 4
+    assert find_checkpoint(ResumeRequest(tmp_path, named), FACTS).step == 4
     flip(named / "rank-0.pt")
-    found = find_checkpoint(Asked(tmp_path, named), FACTS)
+    found = find_checkpoint(ResumeRequest(tmp_path, named), FACTS)
     assert found.step == 2
     assert "rank-0.pt has changed" in found.damaged[0]
 
@@ -113,7 +113,7 @@ def test_another_training_is_refused_with_both_values_of_every_difference(tmp_pa
     save(tmp_path, 2)
     now = FACTS | {"num_processes": 4, "strategy": "fsdp", "per_device_train_batch_size": 2}
     with pytest.raises(UsageError) as error:
-        find_checkpoint(Asked(tmp_path), now)
+        find_checkpoint(ResumeRequest(tmp_path), now)
     for difference in (
         "world size is 2 in the checkpoint and 4 now",
         "strategy is zero2 in the checkpoint and fsdp now",
@@ -146,9 +146,9 @@ def test_a_checkpoint_of_a_newer_format_is_refused_by_name_and_never_passed_over
         write_manifest(folder, **manifest)
     before = (folder / MANIFEST).read_bytes()
     with pytest.raises(UsageError, match=r"checkpoint-6 was written by a newer toolkit.* 9, and"):
-        find_checkpoint(Asked(tmp_path), FACTS)
+        find_checkpoint(ResumeRequest(tmp_path), FACTS)
     # A run that goes on from an older one comes to the same step again.
-    assert find_checkpoint(Asked(tmp_path, tmp_path / "checkpoint-4"), FACTS).step == 4
+    assert find_checkpoint(ResumeRequest(tmp_path, tmp_path / "checkpoint-4"), FACTS).step == 4
     with committing(folder, kind="checkpoint", format=1, step=6, facts=FACTS, shared=False):
         pass
     assert (tmp_path / "checkpoint-6.kept-1" / MANIFEST).read_bytes() == before
@@ -158,11 +158,11 @@ def test_a_damaged_one_is_in_nobodys_way_when_its_step_is_saved_again(tmp_path):
     for step in (4, 6):
         folder = save(tmp_path, step)
     (folder / MANIFEST).write_bytes(bytes([0xFF]) * 100)
-    assert find_checkpoint(Asked(tmp_path), FACTS).step == 4
+    assert find_checkpoint(ResumeRequest(tmp_path), FACTS).step == 4
     described = {"kind": "checkpoint", "format": 1, "step": 6, "facts": FACTS}
     with committing(folder, shared=False, **described) as draft:
         (draft / "rank-0.pt").write_bytes(b"new")
-    assert find_checkpoint(Asked(tmp_path), FACTS).step == 6
+    assert find_checkpoint(ResumeRequest(tmp_path), FACTS).step == 6
     assert (tmp_path / "checkpoint-6.kept-1" / "rank-1.pt").is_file()
 
 
@@ -170,7 +170,7 @@ def test_a_link_is_no_checkpoint(tmp_path):
     save(tmp_path / "elsewhere", 6)
     save(tmp_path, 4)
     (tmp_path / "checkpoint-6").symlink_to(tmp_path / "elsewhere" / "checkpoint-6")
-    assert find_checkpoint(Asked(tmp_path), FACTS).step == 4
+    assert find_checkpoint(ResumeRequest(tmp_path), FACTS).step == 4
 
 
 def test_what_was_aside_when_a_commit_died_is_found(tmp_path):
@@ -197,9 +197,9 @@ def test_a_second_start_over_an_unfinished_run_is_refused(tmp_path):
 def test_a_checkpoint_or_its_run_says_where_to_go_on(tmp_path):
     folder = save(tmp_path, 5)
     said = {"output_dir": "elsewhere", "resume_from_checkpoint": str(folder)}
-    assert asked_checkpoint(said) == Asked(tmp_path, folder)
+    assert asked_checkpoint(said) == ResumeRequest(tmp_path, folder)
     said["resume_from_checkpoint"] = str(tmp_path)
-    assert asked_checkpoint(said) == Asked(tmp_path)
+    assert asked_checkpoint(said) == ResumeRequest(tmp_path)
     assert folder_to_resume(str(folder), None) == str(tmp_path)
     assert folder_to_resume(str(tmp_path), None) == str(tmp_path)
     assert folder_to_resume("last", "here") == "here"

@@ -12,14 +12,14 @@ RANK = """
 import json, sys
 from pathlib import Path
 import torch
-from toolkit.checkpoints.resume_request import Asked
+from toolkit.checkpoints.resume_request import ResumeRequest
 from toolkit.checkpoints.resuming import find_checkpoint
 from toolkit.errors import UsageError
 rank, folder, facts = int(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
 store = torch.distributed.FileStore(str(folder / "store"), 2)
 torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
 try:
-    print(find_checkpoint(Asked(folder), facts).step)
+    print(find_checkpoint(ResumeRequest(folder), facts).step)
 except UsageError as error:
     print(error)
 torch.distributed.barrier()

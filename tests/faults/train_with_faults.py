@@ -45,7 +45,7 @@ from toolkit.data.order import training_rows
 from toolkit.data.prepared import PreparedData, prepare_data
 from toolkit.data.tokenizer import load_tokenizer
 from toolkit.engines.prepared import Prepared
-from toolkit.measuring.attestation import Asked
+from toolkit.measuring.attestation import Requested
 from toolkit.measuring.evidence import EvidenceKeeper
 from toolkit.measuring.recorder import Recorder
 from toolkit.records.json_files import SCHEMA, write_json
@@ -175,7 +175,7 @@ class Run:
         tokenizer = load_tokenizer(self.model_folder)
         strategy = get_strategy("ddp" if RANKS > 1 else "single")
         recorder = Recorder(
-            Asked(strategy=strategy, num_processes=RANKS),
+            Requested(strategy=strategy, num_processes=RANKS),
             rehearsal=True,
             evidence=EvidenceKeeper(
                 folder / "evidence",
@@ -219,7 +219,7 @@ class Run:
     def described(self, recorder: Recorder) -> dict[str, Any]:
         return {
             "schema": SCHEMA,
-            "strategy": recorder.asked.strategy.name,
+            "strategy": recorder.requested.strategy.name,
             "engine": "loop",
             "precision": self.precision,
             "status": "ok",

@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
-from toolkit.measuring.attestation import Asked
+from toolkit.measuring.attestation import Requested
 from toolkit.measuring.clock import PHASES, Clock
 from toolkit.measuring.merging import WARMUP_STEPS
 from toolkit.measuring.recorder import Recorder
@@ -56,7 +56,7 @@ class SlowAdam(torch.optim.AdamW):
 
 def record(*, steps=5, micro_batches=1, throughput_steps=4, supervised=5, **slept):
     """Train with a sleep in each part that is named, and return the record."""
-    asked = Asked(strategy=STRATEGIES["single"], num_processes=1, precision="no")
+    asked = Requested(strategy=STRATEGIES["single"], num_processes=1, precision="no")
     recorder = Recorder(asked, rehearsal=True)
     accelerator = Accelerator(cpu=True)
     model = SlowModel(slept.get("forward", 0), slept.get("backward", 0))
@@ -113,7 +113,7 @@ def test_tokens_that_are_trained_on_have_a_speed_of_their_own():
 
 
 def test_a_save_is_timed_and_no_part_of_a_step():
-    asked = Asked(strategy=STRATEGIES["single"], num_processes=1, precision="no")
+    asked = Requested(strategy=STRATEGIES["single"], num_processes=1, precision="no")
     recorder = Recorder(asked, rehearsal=True)
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Linear(4, 1)

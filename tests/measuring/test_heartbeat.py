@@ -9,7 +9,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.errors import GuardError, UsageError
-from toolkit.measuring.attestation import Asked
+from toolkit.measuring.attestation import Requested
 from toolkit.measuring.guards import Guards
 from toolkit.measuring.heartbeat import FIELDS, Heartbeat, heartbeat_for
 from toolkit.measuring.recorder import Recorder
@@ -125,7 +125,7 @@ def test_a_loss_that_is_not_finite_stops_fp16_too(heartbeat):
 def test_a_real_loss_scale_that_overflows_stops_nothing(fused):
     """What Accelerate does under fp16, with a scaler that skips the first step."""
     heartbeat = Heartbeat(Heard())
-    asked = Asked(strategy=STRATEGIES["single"], num_processes=1, gradient_clipping=1.0)
+    asked = Requested(strategy=STRATEGIES["single"], num_processes=1, gradient_clipping=1.0)
     recorder = Recorder(asked, rehearsal=True, heartbeat=heartbeat)
     try:
         accelerator = Accelerator(cpu=True)

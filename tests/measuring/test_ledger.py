@@ -16,7 +16,7 @@ from torch.distributed._functional_collectives import wait_tensor as wait
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from toolkit.measuring import peak, traffic
-from toolkit.measuring.attestation import Asked
+from toolkit.measuring.attestation import Requested
 from toolkit.measuring.recorder import Recorder
 from toolkit.measuring.traffic import Ledger, merged
 from toolkit.planning.job import PlannedJob
@@ -310,7 +310,7 @@ def fresh_accelerate_state():
 
 def recorded(*, skipped, before=None, compiled=False):
     """Train a step for each of `skipped`, which says whether fp16 left its update out."""
-    recorder = Recorder(Asked(strategy=STRATEGIES["single"], num_processes=1), rehearsal=True)
+    recorder = Recorder(Requested(strategy=STRATEGIES["single"], num_processes=1), rehearsal=True)
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Linear(4, 1)
     if compiled:

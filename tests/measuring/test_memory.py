@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from toolkit.engines.tensors import storage_bytes
-from toolkit.measuring.attestation import Asked
+from toolkit.measuring.attestation import Requested
 from toolkit.measuring.memory import (
     CATEGORIES,
     device_peak_bytes,
@@ -77,7 +77,7 @@ def test_a_rank_without_a_peak_leaves_the_record_without_one():
 
 def rank_that_recorded(memory=None, *, peak=None):
     """What a recorder gathers from a rank that ended before its first step."""
-    recorder = Recorder(Asked(strategy=STRATEGIES["single"], num_processes=1), rehearsal=True)
+    recorder = Recorder(Requested(strategy=STRATEGIES["single"], num_processes=1), rehearsal=True)
     recorder.peaks()
     of_rank = recorder._of_this_rank()
     return of_rank | {"peak": peak, "memory": of_rank["memory"] | (memory or {})}

@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState, GradientState
 from transformers import Adafactor
 
 from toolkit.engines.hooks import stand_in
-from toolkit.measuring.attestation import Asked, Refused
+from toolkit.measuring.attestation import Refused, Requested
 from toolkit.measuring.merging import WARMUP_STEPS
 from toolkit.measuring.recorder import Recorder
 from toolkit.strategies import STRATEGIES
@@ -45,7 +45,7 @@ def train(recorder, *, steps, micro_batches=2, clip=0.5, kind=torch.optim.AdamW)
 
 def recorder_for(**asked):
     facts = {"strategy": STRATEGIES["single"], "num_processes": 1, "precision": "no"} | asked
-    return Recorder(Asked(**facts), rehearsal=True)
+    return Recorder(Requested(**facts), rehearsal=True)
 
 
 def test_a_record_holds_what_each_step_did():
@@ -147,7 +147,7 @@ def test_what_was_seen_of_a_refused_run_is_kept():
 
 
 def test_steps_are_on_disk_as_they_happen(tmp_path):
-    asked = Asked(strategy=STRATEGIES["single"], num_processes=1)
+    asked = Requested(strategy=STRATEGIES["single"], num_processes=1)
     recorder = Recorder(asked, rehearsal=True, steps_file=tmp_path / "steps.jsonl")
     recorder.logged(1, loss=torch.tensor(2.5), learning_rate=0.1)
     recorder.logged(2, loss=2.0, learning_rate=0.1)
@@ -226,7 +226,7 @@ def test_lines_of_steps_that_are_trained_again_stay_until_everything_is_loaded(t
     file.write_text(lines)
     facts = {"strategy": STRATEGIES["single"], "num_processes": 1, "precision": "no"}
     for resumed, kept in ((None, lines), (2, lines[: 2 * len(lines) // 3]), (0, "")):
-        recorder = Recorder(Asked(**facts), rehearsal=True, steps_file=file)
+        recorder = Recorder(Requested(**facts), rehearsal=True, steps_file=file)
         before = file.read_text()
         if resumed is not None:
             recorder.resumed_after(resumed)

@@ -27,7 +27,7 @@ from toolkit.configs.optimizers import (
 from toolkit.configs.requested import LAUNCHER, requested_strategy
 from toolkit.engines.on_cpu import patch_accelerate, patch_deepspeed, patch_transformers
 from toolkit.errors import UsageError
-from toolkit.measuring.attestation import Asked, Refused
+from toolkit.measuring.attestation import Refused, Requested
 from toolkit.measuring.recorder import Recorder
 from toolkit.strategies import STRATEGIES
 from toolkit.training.trainer import ToolkitTrainer
@@ -127,7 +127,7 @@ def loop(asked, *, steps_with=None, split=None, **wanted):
     """Train 1 step in a stock loop that accumulates 2 micro-batches and never clips."""
     start(asked)
     strategy = requested_strategy(os.environ)
-    recorder = Recorder(Asked(strategy=strategy, num_processes=2, **wanted), rehearsal=True)
+    recorder = Recorder(Requested(strategy=strategy, num_processes=2, **wanted), rehearsal=True)
     try:
         accelerator = Accelerator(gradient_accumulation_steps=2, parallelism_config=split)
         model = small_model()
@@ -171,7 +171,7 @@ outcomes = {
     # Without a GPU and without a rehearsal each rank believes that it is alone.
     "ddp_alone": train("ddp_alone", {}, rehearsed=False),
     "fsdp_alone": train("fsdp_alone", FSDP, rehearsed=False),
-    # Asked for the CPU, Accelerate runs DDP whatever else was asked.
+    # Requested for the CPU, Accelerate runs DDP whatever else was asked.
     "fsdp_on_cpu": train("fsdp_on_cpu", FSDP | CPU, rehearsed=False),
     "zero2_on_cpu": train("zero2_on_cpu", zero("zero2") | CPU, rehearsed=False),
     "fsdp_use_cpu": train("fsdp_use_cpu", FSDP, use_cpu=True),

@@ -27,7 +27,7 @@ from toolkit.configs.requested import requested_strategy
 from toolkit.engines.tensors import local
 from toolkit.errors import GuardError
 from toolkit.measuring import guards as bounds
-from toolkit.measuring.attestation import Asked
+from toolkit.measuring.attestation import Requested
 from toolkit.measuring.heartbeat import heartbeat_for
 from toolkit.measuring.recorder import Recorder
 from toolkit.rehearse import die_with_launcher, rehearse_if_needed
@@ -265,7 +265,7 @@ def with_loop(
 ):
     strategy = requested_strategy(os.environ)
     recorder = Recorder(
-        Asked(strategy=strategy, num_processes=int(os.environ["WORLD_SIZE"])),
+        Requested(strategy=strategy, num_processes=int(os.environ["WORLD_SIZE"])),
         rehearsal=True,
         heartbeat=heartbeat_for("stop", checkpoints=folder, slow_rank=slow_rank),
     )

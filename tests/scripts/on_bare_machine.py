@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 import toolkit
 from toolkit import STRATEGIES, ToolkitTrainer, checkpoints, environment, measuring, training
 from toolkit.data.collation import Collator
-from toolkit.measuring.attestation import Asked
+from toolkit.measuring.attestation import Requested
 from toolkit.measuring.recorder import Recorder
 from toolkit.training.loop import train_loop
 
@@ -53,7 +53,7 @@ def trained(folder, rows, *, resume=None):
 
 
 def looped(folder, rows):
-    asked = Asked(strategy=STRATEGIES["single"], num_processes=1)
+    asked = Requested(strategy=STRATEGIES["single"], num_processes=1)
     recorder = Recorder(asked, rehearsal=True)
     numbered = [row | {"sample_id": number} for number, row in enumerate(rows)]
     train_loop(

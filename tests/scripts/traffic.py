@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from toolkit.configs.requested import requested_strategy
 from toolkit.engines.deepspeed import is_engine
 from toolkit.engines.on_cpu import patch_accelerate, patch_deepspeed
-from toolkit.measuring.attestation import Asked
+from toolkit.measuring.attestation import Requested
 from toolkit.measuring.recorder import Recorder
 from toolkit.measuring.traffic import Ledger
 
@@ -70,7 +70,7 @@ def train(asked, *, counting, precision="no", deepspeed=None, fails_in=0):
     os.environ |= asked
     os.environ |= {"ACCELERATE_TORCH_DEVICE": "cpu", "ACCELERATE_BYPASS_DEVICE_MAP": "true"}
     strategy = requested_strategy(os.environ)
-    recorder = Recorder(Asked(strategy=strategy, num_processes=2), rehearsal=True)
+    recorder = Recorder(Requested(strategy=strategy, num_processes=2), rehearsal=True)
     accelerator = Accelerator(
         gradient_accumulation_steps=MICRO_BATCHES,
         mixed_precision=None if deepspeed else precision,

@@ -8,7 +8,7 @@ from small_models import tiny_llama
 from toolkit.data.collation import Collator
 from toolkit.data.tokenizer import load_tokenizer
 from toolkit.engines.prepared import Prepared
-from toolkit.measuring.attestation import Asked
+from toolkit.measuring.attestation import Requested
 from toolkit.measuring.recorder import Recorder
 from toolkit.strategies import get_strategy
 from toolkit.training.before_and_after import before_and_after, with_evaluation, write_so_far
@@ -35,7 +35,9 @@ def run(cache, capsys):
             schedule=Schedule(last=LAST),
             prompts=prompts,
         )
-        recorder = Recorder(Asked(strategy=get_strategy("single"), num_processes=1), rehearsal=True)
+        recorder = Recorder(
+            Requested(strategy=get_strategy("single"), num_processes=1), rehearsal=True
+        )
         recorder.resumed_after(done)
         observers = before_and_after(
             plan,

@@ -17,7 +17,7 @@ from toolkit.data.collation import Collator
 from toolkit.data.tokens import IGNORED
 from toolkit.engines.between_steps import NotBetweenSteps, between_steps
 from toolkit.errors import UsageError
-from toolkit.measuring.attestation import Asked
+from toolkit.measuring.attestation import Requested
 from toolkit.measuring.recorder import Recorder
 from toolkit.strategies import get_strategy
 from toolkit.training.arguments import parse_own, training_values
@@ -80,7 +80,7 @@ def arguments(folder, **changes):
 
 
 def recorder(tmp_path):
-    asked = Asked(
+    asked = Requested(
         strategy=get_strategy("single"),
         num_processes=1,
         gradient_clipping=1.0,

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from toolkit.data.chat import shipped_templates
 from toolkit.data.tokenizer import load_tokenizer
 from toolkit.engines.prepared import Prepared
-from toolkit.measuring.attestation import Asked
+from toolkit.measuring.attestation import Requested
 from toolkit.measuring.recorder import Recorder
 from toolkit.strategies import get_strategy
 from toolkit.training.generation import generation_config_of, stop_tokens, turn_end
@@ -125,7 +125,7 @@ def test_a_chat_model_that_was_trained_stops_at_the_end_of_its_turn(
 
 
 def test_samples_are_taken_before_the_first_step_and_after_the_last(accelerator, tokenizer, cache):
-    asked = Asked(strategy=get_strategy("single"), num_processes=1)
+    asked = Requested(strategy=get_strategy("single"), num_processes=1)
     recorder = Recorder(asked, rehearsal=True)
     model = tiny_llama(vocabulary=len(tokenizer))
     prompts = [tokenizer.encode("def add(a, b):\n"), tokenizer.encode("def sub")]

@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from toolkit.data.collation import Collator
 from toolkit.data.tokens import IGNORED, row_features
-from toolkit.measuring.attestation import Asked
+from toolkit.measuring.attestation import Requested
 from toolkit.measuring.recorder import Recorder
 from toolkit.strategies import STRATEGIES
 from toolkit.training.arguments import OUR_DEFAULTS
@@ -104,7 +104,7 @@ def arguments(folder):
 
 
 def recorder():
-    return Recorder(Asked(strategy=STRATEGIES["single"], num_processes=1), rehearsal=True)
+    return Recorder(Requested(strategy=STRATEGIES["single"], num_processes=1), rehearsal=True)
 
 
 @pytest.mark.parametrize("engine", ["trainer", "loop"])

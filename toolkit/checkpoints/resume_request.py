@@ -15,14 +15,14 @@ LAST: Final = "last"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A folder of checkpoints, and the one that was named, if one was."""
+class ResumeRequest:
+    """The folder of a run's checkpoints, and one of them where the user named it."""
 
     output_dir: Path
     named: Path | None = None
 
 
-def asked_checkpoint(values: Mapping[str, Any]) -> Asked | None:
+def asked_checkpoint(values: Mapping[str, Any]) -> ResumeRequest | None:
     """Return what is to be resumed; None for a run from the start.
 
     Raises:
@@ -31,66 +31,69 @@ def asked_checkpoint(values: Mapping[str, Any]) -> Asked | None:
     """
     _check_strategy(values.get("save_strategy"))
     output_dir = Path(values["output_dir"])
-    said = _said(values["resume_from_checkpoint"])
-    if said is None:
+    named = _named_checkpoint(values["resume_from_checkpoint"])
+    if named is None:
         _refuse_a_second_start(output_dir)
         return None
-    if said == LAST:
+    if named == LAST:
         return _last_in(output_dir)
-    path = Path(said)
+    path = Path(named)
     if not path.is_dir():
         raise UsageError(
-            f"--resume_from_checkpoint {said} is no folder. Pass a checkpoint-<step> folder, the "
+            f"--resume_from_checkpoint {named} is no folder. Pass a checkpoint-<step> folder, the "
             "folder of a run, or last."
         )
-    return Asked(path.parent, path) if step_of(path) is not None else _last_in(path)
+    return ResumeRequest(path.parent, path) if step_of(path) is not None else _last_in(path)
 
 
 def folder_to_resume(resume: str | None, output_dir: str | None) -> str | None:
     """Return the folder that a run goes on in when `--output_dir` doesn't say.
 
     Raises:
-        UsageError: `last` was asked for, of nothing that was named.
+        UsageError: `last` was asked for, and no folder was named.
     """
-    said = _said(resume)
-    if said is None or output_dir is not None:
+    named = _named_checkpoint(resume)
+    if named is None or output_dir is not None:
         return output_dir
-    if said == LAST:
+    if named == LAST:
         raise UsageError(
             "--resume_from_checkpoint last takes the newest checkpoint in --output_dir: pass the "
             "--output_dir of the run."
         )
-    path = Path(said)
+    path = Path(named)
     return str(path.parent if step_of(path) is not None else path)
 
 
 def _check_strategy(strategy: Any) -> None:
-    said = str(getattr(strategy, "value", strategy))
-    if said not in ("None", "no", "steps", "epoch"):
-        raise UsageError(f"--save_strategy {said} is not known here: use no, steps or epoch.")
+    name = str(getattr(strategy, "value", strategy))
+    if name not in ("None", "no", "steps", "epoch"):
+        raise UsageError(f"--save_strategy {name} is not known here: use no, steps or epoch.")
 
 
-def _said(resume: str | None) -> str | None:
-    """`true` is how a file of arguments, and HF's own scripts, say last."""
+def _named_checkpoint(resume: str | None) -> str | None:
+    """Return what `--resume_from_checkpoint` names, None for nothing.
+
+    `true` is how a file of arguments, and HF's own scripts, ask for the last one.
+    """
     if resume is None or resume.lower() in ("none", "false", ""):
         return None
     return LAST if resume.lower() in ("true", LAST) else resume
 
 
-def _last_in(folder: Path) -> Asked:
+def _last_in(folder: Path) -> ResumeRequest:
     if not checkpoints_in(folder) and not list(folder.glob(".checkpoint-*.aside")):
         raise UsageError(
             f"{folder} holds no checkpoint to resume from. Nothing was started: to train from the "
             "beginning, leave --resume_from_checkpoint out."
         )
-    return Asked(folder)
+    return ResumeRequest(folder)
 
 
 def _refuse_a_second_start(output_dir: Path) -> None:
-    found = checkpoints_in(output_dir)
-    if found and not (output_dir / RECORD_FILE).exists():
+    checkpoints = checkpoints_in(output_dir)
+    if checkpoints and not (output_dir / RECORD_FILE).exists():
         raise UsageError(
             f"{output_dir} holds checkpoints of a run that was not finished, the newest of step "
-            f"{step_of(found[0])}. Pass --resume_from_checkpoint last to go on with it, or another "
-            "--output_dir."
+            f"{step_of(checkpoints[0])}. Pass --resume_from_checkpoint last to go on with it, or "
+            "another --output_dir."
         )

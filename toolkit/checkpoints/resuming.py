@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from toolkit.checkpoints.folders import checkpoints_in, step_of, tidy
 from toolkit.checkpoints.integrity import damages
-from toolkit.checkpoints.resume_request import Asked
+from toolkit.checkpoints.resume_request import ResumeRequest
 from toolkit.checkpoints.states import read_random_state, read_states
 from toolkit.engines.prepared import Prepared
 from toolkit.errors import UsageError
@@ -27,7 +27,7 @@ WORDS: Final = {
     "model_config": "hash of the model's config",
     "steps": "steps of the training",
 }
-"""Of facts whose key is not what a user would say."""
+"""The user's words for facts whose key says too little."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Resumed:
         return {"from": str(self.folder), "step": self.step, "damaged": list(self.damaged)}
 
 
-def find_checkpoint(asked: Asked, now: Mapping[str, Any]) -> Resumed:
+def find_checkpoint(request: ResumeRequest, now: Mapping[str, Any]) -> Resumed:
     """Return the checkpoint that was named, or the newest that is whole; a collective.
 
     Where the one that was named is damaged, it is the newest whole one of those before it.
@@ -62,36 +62,36 @@ def find_checkpoint(asked: Asked, now: Mapping[str, Any]) -> Resumed:
     Nothing is loaded before every rank has found it whole and of this very training.
 
     Args:
-        asked: What the user asked for.
+        request: What the user asked for.
         now: Facts of the training that is to go on.
 
     Raises:
         UsageError: on every rank, when it is of another training, or none is whole.
     """
-    candidates = _listed(asked.output_dir)
-    if asked.named is not None:
-        last = step_of(asked.named) or 0
+    candidates = _listed(request.output_dir)
+    if request.named is not None:
+        last = step_of(request.named) or 0
         older = [path for path in candidates if (step_of(path) or 0) < last]
-        candidates = [asked.named, *older]
+        candidates = [request.named, *older]
     passed_over: list[str] = []
     for folder in candidates:
-        found = damages(folder)
-        if not found:
+        damage = damages(folder)
+        if not damage:
             manifest = read_manifest(folder)
             require_same(folder, manifest, now)
             return Resumed(folder=folder, step=manifest["step"], damaged=tuple(passed_over))
-        passed_over += found
-    said = "; ".join(passed_over) or f"{asked.output_dir} holds none"
-    raise UsageError(f"No checkpoint can be resumed from: {said}. Start from the beginning.")
+        passed_over += damage
+    reasons = "; ".join(passed_over) or f"{request.output_dir} holds none"
+    raise UsageError(f"No checkpoint can be resumed from: {reasons}. Start from the beginning.")
 
 
 def _listed(output_dir: Path) -> list[Path]:
     """Return the same folders on every rank, tidied by the first."""
-    own: list[Path] = []
+    checkpoints: list[Path] = []
     if rank() == 0:
         tidy(output_dir)
-        own = checkpoints_in(output_dir)
-    return gather_objects(own)[0]
+        checkpoints = checkpoints_in(output_dir)
+    return gather_objects(checkpoints)[0]
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -115,10 +115,10 @@ def require_same(folder: Path, manifest: Mapping[str, Any], now: Mapping[str, An
         UsageError: on every rank, with every difference that any of them sees.
     """
     ranks = gather_objects(differences(manifest["facts"], now))
-    found = list(dict.fromkeys(each for rank in ranks for each in rank))
-    if found:
+    distinct = list(dict.fromkeys(sentence for of_rank in ranks for sentence in of_rank))
+    if distinct:
         raise UsageError(
-            f"{folder} is of another training: {'; '.join(found)}. Resume with what it was saved "
-            "with, or start a new training from a model (--model_name_or_path, another "
+            f"{folder} is of another training: {'; '.join(distinct)}. Resume with what it was "
+            "saved with, or start a new training from a model (--model_name_or_path, another "
             "--output_dir)."
         )

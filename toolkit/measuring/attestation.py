@@ -1,4 +1,4 @@
-"""What was asked against what engaged. Not equal: the run stops, and both are shown.
+"""What was requested against what engaged. Where they differ, the run stops and shows both.
 
 Accelerate falls back silently to one process or to DDP in at least five known ways, so a
 report without this may well compare DDP with DDP.
@@ -38,7 +38,7 @@ MAY_BE_UNKNOWN = {
     "betas",  # likewise, or another rule than Adam's
     "eps",  # likewise
 }
-"""Facts that cannot always be seen. Any other that nobody saw is refused."""
+"""Facts that cannot always be seen. A run is refused for any other that was not seen."""
 
 
 class Refused(RuntimeError):
@@ -50,8 +50,8 @@ class Refused(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What a run asked for. None means that nobody asked, so nothing is compared."""
+class Requested:
+    """What a run requested. None of a field means that nothing did, and it is not compared."""
 
     strategy: Strategy
     num_processes: int
@@ -98,7 +98,7 @@ class Asked:
         if self.precision is not None and self.dtype == "float32":
             computed = COMPUTE_DTYPES[self.precision]
             facts["parameter_dtypes"] = [computed if traits.masters_in_fp32 else "float32"]
-        return _asked_only(facts)
+        return _requested_only(facts)
 
     def after_first_step(self) -> dict[str, Any]:
         """The facts that exist only once gradients and optimizer states do."""
@@ -113,7 +113,7 @@ class Asked:
         if self.strategy.offload_optimizer == "nvme":
             del facts["optimizer_fraction"]  # swapped out after the step
         if self.precision is None or self.dtype != "float32":
-            return _asked_only(facts)
+            return _requested_only(facts)
         facts["optimizer_dtypes"] = ["float32"]
         facts["reduce_dtype"] = {
             "nothing": None,
@@ -122,7 +122,7 @@ class Asked:
         }[traits_of(self.strategy).reduces]
         if self.precision == "no" and self.accumulation_dtype is None:
             facts["gradient_dtypes"] = ["float32"]
-        return _asked_only(facts)
+        return _requested_only(facts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,11 +224,11 @@ def _plain_setting(value: Any) -> Any:
     return tuple(map(float, value)) if isinstance(value, list | tuple) else float(value)
 
 
-def compare(asked: dict[str, Any], engaged: dict[str, Any], *, rank: int) -> list[Mismatch]:
-    """List the facts that were asked for and are not so, or that nobody saw."""
+def compare(requested: dict[str, Any], engaged: dict[str, Any], *, rank: int) -> list[Mismatch]:
+    """List the facts that were requested and did not engage, or that were not seen."""
     return [
         Mismatch(what=what, asked=wanted, engaged=engaged.get(what, "unknown"), rank=rank)
-        for what, wanted in asked.items()
+        for what, wanted in requested.items()
         if not (_holds(what, wanted, engaged[what]) if what in engaged else what in MAY_BE_UNKNOWN)
     ]
 
@@ -251,7 +251,7 @@ def require(mismatches: list[Mismatch]) -> None:
     Raises:
         Refused: with each rank's mismatches.
     """
-    everyone = [mismatch for found in gather_objects(mismatches) for mismatch in found]
+    everyone = [mismatch for of_rank in gather_objects(mismatches) for mismatch in of_rank]
     if everyone:
         shown = "; ".join(map(str, everyone))
         raise Refused(f"what engaged is not what was asked. {shown}", everyone)
@@ -266,21 +266,21 @@ def gather_objects(value: Any) -> list[Any]:
     return values
 
 
-def _holds(what: str, wanted: Any, found: Any) -> bool:
+def _holds(what: str, wanted: Any, engaged: Any) -> bool:
     if what.endswith("_fraction"):
-        return abs(wanted - found) <= FRACTION_TOLERANCE
+        return abs(wanted - engaged) <= FRACTION_TOLERANCE
     if what == "optimizer_class":
-        return found in wanted
+        return engaged in wanted
     if what == "accumulation_dtype":
-        return wanted in found
+        return wanted in engaged
     if what == "weight_decay":  # norms and biases are kept out of it
-        return {float(each) for each in found} - {0.0} == {float(wanted)} - {0.0}
+        return {float(value) for value in engaged} - {0.0} == {float(wanted)} - {0.0}
     if what in ("learning_rate", "betas", "eps"):
-        return found == [_plain_setting(wanted)]
-    return wanted == found
+        return engaged == [_plain_setting(wanted)]
+    return wanted == engaged
 
 
-def _asked_only(facts: dict[str, Any]) -> dict[str, Any]:
+def _requested_only(facts: dict[str, Any]) -> dict[str, Any]:
     keep_none = {"reduce_dtype"}
     return {key: value for key, value in facts.items() if value is not None or key in keep_none}
 

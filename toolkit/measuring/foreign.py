@@ -29,7 +29,7 @@ from toolkit.configs.requested import (
 from toolkit.engines.backend import backend_of, strategy_of_plugins
 from toolkit.errors import UsageError
 from toolkit.launching.ranks import rank, say
-from toolkit.measuring.attestation import Asked, Refused
+from toolkit.measuring.attestation import Refused, Requested
 from toolkit.measuring.recorder import Recorder
 from toolkit.strategies import Strategy
 
@@ -46,14 +46,14 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
     from accelerate import Accelerator
 
     launched = dict(os.environ)  # a script may change it
-    asked = Asked(
+    requested = Requested(
         strategy=requested_strategy(launched),
         num_processes=requested_processes(os.environ),
         accumulation_dtype=requested_accumulation_dtype(os.environ),
         # A script may also switch it on by itself.
         activation_checkpointing=requests_checkpointing(os.environ) or None,
     )
-    recorder = Recorder(asked, rehearsal=rehearsal)
+    recorder = Recorder(requested, rehearsal=rehearsal)
     watched: list[tuple[Any, Any]] = []
     models: list[Any] = []
     optimizers: list[Any] = []
@@ -80,14 +80,14 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
         if models and optimizers:
             watched.append((self, models[0]))
             given = plugins[id(self)]
-            recorder.asked = replace(asked, strategy=_agreed(given, launched))
+            recorder.requested = replace(requested, strategy=_agreed(given, launched))
             if given["deepspeed"] is not None:
                 summed = accumulation_dtype(self.state.deepspeed_plugin.deepspeed_config)
-                recorder.asked = replace(recorder.asked, accumulation_dtype=summed)
+                recorder.requested = replace(recorder.requested, accumulation_dtype=summed)
             recorder.prepared(self, models[0], optimizers[0])
             recorder.first_step_alone()
             if self.is_main_process:
-                say(f"{shown(recorder.asked.strategy)} engaged")
+                say(f"{shown(recorder.requested.strategy)} engaged")
         return prepared
 
     Accelerator.prepare, Accelerator.__init__ = prepare, init
@@ -122,7 +122,7 @@ def _agreed(plugins: dict[str, Any], launched: Mapping[str, str]) -> Strategy:
 
 
 def _report(recorder: Recorder, watched: list[tuple[Any, Any]]) -> Iterator[str]:
-    name = shown(recorder.asked.strategy)
+    name = shown(recorder.requested.strategy)
     if not watched:
         yield (
             f"{name} was asked, and the script never passed a model and an optimizer through "

@@ -27,7 +27,7 @@ from toolkit.launching.fork_server import shared_bytes
 from toolkit.launching.processes import age_seconds
 from toolkit.launching.status import StatusFile
 from toolkit.measuring import attestation, equal_weights, gradients, memory, traffic
-from toolkit.measuring.attestation import Asked, Mismatch, Refused, gather_objects
+from toolkit.measuring.attestation import Mismatch, Refused, Requested, gather_objects
 from toolkit.measuring.clock import Clock
 from toolkit.measuring.evidence import EvidenceKeeper
 from toolkit.measuring.heartbeat import Heartbeat
@@ -43,7 +43,7 @@ class Recorder:
 
     def __init__(
         self,
-        asked: Asked,
+        requested: Requested,
         *,
         rehearsal: bool,
         notes: list[str] | None = None,
@@ -52,7 +52,7 @@ class Recorder:
         evidence: EvidenceKeeper | None = None,
         heartbeat: Heartbeat | None = None,
     ) -> None:
-        self.asked = asked
+        self.requested = requested
         self.heartbeat = heartbeat
         """What the ranks tell each other after each step, None with the guards off."""
 
@@ -87,7 +87,7 @@ class Recorder:
         self._peak: dict[str, Any] | None = None
         self._no_peak: str | None = None
         self._optimizer: Any = None
-        self._clock.watch_builds(asked.strategy)
+        self._clock.watch_builds(requested.strategy)
         self._probed: list[int] = []
         self._found_inf: torch.Tensor | bool | None = None
         self._undo: list[Undo] = []
@@ -121,9 +121,9 @@ class Recorder:
         """
         self._rank = accelerator.process_index
         self._device = str(accelerator.device)
-        self._scales_loss = accelerator.scaler is not None or self.asked.precision == "fp16"
+        self._scales_loss = accelerator.scaler is not None or self.requested.precision == "fp16"
         self.engaged = attestation.engaged_before(accelerator, model)
-        self._require(self.asked.before_first_step())
+        self._require(self.requested.before_first_step())
         backend = backend_of(model)
         self._watch_clipping(accelerator, backend)
         self._clock.watch_compiles()
@@ -370,7 +370,7 @@ class Recorder:
         return unmeasured() | {
             "status": "refused",
             "reason": str(error),
-            "num_processes": self.asked.num_processes,
+            "num_processes": self.requested.num_processes,
             "rehearsal": self.rehearsal,
             "losses": [],
             "learning_rates": [],
@@ -391,7 +391,7 @@ class Recorder:
 
     def _attestation(self, mismatches: list[Mismatch]) -> dict[str, Any]:
         return {
-            "asked": self.asked.before_first_step() | self.asked.after_first_step(),
+            "asked": self.requested.before_first_step() | self.requested.after_first_step(),
             "engaged": self.engaged,
             "held": not mismatches,
             "mismatches": [asdict(mismatch) for mismatch in mismatches],
@@ -469,7 +469,7 @@ class Recorder:
         self._bytes |= memory.state_bytes(model, optimizer)
         self._bytes["nvme_bytes"] = memory.nvme_bytes(model)
         self.notes += attestation.kept_whole(self.engaged)
-        self._require(self.asked.after_first_step())
+        self._require(self.requested.after_first_step())
 
     # Every step
 
@@ -499,20 +499,20 @@ class Recorder:
         self._probed.append(step)
         if skipped:
             return  # fp16 left out the update, and what is gathered after it
-        ranks = self.asked.num_processes
+        ranks = self.requested.num_processes
         self._traffic = {
             "step": step,
             "micro_batches": len(self._step),
             "transport": traffic.transport(),
             "collectives": self._ledger.counted(),
-            **traffic.textbook_volume(self._model, self.asked.strategy, ranks),
+            **traffic.textbook_volume(self._model, self.requested.strategy, ranks),
         }
         if self._no_peak is None:
             self._peak = self._peak_ledger.found(step)
         self._model = self._optimizer = None
 
-    def _require(self, asked: dict[str, Any]) -> None:
-        attestation.require(attestation.compare(asked, self.engaged, rank=self._rank))
+    def _require(self, facts: dict[str, Any]) -> None:
+        attestation.require(attestation.compare(facts, self.engaged, rank=self._rank))
 
     # The end
 

@@ -223,7 +223,7 @@ def card_of_trainer(trainer: Any) -> Card:
     losses = trainer.recorder.outer_losses()
     resumed = trainer.recorder.steps_before > 0
     rows = {
-        "strategy": trainer.recorder.asked.strategy.name,
+        "strategy": trainer.recorder.requested.strategy.name,
         "processes": args.world_size,
         "precision": "fp32" if args.mixed_precision == "no" else args.mixed_precision,
         "optimizer steps": trainer.state.global_step,

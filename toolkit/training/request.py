@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from toolkit.checkpoints.resume_request import Asked, asked_checkpoint
+from toolkit.checkpoints.resume_request import ResumeRequest, asked_checkpoint
 from toolkit.configs.optimizers import missing_package, optimizer_problem
 from toolkit.configs.requested import (
     asks_for_deepspeed,
@@ -114,7 +114,7 @@ class Request:
     """The values of `TrainingArguments` by strategy."""
 
     trackers: list[str]
-    resume: Asked | None
+    resume: ResumeRequest | None
     """The checkpoint that a rank is to go on from, before it is looked for."""
 
     model: ModelFacts

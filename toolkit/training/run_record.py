@@ -18,7 +18,7 @@ from toolkit.configs.requested import (
 )
 from toolkit.escaping import one_line
 from toolkit.launching.status import StatusFile
-from toolkit.measuring.attestation import Asked
+from toolkit.measuring.attestation import Requested
 from toolkit.measuring.evidence import EvidenceKeeper
 from toolkit.measuring.heartbeat import heartbeat_for
 from toolkit.measuring.recorder import Recorder
@@ -48,7 +48,7 @@ def recorder_of(job: Job, status: StatusFile, speed: Speed) -> Recorder:
     """Return what measures a run, and refuses it unless what engages is what the job asks for."""
     args, own = job.args, job.own
     output_dir = job.output_dir
-    asked = Asked(
+    asked = Requested(
         strategy=job.strategy,
         num_processes=requested_processes(os.environ),
         precision=args.mixed_precision,

@@ -30,7 +30,7 @@ from toolkit.engines.backend import backend_of
 from toolkit.engines.between_steps import between_steps
 from toolkit.engines.prepared import Prepared
 from toolkit.errors import UsageError
-from toolkit.measuring.attestation import Asked
+from toolkit.measuring.attestation import Requested
 from toolkit.measuring.finite import require_finite
 from toolkit.measuring.heartbeat import Choice, heartbeat_for
 from toolkit.measuring.recorder import Recorder
@@ -318,7 +318,7 @@ class ToolkitTrainer(Trainer):
 
 def _recorder_for(args: TrainingArguments, model: Any, guards: Choice) -> Recorder:
     trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
-    asked = Asked(
+    asked = Requested(
         strategy=_strategy_of(args),
         num_processes=int(os.environ.get("WORLD_SIZE", "1")),
         precision=args.mixed_precision,
