@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 import psutil
 import yaml
@@ -248,7 +248,7 @@ def training_values(
     """
     from transformers.training_args import TrainingArguments
 
-    parser = _Parser(TrainingArguments, **_PARSER_OPTIONS)
+    parser = _Parser(cast("Any", TrainingArguments), **_PARSER_OPTIONS)
     _let_stand_alone(parser, "resume_from_checkpoint", LAST)
     library = {
         entry.name: _default(entry) for entry in fields(TrainingArguments) if entry.init
@@ -311,6 +311,11 @@ def training_arguments(
         raise UsageError(f"The training arguments do not fit together: {reason}") from error
 
 
+def output_dir_of(args: TrainingArguments) -> Path:
+    """Return the folder of a run, which transformers 5.23 fills in where none was passed."""
+    return Path(str(args.output_dir))
+
+
 class _Parser(HfArgumentParser):
     """An `HfArgumentParser` whose errors are sentences, not a wall of usage and an exit."""
 
@@ -332,7 +337,7 @@ def _full_parser() -> HfArgumentParser:
     from transformers.training_args import TrainingArguments
 
     parser = _Parser(
-        (*OWN.values(), TrainingArguments),
+        (*OWN.values(), cast("Any", TrainingArguments)),
         prog="toolkit.train",
         allow_abbrev=False,
     )

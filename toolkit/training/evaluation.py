@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from toolkit.data.order import validation_rows
 from toolkit.data.tokens import IGNORED
+from toolkit.engines.backend import backend_of
 from toolkit.engines.between_steps import between_steps
 from toolkit.engines.prepared import Prepared
 from toolkit.measuring.recorder import Recorder
@@ -130,17 +131,20 @@ def loss_and_tokens(
     """
     device = accelerator.device
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    ranks = accelerator.num_processes
+    backend = backend_of(model)
+    ranks = backend.data_parallel_size()
     filled = validation_rows(rows, global_batch=batch_rows * ranks, pad_token_id=pad_token_id)
     with between_steps(accelerator, model):
         # Not a DataLoader, which draws a random number whenever it is iterated.
-        starts = range(accelerator.process_index * batch_rows, len(filled), ranks * batch_rows)
+        starts = range(backend.data_parallel_rank() * batch_rows, len(filled), ranks * batch_rows)
         for start in starts:
             batch = collate([filled[at] for at in range(start, start + batch_rows)])
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
             batch.pop("sample_id", None)
             sums += _chunked_sums(model, batch) if POSITIONS in batch else _sums(model, batch)
-        total, tokens = accelerator.reduce(sums, "sum").tolist()
+        # Ranks that share one batch have all summed it.
+        copies = accelerator.num_processes // ranks
+        total, tokens = (accelerator.reduce(sums, "sum") / copies).tolist()
     return total, int(tokens)
 
 

@@ -18,7 +18,12 @@ from toolkit.launching.ranks import rank, say
 from toolkit.planning.learning_rate import LearningRate
 from toolkit.records.record import FILLER_ID
 from toolkit.strategies import Strategy
-from toolkit.training.arguments import OwnArguments, RunArguments, training_arguments
+from toolkit.training.arguments import (
+    OwnArguments,
+    RunArguments,
+    output_dir_of,
+    training_arguments,
+)
 from toolkit.training.evaluation_plan import (
     EvaluationPlan,
     left_out_with_evidence,
@@ -74,7 +79,7 @@ class Job:
 
     @property
     def output_dir(self) -> Path:
-        return Path(str(self.args.output_dir))
+        return output_dir_of(self.args)
 
     @property
     def pad_token_id(self) -> int:

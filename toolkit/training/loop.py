@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
@@ -19,6 +19,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 from toolkit.checkpoints.resuming import Resumed
 from toolkit.data.packing import keep_texts_apart
+from toolkit.data.tokens import IGNORED
 from toolkit.engines.backend import backend_of
 from toolkit.engines.prepared import Prepared
 from toolkit.errors import UsageError
@@ -67,7 +68,7 @@ def train_loop(
         # A prepared scheduler would step once per process (huggingface/accelerate#1382).
         step_scheduler_with_optimizer=False,
         dataloader_config=DataLoaderConfiguration(even_batches=True),
-        log_with=tracking.trackers(args) or None,
+        log_with=[*tracking.trackers(args)] or None,
         kwargs_handlers=[ddp_options(args, bucket_view=ddp_bucket_view)],
     )
     loader = DataLoader(
@@ -87,7 +88,7 @@ def train_loop(
         optimizer=optimizer,
         num_warmup_steps=args.get_warmup_steps(scheduled_steps),
         num_training_steps=scheduled_steps,
-        scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+        scheduler_specific_kwargs=cast("dict[str, Any] | None", args.lr_scheduler_kwargs),
     )
     prepared = Prepared(
         accelerator=accelerator,
@@ -117,9 +118,9 @@ def train_loop(
             )
         read = skipped_steps * args.gradient_accumulation_steps
         # Rows before the step are not read: their batches are left out of the sampler's.
-        passed = accelerator.skip_first_batches(loader, read) if read else loader
-        passed.set_epoch(epoch)
-        batches = iter(passed)
+        unread: Any = accelerator.skip_first_batches(loader, read) if read else loader
+        unread.set_epoch(epoch)  # of Accelerate's own kind of loader
+        batches = iter(unread)
         skipped_steps = 0
         while step < args.max_steps and (window := take(batches, accelerator, recorder)):
             if resumed is not None and step == first:
@@ -136,13 +137,13 @@ def train_loop(
             recorder.step_done(learning_rate=learning_rate, skipped=skipped)
             if step % args.logging_steps == 0 and step <= scheduled_steps:
                 # Like the Trainer's, of all steps since the last that was logged.
-                mean = accelerator.reduce(unlogged / (step - logged), "mean").item()
+                of_ranks: Any = accelerator.reduce(unlogged / (step - logged), "mean")
+                mean = of_ranks.item()
                 unlogged.zero_()
                 logged = step
                 recorder.logged(step, loss=mean, learning_rate=learning_rate)
-                norm = tracking.plain(
-                    norm
-                )  # a collective under FSDP2: on every rank, trackers or not
+                # A collective under FSDP2: on every rank, with trackers or without.
+                norm = tracking.plain(norm)
                 if accelerator.log_with:
                     values = {"loss": mean, "grad_norm": norm}
                     values |= {"learning_rate": learning_rate, "epoch": epoch + read / len(loader)}
@@ -167,16 +168,20 @@ def _optimizer_step(
     Returns:
         This rank's share of the loss, and the gradient norm before clipping.
     """
-    supervised = [(batch["labels"][:, 1:] != -100).sum() for batch in window]
-    items = accelerator.reduce(torch.stack(supervised).sum().to(accelerator.device), "sum")
-    total, norm = torch.zeros((), device=accelerator.device), None
     backend = backend_of(model)
+    ranks = backend.data_parallel_size()
+    supervised = [(batch["labels"][:, 1:] != IGNORED).sum() for batch in window]
+    of_rank = torch.stack(supervised).sum().to(accelerator.device)
+    of_all: Any = accelerator.reduce(of_rank, "sum")
+    # Ranks that share one batch have all counted its tokens.
+    items = of_all // (accelerator.num_processes // ranks)
+    total, norm = torch.zeros((), device=accelerator.device), None
     for batch, count in zip(window, supervised, strict=True):
         ids = batch.pop("sample_id", None)
         with accelerator.accumulate(model):
             loss = model(**batch, num_items_in_batch=items).loss
             # The ranks' gradients are averaged, so each counts as many times as there are ranks.
-            loss = loss * accelerator.num_processes
+            loss = loss * ranks
             # The token count has divided by the accumulation steps already.
             backend.backward(accelerator, loss, micro_batches=len(window))
             tokens = batch["input_ids"].numel()

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from accelerate import FullyShardedDataParallelPlugin
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.training_args import ParallelMode
@@ -19,14 +20,11 @@ from toolkit.checkpoints.resuming import Resumed
 from toolkit.configs.requested import (
     accumulation_dtype,
     agreed_strategy,
-    deepspeed_strategy,
-    fsdp_strategy,
     requested_accumulation_dtype,
-    requested_replicas,
     requests_checkpointing,
 )
 from toolkit.data.packing import keep_texts_apart
-from toolkit.engines.backend import backend_of
+from toolkit.engines.backend import backend_of, strategy_of_plugins
 from toolkit.engines.between_steps import between_steps
 from toolkit.engines.prepared import Prepared
 from toolkit.errors import UsageError
@@ -38,6 +36,7 @@ from toolkit.records.json_files import SCHEMA, write_json
 from toolkit.records.record import RECORD_FILE, STEPS_FILE
 from toolkit.strategies import Strategy
 from toolkit.training.adapters import has_lora
+from toolkit.training.arguments import output_dir_of
 from toolkit.training.card import card_of_trainer
 from toolkit.training.observers import Observer, TrainerEvents
 from toolkit.training.run_folder import check_names, held
@@ -119,9 +118,9 @@ class ToolkitTrainer(Trainer):
                 a `record.json` or `steps.jsonl` that no run has left there.
         """
         check = partial(
-            check_names, Path(self.args.output_dir), (RECORD_FILE, STEPS_FILE), flag="output_dir"
+            check_names, output_dir_of(self.args), (RECORD_FILE, STEPS_FILE), flag="output_dir"
         )
-        with held(Path(self.args.output_dir), check) as lock:
+        with held(output_dir_of(self.args), check) as lock:
             resumed = find_for(self, resume_from_checkpoint)
         with lock or nullcontext():
             output = self.train_from(resumed, **kwargs)
@@ -146,7 +145,7 @@ class ToolkitTrainer(Trainer):
         described |= {"resumed": None if self._resumed is None else self._resumed.facts()}
         self.record = described | self.recorder.finish()
         if self.is_world_process_zero():
-            write_json(Path(self.args.output_dir) / RECORD_FILE, self.record)
+            write_json(output_dir_of(self.args) / RECORD_FILE, self.record)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         # Evidence may end the training before the schedule does, too.
@@ -203,7 +202,7 @@ class ToolkitTrainer(Trainer):
                 output = super().evaluation_loop(
                     *args, metric_key_prefix=metric_key_prefix, **kwargs
                 )
-                mean.put_into(output.metrics, metric_key_prefix)
+                mean.put_into(cast("dict[str, float]", output.metrics), metric_key_prefix)
         finally:
             self._token_mean = None
         return output
@@ -222,18 +221,18 @@ class ToolkitTrainer(Trainer):
         num_items_in_batch: Any = None,
     ) -> Any:
         labels = inputs.get("labels")  # taken out of the inputs for some losses
-        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        computed = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._token_mean is not None:
-            loss = found[0] if return_outputs else found
+            loss = computed[0] if isinstance(computed, tuple) else computed
             self._token_mean.add(loss, labels, num_items_in_batch)
-        return found
+        return computed
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         super().log(logs, start_time)
         if "loss" in logs:
-            kept = ("loss", "grad_norm", "learning_rate")
+            names = ("loss", "grad_norm", "learning_rate")
             self.recorder.logged(
-                self.state.global_step, **{key: logs[key] for key in kept if key in logs}
+                self.state.global_step, **{key: logs[key] for key in names if key in logs}
             )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -244,14 +243,14 @@ class ToolkitTrainer(Trainer):
         `stage3_gather_16bit_weights_on_model_save`: there the Trainer 5.23 saves none.
         """
         if _internal_call:
-            if not backend_of(self.model_wrapped).trainer_saves_whole():
+            if not backend_of(cast("torch.nn.Module", self.model_wrapped)).trainer_saves_whole():
                 weights = full_state_dict(self.accelerator, self.model_wrapped)
                 self._save(output_dir, state_dict=weights)
                 return
             super().save_model(output_dir, _internal_call)
             return
         self.recorder.check_before_save(self.model_wrapped)
-        folder = Path(output_dir or self.args.output_dir)
+        folder = Path(output_dir) if output_dir else output_dir_of(self.args)
         unwrapped = self.accelerator.unwrap_model(self.model_wrapped)
         if not isinstance(unwrapped, PreTrainedModel) and not has_lora(unwrapped):
             require_finite(self.model_wrapped, folder)
@@ -318,49 +317,42 @@ class ToolkitTrainer(Trainer):
 
 def _recorder_for(args: TrainingArguments, model: Any, guards: Choice) -> Recorder:
     trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    deepspeed, folder = args.deepspeed_plugin, output_dir_of(args)
     asked = Requested(
         strategy=_strategy_of(args),
         num_processes=int(os.environ.get("WORLD_SIZE", "1")),
         precision=args.mixed_precision,
         dtype="float32" if trained == {torch.float32} else "another",
         gradient_clipping=float(args.max_grad_norm or 0),
-        accumulation_dtype=accumulation_dtype(args.deepspeed_plugin.deepspeed_config)
-        if args.deepspeed
+        accumulation_dtype=accumulation_dtype(deepspeed.deepspeed_config)
+        if deepspeed is not None and args.deepspeed
         else requested_accumulation_dtype(os.environ),
         # The model may have been given some by its own call.
         activation_checkpointing=_asks_for_checkpointing(args) or None,
         # The Trainer itself shortens the last window of an epoch; only DeepSpeed has its own say.
-        gradient_accumulation_steps=args.gradient_accumulation_steps
-        if args.deepspeed_plugin is not None
-        else None,
+        gradient_accumulation_steps=None if deepspeed is None else args.gradient_accumulation_steps,
     )
     return Recorder(
         asked,
         rehearsal=args.device.type == "cpu",
-        steps_file=Path(args.output_dir) / STEPS_FILE if args.should_save else None,
-        heartbeat=heartbeat_for(guards, checkpoints=Path(args.output_dir)),
+        steps_file=folder / STEPS_FILE if args.should_save else None,
+        heartbeat=heartbeat_for(guards, checkpoints=folder),
     )
 
 
 def _strategy_of(args: TrainingArguments) -> Strategy:
-    """What `TrainingArguments` ask for by themselves, or else the launcher's config.
+    """Return the strategy of `TrainingArguments` themselves, or else of the launcher's config.
 
     Raises:
         UsageError: they ask for different things.
     """
-    of_script, named = None, ""
-    if args.deepspeed:
-        named = "--deepspeed"
-        of_script = deepspeed_strategy(args.deepspeed_plugin.deepspeed_config)
-    elif args.fsdp_plugin_args is not None:
-        named, options = "--fsdp", args.fsdp_plugin_args
-        of_script = fsdp_strategy(
-            version=options["fsdp_version"],
-            reshard_after_forward=options["reshard_after_forward"] is True,
-            offload=bool(options.get("cpu_offload")),
-            replicas=getattr(args.parallelism_config, "dp_replicate_size", None)
-            or requested_replicas(os.environ),
-        )
+    # A plugin in the arguments may also come from the launcher's config, which then names it.
+    deepspeed = args.deepspeed_plugin if args.deepspeed else None
+    fsdp = None
+    if args.fsdp_plugin_args is not None:  # the Trainer makes its Accelerator with it
+        fsdp = FullyShardedDataParallelPlugin(**cast("dict[str, Any]", args.fsdp_plugin_args))
+    named = "--deepspeed" if deepspeed else "--fsdp" if fsdp else ""
+    of_script = strategy_of_plugins(deepspeed, fsdp, args.parallelism_config)
     return agreed_strategy(os.environ, of_script, named=named)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
@@ -14,6 +14,7 @@ from toolkit.checkpoints.resume_request import LAST, asked_checkpoint
 from toolkit.checkpoints.resuming import Resumed, find_checkpoint
 from toolkit.engines.backend import backend_of
 from toolkit.strategies import Strategy
+from toolkit.training.arguments import output_dir_of
 from toolkit.training.fingerprint import facts_of_trainer
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 def keeper_for(trainer: ToolkitTrainer, strategy: Strategy) -> Keeper:
     """Return a keeper by the Trainer's arguments; when it saves, the Trainer's own flow decides."""
     return Keeper(
-        output_dir=Path(trainer.args.output_dir),
+        output_dir=output_dir_of(trainer.args),
         facts=facts_of_trainer(trainer, strategy),
         recorder=trainer.recorder,
         limit=trainer.args.save_total_limit,
@@ -73,14 +74,14 @@ def load_best_for(trainer: ToolkitTrainer) -> None:
 
 
 def _write_state(trainer: ToolkitTrainer, draft: Path) -> None:
-    """Write the Trainer's state, with what its callbacks want to be kept."""
-    kept = trainer.state.stateful_callbacks
+    """Write the Trainer's state, with the states of its callbacks in it."""
+    states = cast("dict[str, Any]", trainer.state.stateful_callbacks)
     for callback in [*trainer.callback_handler.callbacks, trainer.control]:
         if not isinstance(callback, ExportableState):
             continue
         name = type(callback).__name__
-        if isinstance(kept[name], list):
-            kept[name].append(callback.state())
+        if isinstance(states[name], list):
+            states[name].append(callback.state())
         else:
-            kept[name] = callback.state()
+            states[name] = callback.state()
     trainer.state.save_to_json(str(draft / TRAINER_STATE_NAME))
