@@ -137,8 +137,7 @@ def train_loop(
             recorder.step_done(learning_rate=learning_rate, skipped=skipped)
             if step % args.logging_steps == 0 and step <= scheduled_steps:
                 # Like the Trainer's, of all steps since the last that was logged.
-                of_ranks: Any = accelerator.reduce(unlogged / (step - logged), "mean")
-                mean = of_ranks.item()
+                mean = _mean_over_ranks(accelerator, unlogged / (step - logged))
                 unlogged.zero_()
                 logged = step
                 recorder.logged(step, loss=mean, learning_rate=learning_rate)
@@ -171,10 +170,7 @@ def _optimizer_step(
     backend = backend_of(model)
     ranks = backend.data_parallel_size()
     supervised = [(batch["labels"][:, 1:] != IGNORED).sum() for batch in window]
-    of_rank = torch.stack(supervised).sum().to(accelerator.device)
-    of_all: Any = accelerator.reduce(of_rank, "sum")
-    # Ranks that share one batch have all counted its tokens.
-    items = of_all // (accelerator.num_processes // ranks)
+    items = _sum_over_ranks(accelerator, torch.stack(supervised).sum(), readers=ranks)
     total, norm = torch.zeros((), device=accelerator.device), None
     for batch, count in zip(window, supervised, strict=True):
         ids = batch.pop("sample_id", None)
@@ -193,6 +189,21 @@ def _optimizer_step(
             optimizer.zero_grad()
         total += loss.detach()
     return total, norm
+
+
+# Functions of their own, so that no tensor of theirs lives on into a step whose memory is counted.
+
+
+def _sum_over_ranks(accelerator: Accelerator, count: torch.Tensor, *, readers: int) -> torch.Tensor:
+    """Sum a count of each rank's batch over the ranks that read rows of their own: `readers`."""
+    of_all: Any = accelerator.reduce(count.to(accelerator.device), "sum")
+    # Ranks that share one batch have all counted it.
+    return of_all // (accelerator.num_processes // readers)
+
+
+def _mean_over_ranks(accelerator: Accelerator, value: torch.Tensor) -> float:
+    mean: Any = accelerator.reduce(value, "mean")
+    return mean.item()
 
 
 def take(
