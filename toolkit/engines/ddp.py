@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch.nn.parallel import DistributedDataParallel
 
-from toolkit.engines.hooks import Undo, nothing
 from toolkit.engines.optimizers import (
-    found_inf,
     optimizer_of,
-    pending_scale,
     trained_bytes,
-    watch_optimizer,
 )
 from toolkit.engines.prepared import Prepared, amp_precision, split_by, world_rank, world_size
+from toolkit.engines.stepped_by_loop import SteppedByLoop
 from toolkit.engines.tensors import (
-    gathered,
     is_spread,
     local,
     named_parameters,
-    scales_held,
-    shape_of,
     state_tensors,
     sum_of_squares,
 )
@@ -45,14 +39,10 @@ WEIGHTS: Final = "model.safetensors"
 OPTIMIZER: Final = "optimizer.pt"
 
 
-class Replicated:
+class Replicated(SteppedByLoop):
     """A model in DDP's wrapper, or in none."""
 
-    steps_in_backward = False
     gathers_in_forward = False
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model: Any = model
 
     def engaged(self, accelerator: Accelerator) -> dict[str, Any]:
         # Tensor parallelism leaves DTensors in a model without a wrapper.
@@ -87,12 +77,6 @@ class Replicated:
     def data_parallel_rank(self) -> int:
         return world_rank()
 
-    def gradient_clipping(self) -> float | None:
-        return None
-
-    def accumulation_steps(self) -> int | None:
-        return None
-
     def gradients_in_buckets(self) -> bool:
         return isinstance(self._model, DistributedDataParallel) and bool(
             self._model.gradient_as_bucket_view
@@ -100,18 +84,8 @@ class Replicated:
 
     # Tensors that a rank holds
 
-    def parameters_held(self) -> Iterator[torch.Tensor]:
-        yield from scales_held(self._model)
-        yield from (local(parameter.detach()) for parameter in self._model.parameters())
-
     def parameters_gathered(self) -> Iterator[torch.Tensor]:
         yield from ()
-
-    def masters_held(self) -> Iterator[torch.Tensor]:
-        yield from ()
-
-    def gradients_held(self) -> Iterator[torch.Tensor]:
-        yield from (local(p.grad) for p in self._model.parameters() if p.grad is not None)
 
     def gradients_underway(self) -> Iterator[torch.Tensor]:
         # Those of DDP's buckets that are no views belong to C++, where nothing finds them.
@@ -119,9 +93,6 @@ class Replicated:
 
     def leaves(self) -> Iterator[torch.Tensor]:
         yield from (parameter for parameter in self._model.parameters() if parameter.requires_grad)
-
-    def swap_files(self) -> Iterator[Path]:
-        yield from ()
 
     def pieces(self) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...]]]:
         for name, parameter in named_parameters(self._model):
@@ -135,47 +106,13 @@ class Replicated:
                 square = 0.0 if gradient is None else sum_of_squares(local(gradient))
                 yield name, square, world_size()
 
-    def parameter_groups(self, optimizer: Any) -> list[tuple[dict[str, Any], list[Any]]]:
-        groups = optimizer_of(optimizer).param_groups
-        return [(group, list(group["params"])) for group in groups]
-
     # One parameter whole
-
-    def whole_weight(self, parameter: Any) -> torch.Tensor:
-        return gathered(parameter.detach())
-
-    def whole_gradient(self, parameter: Any) -> torch.Tensor:
-        if parameter.grad is None:
-            return torch.zeros(shape_of(parameter))
-        return gathered(parameter.grad.detach())
 
     @torch.no_grad()
     def put_weight(self, parameter: Any, whole: torch.Tensor) -> None:
         parameter.copy_(whole)
 
     # Steps
-
-    def watch_step(
-        self, optimizer: Any, *, before: Callable[[], object], after: Callable[[], object]
-    ) -> Undo:
-        return watch_optimizer(optimizer, before=before, after=after)
-
-    def watch_passes(
-        self, within: Callable[[Literal["backward", "step"]], AbstractContextManager[None]]
-    ) -> Undo:
-        return nothing
-
-    def skipped(self, optimizer: Any) -> torch.Tensor | bool | None:
-        return found_inf(optimizer)
-
-    def held_scale(self, optimizer: Any) -> float:
-        return pending_scale(optimizer)
-
-    def clip_norm(self) -> Any:
-        return None
-
-    def backward(self, accelerator: Accelerator, loss: torch.Tensor, *, micro_batches: int) -> None:
-        accelerator.backward(loss * micro_batches)
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -232,12 +169,3 @@ class Replicated:
         with torch.no_grad():
             for name, tensor in held.items():
                 tensor.copy_(saved[name])
-
-    def left_out(self) -> dict[str, Any] | None:
-        return None
-
-    def restore_left_out(self, left_out: dict[str, Any] | None) -> None:
-        pass
-
-    def trainer_saves_whole(self) -> bool:
-        return True

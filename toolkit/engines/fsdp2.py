@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import distribute_tensor
 
 from toolkit.engines.fsdp_shards import read_shards, write_shards
-from toolkit.engines.hooks import Undo, nothing
 from toolkit.engines.optimizers import (
-    found_inf,
     optimizer_of,
-    pending_scale,
     trained_bytes,
-    watch_optimizer,
 )
 from toolkit.engines.prepared import Prepared, amp_precision, split_by, world_rank, world_size
+from toolkit.engines.stepped_by_loop import SteppedByLoop
 from toolkit.engines.tensors import (
-    gathered,
     is_spread,
     local,
     named_parameters,
-    scales_held,
-    shape_of,
     state_tensors,
     sum_of_squares,
     tensors_in,
@@ -49,14 +43,10 @@ def traits_of(strategy: Strategy) -> Traits:
     return replace(_TRAITS, facts=facts)
 
 
-class FSDP2:
+class FSDP2(SteppedByLoop):
     """A model whose layers, and itself, `fully_shard` has made `FSDPModule`s."""
 
-    steps_in_backward = False
     gathers_in_forward = True
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
 
     def engaged(self, accelerator: Accelerator) -> dict[str, Any]:
         policy = _group_of(self._model).offload_policy
@@ -113,31 +103,15 @@ class FSDP2:
     def data_parallel_rank(self) -> int:
         return world_rank()
 
-    def gradient_clipping(self) -> float | None:
-        return None
-
-    def accumulation_steps(self) -> int | None:
-        return None
-
     def gradients_in_buckets(self) -> bool:
         return False
 
     # Tensors that a rank holds
 
-    def parameters_held(self) -> Iterator[torch.Tensor]:
-        yield from scales_held(self._model)
-        yield from (local(parameter.detach()) for parameter in self._model.parameters())
-
     def parameters_gathered(self) -> Iterator[torch.Tensor]:
         # Between uses their storages have no size.
         for parameter in self._fsdp_parameters():
             yield from parameter.all_gather_outputs
-
-    def masters_held(self) -> Iterator[torch.Tensor]:
-        yield from ()
-
-    def gradients_held(self) -> Iterator[torch.Tensor]:
-        yield from (local(p.grad) for p in self._model.parameters() if p.grad is not None)
 
     def gradients_underway(self) -> Iterator[torch.Tensor]:
         for parameter in self._fsdp_parameters():
@@ -153,9 +127,6 @@ class FSDP2:
             whole = getattr(parameter, "_unsharded_param", None)
             if whole is not None and whole.requires_grad:
                 yield whole
-
-    def swap_files(self) -> Iterator[Path]:
-        yield from ()
 
     def pieces(self) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...]]]:
         for name, parameter in named_parameters(self._model):
@@ -178,10 +149,6 @@ class FSDP2:
                 copies = self.replicas() if is_spread(parameter) else world_size()
                 yield name, sum_of_squares(local(parameter.grad)), copies
 
-    def parameter_groups(self, optimizer: Any) -> list[tuple[dict[str, Any], list[Any]]]:
-        groups = optimizer_of(optimizer).param_groups
-        return [(group, list(group["params"])) for group in groups]
-
     def _units(self) -> list[Any]:
         return [module for module in self._model.modules() if isinstance(module, FSDPModule)]
 
@@ -192,14 +159,6 @@ class FSDP2:
                 yield from group.fsdp_params
 
     # One parameter whole
-
-    def whole_weight(self, parameter: Any) -> torch.Tensor:
-        return gathered(parameter.detach())
-
-    def whole_gradient(self, parameter: Any) -> torch.Tensor:
-        if parameter.grad is None:
-            return torch.zeros(shape_of(parameter))
-        return gathered(parameter.grad.detach())
 
     @torch.no_grad()
     def put_weight(self, parameter: Any, whole: torch.Tensor) -> None:
@@ -213,28 +172,6 @@ class FSDP2:
         local(parameter).copy_(spread.to_local())
 
     # Steps
-
-    def watch_step(
-        self, optimizer: Any, *, before: Callable[[], object], after: Callable[[], object]
-    ) -> Undo:
-        return watch_optimizer(optimizer, before=before, after=after)
-
-    def watch_passes(
-        self, within: Callable[[Literal["backward", "step"]], AbstractContextManager[None]]
-    ) -> Undo:
-        return nothing
-
-    def skipped(self, optimizer: Any) -> torch.Tensor | bool | None:
-        return found_inf(optimizer)
-
-    def held_scale(self, optimizer: Any) -> float:
-        return pending_scale(optimizer)
-
-    def clip_norm(self) -> Any:
-        return None
-
-    def backward(self, accelerator: Accelerator, loss: torch.Tensor, *, micro_batches: int) -> None:
-        accelerator.backward(loss * micro_batches)
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -298,15 +235,6 @@ class FSDP2:
             "model": state_tensors(self._model, trained_only=trained_only),
             "optimizer": get_optimizer_state_dict(self._model, optimizer_of(prepared.optimizer)),
         }
-
-    def left_out(self) -> dict[str, Any] | None:
-        return None
-
-    def restore_left_out(self, left_out: dict[str, Any] | None) -> None:
-        pass
-
-    def trainer_saves_whole(self) -> bool:
-        return True
 
 
 def class_of(model: torch.nn.Module) -> type[Any]:
