@@ -286,7 +286,7 @@ def _state_terms(
         "optimizer",
         f"states of {job.optimizer}",
         states.optimizer.gpu,
-        optimizers.FORMULAS[job.optimizer],
+        optimizers.formula_of(job.optimizer),
     )
     yield from _gradient_terms(job, states, counted, ends_full=ends_full, tied=tied)
 

@@ -19,18 +19,6 @@ EIGHT_BIT_BLOCK = 256
 CODE_BOOKS = 2 * 256 * 4
 """The maps of both 8-bit states, once for the optimizer."""
 
-FORMULAS: dict[Optimizer, str] = {
-    "adamw": "(4 + 4) * elements + 4 * tensors",
-    "adamw_fused": "(4 + 4) * elements + 4 * tensors",
-    "adamw_8bit": "(1 + 1) * elements + (4 + 4) * elements / 256, 8 * elements of embeddings",
-    "paged_adamw": "(4 + 4) * elements",
-    "paged_adamw_8bit": "(1 + 1) * elements + (4 + 4) * elements / 256, 8 * elements of embeddings",
-    "adafactor": "4 * (rows + columns) of each matrix, 4 * elements of each vector",
-    "sgd": "0: plain SGD, without momentum",
-    "sgd_momentum": "4 * elements",
-    "lion": "4 * elements",
-}
-
 
 @lru_cache(maxsize=4096)
 def of_tensors(optimizer: Optimizer, tensors: Tensors, size: int) -> int:
@@ -66,6 +54,41 @@ def of_elements(optimizer: Optimizer, elements: int, size: int, *, tensors: int)
             return 4 * elements
         case "sgd":
             return 0
+
+
+def formula_of(optimizer: Optimizer) -> str:
+    """Return the formula of the states of whole tensors, as a plan prints it."""
+    match optimizer:
+        case "adamw" | "adamw_fused":
+            return "(4 + 4) * elements + 4 * tensors"
+        case "paged_adamw":
+            return "(4 + 4) * elements"
+        case "adamw_8bit" | "paged_adamw_8bit":
+            return "(1 + 1) * elements + (4 + 4) * elements / 256, 8 * elements of embeddings"
+        case "adafactor":
+            return "4 * (rows + columns) of each matrix, 4 * elements of each vector"
+        case "sgd_momentum" | "lion":
+            return "4 * elements"
+        case "sgd":
+            return "0: plain SGD, without momentum"
+
+
+def moved_bytes(optimizer: Optimizer, size: int) -> float:
+    """Return the bytes of states that one step reads and writes, for each element stepped on.
+
+    Args:
+        optimizer: Which one.
+        size: Bytes of an element of a parameter.
+    """
+    match optimizer:
+        case "adamw" | "adamw_fused" | "paged_adamw" | "adafactor":
+            return 4.0 * size
+        case "adamw_8bit" | "paged_adamw_8bit":
+            return 4.0
+        case "sgd_momentum" | "lion":
+            return 2.0 * size
+        case "sgd":
+            return 0.0
 
 
 def is_paged(optimizer: Optimizer) -> bool:

@@ -350,7 +350,15 @@ def _of_optimizer(job: PlannedJob, size: int, at_once: int, largest: int) -> tup
             return size * at_once, f"{size} * stepped at once (roots of the second moments)"
         case "adafactor":
             return 12 * largest, "12 * largest tensor"
-        case _:
+        case (
+            "adamw_fused"
+            | "adamw_8bit"
+            | "paged_adamw"
+            | "paged_adamw_8bit"
+            | "sgd"
+            | "sgd_momentum"
+            | "lion"
+        ):
             return 0, ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from toolkit.planning.job import PlannedJob
+from toolkit.planning.memory.optimizers import moved_bytes
 from toolkit.planning.memory.weights import COMPUTE_SIZE, trained_size, weights_of
 from toolkit.planning.memory.zero_settings import zero_settings
 from toolkit.planning.speed import rates
@@ -116,15 +117,8 @@ def stepping(job: PlannedJob, gpu: Gpu, micro: Interval) -> list[SpeedTerm]:
 def _optimizer_bytes(job: PlannedJob) -> float:
     """Bytes per parameter that one step reads and writes, gradients and clipping included."""
     size = 4 if job.strategy.steps_on_masters else trained_size(job)
-    states = {
-        "adamw_8bit": 4.0,
-        "paged_adamw_8bit": 4.0,
-        "lion": 2.0 * size,
-        "sgd_momentum": 2.0 * size,
-        "sgd": 0.0,
-    }.get(job.optimizer, 4.0 * size)
     # The gradient is read for its norm, scaled, and read for the step; the weight read and written.
-    moved = states + 6 * size
+    moved = moved_bytes(job.optimizer, size) + 6 * size
     # DeepSpeed makes fp32 gradients of its 16-bit ones, and 16-bit weights of its fp32 masters.
     return moved + (12 if job.strategy.steps_on_masters and job.precision != "no" else 0)
 
