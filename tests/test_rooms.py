@@ -53,6 +53,36 @@ def test_engines_alone_know_the_backends():
     assert found == {}
 
 
+def comparisons_of_backends(source: str) -> list[int]:
+    """Return the lines that compare a strategy's backend or stage, instead of matching it."""
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Compare)
+        for side in (node.left, *node.comparators)
+        if isinstance(side, ast.Attribute) and side.attr in ("backend", "zero_stage")
+    ]
+
+
+def test_a_backend_is_matched_and_not_compared():
+    """A `match` that ends in `refuse_backend` has the type checker list what a new one needs."""
+    lines = {
+        str(path.relative_to(PACKAGE)): compared
+        for path in PACKAGE.rglob("*.py")
+        if (compared := comparisons_of_backends(path.read_text(encoding="utf-8")))
+    }
+    lines.pop("strategies.py")  # a stage is compared there, for what is sharded from it on
+    assert lines == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["strategy.backend == 'ddp'", "'ddp' != s.backend", "job.strategy.zero_stage in (1, 2)"],
+)
+def test_each_comparison_of_a_backend_is_found(source):
+    assert comparisons_of_backends(source) == [1]
+
+
 @pytest.mark.parametrize(
     "source",
     [

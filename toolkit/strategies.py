@@ -122,6 +122,11 @@ class Strategy:
         return self.sharding == "flat" and not self.shards_gradients
 
     @property
+    def reduces_in_buckets(self) -> bool:
+        """DDP: gradients are averaged in buckets, of which they may be views."""
+        return self.sharding == "whole" and self.is_distributed
+
+    @property
     def gathers_again(self) -> bool:
         """Whether sharded parameters are freed after forward and gathered again for backward."""
         return self.sharding == "tensors" or self.reshard_after_forward

@@ -110,7 +110,7 @@ def checked_job(argv: list[str]) -> Job:
         trust_remote_code=own.model.trust_remote_code,
         chat_template=request.data.chat_template(),
     )
-    deepspeed_changes = _fit_deepspeed(request, values) if strategy.backend == "deepspeed" else []
+    deepspeed_changes = _fit_deepspeed(request, values) if strategy.reads_deepspeed_json else []
     micro_batches = values["gradient_accumulation_steps"]
     ranks = launch.data_parallel_size or 1
     global_batch = values["per_device_train_batch_size"] * micro_batches * ranks

@@ -145,7 +145,7 @@ def check_strategy(method: Method, strategy: Strategy, *, precision: str) -> Non
     Raises:
         UsageError: it can't.
     """
-    if method.arguments.is_full or strategy.backend != "deepspeed":
+    if method.arguments.is_full or not strategy.reads_deepspeed_json:
         return
     if precision == "no" and method.dtype != "float32":
         raise UsageError(

@@ -138,9 +138,9 @@ def _speed_under(request: Request, strategy: Strategy) -> Speed:
         trust = request.own.model.trust_remote_code
         speed.apply(skeleton(request.model.path, trust_remote_code=trust))
     # An engine switches these on when it wraps the model.
-    if switches.gradients_in_buckets and strategy.backend == "ddp":
+    if switches.gradients_in_buckets and strategy.reduces_in_buckets:
         speed.on["ddp_bucket_view"] = True
-    if switches.prefetched_layers and strategy.backend == "fsdp":
+    if switches.prefetched_layers and strategy.sharding == "rows":
         speed.on["fsdp_prefetch"] = switches.prefetched_layers
     return speed
 

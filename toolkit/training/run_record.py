@@ -163,7 +163,7 @@ def _optimizer_classes(strategy: Strategy, optim: str) -> tuple[str, ...] | None
     """Return the classes that an optimizer may have; None: those of this one are not known."""
     if optim not in ADAMW:
         return None
-    swapped = strategy.backend == "deepspeed" and strategy.offload_optimizer != "none"
+    swapped = strategy.reads_deepspeed_json and strategy.offload_optimizer != "none"
     if swapped and read_deepspeed_config(os.environ).get("zero_force_ds_cpu_optimizer", True):
         return ("DeepSpeedCPUAdam",)
     return ("AdamW",)

@@ -120,7 +120,7 @@ class SpeedArguments:
         # DeepSpeed has optimizers of its own. In fp16 torch's GradScaler (2.13) leaves it to a
         # fused one not to step after an overflow, so Accelerate doesn't know of it, and the
         # learning rate would go on where it waits for others.
-        if strategy.backend != "deepspeed" and not switched(rest, "fp16"):
+        if not strategy.reads_deepspeed_json and not switched(rest, "fp16"):
             ours["optim"] = "adamw_torch_fused"
         passed = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in rest}
         wanted = ours.keys() - passed if self.tuned else set[str]()
@@ -170,12 +170,13 @@ def check_speed(
         found.append("--compile_blocks and --torch_compile both compile the layers: pass one")
     if arguments.compiles_blocks and evidence:
         found.append("--evidence looks into the layers, which --compile_blocks compiles away")
-    if arguments.compiles_blocks and strategy.zero_stage == 3:
+    if arguments.compiles_blocks and strategy.sharding == "tensors":
         found.append(COMPILED_ZERO3)
     # Alone there is nothing to switch, and `single` is the control of every comparison.
-    if arguments.ddp_bucket_view and strategy.backend not in ("ddp", "single"):
+    several = strategy.is_distributed
+    if arguments.ddp_bucket_view and several and not strategy.reduces_in_buckets:
         found.append(f"--ddp_bucket_view is for ddp, and this is {strategy.name}")
-    if arguments.fsdp_prefetch and strategy.backend not in ("fsdp", "single"):
+    if arguments.fsdp_prefetch and several and strategy.sharding != "rows":
         found.append(f"--fsdp_prefetch is for FSDP2, and this is {strategy.name}")
     if found:
         raise UsageError(f"{'; '.join(found)}.")
