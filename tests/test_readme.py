@@ -150,10 +150,10 @@ def check_compare(given):
     as_passed = ("max_steps", "num_processes", "repeats", "throughput_steps", "output")
     options = CompareOptions(
         strategies=given["strategies"].split(",") if given["strategies"] else DEFAULT_STRATEGIES,
-        engine=given["engine"].value,
+        engine=given["engine"],
         scale=read_scale(given["scale"]) if given["scale"] else (),
         dollars_per_hour=given["dollars_per_hour"],
-        precision=given["precision"].value,
+        precision=given["precision"],
         train_flags=given["train_flags"] or (),
         **{name: given[name] for name in as_passed},
     )

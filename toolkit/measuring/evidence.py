@@ -21,7 +21,7 @@ from safetensors import safe_open
 
 from toolkit.engines.backend import backend_of
 from toolkit.engines.hooks import Undo, stand_in
-from toolkit.engines.optimizers import optimizer_of
+from toolkit.engines.optimizers import optimizer_of, pending_scale
 from toolkit.engines.tensors import (
     elements_of,
     local,
@@ -103,6 +103,9 @@ class EvidenceKeeper:
             optimizer, before=self._step_begins, after=self._step_ended
         )
         self._undo.append(stepped)
+        # After `stepped`'s own, and with ZeRO within the step that it stands around.
+        held = optimizer_of(optimizer).register_step_pre_hook(lambda *_: self._optimizer_steps())
+        self._undo.append(held.remove)
         if not self._backend.steps_in_backward:  # else the engine clips by itself
             self._watch_clipping()
         self._find_parameters()
@@ -198,19 +201,24 @@ class EvidenceKeeper:
     def _step_begins(self) -> None:
         if not self.is_open:
             return
-        step, held_scale = self._step, self._backend.held_scale(self._optimizer)
+        held_scale = self._backend.held_scale(self._optimizer)
         if self._backend.steps_in_backward:
             self._keep_gradients(loss_scale=held_scale, held_scale=held_scale)
-            return  # its optimizer steps on flat partitions, with gradients that come as it goes
-        if step.gradient_norm is None:
+        elif self._step.gradient_norm is None:
             self._keep_gradients(loss_scale=self._loss_scale(), held_scale=held_scale)
+
+    def _optimizer_steps(self) -> None:
+        """Take the norms of what the optimizer steps with: under ZeRO its flat partitions."""
+        if not self.is_open:
+            return
+        held_scale = pending_scale(self._optimizer)
         for group in optimizer_of(self._optimizer).param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     held = local(parameter.grad)
                     norm = float(torch.linalg.vector_norm(held, dtype=torch.float64))
                     # By parameter: a class that calls its parent's step comes here twice.
-                    step.squares[id(parameter)] = (norm / held_scale) ** 2
+                    self._step.squares[id(parameter)] = (norm / held_scale) ** 2
 
     def _step_ended(self) -> None:
         if not self.is_open:
