@@ -4,83 +4,12 @@ import re
 import resource
 
 import pytest
+from example_record import RECORD, TRAINING
 
 from toolkit.errors import UsageError
-from toolkit.records.fields import Memory, unmeasured
 from toolkit.records.json_files import LostError, read_json, write_json
 from toolkit.records.record import read_record
 from toolkit.records.results import read_results
-
-TRAINING = {
-    "max_steps": 1,
-    "max_length": 8,
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 1,
-    "max_grad_norm": None,
-    "dropout": "model",
-    "own_dropout": {},
-    "optimizer": "adamw_torch",
-    "tf32": False,
-    "activation_checkpointing": False,
-    "speed": {"on": {}},
-    "method": "full",
-    "dtype": "float32",
-    "lora_r": None,
-    "lora_alpha": None,
-    "lora_dropout": None,
-    "lora_target_modules": None,
-}
-DATA = {
-    "name": "rows",
-    "hash": None,
-    "rows": 8,
-    "tokens_hash": "def",
-    "dropped": 0,
-    "python": None,
-    "format": "text",
-    "loss_on": "all",
-    "template": None,
-    "packing": "none",
-    "texts": 8,
-    "truncated": 0,
-    "longest": 8,
-    "tokens": 64,
-    "supervised_tokens": 64,
-    "asked": {},
-}
-RECORD = {
-    **unmeasured(),
-    "schema": 1,
-    "strategy": "ddp",
-    "engine": "loop",
-    "precision": "no",
-    "status": "ok",
-    "reason": None,
-    "num_processes": 2,
-    "rehearsal": True,
-    "model": {"name": "tiny", "path": None, "parameters": 6, "trained_parameters": 6},
-    "data": DATA,
-    "training": TRAINING,
-    "first_step": 1,
-    "resumed": None,
-    "losses": [1.0],
-    "gradients": None,
-    "random_forward": None,
-    "sample_ids": None,
-    "skipped_steps": [],
-    "final_loss": 1.0,
-    "timed_seconds": [],
-    "first_step_seconds": None,
-    "memory": dict.fromkeys(Memory.__annotations__),
-    "per_rank": [],
-    "attestation": {"mismatches": []},
-    "guards": {"mode": "off"},
-    "validation": None,
-    "final": None,
-    "seconds": 1.0,
-    "environment": {},
-    "not_measured": {},
-}
 
 
 def refuse_constant(name):

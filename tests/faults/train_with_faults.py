@@ -56,6 +56,9 @@ from toolkit.training.arguments import parse
 from toolkit.training.observers import Observer
 from toolkit.training.saving import save_model
 
+sys.path.append(str(Path(__file__).parents[1]))  # a rank's path is a safe one
+from example_record import TRAINING
+
 EVIDENCE = sys.argv[1:2] == ["--evidence"]
 STEPS = 2 if EVIDENCE else 20
 LATE = 6
@@ -231,24 +234,13 @@ class Run:
                 "trained_parameters": None,
             },
             "data": self.data.facts(),
-            "training": {
+            "training": TRAINING
+            | {
                 "max_steps": self.args.max_steps,
                 "max_length": MAX_LENGTH,
                 "per_device_train_batch_size": self.args.per_device_train_batch_size,
                 "gradient_accumulation_steps": self.args.gradient_accumulation_steps,
                 "max_grad_norm": MAX_GRAD_NORM,
-                "dropout": "model",
-                "own_dropout": {},
-                "optimizer": "adamw_torch",
-                "tf32": False,
-                "activation_checkpointing": False,
-                "speed": {"on": {}},
-                "method": "full",
-                "dtype": "float32",
-                "lora_r": None,
-                "lora_alpha": None,
-                "lora_dropout": None,
-                "lora_target_modules": None,
             },
             "resumed": None,
             "random_forward": None,
