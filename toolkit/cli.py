@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from toolkit.comparing.run.options import CompareOptions
+from toolkit.comparing.run.options import CompareOptions, read_scale, usual_rows
 from toolkit.errors import UsageError, file_sentence, is_full_disk
 from toolkit.planning.options import Flag, PlanOptions, Precision, RecommendOptions
 from toolkit.redaction import redact_output
@@ -222,7 +222,7 @@ def configs_path(name: StrategyName) -> None:
 @app.command(
     short_help="Train one causal LM under many strategies: a table.",
     epilog=_examples(
-        "toolkit compare --strategies ddp,zero3,fsdp --output runs/first",
+        "toolkit compare --strategies ddp,zero3 --max_steps 50 --output runs/first",
         "toolkit compare --bisect single zero2-loop --at 6 -- --train_file my.jsonl",
     ),
 )
@@ -262,8 +262,6 @@ def compare(
 ) -> None:
     """Train one causal LM under many strategies, and show them side by side."""
     from rich.console import Console
-
-    from toolkit.comparing.run.options import read_scale, usual_rows
 
     if strategies is not None:
         options["strategies"] = tuple(_names(strategies))

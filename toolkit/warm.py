@@ -250,12 +250,12 @@ def forked(
         1 if stdout is None else stdout.fileno(),
         2 if stderr is None else stderr.fileno(),
     ]
-    ours, theirs = socket.socketpair()
     try:
-        socket.send_fds(control, [b"+"], [theirs.fileno()])
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(control, [b"+"], [theirs.fileno()])
     except OSError as error:
         raise WarmError(f"no process to fork from answers: {error}") from error
-    theirs.close()
     return fork(
         ours,
         args,

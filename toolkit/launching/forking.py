@@ -155,15 +155,15 @@ def fork(
     Raises:
         WarmError: the loop has ended, or may not fork.
     """
-    request = ForkRequest(
-        args=list(args),
-        environment=dict(environment),
-        folder=str(folder or Path.cwd()),
-        ignored=[int(number) for number in passed_signals() if is_ignored(number)],
-        new_session=new_session,
-        tied=tied,
-    )
     try:
+        request = ForkRequest(
+            args=list(args),
+            environment=dict(environment),
+            folder=str(folder or Path.cwd()),  # the current folder may have been removed
+            ignored=[int(number) for number in passed_signals() if is_ignored(number)],
+            new_session=new_session,
+            tied=tied,
+        )
         socket.send_fds(connection, [b"+"], list(streams))
         connection.sendall(json.dumps(request).encode() + b"\n")
     except OSError as error:
@@ -303,7 +303,10 @@ def key_of(environment: Mapping[str, str]) -> str:
 def _connect(path: Path, environment: Mapping[str, str]) -> socket.socket:
     if path.name != key_of(environment):
         raise WarmError("the warm process was started with other variables")
-    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection = socket.socket(socket.AF_UNIX)
+    except OSError as error:
+        raise _no_answer(error) from error
     try:
         connection.connect(str(path))
     except OSError as error:

@@ -174,7 +174,7 @@ def _refuse_newer(folder: Path, name: str, number: Any, known: int) -> None:
 
 
 def _hash_of(content: Mapping[str, Any]) -> str:
-    # Numbers that are not finite are written by name (`results.write_json`).
+    # Numbers that are not finite are written by name (`json_files.write_json`).
     written = json.loads(json.dumps(content), parse_constant=str)
     return hashlib.sha256(json.dumps(written, sort_keys=True).encode()).hexdigest()
 

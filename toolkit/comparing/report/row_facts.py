@@ -155,7 +155,7 @@ def predicted_peak(row: Row, *, counted: bool = False) -> tuple[int, int] | None
 
 def why_not_predicted(row: Row) -> str:
     """Return why the planner says nothing of a run."""
-    return row["predicted"]["reason"] or "its record has no prediction"
+    return row["predicted"]["reason"] or "the step that was counted read no rows of tokens"
 
 
 def planner_word(row: Row) -> str:

@@ -255,7 +255,7 @@ def combined_noise(a: Side, b: Side) -> tuple[float | None, str | None]:
 
 
 def _noise_reason(side: Side) -> str:
-    return side.results["not_measured"].get("noise") or "its results give no reason"
+    return side.results["not_measured"]["noise"]
 
 
 def other_training(a: Side, b: Side) -> Refusal | None:

@@ -31,7 +31,7 @@ def _noise(results: Results) -> str:
     """Say which difference in speed means nothing, from what that is measured."""
     noise = results["noise"]
     if noise is None:
-        reason = results["not_measured"].get("noise", "its results give no reason")
+        reason = results["not_measured"]["noise"]
         return (
             "How large a difference in speed must be to mean something was not measured: "
             f"{reason}. None here is proof of one."
