@@ -119,7 +119,7 @@ class Strategy:
     @property
     def shards_at_the_step(self) -> bool:
         """ZeRO-1: gradients are whole until the last micro-batch's are reduced and cut."""
-        return self.sharding == "flat" and not self.shards_gradients
+        return self.shards_optimizer and not self.shards_gradients
 
     @property
     def reduces_in_buckets(self) -> bool:

@@ -98,6 +98,7 @@ def test_a_section_that_deepspeed_reads_for_other_models_alone_is_refused_where_
     asked = {"activation_checkpointing": defaults | {"cpu_checkpointing": True}}
     (mistake,) = mistakes_by_key(asked)["activation_checkpointing"]
     assert "has no effect" in mistake
+    assert "models that call deepspeed.checkpointing" in mistake
     assert "--gradient_checkpointing" in mistake
 
 

@@ -100,3 +100,11 @@ def test_a_job_that_is_sharded_flash_and_tiny_has_few_remedies_left(job):
         job, strategy=STRATEGIES["zero3_offload"], batch=1, checkpointing="full", method="qlora"
     )
     assert all("GPUs" in remedy.what for remedy in remedies(lean, room(1)))
+
+
+def test_a_variant_of_a_strategy_has_the_remedies_of_what_it_shards():
+    job = PlannedJob(model=shape_from_count("7b"), strategy=STRATEGIES["zero2"])
+    variant = replace(job, strategy=replace(job.strategy, name="zero2_variant"))
+    assert [remedy.what for remedy in remedies(variant, room(22))] == [
+        remedy.what for remedy in remedies(job, room(22))
+    ]

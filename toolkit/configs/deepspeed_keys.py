@@ -183,7 +183,7 @@ def _mistakes(key: str, value: Any) -> list[str]:
     if key == "activation_checkpointing" and not wrong and any(section.values()):
         return [
             "activation_checkpointing has no effect: DeepSpeed does it only in models that call "
-            "deepspeed.layers, and those of transformers don't (toolkit.train and the "
+            "deepspeed.checkpointing, and those of transformers don't (toolkit.train and the "
             "Trainer have --gradient_checkpointing)"
         ]
     return wrong

@@ -108,7 +108,7 @@ def check_left_over(environ: Mapping[str, str], *, launched: bool = True) -> Non
 
 
 def known_strategy(strategy: Strategy) -> Strategy:
-    """Return the strategy of ours that asks for the same, or `asked` itself."""
+    """Return the strategy of ours that asks for the same, or `strategy` itself."""
     for known in STRATEGIES.values():
         if same_features(known, strategy):
             return known

@@ -148,7 +148,8 @@ class Backend(Protocol):
         """Return the weights that the optimizer steps on, whole; a collective.
 
         Returns:
-            In the whole parameter's shape and the dtype that is stepped on, without a gradient.
+            In the whole parameter's shape and the dtype that is stepped on, without a gradient. In
+            fp32 the parameter itself, which DeepSpeed keeps equal to its master.
         """
         ...
 
@@ -168,7 +169,7 @@ class Backend(Protocol):
             whole: In the whole parameter's shape; the same on every rank.
 
         Raises:
-            RuntimeError: the optimizer would step on other numbers.
+            RuntimeError: DeepSpeed's masters, which the optimizer steps on, are others.
         """
         ...
 

@@ -255,7 +255,8 @@ class DeepSpeed:
         from deepspeed.runtime.zero import GatheredParameters
 
         with GatheredParameters([parameter]):
-            return parameter.detach().clone()
+            # Not on the device, where the gathered one still lies.
+            return parameter.detach().to("cpu", copy=True)
 
     def whole_gradient(self, parameter: Any) -> torch.Tensor:
         gradient = parameter.grad

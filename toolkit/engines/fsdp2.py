@@ -12,7 +12,6 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import distribute_tensor
 
-from toolkit.engines.fsdp_shards import read_shards, write_shards
 from toolkit.engines.optimizers import (
     optimizer_of,
     trained_bytes,
@@ -209,7 +208,11 @@ class FSDP2(SteppedByLoop):
     def checkpoint_bytes(self, prepared: Prepared) -> int:
         return trained_bytes(self._model, prepared.optimizer) // self.replicas()
 
+    # torch.distributed.checkpoint takes 0.05 s to import: only where it is needed.
+
     def write_together(self, folder: Path, prepared: Prepared, *, step: int) -> None:
+        from toolkit.engines.fsdp_shards import write_shards
+
         write_shards(folder / SHARDS, self._states(prepared))
 
     def write_alone(self, folder: Path, prepared: Prepared) -> None:
@@ -217,6 +220,8 @@ class FSDP2(SteppedByLoop):
 
     def read(self, folder: Path, prepared: Prepared, *, step: int) -> None:
         from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+        from toolkit.engines.fsdp_shards import read_shards
 
         states = self._states(prepared)
         read_shards(folder / SHARDS, states)

@@ -176,6 +176,12 @@ class EvidenceKeeper:
                 if tuple(wanted.shape) != shape_of(parameter):
                     continue
                 self._backend.put_weight(parameter, wanted)
+                taken = self._backend.whole_weight(parameter).to("cpu", torch.float32)
+                if not torch.equal(taken, wanted):
+                    raise RuntimeError(
+                        f"{name} did not take the weights that {file} holds before the step: "
+                        "this backend's weights cannot be replaced while it trains"
+                    )
 
     def _forward(self, module: Any, _: Any, inputs: dict[str, Any], output: Any) -> None:
         loss = getattr(output, "loss", None) if self.is_open else None

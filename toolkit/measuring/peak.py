@@ -32,7 +32,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.engines.backend import Backend, backend_of
-from toolkit.engines.hooks import Undo, stand_in
+from toolkit.engines.hooks import Undo, nothing, stand_in
 from toolkit.engines.optimizers import states_held, watch_optimizer
 from toolkit.engines.tensors import comes_again_as_plain_tensors, tensors_in
 from toolkit.measuring.storages import CATEGORIES, UNDECIDED, Fullest, Storages
@@ -56,7 +56,7 @@ class PeakLedger(TorchDispatchMode):
         self._fullest: Fullest | None = None
         self._phase: Phase | None = None
         self._micro_batches: list[dict[str, int]] = []
-        self._look_at_states: Callable[[], None] = _nothing
+        self._look_at_states: Callable[[], None] = nothing
         self._undo: list[Undo] = []
 
     @property
@@ -91,7 +91,7 @@ class PeakLedger(TorchDispatchMode):
             self._undo.pop()()
         self._storages.settle()
         self._fullest, self._storages = self._storages.fullest, Storages("cpu")
-        self._phase, self._look_at_states = None, _nothing
+        self._phase, self._look_at_states = None, nothing
 
     @contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
@@ -106,7 +106,7 @@ class PeakLedger(TorchDispatchMode):
             self._phase = None
 
     def found(self, step: int) -> dict[str, Any] | None:
-        """Return the fullest moment as `results.Peak`; None where no phase was seen.
+        """Return the fullest moment as `fields.Peak`; None where no phase was seen.
 
         Args:
             step: Number of the step that was counted, from 1.
@@ -228,7 +228,3 @@ def _follow_resizes(told: Callable[[torch.UntypedStorage], None]) -> Undo:
         return resized
 
     return stand_in(torch.UntypedStorage, "resize_", resize_)
-
-
-def _nothing() -> None:
-    pass

@@ -189,9 +189,8 @@ class Recorder:
             self._evidence.step_done()
         if self._status is not None:
             self._status.running(self.steps_before + len(self._steps))
-        attested = "optimizer_class" in self.engaged
         kept = self._evidence is not None and self._evidence.is_open  # its gathers are no traffic
-        if attested and self._traffic is None and self._model is not None and not kept:
+        if self._attested and self._traffic is None and self._model is not None and not kept:
             self._start_ledgers()
 
     def resumed_after(self, step: int) -> None:
@@ -320,11 +319,12 @@ class Recorder:
     def close(self) -> None:
         """Leave no mode and no hook behind, whatever became of the step that is open."""
         # Last on, first off: each may have put something in front of the one before.
+        self._stop_ledgers()
         while self._undo:
             self._undo.pop()()
         if self._evidence is not None:
             self._evidence.close()
-        self.first_step_alone()
+        self._clock.close()
 
     def first_step_alone(self) -> None:
         """Look at the first step and at nothing else: nobody will say where a step ends."""

@@ -108,8 +108,7 @@ class PlannedJob(JobOptions):
     @property
     def gradients_in_buckets(self) -> bool:
         """Whether DDP's buckets are the gradients themselves, which then live as long as these."""
-        distributed_whole = self.strategy.is_distributed and self.strategy.sharding == "whole"
-        return distributed_whole and self.gradient_as_bucket_view
+        return self.strategy.reduces_in_buckets and self.gradient_as_bucket_view
 
     @property
     def sums_up(self) -> bool:

@@ -136,7 +136,9 @@ def _next_stage(job: PlannedJob, room: Room) -> Changed | None:
     strategy = job.strategy
     if strategy.offloads or strategy.shards_parameters or job.gpus == 1:
         return None
-    changed = _first_that_fits(job, STAGES[STAGES.index(strategy.name) + 1 :], room)
+    # By what is sharded, not by the name: a variant has its own.
+    sharded = sum((strategy.shards_optimizer, strategy.shards_gradients))
+    changed = _first_that_fits(job, STAGES[sharded + 1 :], room)
     gathers = changed.strategy.shards_parameters
     cost = "half as many bytes again on the wire" if gathers else "little: the same bytes, later"
     return Changed(changed.strategy.name, cost, changed)

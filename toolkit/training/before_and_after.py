@@ -81,7 +81,7 @@ def write_so_far(folder: Path, *, plan: EvaluationPlan, observers: Sequence[Obse
 def _take_up(folder: Path, plan: EvaluationPlan, observers: Sequence[Observer]) -> None:
     """Give observers what was found before the checkpoint, of the same rows and prompts."""
     file = folder / SO_FAR
-    if not file.exists():  # of an older toolkit
+    if not file.exists():  # saved by a run that evaluated nothing
         return
     so_far = json.loads(file.read_text(encoding="utf-8"))
     of_these_rows = so_far["rows"] == _rows_of(plan)

@@ -197,8 +197,9 @@ def _optimizer_step(
 def _sum_over_ranks(accelerator: Accelerator, count: torch.Tensor, *, readers: int) -> torch.Tensor:
     """Sum a count of each rank's batch over the ranks that read rows of their own: `readers`."""
     of_all: Any = accelerator.reduce(count.to(accelerator.device), "sum")
-    # Ranks that share one batch have all counted it.
-    return of_all // (accelerator.num_processes // readers)
+    # Ranks that share one batch have all counted it. Without any, the device has nothing to divide.
+    copies = accelerator.num_processes // readers
+    return of_all if copies == 1 else of_all // copies
 
 
 def _mean_over_ranks(accelerator: Accelerator, value: torch.Tensor) -> float:

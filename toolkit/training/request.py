@@ -122,7 +122,6 @@ class Request:
     validation: PreparedData | None
     """The rows to evaluate on; None where none were asked for, or the run is taken apart."""
 
-    precision: str
     method: Method
     notes: list[str]
     """Sentences for the user: what was taken from the launcher's config or left out, and why."""
@@ -225,7 +224,6 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
         model=model,
         data=data,
         validation=_validation(own, model),
-        precision=precision,
         method=method,
         notes=notes,
     )

@@ -124,7 +124,7 @@ class ToolkitTrainer(Trainer):
             resumed = find_for(self, resume_from_checkpoint)
         with lock or nullcontext():
             output = self.train_from(resumed, **kwargs)
-        self.finish_record()
+            self.finish_record()
         return output
 
     def train_from(self, resumed: Resumed | None, **kwargs: Any) -> Any:

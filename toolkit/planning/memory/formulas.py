@@ -208,7 +208,7 @@ def _lasting_buckets(job: PlannedJob) -> float:
     match job.strategy.sharding:
         case "tensors":
             return zero_settings(job).reduce_bucket * size
-        case "whole" if job.strategy.is_distributed and not job.gradient_as_bucket_view:
+        case "whole" if job.strategy.reduces_in_buckets and not job.gradient_as_bucket_view:
             return job.model.parameters * size
         case "whole" | "flat" | "rows":
             return 0.0

@@ -83,7 +83,7 @@ def packed_size(job: PlannedJob, weights: Weights) -> float:
 
 
 def _ddp(job: PlannedJob, weights: Weights) -> Iterator[Term]:
-    if job.strategy.is_distributed and not job.gradient_as_bucket_view:
+    if job.strategy.reduces_in_buckets and not job.gradient_as_bucket_view:
         size = trained_size(job)
         elements = weights.trained.elements
         yield Term(
