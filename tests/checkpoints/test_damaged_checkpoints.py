@@ -6,9 +6,8 @@ import random
 import pytest
 
 from toolkit.checkpoints.committing import committing
-from toolkit.checkpoints.integrity import damages
 from toolkit.checkpoints.resume_request import ResumeRequest, asked_checkpoint, folder_to_resume
-from toolkit.checkpoints.resuming import differences, find_checkpoint
+from toolkit.checkpoints.resuming import damages, differences, find_checkpoint
 from toolkit.errors import UsageError
 from toolkit.measuring.recorder import drop_steps_after
 from toolkit.records.manifests import MANIFEST, read_manifest, write_manifest

@@ -1,12 +1,12 @@
-"""Folders that are whole or not there: written aside, listed in a manifest, then put in place.
+"""Folders that are complete or not there: written aside, listed in a manifest, then put in place.
 
-Whoever looks at a committed folder, at whatever moment a process or a machine died, finds the old
-content or all of the new one. The old one is deleted only when the new one stands. A folder that
-holds other things as well cannot be replaced: there the files come in one by one and the manifest
-last, and a commit that died in between is seen by `check`.
+Whenever a process or a machine dies, a committed folder holds the old content or all of the new.
+The old one is deleted only when the new one stands. A folder that holds other things as well cannot
+be replaced: there the files come in one by one and the manifest last, and `check` sees a commit
+that died in between.
 
 Only files that a manifest of the toolkit lists are ever deleted, and no link is followed. Any other
-entry that is in the way is renamed, and the user is told (`keep_aside`).
+entry that is in the way is renamed, with a message (`keep_aside`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ KEPT: Final = "kept"
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
 _CANNOT_EXCHANGE: Final = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
-"""Of kernels and file systems that have no exchange, some of the networked ones among them."""
+"""Of kernels and file systems that have no exchange, such as some networked ones."""
 
 
 @contextmanager
@@ -69,14 +69,14 @@ def committing(
     When the body raises, what it wrote is removed and `folder` stays as it was.
 
     Args:
-        folder: Where the files go. What an earlier commit put there is replaced as a whole; what
-            others put there stays, or is kept aside where it is in the way.
+        folder: An earlier commit in it is replaced; other files stay, or are kept aside where they
+            are in the way.
         obsolete: Patterns of files directly in `folder` that are kept aside, whoever wrote them,
             since beside the new ones they would mean something else.
-        listed: Entries of the manifest, by name, of files that the body has already had written to
-            the disk and read with `entry`: many ranks do that faster than one.
-        shared: Whether others may have files of their own in `folder`. Else a folder without a
-            manifest of ours is kept aside as a whole.
+        listed: Manifest entries of files that the body has synced and read with `entry` already:
+            many ranks do that faster than one.
+        shared: Whether `folder` may hold other files. Else a folder without a manifest of the
+            toolkit is kept aside.
         facts: Put into the manifest beside sizes and sha256 of the files.
     """
     recover(folder)
@@ -109,8 +109,6 @@ def follow_umask(folder: Path) -> None:
 
 def check(folder: Path) -> dict[str, Any]:
     """Return the manifest of a committed folder, after reading every byte that it lists.
-
-    Files that the manifest does not know are none of its business.
 
     Raises:
         Damaged: naming the first file that is missing, cut off or changed.
@@ -148,12 +146,7 @@ def remove_drafts(folder: Path) -> None:
 
 
 def remove_own(folder: Path, *, name: Path | None = None) -> None:
-    """Remove a folder that was committed; other files in it are kept aside.
-
-    Args:
-        folder: The folder to remove.
-        name: Its name before it was moved here.
-    """
+    """Remove a committed folder, once `name`; other files in it are kept aside."""
     _remove_committed(folder)
     if os.path.lexists(folder):
         keep_aside(folder, name=name)
@@ -168,11 +161,11 @@ def _remove_committed(folder: Path) -> None:
 
 
 def keep_aside(path: Path, *, name: Path | None = None) -> None:
-    """Rename an entry that is in the way and not the toolkit's, and tell the user."""
+    """Rename an entry, once `name`, that is in the way and not the toolkit's; tell the user."""
     before = name or path
-    kept = _free_name(before, f"{before.name}.{KEPT}-{{}}")
-    path.rename(kept)
-    say(f"{before} is not the toolkit's, or holds other files: it is kept as {kept}")
+    target = _free_name(before, f"{before.name}.{KEPT}-{{}}")
+    path.rename(target)
+    say(f"{before} is not the toolkit's, or holds other files: it is kept as {target}")
 
 
 def _put_in_place(draft: Path, folder: Path, obsolete: Sequence[str], *, shared: bool) -> None:
@@ -211,23 +204,21 @@ def _replace(draft: Path, folder: Path) -> None:
 
 def _others(draft: Path, folder: Path, listed: Mapping[str, Any] | None) -> set[str]:
     """Return the entries of a folder that no manifest lists, or that people have edited."""
-    own = set[str]() if listed is None else {*listed, MANIFEST}
-    others = {name for name, mode in contents(folder) if name not in own or not stat.S_ISREG(mode)}
+    entries = listed or {}
+    committed = set[str]() if listed is None else {*entries, MANIFEST}
+    others = {n for n, mode in contents(folder) if n not in committed or not stat.S_ISREG(mode)}
     edited = {
         name
-        for name in TO_BE_EDITED & (own - others)
+        for name in TO_BE_EDITED & (committed - others)
         if (folder / name).exists()
-        and entry(folder, name) != (listed or {})[name]
+        and entry(folder, name) != entries[name]
         and not _is_same(draft / name, folder / name)
     }
     return others | edited
 
 
 def _listed(folder: Path) -> dict[str, Any] | None:
-    """Return the files that an earlier commit put into a folder, with their entries.
-
-    None where there was none, or its list cannot be trusted.
-    """
+    """Return the entries of an earlier commit's files; None without a manifest to be trusted."""
     try:
         return read_manifest(folder)["files"]
     except (Damaged, UsageError):
@@ -281,25 +272,25 @@ def _keep_inside(draft: Path, folder: Path, names: set[str]) -> None:
     )
 
 
-def _is_same(one: Path, other: Path) -> bool:
-    """Whether two files hold the same; never so where one is a link or missing."""
-    if any(path.is_symlink() or not path.is_file() for path in (one, other)):
+def _is_same(left: Path, right: Path) -> bool:
+    """Whether two files hold the same; never so where a path is a link or missing."""
+    if any(path.is_symlink() or not path.is_file() for path in (left, right)):
         return False
-    return filecmp.cmp(one, other, shallow=False)
+    return filecmp.cmp(left, right, shallow=False)
 
 
-def _exchanged(one: Path, other: Path) -> bool:
+def _exchanged(left: Path, right: Path) -> bool:
     """Let two folders change places in one move; False where the system has no such move."""
     exchange = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if exchange is None:
         return False
-    paths = os.fsencode(one), os.fsencode(other)
+    paths = os.fsencode(left), os.fsencode(right)
     if exchange(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0:
         return True
     number = ctypes.get_errno()
     if number in _CANNOT_EXCHANGE:
         return False
-    raise OSError(number, os.strerror(number), str(other))
+    raise OSError(number, os.strerror(number), str(right))
 
 
 def _new_draft(folder: Path) -> Path:

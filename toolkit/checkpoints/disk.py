@@ -14,11 +14,9 @@ ADVICE: Final = (
 
 
 def room_missing(folder: Path, needed: int) -> str | None:
-    """Say that a save does not fit on its disk; None where it may.
+    """Return the sentence that a save of `needed` bytes or more does not fit on its disk, or None.
 
-    Args:
-        folder: Where it goes, there or not.
-        needed: The least that it takes, in bytes.
+    The folder need not be there yet.
     """
     free = _free_bytes(folder)
     if free is None or free >= needed:
@@ -43,11 +41,8 @@ def in_words(error: BaseException, folder: Path) -> str:
 
 
 def _free_bytes(folder: Path) -> int | None:
-    """Return what a file system has left for this user; None where it does not tell."""
-    there = next((path for path in (folder, *folder.parents) if path.exists()), None)
-    if there is None:
-        return None
-    usage = shutil.disk_usage(there)
+    """Return the bytes free to this user; None on file systems that do not tell."""
+    usage = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists()))
     return usage.free if usage.total else None
 
 

@@ -19,6 +19,9 @@ from toolkit.records.manifests import Damaged, is_real_folder, read_manifest
 
 NAME: Final = re.compile(r"checkpoint-(\d+)")
 
+KIND: Final = "checkpoint"
+"""In the manifest of a checkpoint."""
+
 
 def checkpoint_folder(output_dir: Path, step: int) -> Path:
     return output_dir / f"checkpoint-{step}"
@@ -26,19 +29,15 @@ def checkpoint_folder(output_dir: Path, step: int) -> Path:
 
 def step_of(folder: Path) -> int | None:
     """Return the step that a checkpoint's name says; None for other names."""
-    found = NAME.fullmatch(folder.name)
-    return int(found[1]) if found else None
+    match = NAME.fullmatch(folder.name)
+    return int(match[1]) if match else None
 
 
 def checkpoints_in(output_dir: Path) -> list[Path]:
     """Return the folders that are named like checkpoints, newest step first."""
-    there = filter(is_real_folder, output_dir.glob("checkpoint-*"))
-    found = {path: step_of(path) for path in there}
-    return sorted(
-        (path for path, step in found.items() if step is not None),
-        key=lambda path: found[path] or 0,
-        reverse=True,
-    )
+    folders = filter(is_real_folder, output_dir.glob("checkpoint-*"))
+    checkpoints = [path for path in folders if step_of(path) is not None]
+    return sorted(checkpoints, key=lambda path: step_of(path) or 0, reverse=True)
 
 
 def tidy(output_dir: Path) -> None:

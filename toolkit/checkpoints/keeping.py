@@ -1,21 +1,28 @@
-"""When a run saves a checkpoint and which ones it keeps, the same under both engines."""
+"""When a run saves a checkpoint, how its ranks write it, and which ones stay; in both engines."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoints.folders import checkpoint_folder, rotate
-from toolkit.checkpoints.preemption import Preempted, Preemption, heartbeat_of
-from toolkit.checkpoints.writing import save_checkpoint
+from toolkit.checkpoints.committing import committing
+from toolkit.checkpoints.disk import in_words, room_missing
+from toolkit.checkpoints.folders import KIND, checkpoint_folder, rotate, shares
+from toolkit.checkpoints.preemption import Preempted, Preemption
+from toolkit.checkpoints.states import write_own
+from toolkit.engines.backend import backend_of
 from toolkit.engines.prepared import Prepared
+from toolkit.errors import SaveError, UsageError
 from toolkit.launching.ranks import say
 from toolkit.measuring.attestation import gather_objects
 from toolkit.measuring.finite import require_finite
 from toolkit.measuring.recorder import Recorder
+from toolkit.records.manifests import FORMAT, entry, file_names
 
 
 @dataclass(kw_only=True)
@@ -58,9 +65,9 @@ class Keeper:
         return by_count or self.stopping(step)
 
     def stopping(self, step: int) -> bool:
-        heartbeat = heartbeat_of(self.recorder)
-        asked = self.preemption is not None and heartbeat is not None and heartbeat.stop_agreed
-        return asked and step < self.last_step
+        if self.preemption is None or self.recorder.heartbeat is None:
+            return False
+        return self.recorder.heartbeat.stop_agreed and step < self.last_step
 
     def save(
         self,
@@ -88,19 +95,13 @@ class Keeper:
         if self.recorder.spoiled():
             return None
         folder = checkpoint_folder(output_dir or self.output_dir, step)
-
-        def write_files(draft: Path) -> None:
-            for write in (self.write_beside, write_more):
-                if write is not None:
-                    write(draft)
-
+        writers = [write for write in (self.write_beside, write_more) if write is not None]
         with self.recorder.aside():
             require_finite(prepared.model, folder)
-            taken = save_checkpoint(
-                folder, prepared, step=step, facts=self.facts, write_more=write_files
-            )
+            begun = time.monotonic()
+            _save_together(folder, prepared, step=step, facts=self.facts, writers=writers)
             if prepared.accelerator.is_main_process:
-                say(f"saved {folder} in {taken:.1f} s")
+                say(f"saved {folder} in {time.monotonic() - begun:.1f} s")
                 rotate(folder.parent, folder, limit=self.limit, keep=keep)
         self.newest = folder
         return folder
@@ -113,10 +114,10 @@ class Keeper:
         """
         if not self.stopping(step):
             return
-        own = self.preemption.seconds_since_asked() if self.preemption else None
-        asked = [seconds for seconds in gather_objects(own) if seconds is not None]
+        since_signal = self.preemption.seconds_since_asked() if self.preemption else None
+        ranks = [seconds for seconds in gather_objects(since_signal) if seconds is not None]
         saved = self.newest == checkpoint_folder(self.output_dir, step)
-        raise Preempted(step, self.newest, saved=saved, seconds=max(asked, default=None))
+        raise Preempted(step, self.newest, saved=saved, seconds=max(ranks, default=None))
 
 
 def steps_between(args: Any, *, steps: int, rows: int, global_batch: int) -> int | None:
@@ -128,3 +129,94 @@ def steps_between(args: Any, *, steps: int, rows: int, global_batch: int) -> int
         return None
     # Below 1 it is a share of the run, as in the Trainer.
     return math.ceil(args.save_steps * steps) if args.save_steps < 1 else int(args.save_steps)
+
+
+def _save_together(
+    folder: Path,
+    prepared: Prepared,
+    *,
+    step: int,
+    facts: dict[str, Any],
+    writers: Collection[Callable[[Path], None]],
+) -> None:
+    """Write one draft by all ranks, and put it in place as a whole; a collective.
+
+    What stands in its place and was not committed here is kept aside.
+
+    Args:
+        folder: On a file system that all ranks share.
+        prepared: What is trained.
+        step: Optimizer steps that are done.
+        facts: What a run that resumes from it must have in common.
+        writers: Write further files into the draft, on rank 0.
+
+    Raises:
+        SaveError: on every rank, when it does not fit on the disk or any could not write its part;
+            `folder` is as it was.
+    """
+    accelerator, backend = prepared.accelerator, backend_of(prepared.model)
+    entries: dict[str, dict[str, Any]] = {}
+
+    def open_draft() -> str | None:
+        if not accelerator.is_main_process:
+            return None
+        described = {"kind": KIND, "format": FORMAT, "step": step, "facts": facts}
+        commit = committing(folder, listed=entries, shared=False, **described)
+        return str(undo.enter_context(commit))
+
+    def write_parts() -> None:
+        write_own(draft, prepared)
+        for write in writers if accelerator.is_main_process else ():
+            write(draft)
+
+    needed = sum(gather_objects(backend.checkpoint_bytes(prepared)))
+    missing = _on_every_rank(folder, lambda: room_missing(folder, needed))[0]  # rank 0 looked
+    if missing is not None:
+        raise SaveError(f"{folder} was not saved: {missing}")
+    with ExitStack() as undo:
+        draft = Path(_on_every_rank(folder, open_draft)[0])
+        _on_every_rank(folder, lambda: _see(draft))
+        try:
+            backend.write_together(draft, prepared, step=step)
+        except UsageError:
+            raise
+        except Exception as error:  # other ranks may be stuck in theirs, and could not be told
+            who = f"rank {accelerator.process_index}"
+            raise SaveError(f"{folder} was not saved. {who}: {in_words(error, folder)}") from error
+        _on_every_rank(folder, write_parts)
+        for of_rank in _on_every_rank(folder, lambda: _entries(draft, accelerator)):
+            entries |= of_rank
+        commit = undo.pop_all()
+    _on_every_rank(folder, commit.close)
+
+
+def _on_every_rank(folder: Path, act: Callable[[], Any]) -> list[Any]:
+    """Return what `act` returned on every rank; a collective.
+
+    Raises:
+        SaveError: on every rank, when it failed on any.
+    """
+    value, error = None, None
+    try:
+        value = act()
+    except Exception as failure:  # the other ranks wait: whatever it is, they must hear of it
+        error = in_words(failure, folder)
+    values, errors = zip(*gather_objects((value, error)), strict=True)
+    failures = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]
+    if failures:
+        raise SaveError(f"{folder} was not saved. {'; '.join(failures)}")
+    return list(values)
+
+
+def _see(draft: Path) -> None:
+    if not draft.is_dir():
+        raise FileNotFoundError(
+            f"{draft} is not there: --output_dir must be on a file system that all ranks share"
+        )
+
+
+def _entries(draft: Path, accelerator: Any) -> dict[str, dict[str, Any]]:
+    """Sync and hash this rank's share of the files."""
+    sizes = {name: {"bytes": (draft / name).stat().st_size} for name in file_names(draft)}
+    names = shares(sizes, ranks=accelerator.num_processes)[accelerator.process_index]
+    return {name: entry(draft, name) for name in names}

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import Final
 
 from toolkit.launching.processes import stop_signals
 from toolkit.launching.ranks import die_with_parent
@@ -29,8 +29,8 @@ class Preempted(Exception):
     """The run was asked to stop, and has saved where there was something worth it.
 
     Args:
-        step: The last one that was trained.
-        folder: The newest checkpoint; None where there is none.
+        step: The last step that was trained.
+        folder: The newest checkpoint, if there is one.
         saved: Whether it is of that step.
         seconds: From the signal until now; None where no rank knows.
     """
@@ -40,16 +40,16 @@ class Preempted(Exception):
     ) -> None:
         if saved:
             took = "" if seconds is None else f", {seconds:.1f} s after the signal"
-            said = f"saved at step {step} in {folder}{took}"
+            outcome = f"saved at step {step} in {folder}{took}"
         else:
-            said = f"nothing was saved after step {step}: an earlier one was not finite"
+            outcome = f"nothing was saved after step {step}: an earlier one was not finite"
         if folder is None:
             go_on = "There is no checkpoint to go on from"
         elif saved:
             go_on = f"Go on with --resume_from_checkpoint last --output_dir {folder.parent}"
         else:
             go_on = f"Go on with --resume_from_checkpoint {folder}"
-        super().__init__(f"preempted: {said}. {go_on}")
+        super().__init__(f"preempted: {outcome}. {go_on}")
         self.step = step
         self.folder = folder
 
@@ -94,8 +94,3 @@ def _signals() -> list[signal.Signals]:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return [signal.SIGTERM, signal.SIGHUP]
     return stop_signals()
-
-
-def heartbeat_of(recorder: Any) -> Any | None:
-    """Return what the ranks agree by; None where the guards are off."""
-    return getattr(recorder, "heartbeat", None)

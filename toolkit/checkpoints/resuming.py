@@ -1,21 +1,21 @@
-"""From what is asked for to a checkpoint that every rank finds whole, and back into a training."""
+"""From a request to resume to a checkpoint that every rank finds whole, and into a training."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from toolkit.checkpoints.folders import checkpoints_in, step_of, tidy
-from toolkit.checkpoints.integrity import damages
+from toolkit.checkpoints.folders import KIND, checkpoints_in, shares, step_of, tidy
 from toolkit.checkpoints.resume_request import ResumeRequest
 from toolkit.checkpoints.states import read_random_state, read_states
-from toolkit.engines.prepared import Prepared
+from toolkit.engines.prepared import Prepared, world_rank
 from toolkit.errors import UsageError
 from toolkit.launching.ranks import rank
 from toolkit.measuring.attestation import gather_objects
-from toolkit.records.manifests import read_manifest
+from toolkit.records.manifests import MANIFEST, Damaged, check_file, read_manifest
 
 WORDS: Final = {
     "num_processes": "world size",
@@ -68,7 +68,11 @@ def find_checkpoint(request: ResumeRequest, now: Mapping[str, Any]) -> Resumed:
     Raises:
         UsageError: on every rank, when it is of another training, or none is whole.
     """
-    candidates = _listed(request.output_dir)
+    tidied: list[Path] = []
+    if rank() == 0:
+        tidy(request.output_dir)
+        tidied = checkpoints_in(request.output_dir)
+    candidates: list[Path] = gather_objects(tidied)[0]  # the same on every rank
     if request.named is not None:
         last = step_of(request.named) or 0
         older = [path for path in candidates if (step_of(path) or 0) < last]
@@ -85,27 +89,65 @@ def find_checkpoint(request: ResumeRequest, now: Mapping[str, Any]) -> Resumed:
     raise UsageError(f"No checkpoint can be resumed from: {reasons}. Start from the beginning.")
 
 
-def _listed(output_dir: Path) -> list[Path]:
-    """Return the same folders on every rank, tidied by the first."""
-    checkpoints: list[Path] = []
-    if rank() == 0:
-        tidy(output_dir)
-        checkpoints = checkpoints_in(output_dir)
-    return gather_objects(checkpoints)[0]
+def damages(folder: Path) -> list[str]:
+    """Return what any rank finds wrong with a checkpoint, the same on every rank: none if whole.
+
+    A collective. Every rank reads the manifest, and each its share of all the bytes.
+
+    Raises:
+        UsageError: on every rank, when a toolkit with another format wrote it.
+    """
+    digest: str | None = None
+    damage: str | None = None
+    refusal: str | None = None
+    manifest: dict[str, Any] = {}
+    try:
+        manifest = read_manifest(folder)
+        digest = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+        damage = _not_a_checkpoint(folder, manifest)
+    except UsageError as error:
+        refusal = str(error)
+    except (Damaged, OSError) as error:
+        damage = str(error)
+    digests, found_damages, refusals = zip(*gather_objects((digest, damage, refusal)), strict=True)
+    if any(refusals):
+        raise UsageError(next(filter(None, refusals)))
+    if any(found_damages):
+        return list(dict.fromkeys(filter(None, found_damages)))
+    if len(set(digests)) > 1:
+        return [f"the ranks read different manifests in {folder}: it is no folder that all share"]
+    damaged_files: list[str] = []
+    for name in shares(manifest["files"], ranks=len(digests))[world_rank()]:
+        try:
+            check_file(folder, name, manifest["files"][name])
+        except (Damaged, OSError) as error:
+            damaged_files.append(str(error))
+    return [damage for of_rank in gather_objects(damaged_files) for damage in of_rank]
+
+
+def _not_a_checkpoint(folder: Path, manifest: dict[str, Any]) -> str | None:
+    step = manifest.get("step")
+    if (
+        manifest.get("kind") != KIND
+        or type(step) is not int
+        or type(manifest.get("format")) is not int
+        or not isinstance(manifest.get("facts"), dict)
+    ):
+        return f"{folder} holds no checkpoint of this toolkit"
+    if step != step_of(folder):
+        return f"{folder} holds a checkpoint of step {step}, and its name says another one"
+    return None
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Say each fact that is not the same, with both values; one that is missing differs too."""
+    """Return a sentence for each fact that is not the same; one that is missing differs too."""
+    absent = "not told"
     return [
-        f"{WORDS.get(name, name)} is {_value(saved, name)} in the checkpoint and "
-        f"{_value(now, name)} now"
+        f"{WORDS.get(name, name)} is {saved.get(name, absent)} in the checkpoint and "
+        f"{now.get(name, absent)} now"
         for name in dict.fromkeys((*now, *saved))
-        if name not in saved or name not in now or saved[name] != now[name]
+        if saved.get(name, absent) != now.get(name, absent)
     ]
-
-
-def _value(facts: Mapping[str, Any], name: str) -> str:
-    return str(facts[name]) if name in facts else "not told"
 
 
 def require_same(folder: Path, manifest: Mapping[str, Any], now: Mapping[str, Any]) -> None:

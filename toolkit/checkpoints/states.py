@@ -20,30 +20,26 @@ from toolkit.engines.backend import backend_of
 from toolkit.engines.prepared import Prepared
 
 
-def rank_file(rank: int) -> str:
-    return f"rank-{rank}.pt"
-
-
 def write_own(draft: Path, prepared: Prepared) -> None:
     """Write what this rank writes by itself."""
     accelerator, backend = prepared.accelerator, backend_of(prepared.model)
     backend.write_alone(draft, prepared)
-    scaler = getattr(accelerator, "scaler", None)
+    scaler = accelerator.scaler  # of fp16
     states = {
-        "random": random_state(),
+        "random": _random_state(),
         "scheduler": prepared.scheduler.state_dict(),
         "learning_rates": [float(group["lr"]) for group in prepared.optimizer.param_groups],
         "scaler": None if scaler is None else scaler.state_dict(),
         "swapped": backend.left_out(),
     }
-    torch.save(states, draft / rank_file(accelerator.process_index))
+    torch.save(states, _own_file(draft, accelerator))
 
 
 def read_states(folder: Path, prepared: Prepared, *, step: int) -> None:
     """Read everything but the random numbers; every rank calls it, before the first step."""
     backend = backend_of(prepared.model)
     backend.read(folder, prepared, step=step)
-    states = _of_this_rank(folder, prepared.accelerator)
+    states = _read_own(folder, prepared.accelerator)
     backend.restore_left_out(states["swapped"])
     prepared.scheduler.load_state_dict(states["scheduler"])
     for group, rate in zip(prepared.optimizer.param_groups, states["learning_rates"], strict=True):
@@ -53,10 +49,17 @@ def read_states(folder: Path, prepared: Prepared, *, step: int) -> None:
 
 
 def read_random_state(folder: Path, accelerator: Any) -> None:
-    set_random_state(_of_this_rank(folder, accelerator)["random"])
+    """Put every generator's state of this rank back."""
+    state = _read_own(folder, accelerator)["random"]
+    random.setstate(state["python"])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.asarray(keys, dtype=np.uint32), *rest))
+    torch.random.set_rng_state(state["cpu"])
+    if state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"])
 
 
-def random_state() -> dict[str, Any]:
+def _random_state() -> dict[str, Any]:
     """Return every generator's state of this rank, as plain values and tensors."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     return {
@@ -67,15 +70,10 @@ def random_state() -> dict[str, Any]:
     }
 
 
-def set_random_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.asarray(keys, dtype=np.uint32), *rest))
-    torch.random.set_rng_state(state["cpu"])
-    if state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"])
+def _read_own(folder: Path, accelerator: Any) -> dict[str, Any]:
+    # `weights_only` unpickles tensors and plain values, and never runs code of the file.
+    return torch.load(_own_file(folder, accelerator), map_location="cpu", weights_only=True)
 
 
-def _of_this_rank(folder: Path, accelerator: Any) -> dict[str, Any]:
-    file = folder / rank_file(accelerator.process_index)
-    return torch.load(file, map_location="cpu", weights_only=True)
+def _own_file(folder: Path, accelerator: Any) -> Path:
+    return folder / f"rank-{accelerator.process_index}.pt"

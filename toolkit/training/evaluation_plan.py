@@ -157,7 +157,7 @@ def left_out_with_evidence(data: DataArguments, *, samples: int | None) -> str |
         samples: Prompts that were asked for.
     """
     flags = ["--sample_prompts"] if samples else []
-    flags += [flag for flag in data.asked_of_validation if flag != "--max_eval_samples"]
+    flags += data.validation_flags
     if not flags:
         return None
     return f"{', '.join(flags)}: nothing is evaluated or sampled in a run with --evidence"

@@ -12,7 +12,7 @@ import torch
 
 from toolkit import environment
 from toolkit.checkpoints.keeping import Keeper, steps_between
-from toolkit.checkpoints.preemption import Preempted, Preemption, heartbeat_of
+from toolkit.checkpoints.preemption import Preempted, Preemption
 from toolkit.data.cache import check_seconds
 from toolkit.data.collation import Collator
 from toolkit.engines.prepared import Prepared
@@ -227,7 +227,7 @@ def _train_in_loop(
 
 def _keeper_of(job: Job, recorder: Recorder) -> Keeper:
     """Return what saves a job's checkpoints, and tell the recorder where the run begins."""
-    heartbeat = heartbeat_of(recorder)
+    heartbeat = recorder.heartbeat
     # A run that died before its first checkpoint begins again, and none of its steps holds.
     recorder.resumed_after(0 if job.resumed is None else job.resumed.step)
     keeper = Keeper(
