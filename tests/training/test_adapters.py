@@ -23,7 +23,7 @@ from toolkit.training.method_arguments import MethodArguments
 from toolkit.training.methods import check_strategy, checked_method, skeleton
 from toolkit.training.model import model_facts
 from toolkit.training.quantized import keep_packed
-from toolkit.training.saving import save_merged, save_model
+from toolkit.training.saving import save_model
 
 pytestmark = pytest.mark.filterwarnings(
     # peft 0.21 asks transformers 5.23 by the old name (peft/peft_model.py, PeftModel.__init__).
@@ -154,7 +154,7 @@ def test_a_saved_adapter_comes_back_as_it_was_trained(
 def test_merged_is_base_plus_what_the_adapters_add(tmp_path, accelerator, request, family):
     folder = request.getfixturevalue(family)
     model = trained(adapted(folder, lora_r=4, lora_alpha=12))
-    save_merged(accelerator, model, tmp_path / "merged")
+    save_model(accelerator, model, tmp_path / "merged", merge=True)
     merged, report = AutoModelForCausalLM.from_pretrained(
         tmp_path / "merged", dtype="auto", output_loading_info=True
     )
@@ -179,7 +179,7 @@ def test_merged_is_base_plus_what_the_adapters_add(tmp_path, accelerator, reques
 def test_4_bit_weights_are_unpacked_to_be_merged(tmp_path, accelerator, request, family):
     folder = request.getfixturevalue(family)
     model = trained(adapted(folder, "qlora"))
-    save_merged(accelerator, model, tmp_path / "merged")
+    save_model(accelerator, model, tmp_path / "merged", merge=True)
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
     assert "quantization_config" not in config
     assert config["dtype"] == "float32"
@@ -235,7 +235,7 @@ def test_experts_that_are_no_linear_layers_are_left_alone_and_saved_as_their_fam
     small_of("qwen3_moe", "sdpa").save_pretrained(tmp_path / "base")
     model = trained(adapted(tmp_path / "base"))
     assert not any("experts" in name for name, _ in adapters.adapted_modules(model))
-    save_merged(accelerator, model, tmp_path / "merged")
+    save_model(accelerator, model, tmp_path / "merged", merge=True)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
     assert torch.allclose(logits(merged), logits(model), atol=1e-5)
     assert "model.layers.0.mlp.experts.1.up_proj.weight" in load_file(
@@ -321,7 +321,7 @@ def test_a_model_that_cannot_be_merged_is_an_error_after_everything_was_gathered
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saving, "_on_cpu", counting)
         with pytest.raises(SaveError, match="default"):
-            save_merged(accelerator, model, tmp_path / "merged")
+            save_model(accelerator, model, tmp_path / "merged", merge=True)
     assert len(gathered) == len(list(model.parameters()))
 
 

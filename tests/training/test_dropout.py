@@ -22,8 +22,7 @@ from transformers import (
     XGLMConfig,
 )
 
-from toolkit.training.dropout import dropout_facts, turn_off
-from toolkit.training.randomness import difference
+from toolkit.training.dropout import difference, dropout_facts, turn_off
 from toolkit.training.saving import save_model
 
 VOCABULARY = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}

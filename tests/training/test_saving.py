@@ -22,7 +22,7 @@ from transformers import (
 from toolkit.checkpoints.committing import check
 from toolkit.errors import SaveError
 from toolkit.measuring.finite import require_finite
-from toolkit.training import saving
+from toolkit.training import adapters, saving
 from toolkit.training.saving import save_model
 
 SMALL = {
@@ -144,7 +144,7 @@ def test_weights_that_come_back_different_leave_the_old_folder(tmp_path, acceler
     folder = tmp_path / "final"
     save_model(accelerator, tied, folder)
     before = check(folder)
-    original = saving.save_file
+    original = adapters.save_file
 
     def one_bit_flips(tensors, file, metadata):
         original(tensors, file, metadata)
@@ -155,7 +155,7 @@ def test_weights_that_come_back_different_leave_the_old_folder(tmp_path, acceler
             opened.write(bytes([last ^ 1]))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "save_file", one_bit_flips)
+        patch.setattr(adapters, "save_file", one_bit_flips)
         with pytest.raises(SaveError, match="came back with other values"):
             save_model(accelerator, tied, folder)
     assert check(folder) == before

@@ -23,11 +23,11 @@ from toolkit.measuring.peak import PeakLedger
 from toolkit.strategies import STRATEGIES
 from toolkit.training.arguments import RunArguments, own_arguments, training_values
 from toolkit.training.evaluation import loss_and_tokens
+from toolkit.training.loop import ddp_options
 from toolkit.training.model import ModelArguments, build_model
 from toolkit.training.precision import asked_precision, with_precision
 from toolkit.training.samples import continuations
 from toolkit.training.speed import Speed
-from toolkit.training.speed.buckets import ddp_options
 from toolkit.training.speed.layers import CHECKPOINTING, KEPT, checkpoint_layers
 from toolkit.training.speed.lean_batches import (
     LeanCollator,

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from toolkit.engines.tensors import plain_name, shape_of
+from toolkit.errors import SaveError
 from toolkit.training.arguments import ModelArguments
 from toolkit.training.methods import Method
 
@@ -23,15 +24,6 @@ ADAPTER: Final = "default"
 """peft's name for the adapter of a model that has one."""
 
 ADAPTER_FILE: Final = "adapter_model.safetensors"
-
-MATRICES: Final = ("lora_A", "lora_B")
-
-PREFIX: Final = "base_model.model."
-"""Prefix of every name in an adapter's file: peft loads it into a model that it wraps."""
-
-
-class AdapterError(RuntimeError):
-    """The gathered weights are not the whole adapter, or were not written as they are."""
 
 
 def load_for(
@@ -43,7 +35,7 @@ def load_for(
         method: Full, lora or qlora.
         arguments: The flags of the model.
         folder: The model's local folder.
-        seed: Of the adapters' initial weights.
+        seed: For the adapters' initial weights.
         start: The file for those weights; None on ranks that don't write it.
 
     Raises:
@@ -64,12 +56,9 @@ def load_for(
 
 
 def attach_adapters(model: Any, method: Method, *, seed: int) -> None:
-    """Freeze a model, and attach adapters to the layers of `method`.
+    """Freeze a model, and attach adapters to the layers of `method`, lora or qlora.
 
-    Args:
-        model: As loaded; its weights may be partitioned by `zero.Init` or missing on this rank.
-        method: Lora or qlora.
-        seed: Of the adapters' initial weights.
+    The weights of the model may be partitioned by `zero.Init` or missing on this rank.
     """
     from peft import LoraConfig
     from peft.tuners.tuners_utils import cast_adapter_dtype
@@ -140,17 +129,16 @@ def write_adapter(
         model: Unwrapped.
         weights: Every trained weight, whole, by its name in the model.
         folder: To write into.
-        tokenizer: Saved with the adapter and its chat template.
+        tokenizer: Saved with its chat template, where it is not None.
 
     Raises:
-        AdapterError: a weight is missing, or not whole, or was read back with other values.
+        SaveError: a weight is missing, or not whole, or was read back with other values.
     """
     from peft import PeftConfig
 
     gathered = dict(weights)
     _check_whole(model, gathered)
-    tensors = _by_peft_names(model, gathered)
-    save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
+    write_tensors(_by_peft_names(model, gathered), folder / ADAPTER_FILE)
     config = copy.copy(adapter_config(model))
     assert config is not None
     config.inference_mode = True
@@ -159,27 +147,38 @@ def write_adapter(
     config.save_pretrained(str(folder))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    with safe_open(folder / ADAPTER_FILE, "pt") as written:
-        for name, tensor in tensors.items():
-            if not torch.equal(written.get_tensor(name), tensor):
-                raise AdapterError(f"{name} came back with other values")
     PeftConfig.from_pretrained(str(folder))
 
 
 def write_start(model: Any, file: Path) -> None:
-    """Write the adapters as they are before training, by the names of a saved adapter.
-
-    Args:
-        model: Not wrapped yet; this rank holds its adapters whole.
-        file: The file; its folder is created.
-    """
+    """Write the adapters of a model that is not wrapped yet, by the names of a saved adapter."""
     trained = {
         name: parameter.detach().cpu()
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
     file.parent.mkdir(parents=True, exist_ok=True)
-    save_file(_by_peft_names(model, trained), file, metadata={"format": "pt"})
+    write_tensors(_by_peft_names(model, trained), file)
+
+
+def write_tensors(tensors: dict[str, torch.Tensor], file: Path) -> None:
+    """Write a safetensors file, and read it again.
+
+    Raises:
+        SaveError: a tensor came back otherwise, in a single bit or as another NaN.
+    """
+    save_file(tensors, file, metadata={"format": "pt"})
+    with safe_open(file, "pt") as written:
+        for name, tensor in tensors.items():
+            if not _same_bytes(written.get_tensor(name), tensor):
+                raise SaveError(f"{name} came back with other values")
+
+
+def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
+    same_kind = left.dtype == right.dtype and left.shape == right.shape
+    return same_kind and torch.equal(
+        left.contiguous().view(-1).view(torch.uint8), right.contiguous().view(-1).view(torch.uint8)
+    )
 
 
 def _by_peft_names(
@@ -193,15 +192,14 @@ def _by_peft_names(
         model, state_dict=weights, adapter_name=_active(model), save_embedding_layers=False
     )
     if len(named) != len(weights):
-        raise AdapterError(
-            f"{len(weights)} weights are trained, and peft saves {len(named)} of them"
-        )
-    prefix = "" if isinstance(model, PeftModel) else PREFIX
+        raise SaveError(f"{len(weights)} weights are trained, and peft saves {len(named)} of them")
+    # peft loads an adapter's file into a model that it wraps.
+    prefix = "" if isinstance(model, PeftModel) else "base_model.model."
     return {prefix + name: tensor.contiguous() for name, tensor in named.items()}
 
 
 def _check_whole(model: Any, gathered: Mapping[str, torch.Tensor | None]) -> None:
-    """Raise AdapterError unless every trained weight was gathered, in its whole shape."""
+    """Raise SaveError unless every trained weight was gathered, in its whole shape."""
     expected = {
         plain_name(name): shape_of(parameter)
         for name, parameter in model.named_parameters()
@@ -211,12 +209,13 @@ def _check_whole(model: Any, gathered: Mapping[str, torch.Tensor | None]) -> Non
         tensor = gathered.get(name)
         actual = "missing" if tensor is None else tuple(tensor.shape)
         if actual != shape or 0 in shape:
-            raise AdapterError(f"{name} is {actual} after gathering, and should be {shape}")
+            raise SaveError(f"{name} is {actual} after gathering, and should be {shape}")
     adapter = _active(model)
     for name, layer in adapted_modules(model):
-        names = {f"{plain_name(name)}.{matrix}.{adapter}.weight" for matrix in MATRICES}
+        matrices = ("lora_A", "lora_B")
+        names = {f"{plain_name(name)}.{matrix}.{adapter}.weight" for matrix in matrices}
         if adapter in getattr(layer, "lora_A", ()) and not names <= expected.keys():
-            raise AdapterError(f"{name} does not train both of its matrices")
+            raise SaveError(f"{name} does not train both of its matrices")
 
 
 def _active(model: Any) -> str:

@@ -1,5 +1,8 @@
-"""Dropout, set to 0 where two runs are compared: each draws masks of its own, so with dropout no
-two of them are the same training. What is saved has the model's own values again."""
+"""Dropout, set to 0 where two runs are compared, and a look for other random numbers in a forward.
+
+Each run draws masks of its own, so with dropout no two of them are the same training. What is saved
+has the model's own values again.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +11,39 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+from torch.nn.modules.dropout import _DropoutNd
+
+from toolkit.engines.between_steps import between_steps
+from toolkit.engines.prepared import Prepared
+from toolkit.measuring.recorder import Recorder
+from toolkit.training.observers import Observer
+
 OF_OTHER_HEADS: Final = ("classifier", "summary_")
 """Beginnings of the names that a causal LM does not use."""
 
-KEPT: Final = "_toolkit_own_dropout"
+OWN_VALUES: Final = "_toolkit_own_dropout"
 """The attribute of a model that keeps what its configs held."""
+
+TOKENS: Final = 16
+
+EQUAL: Final = 1e-4
+EQUAL_IN_16_BITS: Final = 2e-2
+"""The most that two forwards may differ by, as a share of the logits: on a GPU kernels may add in
+another order each time."""
 
 
 def dropout_facts(
     folder: str | Path, *, off: bool, lora_dropout: float, trust_remote_code: bool
 ) -> dict[str, Any]:
-    """Return what a record's `training` says of dropout.
-
-    Args:
-        folder: Where the model lies.
-        off: Whether it is set to 0.
-        lora_dropout: What was asked for adapters, 0 without any.
-        trust_remote_code: Whether code that comes with the model may run.
-    """
+    """Return the fields of dropout in a record's `training`, for the model in `folder`."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
-    own = {name: value for _, name, value in _of_config(config)}
+    values = {name: value for _, name, value in _of_config(config)}
     if lora_dropout:
-        own["lora_dropout"] = lora_dropout
-    return {"dropout": "off" if off else "model", "own_dropout": own}
+        values["lora_dropout"] = lora_dropout
+    return {"dropout": "off" if off else "model", "own_dropout": values}
 
 
 def turn_off(model: Any) -> None:
@@ -40,11 +51,9 @@ def turn_off(model: Any) -> None:
 
     Some modules look into the config in each forward, others keep a copy of their own.
     """
-    from torch.nn.modules.dropout import _DropoutNd
-
-    kept = list(_of_config(model.config))
-    setattr(model, KEPT, kept)
-    _set(kept, off=True)
+    settings = list(_of_config(model.config))
+    setattr(model, OWN_VALUES, settings)
+    _set(settings, off=True)
     for module in model.modules():
         names = [name for name, value in vars(module).items() if _is_dropout(name, value)]
         if isinstance(module, _DropoutNd):
@@ -56,16 +65,16 @@ def turn_off(model: Any) -> None:
 @contextmanager
 def own_values(model: Any) -> Iterator[None]:
     """Let a model's config hold what it held before `turn_off`, while it is written."""
-    kept = getattr(model, KEPT, [])
-    _set(kept, off=False)
+    settings = getattr(model, OWN_VALUES, [])
+    _set(settings, off=False)
     try:
         yield
     finally:
-        _set(kept, off=True)
+        _set(settings, off=True)
 
 
 def _of_config(config: Any) -> Iterator[tuple[Any, str, float]]:
-    """Yield each dropout that a config asks for: where it stands, its name, and its value."""
+    """Yield the config, name and value of each dropout that a config asks for."""
     for name, value in vars(config).items():
         if hasattr(value, "to_dict"):  # the config of a part of the model
             yield from _of_config(value)
@@ -77,6 +86,49 @@ def _is_dropout(name: str, value: Any) -> bool:
     return "drop" in name and isinstance(value, float) and value > 0
 
 
-def _set(kept: list[tuple[Any, str, float]], *, off: bool) -> None:
-    for config, name, value in kept:
+def _set(settings: list[tuple[Any, str, float]], *, off: bool) -> None:
+    for config, name, value in settings:
         setattr(config, name, 0.0 if off else value)
+
+
+class RandomForwards(Observer):
+    """Compares two forwards before the first step; the recorder neither times nor counts them."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.difference: str | None = None
+        """A sentence that says how far they differ; None where they are equal."""
+
+        self._recorder = recorder
+
+    def prepared(self, prepared: Prepared) -> None:
+        with self._recorder.aside():
+            self.difference = difference(prepared.accelerator, prepared.model)
+
+
+def difference(accelerator: Any, model: Any) -> str | None:
+    """Say how far two forwards of the same tokens in train mode differ; None where they are equal.
+
+    A collective, between two steps. The model is the wrapped one.
+    """
+    ids = torch.arange(TOKENS, device=accelerator.device).unsqueeze(0)
+    unwrapped = accelerator.unwrap_model(model)
+    # What is compiled is compiled for the rows of training, and not for these.
+    with between_steps(accelerator, model), torch.compiler.set_stance("force_eager"):
+        for module in unwrapped.modules():
+            module.training = True
+        first, second = (
+            model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.double()
+            for _ in range(2)
+        )
+    if torch.equal(first, second) or not first.isfinite().all():
+        return None  # numbers that are not finite are for the gates to tell
+    in_fp32 = (
+        next(unwrapped.parameters()).dtype == torch.float32 and accelerator.mixed_precision == "no"
+    )
+    apart = float((first - second).norm() / max(first.norm(), second.norm()))
+    if apart <= (EQUAL if in_fp32 else EQUAL_IN_16_BITS):
+        return None
+    return (
+        f"two forwards of the same tokens in training differ by {apart:.1%} though dropout is set "
+        f"to 0: {type(unwrapped).__name__} draws random numbers of another kind"
+    )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
 from accelerate.utils import GradientAccumulationPlugin
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainingArguments, get_scheduler
@@ -26,7 +26,6 @@ from toolkit.errors import UsageError
 from toolkit.measuring.recorder import Recorder
 from toolkit.training import tracking
 from toolkit.training.observers import Observer
-from toolkit.training.speed.buckets import ddp_options
 
 NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 """Names that the Trainer keeps out of weight decay (transformers 5.23, trainer.py)."""
@@ -152,6 +151,25 @@ def train_loop(
                 observer.step_done(step)
         epoch += 1
     tracking.finish(accelerator)
+
+
+def ddp_options(args: TrainingArguments, *, bucket_view: bool) -> DistributedDataParallelKwargs:
+    """Return the options for DDP's wrapper, from the arguments as the Trainer reads them.
+
+    Args:
+        args: The Trainer's arguments.
+        bucket_view: Whether gradients are views of the buckets in which DDP sends them.
+    """
+    passed: dict[str, Any] = {
+        "bucket_cap_mb": args.ddp_bucket_cap_mb,
+        "broadcast_buffers": args.ddp_broadcast_buffers,
+        "static_graph": args.ddp_static_graph,
+    }
+    return DistributedDataParallelKwargs(
+        find_unused_parameters=bool(args.ddp_find_unused_parameters),
+        gradient_as_bucket_view=bucket_view,
+        **{name: value for name, value in passed.items() if value is not None},
+    )
 
 
 def _optimizer_step(

@@ -31,15 +31,14 @@ from toolkit.training.before_and_after import (
     write_so_far,
 )
 from toolkit.training.card import card_of_run
-from toolkit.training.dropout import turn_off
+from toolkit.training.dropout import RandomForwards, turn_off
 from toolkit.training.fingerprint import facts_of_job
 from toolkit.training.idle_loss import check_idle_loss
 from toolkit.training.job import Job, check_fillers
 from toolkit.training.loop import train_loop
 from toolkit.training.observers import Observer
-from toolkit.training.randomness import RandomForwards
 from toolkit.training.run_record import described, recorder_of
-from toolkit.training.saving import save_merged, save_model
+from toolkit.training.saving import save_model
 from toolkit.training.speed import Speed
 from toolkit.training.tracking import keep_local
 from toolkit.training.trainer import ToolkitTrainer
@@ -153,9 +152,6 @@ class SaveAtTheEnd(Observer):
         if step != job.last_step:
             return
         ranks = engine.accelerator.num_processes
-        saves = {"final": save_model}
-        if job.own.method.merge:
-            saves["merged"] = save_merged
         facts = described(job, self._speed)
         with self._recorder.saving(engine.model):
             card = card_of_run(
@@ -166,11 +162,12 @@ class SaveAtTheEnd(Observer):
                 resumed=self._recorder.steps_before > 0,
                 dataset_name=job.own.data.dataset_name,
             )
-            for name, save in saves.items():
-                save(
+            for name in ("final", "merged") if job.own.method.merge else ("final",):
+                save_model(
                     engine.accelerator,
                     engine.model,
                     job.output_dir / name,
+                    merge=name == "merged",
                     tokenizer=job.tokenizer,
                     card=card,
                     strategy=job.strategy.name,

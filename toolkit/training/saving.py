@@ -11,12 +11,11 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from toolkit.checkpoints.committing import committing
 from toolkit.checkpoints.disk import in_words, room_missing
@@ -27,11 +26,16 @@ from toolkit.engines.tensors import elements_of, plain_name
 from toolkit.errors import SaveError, sentence_of
 from toolkit.measuring.attestation import gather_objects
 from toolkit.measuring.finite import NOT_FINITE, is_finite
-from toolkit.training.adapters import adapter_config, write_adapter
+from toolkit.training.adapters import (
+    adapted_modules,
+    adapter_config,
+    is_turned,
+    write_adapter,
+    write_tensors,
+)
 from toolkit.training.card import Card
 from toolkit.training.dropout import own_values
 from toolkit.training.generation import generation_config_of
-from toolkit.training.merged import gathered_parts
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +52,19 @@ OBSOLETE: Final = (
 
 LAYER: Final = re.compile(r".*?\.\d+(?=\.)")
 
+BASE: Final = ".base_layer."
+"""In the names of what stood in an adapted layer before its adapter."""
+
+Weights = Iterator[tuple[str, torch.Tensor | None]]
+"""Whole weights by name, on the CPU of rank 0 and None on the others."""
+
 
 def save_model(
     accelerator: Any,
     model: Any,
     folder: Path,
     *,
+    merge: bool = False,
     tokenizer: Any = None,
     shard_bytes: int = SHARD_BYTES,
     card: Card | None = None,
@@ -65,15 +76,15 @@ def save_model(
     nothing at all under FSDP with SHARDED_STATE_DICT, and no weights under ZeRO-3 without
     `stage3_gather_16bit_weights_on_model_save`; this depends on neither.
 
-    Of a model with adapters, these alone are saved, as peft loads them.
-
     Args:
         accelerator: The Accelerator that prepared the model.
         model: The wrapped model.
         folder: Where the model goes, as `committing` puts it there.
+        merge: Of a model with adapters, save an ordinary one with these in its weights. Without it
+            the adapters alone are saved, as peft loads them.
         tokenizer: Saved along, with its chat template, so that the folder is complete.
         shard_bytes: The largest file of weights, unless one layer is larger.
-        card: Says what is in the folder, in its `README.md`; asked of rank 0 alone.
+        card: Written to `README.md` by rank 0.
         facts: For the manifest.
 
     Raises:
@@ -81,88 +92,48 @@ def save_model(
             not write, or the files don't load, or not as the weights that were gathered.
     """
     unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
-    is_adapter = adapter_config(unwrapped) is not None
-    weights = whole_weights(accelerator, model, unwrapped, trained_only=is_adapter)
-
-    parameters = {plain_name(name) for name, _ in unwrapped.named_parameters()}
-
-    def write(draft: Path) -> None:
-        finite = _finite(weights, parameters)
-        if is_adapter:
-            write_adapter(unwrapped, finite, draft, tokenizer)
-            _write_other_generation_config(unwrapped, draft, tokenizer)
-        else:
-            _write_model(unwrapped, finite, draft, tokenizer, shard_bytes)
-
-    needed = _least_bytes(unwrapped, trained_only=is_adapter)
-    _save(accelerator, folder, weights, write, card, facts, needed=needed)
-
-
-def save_merged(
-    accelerator: Any,
-    model: Any,
-    folder: Path,
-    *,
-    tokenizer: Any = None,
-    shard_bytes: int = SHARD_BYTES,
-    card: Card | None = None,
-    **facts: Any,
-) -> None:
-    """Like `save_model`, of a model with adapters: an ordinary one, with these in its weights."""
-    unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
-    main, backend = accelerator.is_main_process, backend_of(model)
-    parts = gathered_parts(unwrapped, lambda parameter: _on_cpu(backend, parameter, main))
-
-    def write(draft: Path) -> None:
+    is_adapter = not merge and adapter_config(unwrapped) is not None
+    if merge:
+        gathered = _weights_to_merge(unwrapped, backend_of(model), accelerator.is_main_process)
         # Merging may fail, and gathering goes on all the same: other ranks are in it.
-        weights = ((part.name, part.merged()) for part in parts)
-        _write_model(unwrapped, _finite(weights), draft, tokenizer, shard_bytes)
-
-    _save(accelerator, folder, parts, write, card, facts, needed=0)
-
-
-def _save(
-    accelerator: Any,
-    folder: Path,
-    gathered: Iterator[Any],
-    write: Callable[[Path], None],
-    card: Card | None,
-    facts: dict[str, Any],
-    *,
-    needed: int,
-) -> None:
-    """Have rank 0 write what every rank gathers, and all ranks raise what befell it."""
+        weights = ((name, merged()) for name, merged in gathered)
+    else:
+        gathered = whole_weights(accelerator, model, unwrapped, trained_only=is_adapter)
+        weights = gathered
+    needed = 0 if merge else _least_bytes(unwrapped, trained_only=is_adapter)
     error: str | None = None
     if accelerator.is_main_process:
         try:
             if (missing := room_missing(folder, needed)) is not None:
                 raise SaveError(missing)
             with committing(folder, obsolete=OBSOLETE, **facts) as draft:
-                write(draft)
+                finite = _finite(weights, unwrapped)
+                if is_adapter:
+                    write_adapter(unwrapped, finite, draft, tokenizer)
+                    _write_other_generation_config(unwrapped, draft, tokenizer)
+                else:
+                    _write_model(unwrapped, finite, draft, tokenizer, shard_bytes)
                 if card is not None:
                     _write_card(card, draft, folder)
         except Exception as failure:  # the other ranks wait: whatever it is, they must hear of it
-            error = f"{folder} was not saved: {_in_words(failure, folder)}"
+            is_worded = isinstance(failure, SaveError)
+            reason = str(failure) if is_worded else in_words(failure, folder)
+            error = f"{folder} was not saved: {reason}"
     for _ in gathered:
         pass  # the other ranks, and rank 0 where it could not go on, only take part
-    for found in gather_objects(error):
-        if found is not None:
-            raise SaveError(found)
+    for message in gather_objects(error):
+        if message is not None:
+            raise SaveError(message)
 
 
-def _in_words(failure: Exception, folder: Path) -> str:
-    return str(failure) if isinstance(failure, SaveError) else in_words(failure, folder)
-
-
-def _finite(
-    weights: Iterator[tuple[str, torch.Tensor | None]], names: set[str] | None = None
-) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield weights that are finite; those of other `names` as they are.
+def _finite(weights: Weights, unwrapped: Any) -> Weights:
+    """Yield the weights of a model, after a look at all but its buffers.
 
     Around the iterator that gathers, not in it: when this one ends, others still wait in that one.
     """
+    buffers = {plain_name(name) for name, _ in unwrapped.named_buffers()}
     for name, tensor in weights:
-        if tensor is not None and (names is None or name in names) and not is_finite(tensor):
+        if tensor is not None and name not in buffers and not is_finite(tensor):
             raise SaveError(NOT_FINITE.format(names=name))
         yield name, tensor
 
@@ -184,17 +155,25 @@ def _write_card(card: Card, draft: Path, folder: Path) -> None:
 
 
 def _write_model(
-    unwrapped: Any,
-    weights: Iterator[tuple[str, torch.Tensor | None]],
-    draft: Path,
-    tokenizer: Any,
-    shard_bytes: int,
+    model: Any, weights: Weights, folder: Path, tokenizer: Any, shard_bytes: int
 ) -> None:
-    dtype = _write_weights(unwrapped, weights, draft, shard_bytes)
+    from transformers.dynamic_module_utils import custom_object_save
+
+    dtype = _write_weights(model, weights, folder, shard_bytes)
     with outside_of_engines():
-        _write_all_but_weights(unwrapped, draft, tokenizer, dtype)
-        _forget_packing(draft / "config.json")
-        check_loads(draft, class_of(unwrapped))
+        config = model.config
+        config.dtype = dtype  # in which `dtype="auto"` loads it
+        config.architectures = [class_of(model).__name__]
+        if model.is_remote_code():
+            custom_object_save(model, folder, config=config)
+        with own_values(model):
+            config.save_pretrained(folder)
+        if model.can_generate():
+            generation_config_of(model, tokenizer).save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        _forget_packing(folder / "config.json")
+        check_loads(folder, class_of(model))
 
 
 def _forget_packing(file: Path) -> None:
@@ -206,7 +185,7 @@ def _forget_packing(file: Path) -> None:
 
 def whole_weights(
     accelerator: Any, model: Any, unwrapped: Any, *, trained_only: bool = False
-) -> Iterator[tuple[str, torch.Tensor | None]]:
+) -> Weights:
     """Yield every weight by name, whole and on the CPU; a collective, and None but on rank 0.
 
     A weight that stands under two names comes once. In mixed precision it is what the optimizer
@@ -216,41 +195,80 @@ def whole_weights(
     for name, parameter in unwrapped.named_parameters():
         if parameter.requires_grad or not trained_only:
             yield plain_name(name), _on_cpu(backend, parameter, main)
-    if trained_only:
-        return
+    for name, buffer in () if trained_only else _saved_buffers(unwrapped):
+        yield name, buffer.cpu() if main else None
+
+
+def _saved_buffers(unwrapped: Any) -> Iterator[tuple[str, torch.Tensor]]:
     persistent = unwrapped.state_dict().keys()
     for name, buffer in unwrapped.named_buffers():
         if name in persistent:
-            yield plain_name(name), buffer.detach().cpu() if main else None
+            yield plain_name(name), buffer.detach()
+
+
+def _weights_to_merge(
+    unwrapped: Any, backend: Backend, main: bool
+) -> Iterator[tuple[str, Callable[[], torch.Tensor | None]]]:
+    """Yield every weight of a model with adapters by its name in an ordinary one; a collective.
+
+    Gathered one at a time, and given as a function that adds the weight's adapter on rank 0.
+    """
+    layers = dict(adapted_modules(unwrapped))
+    adapters = {
+        id(parameter)
+        for layer in layers.values()
+        for name, parameter in layer.named_parameters()
+        if not f".{name}".startswith(BASE)
+    }
+    for name, parameter in unwrapped.named_parameters():
+        if id(parameter) in adapters:
+            continue
+        layer_name, base, attribute = name.partition(BASE)
+        merged = partial(_merged, _on_cpu(backend, parameter, main))
+        if base and attribute == "weight":
+            layer = layers[layer_name]
+            (adapter,) = layer.active_adapters
+            matrices = (part[adapter].weight for part in (layer.lora_A, layer.lora_B))
+            merged = partial(merged, layer, *(_on_cpu(backend, part, main) for part in matrices))
+        yield plain_name(f"{layer_name}.{attribute}" if base else name), merged
+    for name, buffer in _saved_buffers(unwrapped):
+        yield name, partial(_merged, buffer.cpu())
+
+
+def _merged(
+    weight: torch.Tensor | None,
+    layer: Any = None,
+    a: torch.Tensor | None = None,
+    b: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """Return a weight with what its adapter adds, worked out in fp32.
+
+    In the dtype that the weight was loaded in. What was in 4 bits is unpacked first: the sum is
+    that of the weights that were trained beside, not of those that were packed.
+    """
+    if weight is None or a is None or b is None:
+        return weight
+    base = layer.get_base_layer()
+    if getattr(base, "quant_state", None) is not None:
+        from toolkit.training.quantized import dequantised
+
+        weight = dequantised(base, weight).cpu()
+    (adapter,) = layer.active_adapters
+    added = (b.float() @ a.float()) * layer.scaling[adapter]
+    return (weight.float() + (added.T if is_turned(base) else added)).to(weight.dtype)
 
 
 def _on_cpu(backend: Backend, parameter: Any, main: bool) -> torch.Tensor | None:
     """Gather a weight on every rank, and return it on the CPU of rank 0 alone."""
-    whole = backend.whole_weight(parameter)
-    return whole.cpu() if main else None
+    weight = backend.whole_weight(parameter)
+    return weight.cpu() if main else None
 
 
 def full_state_dict(accelerator: Any, model: Any) -> dict[str, torch.Tensor]:
     """Return the whole model's weights on rank 0, all at once; a collective."""
     unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
-    found = whole_weights(accelerator, model, unwrapped)
-    return {name: tensor for name, tensor in found if tensor is not None}
-
-
-def _write_all_but_weights(model: Any, folder: Path, tokenizer: Any, dtype: str) -> None:
-    from transformers.dynamic_module_utils import custom_object_save
-
-    config = model.config
-    config.dtype = dtype  # in which `dtype="auto"` loads it
-    config.architectures = [class_of(model).__name__]
-    if model.is_remote_code():
-        custom_object_save(model, folder, config=config)
-    with own_values(model):
-        config.save_pretrained(folder)
-    if model.can_generate():
-        generation_config_of(model, tokenizer).save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+    weights = whole_weights(accelerator, model, unwrapped)
+    return {name: tensor for name, tensor in weights if tensor is not None}
 
 
 def _write_other_generation_config(model: Any, folder: Path, tokenizer: Any) -> None:
@@ -262,9 +280,7 @@ def _write_other_generation_config(model: Any, folder: Path, tokenizer: Any) -> 
         config.save_pretrained(folder)
 
 
-def _write_weights(
-    model: Any, weights: Iterator[tuple[str, torch.Tensor | None]], folder: Path, limit: int
-) -> str:
+def _write_weights(model: Any, weights: Weights, folder: Path, limit: int) -> str:
     """Write the weights in files of at most `limit` bytes, and return the dtype that most have.
 
     Files end where layers do: some families store as one what the model has as several.
@@ -311,20 +327,12 @@ def _write_shard(model: Any, held: dict[str, torch.Tensor], file: Path) -> dict[
         name: tensor.contiguous()
         for name, tensor in revert_weight_conversion(model, dict(held)).items()
     }
-    save_file(converted, file, metadata={"format": "pt"})
-    with safe_open(file, "pt") as written:
-        for name, tensor in converted.items():
-            if not _same_bytes(written.get_tensor(name), tensor):
-                raise SaveError(f"{name} came back with other values")
+    write_tensors(converted, file)
     return {name: tensor.nbytes for name, tensor in converted.items()}
 
 
 def check_loads(folder: Path, kind: Any) -> None:
     """Have transformers match the files' names and shapes with the model's, without reading them.
-
-    Args:
-        folder: What was written.
-        kind: Class of the model.
 
     Raises:
         SaveError: naming the first thing that is missing, left over or of another shape.
@@ -338,16 +346,8 @@ def check_loads(folder: Path, kind: Any) -> None:
 
 
 def _layer_of(name: str) -> str:
-    found = LAYER.match(name)
-    return found[0] if found else name
-
-
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are the same to the bit, NaN included."""
-    same_kind = one.dtype == other.dtype and one.shape == other.shape
-    return same_kind and torch.equal(
-        one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
-    )
+    match = LAYER.match(name)
+    return match[0] if match else name
 
 
 def _bytes_of(tensors: dict[str, torch.Tensor]) -> int:

@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from accelerate import FullyShardedDataParallelPlugin
+from accelerate import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
 from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.training_args import ParallelMode
 
+from toolkit.checkpoints.folders import checkpoint_folder
 from toolkit.checkpoints.keeping import Keeper
-from toolkit.checkpoints.resuming import Resumed
+from toolkit.checkpoints.resume_request import LAST, asked_checkpoint
+from toolkit.checkpoints.resuming import Resumed, find_checkpoint
 from toolkit.configs.requested import (
     accumulation_dtype,
     agreed_strategy,
@@ -24,6 +28,7 @@ from toolkit.configs.requested import (
     requests_checkpointing,
 )
 from toolkit.data.packing import keep_texts_apart
+from toolkit.data.tokens import IGNORED
 from toolkit.engines.backend import backend_of, strategy_of_plugins
 from toolkit.engines.between_steps import between_steps
 from toolkit.engines.prepared import Prepared
@@ -38,17 +43,66 @@ from toolkit.strategies import Strategy
 from toolkit.training.adapters import has_lora
 from toolkit.training.arguments import output_dir_of
 from toolkit.training.card import card_of_trainer
+from toolkit.training.evaluation import perplexity
+from toolkit.training.fingerprint import facts_of_trainer
 from toolkit.training.observers import Observer, TrainerEvents
 from toolkit.training.run_folder import check_names, held
 from toolkit.training.saving import full_state_dict, save_model
-from toolkit.training.speed.buckets import with_bucket_view
-from toolkit.training.token_mean import TokenMean
-from toolkit.training.trainer_checkpoints import (
-    find_for,
-    keeper_for,
-    load_best_for,
-    save_for,
-)
+
+
+class TokenMean:
+    """Follows one evaluation of a Trainer on one rank, and takes its loss by tokens.
+
+    The Trainer (transformers 5.23) repeats each batch's loss as many times as a batch has rows and
+    takes the mean: a batch of few tokens counts like one of many, and rows that Accelerate repeats
+    to fill the last batches count again.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._accelerator = trainer.accelerator
+        self._sums = torch.zeros(2, dtype=torch.float64, device=self._accelerator.device)
+
+    def leave_out_repeats(self, inputs: dict[str, Any]) -> None:
+        """Ignore the labels of rows that stand in the last batches only to fill them."""
+        state, labels = self._accelerator.gradient_state, inputs.get("labels")
+        if not isinstance(labels, torch.Tensor) or not self._accelerator.even_batches:
+            return
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return
+        # The rows of a batch over all ranks stand in the order of ranks.
+        here = state.remainder - self._accelerator.process_index * len(labels)
+        if here < len(labels):
+            inputs["labels"] = labels.clone()
+            inputs["labels"][max(0, here) :] = IGNORED
+
+    def add(self, loss: torch.Tensor, labels: Any, items: Any) -> None:
+        """Add the loss of a batch, as `Trainer.compute_loss` returns it.
+
+        Args:
+            loss: Divided by `items`.
+            labels: (B, T); anything else is no batch of tokens, and left out.
+            items: None: the loss was divided by the batch's own tokens.
+        """
+        if not isinstance(labels, torch.Tensor) or labels.dim() != 2:
+            return
+        if items is None:
+            shifted = labels[..., 1:] if self._trainer._loss_shifts_labels else labels
+            weight = (shifted != IGNORED).sum()
+        else:
+            # Those of all ranks, whose loss is multiplied by their number in turn.
+            together = self._trainer.args.average_tokens_across_devices
+            weight = torch.as_tensor(items) / (self._accelerator.num_processes if together else 1)
+        weight = weight.to(self._sums)
+        summed = torch.where(weight > 0, loss.detach().to(self._sums) * weight, 0)
+        self._sums += torch.stack([summed, weight])
+
+    def put_into(self, metrics: dict[str, float], prefix: str) -> None:
+        """Put loss and perplexity in the place of the Trainer's loss; every rank calls it."""
+        total, tokens = self._accelerator.reduce(self._sums, "sum").tolist()
+        if tokens:
+            metrics[f"{prefix}_loss"] = total / tokens
+            metrics[f"{prefix}_perplexity"] = perplexity(total / tokens)
 
 
 class ToolkitTrainer(Trainer):
@@ -95,10 +149,13 @@ class ToolkitTrainer(Trainer):
                 "one GPU only (CUDA_VISIBLE_DEVICES=0)."
             )
         keep_texts_apart(self.model)
-        self.recorder = (
-            _recorder_for(self.args, self.model, guards) if recorder is None else recorder
+        self.recorder = recorder or _recorder_for(self.args, self.model, guards)
+        self.keeper = keeper or Keeper(
+            output_dir=output_dir_of(self.args),
+            facts=facts_of_trainer(self, _strategy_of(self.args)),
+            recorder=self.recorder,
+            limit=self.args.save_total_limit,
         )
-        self.keeper = keeper_for(self, _strategy_of(self.args)) if keeper is None else keeper
         self._resumed: Resumed | None = None
         self.record: dict[str, Any] | None = None
         self._token_mean: TokenMean | None = None
@@ -121,11 +178,20 @@ class ToolkitTrainer(Trainer):
             check_names, output_dir_of(self.args), (RECORD_FILE, STEPS_FILE), flag="output_dir"
         )
         with held(output_dir_of(self.args), check) as lock:
-            resumed = find_for(self, resume_from_checkpoint)
+            resumed = self._requested_checkpoint(resume_from_checkpoint)
         with lock or nullcontext():
             output = self.train_from(resumed, **kwargs)
             self.finish_record()
         return output
+
+    def _requested_checkpoint(self, resume: str | bool | None) -> Resumed | None:
+        """Return the checkpoint to go on from, whole and of this training on every rank."""
+        if resume is None or resume is False:
+            return None
+        name = LAST if resume is True else str(resume)
+        values = {"output_dir": self.args.output_dir, "resume_from_checkpoint": name}
+        request = asked_checkpoint(values)
+        return None if request is None else find_checkpoint(request, self.keeper.facts)
 
     def train_from(self, resumed: Resumed | None, **kwargs: Any) -> Any:
         """Train from a checkpoint that all ranks have found whole, and write no record."""
@@ -168,7 +234,7 @@ class ToolkitTrainer(Trainer):
     ) -> torch.Tensor:
         ids = inputs.pop("sample_id", None)
         tokens = inputs["input_ids"].numel() if "input_ids" in inputs else 0
-        supervised = (inputs["labels"][..., 1:] != -100).sum() if "labels" in inputs else None
+        supervised = (inputs["labels"][..., 1:] != IGNORED).sum() if "labels" in inputs else None
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.recorder.micro_batch(loss, tokens=tokens, supervised=supervised, sample_ids=ids)
         return loss
@@ -188,7 +254,10 @@ class ToolkitTrainer(Trainer):
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         # No argument of the Trainer's leads there (transformers 5.23).
         built = super()._build_accelerator_args(**kwargs)
-        return built | {"kwargs_handlers": with_bucket_view(built, wanted=self._ddp_bucket_view)}
+        for handler in built["kwargs_handlers"]:
+            if isinstance(handler, DistributedDataParallelKwargs):
+                handler.gradient_as_bucket_view = self._ddp_bucket_view
+        return built
 
     def evaluation_loop(
         self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
@@ -274,19 +343,54 @@ class ToolkitTrainer(Trainer):
         finally:
             self.args.hub_token = token
 
-    # Checkpoints on the way: the toolkit's own, which the methods below put in the place of the
-    # Trainer's (transformers 5.23).
+    # Checkpoints: the methods below put the toolkit's in the place of the Trainer's (5.23).
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         # Transformers 5.23 has no hook before it; every rank comes here.
         if not self.args.save_only_model:
-            save_for(self, trial)
+            self._keep_checkpoint(Path(self._get_output_dir(trial=trial)))
             return
         with self.recorder.aside():
             self.recorder.check_before_save(self.model_wrapped)
         if not self.recorder.spoiled():
             require_finite(self.model_wrapped, Path(self._get_output_dir(trial=trial)))
             super()._save_checkpoint(model, trial)
+
+    def _keep_checkpoint(self, output_dir: Path) -> None:
+        """Do what `Trainer._save_checkpoint` does, as one commit, unless a step was spoiled."""
+        state = self.state
+        self.store_flos()
+        best_before = state.best_model_checkpoint
+        best = checkpoint_folder(output_dir, state.best_global_step or 0)
+        # The best one may be the one that is being saved.
+        if state.best_global_step and (
+            best.is_dir() or state.best_global_step == state.global_step
+        ):
+            state.best_model_checkpoint = str(best)
+        folder = self.keeper.save(
+            self.prepared(),
+            state.global_step,
+            output_dir=output_dir,
+            write_more=self._write_state,
+            keep=[Path(state.best_model_checkpoint)] if state.best_model_checkpoint else [],
+        )
+        if folder is None:
+            state.best_model_checkpoint = best_before
+        elif self.args.push_to_hub:
+            self._push_from_checkpoint(str(folder))
+
+    def _write_state(self, draft: Path) -> None:
+        """Write the Trainer's state, with the states of its callbacks in it."""
+        states = cast("dict[str, Any]", self.state.stateful_callbacks)
+        for callback in [*self.callback_handler.callbacks, self.control]:
+            if not isinstance(callback, ExportableState):
+                continue
+            name = type(callback).__name__
+            if isinstance(states[name], list):
+                states[name].append(callback.state())
+            else:
+                states[name] = callback.state()
+        self.state.save_to_json(str(draft / TRAINER_STATE_NAME))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self._resumed is None:
@@ -312,13 +416,15 @@ class ToolkitTrainer(Trainer):
         if self.args.save_only_model:
             super()._load_best_model()
             return
-        load_best_for(self)
+        state, prepared = self.state, self.prepared()
+        folder, step = Path(str(state.best_model_checkpoint)), int(state.best_global_step or 0)
+        backend_of(prepared.model).read_model(folder, prepared, step=step)
 
 
 def _recorder_for(args: TrainingArguments, model: Any, guards: Choice) -> Recorder:
     trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     deepspeed, folder = args.deepspeed_plugin, output_dir_of(args)
-    asked = Requested(
+    requested = Requested(
         strategy=_strategy_of(args),
         num_processes=int(os.environ.get("WORLD_SIZE", "1")),
         precision=args.mixed_precision,
@@ -333,7 +439,7 @@ def _recorder_for(args: TrainingArguments, model: Any, guards: Choice) -> Record
         gradient_accumulation_steps=None if deepspeed is None else args.gradient_accumulation_steps,
     )
     return Recorder(
-        asked,
+        requested,
         rehearsal=args.device.type == "cpu",
         steps_file=folder / STEPS_FILE if args.should_save else None,
         heartbeat=heartbeat_for(guards, checkpoints=folder),
