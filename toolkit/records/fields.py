@@ -68,14 +68,22 @@ NO_PRICE: Final = "no price of a GPU was given"
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What there is to know of a measured value besides its type.
-
-    Args:
-        unit: What it is counted in.
-    """
+    """What there is to know of a measured value besides its type."""
 
     unit: Unit
+    table: Table | None = None
+    column: str = ""
+    """Its heading in `table` and `diff`."""
+
     _: KW_ONLY
+    csv: str | None = "{name}"
+    """Column of `results.csv`, None for no column. `{name}` stands for the field's own name; in a
+    TypedDict that is the type of several fields, `{around}` for the `csv` of the field around. A
+    field with columns within is no column by itself."""
+
+    diff: Literal["speed", "memory", "losses"] | None = None
+    """Table of `toolkit report A B`, where it stands once for each side."""
+
     merge: Callable[[Sequence[Any]], Any] | None = None
     """Makes one value of those that the ranks have; None where `measuring.merging` does it."""
 
@@ -85,19 +93,6 @@ class Fact:
 
     null_means: str | None = None
     """What null says by itself."""
-
-    csv: str | None = None
-    """Column of `results.csv`. In a TypedDict that is the type of several fields, `{}` stands for
-    the `csv` of the field around; that of a field with columns within is no column by itself."""
-
-    table: Table | None = None
-    column: str = ""
-    """Its heading in that table."""
-
-    diff: Literal["speed", "memory", "losses"] | None = None
-    """Table of `toolkit report A B`, where it stands once for each side."""
-
-    diff_column: str = ""
 
 
 class Field(NamedTuple):
@@ -113,107 +108,89 @@ def of_rank_0(values: Sequence[Any]) -> Any:
     return values[0]
 
 
-def _held(column: str, *, csv: str = "", missing: str = NO_STEP) -> Fact:
+def _held(column: str, *, csv: str = "{name}", missing: str = NO_STEP) -> Fact:
     """Declare bytes of a rank's memory, of which a record has the fullest rank's."""
-    csv = csv or f"{column}_bytes"
-    return Fact("bytes", merge=max, missing=missing, csv=csv, table="memory", column=column)
+    return Fact("bytes", "memory", column, csv=csv, merge=max, missing=missing)
 
 
-def _phase(name: str) -> Fact:
-    return Fact("step seconds", csv=name, table="time", column=name)
-
-
-def _warm_up(column: str, csv: str, *, null_means: str | None = None, slowest: bool = True) -> Fact:
-    """Declare a time before the clock counts."""
-    merge = max if slowest else None
-    return Fact(
-        "seconds", merge=merge, null_means=null_means, csv=csv, table="warm-up", column=column
-    )
+def _slowest(column: str, *, null_means: str | None = None) -> Fact:
+    """Declare a time before the clock counts, of which a record has the slowest rank's."""
+    return Fact("seconds", "warm-up", column, merge=max, null_means=null_means)
 
 
 class Gap(TypedDict):
     """Distance between two series, step by step."""
 
-    max: Annotated[
-        float, Fact("gap", csv="loss_gap_max", table="agreement", column="largest loss gap")
-    ]
+    max: Annotated[float, Fact("gap", "agreement", "largest loss gap", csv="loss_gap_max")]
     """Largest absolute difference."""
 
-    mean: Annotated[
-        float, Fact("gap", csv="loss_gap_mean", table="agreement", column="mean loss gap")
-    ]
+    mean: Annotated[float, Fact("gap", "agreement", "mean loss gap", csv="loss_gap_mean")]
     """Mean signed difference: a steady drift shows here."""
 
 
 class Difference(TypedDict):
     """The largest of all differences between two sets of weights or gradients."""
 
-    value: Annotated[float, Fact("gap", csv="{}")]
-    tensor: Annotated[str, Fact("text", csv="{}_tensor")]
+    value: Annotated[float, Fact("gap", csv="{around}")]
+    tensor: Annotated[str, Fact("text", csv="{around}_tensor")]
     """Name of the parameter that has it."""
 
 
 class StepSeconds(TypedDict):
     """Spread of the time of one optimizer step, after warm-up."""
 
-    median: Annotated[Size | None, Fact("seconds", csv="{}_median_seconds")]
-    p90: Annotated[Size | None, Fact("seconds", csv="{}_p90_seconds")]
+    median: Annotated[Size | None, Fact("seconds", csv="{around}_median_seconds")]
+    p90: Annotated[Size | None, Fact("seconds", csv="{around}_p90_seconds")]
 
 
 class Phases(TypedDict):
     """Parts of one optimizer step, after warm-up; of each step the mean over the ranks."""
 
-    data: Annotated[StepSeconds, _phase("data")]
+    data: Annotated[StepSeconds, Fact("step seconds", "time", "data")]
     """Waiting for the rows, and moving them to the device."""
 
-    forward: Annotated[StepSeconds, _phase("forward")]
+    forward: Annotated[StepSeconds, Fact("step seconds", "time", "forward")]
     """The loss included."""
 
-    backward: Annotated[StepSeconds, _phase("backward")]
+    backward: Annotated[StepSeconds, Fact("step seconds", "time", "backward")]
     """With the collectives that it waits for."""
 
-    optimizer: Annotated[StepSeconds, _phase("optimizer")]
+    optimizer: Annotated[StepSeconds, Fact("step seconds", "time", "optimizer")]
     """Clipping, update, and what is gathered after it."""
 
-    other: Annotated[StepSeconds, _phase("other")]
+    other: Annotated[StepSeconds, Fact("step seconds", "time", "other")]
     """The rest: counting tokens, scheduling, callbacks."""
 
 
 class WarmUp(TypedDict):
     """What a run takes before its clock counts; of each part the rank that took longest."""
 
-    start_seconds: Annotated[float | None, _warm_up("start", "start_seconds")]
+    start_seconds: Annotated[float | None, _slowest("start")]
     """From the start of the process to its first step: imports, model, wrapping."""
 
     build_seconds: Annotated[
-        float | None,
-        _warm_up("of that building", "build_seconds", null_means="it builds nothing"),
+        float | None, _slowest("of that building", null_means="it builds nothing")
     ]
     """Of these: compiling or loading the C++ parts of DeepSpeed; null where it needs none."""
 
     cache_seconds: Annotated[
         float | None,
-        _warm_up(
+        Fact(
+            "seconds",
+            "warm-up",
             "of that checking the cache",
-            "cache_seconds",
             null_means="it reads no cache of the toolkit",
-            slowest=False,
         ),
     ]
     """Of these: reading the toolkit's own cache against its manifests, once for all ranks."""
 
-    first_step_seconds: Annotated[
-        float, _warm_up("first step", "first_step_seconds", slowest=False)
-    ]
+    first_step_seconds: Annotated[float, Fact("seconds", "warm-up", "first step")]
     compile_seconds: Annotated[
-        float | None,
-        _warm_up("compiling", "compile_seconds", null_means="it runs without torch.compile"),
+        float | None, _slowest("compiling", null_means="it runs without torch.compile")
     ]
     """torch.compile, in whatever step; null without it."""
 
-    steps: Annotated[
-        int, Fact("count", csv="warm_up_steps", table="warm-up", column="steps left out")
-    ]
+    steps: Annotated[int, Fact("count", "warm-up", "steps left out", csv="warm_up_steps")]
     """Steps that are left out of every timing."""
 
 
@@ -234,12 +211,10 @@ class Memory(TypedDict):
     ]
     """Most that the allocator had taken from the device; null in a rehearsal."""
 
-    host_peak_bytes: Annotated[Count | None, _held("host peak", csv="host_peak_bytes")]
+    host_peak_bytes: Annotated[Count | None, _held("host peak")]
     """With the pages that it shares with other processes."""
 
-    host_shared_bytes: Annotated[
-        Count | None, Fact("bytes", merge=max, missing=NO_STEP, csv="host_shared_bytes")
-    ]
+    host_shared_bytes: Annotated[Count | None, Fact("bytes", merge=max, missing=NO_STEP)]
     """Of those, the pages of the process that it was forked from; 0 where it was started cold."""
 
     nvme_bytes: Annotated[Count | None, _held("nvme")]
@@ -257,13 +232,11 @@ class MicroBatch(TypedDict):
 class Peak(TypedDict):
     """The fullest moment of one optimizer step, counted from the tensors that were alive."""
 
-    phase: Annotated[str, Fact("text", csv="counted_peak_phase", table="peak", column="phase")]
+    phase: Annotated[str, Fact("text", "peak", "phase", csv="counted_peak_phase")]
     """`forward`, `backward` or `optimizer`."""
 
-    step: Annotated[int, Fact("count", table="peak", column="step")]
-    total_bytes: Annotated[
-        Count, Fact("bytes", csv="counted_peak_bytes", table="peak", column="together")
-    ]
+    step: Annotated[int, Fact("count", "peak", "step", csv=None)]
+    total_bytes: Annotated[Count, Fact("bytes", "peak", "together", csv="counted_peak_bytes")]
     categories: dict[str, Count]
     """Adds up to the total: `parameters` (gathered ones included), `master`, `gradients`,
     `optimizer`, `activations` (what backward keeps), `other` (buffers, inputs, temporaries)."""
@@ -362,24 +335,12 @@ class Measured(TypedDict):
     grad_norms: list[float | None] | None
     """Norms before clipping; null for a step, or as a whole, where none was measured."""
 
-    final_loss: Annotated[
-        float | None,
-        Fact("loss", csv="final_loss", diff="losses", diff_column="final loss"),
-    ]
-    tokens_per_second: Annotated[
-        Size | None,
-        Fact("tokens/s", csv="tokens_per_second", diff="speed", diff_column="tokens/s"),
-    ]
+    final_loss: Annotated[float | None, Fact("loss", column="final loss", diff="losses")]
+    tokens_per_second: Annotated[Size | None, Fact("tokens/s", column="tokens/s", diff="speed")]
     """Of the packed rows, all ranks together; in a row the median over the repeats."""
 
     supervised_tokens_per_second: Annotated[
-        Size | None,
-        Fact(
-            "tokens/s",
-            csv="supervised_tokens_per_second",
-            table="speed",
-            column="supervised tokens/s",
-        ),
+        Size | None, Fact("tokens/s", "speed", "supervised tokens/s")
     ]
     """Like `tokens_per_second`, of tokens that are trained on."""
 
@@ -392,18 +353,16 @@ class Measured(TypedDict):
         Size | None,
         Fact(
             "seconds",
+            "warm-up",
+            "saving",
             merge=of_rank_0,
             missing="nothing was saved while the run was recorded",
-            csv="save_seconds",
-            table="warm-up",
-            column="saving",
         ),
     ]
     """Gathering, writing and verifying the final model."""
 
     seconds: Annotated[
-        Size | None,
-        Fact("seconds", merge=max, csv="run_seconds", table="warm-up", column="whole run"),
+        Size | None, Fact("seconds", "warm-up", "whole run", csv="run_seconds", merge=max)
     ]
     """From the start of the process to the end of its record."""
 
@@ -451,7 +410,7 @@ def _walk(kind: Any, path: str, around: str) -> Iterator[Field]:
         csv = ""
         for fact in getattr(declared, "__metadata__", ()):
             if isinstance(fact, Fact):
-                csv = (fact.csv or "").format(around)
+                csv = (fact.csv or "").format(name=name, around=around)
                 yield Field(f"{path}{name}", replace(fact, csv=csv or None))
         if get_origin(declared) is Annotated:
             declared = get_args(declared)[0]

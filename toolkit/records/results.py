@@ -80,18 +80,10 @@ class Spread(TypedDict):
 class Compute(TypedDict):
     """Arithmetic that was achieved."""
 
-    tflops_per_gpu: Annotated[
-        float, Fact("TFLOP/s", csv="tflops_per_gpu", table="speed", column="TFLOP/s a GPU")
-    ]
+    tflops_per_gpu: Annotated[float, Fact("TFLOP/s", "speed", "TFLOP/s a GPU")]
     mfu: Annotated[
         float | None,
-        Fact(
-            "share",
-            null_means="the peak of its GPU is not known",
-            csv="mfu",
-            table="speed",
-            column="MFU",
-        ),
+        Fact("share", "speed", "MFU", null_means="the peak of its GPU is not known"),
     ]
     """Model FLOPs utilisation; null where the GPU's peak is not known."""
 
@@ -100,22 +92,12 @@ class Compute(TypedDict):
 
 
 class Cost(TypedDict):
-    gpu_hours: Annotated[float, Fact("hours", csv="gpu_hours", table="speed", column="GPU-hours")]
+    gpu_hours: Annotated[float, Fact("hours", "speed", "GPU-hours")]
     """Of the whole run, start and save included, all GPUs together."""
 
-    dollars: Annotated[
-        float | None,
-        Fact("dollars", null_means=NO_PRICE, csv="dollars", table="speed", column="cost"),
-    ]
+    dollars: Annotated[float | None, Fact("dollars", "speed", "cost", null_means=NO_PRICE)]
     dollars_per_million_tokens: Annotated[
-        float | None,
-        Fact(
-            "dollars",
-            null_means=NO_PRICE,
-            csv="dollars_per_million_tokens",
-            table="speed",
-            column="a million tokens",
-        ),
+        float | None, Fact("dollars", "speed", "a million tokens", null_means=NO_PRICE)
     ]
     """At the speed after warm-up; null without a price."""
 
@@ -145,8 +127,8 @@ class Noise(TypedDict):
 class Ends(TypedDict):
     """Both ends of an interval."""
 
-    low: Annotated[int, Fact("bytes", csv="{}_low_bytes")]
-    high: Annotated[int, Fact("bytes", csv="{}_high_bytes")]
+    low: Annotated[int, Fact("bytes", csv="{around}_low_bytes")]
+    high: Annotated[int, Fact("bytes", csv="{around}_high_bytes")]
 
 
 class States(TypedDict):
@@ -180,7 +162,7 @@ class Prediction(TypedDict):
     reason: str | None
     """Why there is no prediction."""
 
-    room_bytes: Annotated[int | None, Fact("bytes", csv="room_bytes")]
+    room_bytes: Annotated[int | None, Fact("bytes")]
     """Memory of the smallest device that it had; null in a rehearsal."""
 
     over_bytes: Annotated[Ends | None, Fact("interval", csv="predicted_over")]
@@ -192,40 +174,23 @@ class Judged(TypedDict):
     """How far a run is from the control; null where that was not measured."""
 
     loss_gap: Gap | None
-    grad_norm_gap: Annotated[
-        float | None,
-        Fact("gap", csv="grad_norm_gap", table="agreement", column="grad norm gap"),
-    ]
+    grad_norm_gap: Annotated[float | None, Fact("gap", "agreement", "grad norm gap")]
     """Largest relative distance of a step's gradient norm before clipping."""
 
-    weight_gap: Annotated[
-        float | None, Fact("gap", csv="weight_gap", table="agreement", column="weight gap")
-    ]
+    weight_gap: Annotated[float | None, Fact("gap", "agreement", "weight gap")]
     """||w - w_control|| / ||w_control - w_start||"""
 
     weight_difference: Annotated[
-        Difference | None,
-        Fact(
-            "difference",
-            csv="weight_difference",
-            table="agreement",
-            column="largest weight difference",
-        ),
+        Difference | None, Fact("difference", "agreement", "largest weight difference")
     ]
     """Absolute, from the control's final weights."""
 
     gradient_difference: Annotated[
-        Difference | None,
-        Fact(
-            "difference",
-            csv="gradient_difference",
-            table="agreement",
-            column="largest gradient difference",
-        ),
+        Difference | None, Fact("difference", "agreement", "largest gradient difference")
     ]
     """Of the gradient norms of one parameter, relative; the largest."""
 
-    eval_loss_gap: Annotated[float | None, Fact("gap", csv="eval_loss_gap")]
+    eval_loss_gap: Annotated[float | None, Fact("gap")]
     """Largest absolute distance from the control of an evaluation after the same step."""
 
 

@@ -151,7 +151,7 @@ class Diff:
         """Return the values of a table: those that are declared, and those made from them."""
         declared = [
             Quantity(
-                fact.diff_column,
+                fact.column,
                 fact.csv or path,
                 fact.unit,
                 partial(value_at, path=path),
