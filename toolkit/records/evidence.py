@@ -7,7 +7,7 @@ beside it in safetensors: whole, in fp32, whatever sharded them.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypedDict, cast
+from typing import Annotated, Any, Final, Literal, TypedDict
 
 from toolkit.errors import UsageError
 from toolkit.records.fields import FromOne
@@ -134,7 +134,7 @@ def read_evidence(folder: Path) -> Evidence:
             f"{folder} holds no evidence of a step: the run ended before it, or fp16 skipped it, "
             "so that it updated nothing."
         )
-    evidence = cast(Evidence, read_as(file, Evidence))
+    evidence = read_as(file, Evidence)
     if not evidence["ranks"] or not all(evidence["ranks"]):
         raise LostError(f"{file} is not complete: it tells of no micro-batch.")
     return evidence

@@ -12,24 +12,12 @@ from __future__ import annotations
 
 import math
 import statistics
+import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache
 from types import UnionType
-from typing import (
-    Annotated,
-    Any,
-    Final,
-    Literal,
-    NamedTuple,
-    TypedDict,
-    Union,
-    cast,
-    get_args,
-    get_origin,
-    get_type_hints,
-    is_typeddict,
-)
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypedDict, Union, cast
 
 from toolkit.records.shapes import Least
 
@@ -221,7 +209,7 @@ class Memory(TypedDict):
     """In the files that DeepSpeed swaps to; 0 where it swaps nothing."""
 
 
-class MicroBatch(TypedDict):
+class BatchShape(TypedDict):
     """What one rank read for one forward."""
 
     rows: FromOne
@@ -241,7 +229,7 @@ class Peak(TypedDict):
     """Adds up to the total: `parameters` (gathered ones included), `master`, `gradients`,
     `optimizer`, `activations` (what backward keeps), `other` (buffers, inputs, temporaries)."""
 
-    micro_batches: list[MicroBatch]
+    micro_batches: list[BatchShape]
     """Of the step, on that rank; none where it read no rows of tokens."""
 
 
@@ -406,16 +394,20 @@ def spread_of(seconds: Sequence[float]) -> StepSeconds | None:
 
 
 def _walk(kind: Any, path: str, around: str) -> Iterator[Field]:
-    for name, declared in get_type_hints(kind, include_extras=True).items():
+    for name, declared in typing.get_type_hints(kind, include_extras=True).items():
         csv = ""
         for fact in getattr(declared, "__metadata__", ()):
             if isinstance(fact, Fact):
                 csv = (fact.csv or "").format(name=name, around=around)
                 yield Field(f"{path}{name}", replace(fact, csv=csv or None))
-        if get_origin(declared) is Annotated:
-            declared = get_args(declared)[0]
+        if typing.get_origin(declared) is Annotated:
+            declared = typing.get_args(declared)[0]
         # A list has its values more than once: none of them is the run's own.
-        choices = get_args(declared) if get_origin(declared) in (Union, UnionType) else (declared,)
+        choices = (
+            typing.get_args(declared)
+            if typing.get_origin(declared) in (Union, UnionType)
+            else (declared,)
+        )
         for inner in choices:
-            if is_typeddict(inner):
+            if typing.is_typeddict(inner):
                 yield from _walk(inner, f"{path}{name}.", csv)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 from toolkit.errors import UsageError
 from toolkit.files import write_text
@@ -18,6 +18,9 @@ from toolkit.records.shapes import mismatches
 from toolkit.redaction import redacted
 
 SCHEMA: Final = 1
+
+Declared = TypeVar("Declared")
+"""A TypedDict."""
 
 NOT_FINITE: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -32,8 +35,8 @@ class LostError(UsageError):
     """
 
 
-def read_as(file: Path, kind: type) -> dict[str, Any]:
-    """Read a file that the toolkit wrote, with every field as the TypedDict `kind` declares it.
+def read_as(file: Path, kind: type[Declared]) -> Declared:
+    """Read a file that the toolkit wrote, with every field as the TypedDict declares it.
 
     Raises:
         UsageError: the file is missing, damaged, of a newer schema, or lacks fields.
@@ -53,7 +56,7 @@ def read_as(file: Path, kind: type) -> dict[str, Any]:
     wrong = "; ".join(mismatches(content, kind))
     if wrong:
         raise LostError(f"{file} is not complete: {wrong[:500]}.")
-    return content
+    return cast(Declared, content)
 
 
 def read_json(path: Path) -> Any:

@@ -13,10 +13,11 @@ import os
 import stat
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, TypedDict, cast
 
 from toolkit.errors import UsageError
 from toolkit.records.json_files import read_json, write_json
+from toolkit.records.shapes import mismatches
 from toolkit.redaction import redacted
 
 MANIFEST: Final = "manifest.json"
@@ -32,6 +33,13 @@ DRAFT_MARK: Final = ".toolkit-draft"
 """An empty file in a folder that is still being written; it marks one that was left as ours."""
 
 _HASH: Final = "manifest_sha256"
+
+
+class Entry(TypedDict):
+    """A file as it was saved."""
+
+    bytes: int
+    sha256: str
 
 
 class Damaged(ValueError):
@@ -71,15 +79,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if type(schema) is not int or schema < SCHEMA:
         raise Damaged(f"{folder} has no manifest that can be read: its schema is not {SCHEMA}")
     # Before anything else: a later format may be hashed in another way.
-    _refuse_newer(folder, "schema", schema, SCHEMA)
-    _refuse_newer(folder, "format", content.get("format"), FORMAT)
+    for name, known in (("schema", SCHEMA), ("format", FORMAT)):
+        number = content.get(name)
+        if type(number) is int and number > known:
+            raise UsageError(
+                f"{folder} was written by a newer toolkit: its manifest has {name} {number}, and "
+                f"this one reads up to {known}. Update this toolkit, or name another folder."
+            )
     if written != _hash_of(content):
         raise Damaged(f"{folder} has a manifest that has changed since it was written")
-    files = content.get("files")
-    if not isinstance(files, dict) or not all(
-        _is_inside(name) and _is_entry(wanted)
-        for name, wanted in cast("dict[str, Any]", files).items()
-    ):
+    files: Any = content.get("files")
+    if any(mismatches(files, dict[str, Entry])) or not all(map(_is_inside, files)):
         raise Damaged(f"{folder} has a manifest that lists names that cannot be files of it")
     return content
 
@@ -164,32 +174,15 @@ def is_real_folder(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
 
 
-def _refuse_newer(folder: Path, name: str, number: Any, known: int) -> None:
-    """Refuse a folder of a later format, which this toolkit must neither use nor replace."""
-    if type(number) is int and number > known:
-        raise UsageError(
-            f"{folder} was written by a newer toolkit: its manifest has {name} {number}, and this "
-            f"one reads up to {known}. Update this toolkit, or name another folder."
-        )
-
-
 def _hash_of(content: Mapping[str, Any]) -> str:
     # Numbers that are not finite are written by name (`json_files.write_json`).
     written = json.loads(json.dumps(content), parse_constant=str)
     return hashlib.sha256(json.dumps(written, sort_keys=True).encode()).hexdigest()
 
 
-def _is_inside(name: Any) -> bool:
-    if not isinstance(name, str) or "\0" in name or name == MANIFEST:
-        return False
-    return all(part not in ("", ".", "..") for part in name.split("/"))
-
-
-def _is_entry(wanted: Any) -> bool:
-    if not isinstance(wanted, dict):
-        return False
-    values = cast("dict[str, Any]", wanted)
-    return type(values.get("bytes")) is int and isinstance(values.get("sha256"), str)
+def _is_inside(name: str) -> bool:
+    is_relative = all(part not in ("", ".", "..") for part in name.split("/"))
+    return is_relative and "\0" not in name and name != MANIFEST
 
 
 def _below(folder: Path, prefix: str) -> Iterator[tuple[str, int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypedDict, cast
+from typing import Annotated, Any, Final, Literal, TypedDict
 
 from toolkit.records.fields import Count, FromOne, Measured, Memory, RankMemory, Size
 from toolkit.records.json_files import read_as
@@ -186,9 +186,5 @@ class Record(Measured):
 
 
 def read_record(folder: Path) -> Record:
-    """Read the record of the run in `folder`.
-
-    Raises:
-        UsageError: the file is missing, damaged, of a newer schema, or lacks fields.
-    """
-    return cast(Record, read_as(folder / RECORD_FILE, Record))
+    """Read the record in `folder`; errors are those of `read_as`."""
+    return read_as(folder / RECORD_FILE, Record)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NotRequired, TypedDict, cast
+from typing import Annotated, Any, Final, Literal, NotRequired, TypedDict
 
 from toolkit.records.fields import (
     NO_PRICE,
@@ -285,9 +285,5 @@ class Results(TypedDict):
 
 
 def read_results(folder: Path) -> Results:
-    """Read the results of the comparison in `folder`.
-
-    Raises:
-        UsageError: the file is missing, damaged, of a newer schema, or lacks fields.
-    """
-    return cast(Results, read_as(folder / RESULTS_FILE, Results))
+    """Read the results in `folder`; errors are those of `read_as`."""
+    return read_as(folder / RESULTS_FILE, Results)

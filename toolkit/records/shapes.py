@@ -7,23 +7,12 @@ behind that asks again whether a field is there and of its type.
 from __future__ import annotations
 
 import math
+import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import (
-    Annotated,
-    Any,
-    Final,
-    Literal,
-    NotRequired,
-    Union,
-    cast,
-    get_args,
-    get_origin,
-    get_type_hints,
-    is_typeddict,
-)
+from typing import Annotated, Any, Final, Literal, NotRequired, Union, cast
 
 MOST_WHOLE: Final = 2**63
 """Whole numbers end before it: a larger one overflows when it is turned into a float."""
@@ -47,75 +36,62 @@ def mismatches(value: Any, kind: Any, where: str = "") -> Iterator[str]:
         kind: A type annotation, usually a TypedDict.
         where: Names the value within the file.
     """
-    origin, arguments = get_origin(kind), get_args(kind)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    container = dict if typing.is_typeddict(kind) else origin
     if kind is Any:
         return
-    if is_typeddict(kind):
-        yield from _fields(value, kind, where)
-    elif origin in (Annotated, NotRequired):
+    if origin in (Annotated, NotRequired):
         yield from mismatches(value, arguments[0], where)
-        for more in getattr(kind, "__metadata__", ()):
-            if is_typeddict(more) or get_origin(more) is Literal:
-                yield from mismatches(value, more, where)
-            elif isinstance(more, Least) and not _is_at_least(value, more.value):
+        for second in getattr(kind, "__metadata__", ()):
+            if typing.is_typeddict(second) or typing.get_origin(second) is Literal:
+                yield from mismatches(value, second, where)
+            elif isinstance(second, Least) and not _is_at_least(value, second.value):
                 yield _wrong(value, where)
     elif origin in (Union, UnionType):
         yield from _union(value, arguments, where)
-    elif origin is list:
-        yield from _items(value, arguments[0], where)
-    elif origin is dict:
-        yield from _values(value, arguments[1], where)
-    elif origin is Literal:
-        if not isinstance(value, str) or value not in arguments:
+    elif container not in (dict, list):
+        is_right = value in arguments if origin is Literal else _is_plain(value, kind)
+        if not is_right:
             yield _wrong(value, where)
-    elif not _is_plain(value, kind):
+    elif not isinstance(value, container):
         yield _wrong(value, where)
+    elif container is list:
+        yield from _items(cast("list[Any]", value), arguments[0], where)
+    elif typing.is_typeddict(kind):
+        yield from _fields(cast("dict[str, Any]", value), kind, where)
+    else:
+        for name, item in cast("dict[str, Any]", value).items():
+            yield from mismatches(item, arguments[1], f"{where}.{name}")
 
 
-def _fields(value: Any, kind: Any, where: str) -> Iterator[str]:
-    if not isinstance(value, dict):
-        yield _wrong(value, where)
-        return
-    content = cast("dict[str, Any]", value)
+def _fields(content: dict[str, Any], kind: Any, where: str) -> Iterator[str]:
     for name, declared in _hints(kind).items():
         path = f"{where}.{name}" if where else name
         if name in content:
             yield from mismatches(content[name], declared, path)
-        elif kind.__total__ and get_origin(declared) is not NotRequired:
+        elif kind.__total__ and typing.get_origin(declared) is not NotRequired:
             yield f"{path!r} is missing"
 
 
 @cache
 def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind, include_extras=True)
+    return typing.get_type_hints(kind, include_extras=True)
 
 
 def _union(value: Any, kinds: tuple[Any, ...], where: str) -> Iterator[str]:
     """Yield what keeps a value from being of any of the types; of a part of it, where it can."""
     problems = [list(mismatches(value, kind, where)) for kind in kinds]
     if all(problems):
-        whole = _wrong(value, where)
-        yield from next((phrases for phrases in problems if phrases != [whole]), [whole])
+        general = [_wrong(value, where)]
+        yield from next((phrases for phrases in problems if phrases != general), general)
 
 
-def _items(value: Any, kind: Any, where: str) -> Iterator[str]:
-    if not isinstance(value, list):
-        yield _wrong(value, where)
-        return
-    items = cast("list[Any]", value)
+def _items(items: list[Any], kind: Any, where: str) -> Iterator[str]:
     # Losses and row ids are many: what is plain is looked at without a generator for each.
     if kind in (int, float) and all(_is_plain(item, kind) for item in items):
         return
     for number, item in enumerate(items):
         yield from mismatches(item, kind, f"{where}[{number}]")
-
-
-def _values(value: Any, kind: Any, where: str) -> Iterator[str]:
-    if not isinstance(value, dict):
-        yield _wrong(value, where)
-        return
-    for name, item in cast("dict[str, Any]", value).items():
-        yield from mismatches(item, kind, f"{where}.{name}")
 
 
 def _is_plain(value: Any, kind: Any) -> bool:

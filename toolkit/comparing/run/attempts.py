@@ -82,7 +82,7 @@ def read_spec(attempt: Path) -> Spec:
     Raises:
         UsageError: the file is missing, damaged, or of a newer schema.
     """
-    return cast(Spec, read_as(attempt / SPEC_FILE, Spec))
+    return read_as(attempt / SPEC_FILE, Spec)
 
 
 def spec_at(attempt: Path) -> Spec | None:
