@@ -11,7 +11,7 @@ from launches import environment_in
 from places import KIT, ROOT
 
 from toolkit.launching import forking
-from toolkit.launching.forking import SOCKET, WarmProcess
+from toolkit.launching.forking import SOCKET, warm_process
 
 
 def pytest_addoption(parser):
@@ -84,9 +84,8 @@ def cold_environment(tmp_path_factory):
 @pytest.fixture(scope="session")
 def warm_environment(cold_environment):
     """The same, and where the session's warm process is."""
-    process = WarmProcess(launches.of_runs(cold_environment))
-    yield cold_environment | {SOCKET: str(process.socket)}
-    process.close()
+    with warm_process(launches.of_runs(cold_environment)) as path:
+        yield cold_environment | {SOCKET: str(path)}
 
 
 @pytest.fixture(scope="session")

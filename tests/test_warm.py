@@ -14,7 +14,7 @@ from places import ROOT, SCRIPTS
 
 from toolkit import warm
 from toolkit.launching import forking
-from toolkit.launching.forking import SOCKET, WarmProcess, key_of
+from toolkit.launching.forking import SOCKET, key_of, warm_process
 from toolkit.launching.launch import launch_command, run
 from toolkit.records.record import read_record
 
@@ -171,20 +171,16 @@ def test_of_a_process_with_a_second_thread_nothing_is_forked_and_it_is_said(
     threaded = "import threading, time\nthreading.Thread(target=time.sleep, args=[600]).start()\n"
     (tmp_path / "sitecustomize.py").write_text(threaded)
     variables = cold_environment | {"PYTHONPATH": str(tmp_path)}
-    process = WarmProcess(variables)
     said = []
-    try:
-        with (tmp_path / "out").open("w") as out:
-            started = forking.start(
-                [sys.executable, "-S", "-c", "print('cold')"],
-                environment=variables | {SOCKET: str(process.socket)},
-                stdout=out.fileno(),
-                stderr=out.fileno(),
-                on_cold=said.append,
-            )
+    with warm_process(variables) as path, (tmp_path / "out").open("w") as out:
+        started = forking.start(
+            [sys.executable, "-S", "-c", "print('cold')"],
+            environment=variables | {SOCKET: str(path)},
+            stdout=out.fileno(),
+            stderr=out.fileno(),
+            on_cold=said.append,
+        )
         assert started.wait(60) == 0
-    finally:
-        process.close()
     assert said == ["2 threads run in the warm process"]
     assert (tmp_path / "out").read_text() == "cold\n"
 

@@ -8,12 +8,16 @@ after the imports. So no process that forks has more than one thread, or has tou
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
 import importlib.abc
 import importlib.util
+import json
 import os
+import resource
+import selectors
 import signal
 import socket
 import subprocess
@@ -23,12 +27,12 @@ import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final, NoReturn
 
 from toolkit import search_path
-from toolkit.launching import supervised
-from toolkit.launching.fork_server import Listener, open_files, serve
-from toolkit.launching.forking import COLD, Fork, WarmError, fork
+from toolkit.launching import forking, supervised
+from toolkit.launching.forking import COLD, STREAMS, Fork, ForkRequest, WarmError
 from toolkit.launching.launch import LAUNCHER
 from toolkit.launching.ranks import die_with_parent, leave, say
 
@@ -92,14 +96,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
     files = open_files() - {listener}
     gc.freeze()  # a collection in a fork would copy every page
     gc.enable()
-    serve_forks(
-        socket.socket(fileno=listener),
-        Imported(search_path=installed, variables=variables, files=files),
-    )
-
-
-def serve_forks(listener: Listener, imported: Imported) -> NoReturn:
-    serve(listener, lambda args: become(args, imported), inherited=imported.files, unfit=why_unfit)
+    imported = Imported(search_path=installed, variables=variables, files=files)
+    serve(socket.socket(fileno=listener), imported)
 
 
 def import_everything() -> dict[str, str]:
@@ -132,6 +130,138 @@ def close_nvml() -> None:
         return
     while nvml.nvmlShutdown() == 0:  # as often as it was opened
         pass
+
+
+def serve(requests: socket.socket, imported: Imported) -> NoReturn:
+    """Fork a process for each request and tell how each ended, for ever.
+
+    Args:
+        requests: A listening socket, or one through which connections are passed.
+        imported: What the forked processes go on with.
+    """
+    waker, woken = socket.socketpair()
+    for end in (waker, woken, requests):
+        end.setblocking(False)
+    signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, wake_up)
+    running: dict[int, socket.socket] = {}
+    with selectors.DefaultSelector() as selector:
+        selector.register(requests, selectors.EVENT_READ)
+        selector.register(woken, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is woken:
+                    with contextlib.suppress(BlockingIOError):
+                        woken.recv(2**12)
+                    for connection in tell_ends(running):
+                        if connection in selector.get_map():
+                            selector.unregister(connection)
+                        connection.close()
+                elif key.data is not None:
+                    # A tied connection says nothing after its request: this is its end.
+                    selector.unregister(key.fileobj)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(key.data, signal.SIGTERM)
+                else:
+                    connection = next_connection(requests)
+                    received = receive(connection)
+                    if received is None:
+                        connection.close()
+                        continue
+                    request, streams = received
+                    if (reason := why_unfit()) is not None:
+                        answer(connection, {"unfit": reason})
+                        connection.close()
+                        continue
+                    pid = os.fork()
+                    if pid == 0:
+                        try:
+                            begin(request, streams, imported.files)
+                            become(request["args"], imported)
+                        finally:
+                            os._exit(1)  # whatever happens, it never goes on with this loop
+                    for stream in streams:
+                        os.close(stream)
+                    running[pid] = connection
+                    if request["tied"]:
+                        selector.register(connection, selectors.EVENT_READ, data=pid)
+                    answer(connection, {"pid": pid})
+
+
+def wake_up(number: int, frame: FrameType | None) -> None:
+    """Do nothing: the loop wakes up by the byte that Python writes for the signal."""
+
+
+def next_connection(requests: socket.socket) -> socket.socket:
+    if requests.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        connection, _ = requests.accept()
+        connection.setblocking(True)
+        return connection
+    data, files, _, _ = socket.recv_fds(requests, 1, 1)
+    if not data:
+        os._exit(0)  # the launcher is gone
+    return socket.socket(fileno=files[0])
+
+
+def open_files() -> frozenset[int]:
+    """Return the file descriptors of this process."""
+    listed = {int(name) for name in os.listdir("/proc/self/fd")}
+    # One of them was that of the folder while it was listed.
+    return frozenset(number for number in listed if os.path.lexists(f"/proc/self/fd/{number}"))
+
+
+def receive(connection: socket.socket) -> tuple[ForkRequest, list[int]] | None:
+    """Return a request and its standard streams; None where the connection ends before one."""
+    data, streams, _, _ = socket.recv_fds(connection, 1, len(STREAMS))
+    if not data or len(streams) != len(STREAMS):
+        return None
+    with connection.makefile("rb") as lines:
+        text = lines.readline()
+    return (json.loads(text), streams) if text.endswith(b"\n") else None
+
+
+def begin(request: ForkRequest, streams: list[int], inherited: frozenset[int]) -> None:
+    """Give a forked process all that its request names, and nothing else of its parent's."""
+    signal.set_wakeup_fd(-1)
+    for number in forking.passed_signals():
+        # As after `exec`: an ignored signal stays ignored, all others are at their default.
+        if number in request["ignored"]:
+            signal.signal(number, signal.SIG_IGN)
+        elif forking.is_ignored(number) or callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    if signal.SIGINT not in request["ignored"]:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if request["new_session"]:
+        os.setsid()
+    for number, stream in zip(STREAMS, streams, strict=True):
+        os.dup2(stream, number)
+    for number in open_files() - inherited - {*STREAMS}:
+        os.close(number)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    sys.argv = request["args"][1:]
+    sys.orig_argv = request["args"]
+    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    forking.shared_bytes = resident_pages * resource.getpagesize()
+
+
+def tell_ends(running: dict[int, socket.socket]) -> list[socket.socket]:
+    """Tell of each process that ended how it did, and return the connections that were told."""
+    ended: list[socket.socket] = []
+    with contextlib.suppress(ChildProcessError):  # there is no child left
+        while (result := os.waitpid(-1, os.WNOHANG))[0] != 0:
+            pid, status = result
+            connection = running.pop(pid, None)
+            if connection is not None:
+                answer(connection, {"code": os.waitstatus_to_exitcode(status)})
+                ended.append(connection)
+    return ended
+
+
+def answer(connection: socket.socket, answer: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # the process that asked may be gone
+        connection.sendall(json.dumps(answer).encode() + b"\n")
 
 
 def why_unfit() -> str | None:
@@ -210,7 +340,7 @@ def fork_ranks(imported: Imported) -> None:
         if os.getppid() != launcher:
             os._exit(1)
         show_as([sys.executable, "-m", "toolkit.warm", str(launcher)])
-        serve_forks(PassedConnections(theirs), imported)
+        serve(theirs, imported)
     theirs.close()
 
     class Popen(subprocess.Popen[Any]):
@@ -221,8 +351,8 @@ def fork_ranks(imported: Imported) -> None:
                 return super().__new__(cls)
             try:
                 return forked(ours, [str(word) for word in args], **options)
-            except WarmError as error:
-                say(f"{COLD}{error}")
+            except (OSError, WarmError) as error:
+                say(f"{COLD}{forking.why_cold(error)}")
                 return cold(args, **options)
 
     cold = subprocess.Popen
@@ -242,46 +372,18 @@ def forked(
     **_: Any,
 ) -> Fork:
     """Start a rank; the arguments are those of `subprocess.Popen` that launchers give."""
-
     sys.stdout.flush()
     sys.stderr.flush()
-    streams = [
-        0,
-        1 if stdout is None else stdout.fileno(),
-        2 if stderr is None else stderr.fileno(),
-    ]
-    try:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            socket.send_fds(control, [b"+"], [theirs.fileno()])
-    except OSError as error:
-        raise WarmError(f"no process to fork from answers: {error}") from error
-    return fork(
+    ours, theirs = socket.socketpair()
+    with theirs:
+        socket.send_fds(control, [b"+"], [theirs.fileno()])
+    return forking.fork(
         ours,
         args,
         environment=os.environ if env is None else env,
-        streams=streams,
+        streams=[0, stdout.fileno() if stdout else 1, stderr.fileno() if stderr else 2],
         new_session=start_new_session,
     )
-
-
-class PassedConnections:
-    """A listener whose connections come, as file descriptors, through a socket."""
-
-    def __init__(self, control: socket.socket) -> None:
-        self._control = control
-
-    def fileno(self) -> int:
-        return self._control.fileno()
-
-    def setblocking(self, flag: bool) -> None:
-        self._control.setblocking(flag)
-
-    def accept(self) -> tuple[socket.socket, None]:
-        data, files, _, _ = socket.recv_fds(self._control, 1, 1)
-        if not data:
-            os._exit(0)  # the launcher is gone
-        return socket.socket(fileno=files[0]), None
 
 
 def begin_anew() -> None:
@@ -289,7 +391,7 @@ def begin_anew() -> None:
     import numpy as np
     import torch
 
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+    for number in forking.IGNORED_BY_PYTHON:
         signal.signal(number, signal.SIG_IGN)
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
@@ -307,8 +409,8 @@ def run_python(words: list[str]) -> int:
     module.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = module
     if words[0] == "-m":
-        name, *rest = words[1:]
-        sys.argv = words
+        _, name, *rest = words
+        sys.argv = ["-m", *rest]  # as Python has it while it looks for the module
         if search_path.runs_as_module("toolkit"):
             search_path.leave_current_folder()
         spec = importlib.util.find_spec(name)

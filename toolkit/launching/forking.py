@@ -1,7 +1,6 @@
 """Launches by forking: ask a warm process, which has imported what every rank imports, for a fork.
 
-The loop that forks is in `toolkit.launching.fork_server`; what is imported, and how a launch and
-its ranks begin, is in `toolkit.warm`. Processes talk over Unix sockets: a request brings the
+The process that forks is in `toolkit.warm`. Processes talk over Unix sockets: a request brings the
 standard streams along, its answer is the process's number and, later, how it ended.
 """
 
@@ -48,9 +47,17 @@ ANSWER_SECONDS: Final = 300.0
 IGNORED_BY_PYTHON: Final = (signal.SIGPIPE, signal.SIGXFSZ)
 """Python ignores them when it starts, whatever its parent did."""
 
+shared_bytes = 0
+"""RAM that this process shared with the warm one at its fork; 0 where it was started cold."""
+
 
 class WarmError(RuntimeError):
     """A warm process can't serve; the launch can start cold."""
+
+
+def why_cold(error: OSError | WarmError) -> str:
+    """Return a phrase on an error of `fork`, or on the way to it."""
+    return str(error) if isinstance(error, WarmError) else f"no warm process answers: {error}"
 
 
 class ForkRequest(TypedDict):
@@ -154,25 +161,19 @@ def fork(
 
     Raises:
         WarmError: the loop has ended, or may not fork.
+        OSError: it has ended before it got the request, or the current folder was removed.
     """
-    try:
-        request = ForkRequest(
-            args=list(args),
-            environment=dict(environment),
-            folder=str(folder or Path.cwd()),  # the current folder may have been removed
-            ignored=[int(number) for number in passed_signals() if is_ignored(number)],
-            new_session=new_session,
-            tied=tied,
-        )
-        socket.send_fds(connection, [b"+"], list(streams))
-        connection.sendall(json.dumps(request).encode() + b"\n")
-    except OSError as error:
-        raise _no_answer(error) from error
+    request = ForkRequest(
+        args=list(args),
+        environment=dict(environment),
+        folder=str(folder or Path.cwd()),
+        ignored=[int(number) for number in passed_signals() if is_ignored(number)],
+        new_session=new_session,
+        tied=tied,
+    )
+    socket.send_fds(connection, [b"+"], list(streams))
+    connection.sendall(json.dumps(request).encode() + b"\n")
     return Fork(connection, args)
-
-
-def _no_answer(error: OSError) -> WarmError:
-    return WarmError(f"no warm process answers: {error}")
 
 
 def passed_signals() -> set[signal.Signals]:
@@ -188,25 +189,21 @@ def is_ignored(number: signal.Signals) -> bool:
     return signal.getsignal(number) is signal.SIG_IGN
 
 
-class WarmProcess:
-    """Starts a warm process, which takes requests from then on, and ends it.
+@contextlib.contextmanager
+def warm_process(environment: Mapping[str, str]) -> Generator[Path]:
+    """Keep a warm process while the context lasts, and yield the path of its socket.
 
-    Args:
-        environment: Variables that it imports everything with; only launches with the same ones
-            can be forked from it.
+    Only launches with the same variables can be forked from it; they end with it.
     """
-
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="toolkit-warm-")
-        self.socket = Path(self._folder.name, key_of(environment))
-        self.log = Path(self._folder.name, "log")
+    with tempfile.TemporaryDirectory(prefix="toolkit-warm-") as folder:
+        path = Path(folder, key_of(environment))
         # A request that comes while it imports waits in the listener's queue.
-        with socket.socket(socket.AF_UNIX) as listener, self.log.open("wb") as log:
-            listener.bind(str(self.socket))
+        with socket.socket(socket.AF_UNIX) as listener, Path(folder, "log").open("wb") as log:
+            listener.bind(str(path))
             listener.listen(64)
             number = listener.fileno()
             # The dashes are room for the commands that its forks show as theirs (`warm.show_as`).
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-m", "toolkit.warm", str(os.getpid()), str(number), "-" * 4000],
                 env={**environment, "PYTHONUNBUFFERED": "1"},
                 pass_fds=[number],
@@ -215,31 +212,28 @@ class WarmProcess:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-
-    def close(self) -> None:
-        """End it; what it has forked ends with it."""
-        self._process.kill()
-        self._process.wait()
-        self._folder.cleanup()
+        try:
+            yield path
+        finally:
+            process.kill()
+            process.wait()
 
 
 @contextlib.contextmanager
 def warm_launches(environment: Mapping[str, str]) -> Generator[None]:
     """Have launches with these variables forked from one warm process while the context lasts."""
-    if sys.platform != "linux" or os.environ.get(SOCKET, "").endswith(key_of(environment)):
-        yield  # one serves already
-        return
     before = os.environ.get(SOCKET)
-    warm = WarmProcess(environment)
-    os.environ[SOCKET] = str(warm.socket)
-    try:
-        yield
-    finally:
-        if before is None:
+    if sys.platform != "linux" or (before or "").endswith(key_of(environment)):
+        yield  # a warm process for these variables exists already
+        return
+    with warm_process(environment) as path:
+        os.environ[SOCKET] = str(path)
+        try:
+            yield
+        finally:
             del os.environ[SOCKET]
-        else:
-            os.environ[SOCKET] = before
-        warm.close()
+            if before is not None:
+                os.environ[SOCKET] = before
 
 
 def start(
@@ -261,12 +255,11 @@ def start(
         on_cold: Gets the reason where there is a warm process and it could not serve.
         folder: Where it starts; None for the current folder.
     """
-    path = environment.get(SOCKET)
     with open(os.devnull, "rb") as no_input:
-        if path is not None:
+        if SOCKET in environment:
             try:
                 return fork(
-                    _connect(Path(path), environment),
+                    _connect(environment),
                     command,
                     environment=environment,
                     streams=[no_input.fileno(), stdout, stderr],
@@ -274,8 +267,8 @@ def start(
                     new_session=True,
                     tied=True,
                 )
-            except WarmError as error:
-                on_cold(str(error))
+            except (OSError, WarmError) as error:
+                on_cold(why_cold(error))
         return subprocess.Popen(
             command,
             stdin=no_input,
@@ -300,16 +293,14 @@ def key_of(environment: Mapping[str, str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _connect(path: Path, environment: Mapping[str, str]) -> socket.socket:
-    if path.name != key_of(environment):
+def _connect(environment: Mapping[str, str]) -> socket.socket:
+    path = environment[SOCKET]
+    if not path.endswith(key_of(environment)):
         raise WarmError("the warm process was started with other variables")
+    connection = socket.socket(socket.AF_UNIX)
     try:
-        connection = socket.socket(socket.AF_UNIX)
-    except OSError as error:
-        raise _no_answer(error) from error
-    try:
-        connection.connect(str(path))
-    except OSError as error:
+        connection.connect(path)
+    except OSError:
         connection.close()
-        raise _no_answer(error) from error
+        raise
     return connection

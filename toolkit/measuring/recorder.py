@@ -23,7 +23,7 @@ from toolkit.engines.backend import Backend, backend_of
 from toolkit.engines.hooks import Undo, stand_in
 from toolkit.engines.tensors import compiled, number
 from toolkit.files import without_links, write_text
-from toolkit.launching.fork_server import shared_bytes
+from toolkit.launching import forking
 from toolkit.launching.processes import age_seconds
 from toolkit.launching.status import StatusFile
 from toolkit.measuring import attestation, equal_weights, gradients, memory, traffic
@@ -305,7 +305,7 @@ class Recorder:
         self._stop_ledgers()
         self._keep_device_peaks()
         self._bytes["host_peak_bytes"] = memory.host_peak_bytes()
-        self._bytes["host_shared_bytes"] = shared_bytes()
+        self._bytes["host_shared_bytes"] = forking.shared_bytes
 
     def _keep_device_peaks(self) -> None:
         """Take the device's peaks since they were reset, which are no smaller than those before."""
