@@ -42,11 +42,9 @@ def stale_locks() -> list[Path]:
     into. A builder on another machine that shares the folder is not seen.
     """
     locks = [lock for folder in extension_folders() for lock in folder.glob("*/lock")]
-    old = [lock.resolve() for lock in locks if _is_ours(lock) and _age(lock) > YOUNG_SECONDS]
-    if not old:
-        return []
-    used = _paths_in_use()
-    return [lock for lock in old if lock not in used and not _works_in(lock.parent, used)]
+    old = [lock.resolve() for lock in locks if _is_old_and_ours(lock)]
+    used = _paths_in_use() if old else set[Path]()
+    return [lock for lock in old if not any(path.is_relative_to(lock.parent) for path in used)]
 
 
 def clear_stale_locks() -> list[Path]:
@@ -58,7 +56,7 @@ def clear_stale_locks() -> list[Path]:
     for lock in stale_locks():
         # Another process may have cleared it and begun to build since.
         with contextlib.suppress(FileNotFoundError):
-            if _age(lock) > YOUNG_SECONDS:
+            if _is_old_and_ours(lock):
                 lock.unlink()
                 if not _is_built(lock.parent):
                     killed.append(lock)
@@ -81,17 +79,12 @@ def _is_built(folder: Path) -> bool:
         return False
 
 
-def _age(lock: Path) -> float:
+def _is_old_and_ours(lock: Path) -> bool:
     try:
-        return time.time() - lock.stat().st_mtime
+        status = lock.stat()
     except FileNotFoundError:
-        return 0.0
-
-
-def _is_ours(lock: Path) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return os.getuid() in (0, lock.stat().st_uid)
-    return False
+        return False
+    return os.getuid() in (0, status.st_uid) and time.time() - status.st_mtime > YOUNG_SECONDS
 
 
 def _paths_in_use() -> set[Path]:
@@ -103,7 +96,3 @@ def _paths_in_use() -> set[Path]:
         with contextlib.suppress(psutil.Error, OSError):
             used.update(Path(file.path) for file in process.open_files())
     return used
-
-
-def _works_in(folder: Path, used: set[Path]) -> bool:
-    return any(path.is_relative_to(folder) for path in used)

@@ -5,7 +5,6 @@ However the run or this process ends, no process of it stays alive: see `supervi
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import signal
 import socket
@@ -15,10 +14,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO
 
 from toolkit.files import new_file
 from toolkit.launching.forking import COLD, Fork, start
@@ -126,19 +124,17 @@ def run(
     follower = Follower(
         command=list(command),
         folder=folder,
-        deadline=time.monotonic() + timeout,
         timeout=timeout,
         num_processes=num_processes,
         environment=launch_environment(environment or {}, loopback=loopback)
         | {STATUS_DIR: str((folder / "status").absolute())},
-        on_line=on_line or _ignore,
-        on_step=on_step or _ignore,
+        on_line=on_line or (lambda line: None),
+        on_step=on_step or (lambda step: None),
     )
-    started = time.monotonic()
     with _signals_as_exit():
         for attempt in range(1, PORT_ATTEMPTS + 1):
             ending = follower.follow()
-            outcome = judge(replace(ending, seconds=time.monotonic() - started))
+            outcome = judge(ending)
             if attempt == PORT_ATTEMPTS or not _lost_the_port(outcome, ending):
                 return outcome
     raise AssertionError("the last attempt returns")
@@ -150,22 +146,25 @@ class Follower:
 
     command: list[str]
     folder: Path
-    deadline: float
     timeout: float
     num_processes: int | None
     environment: dict[str, str]
     on_line: Callable[[str], None]
     on_step: Callable[[int], None]
 
+    started: float = field(default_factory=time.monotonic)
     gone: dict[int, float] = field(default_factory=dict[int, float])
     """When each rank that vanished was first missed, by `time.monotonic()`."""
 
     statuses: list[RankStatus] = field(default_factory=list[RankStatus])
     lines: deque[str] = field(default_factory=lambda: deque[str](maxlen=LINES_KEPT))
+    rest: bytes = b""
+    """The last line of the log, as long as it has no end."""
 
     def follow(self) -> Ending:
         self.gone.clear()
         self.lines.clear()
+        self.rest = b""
         status_dir = self.folder / "status"
         status_dir.mkdir(parents=True, exist_ok=True)
         # A status of an earlier run would be taken for one of this run's ranks.
@@ -174,18 +173,28 @@ class Follower:
 
         kills = out_of_memory_kills()
         with new_file(self.folder / "stdout.log", private=True) as log:
-            supervisor = self._start(log)
+            supervisor = start(
+                supervised(self.command, redacting=True),
+                environment=self.environment,
+                stdout=log.fileno(),
+                stderr=log.fileno(),
+                on_cold=lambda reason: self.on_line(f"toolkit: {COLD}{reason}"),
+            )
         with (self.folder / "stdout.log").open("rb") as log:
-            output = _Lines(log.read, self._take_line)
             try:
-                timed_out = self._watch(supervisor, output)
+                timed_out = self._watch(supervisor, log)
                 returncode = supervisor.poll()
-                stopped = self._stopped() if timed_out else frozenset[int]()
+                stopped = [
+                    status.rank
+                    for status in self.statuses
+                    if timed_out and is_stopped(status.pid, started=status.started)
+                ]
             finally:
                 self._end(supervisor)
-            self._look()
-            output.pump()
-            output.flush()
+            self.statuses = read_statuses(status_dir)
+            self._read_lines(log)
+            if self.rest:
+                self._take_line(self.rest)
         return Ending(
             statuses=self.statuses,
             gone=self.gone,
@@ -194,28 +203,20 @@ class Follower:
             timed_out=timed_out,
             stopped=stopped,
             num_processes=self.num_processes,
-            out_of_memory_kills=_risen(kills, out_of_memory_kills()),
+            out_of_memory_kills=out_of_memory_kills() - kills,
+            seconds=time.monotonic() - self.started,
             timeout=self.timeout,
         )
 
-    def _start(self, log: BinaryIO) -> subprocess.Popen[bytes] | Fork:
-        return start(
-            supervised(self.command, redacting=True),
-            environment=self.environment,
-            stdout=log.fileno(),
-            stderr=log.fileno(),
-            on_cold=lambda reason: self.on_line(f"toolkit: {COLD}{reason}"),
-        )
-
-    def _watch(self, supervisor: subprocess.Popen[bytes] | Fork, output: _Lines) -> bool:
+    def _watch(self, supervisor: subprocess.Popen[bytes] | Fork, log: BinaryIO) -> bool:
         """Return when the run is over or must be ended; True when the time is up."""
         give_up: float | None = None
         steps = 0
         while True:
             # Polled first: what the ranks wrote before the launcher left is then read below.
             over = supervisor.poll() is not None
-            output.pump()
-            self._look()
+            self._read_lines(log)
+            self.statuses = read_statuses(self.folder / "status")
             self._note_gone()
             done = min((status.step for status in self.statuses), default=0)
             if done > steps:
@@ -232,12 +233,9 @@ class Follower:
             if give_up is not None and now > give_up:
                 return False
             # Once a rank has failed, or all have finished, the time to leave counts instead.
-            if give_up is None and now > self.deadline:
+            if give_up is None and now > self.started + self.timeout:
                 return True
             time.sleep(POLL_SECONDS)
-
-    def _look(self) -> None:
-        self.statuses = read_statuses(self.folder / "status")
 
     def _note_gone(self) -> None:
         now = time.monotonic()
@@ -256,13 +254,6 @@ class Follower:
             and all(status.state == "finished" for status in self.statuses)
         )
 
-    def _stopped(self) -> frozenset[int]:
-        return frozenset(
-            status.rank
-            for status in self.statuses
-            if is_stopped(status.pid, started=status.started)
-        )
-
     def _end(self, supervisor: subprocess.Popen[bytes] | Fork) -> None:
         if supervisor.poll() is None:
             # Ranks first: torchelastic then sees them all dead, and prints how each one ended.
@@ -277,33 +268,16 @@ class Follower:
         supervisor.kill()
         supervisor.wait()
 
-    def _take_line(self, line: str) -> None:
+    def _read_lines(self, log: BinaryIO) -> None:
+        *lines, self.rest = (self.rest + log.read()).split(b"\n")
+        for line in lines:
+            self._take_line(line)
+
+    def _take_line(self, data: bytes) -> None:
+        # A progress bar redraws its line after each carriage return; the last one stays visible.
+        line = data.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
         self.lines.append(line)
         self.on_line(line)
-
-
-class _Lines:
-    """Reads a growing log line by line."""
-
-    def __init__(self, read: Callable[[], bytes], take: Callable[[str], None]) -> None:
-        self._read = read
-        self._take = take
-        self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
-        self._rest = ""
-
-    def pump(self) -> None:
-        *whole, self._rest = (self._rest + self._decode(self._read())).split("\n")
-        for line in whole:
-            self._give(line)
-
-    def flush(self) -> None:
-        if self._rest:
-            self._give(self._rest)
-        self._rest = ""
-
-    def _give(self, line: str) -> None:
-        # A progress bar redraws its line after each carriage return; the last one stays visible.
-        self._take(line.rstrip("\r").rpartition("\r")[2])
 
 
 def launch_environment(extra: Mapping[str, str], *, loopback: bool) -> dict[str, str]:
@@ -336,10 +310,6 @@ def _lost_the_port(outcome: Outcome, ending: Ending) -> bool:
     )
 
 
-def _risen(before: int | None, after: int | None) -> int | None:
-    return None if before is None or after is None else after - before
-
-
 @contextlib.contextmanager
 def _signals_as_exit() -> Generator[None]:
     """Let SIGTERM and SIGHUP unwind the stack as Ctrl-C does, where they have no other handler."""
@@ -350,17 +320,9 @@ def _signals_as_exit() -> Generator[None]:
         if in_main_thread and signal.getsignal(number) is signal.SIG_DFL
     ]
     for number in ours:
-        signal.signal(number, _exit_on)
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         yield
     finally:
         for number in ours:
             signal.signal(number, signal.SIG_DFL)
-
-
-def _exit_on(number: int, frame: FrameType | None) -> NoReturn:
-    sys.exit(128 + number)
-
-
-def _ignore(_: object) -> None:
-    pass

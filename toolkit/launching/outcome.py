@@ -67,11 +67,11 @@ class Ending:
     """The launcher's exit status, None when it was killed here."""
 
     timed_out: bool = False
-    stopped: frozenset[int] = frozenset()
+    stopped: Sequence[int] = ()
     """Ranks that were stopped (SIGSTOP) when the time was up."""
 
     num_processes: int | None = None
-    out_of_memory_kills: int | None = None
+    out_of_memory_kills: int = 0
     """Processes of our control group that the kernel's out-of-memory killer ended meanwhile."""
 
     seconds: float | None = 0.0

@@ -105,15 +105,15 @@ def kill_descendants(pid: int, *, seconds: float = 10.0) -> list[psutil.Process]
     return []
 
 
-def out_of_memory_kills() -> int | None:
+def out_of_memory_kills() -> int:
     """Return how many processes of our control group the kernel's out-of-memory killer has ended.
 
-    None where the system does not tell.
+    0 where the system does not tell.
     """
     try:
         groups = CONTROL_GROUPS.read_text().splitlines()
     except OSError:
-        return None
+        return 0
     for line in groups:
         _, controllers, path = line.split(":", 2)
         below = path.strip("/")
@@ -126,7 +126,7 @@ def out_of_memory_kills() -> int | None:
         with contextlib.suppress(OSError):
             if match := re.search(r"^oom_kill (\d+)$", counters.read_text(), re.MULTILINE):
                 return int(match[1])
-    return None
+    return 0
 
 
 def _is_over(process: psutil.Process) -> bool:

@@ -18,6 +18,7 @@ from toolkit.escaping import one_line
 
 LAUNCHER_PID = "TOOLKIT_LAUNCHER_PID"
 
+# Options of prctl(2).
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 

@@ -12,7 +12,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -56,9 +56,16 @@ class RankError:
     message: str
     traceback: str
 
+    @classmethod
+    def of(cls, error: BaseException) -> RankError:
+        text = "".join(traceback.format_exception(error))
+        return cls(type=type(error).__name__, message=str(error), traceback=text)
+
     @property
     def is_echo(self) -> bool:
-        return is_echo(self.type, self.message)
+        """Whether it only means that another rank is gone."""
+        texts = self.message.lower()
+        return self.type in ECHO_TYPES or any(echo in texts for echo in ECHO_TEXTS)
 
     def __str__(self) -> str:
         return f"{self.type}: {self.message}" if self.message else self.type
@@ -115,12 +122,11 @@ class StatusFile:
 
     def failed(self, error: BaseException, state: Failure = "failed") -> None:
         self._read_peak()
-        text = "".join(traceback.format_exception(error))
-        self._write(state, {"type": type(error).__name__, "message": str(error), "traceback": text})
+        self._write(state, RankError.of(error))
 
     def preempted(self, text: str) -> None:
         """Note that the rank had to stop, has saved with the others, and leaves."""
-        self._write("preempted", {"type": "Preempted", "message": text, "traceback": ""})
+        self._write("preempted", RankError(type="Preempted", message=text, traceback=""))
 
     def _read_peak(self) -> None:
         if self.peak is None:
@@ -129,7 +135,7 @@ class StatusFile:
         with contextlib.suppress(RuntimeError):
             self._peak_bytes = self.peak()
 
-    def _write(self, state: State, error: dict[str, str] | None = None) -> None:
+    def _write(self, state: State, error: RankError | None = None) -> None:
         self.state = state
         status = {
             "schema": 1,
@@ -140,7 +146,7 @@ class StatusFile:
             "time": time.time(),  # of day, for people
             "monotonic": time.monotonic(),
             "started": start_of(os.getpid()),
-            "error": error,
+            "error": error and asdict(error),
             "peak_bytes": self._peak_bytes,
         }
         # Not waiting for the disk: it is written anew every step.
@@ -175,7 +181,7 @@ def guard(
             # A full disk must not hide the error that is on its way.
             with contextlib.suppress(OSError):
                 status.failed(error, failure)
-            if is_echo(type(error).__name__, str(error)):
+            if RankError.of(error).is_echo:
                 time.sleep(ECHO_PAUSE_SECONDS)
         raise
     if status.state == "running":
@@ -208,7 +214,8 @@ def read_status(path: Path) -> RankStatus | None:
         content = cast(dict[str, Any], json.loads(path.read_text(encoding="utf-8")))
         if content["state"] not in get_args(State) or content["pid"] < 1:
             return None
-        error, peak = content["error"], content["peak_bytes"]
+        error = {name: str(text) for name, text in dict(content["error"] or {}).items()}
+        peak = content["peak_bytes"]
         return RankStatus(
             rank=int(content["rank"]),
             pid=int(content["pid"]),
@@ -216,21 +223,11 @@ def read_status(path: Path) -> RankStatus | None:
             step=int(content["step"]),
             time=float(content["monotonic"]),
             started=float(content["started"]),
-            error=RankError(**{name: str(value) for name, value in error.items()})
-            if error
-            else None,
+            error=RankError(**error) if error else None,
             peak_bytes=None if peak is None else int(peak),
         )
-    except (
-        *(OSError, ValueError, KeyError, TypeError, AttributeError),
-        *(RecursionError, OverflowError),
-    ):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
         return None  # the ranks' own code may write anything there
-
-
-def is_echo(error_type: str, message: str) -> bool:
-    """Whether an error only means that another rank is gone."""
-    return error_type in ECHO_TYPES or any(echo in message.lower() for echo in ECHO_TEXTS)
 
 
 def first_failure(statuses: Iterable[RankStatus]) -> RankStatus | None:

@@ -17,16 +17,10 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import NoReturn
 
 from toolkit.launching.processes import kill_descendants, stop_signals
-from toolkit.launching.ranks import (
-    LAUNCHER_PID,
-    PR_SET_CHILD_SUBREAPER,
-    die_with_parent,
-    prctl,
-)
+from toolkit.launching.ranks import LAUNCHER_PID, PR_SET_CHILD_SUBREAPER, die_with_parent, prctl
 from toolkit.redaction import longest_secret, redact
 
 
@@ -52,16 +46,8 @@ DRAIN_SECONDS = 5.0
 """How long the rest of the output may take once every process is gone."""
 
 
-class Stopped(BaseException):
-    """A signal to end, from the process that started us or because that one died."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
 def main(arguments: list[str], run: Callable[[list[str]], None] | None = None) -> int:
-    """Run a command to its end, and return the exit code.
+    """Run a command to its end, and return the exit code; a signal to stop raises SystemExit.
 
     Args:
         arguments: Those of the command line.
@@ -73,7 +59,7 @@ def main(arguments: list[str], run: Callable[[list[str]], None] | None = None) -
     command = command[1:] if redacting else command
     signals = stop_signals()
     for number in signals:
-        signal.signal(number, _stop)
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     os.environ.pop(LAUNCHER_PID, None)
     if sys.platform == "linux":
         prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -88,9 +74,11 @@ def main(arguments: list[str], run: Callable[[list[str]], None] | None = None) -
             _become(command, pump, default=signals, run=run)
         if pump is not None:
             pump.start()
-        return _wait_for(launcher)
-    except Stopped as stopped:
-        return 128 + stopped.number
+        while True:
+            pid, status = os.wait()
+            if pid == launcher:
+                code = os.waitstatus_to_exitcode(status)
+                return code if code >= 0 else 128 - code
     except KeyboardInterrupt:
         return 128 + signal.SIGTERM
     finally:
@@ -99,10 +87,6 @@ def main(arguments: list[str], run: Callable[[list[str]], None] | None = None) -
         kill_descendants(os.getpid())
         if pump is not None:
             pump.end()
-
-
-def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    raise Stopped(number)
 
 
 class Pump:
@@ -182,14 +166,6 @@ def _become(
     finally:
         # The fork must not run the parent's clean-up.
         os._exit(127)
-
-
-def _wait_for(launcher: int) -> int:
-    while True:
-        pid, status = os.wait()
-        if pid == launcher:
-            code = os.waitstatus_to_exitcode(status)
-            return code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":
