@@ -15,7 +15,7 @@ from toolkit import environment
 from toolkit.strategies import STRATEGIES
 
 A, B, C = "GPU-8f6b-1", "GPU-8f6b-2", "GPU-77aa-3"
-DEVICES = [("0", A), ("1", B), ("2", C)]
+UUIDS = [A, B, C]
 
 
 # What torch.cuda's own count through NVML says of each, in torch 2.13.
@@ -52,7 +52,7 @@ def test_cuda_visible_devices_is_read_as_cuda_reads_it(chosen, positions, monkey
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if chosen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-    assert environment._visible(DEVICES) == positions
+    assert environment._visible(UUIDS) == positions
 
 
 class Nvml:
@@ -73,7 +73,7 @@ class Nvml:
         self.open = False
 
     def nvmlDeviceGetCount(self):
-        return len(DEVICES)
+        return len(UUIDS)
 
     def nvmlDeviceGetHandleByIndex(self, index):
         return index
@@ -82,7 +82,7 @@ class Nvml:
         return f"GPU {handle}"
 
     def nvmlDeviceGetUUID(self, handle):
-        return DEVICES[handle][1]
+        return UUIDS[handle][1]
 
     def nvmlDeviceGetMemoryInfo(self, handle):
         return type("Memory", (), {"total": (handle + 1) * 2**30})

@@ -17,7 +17,7 @@ from toolkit.comparing.run.options import CompareOptions, read_scale, usual_rows
 from toolkit.errors import UsageError, file_sentence, is_full_disk
 from toolkit.planning.options import Flag, PlanOptions, Precision, RecommendOptions
 from toolkit.redaction import redact_output
-from toolkit.strategies import STRATEGIES, Device
+from toolkit.strategies import STRATEGIES, Device, get_strategy
 
 
 def _examples(*lines: str) -> str:
@@ -53,10 +53,6 @@ StrategyName = Annotated[
     str,
     typer.Argument(help=f"One of: {', '.join(STRATEGIES)}.", autocompletion=_complete_strategies),
 ]
-StrategyNames = typer.Option(
-    help="Names with commas between; the usual six if left out.",
-    autocompletion=_complete_strategies,
-)
 NUM_PROCESSES = ("--num-processes", "--num_processes")
 TrainFlags = Annotated[
     list[str] | None,
@@ -65,10 +61,6 @@ TrainFlags = Annotated[
 
 ModelName = Annotated[
     str, typer.Argument(help="A Hub id, a folder with a config.json, or a count such as 7b.")
-]
-ShowSpeed = Annotated[
-    bool,
-    typer.Option("--show-speed", "--show_speed", help="Show the speeds of a rehearsal, too."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 
@@ -79,25 +71,24 @@ def _with_options_of(declared: type[Any]) -> Callable[[Callable[..., None]], Cal
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
         # A shell passes a GPU by its name.
         types = get_type_hints(declared, localns={"Gpu": str}, include_extras=True)
-        flags: list[inspect.Parameter] = []
-        for field in fields(declared):
-            kind, *extras = get_args(types[field.name]) or (types[field.name],)
-            for flag in (extra for extra in extras if isinstance(extra, Flag)):
-                option = Annotated[kind, typer.Option(*flag.names, help=flag.help)]
-                default = inspect.Parameter.empty if field.default is MISSING else field.default
-                flags.append(
-                    inspect.Parameter(
-                        field.name,
-                        inspect.Parameter.KEYWORD_ONLY,
-                        annotation=option,
-                        default=default,
-                    )
-                )
+        flags = [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                annotation=Annotated[
+                    types[field.name].__origin__, typer.Option(*flag.names, help=flag.help)
+                ],
+                default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            )
+            for field in fields(declared)
+            for flag in get_args(types[field.name])
+            if isinstance(flag, Flag)
+        ]
         signature = inspect.signature(verb, eval_str=True)
-        first, *others, _ = signature.parameters.values()
-        others = [other.replace(kind=inspect.Parameter.KEYWORD_ONLY) for other in others]
-        own = signature.replace(parameters=[first, *flags, *others])
-        verb.__signature__ = own  # pyright: ignore[reportFunctionMemberAccess] - read by Typer
+        first, *rest, _ = signature.parameters.values()
+        rest = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in rest]
+        combined = signature.replace(parameters=[first, *flags, *rest])
+        verb.__signature__ = combined  # pyright: ignore[reportFunctionMemberAccess] - read by Typer
         return verb
 
     return decorate
@@ -143,7 +134,6 @@ def configs_list() -> None:
 def configs_show(name: StrategyName) -> None:
     """Print a strategy's files."""
     from toolkit.configs import render_configs
-    from toolkit.strategies import get_strategy
 
     json_file = Path("deepspeed_configs") / f"{name}.json"
     launcher, deepspeed = render_configs(get_strategy(name), deepspeed_json=json_file)
@@ -164,8 +154,7 @@ def configs_write(
     to: Annotated[Path, typer.Option("--to", help="Folder to write to.")],
     num_processes: Annotated[int | None, typer.Option(*NUM_PROCESSES, help="Ranks in all.")] = None,
     precision: Annotated[
-        Precision | None,
-        typer.Option(help="Precision in the files; else the run decides."),
+        Precision | None, typer.Option(help="Precision in the files; else the run decides.")
     ] = None,
     accumulation: Annotated[
         int | None, typer.Option(help="DeepSpeed: micro-batches per optimizer step.")
@@ -187,7 +176,6 @@ def configs_write(
 ) -> None:
     """Write a strategy's files, with absolute paths inside."""
     from toolkit.configs import ConfigOptions, write_configs
-    from toolkit.strategies import get_strategy
 
     options = ConfigOptions(
         num_processes=num_processes,
@@ -214,7 +202,6 @@ def configs_write(
 def configs_path(name: StrategyName) -> None:
     """Print the path of a strategy's YAML, for `accelerate launch --config_file`."""
     from toolkit.configs import cached_configs
-    from toolkit.strategies import get_strategy
 
     typer.echo(cached_configs(get_strategy(name)).accelerate)
 
@@ -228,7 +215,13 @@ def configs_path(name: StrategyName) -> None:
 )
 @_with_options_of(CompareOptions)
 def compare(
-    strategies: Annotated[str | None, StrategyNames] = None,
+    strategies: Annotated[
+        str | None,
+        typer.Option(
+            help="Names with commas between; the usual six if left out.",
+            autocompletion=_complete_strategies,
+        ),
+    ] = None,
     bisect: Annotated[
         tuple[str, str] | None,
         typer.Option(metavar="A B", help="Name the first difference between two runs in one step."),
@@ -255,7 +248,7 @@ def compare(
     ] = None,
     cold: Annotated[
         bool,
-        typer.Option("--cold", help="Start every rank as a new Python, instead of forking it."),
+        typer.Option("--cold", help="Start each rank as a new Python, instead of forking it."),
     ] = False,
     train_flags: TrainFlags = None,
     **options: Any,
@@ -319,46 +312,42 @@ def report(
     folder: Annotated[
         Path, typer.Argument(metavar="RUN_DIR", help="Folder that toolkit compare wrote.")
     ],
-    other: Annotated[
+    second: Annotated[
         Path | None,
         typer.Argument(metavar="OTHER_DIR", help="A second one, to show side by side with it."),
     ] = None,
     png: Annotated[
-        bool,
-        typer.Option("--png", help="Write only report.png there, a picture to share."),
+        bool, typer.Option("--png", help="Write only report.png there, a picture to share.")
     ] = False,
     to: Annotated[
-        Path | None,
-        typer.Option("--to", help="Folder for the files on two comparisons."),
+        Path | None, typer.Option("--to", help="Folder for the files on two comparisons.")
     ] = None,
-    show_speed: ShowSpeed = False,
+    show_speed: Annotated[
+        bool,
+        typer.Option("--show-speed", "--show_speed", help="Show the speeds of a rehearsal, too."),
+    ] = False,
 ) -> None:
     """Make a comparison's reports again, or set two comparisons side by side."""
     from rich.console import Console
 
+    from toolkit.comparing.report import remake
     from toolkit.comparing.run.rebuilding import restore
 
-    if other is None and to is not None:
+    if second is None and to is not None:
         raise UsageError("--to is for two comparisons; the reports of one stand in its own folder.")
-    if other is not None and png:
+    if second is not None and png:
         raise UsageError("--png is for one comparison. Name one folder, or leave --png out.")
     console = Console()
     restore(folder, console=console)
-    if other is not None:
-        restore(other, console=console)
-    if png:
-        from toolkit.comparing.report.remake import remake_picture
-
-        remake_picture(folder, console=console)
-        return
-    if other is not None:
+    if second is not None:
         from toolkit.comparing.report.diff.files import side_by_side
 
-        side_by_side(folder, other, to=to, console=console)
-        return
-    from toolkit.comparing.report.remake import remake
-
-    remake(folder, console=console, show_speed=show_speed)
+        restore(second, console=console)
+        side_by_side(folder, second, to=to, console=console)
+    elif png:
+        remake.remake_picture(folder, console=console)
+    else:
+        remake.remake(folder, console=console, show_speed=show_speed)
 
 
 @app.command(

@@ -15,7 +15,7 @@ import sysconfig
 import tomllib
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -57,7 +57,7 @@ GIT_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
+class InstalledGpu:
     name: str
     memory_bytes: int
 
@@ -67,19 +67,19 @@ def cache_root() -> Path:
     return Path(os.environ.get("TOOLKIT_CACHE") or "~/.cache/toolkit").expanduser().absolute()
 
 
-def gpus() -> list[Gpu]:
+def gpus() -> list[InstalledGpu]:
     """Return the NVIDIA GPUs that a process started here would see, in CUDA's order by PCI bus.
 
     Raises:
         UsageError: the library that asks NVML is not installed.
     """
-    with _driver() as nvml:
+    with _driver() as (nvml, handles):
         return [
-            Gpu(
+            InstalledGpu(
                 name=str(nvml.nvmlDeviceGetName(handle)),
                 memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
             )
-            for handle in _handles(nvml)
+            for handle in handles
         ]
 
 
@@ -88,12 +88,11 @@ def interconnect() -> list[str]:
 
     Pairs with links of one kind share a line: `0-1, 2-3: NVLink x4`.
     """
-    with _driver() as nvml:
-        handles = _handles(nvml)
-        pairs_by_link: dict[str, list[str]] = {}
-        for first, second in combinations(range(len(handles)), 2):
-            link = _answer(nvml, lambda a=handles[first], b=handles[second]: _path(nvml, a, b))
-            pairs_by_link.setdefault(link, []).append(f"{first}-{second}")
+    pairs_by_link: dict[str, list[str]] = {}
+    with _driver() as (nvml, handles):
+        for (i, first), (j, second) in combinations(enumerate(handles), 2):
+            link = _answer(nvml, _path, nvml, first, second)
+            pairs_by_link.setdefault(link, []).append(f"{i}-{j}")
     if len(pairs_by_link) == 1 and len(handles) > 2:
         return [f"every pair: {link}" for link in pairs_by_link]
     return [f"{', '.join(pairs)}: {link}" for link, pairs in pairs_by_link.items()]
@@ -142,51 +141,47 @@ def _pcie(nvml: Any, handle: Any) -> str:
     return f"gen {generation} x{nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)}"
 
 
-def _answer(nvml: Any, question: Callable[[], str]) -> str:
+def _answer(nvml: Any, question: Callable[..., str], *arguments: Any) -> str:
     try:
-        return question()
+        return question(*arguments)
     except nvml.NVMLError as error:
         return f"not known: NVML says {error}"
 
 
 @contextmanager
-def _driver() -> Generator[Any]:
-    """Yield NVML, None without a driver. Calls may be nested: NVML counts them."""
+def _driver() -> Generator[tuple[Any, list[Any]]]:
+    """Yield NVML, None without a driver, and handles of the GPUs that a process started here sees.
+
+    Calls may be nested: NVML counts them.
+    """
     check_installed("pynvml")
     nvml: Any = import_module("pynvml")  # it has no types
-
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:
-        yield None
+        yield None, []
         return
     try:
-        yield nvml
+        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+        uuids = [str(nvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+        yield nvml, [handles[position] for position in _visible(uuids)]
     finally:
         nvml.nvmlShutdown()
 
 
-def _handles(nvml: Any) -> list[Any]:
-    if nvml is None:
-        return []
-    handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-    named = [(str(i), str(nvml.nvmlDeviceGetUUID(handle))) for i, handle in enumerate(handles)]
-    return [handles[position] for position in _visible(named)]
-
-
-def _visible(devices: list[tuple[str, str]]) -> list[int]:
+def _visible(uuids: list[str]) -> list[int]:
     """Return the positions of devices that `CUDA_VISIBLE_DEVICES` names, by CUDA's own rules."""
     if "CUDA_VISIBLE_DEVICES" not in os.environ:
-        return list(range(len(devices)))
+        return list(range(len(uuids)))
     entries = [entry.strip() for entry in os.environ["CUDA_VISIBLE_DEVICES"].split(",")]
     by_uuid = entries[0].startswith("GPU-")
     chosen: list[int] = []
     for entry in entries:
         matches = [
             position
-            for position, (index, uuid) in enumerate(devices)
+            for position, uuid in enumerate(uuids)
             if (by_uuid and entry.startswith("GPU-") and uuid.startswith(entry))
-            or (not by_uuid and entry.isdecimal() and int(entry) == int(index))
+            or (not by_uuid and entry.isdecimal() and int(entry) == position)
         ]
         # The first entry that names no device, or more than one, ends the list; one that is
         # named twice empties it.
@@ -267,7 +262,7 @@ def memory_bytes() -> int:
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that decide a run's results."""
-    versions: dict[str, str] = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
             versions[package] = version(package)
@@ -282,21 +277,17 @@ def commit() -> str | None:
     installed package, whatever repository its environment lies in, and where git gives no answer.
     """
     root = Path(__file__).resolve().parents[1]
-    if not (root / ".git").exists() or not _is_ours(root / "pyproject.toml"):
+    try:
+        project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    except (OSError, ValueError, KeyError):
+        return None
+    if not (root / ".git").exists() or project.get("name") != "toolkit":
         return None
     head = _git(root, "rev-parse", "HEAD")
     changed = _git(root, "status", "--porcelain", "--", *COMMITTED)
     if head is None or changed is None:
         return None
     return f"{head}+changes" if changed else head
-
-
-def _is_ours(project: Path) -> bool:
-    try:
-        content = tomllib.loads(project.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return content.get("project", {}).get("name") == "toolkit"
 
 
 def _git(root: Path, *words: str) -> str | None:
@@ -334,15 +325,12 @@ def snapshot() -> dict[str, Any]:
 def _driver_facts() -> dict[str, Any]:
     """Return GPUs, their links and the driver; None where NVML is missing, with the reason."""
     try:
-        with _driver() as nvml:
-            pcie = [_answer(nvml, lambda at=handle: _pcie(nvml, at)) for handle in _handles(nvml)]
+        with _driver() as (nvml, handles):
             cards = [
-                {"name": gpu.name, "memory_bytes": gpu.memory_bytes, "pcie": link}
-                for gpu, link in zip(gpus(), pcie, strict=True)
+                asdict(gpu) | {"pcie": _answer(nvml, _pcie, nvml, handle)}
+                for gpu, handle in zip(gpus(), handles, strict=True)
             ]
-            driver = (
-                None if nvml is None else _answer(nvml, lambda: nvml.nvmlSystemGetDriverVersion())
-            )
+            driver = nvml and _answer(nvml, nvml.nvmlSystemGetDriverVersion)
             return {"gpus": cards, "interconnect": interconnect(), "driver": driver}
     except UsageError as error:
         return {"gpus": None, "interconnect": None, "driver": f"not known: {error}"}
