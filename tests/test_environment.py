@@ -82,7 +82,7 @@ class Nvml:
         return f"GPU {handle}"
 
     def nvmlDeviceGetUUID(self, handle):
-        return UUIDS[handle][1]
+        return UUIDS[handle]
 
     def nvmlDeviceGetMemoryInfo(self, handle):
         return type("Memory", (), {"total": (handle + 1) * 2**30})

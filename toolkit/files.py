@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 from pathlib import Path
 from typing import BinaryIO
@@ -26,7 +25,9 @@ def write_text(path: Path, text: str, *, durable: bool = True, private: bool = F
 
 def write_bytes(path: Path, content: bytes, *, durable: bool = True, private: bool = False) -> None:
     """Replace the file at `path` as `write_text` does; `content` is written unchanged."""
-    draft, number = _draft(path, private=private)
+    # Nobody can have put a file or a link at a name by chance; `_open_new` would refuse it.
+    draft = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
+    number = _open_new(draft, private=private)
     try:
         with open(number, "wb") as file:
             file.write(content)
@@ -72,28 +73,15 @@ def check_takes_files(folder: Path, *, flag: str) -> None:
     """
     places = (folder, *folder.absolute().parents)
     place = next(place for place in places if os.path.lexists(place))
+    by_effective_ids = os.access in os.supports_effective_ids
     if not place.is_dir():
         problem = "is not a folder"
     # Of a file system that is mounted read-only this is true for root as well.
-    elif not os.access(place, os.R_OK | os.W_OK | os.X_OK, effective_ids=_EFFECTIVE):
+    elif not os.access(place, os.R_OK | os.W_OK | os.X_OK, effective_ids=by_effective_ids):
         problem = "is read-only, or not yours to write to"
     else:
         return
     raise UsageError(f"{flag} {folder} takes no files: {place} {problem}. Name another folder.")
-
-
-_EFFECTIVE = os.access in os.supports_effective_ids
-
-
-def _draft(path: Path, *, private: bool) -> tuple[Path, int]:
-    """Make a file of a new name beside `path`, and open it."""
-    for number in itertools.count():
-        draft = path.with_name(f".{path.name}.{os.getpid()}-{number}.tmp")
-        try:
-            return draft, _open_new(draft, private=private)
-        except FileExistsError:
-            continue  # of a process that died and had our number, or put there to be followed
-    raise AssertionError("numbers do not end")
 
 
 def _open_new(path: Path, *, private: bool) -> int:

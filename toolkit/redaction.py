@@ -17,7 +17,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TextIO, cast
+from typing import Any, Final, NamedTuple, cast
 from urllib.parse import quote, quote_plus
 
 REMOVED: Final = "[removed]"
@@ -52,59 +52,47 @@ class Removal(NamedTuple):
     hints: tuple[str, ...]
     """Texts in lower case of which one must occur: a log is long, and patterns are slow."""
 
-    pattern: re.Pattern[str]
+    pattern: str
     instead: str = rf"\1{REMOVED}"
 
 
 # Each pattern begins where a run of its letters does: from every letter of a line it would take
 # the square of the line's length.
 SHAPES: Final = (
-    Removal(("bearer",), re.compile(r"(?i)(\bbearer[ \t]+)[\w.~+/=-]{8,}")),
-    Removal(
-        ("authorization",), re.compile(r"(?i)(\bauthorization\W{1,5}basic[ \t]+)[\w.~+/=-]{8,}")
-    ),
-    Removal(("://",), re.compile(r"(://)[^/\s@'\"]+@"), rf"\1{REMOVED}@"),
+    Removal(("bearer",), r"(?i)(\bbearer[ \t]+)[\w.~+/=-]{8,}"),
+    Removal(("authorization",), r"(?i)(\bauthorization\W{1,5}basic[ \t]+)[\w.~+/=-]{8,}"),
+    Removal(("://",), r"(://)[^/\s@'\"]+@", rf"\1{REMOVED}@"),
     Removal(
         ("api key", "api-key", "api_key", "apikey"),
-        re.compile(r"(?i)(\bapi[_ -]?key[ \t]+)(?=[a-z_-]*\d)[\w-]{16,}"),
+        r"(?i)(\bapi[_ -]?key[ \t]+)(?=[a-z_-]*\d)[\w-]{16,}",
     ),
     Removal(
         (
             *("hf_", "api_org_", "sk-", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_"),
             *("glpat-", "akia", "aiza", "xox", "wandb_v", "eyj"),
         ),
-        re.compile(
-            r"\b(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|gh[opusr]_\w{16,}"
-            r"|github_pat_\w{16,}|glpat-[\w-]{16,}|AKIA[0-9A-Z]{16}|AIza[\w-]{30,}"
-            r"|xox[a-z]-[\w-]{10,}|wandb_v\d+_[\w-]{16,})"
-            r"|(?<![\w-])eyJ[\w-]{5,}\.[\w-]{5,}\.[\w-]{5,}"
-        ),
+        r"\b(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|gh[opusr]_\w{16,}"
+        r"|github_pat_\w{16,}|glpat-[\w-]{16,}|AKIA[0-9A-Z]{16}|AIza[\w-]{30,}"
+        r"|xox[a-z]-[\w-]{10,}|wandb_v\d+_[\w-]{16,})"
+        r"|(?<![\w-])eyJ[\w-]{5,}\.[\w-]{5,}\.[\w-]{5,}",
         REMOVED,
     ),
 )
 """Secret in any place; none of the patterns matches a quote, so JSON stays JSON."""
 
 NAMED: Final = (
-    Removal(
-        ("--",),
-        re.compile(
-            rf"(?i)((?<![\w-])--[\w-]*{SECRET_WORD}(?:=|[ \t]+|['\"],[ \t]*)){VALUE}",
-        ),
-    ),
+    Removal(("--",), rf"(?i)((?<![\w-])--[\w-]*{SECRET_WORD}(?:=|[ \t]+|['\"],[ \t]*)){VALUE}"),
     Removal(
         (
             *("secret", "passw", "passphrase", "credential", "key_id", "keyid", "key-id"),
             # `tokens/s` stands in every line.
             *(f"{word}{end}" for word in ("token", "key") for end in "=:'\"]) \t"),
         ),
-        re.compile(rf"(?i)({SECRET_WORD}\b(?!{COUNT})['\"\])]*[ \t]*[=:]=?[ \t]*){VALUE}"),
+        rf"(?i)({SECRET_WORD}\b(?!{COUNT})['\"\])]*[ \t]*[=:]=?[ \t]*){VALUE}",
     ),
     Removal(
         ("_key", "_pat", "_pass"),
-        re.compile(
-            r"(\b[A-Z][A-Z0-9]*_(?:[A-Z0-9]+_)*(?:KEY|PAT|PASS)['\"\])]*[ \t]*[=:][ \t]*)"
-            rf"{VALUE}"
-        ),
+        r"(\b[A-Z][A-Z0-9]*_(?:[A-Z0-9]+_)*(?:KEY|PAT|PASS)['\"\])]*[ \t]*[=:][ \t]*)" + VALUE,
     ),
 )
 """A value behind the name of a secret."""
@@ -187,18 +175,13 @@ def longest_secret() -> int:
 def redact_output() -> None:
     """Apply `redact_known` to all that this process prints, piece by piece as it is written."""
     for stream in (sys.stdout, sys.stderr):
-        _redact_stream(stream)
+        # Not a stream around it: libraries use its file number, and whether it is a terminal.
+        stream.write = functools.partial(_write_redacted, stream.write)
 
 
-def _redact_stream(stream: TextIO) -> None:
-    write = stream.write
-
-    def write_redacted(text: str) -> int:
-        write(redact_known(text))
-        return len(text)
-
-    # Not a stream around it: libraries use its file number, and whether it is a terminal.
-    stream.write = write_redacted
+def _write_redacted(write: Callable[[str], int], text: str) -> int:
+    write(redact_known(text))
+    return len(text)
 
 
 def _without_known(text: str, known: Sequence[str]) -> str:
@@ -217,7 +200,7 @@ def _without(removals: Iterable[Removal], text: str) -> str:
     lower = text.lower()
     for hints, pattern, instead in removals:
         if _has_any(hints, lower):
-            text = pattern.sub(instead, text)
+            text = re.sub(pattern, instead, text)
     return text
 
 
@@ -228,12 +211,7 @@ def _has_any(words: Iterable[str], text: str) -> bool:
 def _known() -> tuple[str, ...]:
     """Return the texts that are removed in any place, the longest first."""
     variables = {value for name, value in os.environ.items() if is_secret_name(name)}
-    return _forms_of(frozenset(variables | _flags_of_process() | _learned))
-
-
-@functools.cache
-def _flags_of_process() -> frozenset[str]:
-    return frozenset(_values_in(sys.orig_argv))
+    return _forms_of(frozenset(variables | _values_in(sys.orig_argv) | _learned))
 
 
 def _values_in(words: Sequence[str]) -> set[str]:
