@@ -227,9 +227,7 @@ class Column:
     """Of its bar, as a share of the line's height."""
 
 
-STATES: Final = Column(
-    head="states", colour="part-0", read=lambda row: states_of(row["memory"]), thickness=0.34
-)
+STATES: Final = Column(head="states", colour="part-0", read=states_of, thickness=0.34)
 
 
 def _columns(results: Results) -> list[Column]:

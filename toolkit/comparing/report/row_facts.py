@@ -7,7 +7,7 @@ from typing import Final
 
 from toolkit.comparing.predicted import STATES
 from toolkit.comparing.report.words import size_between
-from toolkit.records.fields import Memory
+from toolkit.records.fields import RankMemory
 from toolkit.records.results import Control, Results, Row
 from toolkit.strategies import STRATEGIES
 
@@ -70,8 +70,9 @@ def status_of(row: Row) -> str:
     return row["status"]
 
 
-def states_of(memory: Memory | None) -> int | None:
+def states_of(row: Row | RankMemory) -> int | None:
     """Return the bytes of parameters, master weights, gradients and optimizer states together."""
+    memory = row["memory"]
     if memory is None:
         return None
     known = [part for name in STATES if (part := memory[name]) is not None]

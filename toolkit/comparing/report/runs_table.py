@@ -76,7 +76,7 @@ def cells(row: Row, control: Control | None, *, counted: bool = False) -> dict[s
         "status": status_of(row),
         "tokens/s": tokens_per_second(row["tokens_per_second"]),
         "step time": seconds(step and step["median"]),
-        "states": size(states_of(row["memory"])),
+        "states": size(states_of(row)),
         "peak memory": peak,
         "final loss": number(row["final_loss"], "{:.4f}"),
         "gap": ("control" if is_control(row, control) else words.gap(gap and gap["max"])),

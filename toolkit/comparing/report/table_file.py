@@ -95,7 +95,7 @@ def _line(
         "noise_share": (results["noise"] or {}).get("share"),
         **_declared(row),
         **{f"gate_{gate}": row["gates"].get(gate) for gate in gate_names(optional=True)},
-        "states_bytes": states_of(row["memory"]),
+        "states_bytes": states_of(row),
         **_over_ranks(row),
         **_peak_parts(row),
         **_sent(row),
@@ -123,7 +123,7 @@ def _over_ranks(row: Row) -> dict[str, int | None]:
     ranks = row["per_rank"] or []
     ends = [end["peak_bytes"] for end in row["ends"]]
     bytes_of = {
-        "states": [states_of(rank["memory"]) for rank in ranks],
+        "states": [states_of(rank) for rank in ranks],
         "device_peak": [rank["memory"]["peak_bytes"] for rank in ranks],
         "ended_peak": ends,
     }

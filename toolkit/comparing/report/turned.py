@@ -39,7 +39,7 @@ def turned_order(results: Results) -> list[str]:
         for row in measured(results)
         # What is offloaded counts as states, and on a GPU not in the peak.
         if not _offloads(row)
-        and (states := states_of(row["memory"])) is not None
+        and (states := states_of(row)) is not None
         and (peak := counted_peak(row) if counted else peak_of(row)) is not None
     ]
     lines: list[str] = []

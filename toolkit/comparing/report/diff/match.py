@@ -187,9 +187,7 @@ MEDIAN_STEP: Final = Quantity(
     partial(value_at, path="step_seconds.median"),
     _is("step_seconds"),
 )
-STATES: Final = Quantity(
-    "states", "states_bytes", "bytes", lambda row: states_of(row["memory"]), _is("memory")
-)
+STATES: Final = Quantity("states", "states_bytes", "bytes", states_of, _is("memory"))
 TRAFFIC: Final = Quantity("traffic", "traffic_bytes", "bytes", payload, _is("traffic"))
 
 

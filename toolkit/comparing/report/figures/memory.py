@@ -46,7 +46,7 @@ def memory_by_category(results: Results) -> Shown:
     bars: list[Bar] = []
     for row in results["runs"]:
         memory = row["memory"]
-        if memory is None or states_of(memory) is None:
+        if memory is None or states_of(row) is None:
             shown.lacks(row, NOT_DRAWN, reason_for(row, "memory"))
             continue
         tick = _predicted_states(row)

@@ -89,7 +89,7 @@ def _measure(results: Results) -> tuple[str, str, str]:
 def _held(row: Row, results: Results) -> int | None:
     if not results["rehearsal"]:
         return peak_of(row)
-    return counted_peak(row) if counts_peaks(results) else states_of(row["memory"])
+    return counted_peak(row) if counts_peaks(results) else states_of(row)
 
 
 def _points_drawn(shown: Shown, points: Sequence[Point], results: Results, what: str) -> str:

@@ -170,7 +170,7 @@ def over_ranks(results: Results) -> Section:
         return Section("No run of several ranks has a count for each of them.")
     columns = [Column("ranks", lambda row: str(len(row["per_rank"] or [])), "per_rank")]
     for name, of, field in (
-        ("states", _states, "memory"),
+        ("states", states_of, "memory"),
         ("counted peak", _counted, "peak"),
         ("device peak", _device, "memory.peak_bytes"),
         ("host peak", _host, "memory.host_peak_bytes"),
@@ -193,10 +193,6 @@ def _extreme(
         return size(choose(counts)) if ranks and len(counts) == len(ranks) else None
 
     return cell
-
-
-def _states(rank: RankMemory) -> int | None:
-    return states_of(rank["memory"])
 
 
 def _counted(rank: RankMemory) -> int | None:
