@@ -4,26 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from toolkit.comparing.report.figures.frame import Key, Shown
+from toolkit.comparing.report.figures.frame import ReportFigure
 from toolkit.comparing.report.figures.losses import losses_and_gaps
-from toolkit.comparing.report.figures.memory import fullest_moment, memory_by_category
+from toolkit.comparing.report.figures.memory import (
+    bytes_by_purpose,
+    fullest_moment,
+    memory_by_category,
+)
 from toolkit.comparing.report.figures.speed import scaling, speed_and_memory
 from toolkit.comparing.report.figures.times import phases, step_times
-from toolkit.comparing.report.figures.traffic import bytes_by_purpose
 from toolkit.environment import is_installed
 from toolkit.records.results import Results
 
-__all__ = ["Key", "Shown", "draw_all"]
 
-
-def draw_all(results: Results) -> list[Shown]:
+def draw_all(results: Results) -> list[ReportFigure]:
     """Return every figure that these results have something to say on, in reading order.
 
     Without matplotlib it is one that says so: a comparison that took hours still gets its reports.
     """
     if not is_installed("matplotlib"):
-        return [_not_drawn(len(results["runs"]))]
-    draw: tuple[Callable[[Results], Shown | None], ...] = (
+        caption = (
+            "Run pip install matplotlib, then toolkit report with this folder: it makes the "
+            "reports again, with the figures."
+        )
+        instead = "matplotlib is not installed."
+        return [
+            ReportFigure(
+                results=results, name="none", title="No figures", instead=instead, caption=caption
+            )
+        ]
+    draw: tuple[Callable[[Results], ReportFigure | None], ...] = (
         speed_and_memory,
         memory_by_category,
         fullest_moment,
@@ -33,17 +43,4 @@ def draw_all(results: Results) -> list[Shown]:
         phases,
         scaling,
     )
-    return [shown for each in draw if (shown := each(results)) is not None]
-
-
-def _not_drawn(runs: int) -> Shown:
-    return Shown(
-        name="none",
-        runs=runs,
-        title="No figures",
-        instead="matplotlib is not installed.",
-        caption=(
-            "Run pip install matplotlib, then toolkit report with this folder: it makes the "
-            "reports again, with the figures."
-        ),
-    )
+    return [figure for function in draw if (figure := function(results)) is not None]

@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.comparing.report.figures.frame import Shown, name_lines, new_figure
+from toolkit.comparing.report.figures.frame import ReportFigure, name_lines
 from toolkit.comparing.report.row_facts import predicted_peak
-from toolkit.comparing.report.svg import INK, drawing, inline
-from toolkit.comparing.report.words import size, unit_of
+from toolkit.comparing.report.svg import INK
 from toolkit.records.results import Row
 
 
@@ -42,40 +41,20 @@ class Bar:
         return max(self.total, self.tick or 0, self.peak or 0, *(self.interval or ()))
 
 
-def byte_bars(
-    shown: Shown, bars: Sequence[Bar], colours: Sequence[str], *, nothing: str = "none"
-) -> str:
-    """Return bars of bytes, each with its sum.
-
-    Args:
-        nothing: What stands at a bar of one process that has no length.
-    """
-    unit, divisor = unit_of(max(1, *(bar.end for bar in bars)))
-
-    def text(bar: Bar) -> str:
-        if bar.total:
-            return size(round(bar.total))
-        return nothing if bar.row["num_processes"] == 1 else "none"
-
-    return stacked(shown, bars, colours, unit=unit, divisor=divisor, text=text)
-
-
-def stacked(
-    shown: Shown,
+def draw_bars(
+    figure: ReportFigure,
     bars: Sequence[Bar],
     colours: Sequence[str],
     *,
     unit: str,
     divisor: float = 1,
     text: Callable[[Bar], str],
-) -> str:
-    """Return the drawing, lengths in `unit` after division by `divisor`."""
-    longest = max(bar.end for bar in bars) / divisor
-    with drawing(shown.name):
-        figure = new_figure(0.6 + 0.26 * len(bars))
-        axes = figure.subplots()
+) -> None:
+    """Draw a bar a run, with lengths in `unit` after division by `divisor`."""
+    with figure.canvas(0.6 + 0.26 * len(bars)) as canvas:
+        axes = canvas.subplots()
         for place, bar in enumerate(bars):
-            _bar(axes, bar, place, colours, divisor)
+            _draw_bar(axes, bar, place, colours, divisor)
             axes.annotate(
                 text(bar),
                 (bar.end / divisor, place),
@@ -84,13 +63,12 @@ def stacked(
                 va="center",
                 fontsize=8,
             )
-        axes.set_xlim(0, longest * 1.3 or 1)
+        axes.set_xlim(0, max(bar.end for bar in bars) / divisor * 1.3 or 1)
         axes.set_xlabel(unit)
         name_lines(axes, [bar.row for bar in bars])
-        return inline(figure, name=shown.name, title=shown.title)
 
 
-def _bar(axes: Any, bar: Bar, place: int, colours: Sequence[str], divisor: float) -> None:
+def _draw_bar(axes: Any, bar: Bar, place: int, colours: Sequence[str], divisor: float) -> None:
     start = 0.0
     for part, colour in zip(bar.parts, colours, strict=True):
         axes.barh(place, part / divisor, left=start, height=0.62, color=colour)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal, NamedTuple, cast
 
-from toolkit.comparing.report.svg import INK, SERIES
+from toolkit.comparing.report.row_facts import reason_for
+from toolkit.comparing.report.svg import INK, SERIES, VARIABLES, drawing, inline
 from toolkit.records.results import Results, Row
 
 WIDTH: Final = 4.4
@@ -15,64 +17,73 @@ WIDTH: Final = 4.4
 
 LONGEST_NAME: Final = 26
 
-PREDICTED: Final = "predicted by the planner"
-NOT_DRAWN: Final = "Not drawn"
+Mark = Literal["area", "line", "dashed", "tick", "dot", "square", "diamond"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Key:
+class Key(NamedTuple):
     """One entry of a figure's legend."""
 
     text: str
     colour: str
-    kind: Literal["area", "line", "dashed", "tick", "dot", "square", "diamond"]
+    """Of CSS."""
+
+    kind: Mark
 
 
 @dataclass(slots=True, kw_only=True)
-class Shown:
+class ReportFigure:
     """A figure as the page takes it; without `svg` the notes say why there is nothing to draw."""
 
+    results: Results
     name: str
     title: str
     caption: str
     svg: str | None = None
     keys: list[Key] = field(default_factory=list[Key])
-    lacking: dict[tuple[str, str], list[str]] = field(
+    missing: dict[tuple[str, str], list[str]] = field(
         default_factory=dict[tuple[str, str], list[str]]
     )
-    """What is lacking and why -> the runs that lack it."""
-
-    runs: int
-    """Of the comparison, drawn or not."""
+    """What is missing and why -> the runs that lack it."""
 
     instead: str = "Nothing to draw."
     """What stands in the place of a figure without `svg`."""
 
-    def lacks(self, row: Row, what: str, reason: str) -> None:
-        self.lacking.setdefault((what, reason), []).append(row["name"])
+    def lacks(self, row: Row, part: str, reason: str) -> None:
+        self.missing.setdefault((part, reason), []).append(row["name"])
+
+    def omits(self, row: Row, field: str) -> None:
+        """Note that a run is not drawn, since it has no value in `field`."""
+        self.lacks(row, "Not drawn", reason_for(row, field))
+
+    def add_key(self, text: str, colour: str, kind: Mark) -> None:
+        self.keys.append(Key(text, VARIABLES.get(colour, colour), kind))
+
+    @contextmanager
+    def canvas(self, height: float, *, layout: str | None = "constrained") -> Generator[Any]:
+        """Yield an empty figure of matplotlib, `height` in inches; it ends as this one's SVG."""
+        with drawing(self.name):
+            from matplotlib.figure import Figure
+
+            figure = cast("Any", Figure(figsize=(WIDTH, height), layout=cast("Any", layout)))
+            yield figure
+            self.svg = inline(figure, name=self.name, title=self.title)
 
     @property
     def notes(self) -> list[str]:
+        runs = len(self.results["runs"])
         return [
-            f"{what} for {'any run' if len(names) == self.runs else ', '.join(names)}: {reason}"
-            for (what, reason), names in self.lacking.items()
+            f"{part} for {'any run' if len(names) == runs else ', '.join(names)}: {reason}"
+            for (part, reason), names in self.missing.items()
         ]
-
-
-def new_figure(height: float, *, layout: str | None = "constrained") -> Any:
-    """Return an empty figure, `height` in inches."""
-    from matplotlib.figure import Figure
-
-    return cast("Any", Figure(figsize=(WIDTH, height), layout=cast("Any", layout)))
 
 
 def colour_of(row: Row, results: Results) -> str:
     """Return the colour of the run's strategy; the control's is the page's ink."""
     control = results["control"]
     others = dict.fromkeys(
-        each["strategy"]
-        for each in results["runs"]
-        if control is None or each["strategy"] != control["strategy"]
+        run["strategy"]
+        for run in results["runs"]
+        if control is None or run["strategy"] != control["strategy"]
     )
     if row["strategy"] not in others:
         return INK
@@ -86,11 +97,7 @@ def style_of(row: Row) -> Any:
 
 def label_of(row: Row) -> str:
     """Return the run's name, no longer than a figure has room for."""
-    return shortened(row["name"])
-
-
-def shortened(text: str) -> str:
-    name = " ".join(text.split())
+    name = " ".join(row["name"].split())
     return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
 
 

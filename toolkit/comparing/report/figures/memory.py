@@ -1,30 +1,31 @@
-"""Figures of memory: what lasts, predicted beside measured, and the fullest moment of a step."""
+"""Figures of bytes: what ranks hold, at their fullest moment too, and what a step sends."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
-from toolkit.comparing.predicted import STATES
-from toolkit.comparing.report.figures.bars import Bar, byte_bars
-from toolkit.comparing.report.figures.frame import NOT_DRAWN, PREDICTED, Key, Shown
+from toolkit.comparing.predicted import MOVED, STATES
+from toolkit.comparing.report.figures.bars import Bar, draw_bars
+from toolkit.comparing.report.figures.frame import ReportFigure
 from toolkit.comparing.report.row_facts import (
     host_in_peak_lines,
     peak_of,
     predicted_peak,
-    reason_for,
     states_of,
     why_not_predicted,
 )
 from toolkit.comparing.report.sections.memory import PEAK_CATEGORIES, parts_of
-from toolkit.comparing.report.svg import INK, PARTS, VARIABLES
-from toolkit.records.results import Results, Row
+from toolkit.comparing.report.sections.traffic import OTHER, moved_by_purpose
+from toolkit.comparing.report.svg import INK, PARTS
+from toolkit.comparing.report.words import size, unit_of
+from toolkit.records.results import Results
 
-MASTER: Final = "fp32 master weights"
-OPTIMIZER: Final = "optimizer states"
-
-STATE_NAMES: Final = ("parameters", MASTER, "gradients", OPTIMIZER)
-PEAK_NAMES: Final = (*STATE_NAMES, *PEAK_CATEGORIES[len(STATE_NAMES) :])
+STATE_COLOURS: Final[Mapping[str, str]] = dict(
+    zip(("parameters", "fp32 master weights", "gradients", "optimizer states"), PARTS, strict=False)
+)
+PEAK_COLOURS: Final = {**STATE_COLOURS, **dict(zip(PEAK_CATEGORIES[4:], PARTS[4:], strict=True))}
+TRAFFIC_COLOURS: Final = {MOVED[0]: PARTS[0], MOVED[1]: PARTS[2], f"all {OTHER}": PARTS[5]}
 
 DEVICE: Final = (
     " The diamond is the device's peak as its allocator counts it, over all steps, packed rows "
@@ -32,11 +33,11 @@ DEVICE: Final = (
 )
 
 
-def memory_by_category(results: Results) -> Shown:
+def memory_by_category(results: Results) -> ReportFigure:
     """A bar a run, of what its fullest rank holds; what was predicted as a tick."""
-    shown = Shown(
+    figure = ReportFigure(
+        results=results,
         name="memory",
-        runs=len(results["runs"]),
         title="Memory by category, predicted beside measured",
         caption=(
             "Bytes of live tensors on the fullest rank, counted: gradients at their peak before "
@@ -45,30 +46,24 @@ def memory_by_category(results: Results) -> Shown:
     )
     bars: list[Bar] = []
     for row in results["runs"]:
-        memory = row["memory"]
+        memory, predicted = row["memory"], row["predicted"]["memory"]
         if memory is None or states_of(row) is None:
-            shown.lacks(row, NOT_DRAWN, reason_for(row, "memory"))
+            figure.omits(row, "memory")
             continue
-        tick = _predicted_states(row)
-        if tick is None:
-            shown.lacks(row, "No tick", why_not_predicted(row))
-        parts = [memory[name] or 0 for name in STATES]
-        bars.append(Bar(row=row, parts=parts, tick=tick))
-    if not bars:
-        return shown
-    shown.keys = _areas(bars, STATE_NAMES)
-    shown.svg = byte_bars(shown, bars, PARTS[: len(STATE_NAMES)])
-    _explain_ticks(shown, bars)
-    return shown
+        if predicted is None:
+            figure.lacks(row, "No tick", why_not_predicted(row))
+        tick = None if predicted is None else sum(predicted[name] for name in STATES)
+        bars.append(Bar(row=row, parts=[memory[name] or 0 for name in STATES], tick=tick))
+    return _drawn(figure, bars, STATE_COLOURS)
 
 
-def fullest_moment(results: Results) -> Shown | None:
+def fullest_moment(results: Results) -> ReportFigure | None:
     """A bar a run, of all tensors at the fullest moment of a step; None without a run."""
     if not results["runs"]:
         return None
-    shown = Shown(
+    figure = ReportFigure(
+        results=results,
         name="peak",
-        runs=len(results["runs"]),
         title="Memory at the fullest moment of a step",
         caption=(
             "Bytes of all tensors that were alive on the rank that held the most, counted in one "
@@ -78,50 +73,68 @@ def fullest_moment(results: Results) -> Shown | None:
     )
     bars: list[Bar] = []
     for row in results["runs"]:
-        peak = row["peak"]
-        if peak is None:
-            shown.lacks(row, NOT_DRAWN, reason_for(row, "peak"))
-        else:
-            expected = predicted_peak(row, counted=True)
-            tick = None if expected is None else sum(expected) / 2
-            bars.append(Bar(row=row, parts=parts_of(peak), tick=tick, peak=_device(row)))
-    if not bars:
-        return shown
-    shown.caption = " ".join([shown.caption, *host_in_peak_lines([bar.row for bar in bars])])
-    shown.keys = _areas(bars, PEAK_NAMES)
-    _explain_peaks(shown, bars)
-    shown.svg = byte_bars(shown, bars, PARTS)
-    if _explain_ticks(shown, bars):
-        shown.caption += " The tick is what the planner expects for the rows of that step."
-    return shown
-
-
-def _areas(bars: Sequence[Bar], names: Sequence[str]) -> list[Key]:
-    """Name the parts that any bar has."""
-    return [
-        Key(text=name, colour=VARIABLES[PARTS[number]], kind="area")
-        for number, name in enumerate(names)
-        if any(bar.parts[number] for bar in bars)
-    ]
-
-
-def _explain_peaks(shown: Shown, bars: Sequence[Bar]) -> None:
+        if row["peak"] is None:
+            figure.omits(row, "peak")
+            continue
+        expected = predicted_peak(row, counted=True)
+        tick = None if expected is None else sum(expected) / 2
+        device = None if row["rehearsal"] else peak_of(row)
+        bars.append(Bar(row=row, parts=parts_of(row["peak"]), tick=tick, peak=device))
+    figure.caption = " ".join([figure.caption, *host_in_peak_lines([bar.row for bar in bars])])
     if any(bar.peak is not None for bar in bars):
-        shown.caption += DEVICE
-        shown.keys.append(Key(text="peak on the device", colour=VARIABLES[INK], kind="diamond"))
+        figure.caption += DEVICE
+    if any(bar.tick is not None for bar in bars):
+        figure.caption += " The tick is what the planner expects for the rows of that step."
+    return _drawn(figure, bars, PEAK_COLOURS)
 
 
-def _explain_ticks(shown: Shown, bars: Sequence[Bar]) -> bool:
-    drawn = any(bar.tick is not None for bar in bars)
-    if drawn:
-        shown.keys.append(Key(text=PREDICTED, colour=VARIABLES[INK], kind="tick"))
-    return drawn
+def bytes_by_purpose(results: Results) -> ReportFigure:
+    """A bar a run, of what its collectives carry in one step; what was predicted as a tick."""
+    figure = ReportFigure(
+        results=results,
+        name="traffic",
+        title="Bytes of collectives in one optimizer step, by purpose",
+        caption=(
+            "Bytes of payload as the calls name it, of the rank that counted most, in the step "
+            "after the first. All other: norms, counts, buffers and logged losses. The tick is "
+            "what the planner's formula gives for parameters and gradients together."
+        ),
+    )
+    bars: list[Bar] = []
+    for row in results["runs"]:
+        if row["traffic"] is None:
+            figure.omits(row, "traffic")
+            continue
+        moved, tick = moved_by_purpose(row["traffic"]), row["predicted"]["traffic_bytes"]
+        if tick is None:
+            figure.lacks(row, "No tick", why_not_predicted(row))
+        bars.append(Bar(row=row, parts=[moved[purpose] for purpose in (*MOVED, OTHER)], tick=tick))
+    return _drawn(figure, bars, TRAFFIC_COLOURS, of_one="none: one process")
 
 
-def _device(row: Row) -> int | None:
-    return None if row["rehearsal"] else peak_of(row)
+def _drawn(
+    figure: ReportFigure, bars: Sequence[Bar], colours: Mapping[str, str], *, of_one: str = "none"
+) -> ReportFigure:
+    """Draw bars of bytes, each with its sum, and name the parts that any of them has.
 
+    Args:
+        of_one: What stands at a bar of one process that has no length.
+    """
+    if not bars:
+        return figure
+    for number, (name, colour) in enumerate(colours.items()):
+        if any(bar.parts[number] for bar in bars):
+            figure.add_key(name, colour, "area")
+    if any(bar.peak is not None for bar in bars):
+        figure.add_key("peak on the device", INK, "diamond")
+    if any(bar.tick is not None for bar in bars):
+        figure.add_key("predicted by the planner", INK, "tick")
+    unit, divisor = unit_of(max(1, *(bar.end for bar in bars)))
 
-def _predicted_states(row: Row) -> int | None:
-    states = row["predicted"]["memory"]
-    return None if states is None else sum(states[name] for name in STATES)
+    def text(bar: Bar) -> str:
+        if bar.total:
+            return size(round(bar.total))
+        return of_one if bar.row["num_processes"] == 1 else "none"
+
+    draw_bars(figure, bars, list(colours.values()), unit=unit, divisor=divisor, text=text)
+    return figure

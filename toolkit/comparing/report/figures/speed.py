@@ -6,25 +6,22 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from toolkit.comparing.report.figures.frame import (
-    NOT_DRAWN,
-    Key,
-    Shown,
+    ReportFigure,
     colour_of,
     finite,
     label_of,
-    new_figure,
     style_of,
 )
+from toolkit.comparing.report.names import both_engines
 from toolkit.comparing.report.row_facts import (
     counted_peak,
     counts_peaks,
     host_in_peak_lines,
     peak_of,
-    reason_for,
     states_of,
 )
 from toolkit.comparing.report.sections.scaling import CPU_CORES, Scaled, scaled_runs
-from toolkit.comparing.report.svg import INK, PAPER, VARIABLES, drawing, inline
+from toolkit.comparing.report.svg import INK, PAPER
 from toolkit.comparing.report.words import unit_of
 from toolkit.records.results import Results, Row
 
@@ -37,13 +34,26 @@ class Point(NamedTuple):
     row: Row
 
 
-def speed_and_memory(results: Results) -> Shown:
+def speed_and_memory(results: Results) -> ReportFigure:
     """One point a run: tokens/s over the device's peak, in a rehearsal over counted tensors."""
-    what, field, how = _measure(results)
-    shown = Shown(
+    slow = "The speed is a CPU's and says nothing about GPUs."
+    if not results["rehearsal"]:
+        held, field, read = "peak memory", "memory.peak_bytes", peak_of
+        how = "the highest peak of the device on any rank, in bytes. Up and left is better."
+    elif counts_peaks(results):
+        held, field, read = "counted peak", "peak", counted_peak
+        how = "bytes of all tensors of the fullest rank at the fullest moment of a step, counted."
+        how = " ".join([how, *host_in_peak_lines(results["runs"]), slow])
+    else:
+        held, field, read = "states", "memory", states_of
+        how = (
+            "bytes of parameters, master weights, gradients and optimizer states on the fullest "
+            f"rank, since a CPU has no peak of a GPU's. {slow}"
+        )
+    figure = ReportFigure(
+        results=results,
         name="speed",
-        runs=len(results["runs"]),
-        title=f"Tokens/s against {what}",
+        title=f"Tokens/s against {held}",
         caption=(
             "Tokens a second of all ranks, over optimizer steps on packed rows after warm-up; "
             f"{how}"
@@ -51,64 +61,37 @@ def speed_and_memory(results: Results) -> Shown:
     )
     points: list[Point] = []
     for row in results["runs"]:
-        held, speed = _held(row, results), row["tokens_per_second"]
-        if held is None:
-            shown.lacks(row, NOT_DRAWN, reason_for(row, field))
+        count, speed = read(row), row["tokens_per_second"]
+        if count is None:
+            figure.omits(row, field)
         elif speed is None or not finite(speed):
-            shown.lacks(row, NOT_DRAWN, reason_for(row, "tokens_per_second"))
+            figure.omits(row, "tokens_per_second")
         else:
-            points.append(Point(held, speed, row))
+            points.append(Point(count, speed, row))
     if not points:
-        return shown
-    shown.svg = _points_drawn(shown, points, results, what)
-    if len({point.row["engine"] for point in points}) > 1:
-        shown.keys = [
-            Key(text="trainer", colour=VARIABLES[INK], kind="dot"),
-            Key(text="loop", colour=VARIABLES[INK], kind="square"),
-        ]
-    return shown
+        return figure
+    _draw_points(figure, points, held)
+    if both_engines(point.row["engine"] for point in points):
+        figure.add_key("trainer", INK, "dot")
+        figure.add_key("loop", INK, "square")
+    return figure
 
 
-def _measure(results: Results) -> tuple[str, str, str]:
-    """What stands for the memory of a run, the field that it is in, and how it was measured."""
-    if not results["rehearsal"]:
-        how = "the highest peak of the device on any rank, in bytes. Up and left is better."
-        return "peak memory", "memory.peak_bytes", how
-    slow = "The speed is a CPU's and says nothing about GPUs."
-    if counts_peaks(results):
-        how = "bytes of all tensors of the fullest rank at the fullest moment of a step, counted."
-        words = [how, *host_in_peak_lines(results["runs"]), slow]
-        return "counted peak", "peak", " ".join(words)
-    how = (
-        "bytes of parameters, master weights, gradients and optimizer states on the fullest rank, "
-        "since a CPU has no peak of a GPU's."
-    )
-    return "states", "memory", f"{how} {slow}"
-
-
-def _held(row: Row, results: Results) -> int | None:
-    if not results["rehearsal"]:
-        return peak_of(row)
-    return counted_peak(row) if counts_peaks(results) else states_of(row)
-
-
-def _points_drawn(shown: Shown, points: Sequence[Point], results: Results, what: str) -> str:
+def _draw_points(figure: ReportFigure, points: Sequence[Point], held: str) -> None:
     unit, divisor = unit_of(max(point.held for point in points))
     height = max(2.7, 0.17 * len(points) + 0.9)
-    with drawing(shown.name):
-        figure = new_figure(height, layout=None)
-        axes = figure.add_axes((0.155, 0.42 / height, 0.53, 1 - 0.56 / height))
-        axes.set_xlim(*_around([point.held / divisor for point in points]))
-        axes.set_ylim(*_around([point.speed for point in points]))
-        axes.set_xlabel(f"{what}, {unit}")
+    with figure.canvas(height, layout=None) as canvas:
+        axes = canvas.add_axes((0.155, 0.42 / height, 0.53, 1 - 0.56 / height))
+        fastest = max(point.speed for point in points) * 1.12 or 1.0
+        axes.set_xlim(0.0, max(point.held for point in points) / divisor * 1.12 or 1.0)
+        axes.set_ylim(0.0, fastest)
+        axes.set_xlabel(f"{held}, {unit}")
         axes.set_ylabel("tokens/s")
-        axes.yaxis.set_major_formatter(_thousands)
-        low, high = axes.get_ylim()
-        wanted = [(point.speed - low) / (high - low) for point in points]
+        axes.yaxis.set_major_formatter("{:,.0f}".format)
+        wanted = [point.speed / fastest for point in points]
         places = _spread(wanted, apart=0.155 / (height - 0.56))
         for point, place in zip(points, places, strict=True):
-            _point(axes, point, place, colour_of(point.row, results), divisor)
-        return inline(figure, name=shown.name, title=shown.title)
+            _point(axes, point, place, colour_of(point.row, figure.results), divisor)
 
 
 def _point(axes: Any, point: Point, place: float, colour: str, divisor: int) -> None:
@@ -134,35 +117,30 @@ def _point(axes: Any, point: Point, place: float, colour: str, divisor: int) -> 
     )
 
 
-def _around(values: Sequence[float]) -> tuple[float, float]:
-    """Return limits from 0 to a little over the largest value."""
-    return 0.0, max(values) * 1.12 or 1.0
-
-
 def _spread(wanted: Sequence[float], *, apart: float) -> list[float]:
     """Return places near the wanted ones, no two nearer than `apart`, about within 0 and 1."""
-    order = sorted(range(len(wanted)), key=lambda each: wanted[each])
+    order = sorted(range(len(wanted)), key=wanted.__getitem__)
     places = list(wanted)
     floor = 0.0
-    for each in order:
-        places[each] = floor = max(floor, wanted[each])
+    for number in order:
+        places[number] = floor = max(floor, wanted[number])
         floor += apart
     ceiling = 1.0
-    for each in reversed(order):
-        places[each] = ceiling = min(ceiling, places[each])
+    for number in reversed(order):
+        places[number] = ceiling = min(ceiling, places[number])
         ceiling -= apart
     return places
 
 
-def scaling(results: Results) -> Shown | None:
+def scaling(results: Results) -> ReportFigure | None:
     """A line a strategy and engine: speed-up over processes; None where nothing was scaled."""
-    found = scaled_runs(results)
-    if not found:
+    runs = scaled_runs(results)
+    if not runs:
         return None
-    bases = dict.fromkeys(each.base["name"] for each in found if each.base is not None)
-    shown = Shown(
+    bases = dict.fromkeys(run.base["name"] for run in runs if run.base is not None)
+    figure = ReportFigure(
+        results=results,
         name="scaling",
-        runs=len(found),
         title="Speed-up over the number of processes",
         caption=(
             f"Tokens a second as a multiple of the base's ({', '.join(bases) or 'none'}), with "
@@ -171,48 +149,42 @@ def scaling(results: Results) -> Shown | None:
         ),
     )
     if results["rehearsal"]:
-        shown.caption += f" {CPU_CORES}"
-    lines: dict[tuple[str, str], list[Scaled]] = {}
-    for each in found:
-        if each.speed_up is None:
-            shown.lacks(each.row, NOT_DRAWN, reason_for(each.row, "tokens_per_second"))
+        figure.caption += f" {CPU_CORES}"
+    lines: dict[str, list[Scaled]] = {}
+    for run in runs:
+        if run.speed_up is None:
+            figure.omits(run.row, "tokens_per_second")
         else:
-            lines.setdefault((each.row["strategy"], each.row["engine"]), []).append(each)
+            lines.setdefault(f"{run.row['strategy']}-{run.row['engine']}", []).append(run)
     if not lines:
-        return shown
-    shown.svg = _lines_drawn(shown, list(lines.values()), results)
-    shown.keys = [
-        Key(
-            text=f"{strategy}-{engine}",
-            colour=VARIABLES[colour_of(line[0].row, results)],
-            kind="dashed" if engine == "loop" else "line",
-        )
-        for (strategy, engine), line in lines.items()
-    ]
-    shown.keys.append(Key(text="ideal", colour="var(--muted)", kind="dashed"))
-    return shown
+        return figure
+    _draw_lines(figure, list(lines.values()))
+    for name, (first, *_) in lines.items():
+        kind = "dashed" if first.row["engine"] == "loop" else "line"
+        figure.add_key(name, colour_of(first.row, results), kind)
+    figure.add_key("ideal", "var(--muted)", "dashed")
+    return figure
 
 
-def _lines_drawn(shown: Shown, lines: Sequence[Sequence[Scaled]], results: Results) -> str:
-    counts = sorted({each.row["num_processes"] for line in lines for each in line})
+def _draw_lines(figure: ReportFigure, lines: Sequence[Sequence[Scaled]]) -> None:
+    counts = sorted({run.row["num_processes"] for line in lines for run in line})
     bases = {base["num_processes"] for line in lines if (base := line[0].base) is not None}
-    with drawing(shown.name):
-        figure = new_figure(2.7)
-        axes: Any = figure.subplots()
+    with figure.canvas(2.7) as canvas:
+        axes = canvas.subplots()
         for base in sorted(bases):
             ends = (base, max(counts))
             axes.plot(ends, [end / base for end in ends], color=INK, alpha=0.45, ls=":", lw=1.2)
         for line in lines:
-            base = line[0].base
+            row, base = line[0].row, line[0].base
             assert base is not None
             drawn = {base["num_processes"]: 1.0}
-            drawn |= {each.row["num_processes"]: each.speed_up or 0.0 for each in line}
+            drawn |= {run.row["num_processes"]: run.speed_up or 0.0 for run in line}
             axes.plot(
                 list(drawn),
                 list(drawn.values()),
-                color=colour_of(line[0].row, results),
-                linestyle=style_of(line[0].row),
-                marker="s" if line[0].row["engine"] == "loop" else "o",
+                color=colour_of(row, figure.results),
+                linestyle=style_of(row),
+                marker="s" if row["engine"] == "loop" else "o",
                 linewidth=1.2,
                 markersize=4.5,
             )
@@ -220,8 +192,3 @@ def _lines_drawn(shown: Shown, lines: Sequence[Sequence[Scaled]], results: Resul
         axes.set_ylim(bottom=0)
         axes.set_xlabel("processes")
         axes.set_ylabel("speed-up")
-        return inline(figure, name=shown.name, title=shown.title)
-
-
-def _thousands(value: float, _: int) -> str:
-    return f"{value:,.0f}"

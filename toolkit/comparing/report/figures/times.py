@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
-from toolkit.comparing.report.figures.bars import Bar, stacked
-from toolkit.comparing.report.figures.frame import (
-    NOT_DRAWN,
-    Key,
-    Shown,
-    colour_of,
-    finite,
-    name_lines,
-    new_figure,
-)
+from toolkit.comparing.report.figures.bars import Bar, draw_bars
+from toolkit.comparing.report.figures.frame import ReportFigure, colour_of, finite, name_lines
 from toolkit.comparing.report.row_facts import reason_for
 from toolkit.comparing.report.sections.steps import CPU_TIMES, PHASES
-from toolkit.comparing.report.svg import INK, PARTS, VARIABLES, drawing, inline
+from toolkit.comparing.report.svg import INK, PARTS
 from toolkit.comparing.report.words import seconds
 from toolkit.records.fields import value_at
 from toolkit.records.results import Results, Row
@@ -24,11 +16,11 @@ from toolkit.records.results import Results, Row
 PHASE_COLOURS: Final = (PARTS[2], PARTS[1], PARTS[0], PARTS[3], PARTS[5])
 
 
-def step_times(results: Results) -> Shown:
+def step_times(results: Results) -> ReportFigure:
     """Median and 90th percentile of a step's time; of several starts the median of each."""
-    shown = Shown(
+    figure = ReportFigure(
+        results=results,
         name="steps",
-        runs=len(results["runs"]),
         title="Time of an optimizer step, median to 90th percentile",
         caption=(
             "Seconds by the clock of rank 0, steps on packed rows after warm-up. The dot is the "
@@ -40,37 +32,34 @@ def step_times(results: Results) -> Shown:
         span = row["step_seconds"]
         median = None if span is None else span["median"]
         if span is None or median is None or not finite(median):
-            shown.lacks(row, NOT_DRAWN, reason_for(row, "step_seconds"))
+            figure.omits(row, "step_seconds")
             continue
         end = span["p90"]
         if end is None or not finite(end):
-            shown.lacks(row, "No bar", "its record has no 90th percentile")
+            figure.lacks(row, "No bar", "its record has no 90th percentile")
             end = median
         spans.append((row, median, end))
     several = any(len(_starts(row)) > 1 for row, _, _ in spans)
     if several:
-        shown.caption += " The faint dots are the medians of the single starts."
+        figure.caption += " The faint dots are the medians of the single starts."
     if results["rehearsal"]:
-        shown.caption += f" {CPU_TIMES}"
+        figure.caption += f" {CPU_TIMES}"
     if not spans:
-        return shown
-    shown.svg = _spans_drawn(shown, spans, results)
-    shown.keys = [
-        Key(text="median", colour=VARIABLES[INK], kind="dot"),
-        Key(text="up to the 90th percentile", colour=VARIABLES[INK], kind="area"),
-    ]
+        return figure
+    _draw_spans(figure, spans)
+    figure.add_key("median", INK, "dot")
+    figure.add_key("up to the 90th percentile", INK, "area")
     if several:
-        shown.keys.append(Key(text="one start", colour="var(--muted)", kind="dot"))
-    return shown
+        figure.add_key("one start", "var(--muted)", "dot")
+    return figure
 
 
-def _spans_drawn(shown: Shown, spans: list[tuple[Row, float, float]], results: Results) -> str:
-    with drawing(shown.name):
-        figure = new_figure(0.6 + 0.24 * len(spans))
-        axes: Any = figure.subplots()
+def _draw_spans(figure: ReportFigure, spans: list[tuple[Row, float, float]]) -> None:
+    with figure.canvas(0.6 + 0.24 * len(spans)) as canvas:
+        axes = canvas.subplots()
         longest = 0.0
         for place, (row, median, end) in enumerate(spans):
-            colour = colour_of(row, results)
+            colour = colour_of(row, figure.results)
             axes.plot([median, end], [place] * 2, color=colour, linewidth=5, alpha=0.45)
             axes.plot(median, place, marker="o", color=colour, markersize=5.5)
             starts = _starts(row)
@@ -80,7 +69,6 @@ def _spans_drawn(shown: Shown, spans: list[tuple[Row, float, float]], results: R
         axes.set_xlim(0, longest * 1.06 or 1)
         axes.set_xlabel("seconds a step")
         name_lines(axes, [row for row, _, _ in spans])
-        return inline(figure, name=shown.name, title=shown.title)
 
 
 def _starts(row: Row) -> list[float]:
@@ -90,13 +78,13 @@ def _starts(row: Row) -> list[float]:
     return [median for median in medians if median is not None and finite(median)]
 
 
-def phases(results: Results) -> Shown | None:
+def phases(results: Results) -> ReportFigure | None:
     """A bar a run, of the medians of the phases of its steps; None without a run."""
     if not results["runs"]:
         return None
-    shown = Shown(
+    figure = ReportFigure(
+        results=results,
         name="phases",
-        runs=len(results["runs"]),
         title="Phases of an optimizer step",
         caption=(
             "Seconds, the median of each phase over the timed steps, of each step the mean over "
@@ -105,25 +93,23 @@ def phases(results: Results) -> Shown | None:
         ),
     )
     if results["rehearsal"]:
-        shown.caption += f" {CPU_TIMES}"
+        figure.caption += f" {CPU_TIMES}"
     bars: list[Bar] = []
     for row in results["runs"]:
         medians = [value_at(row, f"phases.{phase}.median") for phase in PHASES]
         known = [median if finite(median) else None for median in medians]
         if all(median is None for median in known):
-            shown.lacks(row, NOT_DRAWN, reason_for(row, "phases"))
+            figure.omits(row, "phases")
             continue
         for phase, median in zip(PHASES, known, strict=True):
             if median is None:
-                shown.lacks(row, f"No {phase}", reason_for(row, f"phases.{phase}"))
+                figure.lacks(row, f"No {phase}", reason_for(row, f"phases.{phase}"))
         bars.append(Bar(row=row, parts=[median or 0 for median in known]))
     if not bars:
-        return shown
-    shown.svg = stacked(
-        shown, bars, PHASE_COLOURS, unit="seconds a step", text=lambda bar: seconds(bar.total)
+        return figure
+    draw_bars(
+        figure, bars, PHASE_COLOURS, unit="seconds a step", text=lambda bar: seconds(bar.total)
     )
-    shown.keys = [
-        Key(text=phase, colour=VARIABLES[colour], kind="area")
-        for phase, colour in zip(PHASES, PHASE_COLOURS, strict=True)
-    ]
-    return shown
+    for phase, colour in zip(PHASES, PHASE_COLOURS, strict=True):
+        figure.add_key(phase, colour, "area")
+    return figure
