@@ -17,7 +17,7 @@ import toolkit
 from toolkit.cli import app
 from toolkit.comparing.parity.gates import limit_of
 from toolkit.comparing.parity.judgement import GATED_STEPS
-from toolkit.comparing.report.write import COLUMNS
+from toolkit.comparing.report.runs_table import COLUMNS
 from toolkit.comparing.run.options import DEFAULT_STRATEGIES, CompareOptions, read_scale
 from toolkit.comparing.run.plan import build_plan
 from toolkit.records.record import read_record

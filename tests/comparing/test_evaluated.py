@@ -11,8 +11,7 @@ from toolkit.comparing.parity.gates import judge
 from toolkit.comparing.report.page import render_page
 from toolkit.comparing.report.runs_table import runs_table
 from toolkit.comparing.report.sections import parts
-from toolkit.comparing.report.sections.agreement import agreement
-from toolkit.comparing.report.sections.evaluation import evaluation, samples
+from toolkit.comparing.report.sections.agreement import agreement, evaluation, samples
 from toolkit.comparing.report.table_file import render_table
 from toolkit.comparing.report.verdict import verdict
 from toolkit.comparing.report.write import render_markdown

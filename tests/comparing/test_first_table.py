@@ -9,9 +9,8 @@ from rich.console import Console
 
 from toolkit.comparing.report.names import for_readers
 from toolkit.comparing.report.page import render_page
-from toolkit.comparing.report.runs_table import runs_table
+from toolkit.comparing.report.runs_table import peaks_out_of_order, runs_table
 from toolkit.comparing.report.table_file import render_table
-from toolkit.comparing.report.turned import turned_order
 from toolkit.comparing.report.write import print_report, render_markdown
 
 MIB = 2**20
@@ -149,7 +148,7 @@ def test_a_stream_that_takes_ascii_alone_gets_the_table():
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
     from toolkit.comparing.report.grid import Section
-    from toolkit.comparing.report.table import tables
+    from toolkit.comparing.report.terminal import tables
 
     section = Section("", ["strategy", "status"], [["ddp", "ok"]])
     console = Console(file=stream, width=80)
@@ -190,7 +189,7 @@ def test_a_peak_that_turns_the_order_of_the_states_says_why(counted, make_result
     beside = {"activations": 2} | HALF
     high = counted("zero3", states=HALF, **{category: beside[category] + 15})
     results = make_results(counted("ddp"), counted("fsdp", states=HALF), high)
-    (line,) = turned_order(results)
+    (line,) = peaks_out_of_order(results)
     assert line == (
         f"zero3-trainer holds smaller states than ddp-trainer and peaks higher: at its fullest "
         f"moment {said}"
@@ -199,15 +198,15 @@ def test_a_peak_that_turns_the_order_of_the_states_says_why(counted, make_result
 
 
 def test_an_order_that_is_not_turned_needs_no_words(counted, make_results):
-    assert not turned_order(make_results(counted("ddp"), counted("fsdp", states=HALF)))
+    assert not peaks_out_of_order(make_results(counted("ddp"), counted("fsdp", states=HALF)))
     # Nor does one that offload turns: what it keeps on the host are states too.
     high = counted("zero3_offload", states=HALF, other=16)
-    assert not turned_order(make_results(counted("ddp"), high))
+    assert not peaks_out_of_order(make_results(counted("ddp"), high))
 
 
 def test_a_device_s_peak_that_the_tensors_don_t_explain_is_the_allocator_s(six):
     results = six(rehearsal=False, names=("ddp", "fsdp"))
     results["runs"][2]["memory"] |= {"optimizer_bytes": 0, "peak_bytes": 2**35}
-    (line,) = turned_order(results)
+    (line,) = peaks_out_of_order(results)
     assert line.startswith("fsdp-trainer holds smaller states than single-trainer and ddp-trainer")
     assert line.endswith("what its kernels and the allocator hold beside its tensors.")

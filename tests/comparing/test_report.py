@@ -5,15 +5,9 @@ import re
 import pytest
 from rich.console import Console
 
-from toolkit.comparing.report.runs_table import runs_table
+from toolkit.comparing.report.runs_table import COLUMNS, cells, runs_table
 from toolkit.comparing.report.verdict import REHEARSAL, verdict
-from toolkit.comparing.report.write import (
-    COLUMNS,
-    cells,
-    print_report,
-    render_markdown,
-    write_report,
-)
+from toolkit.comparing.report.write import print_report, render_markdown, write_report
 from toolkit.records.json_files import write_json
 from toolkit.records.results import read_results
 

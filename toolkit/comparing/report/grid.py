@@ -24,11 +24,11 @@ class Section(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """What a table says of each run."""
+    """A column of a table that has a line for each run."""
 
     name: str
-    of: Callable[[Row], str | None]
-    """The cell; None, or n/a, where there is nothing to show."""
+    cell: Callable[[Row], str | None]
+    """Returns None, or n/a, where there is nothing to show."""
 
     field: str
     """Where `not_measured` has the reason."""
@@ -59,31 +59,31 @@ def _shown(path: str, unit: Unit, control: Control | None, row: Row) -> str:
 
 
 def grid(
-    rows: Sequence[Row], columns: Sequence[Column], *, text: str = "", whole: bool = True
+    rows: Sequence[Row], columns: Sequence[Column], *, text: str = "", drop_empty: bool = False
 ) -> Section:
     """Return a line for each run, and below why cells are `n/a`: the same reason once.
 
     Args:
-        whole: Keep columns in which no run has anything, too.
+        drop_empty: Leave out the columns in which no run has anything.
     """
-    cells = [[_cell(column, row) for column in columns] for row in rows]
+    lines = {column: [column.cell(row) or NOT_AVAILABLE for row in rows] for column in columns}
     shown = [
-        place
-        for place in range(len(columns))
-        if whole or any(line[place] != NOT_AVAILABLE for line in cells)
+        column
+        for column, cells in lines.items()
+        if not drop_empty or any(cell != NOT_AVAILABLE for cell in cells)
     ]
     missing = [
         (row, column.name, reason_for(row, column.field, otherwise=column.otherwise))
-        for row, line in zip(rows, cells, strict=True)
-        for column, cell in zip(columns, line, strict=True)
-        if cell == NOT_AVAILABLE
+        for number, row in enumerate(rows)
+        for column, cells in lines.items()
+        if cells[number] == NOT_AVAILABLE
     ]
     return Section(
         text,
-        [RUN, *(columns[place].name for place in shown)],
+        [RUN, *(column.name for column in shown)],
         [
-            [row["name"], *(line[place] for place in shown)]
-            for row, line in zip(rows, cells, strict=True)
+            [row["name"], *(lines[column][number] for column in shown)]
+            for number, row in enumerate(rows)
         ],
         missing_lines(missing, runs=len(rows), columns=len(columns)),
     )
@@ -114,7 +114,3 @@ def missing_lines(
         )
         lines.append(f"n/a: {where}: {reason}")
     return lines
-
-
-def _cell(column: Column, row: Row) -> str:
-    return column.of(row) or NOT_AVAILABLE

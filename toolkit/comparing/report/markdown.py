@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from toolkit.comparing.report.grid import Section
+from toolkit.comparing.report.terminal import plain
 from toolkit.comparing.report.words import NOT_AVAILABLE
-
-STRONG: Final = frozenset({"broken"})
-"""Cells that must not be overlooked."""
 
 SPECIAL: Final = re.compile(r"([\\`*\[\]|~#])")
 
@@ -29,13 +27,14 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [
         [escaped(name) for name in header],
         ["---"] * len(header),
-        *([_cell(each) for each in row] for row in rows),
+        *([_cell(text) for text in row] for row in rows),
     ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _cell(text: str) -> str:
-    return f"**{text}**" if text in STRONG else escaped(text) or NOT_AVAILABLE
+    # A broken gate must not be overlooked.
+    return "**broken**" if text == "broken" else escaped(text) or NOT_AVAILABLE
 
 
 def bullets(lines: Sequence[str]) -> str:
@@ -44,18 +43,13 @@ def bullets(lines: Sequence[str]) -> str:
 
 def escaped(text: str) -> str:
     """Return `text` as words on one line, whatever is in it."""
-    line = " ".join(_printable(text).split())
+    line = " ".join(plain(text).split())
     return SPECIAL.sub(r"\\\1", html.escape(line, quote=False))
 
 
 def fenced(text: str, *, language: str = "text") -> str:
     """Return `text` in a fence that nothing inside it can close."""
-    text = _printable(text)
+    text = plain(text)
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}{language}\n{text}\n{fence}"
-
-
-def _printable(text: str) -> str:
-    without_colour = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "", without_colour)

@@ -13,7 +13,7 @@ from typing import Any, Final, cast
 from toolkit.comparing.report.figures import draw_all
 from toolkit.comparing.report.names import for_readers
 from toolkit.comparing.report.row_facts import baseline, is_control
-from toolkit.comparing.report.runs_table import runs_table, shows_speed
+from toolkit.comparing.report.runs_table import runs_table
 from toolkit.comparing.report.sections import parts
 from toolkit.comparing.report.sections.failures import failures
 from toolkit.comparing.report.sections.limits import limits
@@ -98,7 +98,7 @@ def _runs(results: Results) -> dict[str, Any]:
     table = runs_table(results)
     status = list(table.header).index("status")
     between = [at for at, name in enumerate(table.header[:status]) if name == "processes"]
-    base = baseline(results) if shows_speed(results) else None
+    base = None if results["rehearsal"] else baseline(results)
     rows: list[dict[str, Any]] = []
     for row, line in zip(results["runs"], table.rows, strict=True):
         roles = (("control", is_control(row, results["control"])), ("baseline", row is base))

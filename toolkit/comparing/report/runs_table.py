@@ -6,6 +6,7 @@ planner expected of it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from toolkit.comparing.report import words
@@ -18,6 +19,9 @@ from toolkit.comparing.report.row_facts import (
     counts_peaks,
     host_in_peak_lines,
     is_control,
+    listed,
+    measured,
+    offloads,
     peak_field,
     peak_of,
     planner_word,
@@ -27,7 +31,6 @@ from toolkit.comparing.report.row_facts import (
     states_of,
     status_of,
 )
-from toolkit.comparing.report.turned import turned_order
 from toolkit.comparing.report.words import (
     NOT_AVAILABLE,
     number,
@@ -36,7 +39,7 @@ from toolkit.comparing.report.words import (
     size_between,
     tokens_per_second,
 )
-from toolkit.records.fields import NO_PRICE
+from toolkit.records.fields import NO_PRICE, value_at
 from toolkit.records.results import Control, Results, Row
 
 COLUMNS: Final = (
@@ -55,6 +58,19 @@ MEASURED: Final = ("states", "peak memory", "final loss", "gap")
 
 EVALUATED: Final = ("eval loss", "perplexity")
 """Columns of a comparison that evaluates: of each run's last evaluation."""
+
+NOTICEABLE: Final = 1.02
+"""A quotient of two sizes from which they are told apart."""
+
+BEYOND_STATES: Final = {
+    "parameters": "weights gathered for a moment",
+    "master": "copies of the weights",
+    "gradients": "gradients on their way between the ranks",
+    "optimizer": "temporaries of the optimizer",
+    "activations": "activations",
+    "other": "buffers and temporaries",
+}
+"""What is alive at the fullest moment beyond the states, by the category that it is counted in."""
 
 
 def cells(row: Row, control: Control | None, *, counted: bool = False) -> dict[str, str]:
@@ -83,19 +99,6 @@ def cells(row: Row, control: Control | None, *, counted: bool = False) -> dict[s
     }
 
 
-def heading(column: str, results: Results) -> str:
-    if column == "peak memory" and counts_peaks(results):
-        return "peak, counted"
-    if column == "peak memory" and results["rehearsal"]:
-        return "peak host memory"
-    return "gap to the control" if column == "gap" else column
-
-
-def shows_speed(results: Results) -> bool:
-    """Whether the main table has speeds: those of a rehearsal say nothing about GPUs."""
-    return not results["rehearsal"]
-
-
 def runs_table(results: Results, *, speed: bool | None = None) -> Section:
     """Return the main table; the engine is a column where both ran, as are unlike processes.
 
@@ -103,28 +106,41 @@ def runs_table(results: Results, *, speed: bool | None = None) -> Section:
         results: Of the comparison.
         speed: Whether it shows speeds; None: only where they are those of GPUs.
     """
-    base = baseline(results)
-    speed = shows_speed(results) if speed is None else speed
-    names = _naming(results)
-    columns = [*names, "status", *_measured(results, base, speed=speed)]
-    rows = [[_shown(row, results, base)[name] for name in columns] for row in results["runs"]]
-    notes = [
-        *_named(results, base if speed else None),
-        *turned_order(results),
-        *_missing(results, base, speed=speed),
+    runs, base, counted = results["runs"], baseline(results), counts_peaks(results)
+    speed = not results["rehearsal"] if speed is None else speed
+    lines = [_all_cells(row, results, base) for row in runs]
+    measured = _measured_columns(results, base, speed=speed)
+    columns = [*_naming_columns(runs), "status", *measured]
+    missing = [
+        (row, column, reason_for(row, field or peak_field(row, counted=counted)))
+        for row, line in zip(runs, lines, strict=True)
+        for column, field in measured.items()
+        if line[column] == NOT_AVAILABLE
     ]
-    return Section("", [heading(name, results) for name in columns], rows, notes)
+    headings = {"gap": "gap to the control"}
+    if results["rehearsal"]:
+        headings["peak memory"] = "peak, counted" if counted else "peak host memory"
+    return Section(
+        "",
+        [headings.get(name, name) for name in columns],
+        [[line[name] for name in columns] for line in lines],
+        [
+            *_table_notes(results, base if speed else None),
+            *peaks_out_of_order(results),
+            # No `every run` here: the reader looks for a name.
+            *missing_lines(missing, runs=0, columns=len(measured)),
+        ],
+    )
 
 
-def _naming(results: Results) -> list[str]:
+def _naming_columns(runs: Sequence[Row]) -> list[str]:
     """Return the columns that tell the runs from each other."""
-    runs = results["runs"]
     counts = {row["num_processes"] for row in runs if row["strategy"] != "single"}
     engines = ["engine"] if both_engines(row["engine"] for row in runs) else []
     return ["strategy", *engines, *(["processes"] if len(counts) > 1 else [])]
 
 
-def _measured(results: Results, base: Row | None, *, speed: bool) -> dict[str, str | None]:
+def _measured_columns(results: Results, base: Row | None, *, speed: bool) -> dict[str, str | None]:
     """Return the columns right of the status, and where `not_measured` has the reason of each.
 
     None stands for the peak's, which depends on the run.
@@ -133,7 +149,7 @@ def _measured(results: Results, base: Row | None, *, speed: bool) -> dict[str, s
     if speed:
         columns["tokens/s"] = "tokens_per_second"
         if base is not None:
-            columns[_versus(base)] = "tokens_per_second"
+            columns[f"vs {base['name']}"] = "tokens_per_second"
         columns["step time"] = "step_seconds"
     columns |= {"states": "memory", "peak memory": None}
     columns |= {"final loss": "final_loss", "gap": "loss_gap"}
@@ -142,72 +158,88 @@ def _measured(results: Results, base: Row | None, *, speed: bool) -> dict[str, s
     return columns
 
 
-def _shown(row: Row, results: Results, base: Row | None) -> dict[str, str]:
+def _all_cells(row: Row, results: Results, base: Row | None) -> dict[str, str]:
     """Return every cell that a run can have in the main table."""
-    shown = cells(row, results["control"], counted=counts_peaks(results))
-    shown["processes"] = str(row["num_processes"])
+    line = cells(row, results["control"], counted=counts_peaks(results))
+    line["processes"] = str(row["num_processes"])
     if base is not None:
-        shown[_versus(base)] = _times(row, base)
-    return shown | dict(zip(EVALUATED, _evaluated(row), strict=True))
-
-
-def _evaluated(row: Row) -> list[str]:
+        line[f"vs {base['name']}"] = _times(row, base)
     last = next(reversed(row["evaluation"] or []), None)
-    return [
-        number(None if last is None else last["loss"], "{:.4f}"),
-        number(None if last is None else last["perplexity"], "{:,.2f}"),
-    ]
+    loss, perplexity = EVALUATED
+    line[loss] = number(last and last["loss"], "{:.4f}")
+    line[perplexity] = number(last and last["perplexity"], "{:,.2f}")
+    return line
 
 
-def _missing(results: Results, base: Row | None, *, speed: bool) -> list[str]:
-    """Say for every `n/a` of the table why it is one, the same reason once."""
-    counted = counts_peaks(results)
-    columns = _measured(results, base, speed=speed)
-    missing = [
-        (row, column, reason_for(row, field or peak_field(row, counted=counted)))
-        for row in results["runs"]
-        for shown in [_shown(row, results, base)]
-        for column, field in columns.items()
-        if shown[column] == NOT_AVAILABLE
-    ]
-    # No `every run` here: the reader looks for a name.
-    return missing_lines(missing, runs=0, columns=len(columns))
-
-
-def out_of_memory(results: Results) -> list[str]:
-    """Say of each run that ran out of memory what the planner expected of it."""
-    return [
-        f"{row['name']} ran out of memory: {planner_word(row)}."
-        for row in results["runs"]
-        if row["status"] == "oom"
-    ]
-
-
-def _named(results: Results, base: Row | None) -> list[str]:
-    """Name control and baseline, and what the column of the peak is."""
+def _table_notes(results: Results, base: Row | None) -> list[str]:
+    """Name control and baseline, what the column of the peak is, and what was predicted instead."""
     lines: list[str] = []
-    control, name = results["control"], control_name(results)
+    control, name, runs = results["control"], control_name(results), results["runs"]
     if control is not None and name is not None:
         why = f" {control['reason']}" if control["reason"] else ""
         lines.append(f"Control: {name}; gaps are measured from it.{why}")
     if base is not None:
-        on = f" on {base['num_processes']} processes" if _scaled(results) else ""
+        scaled = len({row["num_processes"] for row in runs if row["num_processes"] > 1}) > 1
+        on = f" on {base['num_processes']} processes" if scaled else ""
         lines.append(f"Baseline of speed: {base['name']}{on}; the others are multiples of it.")
     if counts_peaks(results):
         lines.append(
             "States: weights, gradients and optimizer states of the fullest rank. Peak: all its "
             "tensors at the fullest moment of a step; a GPU's allocator adds its own."
         )
-        lines += host_in_peak_lines(results["runs"])
-    return [*lines, *out_of_memory(results)]
+        lines += host_in_peak_lines(runs)
+    return lines + [
+        f"{row['name']} ran out of memory: {planner_word(row)}."
+        for row in runs
+        if row["status"] == "oom"
+    ]
 
 
-def _scaled(results: Results) -> bool:
-    return len({row["num_processes"] for row in results["runs"] if row["num_processes"] > 1}) > 1
+def peaks_out_of_order(results: Results) -> list[str]:
+    """Say of each run whose peak is above that of runs with larger states what makes it so."""
+    read = counted_peak if counts_peaks(results) else peak_of
+    sizes = [
+        (row, states, peak)
+        for row in measured(results)
+        # What is offloaded counts as states, and on a GPU not in the peak.
+        if not offloads(row)
+        and (states := states_of(row)) is not None
+        and (peak := read(row)) is not None
+    ]
+    lines: list[str] = []
+    for row, states, peak in sizes:
+        lower = [
+            other_row
+            for other_row, other_states, other_peak in sizes
+            if other_states > NOTICEABLE * states and peak > NOTICEABLE * other_peak
+        ]
+        if lower:
+            lines.append(
+                f"{row['name']} holds smaller states than {listed(lower)} and peaks higher: "
+                f"{_largest_extra(row, lower[-1])}."
+            )
+    return lines
 
 
-def _versus(base: Row) -> str:
-    return f"vs {base['name']}"
+def _largest_extra(row: Row, lower: Row) -> str:
+    """Say in which category a run's peak exceeds its states by more than the other run's does."""
+    ours, theirs = _beyond_states(row), _beyond_states(lower)
+    extras = {name: count - theirs.get(name, 0) for name, count in ours.items()}
+    most = max(extras, key=lambda name: extras[name], default=None)
+    if most is None or not theirs or extras[most] <= 0:
+        return "what its kernels and the allocator hold beside its tensors"
+    return f"at its fullest moment {size(extras[most])} more are {BEYOND_STATES[most]}"
+
+
+def _beyond_states(row: Row) -> dict[str, int]:
+    """Return the bytes of the fullest moment that are no states, by category."""
+    peak = row["peak"]
+    if peak is None:
+        return {}
+    return {
+        name: peak["categories"].get(name, 0) - (value_at(row, f"memory.{name}_bytes") or 0)
+        for name in BEYOND_STATES
+    }
 
 
 def _times(row: Row, base: Row | None) -> str:
@@ -217,14 +249,14 @@ def _times(row: Row, base: Row | None) -> str:
 def speed_and_cost(results: Results) -> Section | None:
     """Return what the speed comes to in arithmetic and money; None where no run has any of it."""
     runs, declared = results["runs"], columns_of("speed")
-    if all(column.of(row) == NOT_AVAILABLE for row in runs for column in declared):
+    if all(column.cell(row) == NOT_AVAILABLE for row in runs for column in declared):
         return None
     base = baseline(results)
     speed = "tokens_per_second"
     columns = [Column("tokens/s", lambda row: tokens_per_second(row[speed]), speed)]
     if base is not None:
-        columns.append(Column(_versus(base), lambda row: _times(row, base), speed))
-    section = grid(runs, [*columns, *declared], whole=False)
+        columns.append(Column(f"vs {base['name']}", lambda row: _times(row, base), speed))
+    section = grid(runs, [*columns, *declared], drop_empty=True)
     return section._replace(notes=[*_conventions(results), *section.notes])
 
 

@@ -1,17 +1,34 @@
-"""Lines for a terminal or a notebook: words and nothing else, whatever is in them."""
+"""A terminal or a notebook: lines without control characters or secrets, and the main table."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
+from toolkit.comparing.report.grid import Section
 from toolkit.escaping import one_line
 from toolkit.redaction import redact_known
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 CONTROL_CHARACTERS: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
+
+SHORT: Final = {
+    "processes": "procs",
+    "step time": "step",
+    "peak, counted": "peak",
+    "peak memory": "peak",
+    "peak host memory": "host peak",
+    "final loss": "loss",
+    "gap to the control": "gap",
+}
+"""Headings for which there is a shorter word."""
+
+WIDEST: Final = 13
+"""Letters beyond which a cell breaks into lines, as does a heading: the longest strategy's name."""
 
 
 def plain(text: str) -> str:
@@ -23,3 +40,59 @@ def print_line(text: str, *, console: Console) -> None:
     """Print `text` as one line, without secrets."""
     shown = one_line(redact_known(plain(text)))
     console.print(shown, markup=False, highlight=False, soft_wrap=True)
+
+
+def tables(section: Section, *, width: int) -> list[Table]:
+    """Return the table of the runs, continued below itself where `width` letters are too few."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    header = [SHORT.get(name, name) for name in section.header]
+    status = list(section.header).index("status")
+    widths = [_width(column) for column in zip(header, *section.rows, strict=True)]
+    dealt, padding = _fitting(widths, first=status, width=width, space=2), 1
+    if len(dealt) > 1:
+        dealt, padding = _fitting(widths, first=status, width=width, space=1), 0
+    made: list[Table] = []
+    for columns in dealt:
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, padding, 0, 0))
+        for at in columns:
+            table.add_column(
+                header[at],
+                justify="left" if at <= status else "right",
+                min_width=widths[at],
+                max_width=widths[at],
+                overflow="fold",
+            )
+        for line in section.rows:
+            style = {"ok": "green", "skipped": "yellow"}.get(line[status], "red")
+            table.add_row(*(Text(line[at], style=style if at == status else "") for at in columns))
+        made.append(table)
+    return made
+
+
+def _width(column: Sequence[str]) -> int:
+    """Return the letters that a column needs for no short cell and no word to break."""
+    words = [word for cell in column for word in cell.split()]
+    whole = [cell for cell in column if len(cell) <= WIDEST]
+    return min(max(map(len, [*words, *whole]), default=1), WIDEST)
+
+
+def _fitting(widths: Sequence[int], *, first: int, width: int, space: int) -> list[list[int]]:
+    """Deal the columns out to tables that fit; each begins with the first columns.
+
+    Args:
+        widths: Letters of each column.
+        first: How many columns name the run.
+        width: Letters of a line.
+        space: Letters between two columns.
+    """
+    naming = list(range(first))
+    dealt: list[list[int]] = [[*naming]]
+    for column in range(first, len(widths)):
+        needed = sum(widths[number] + space for number in (*dealt[-1], column))
+        if needed > width and len(dealt[-1]) > len(naming):
+            dealt.append([*naming])
+        dealt[-1].append(column)
+    return dealt

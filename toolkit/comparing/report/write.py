@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 from toolkit.comparing.report.markdown import bullets, escaped, fenced, section_text
 from toolkit.comparing.report.names import for_readers
 from toolkit.comparing.report.redact import redact_results
-from toolkit.comparing.report.runs_table import COLUMNS, cells, runs_table, speed_and_cost
+from toolkit.comparing.report.runs_table import runs_table, speed_and_cost
 from toolkit.comparing.report.sections import parts
 from toolkit.comparing.report.sections.failures import Failure, failures
 from toolkit.comparing.report.sections.limits import limits
-from toolkit.comparing.report.table import tables
+from toolkit.comparing.report.terminal import tables
 from toolkit.comparing.report.verdict import (
     REHEARSAL,
     broken_lines,
@@ -33,16 +33,6 @@ from toolkit.records.results import Results, Row, read_results
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-__all__ = [
-    "COLUMNS",
-    "REPORT_FILE",
-    "cells",
-    "not_measured",
-    "print_report",
-    "render_markdown",
-    "write_report",
-]
 
 REPORT_FILE: Final = "report.md"
 

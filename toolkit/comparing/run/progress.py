@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Self
 
 from toolkit.comparing.report.runs_table import MEASURED, cells
-from toolkit.comparing.report.table import SHORT
-from toolkit.comparing.report.terminal import plain, print_line
+from toolkit.comparing.report.terminal import SHORT, plain, print_line
 from toolkit.comparing.run.expected import TimeLeft, bar
 from toolkit.comparing.run.options import CompareOptions
 from toolkit.comparing.run.plan import ComparisonPlan, Run

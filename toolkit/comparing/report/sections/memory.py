@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final, Literal
 
 from toolkit.comparing.report.grid import RUN, Column, Section, columns_of, grid, missing_lines
@@ -14,20 +15,14 @@ from toolkit.comparing.report.row_facts import (
     states_of,
     why_not_predicted,
 )
+from toolkit.comparing.report.runs_table import BEYOND_STATES
 from toolkit.comparing.report.words import NOT_AVAILABLE, in_unit, size, size_between
 from toolkit.records.fields import Peak, RankMemory, value_at
 from toolkit.records.results import Prediction, Results, Row
 
 UNPREDICTED: Final = ("peak_reserved_bytes", "nvme_bytes", "host_peak_bytes")
 
-PEAK_CATEGORIES: Final = (
-    "parameters",
-    "master",
-    "gradients",
-    "optimizer",
-    "activations",
-    "other",
-)
+PEAK_CATEGORIES: Final = tuple(BEYOND_STATES)
 """In the order in which they are stacked."""
 
 
@@ -113,7 +108,7 @@ def fullest(results: Results) -> Section | None:
         return None
     columns = [
         *columns_of("peak"),
-        *(Column(name, _part(name), "peak") for name in PEAK_CATEGORIES),
+        *(Column(name, partial(_category, name), "peak") for name in PEAK_CATEGORIES),
     ]
     notes = host_in_peak_lines(good)
     predicted = any(predicted_peak(row, counted=True) for row in good)
@@ -149,12 +144,9 @@ def _expected(row: Row) -> str | None:
     return size_between(*ends) + (f" ({error:+.2%})" if error else "")
 
 
-def _part(name: str) -> Callable[[Row], str | None]:
-    def cell(row: Row) -> str | None:
-        peak = row["peak"]
-        return None if peak is None else size(parts_of(peak)[PEAK_CATEGORIES.index(name)])
-
-    return cell
+def _category(name: str, row: Row) -> str | None:
+    peak = row["peak"]
+    return None if peak is None else size(parts_of(peak)[PEAK_CATEGORIES.index(name)])
 
 
 def parts_of(peak: Peak) -> list[int]:
@@ -169,39 +161,24 @@ def over_ranks(results: Results) -> Section:
     if not rows:
         return Section("No run of several ranks has a count for each of them.")
     columns = [Column("ranks", lambda row: str(len(row["per_rank"] or [])), "per_rank")]
-    for name, of, field in (
-        ("states", states_of, "memory"),
-        ("counted peak", _counted, "peak"),
-        ("device peak", _device, "memory.peak_bytes"),
-        ("host peak", _host, "memory.host_peak_bytes"),
+    for name, field, read in (
+        ("states", "memory", states_of),
+        ("counted peak", "peak", partial(value_at, path="peak.total_bytes")),
+        ("device peak", "memory.peak_bytes", partial(value_at, path="memory.peak_bytes")),
+        ("host peak", "memory.host_peak_bytes", partial(value_at, path="memory.host_peak_bytes")),
     ):
         columns += [
-            Column(f"least {name}", _extreme(min, of), field),
-            Column(f"most {name}", _extreme(max, of), field),
+            Column(f"least {name}", partial(_extreme, min, read), field),
+            Column(f"most {name}", partial(_extreme, max, read), field),
         ]
     text = "Of all ranks of a run, those that hold least and most; states are the sum of the above."
-    section = grid(rows, columns, text=text, whole=False)
+    section = grid(rows, columns, text=text, drop_empty=True)
     return section._replace(notes=[*host_in_peak_lines(rows), *section.notes])
 
 
 def _extreme(
-    choose: Callable[[list[int]], int], of: Callable[[RankMemory], int | None]
-) -> Callable[[Row], str | None]:
-    def cell(row: Row) -> str | None:
-        ranks = row["per_rank"] or []
-        counts = [count for rank in ranks if (count := of(rank)) is not None]
-        return size(choose(counts)) if ranks and len(counts) == len(ranks) else None
-
-    return cell
-
-
-def _counted(rank: RankMemory) -> int | None:
-    return None if rank["peak"] is None else rank["peak"]["total_bytes"]
-
-
-def _device(rank: RankMemory) -> int | None:
-    return rank["memory"]["peak_bytes"]
-
-
-def _host(rank: RankMemory) -> int | None:
-    return rank["memory"]["host_peak_bytes"]
+    choose: Callable[[list[int]], int], read: Callable[[RankMemory], int | None], row: Row
+) -> str | None:
+    ranks = row["per_rank"] or []
+    counts = [count for rank in ranks if (count := read(rank)) is not None]
+    return size(choose(counts)) if ranks and len(counts) == len(ranks) else None

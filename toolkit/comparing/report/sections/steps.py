@@ -67,4 +67,4 @@ def warm_up(results: Results) -> Section | None:
         "reading the toolkit's own cache against its manifests; then the first step, torch.compile "
         "in whatever step, and gathering, writing and verifying the final model."
     )
-    return grid(good, columns_of("warm-up"), text=text, whole=False)
+    return grid(good, columns_of("warm-up"), text=text, drop_empty=True)
