@@ -7,8 +7,7 @@ from dataclasses import replace
 from shapes_for_tests import llama
 
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.models.blocks import BLOCKS, Block
-from toolkit.planning.models.shape import ModelShape, Tensor
+from toolkit.planning.models.shape import Block, ModelShape, Tensor
 from toolkit.strategies import STRATEGIES
 
 GIB = 2**30
@@ -58,7 +57,6 @@ def encoder_blocks(*, hidden, layers, heads, vocab=50_000, positions=512):
         kv_heads=heads,
         head_dim=hidden // heads,
         intermediate_size=4 * hidden,
-        gated=False,
         vocab_size=vocab,
         max_positions=positions,
         tied=False,
@@ -68,6 +66,7 @@ def encoder_blocks(*, hidden, layers, heads, vocab=50_000, positions=512):
             order="post",
             activation="gelu",
             qkv="fused",
+            gate_up="none",
             rotary="none",
             softmax="plain",
             fused_attention=False,
@@ -162,12 +161,18 @@ def bert_large():
         kv_heads=16,
         head_dim=64,
         intermediate_size=4 * hidden,
-        gated=False,
         vocab_size=2,  # two labels, and no logits over a vocabulary
         max_positions=512,
         tied=False,
         dropout=True,
-        block=BLOCKS["BertForSequenceClassification"],
+        block=Block(
+            norm="layer",
+            order="post",
+            activation="gelu",
+            gate_up="none",
+            rotary="none",
+            softmax="plain",
+        ),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from toolkit.planning.models.families import FAMILIES
 from toolkit.planning.models.shape import ModelShape, Tensor
 
 
@@ -51,7 +52,7 @@ def llama(
         kv_heads=kv_heads,
         head_dim=head_dim,
         intermediate_size=intermediate,
-        gated=True,
+        block=FAMILIES["llama"].block,
         vocab_size=vocab,
         max_positions=positions,
         tied=tied,
@@ -92,7 +93,7 @@ def gpt2(*, hidden=768, layers=12, heads=12, vocab=50257, positions=1024, name="
         kv_heads=heads,
         head_dim=hidden // heads,
         intermediate_size=4 * hidden,
-        gated=False,
+        block=FAMILIES["gpt2"].block,
         vocab_size=vocab,
         max_positions=positions,
         tied=True,

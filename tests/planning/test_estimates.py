@@ -180,9 +180,3 @@ def test_dropout_keeps_masks():
     ]
     # Two masks of a byte an element in each layer, after attention and after the MLP.
     assert kept[0] - kept[1] == 2 * 12 * 512 * 768
-
-
-def test_an_unknown_architecture_is_said_to_be_unknown():
-    unknown = replace(llama(), architecture="NovelForCausalLM")
-    with pytest.raises(UsageError, match="NovelForCausalLM"):
-        estimate_memory(job("zero2", model=unknown))

@@ -7,6 +7,7 @@ from shapes_for_tests import llama
 
 from toolkit.errors import UsageError
 from toolkit.planning.job import PlannedJob
+from toolkit.planning.models.families import FAMILIES
 from toolkit.planning.models.shape import ModelShape, Tensor
 from toolkit.planning.speed.estimate import cost, estimate_speed
 from toolkit.planning.speed.flops import attention_flops, linear_flops, model_flops
@@ -41,7 +42,7 @@ def mpt(layers, hidden, heads, positions):
         kv_heads=heads,
         head_dim=hidden // heads,
         intermediate_size=4 * hidden,
-        gated=False,
+        block=FAMILIES["gpt2"].block,
         vocab_size=50368,
         max_positions=positions,
         tied=True,

@@ -11,7 +11,6 @@ from toolkit.planning.memory.autograd_memory import FP32, Tape, Value
 from toolkit.planning.memory.layers import LayerWriter, Regime, layer_bytes, regime_of
 from toolkit.planning.memory.transient_buffers import FIRST, RUNNING
 from toolkit.planning.memory.weights import COMPUTE_SIZE, weights_of
-from toolkit.planning.models.blocks import block_of
 from toolkit.planning.models.shape import ModelShape, TensorKind
 from toolkit.planning.terms import Interval, Phase, Term
 
@@ -47,11 +46,7 @@ class Activations:
 
 
 def activations_of(job: PlannedJob) -> Activations:
-    """Return the activations of `job`.
-
-    Raises:
-        UsageError: the architecture is not in the table of blocks.
-    """
+    """Return the activations of `job`."""
     model, tokens = job.model, job.micro_tokens
     layer, loss = layer_bytes(job), loss_bytes(job)
     match job.checkpointing:
@@ -295,10 +290,9 @@ def loss_bytes(job: PlannedJob) -> LossBytes:
 @lru_cache(maxsize=1024)
 def _tail(model: ModelShape, regime: Regime, trains: bool) -> float:
     tape = Tape(regime.compute, autocast=regime.autocast, trains=trains)
-    block = model.block or block_of(model.architecture)
-    writer = LayerWriter(model, block, tape, regime)
+    writer = LayerWriter(model, tape, regime)
     stream = Value(model.hidden_size, writer.entering)
-    if block.order != "post":
+    if model.block.order != "post":
         stream = writer.norm(stream)
     tape.linear(stream, 1)
     return tape.kept_bytes

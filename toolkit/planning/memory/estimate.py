@@ -82,8 +82,7 @@ def estimate_memory(job: PlannedJob) -> MemoryEstimate:
     """Return the memory that `job` needs on each GPU, and on each node for its offloads.
 
     Raises:
-        UsageError: the job's precision and weights don't go together, or its architecture is not
-            in the table of blocks.
+        UsageError: the job's precision and weights don't go together.
     """
     states = most_loaded(job)
     terms = [

@@ -9,7 +9,6 @@ from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.autograd_memory import FP32, Tape, Value
 from toolkit.planning.memory.weights import COMPUTE_SIZE, trained_size
 from toolkit.planning.memory.zero_settings import zero_settings
-from toolkit.planning.models.blocks import Block, block_of
 from toolkit.planning.models.shape import ModelShape
 
 
@@ -110,7 +109,7 @@ def _layer_bytes(
         adapters=adapters,
         adapter_size=regime.adapter,
     )
-    writer = LayerWriter(model, model.block or block_of(model.architecture), tape, regime)
+    writer = LayerWriter(model, tape, regime)
     start = Value(model.hidden_size, writer.entering)
     writer.layer(start, sequence, fused=fused)
     return LayerBytes(
@@ -124,9 +123,9 @@ def _layer_bytes(
 class LayerWriter:
     """Writes one layer of a model onto a tape."""
 
-    def __init__(self, model: ModelShape, block: Block, tape: Tape, regime: Regime) -> None:
+    def __init__(self, model: ModelShape, tape: Tape, regime: Regime) -> None:
         self.model = model
-        self.block = block
+        self.block = model.block
         self.tape = tape
         self.regime = regime
         self.attended: list[Value] = []

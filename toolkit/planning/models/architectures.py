@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from toolkit.errors import UsageError
 from toolkit.planning.models.families import FAMILIES
-from toolkit.planning.models.family import ALWAYS, Family, ModelPart
+from toolkit.planning.models.family import ALWAYS, Family, ModelParts
 from toolkit.planning.models.reading import MOST, ConfigReader, shown
 from toolkit.planning.models.shape import ModelShape, Tensor
 
@@ -22,40 +21,47 @@ def shape_from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
         UsageError: the architecture is unknown or no causal LM, the weights are quantised, or a
             value is missing or absurd.
     """
-    family, config, note = recognise(config, name=name)
-    reader = ConfigReader(config, name, defaults=family.defaults, aliases=family.aliases)
+    config, note = _text_part(config, name)
+    family = _family(config, name)
+    _check_plain(config, name)
+    reader = ConfigReader(config, name, family.defaults, family.aliases)
     widths = _widths(family, reader, name)
     flags = {ALWAYS, *(key for key in family.flags if reader.flag(key))}
-    if family.model_type == "falcon":
+    if family.architecture == "FalconForCausalLM":
         flags |= _falcon_norms(reader, flags)
         widths |= _attention_widths(widths, kv_heads=_falcon_kv_heads(widths, flags))
-    if family.model_type == "opt":
+    if family.architecture == "OPTForCausalLM":
         projected = reader.whole_or_none("word_embed_proj_dim", most=MOST["hidden"])
         widths["embedding"] = projected or widths["hidden"]
         flags |= _opt_extras(widths, flags)
     tied = reader.flag("tie_word_embeddings")
     sparse = _sparse_layers(family, reader, widths)
-    tensors = _tensors(family, widths, flags, sparse=sparse, tied=tied)
+    norms = [
+        part.name
+        for part in family.layer
+        if part.when in flags and part.kind == "norm" and part.name.endswith(".weight")
+    ]
     return ModelShape(
         name=name,
         architecture=family.architecture,
         note=note,
-        tensors=tensors,
+        block=family.block,
+        tensors=_tensors(family, widths, flags, sparse=sparse, tied=tied),
         layers=widths["layers"],
         hidden_size=widths["hidden"],
         heads=widths["heads"],
         kv_heads=widths["kv_heads"],
         head_dim=widths["head_dim"],
         intermediate_size=_passed_width(widths, sparse),
-        gated=family.gated,
         vocab_size=widths["vocab"],
         max_positions=widths.get("positions"),
         tied=tied,
         experts=widths["experts"] if any(sparse) else 0,
         active_experts=widths["active_experts"] if any(sparse) else 0,
-        norms_per_layer=_norms_per_layer(family, flags),
-        qk_norm=family.qk_norm in flags,
-        dropout=reader.any_dropout(family.dropout),
+        # The two norms of OLMo, and of OPT where it so asks, have no weight to be counted by.
+        norms_per_layer=sum(not norm.startswith("self_attn.") for norm in norms) or 2,
+        qk_norm=any(norm.startswith("self_attn.") for norm in norms),
+        dropout=max(map(reader.probability, family.dropout)) > 0,
         logit_softcap=bool(family.softcap) and reader.get(family.softcap) is not None,
     )
 
@@ -95,8 +101,8 @@ def _widths(family: Family, reader: ConfigReader, name: str) -> dict[str, int]:
         "one": 1,
         "head_dim": head_dim or hidden // heads,
         # What some modules take, whatever head_dim says.
-        "own_head_dim": hidden // heads,
-        "own_keys": kv_heads * (hidden // heads),
+        "derived_head_dim": hidden // heads,
+        "derived_keys": kv_heads * (hidden // heads),
         "ffn": _optional(family, reader, "ffn") or 4 * hidden,
         "embedding": hidden,
     }
@@ -168,57 +174,28 @@ def _passed_width(widths: Mapping[str, int], sparse: Iterable[bool]) -> int:
     return max(passed[kind] for kind in set(sparse))
 
 
-def _norms_per_layer(family: Family, flags: set[str]) -> int:
-    counted = sum(
-        part.kind == "norm"
-        and not part.name.startswith("self_attn.")
-        and part.name.endswith(".weight")
-        for part in family.layer
-        if part.when in flags
-    )
-    return counted or family.norms_without_weight
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    name: str
-    shape: tuple[int, ...]
-    part: ModelPart
-
-
-def _rows(parts: Iterable[ModelPart], widths: Mapping[str, int], flags: set[str]) -> list[_Row]:
-    return [
-        _Row(part.name, tuple(widths[dim] for dim in part.dims), part)
-        for part in parts
-        if part.when in flags
-    ]
-
-
 def _tensors(
     family: Family,
     widths: Mapping[str, int],
     flags: set[str],
     *,
-    sparse: tuple[bool, ...],
+    sparse: Sequence[bool],
     tied: bool,
 ) -> tuple[Tensor, ...]:
-    def outside(parts: Iterable[ModelPart]) -> list[Tensor]:
-        return [
-            Tensor(f"{family.stem}.{row.name}", row.shape, row.part.kind)
-            for row in _rows(parts, widths, flags)
-        ]
+    def built(
+        parts: ModelParts, stem: str, flags: set[str], layer: int | None = None
+    ) -> Iterator[Tensor]:
+        for part in parts:
+            if part.when in flags:
+                shape = tuple(widths[dim] for dim in part.dims)
+                yield Tensor(f"{stem}.{part.name}", shape, part.kind, layer)
 
-    layer_rows = {
-        kind: _rows(family.layer, widths, flags | {"sparse" if kind else "dense"})
-        for kind in set(sparse)
-    }
-    tensors = outside(family.before)
-    for index, kind in enumerate(sparse):
-        stem = f"{family.stem}.{family.stack}.{index}."
-        tensors += [
-            Tensor(stem + row.name, row.shape, row.part.kind, index) for row in layer_rows[kind]
-        ]
-    tensors += outside(family.after)
+    tensors = list(built(family.before, family.stem, flags))
+    for layer, holds_experts in enumerate(sparse):
+        stem = f"{family.stem}.{family.stack}.{layer}"
+        mlp = "sparse" if holds_experts else "dense"
+        tensors += built(family.layer, stem, flags | {mlp}, layer)
+    tensors += built(family.after, family.stem, flags)
     if not tied:
         tensors.append(Tensor("lm_head.weight", (widths["vocab"], widths["embedding"]), "head"))
     if family.head_bias:
@@ -255,31 +232,15 @@ def _opt_extras(widths: Mapping[str, int], flags: set[str]) -> set[str]:
     return extras
 
 
-_ARCHITECTURES = {family.architecture: family.model_type for family in FAMILIES.values()}
 _TEXT_PARTS = {"gemma3": "gemma3_text"}
 """Multimodal configs whose text part is a known family, built as its own causal LM."""
 
 
-def recognise(config: object, *, name: str) -> tuple[Family, Mapping[str, Any], str]:
-    """Return the family, the part of the config that describes it, and a note for the reader.
-
-    Raises:
-        UsageError: that is no config, its architecture is unknown or no causal LM, or its
-            parameters are other than its architecture's: quantised, or of several widths.
-    """
-    described, note = _text_part(_mapping(config, name), name)
-    family = _family(described, name)
-    _check_plain(described, name)
-    return family, described, note
-
-
-def _mapping(config: object, name: str) -> Mapping[str, Any]:
+def _text_part(config: object, name: str) -> tuple[Mapping[str, Any], str]:
+    """Return the part of the config that describes a causal LM, and a note for the reader."""
     if not isinstance(config, Mapping):
         raise UsageError(f"{name}: config.json holds {shown(config)}. It should be an object.")
-    return cast("Mapping[str, Any]", config)
-
-
-def _text_part(config: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], str]:
+    config = cast("Mapping[str, Any]", config)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in _TEXT_PARTS:
         return config, ""
@@ -311,7 +272,8 @@ def _family(config: Mapping[str, Any], name: str) -> Family:
         )
     model_type = config.get("model_type")
     if model_type is None and classes:
-        model_type = _ARCHITECTURES.get(classes[0], classes[0])
+        by_class = {family.architecture: model_type for model_type, family in FAMILIES.items()}
+        model_type = by_class.get(classes[0], classes[0])
     if not isinstance(model_type, str) or not model_type:
         raise UsageError(
             f"{name}: config.json says model_type = {shown(model_type)}. It should name an "

@@ -1,4 +1,4 @@
-"""What each family of causal LMs is made of: its parameters in order, and the keys of its config.
+"""What each family of causal LMs is made of, the keys of its config, and how it computes a layer.
 
 Read off the configuration and modelling files of transformers 5.23, one entry a `model_type`.
 Nothing is computed here; `architectures` turns an entry and a config.json into tensors.
@@ -17,100 +17,157 @@ from toolkit.planning.models.family import (
     attention,
     conv1d,
     defaults,
+    embedding,
     experts,
+    fused_attention,
     gated_mlp,
     linear,
     norms,
+    plain_mlp,
     router,
 )
+from toolkit.planning.models.shape import Block
 
 _PRE_NORMS = norms("input_layernorm", "post_attention_layernorm")
-_SANDWICH = norms(
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
+_FEEDFORWARD_NORMS = norms("pre_feedforward_layernorm", "post_feedforward_layernorm")
 _HEAD_NORMS = norms("self_attn.q_norm", "self_attn.k_norm", width="head_dim")
-_WIDE_NORMS = (
-    *norms("self_attn.q_norm", width="queries"),
-    *norms("self_attn.k_norm", width="keys"),
-)
+_WITH_BIAS = attention(bias="attention_bias")
 
+_DERIVED_HEADS = {role: key for role, key in KEYS.items() if role not in ("kv_heads", "head_dim")}
+"""Keys of configs that say neither how many key and value heads there are nor how wide one is."""
 
-_GEMMA_ATTENTION = attention(bias="attention_bias")
-_QWEN_MOE_KEYS = KEYS | {
-    "experts": "num_experts",
-    "active_experts": "num_experts_per_tok",
-    "expert_ffn": "moe_intermediate_size",
+_BLOOM_KEYS = {
+    "hidden": "hidden_size",
+    "layers": "n_layer",
+    "heads": "n_head",
+    "vocab": "vocab_size",
 }
-_MIXTRAL_KEYS = KEYS | {
-    "experts": "num_local_experts",
+_GPT_KEYS = _BLOOM_KEYS | {"hidden": "n_embd", "ffn": "n_inner", "positions": "n_positions"}
+_OPT_KEYS = _DERIVED_HEADS | {"ffn": "ffn_dim"}
+_FALCON_KEYS = _DERIVED_HEADS | {"kv_heads": "num_kv_heads", "ffn": "ffn_hidden_size"}
+_OLMOE_KEYS = KEYS | {
+    "experts": "num_experts",
     "active_experts": "num_experts_per_tok",
     "expert_ffn": "intermediate_size",
 }
+_MIXTRAL_KEYS = _OLMOE_KEYS | {"experts": "num_local_experts"}
+_QWEN_MOE_KEYS = _OLMOE_KEYS | {"expert_ffn": "moe_intermediate_size"}
+
 _LLAMA = Family(
-    model_type="llama",
     architecture="LlamaForCausalLM",
     defaults=defaults(32000, 4096, 11008, 32, 32, 2048),
-    layer=(*attention(bias="attention_bias"), *gated_mlp(bias="mlp_bias"), *_PRE_NORMS),
+    layer=(*_WITH_BIAS, *gated_mlp(bias="mlp_bias"), *_PRE_NORMS),
     flags=("attention_bias", "mlp_bias"),
 )
-_OLMO_2 = Family(
-    model_type="olmo2",
-    architecture="Olmo2ForCausalLM",
+_MISTRAL = Family(
+    architecture="MistralForCausalLM",
+    defaults=defaults(32000, 4096, 14336, 32, 32, 131072, kv_heads=8),
+    layer=(*attention(), *gated_mlp(), *_PRE_NORMS),
+)
+_OLMO = Family(
+    architecture="OlmoForCausalLM",
     defaults=defaults(50304, 4096, 11008, 32, 32, 2048),
+    layer=(*_WITH_BIAS, *gated_mlp()),
+    after=(),
+    block=Block(norm="layer_fp32"),
+    flags=("attention_bias",),
+)
+_OLMO_2 = replace(
+    _OLMO,
+    architecture="Olmo2ForCausalLM",
     layer=(
-        *attention(bias="attention_bias"),
-        *_WIDE_NORMS,
+        *_WITH_BIAS,
+        *norms("self_attn.q_norm", width="queries"),
+        *norms("self_attn.k_norm", width="keys"),
         *gated_mlp(),
         *norms("post_attention_layernorm", "post_feedforward_layernorm"),
     ),
-    flags=("attention_bias",),
-    qk_norm=ALWAYS,
+    after=norms("norm"),
+    block=Block(order="after", qk_norm="wide", norm="rms_late"),
 )
-_LLAMA_LIKE = (
-    _LLAMA,
-    replace(
+_QWEN_3 = Family(
+    architecture="Qwen3ForCausalLM",
+    defaults=defaults(151936, 4096, 22016, 32, 32, 32768, kv_heads=32, head_dim=128),
+    layer=(*_WITH_BIAS, *_HEAD_NORMS, *gated_mlp(), *_PRE_NORMS),
+    block=Block(qk_norm="head"),
+    flags=("attention_bias",),
+)
+
+_GEMMA = Family(
+    architecture="GemmaForCausalLM",
+    defaults=defaults(256000, 3072, 24576, 28, 16, 8192, kv_heads=16, head_dim=256, tied=True),
+    layer=(*_WITH_BIAS, *gated_mlp(), *_PRE_NORMS),
+    block=Block(norm="rms_late", activation="gelu_tanh"),
+    flags=("attention_bias",),
+)
+_GEMMA_2 = replace(
+    _GEMMA,
+    architecture="Gemma2ForCausalLM",
+    defaults=defaults(256000, 2304, 9216, 26, 8, 8192, kv_heads=4, head_dim=256, tied=True)
+    | {"final_logit_softcapping": 30.0},
+    layer=(*_GEMMA.layer, *_FEEDFORWARD_NORMS),
+    block=replace(_GEMMA.block, order="around", attention_softcap=True),
+    softcap="final_logit_softcapping",
+)
+
+
+_GPT_BLOCK = Block(
+    norm="layer",
+    activation="gelu_new",
+    qkv="fused",
+    gate_up="none",
+    rotary="none",
+    softmax="plain",
+)
+_GPT_2 = Family(
+    architecture="GPT2LMHeadModel",
+    defaults=defaults(50257, 768, None, 12, 12, 1024, keys=_GPT_KEYS, tied=True)
+    | {"attn_pdrop": 0.1, "resid_pdrop": 0.1},
+    before=(
+        *embedding("wte"),
+        ModelPart("wpe.weight", ("position_rows", "hidden"), "positions"),
+    ),
+    layer=(
+        *norms("ln_1", bias=True),
+        *conv1d("attn.c_attn", "queries_keys_values", "hidden"),
+        *conv1d("attn.c_proj", "hidden", "hidden"),
+        *norms("ln_2", bias=True),
+        *conv1d("mlp.c_fc", "ffn", "hidden"),
+        *conv1d("mlp.c_proj", "hidden", "ffn"),
+    ),
+    after=norms("ln_f", bias=True),
+    stem="transformer",
+    stack="h",
+    block=_GPT_BLOCK,
+    keys=_GPT_KEYS,
+    aliases={
+        "n_embd": "hidden_size",
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+        "n_positions": "max_position_embeddings",
+    },
+    dropout=("attn_pdrop", "resid_pdrop"),
+)
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": _LLAMA,
+    "smollm3": replace(
         _LLAMA,
-        model_type="smollm3",
         architecture="SmolLM3ForCausalLM",
         defaults=defaults(128256, 2048, 11008, 36, 16, 32768, kv_heads=4, tied=True),
     ),
-    replace(_LLAMA, model_type="granite", architecture="GraniteForCausalLM"),
-    Family(
-        model_type="mistral",
-        architecture="MistralForCausalLM",
-        defaults=defaults(32000, 4096, 14336, 32, 32, 131072, kv_heads=8),
-        layer=(*attention(), *gated_mlp(), *_PRE_NORMS),
-    ),
-    Family(
-        model_type="qwen2",
+    "granite": replace(_LLAMA, architecture="GraniteForCausalLM"),
+    "mistral": _MISTRAL,
+    "qwen2": Family(
         architecture="Qwen2ForCausalLM",
         defaults=defaults(151936, 4096, 22016, 32, 32, 32768, kv_heads=32),
         layer=(*attention(bias=ALWAYS, out_bias=""), *gated_mlp(), *_PRE_NORMS),
     ),
-    Family(
-        model_type="qwen3",
-        architecture="Qwen3ForCausalLM",
-        defaults=defaults(151936, 4096, 22016, 32, 32, 32768, kv_heads=32, head_dim=128),
-        layer=(*attention(bias="attention_bias"), *_HEAD_NORMS, *gated_mlp(), *_PRE_NORMS),
-        flags=("attention_bias",),
-        qk_norm=ALWAYS,
-    ),
-    Family(
-        model_type="olmo",
-        architecture="OlmoForCausalLM",
-        defaults=defaults(50304, 4096, 11008, 32, 32, 2048),
-        layer=(*attention(bias="attention_bias"), *gated_mlp()),
-        after=(),
-        flags=("attention_bias",),
-        norms_without_weight=2,
-    ),
-    _OLMO_2,
-    replace(_OLMO_2, model_type="olmo3", architecture="Olmo3ForCausalLM"),
-    Family(
-        model_type="phi3",
+    "qwen3": _QWEN_3,
+    "olmo": _OLMO,
+    "olmo2": _OLMO_2,
+    "olmo3": replace(_OLMO_2, architecture="Olmo3ForCausalLM"),
+    "phi3": Family(
         architecture="Phi3ForCausalLM",
         defaults=defaults(32064, 3072, 8192, 32, 32, 4096),
         layer=(
@@ -120,53 +177,27 @@ _LLAMA_LIKE = (
             *linear("mlp.down_proj", "hidden", "ffn"),
             *_PRE_NORMS,
         ),
+        block=Block(qkv="fused", gate_up="fused", rotary="part"),
         dropout=("attention_dropout", "resid_pdrop"),
     ),
-)
-
-_GEMMA = Family(
-    model_type="gemma",
-    architecture="GemmaForCausalLM",
-    defaults=defaults(256000, 3072, 24576, 28, 16, 8192, kv_heads=16, head_dim=256, tied=True),
-    layer=(*_GEMMA_ATTENTION, *gated_mlp(), *_PRE_NORMS),
-    flags=("attention_bias",),
-)
-_GEMMA_SIZES = {"ffn": 9216, "layers": 26, "heads": 8, "kv_heads": 4, "head_dim": 256}
-_GEMMAS = (
-    _GEMMA,
-    replace(
-        _GEMMA,
-        model_type="gemma2",
-        architecture="Gemma2ForCausalLM",
-        defaults=defaults(
-            256000, 2304, positions=8192, tied=True, final_logit_softcapping=30.0, **_GEMMA_SIZES
-        ),
-        layer=(*_GEMMA_ATTENTION, *gated_mlp(), *_SANDWICH),
-        softcap="final_logit_softcapping",
-    ),
-    replace(
-        _GEMMA,
-        model_type="gemma3_text",
+    "gemma": _GEMMA,
+    "gemma2": _GEMMA_2,
+    "gemma3_text": replace(
+        _GEMMA_2,
         architecture="Gemma3ForCausalLM",
-        defaults=defaults(262208, 2304, positions=131072, tied=True, **_GEMMA_SIZES),
-        layer=(*_GEMMA_ATTENTION, *_HEAD_NORMS, *gated_mlp(), *_SANDWICH),
-        qk_norm=ALWAYS,
-        softcap="final_logit_softcapping",
+        defaults=defaults(262208, 2304, 9216, 26, 8, 131072, kv_heads=4, head_dim=256, tied=True),
+        layer=(*_WITH_BIAS, *_HEAD_NORMS, *gated_mlp(), *_PRE_NORMS, *_FEEDFORWARD_NORMS),
+        block=replace(_GEMMA.block, order="around", qk_norm="head"),
     ),
-)
-
-_MIXTURES = (
-    Family(
-        model_type="mixtral",
+    "mixtral": replace(
+        _MISTRAL,
         architecture="MixtralForCausalLM",
-        defaults=defaults(32000, 4096, 14336, 32, 32, 131072, kv_heads=8)
-        | {"num_local_experts": 8, "num_experts_per_tok": 2},
+        defaults=_MISTRAL.defaults | {"num_local_experts": 8, "num_experts_per_tok": 2},
         layer=(*attention(), *router("mlp.gate"), *experts("mlp.experts"), *_PRE_NORMS),
         keys=_MIXTRAL_KEYS,
         aliases={"num_local_experts": "num_experts"},
     ),
-    Family(
-        model_type="qwen2_moe",
+    "qwen2_moe": Family(
         architecture="Qwen2MoeForCausalLM",
         defaults=defaults(151936, 2048, 5632, 24, 16, 32768, kv_heads=16)
         | {
@@ -189,8 +220,8 @@ _MIXTURES = (
         keys=_QWEN_MOE_KEYS | {"shared_ffn": "shared_expert_intermediate_size"},
         flags=("qkv_bias",),
     ),
-    Family(
-        model_type="qwen3_moe",
+    "qwen3_moe": replace(
+        _QWEN_3,
         architecture="Qwen3MoeForCausalLM",
         defaults=defaults(151936, 2048, 6144, 24, 32, 32768, kv_heads=4)
         | {
@@ -200,7 +231,7 @@ _MIXTURES = (
             "decoder_sparse_step": 1,
         },
         layer=(
-            *attention(bias="attention_bias"),
+            *_WITH_BIAS,
             *_HEAD_NORMS,
             *experts("mlp.experts", when="sparse"),
             *router("mlp.gate", when="sparse"),
@@ -209,34 +240,28 @@ _MIXTURES = (
         ),
         keys=_QWEN_MOE_KEYS,
         aliases={"num_experts": "num_local_experts"},
-        flags=("attention_bias",),
-        qk_norm=ALWAYS,
     ),
-    Family(
-        model_type="olmoe",
+    "olmoe": Family(
         architecture="OlmoeForCausalLM",
         defaults=defaults(50304, 2048, 2048, 16, 16, 4096, num_experts=64, num_experts_per_tok=8),
         layer=(
-            *attention(bias="attention_bias"),
+            *_WITH_BIAS,
             *norms("self_attn.q_norm"),
-            *norms("self_attn.k_norm", width="own_keys"),
+            *norms("self_attn.k_norm", width="derived_keys"),
             *router("mlp.gate"),
             *experts("mlp.experts"),
             *_PRE_NORMS,
         ),
-        keys=_QWEN_MOE_KEYS | {"expert_ffn": "intermediate_size"},
+        block=Block(qk_norm="wide"),
+        keys=_OLMOE_KEYS,
         aliases={"num_experts": "num_local_experts"},
         flags=("attention_bias",),
-        qk_norm=ALWAYS,
     ),
-    Family(
-        model_type="granitemoe",
+    "granitemoe": Family(
         architecture="GraniteMoeForCausalLM",
-        defaults=defaults(
-            32000, 4096, 11008, 32, 32, 2048, num_local_experts=8, num_experts_per_tok=2
-        ),
+        defaults=_LLAMA.defaults | {"num_local_experts": 8, "num_experts_per_tok": 2},
         layer=(
-            *attention(bias="attention_bias"),
+            *_WITH_BIAS,
             *_PRE_NORMS,
             *router("block_sparse_moe.router"),
             *experts("block_sparse_moe.experts"),
@@ -244,19 +269,13 @@ _MIXTURES = (
         keys=_MIXTRAL_KEYS,
         flags=("attention_bias",),
     ),
-    Family(
-        model_type="gpt_oss",
+    "gpt_oss": Family(
         architecture="GptOssForCausalLM",
-        defaults=defaults(201088, 2880, 2880, 36, 64, 131072, kv_heads=8)
-        | {
-            "head_dim": 64,
-            "num_local_experts": 128,
-            "num_experts_per_tok": 4,
-            "attention_bias": True,
-        },
+        defaults=defaults(201088, 2880, 2880, 36, 64, 131072, kv_heads=8, head_dim=64)
+        | {"num_local_experts": 128, "num_experts_per_tok": 4, "attention_bias": True},
         layer=(
             ModelPart("self_attn.sinks", ("heads",), "bias"),
-            *attention(bias="attention_bias"),
+            *_WITH_BIAS,
             *router("mlp.router"),
             ModelPart("mlp.router.bias", ("experts",), "router"),
             ModelPart(
@@ -267,217 +286,118 @@ _MIXTURES = (
             ModelPart("mlp.experts.down_proj_bias", ("experts", "hidden"), "experts"),
             *_PRE_NORMS,
         ),
+        block=Block(activation="gpt_oss", fused_attention=False),
         keys=_MIXTRAL_KEYS,
         aliases={"num_local_experts": "num_experts"},
         flags=("attention_bias",),
     ),
-)
-
-_NEOX_MLP = (
-    *linear("mlp.dense_h_to_4h", "ffn", "hidden", bias=ALWAYS),
-    *linear("mlp.dense_4h_to_h", "hidden", "ffn", bias=ALWAYS),
-)
-
-_EMBEDDING = ModelPart("wte.weight", ("vocab", "hidden"), "embedding")
-_GPT_2 = Family(
-    model_type="gpt2",
-    architecture="GPT2LMHeadModel",
-    defaults={
-        "vocab_size": 50257,
-        "n_positions": 1024,
-        "n_embd": 768,
-        "n_layer": 12,
-        "n_head": 12,
-        "tie_word_embeddings": True,
-        "attn_pdrop": 0.1,
-        "resid_pdrop": 0.1,
-    },
-    before=(_EMBEDDING, ModelPart("wpe.weight", ("position_rows", "hidden"), "positions")),
-    layer=(
-        *norms("ln_1", bias=True),
-        *conv1d("attn.c_attn", "hidden", "queries_keys_values"),
-        *conv1d("attn.c_proj", "hidden", "hidden"),
-        *norms("ln_2", bias=True),
-        *conv1d("mlp.c_fc", "hidden", "ffn"),
-        *conv1d("mlp.c_proj", "ffn", "hidden"),
-    ),
-    after=norms("ln_f", bias=True),
-    stem="transformer",
-    stack="h",
-    keys={
-        "hidden": "n_embd",
-        "layers": "n_layer",
-        "heads": "n_head",
-        "ffn": "n_inner",
-        "vocab": "vocab_size",
-        "positions": "n_positions",
-    },
-    aliases={
-        "n_embd": "hidden_size",
-        "n_layer": "num_hidden_layers",
-        "n_head": "num_attention_heads",
-        "n_positions": "max_position_embeddings",
-    },
-    gated=False,
-    dropout=("attn_pdrop", "resid_pdrop"),
-)
-_OLDER = (
-    _GPT_2,
-    replace(
+    "gpt2": _GPT_2,
+    "gptj": replace(
         _GPT_2,
-        model_type="gptj",
         architecture="GPTJForCausalLM",
-        defaults={
-            "vocab_size": 50400,
-            "n_positions": 2048,
-            "n_embd": 4096,
-            "n_layer": 28,
-            "n_head": 16,
-            "tie_word_embeddings": False,
-        },
-        before=(_EMBEDDING,),
+        defaults=defaults(50400, 4096, None, 28, 16, 2048, keys=_GPT_KEYS),
+        before=embedding("wte"),
         layer=(
             *norms("ln_1", bias=True),
-            *linear("attn.k_proj", "hidden", "hidden"),
-            *linear("attn.v_proj", "hidden", "hidden"),
-            *linear("attn.q_proj", "hidden", "hidden"),
-            *linear("attn.out_proj", "hidden", "hidden"),
-            *linear("mlp.fc_in", "ffn", "hidden", bias=ALWAYS),
-            *linear("mlp.fc_out", "hidden", "ffn", bias=ALWAYS),
+            *attention("attn", order="kvq", out="out_proj"),
+            *plain_mlp("mlp.fc_in", "mlp.fc_out", bias=ALWAYS),
+        ),
+        block=replace(
+            _GPT_BLOCK,
+            qkv="apart",
+            order="parallel",
+            rotary="part",
+            fused_attention=False,
+            softmax="wide",
         ),
         head_bias=True,
     ),
-    Family(
-        model_type="gpt_neox",
+    "gpt_neox": Family(
         architecture="GPTNeoXForCausalLM",
         defaults=defaults(50432, 6144, 24576, 44, 64, 2048, attention_bias=True),
-        before=(ModelPart("embed_in.weight", ("vocab", "hidden"), "embedding"),),
+        before=embedding("embed_in"),
         layer=(
             *norms("input_layernorm", "post_attention_layernorm", bias=True),
-            *linear(
-                "attention.query_key_value", "queries_keys_values", "hidden", bias="attention_bias"
-            ),
-            *linear("attention.dense", "hidden", "hidden", bias="attention_bias"),
-            *_NEOX_MLP,
+            *fused_attention("attention", bias="attention_bias"),
+            *plain_mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", bias=ALWAYS),
         ),
         after=norms("final_layer_norm", bias=True),
         stem="gpt_neox",
-        keys={role: key for role, key in KEYS.items() if role not in ("kv_heads", "head_dim")},
+        block=replace(
+            _GPT_BLOCK, order="parallel_two", activation="gelu", rotary="part", softmax="raised"
+        ),
+        keys=_DERIVED_HEADS,
         flags=("attention_bias",),
-        gated=False,
         dropout=("attention_dropout", "hidden_dropout"),
     ),
-    Family(
-        model_type="bloom",
+    "bloom": Family(
         architecture="BloomForCausalLM",
-        defaults={
-            "vocab_size": 250880,
-            "hidden_size": 64,
-            "n_layer": 2,
-            "n_head": 8,
-            "tie_word_embeddings": True,
-        },
+        defaults=defaults(250880, 64, None, 2, 8, None, keys=_BLOOM_KEYS, tied=True),
         before=(
-            ModelPart("word_embeddings.weight", ("vocab", "hidden"), "embedding"),
+            *embedding("word_embeddings"),
             *norms("word_embeddings_layernorm", bias=True),
         ),
         layer=(
             *norms("input_layernorm", bias=True),
-            *linear("self_attention.query_key_value", "queries_keys_values", "hidden", bias=ALWAYS),
-            *linear("self_attention.dense", "hidden", "hidden", bias=ALWAYS),
+            *fused_attention("self_attention", bias=ALWAYS),
             *norms("post_attention_layernorm", bias=True),
-            *_NEOX_MLP,
+            *plain_mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", bias=ALWAYS),
         ),
         after=norms("ln_f", bias=True),
         stem="transformer",
         stack="h",
-        keys={
-            "hidden": "hidden_size",
-            "layers": "n_layer",
-            "heads": "n_head",
-            "vocab": "vocab_size",
-        },
+        block=replace(_GPT_BLOCK, activation="gelu_bloom", fused_attention=False, softmax="raised"),
+        keys=_BLOOM_KEYS,
         aliases={
             "hidden_size": "n_embed",
             "n_layer": "num_hidden_layers",
             "n_head": "num_attention_heads",
         },
-        gated=False,
         dropout=("attention_dropout", "hidden_dropout"),
     ),
-    Family(
-        model_type="opt",
+    "opt": Family(
         architecture="OPTForCausalLM",
-        defaults={
-            "vocab_size": 50272,
-            "hidden_size": 768,
-            "num_hidden_layers": 12,
-            "ffn_dim": 3072,
-            "max_position_embeddings": 2048,
-            "num_attention_heads": 12,
-            "tie_word_embeddings": True,
+        defaults=defaults(50272, 768, 3072, 12, 12, 2048, keys=_OPT_KEYS, tied=True)
+        | {
             "do_layer_norm_before": True,
             "enable_bias": True,
             "layer_norm_elementwise_affine": True,
             "dropout": 0.1,
         },
         before=(
-            ModelPart("embed_tokens.weight", ("vocab", "embedding"), "embedding"),
+            *embedding("embed_tokens", width="embedding"),
             ModelPart("embed_positions.weight", ("position_rows", "hidden"), "positions"),
             *linear("project_out", "embedding", "hidden", when="projected"),
             *linear("project_in", "hidden", "embedding", when="projected"),
             *norms("final_layer_norm", bias=True, when="last_norm"),
         ),
         layer=(
-            *linear("self_attn.k_proj", "hidden", "hidden", bias="enable_bias"),
-            *linear("self_attn.v_proj", "hidden", "hidden", bias="enable_bias"),
-            *linear("self_attn.q_proj", "hidden", "hidden", bias="enable_bias"),
-            *linear("self_attn.out_proj", "hidden", "hidden", bias="enable_bias"),
+            *attention(order="kvq", out="out_proj", bias="enable_bias"),
             *norms("self_attn_layer_norm", bias=True, when="layer_norm_elementwise_affine"),
-            *linear("fc1", "ffn", "hidden", bias="enable_bias"),
-            *linear("fc2", "hidden", "ffn", bias="enable_bias"),
+            *plain_mlp("fc1", "fc2", bias="enable_bias"),
             *norms("final_layer_norm", bias=True, when="layer_norm_elementwise_affine"),
         ),
         after=(),
         stem="model.decoder",
-        keys={
-            "hidden": "hidden_size",
-            "layers": "num_hidden_layers",
-            "heads": "num_attention_heads",
-            "ffn": "ffn_dim",
-            "vocab": "vocab_size",
-            "positions": "max_position_embeddings",
-        },
+        block=replace(_GPT_BLOCK, qkv="apart", activation="relu", softmax="raised"),
+        keys=_OPT_KEYS,
         flags=(
             "enable_bias",
             "layer_norm_elementwise_affine",
             "do_layer_norm_before",
             "_remove_final_layer_norm",
         ),
-        gated=False,
-        norms_without_weight=2,
         dropout=("attention_dropout", "dropout"),
         position_offset=2,
     ),
-    Family(
-        model_type="falcon",
+    "falcon": Family(
         architecture="FalconForCausalLM",
-        defaults={
-            "vocab_size": 65024,
-            "hidden_size": 4544,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 71,
-            "max_position_embeddings": 2048,
-            "tie_word_embeddings": True,
-            "multi_query": True,
-            "parallel_attn": True,
-        },
-        before=(ModelPart("word_embeddings.weight", ("vocab", "hidden"), "embedding"),),
+        defaults=defaults(65024, 4544, None, 32, 71, 2048, keys=_FALCON_KEYS, tied=True)
+        | {"multi_query": True, "parallel_attn": True},
+        before=embedding("word_embeddings"),
         layer=(
-            *linear("self_attention.query_key_value", "queries_keys_values", "hidden", bias="bias"),
-            *linear("self_attention.dense", "hidden", "hidden", bias="bias"),
-            *linear("mlp.dense_h_to_4h", "ffn", "hidden", bias="bias"),
-            *linear("mlp.dense_4h_to_h", "hidden", "ffn", bias="bias"),
+            *fused_attention("self_attention", bias="bias"),
+            *plain_mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", bias="bias"),
             *norms("post_attention_layernorm", bias=True, when="sequential"),
             *norms("input_layernorm", bias=True, when="sequential"),
             *norms("ln_attn", "ln_mlp", bias=True, when="two_norms"),
@@ -486,22 +406,13 @@ _OLDER = (
         after=norms("ln_f", bias=True),
         stem="transformer",
         stack="h",
-        keys={
-            "hidden": "hidden_size",
-            "layers": "num_hidden_layers",
-            "heads": "num_attention_heads",
-            "kv_heads": "num_kv_heads",
-            "ffn": "ffn_hidden_size",
-            "vocab": "vocab_size",
-            "positions": "max_position_embeddings",
-        },
+        block=replace(_GPT_BLOCK, order="parallel", activation="gelu", qkv="split", rotary="whole"),
+        keys=_FALCON_KEYS,
         aliases={"hidden_size": "n_embed"},
         flags=("bias", "new_decoder_architecture", "multi_query", "parallel_attn"),
-        gated=False,
         dropout=("attention_dropout", "hidden_dropout"),
     ),
-    Family(
-        model_type="phi",
+    "phi": Family(
         architecture="PhiForCausalLM",
         defaults=defaults(51200, 2048, 8192, 24, 32, 2048),
         layer=(
@@ -509,38 +420,32 @@ _OLDER = (
             *norms(
                 "self_attn.q_layernorm",
                 "self_attn.k_layernorm",
-                width="own_head_dim",
+                width="derived_head_dim",
                 bias=True,
                 when="qk_layernorm",
             ),
-            *linear("mlp.fc1", "ffn", "hidden", bias=ALWAYS),
-            *linear("mlp.fc2", "hidden", "ffn", bias=ALWAYS),
+            *plain_mlp("mlp.fc1", "mlp.fc2", bias=ALWAYS),
             *norms("input_layernorm", bias=True),
         ),
         after=norms("final_layernorm", bias=True),
+        block=replace(_GPT_BLOCK, qkv="apart", order="parallel", rotary="part", softmax="raised"),
         flags=("qk_layernorm",),
-        gated=False,
         head_bias=True,
-        qk_norm="qk_layernorm",
         dropout=("attention_dropout", "resid_pdrop"),
     ),
-    Family(
-        model_type="starcoder2",
+    "starcoder2": Family(
         architecture="Starcoder2ForCausalLM",
         defaults=defaults(49152, 3072, 12288, 30, 24, 4096, kv_heads=2, tied=True, use_bias=True),
         layer=(
             *attention(bias="use_bias"),
-            *linear("mlp.c_fc", "ffn", "hidden", bias="use_bias"),
-            *linear("mlp.c_proj", "hidden", "ffn", bias="use_bias"),
+            *plain_mlp("mlp.c_fc", "mlp.c_proj", bias="use_bias"),
             *norms("input_layernorm", "post_attention_layernorm", bias=True),
         ),
         after=norms("norm", bias=True),
+        block=replace(
+            _GPT_BLOCK, qkv="apart", activation="gelu_tanh", rotary="whole", softmax="raised"
+        ),
         flags=("use_bias",),
-        gated=False,
         dropout=("attention_dropout", "residual_dropout"),
     ),
-)
-
-FAMILIES: Mapping[str, Family] = {
-    family.model_type: family for family in (*_LLAMA_LIKE, *_GEMMAS, *_MIXTURES, *_OLDER)
 }

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from toolkit.planning.models.shape import TensorKind
+from toolkit.planning.models.shape import Block, TensorKind
 
 Default = int | float | bool | None
 
@@ -35,12 +35,18 @@ ModelParts = tuple[ModelPart, ...]
 
 def linear(name: str, out: str, into: str, *, bias: str = "", when: str = ALWAYS) -> ModelParts:
     """An `nn.Linear`, with a bias where `bias` names a flag."""
-    return _with_bias(name, ModelPart(f"{name}.weight", (out, into), "linear", when), out, bias)
+    weight = ModelPart(f"{name}.weight", (out, into), "linear", when)
+    return (weight, ModelPart(f"{name}.bias", (out,), "bias", bias)) if bias else (weight,)
 
 
-def conv1d(name: str, into: str, out: str) -> ModelParts:
+def conv1d(name: str, out: str, into: str) -> ModelParts:
     """GPT-2's `Conv1D`: a linear layer that keeps its weight the other way round."""
-    return _with_bias(name, ModelPart(f"{name}.weight", (into, out), "linear"), out, ALWAYS)
+    weight = ModelPart(f"{name}.weight", (into, out), "linear")
+    return (weight, ModelPart(f"{name}.bias", (out,), "bias"))
+
+
+def embedding(name: str, *, width: str = "hidden") -> ModelParts:
+    return (ModelPart(f"{name}.weight", ("vocab", width), "embedding"),)
 
 
 def norms(*names: str, width: str = "hidden", bias: bool = False, when: str = ALWAYS) -> ModelParts:
@@ -51,16 +57,38 @@ def norms(*names: str, width: str = "hidden", bias: bool = False, when: str = AL
     )
 
 
-def attention(*, bias: str = "", out_bias: str | None = None, out: str = "o_proj") -> ModelParts:
-    """Separate projections of queries, keys and values, then the one back."""
+def attention(
+    stem: str = "self_attn",
+    *,
+    order: str = "qkv",
+    bias: str = "",
+    out: str = "o_proj",
+    out_bias: str | None = None,
+) -> ModelParts:
+    """Separate projections of queries, keys and values in `order`, then the one back."""
     return (
-        *linear("self_attn.q_proj", "queries", "hidden", bias=bias),
-        *linear("self_attn.k_proj", "keys", "hidden", bias=bias),
-        *linear("self_attn.v_proj", "keys", "hidden", bias=bias),
-        *linear(
-            f"self_attn.{out}", "hidden", "queries", bias=bias if out_bias is None else out_bias
+        *(
+            part
+            for letter in order
+            for part in linear(
+                f"{stem}.{letter}_proj", "queries" if letter == "q" else "keys", "hidden", bias=bias
+            )
         ),
+        *linear(f"{stem}.{out}", "hidden", "queries", bias=bias if out_bias is None else out_bias),
     )
+
+
+def fused_attention(stem: str, *, bias: str) -> ModelParts:
+    """One projection of queries, keys and values together, then the one back."""
+    return (
+        *linear(f"{stem}.query_key_value", "queries_keys_values", "hidden", bias=bias),
+        *linear(f"{stem}.dense", "hidden", "hidden", bias=bias),
+    )
+
+
+def plain_mlp(into: str, back: str, *, bias: str) -> ModelParts:
+    """Two linear layers, by their names."""
+    return *linear(into, "ffn", "hidden", bias=bias), *linear(back, "hidden", "ffn", bias=bias)
 
 
 def gated_mlp(
@@ -86,10 +114,6 @@ def router(name: str, *, when: str = ALWAYS) -> ModelParts:
     return (ModelPart(f"{name}.weight", ("experts", "hidden"), "router", when),)
 
 
-def _with_bias(name: str, weight: ModelPart, out: str, flag: str) -> ModelParts:
-    return (weight, ModelPart(f"{name}.bias", (out,), "bias", flag)) if flag else (weight,)
-
-
 KEYS = MappingProxyType(
     {
         "hidden": "hidden_size",
@@ -103,22 +127,19 @@ KEYS = MappingProxyType(
     }
 )
 
-EMBEDDING: ModelParts = (ModelPart("embed_tokens.weight", ("vocab", "hidden"), "embedding"),)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One `model_type`."""
 
-    model_type: str
     architecture: str
     """The class that `AutoModelForCausalLM` builds."""
 
-    defaults: Mapping[str, Default]
+    defaults: dict[str, Default]
     """What the config class of transformers fills in for a key that config.json leaves out."""
 
     layer: ModelParts
-    before: ModelParts = EMBEDDING
+    before: ModelParts = embedding("embed_tokens")
     """Outside of the layers, and registered before them."""
 
     after: ModelParts = norms("norm")
@@ -126,6 +147,7 @@ class Family:
     stack: str = "layers"
     """The list of layers, below the stem."""
 
+    block: Block = Block()
     keys: Mapping[str, str] = field(default_factory=lambda: KEYS)
     """What the config calls each width. A width that is missing here is derived."""
 
@@ -135,14 +157,7 @@ class Family:
     flags: tuple[str, ...] = ()
     """Keys of the config that are true or false and decide about parts."""
 
-    gated: bool = True
     head_bias: bool = False
-    qk_norm: str = ""
-    """The flag under which queries and keys are normalised."""
-
-    norms_without_weight: int = 0
-    """Normalisations of a layer that have no parameter to be counted by."""
-
     dropout: tuple[str, ...] = ("attention_dropout",)
     softcap: str = ""
     """The key of the final logits' soft cap."""
@@ -154,25 +169,25 @@ class Family:
 def defaults(
     vocab: int,
     hidden: int,
-    ffn: int,
+    ffn: int | None,
     layers: int,
     heads: int,
-    positions: int,
+    positions: int | None,
     *,
+    keys: Mapping[str, str] = KEYS,
     kv_heads: int | None = None,
     tied: bool = False,
     **more: Default,
 ) -> dict[str, Default]:
-    """Return the defaults of a config class with the usual names; most don't tie the head."""
-    grouped = {} if kv_heads is None else {"num_key_value_heads": kv_heads}
-    return {
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "max_position_embeddings": positions,
-        "tie_word_embeddings": tied,
-        **grouped,
-        **more,
+    """Return the defaults of a config class, which has none for None; most don't tie the head."""
+    widths = {
+        "vocab": vocab,
+        "hidden": hidden,
+        "ffn": ffn,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "positions": positions,
     }
+    given = {keys[role]: width for role, width in widths.items() if width is not None}
+    return given | {"tie_word_embeddings": tied} | more

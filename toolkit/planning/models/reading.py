@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 from toolkit.errors import UsageError
@@ -37,34 +38,26 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:50]}... ({len(text)} characters)"
 
 
+@dataclass(frozen=True, slots=True)
 class ConfigReader:
     """A config.json with the defaults of its config class behind it."""
 
-    def __init__(
-        self,
-        config: Mapping[str, Any],
-        name: str,
-        *,
-        defaults: Mapping[str, object],
-        aliases: Mapping[str, str],
-    ) -> None:
-        self._config = config
-        self._name = name
-        self._defaults = defaults
-        self._aliases = aliases
+    config: Mapping[str, Any]
+    name: str
+    """Of the model, for messages."""
+
+    defaults: Mapping[str, object]
+    aliases: Mapping[str, str]
 
     def get(self, key: str) -> object:
         """Return the value of `key`, under its alias too, or what transformers fills in for it."""
-        if key in self._config:
-            return self._config[key]
-        alias = self._aliases.get(key)
-        if alias is not None and alias in self._config:
-            return self._config[alias]
-        return self._defaults.get(key)
+        if self.absent(key):
+            return self.defaults.get(key)
+        return self.config[key if key in self.config else self.aliases[key]]
 
     def absent(self, key: str) -> bool:
         """Whether config.json leaves `key` out, under its alias too."""
-        return key not in self._config and self._aliases.get(key) not in self._config
+        return key not in self.config and self.aliases.get(key) not in self.config
 
     def whole(self, key: str, *, least: int = 1, most: int) -> int:
         """Return a whole number that has to be there.
@@ -88,10 +81,6 @@ class ConfigReader:
             raise self.wrong(key, "It should be true or false.")
         return bool(value)
 
-    def any_dropout(self, keys: Iterable[str]) -> bool:
-        """Whether one of these probabilities is above zero."""
-        return max(map(self._probability, keys), default=0.0) > 0
-
     def indices(self, key: str) -> frozenset[int]:
         """Return a list of layers, empty where it is null or left out."""
         value = self.get(key)
@@ -104,11 +93,12 @@ class ConfigReader:
 
     def wrong(self, key: str, expected: str) -> UsageError:
         value = self.get(key)
-        if value is None and key not in self._config:
-            return UsageError(f"{self._name}: config.json lacks {key!r}. {expected}")
-        return UsageError(f"{self._name}: config.json says {key} = {shown(value)}. {expected}")
+        if value is None and key not in self.config:
+            return UsageError(f"{self.name}: config.json lacks {key!r}. {expected}")
+        return UsageError(f"{self.name}: config.json says {key} = {shown(value)}. {expected}")
 
-    def _probability(self, key: str) -> float:
+    def probability(self, key: str) -> float:
+        """Return a probability, 0 where it is null or left out."""
         value = self.get(key)
         if value is None:
             return 0.0

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from toolkit.planning.models.blocks import Block
-
 TensorKind = Literal[
     "embedding", "positions", "linear", "experts", "router", "norm", "bias", "head"
 ]
+Norm = Literal["rms", "rms_late", "layer", "layer_fp32"]
+Order = Literal["pre", "post", "around", "after", "parallel", "parallel_two"]
+Activation = Literal["silu", "gelu", "gelu_new", "gelu_bloom", "gelu_tanh", "relu", "gpt_oss"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,42 @@ class Tensor:
         return math.prod(self.shape)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """How a decoder layer is computed, as far as memory can tell; a Llama's by default."""
+
+    norm: Norm = "rms"
+    """`rms_late` multiplies by its weight in fp32 and lowers the result, as the Gemmas and OLMo 2
+    do; `layer_fp32` raises its input for torch's kernel."""
+
+    order: Order = "pre"
+    """Where norms stand: before each part, after the residual sum (`post`), on both sides of each
+    part (`around`), after each part (`after`). Parallel parts share one norm, or have two."""
+
+    activation: Activation = "silu"
+    qkv: Literal["apart", "fused", "split"] = "apart"
+    """Three matrices; one, whose result is used in views; one, whose result is copied apart."""
+
+    gate_up: Literal["apart", "fused", "none"] = "apart"
+    """Two matrices whose results are multiplied (SwiGLU, GeGLU); one of both; an MLP without."""
+
+    rotary: Literal["none", "whole", "part"] = "whole"
+    """`part` turns some of each head and joins it with the rest. The joined tensor lies head by
+    head, and so does what attention makes of it, which costs a copy."""
+
+    qk_norm: Literal["none", "head", "wide"] = "none"
+    """`wide` normalises all heads together."""
+
+    softmax: Literal["raised", "plain", "wide"] = "raised"
+    """In eager attention: softmax in fp32; in what it is given; or queries and keys in fp32."""
+
+    attention_softcap: bool = False
+    """Scores pass a tanh, which only eager attention can do."""
+
+    fused_attention: bool = True
+    """The class can use attention kernels that never hold the scores."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelShape:
     """A causal LM without its weights. Two are equal when they are the same object."""
@@ -49,6 +86,7 @@ class ModelShape:
     exact: bool = True
     """False for a bare parameter count, whose widths are assumed."""
 
+    block: Block
     note: str = ""
     """What a reader has to know of the shape, in a sentence: of a multimodal model, that it is the
     text part alone."""
@@ -64,9 +102,6 @@ class ModelShape:
     head_dim: int
     intermediate_size: int
     """Width of the MLP that one token passes: for MoE its active and shared experts together."""
-
-    gated: bool
-    """The MLP multiplies two projections: SwiGLU, GeGLU."""
 
     vocab_size: int
     max_positions: int | None
@@ -91,8 +126,10 @@ class ModelShape:
     logit_softcap: bool = False
     """The logits pass a tanh, which keeps further copies of them."""
 
-    block: Block | None = None
-    """How a layer is computed, for classes that blocks.py doesn't list."""
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP multiplies two projections: SwiGLU, GeGLU."""
+        return self.block.gate_up != "none"
 
     @cached_property
     def parameters(self) -> int:
