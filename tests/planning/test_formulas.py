@@ -4,14 +4,7 @@ import pytest
 from shapes_for_tests import llama
 
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.memory.formulas import (
-    RULE_OF_THUMB,
-    compare_with_formula,
-    rule_of_thumb,
-    saving,
-    zero_bytes,
-    zero_paper_bytes,
-)
+from toolkit.planning.memory.formulas import compare_with_formula, zero_bytes
 from toolkit.strategies import STRATEGIES
 
 GB = 1e9
@@ -44,22 +37,21 @@ def test_table_1_of_the_zero_paper_within_a_unit_of_its_last_digit(size, printed
     parameters, ranks = size
     for stage, text in zip(("zero1", "zero2", "zero3"), printed, strict=True):
         unit = 10.0 ** -len(text.partition(".")[2])
-        assert zero_paper_bytes(stage, parameters, ranks) / GB == pytest.approx(
-            float(text), abs=unit
-        )
+        gigabytes = zero_bytes(stage, parameters, ranks, mixed=True) / GB
+        assert gigabytes == pytest.approx(float(text), abs=unit)
 
 
 @pytest.mark.parametrize(
     ("stage", "gigabytes"), [("ddp", 112), ("zero1", 84), ("zero2", 70), ("zero3", 56)]
 )
 def test_the_four_course_formulas_for_7b_on_2_gpus_in_fp32(stage, gigabytes):
-    assert zero_bytes(stage, 7e9, 2) == gigabytes * GB
+    assert zero_bytes(stage, 7e9, 2, mixed=False) == gigabytes * GB
 
 
-def test_24_bytes_a_parameter_are_a_rule_of_thumb_above_the_model_states():
-    assert RULE_OF_THUMB == 24
-    assert rule_of_thumb(7e9) == 168 * GB
-    assert rule_of_thumb(1) == zero_bytes("ddp", 1, 1) + 8
+def saving(stage, ranks, *, mixed):
+    """How many times less a stage needs than DDP."""
+    whole, sharded = (zero_bytes(name, 1, ranks, mixed=mixed) for name in ("ddp", stage))
+    return whole / sharded
 
 
 def test_4_and_8_times_less_is_said_of_many_ranks_in_mixed_precision_only():
@@ -75,9 +67,9 @@ def test_what_lies_between_formula_and_implementation_is_named(strategy, precisi
     chosen = STRATEGIES[strategy]
     job = PlannedJob(model=llama(), strategy=chosen, gpus=chosen.num_processes, precision=precision)
     beside = compare_with_formula(job)
-    named = sum(difference.bytes for difference in beside.differences)
+    named = sum(beside.differences.values())
     assert beside.course + named == pytest.approx(beside.implementation, abs=1)
-    rest = [d.bytes for d in beside.differences if "padding" in d.name]
+    rest = [size for name, size in beside.differences.items() if "padding" in name]
     # What is not named one by one is a few tensors' edges.
     assert abs(sum(rest)) <= 0.001 * beside.implementation
 
@@ -85,5 +77,5 @@ def test_what_lies_between_formula_and_implementation_is_named(strategy, precisi
 def test_zero_1_in_fp32_holds_the_masters_that_the_course_leaves_out():
     model = llama()
     job = PlannedJob(model=model, strategy=STRATEGIES["zero1"], gpus=2, precision="no")
-    names = {d.name: d.bytes for d in compare_with_formula(job).differences}
-    assert names["fp32 master partitions"] == 4 * model.parameters / 2
+    differences = compare_with_formula(job).differences
+    assert differences["fp32 master partitions"] == 4 * model.parameters / 2

@@ -171,8 +171,8 @@ def _beside_the_course(job: PlannedJob) -> Iterator[str]:
         f"model states by the course's formula: {comparison.course / GIB:.3f} GiB = "
         f"{comparison.formula}; in fact {comparison.implementation / GIB:.3f} GiB"
     )
-    for difference in comparison.differences:
-        yield f"  {difference.bytes / GIB:+.3f} GiB: {difference.name}"
+    for name, size in comparison.differences.items():
+        yield f"  {size / GIB:+.3f} GiB: {name}"
 
 
 def bars(plan: Plan) -> Iterator[Text]:
