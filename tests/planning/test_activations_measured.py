@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from toolkit.planning.memory.layers import Regime, kept_of_layer
+from toolkit.planning.memory.autograd_memory import Regime
+from toolkit.planning.memory.layers import layer_bytes
 from toolkit.planning.models.architectures import shape_from_config
 
 SEQUENCE = 32
@@ -114,8 +115,8 @@ def test_bytes_kept_for_backward_are_those_that_autograd_keeps(family, attention
         pytest.skip("the class has no SDPA")
     shape = shape_from_config(config_of(family, 3).to_dict(), name=family)
     counted = count_of_layer(family, attention=attention, regime=regime)
-    predicted = kept_of_layer(shape, REGIMES[regime], sequence=SEQUENCE, fused=attention == "sdpa")
-    assert predicted == pytest.approx(counted, rel=0.01)
+    predicted = layer_bytes(shape, REGIMES[regime], SEQUENCE, fused=attention == "sdpa")
+    assert predicted.kept == pytest.approx(counted, rel=0.01)
 
 
 # peft 0.21 asks transformers 5.23 by a name that goes in v6.
@@ -131,5 +132,5 @@ def test_adapters_keep_copies_of_their_inputs_and_the_base_keeps_none(regime):
         runs_in = Regime(compute=2, stream=2, autocast=False, norm_weight=2, adapter=2)
     shape = shape_from_config(config_of("llama", 3).to_dict(), name="llama")
     counted = count_of_layer("llama", attention="sdpa", regime=regime, adapters=8)
-    predicted = kept_of_layer(shape, runs_in, sequence=SEQUENCE, fused=True, adapters=8)
-    assert predicted == pytest.approx(counted, rel=0.01)
+    predicted = layer_bytes(shape, runs_in, SEQUENCE, fused=True, adapters=8)
+    assert predicted.kept == pytest.approx(counted, rel=0.01)

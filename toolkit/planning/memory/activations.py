@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.memory.autograd_memory import FP32, Tape, Value
-from toolkit.planning.memory.layers import LayerWriter, Regime, layer_bytes, regime_of
+from toolkit.planning.memory.autograd_memory import FP32, Regime, Value
+from toolkit.planning.memory.layers import LayerTape, layer_bytes, regime_of
 from toolkit.planning.memory.transient_buffers import FIRST, RUNNING
 from toolkit.planning.memory.weights import COMPUTE_SIZE, weights_of
 from toolkit.planning.models.shape import ModelShape, TensorKind
@@ -48,7 +48,14 @@ class Activations:
 def activations_of(job: PlannedJob) -> Activations:
     """Return the activations of `job`."""
     model, tokens = job.model, job.micro_tokens
-    layer, loss = layer_bytes(job), loss_bytes(job)
+    loss = loss_bytes(job)
+    layer = layer_bytes(
+        model,
+        regime_of(job),
+        job.sequence,
+        fused=job.attention == "flash",
+        adapters=0 if job.method == "full" else job.lora_rank,
+    )
     match job.checkpointing:
         case "none":
             per_layer, formula = layer.kept, "layers * kept of a layer"
@@ -289,11 +296,10 @@ def loss_bytes(job: PlannedJob) -> LossBytes:
 
 @lru_cache(maxsize=1024)
 def _tail(model: ModelShape, regime: Regime, trains: bool) -> float:
-    tape = Tape(regime.compute, autocast=regime.autocast, trains=trains)
-    writer = LayerWriter(model, tape, regime)
-    stream = Value(model.hidden_size, writer.entering)
+    tape = LayerTape(model=model, regime=regime, trains=trains)
+    stream = Value(model.hidden_size, tape.entering)
     if model.block.order != "post":
-        stream = writer.norm(stream)
+        stream = tape.norm(stream)
     tape.linear(stream, 1)
     return tape.kept_bytes
 

@@ -7,6 +7,7 @@ tensor that several operations keep is held once, as torch holds a storage once.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -31,35 +32,44 @@ class Value:
         return self.width * self.size
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regime:
+    """The dtypes that a model runs in."""
+
+    compute: int
+    """Bytes of an element in matrix products."""
+
+    stream: int
+    """Bytes of an element of the residual stream: of the weights that embeddings come from."""
+
+    autocast: bool
+    """Whether torch's autocast casts the inputs of each operation, activations anew for every
+    operation that takes them."""
+
+    norm_weight: int
+    """Bytes of an element of a norm's weight."""
+
+    adapter: int = FP32
+    """Bytes of an element of LoRA's matrices: fp32 by peft, unless a library casts them."""
+
+
 @dataclass(slots=True)
 class _Operation:
     inputs: tuple[Value, ...]
     output: Value
     kept: tuple[Value, ...]
-    temporary: float
-    """Bytes for each token that backward holds besides its gradients."""
 
 
-@dataclass(slots=True)
+@dataclass(kw_only=True)
 class Tape:
-    """Records a forward pass; `kept_bytes` and `backward_peak` read it.
+    """Records a forward pass; `kept_bytes` and `backward_peak` read it."""
 
-    Attributes:
-        compute: Bytes of an element in what is computed in.
-        autocast: Whether torch's autocast casts the inputs of each operation, activations anew
-            for every operation that takes them.
-    """
-
-    compute: int
-    autocast: bool = False
+    regime: Regime
     trains: bool = True
     """Whether the weights of linear layers and norms have gradients: not so with adapters."""
 
     adapters: int = 0
     """Rank of a pair of low-rank matrices beside each linear layer, 0 for none."""
-
-    adapter_size: int = FP32
-    """Bytes of an element of those, as they are computed with."""
 
     operations: list[_Operation] = field(default_factory=list["_Operation"])
     products: list[Value] = field(default_factory=list["Value"])
@@ -68,18 +78,9 @@ class Tape:
     # Reading
 
     @property
-    def kept(self) -> list[Value]:
-        """The tensors that are held between forward and backward, each once."""
-        seen: dict[int, Value] = {}
-        for operation in self.operations:
-            for value in operation.kept:
-                seen[id(value)] = value
-        return list(seen.values())
-
-    @property
     def kept_bytes(self) -> float:
         """Bytes for each token that are held between forward and backward."""
-        return sum(value.bytes for value in self.kept)
+        return _bytes({value for operation in self.operations for value in operation.kept})
 
     def backward_peak(self) -> float:
         """The most bytes for each token while this is played backwards, kept tensors included.
@@ -87,50 +88,27 @@ class Tape:
         It begins with the gradient of the last output; each gradient goes when it has been used,
         each kept tensor with the last operation that kept it.
         """
-        users: dict[int, int] = {}
-        for operation in self.operations:
-            for key in {id(value) for value in operation.kept}:
-                users[key] = users.get(key, 0) + 1
-        kept_bytes = self.kept_bytes
-        gradients: dict[int, float] = {}
-        if self.operations:
-            last = self.operations[-1].output
-            gradients[id(last)] = last.bytes
-        peak = kept_bytes + sum(gradients.values())
+        uses = Counter(value for operation in self.operations for value in set(operation.kept))
+        kept_bytes, peak = self.kept_bytes, 0.0
+        with_gradient = {self.operations[-1].output}
         for operation in reversed(self.operations):
-            output_gradient = gradients.get(id(operation.output), 0.0)
-            input_gradients = {id(v): v.bytes for v in operation.inputs if v.needs_grad}
-            held = sum(gradients.values()) + sum(input_gradients.values())
-            if (
-                not operation.kept
-                and len(input_gradients) <= 1
-                and output_gradient in input_gradients.values()
-            ):
-                held -= output_gradient  # handed on as it is
-            peak = max(peak, kept_bytes + held + operation.temporary)
-            gradients.pop(id(operation.output), None)
-            for key, size in input_gradients.items():
-                gradients[key] = size
-            for value in {id(v): v for v in operation.kept}.values():
-                users[id(value)] -= 1
-                if not users[id(value)]:
+            inputs = {value for value in operation.inputs if value.needs_grad}
+            held = _bytes(with_gradient) + _bytes(inputs)
+            handed_on = _bytes(with_gradient & {operation.output})
+            if not operation.kept and len(inputs) == 1 and handed_on == _bytes(inputs):
+                held -= handed_on
+            peak = max(peak, kept_bytes + held)
+            with_gradient = (with_gradient - {operation.output}) | inputs
+            for value in set(operation.kept):
+                uses[value] -= 1
+                if not uses[value]:
                     kept_bytes -= value.bytes
         return peak
 
     # Writing
 
-    def new(self, width: float, size: float) -> Value:
-        return Value(width, size)
-
-    def record(
-        self,
-        inputs: Iterable[Value],
-        output: Value,
-        kept: Iterable[Value] = (),
-        *,
-        temporary: float = 0.0,
-    ) -> Value:
-        self.operations.append(_Operation(tuple(inputs), output, tuple(kept), temporary))
+    def record(self, inputs: Iterable[Value], output: Value, kept: Iterable[Value] = ()) -> Value:
+        self.operations.append(_Operation(tuple(inputs), output, tuple(kept)))
         return output
 
     def cast(self, value: Value, size: float) -> Value:
@@ -141,20 +119,20 @@ class Tape:
 
     def lowered(self, value: Value) -> Value:
         """Record the cast for an operation that autocast runs in 16 bits."""
-        return self.cast(value, self.compute) if self.autocast else value
+        return self.cast(value, self.regime.compute) if self.regime.autocast else value
 
-    def linear(self, value: Value, width: float, *, adapted: bool = True) -> Value:
+    def linear(self, value: Value, width: float) -> Value:
         """Record a linear layer, which keeps its input for the gradient of its weight."""
         inside = self.lowered(value)
-        base = self.record([inside], Value(width, self.compute), self._if_trained(inside))
+        base = self.record([inside], Value(width, self.regime.compute), self._if_trained(inside))
         self.products.append(base)
-        if not (self.adapters and adapted):
+        if not self.adapters:
             return base
         # peft casts its input to the adapters' dtype; autocast lowers that again, to a new copy.
-        entered = self.lowered(self.cast(value, self.adapter_size))
-        down = self.record([entered], Value(self.adapters, self.compute), [entered])
-        up = self.record([down], Value(width, self.compute), [down])
-        scaled = self.record([up], Value(width, self.compute))
+        entered = self.lowered(self.cast(value, self.regime.adapter))
+        down = self.record([entered], Value(self.adapters, self.regime.compute), [entered])
+        up = self.record([down], Value(width, self.regime.compute), [down])
+        scaled = self.record([up], Value(width, self.regime.compute))
         return self.add(base, scaled)
 
     def add(self, left: Value, right: Value) -> Value:
@@ -170,16 +148,13 @@ class Tape:
         output = Value(value.width, value.size)
         return self.record([value], output, [output])
 
-    def rms_norm(
-        self, value: Value, *, rows: float = 1, weight_size: float, lowers_late: bool = False
-    ) -> Value:
+    def rms_norm(self, value: Value, *, rows: float = 1, lowers_late: bool = False) -> Value:
         """Record an RMSNorm as transformers writes it, raised to fp32.
 
         Args:
             value: What is normalised.
             rows: Means for each token: 1, or as many as there are heads.
-            weight_size: Bytes of an element of the weight, which can raise the result.
-            lowers_late: The weight is multiplied in fp32.
+            lowers_late: The weight is multiplied in fp32. Otherwise it can raise the result.
         """
         raised = self.cast(value, FP32)
         squares = self.record([raised], Value(raised.width, FP32), [raised])
@@ -190,12 +165,12 @@ class Tape:
             weighted = self.record([normed], Value(normed.width, FP32), self._if_trained(normed))
             return self.cast(weighted, value.size)
         lowered = self.cast(normed, value.size)
-        output = Value(value.width, max(value.size, weight_size))
+        output = Value(value.width, max(value.size, self.regime.norm_weight))
         return self.record([lowered], output, self._if_trained(lowered))
 
     def layer_norm(self, value: Value) -> Value:
         """Record torch's kernel: it keeps its input, mean and deviation; fp32 under autocast."""
-        inside = self.cast(value, FP32) if self.autocast else value
+        inside = self.cast(value, FP32) if self.regime.autocast else value
         return self.keeping(inside, also=[Value(2, FP32)])
 
     def keeping(self, value: Value, *, also: Iterable[Value] = ()) -> Value:
@@ -204,7 +179,7 @@ class Tape:
 
     def gelu_new(self, value: Value) -> Value:
         """Record GPT-2's own GELU, in torch operations: 0.5 x (1 + tanh(c (x + 0.04 x^3)))."""
-        base = self.cast(value, FP32) if self.autocast else value
+        base = self.cast(value, FP32) if self.regime.autocast else value
         cubed = self.keeping(base)
         inner = self.add(value, cubed)
         tanh = Value(inner.width, inner.size)
@@ -219,3 +194,7 @@ class Tape:
 
     def _if_trained(self, value: Value) -> list[Value]:
         return [value] if self.trains else []
+
+
+def _bytes(values: Iterable[Value]) -> float:
+    return sum(value.bytes for value in values)
