@@ -38,9 +38,9 @@ NO_DROPOUT = dict.fromkeys(
     0.0,
 )
 REGIMES = {
-    "fp32": Regime(compute=4, stream=4, autocast=False, norm_weight=4),
-    "bf16": Regime(compute=2, stream=2, autocast=False, norm_weight=2),
-    "autocast": Regime(compute=2, stream=4, autocast=True, norm_weight=4),
+    "fp32": Regime(compute=4, weight=4, autocast=False),
+    "bf16": Regime(compute=2, weight=2, autocast=False),
+    "autocast": Regime(compute=2, weight=4, autocast=True),
 }
 # A CPU's autocast leaves `pow` in bf16, which a GPU's raises to fp32.
 OTHER_ON_CPU = {("gpt2", "autocast")}
@@ -127,9 +127,9 @@ def test_adapters_keep_copies_of_their_inputs_and_the_base_keeps_none(regime):
     pytest.importorskip("peft")
     runs_in = REGIMES[regime]
     if regime == "autocast":
-        runs_in = Regime(compute=2, stream=2, autocast=True, norm_weight=2)
+        runs_in = Regime(compute=2, weight=2, autocast=True)
     elif regime == "bf16":
-        runs_in = Regime(compute=2, stream=2, autocast=False, norm_weight=2, adapter=2)
+        runs_in = Regime(compute=2, weight=2, autocast=False, adapter=2)
     shape = shape_from_config(config_of("llama", 3).to_dict(), name="llama")
     counted = count_of_layer("llama", attention="sdpa", regime=regime, adapters=8)
     predicted = layer_bytes(shape, runs_in, SEQUENCE, fused=True, adapters=8)

@@ -173,7 +173,7 @@ def cast_weights(job: PlannedJob, *, ends_full: bool) -> Iterator[Term]:
     regime = regime_of(job)
     if job.frozen_in_fp32 and job.precision != "no":
         yield _cast_head(job)
-    if not regime.autocast or regime.norm_weight == regime.compute:
+    if not regime.autocast or regime.weight == regime.compute:
         return
     model = job.model
     elements = sum(t.elements for t in model.of_kind("linear", "head", "router"))

@@ -24,8 +24,6 @@ class Value:
     size: float
     """Bytes of an element."""
 
-    needs_grad: bool = True
-
     @property
     def bytes(self) -> float:
         """Bytes for each token."""
@@ -39,15 +37,13 @@ class Regime:
     compute: int
     """Bytes of an element in matrix products."""
 
-    stream: int
-    """Bytes of an element of the residual stream: of the weights that embeddings come from."""
+    weight: int
+    """Bytes of an element of a weight as it is used: an embedding's, so of the residual stream as
+    well, and a norm's."""
 
     autocast: bool
     """Whether torch's autocast casts the inputs of each operation, activations anew for every
     operation that takes them."""
-
-    norm_weight: int
-    """Bytes of an element of a norm's weight."""
 
     adapter: int = FP32
     """Bytes of an element of LoRA's matrices: fp32 by peft, unless a library casts them."""
@@ -92,7 +88,7 @@ class Tape:
         kept_bytes, peak = self.kept_bytes, 0.0
         with_gradient = {self.operations[-1].output}
         for operation in reversed(self.operations):
-            inputs = {value for value in operation.inputs if value.needs_grad}
+            inputs = set(operation.inputs)
             held = _bytes(with_gradient) + _bytes(inputs)
             handed_on = _bytes(with_gradient & {operation.output})
             if not operation.kept and len(inputs) == 1 and handed_on == _bytes(inputs):
@@ -165,7 +161,7 @@ class Tape:
             weighted = self.record([normed], Value(normed.width, FP32), self._if_trained(normed))
             return self.cast(weighted, value.size)
         lowered = self.cast(normed, value.size)
-        output = Value(value.width, max(value.size, self.regime.norm_weight))
+        output = Value(value.width, max(value.size, self.regime.weight))
         return self.record([lowered], output, self._if_trained(lowered))
 
     def layer_norm(self, value: Value) -> Value:

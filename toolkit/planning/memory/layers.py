@@ -37,21 +37,12 @@ def regime_of(job: PlannedJob) -> Regime:
     """
     compute = COMPUTE_SIZE[job.precision]
     if job.strategy.steps_on_masters or job.precision == "no":
-        on_top = job.deepspeed is not None and zero_settings(job).autocast
-        return Regime(
-            compute=compute,
-            stream=compute,
-            autocast=on_top,
-            norm_weight=compute,
-            adapter=compute,
-        )
-    weight_size = compute
-    if job.strategy.sharding != "rows" and job.method == "full":
-        weight_size = trained_size(job)
-    adapter = compute if job.strategy.sharding == "rows" else FP32
-    return Regime(
-        compute=compute, stream=weight_size, autocast=True, norm_weight=weight_size, adapter=adapter
-    )
+        autocast = job.deepspeed is not None and zero_settings(job).autocast
+        return Regime(compute=compute, weight=compute, autocast=autocast, adapter=compute)
+    if job.strategy.sharding == "rows":
+        return Regime(compute=compute, weight=compute, autocast=True, adapter=compute)
+    weight = trained_size(job) if job.method == "full" else compute
+    return Regime(compute=compute, weight=weight, autocast=True)
 
 
 @lru_cache(maxsize=4096)
@@ -91,7 +82,7 @@ class LayerTape(Tape):
         """Bytes of an element of a layer's input: autocast runs LayerNorm in fp32, and a layer
         that ends in one hands that on."""
         ends_raised = self.model.block.order == "post" and self.model.block.norm == "layer"
-        return FP32 if ends_raised and self.regime.autocast else self.regime.stream
+        return FP32 if ends_raised and self.regime.autocast else self.regime.weight
 
     def layer(self, stream: Value, sequence: int, *, fused: bool) -> Value:
         def attend(value: Value) -> Value:
@@ -146,62 +137,59 @@ class LayerTape(Tape):
         return self.linear(out, self.model.hidden_size)
 
     def projected(self, value: Value) -> tuple[Value, Value, Value]:
-        model = self.model
+        model, block = self.model, self.model.block
         wide, narrow = model.heads * model.head_dim, model.kv_heads * model.head_dim
-        if self.model.block.qkv == "apart":
+        if block.qkv == "apart":
             queries, keys = self.linear(value, wide), self.linear(value, narrow)
             values = self.linear(value, narrow)
-            if self.model.block.qk_norm != "none":
-                by_head = self.model.block.qk_norm == "head"
+            if block.qk_norm != "none":
+                by_head = block.qk_norm == "head"
                 queries = self.norm(queries, rows=model.heads if by_head else 1)
                 keys = self.norm(keys, rows=model.kv_heads if by_head else 1)
             return queries, keys, values
         together = self.linear(value, wide + 2 * narrow)
-        if self.model.block.qkv == "fused":
+        if block.qkv == "fused":
             return together, together, together
         if model.kv_heads > 1:
             narrow = wide  # each key and value is repeated for the queries that share it
-        size = together.size
         queries, keys, values = (
-            self.record([together], Value(width, size)) for width in (wide, narrow, narrow)
+            self.record([together], Value(width, together.size)) for width in (wide, narrow, narrow)
         )
         return queries, keys, values
 
     def rotated(self, queries: Value, keys: Value, values: Value) -> tuple[Value, Value, Value]:
-        if self.model.block.rotary == "none":
+        model, block = self.model, self.model.block
+        if block.rotary == "none":
             return queries, keys, values
-        model = self.model
-        turned: list[Value] = []
-        for value, heads in ((queries, model.heads), (keys, model.kv_heads)):
+
+        def turned(value: Value, heads: int) -> Value:
+            width = value.width if block.qkv == "split" else heads * model.head_dim
             # Cosine and sine have the dtype of the stream, and raise what they turn.
-            size = max(value.size, self.regime.stream)
-            width = min(value.width, heads * model.head_dim)
-            if self.model.block.qkv == "split":
-                width = value.width
-            turned.append(self.record([value], Value(width, size)))
-        return turned[0], turned[1], values
+            return self.record([value], Value(width, max(value.size, self.regime.weight)))
+
+        return turned(queries, model.heads), turned(keys, model.kv_heads), values
 
     def fused_attention(self, queries: Value, keys: Value, values: Value) -> Value:
-        model = self.model
+        model, block = self.model, self.model.block
         inside = [self.lowered(value) for value in (queries, keys, values)]
         out = Value(model.heads * model.head_dim, self.regime.compute)
         logsumexp = Value(model.heads, FP32)
         self.record(inside, out, [*inside, out, logsumexp])
         self.attended += [out, logsumexp]
-        by_head = self.model.block.rotary == "part" or self.model.block.qkv == "split"
+        by_head = block.rotary == "part" or block.qkv == "split"
         return self.record([out], Value(out.width, out.size)) if by_head else out
 
     def eager_attention(
         self, queries: Value, keys: Value, values: Value, sequence: int, *, raised: bool = False
     ) -> Value:
-        model = self.model
-        softmax = "wide" if raised else self.model.block.softmax
+        model, block = self.model, self.model.block
+        softmax = "wide" if raised else block.softmax
         wide, size = model.heads * model.head_dim, self.regime.compute
         if softmax == "wide":
             queries, keys = self.cast(queries, FP32), self.cast(keys, FP32)
         copies = [self.per_head(value, wide) for value in (queries, keys)]
         scores = self.record(copies, Value(model.heads * sequence, copies[0].size), copies)
-        if self.model.block.attention_softcap:
+        if block.attention_softcap:
             scores = self.keeping_output(scores)
         if softmax != "plain" or self.regime.autocast:
             scores = self.cast(scores, FP32)
@@ -250,10 +238,10 @@ class LayerTape(Tape):
         They run in the dtype of their weights: autocast knows no grouped product.
         """
         model = self.model
-        active, hidden, size = model.active_experts, model.hidden_size, self.regime.norm_weight
+        active, hidden, size = model.active_experts, model.hidden_size, self.regime.weight
         width = active * expert_width(model)
         routing = self.keeping_output(self.cast(self.linear(value, model.experts), FP32))
-        index = Value(4 * active, 8, needs_grad=False)
+        index = Value(4 * active, 8)
         weights = self.record([routing], Value(active, FP32), [index, Value(1 + active, FP32)])
         rows = self.record([value], Value(active * hidden, size))
         inside = self.gated_views(self.record([rows], Value(2 * width, size), [rows]))
