@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -82,3 +83,20 @@ class Term:
     phases: tuple[Phase, ...] = PHASES
     lasting: bool = False
     """Whether it stays when a step is over, beside the states."""
+
+
+def product(
+    category: Category,
+    name: str,
+    factors: Mapping[str, float],
+    phases: tuple[Phase, ...] = PHASES,
+) -> Term:
+    """Return a term whose bytes are exactly the product of its inputs."""
+    return Term(
+        category=category,
+        name=name,
+        bytes=Interval.exactly(math.prod(factors.values())),
+        formula=" * ".join(factors),
+        inputs=factors,
+        phases=phases,
+    )

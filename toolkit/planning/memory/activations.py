@@ -11,11 +11,9 @@ from toolkit.planning.memory.autograd_memory import FP32, Regime, Value
 from toolkit.planning.memory.layers import LayerTape, layer_bytes, regime_of
 from toolkit.planning.memory.transient_buffers import FIRST, RUNNING
 from toolkit.planning.memory.weights import COMPUTE_SIZE, weights_of
-from toolkit.planning.models.shape import ModelShape, TensorKind
-from toolkit.planning.terms import Interval, Phase, Term
+from toolkit.planning.models.shape import ModelShape
+from toolkit.planning.terms import Interval, Phase, Term, product
 
-START: tuple[Phase, ...] = ("loss",)
-HEAD: tuple[Phase, ...] = ("head",)
 BACK: tuple[Phase, ...] = ("backward",)
 
 
@@ -25,9 +23,6 @@ class Activations:
 
     kept: float
     """From forward to backward, of all layers."""
-
-    tail: float
-    """By the last norm and the head, until these have been played backwards."""
 
     masked: float
     """What `kept` grows by where rows are padded: SDPA with a mask needs a copy of keys and values
@@ -71,7 +66,6 @@ def activations_of(job: PlannedJob) -> Activations:
     once = 1 if job.checkpointing == "full" else model.layers
     return Activations(
         kept=kept_per_token * tokens + _mask(job),
-        tail=loss.tail * tokens,
         masked=_masked(job) * once,
         at_work=at_work * tokens,
         last=last * tokens,
@@ -90,66 +84,52 @@ def activation_terms(job: PlannedJob, parts: Activations, *, ends_full: bool) ->
         ends_full: Backward needs the most at its end, with all gradients and one layer's
             activations, and not at its beginning with all activations.
     """
-    tokens = job.micro_tokens
-    inputs = {"tokens": tokens, "bytes a token": parts.per_token, "layers": job.model.layers}
+    tokens, loss = job.micro_tokens, parts.loss
     kept_term = Term(
         category="activations",
         name="kept for backward",
         bytes=Interval(parts.kept, parts.kept + parts.masked),
         formula=parts.formula,
-        inputs=inputs,
+        inputs={"tokens": tokens, "bytes a token": parts.per_token, "layers": job.model.layers},
         phases=FIRST if ends_full else RUNNING,
     )
     yield kept_term
-    yield replace(
-        kept_term,
-        name="kept by the last norm and the head",
-        bytes=Interval.exactly(parts.tail),
-        formula="tokens * bytes a token",
-        inputs={"tokens": tokens, "bytes a token": parts.loss.tail},
-        phases=FIRST,
+    yield product(
+        "activations",
+        "kept by the last norm and the head",
+        {"tokens": tokens, "bytes a token": loss.tail},
+        FIRST,
     )
     yield _batch(job)
     if ends_full:
-        yield replace(
-            kept_term,
-            name="of the last layer to be played backwards",
-            bytes=Interval.exactly(parts.last),
-            formula="tokens * kept and gradients of a layer",
-            phases=BACK,
-        )
+        size, name = parts.last, "of the last layer to be played backwards"
+        formula = "tokens * kept and gradients of a layer"
     else:
-        yield replace(
-            kept_term,
-            name="of the layer at work in backward",
-            bytes=Interval.exactly(parts.at_work),
-            formula="tokens * gradients (and recomputed activations) of a layer",
-            phases=BACK,
-        )
-    loss, width = parts.loss, job.model.vocab_size
-    inputs = {"tokens": tokens, "vocabulary": width}
+        size, name = parts.at_work, "of the layer at work in backward"
+        formula = "tokens * gradients (and recomputed activations) of a layer"
+    yield replace(kept_term, name=name, bytes=Interval.exactly(size), formula=formula, phases=BACK)
+    inputs = {"tokens": tokens, "vocabulary": job.model.vocab_size}
     yield Term(
         category="logits",
         name="logits and cross-entropy",
         bytes=Interval.exactly(loss.logits * tokens + loss.fixed),
         formula=loss.logits_formula,
         inputs=inputs,
-        phases=START,
+        phases=("loss",),
     )
-    if loss.handed_back:
-        handed = Term(
-            category="logits",
-            name="gradient of the logits, as the head is played backwards, and of its input",
-            bytes=Interval.exactly((loss.handed_back + loss.into_head) * tokens + loss.fixed),
-            formula="size * tokens * (vocabulary + hidden)",
-            inputs=inputs,
-            phases=HEAD,
-        )
-        yield handed
-        if not (ends_full or job.on_cpu):
-            # Runs on GPUs held more as layers began than these need: as much as if it were there.
-            late = Interval.exactly((loss.handed_back - loss.kept_after) * tokens + loss.fixed)
-            yield replace(handed, bytes=late, phases=BACK)
+    handed = Term(
+        category="logits",
+        name="gradient of the logits, as the head is played backwards, and of its input",
+        bytes=Interval.exactly((loss.handed_back + loss.into_head) * tokens + loss.fixed),
+        formula="size * tokens * (vocabulary + hidden)",
+        inputs=inputs,
+        phases=("head",),
+    )
+    yield handed
+    if not (ends_full or job.on_cpu):
+        # Runs on GPUs held more as layers began than these need: as much as if it were there.
+        late = Interval.exactly((loss.handed_back - loss.kept_after) * tokens + loss.fixed)
+        yield replace(handed, bytes=late, phases=BACK)
     if loss.kept_after:
         yield Term(
             category="logits",
@@ -170,53 +150,32 @@ def cast_weights(job: PlannedJob, *, ends_full: bool) -> Iterator[Term]:
         job: What is trained.
         ends_full: As in `activation_terms`: by the end of backward all of them are gone.
     """
-    regime = regime_of(job)
+    model, regime = job.model, regime_of(job)
+    head = max(
+        (t.elements for t in model.of_kind("embedding" if model.tied else "head")), default=0
+    )
     if job.frozen_in_fp32 and job.precision != "no":
-        yield _cast_head(job)
-    if not regime.autocast or regime.weight == regime.compute:
-        return
-    model = job.model
-    elements = sum(t.elements for t in model.of_kind("linear", "head", "router"))
-    if model.tied:
-        elements += max((t.elements for t in model.of_kind("embedding")), default=0)
-    yield Term(
-        category="gathered",
-        name="weights cast by autocast",
-        bytes=Interval.exactly(elements * regime.compute),
-        formula="size * elements of linear layers",
-        inputs={"size": regime.compute, "elements": elements},
-        phases=FIRST if ends_full or job.checkpointing == "full" else RUNNING,
-    )
-
-
-def _cast_head(job: PlannedJob) -> Term:
-    """Return the cast head of a 4-bit model, which is held in fp32; autocast keeps no copy."""
-    kinds: tuple[TensorKind, ...] = ("embedding",) if job.model.tied else ("head",)
-    elements = max((tensor.elements for tensor in job.model.of_kind(*kinds)), default=0)
-    size = COMPUTE_SIZE[job.precision]
-    return Term(
-        category="gathered",
-        name="head cast by autocast",
-        bytes=Interval.exactly(elements * size),
-        formula="size * elements of the head",
-        inputs={"size": size, "elements": elements},
-        phases=FIRST,
-    )
+        # Of a 4-bit model, which holds its head in fp32; autocast keeps no copy.
+        factors = {"size": regime.compute, "elements of the head": head}
+        yield product("gathered", "head cast by autocast", factors, FIRST)
+    if regime.autocast and regime.weight != regime.compute:
+        elements = sum(t.elements for t in model.of_kind("linear", "head", "router"))
+        if model.tied:
+            elements += head
+        yield product(
+            "gathered",
+            "weights cast by autocast",
+            {"size": regime.compute, "elements of linear layers": elements},
+            FIRST if ends_full or job.checkpointing == "full" else RUNNING,
+        )
 
 
 def dequantised_term(job: PlannedJob) -> Iterator[Term]:
     """Yield the 4-bit weight that is made whole for a product, forward and backward."""
     largest = weights_of(job).packed.largest
     if largest:
-        size = COMPUTE_SIZE[job.precision]
-        yield Term(
-            category="temporaries",
-            name="a 4-bit weight made whole for its product",
-            bytes=Interval.exactly(largest * size),
-            formula="size * largest linear layer",
-            inputs={"size": size, "largest linear layer": largest},
-            phases=BACK,
-        )
+        factors = {"size": COMPUTE_SIZE[job.precision], "largest linear layer": largest}
+        yield product("temporaries", "a 4-bit weight made whole for its product", factors, BACK)
 
 
 def _batch(job: PlannedJob) -> Term:
@@ -252,7 +211,7 @@ class LossBytes:
     """Bytes for each token, but for `fixed`."""
 
     tail: float
-    """Kept by the final norm and the head: not the logits."""
+    """Kept by the final norm and the head until these have been played backwards; no logits."""
 
     logits: float
     """At the worst moment of the loss: three tensors as wide as the vocabulary. The result of

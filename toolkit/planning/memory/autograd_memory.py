@@ -99,7 +99,7 @@ class Tape:
                 uses[value] -= 1
                 if not uses[value]:
                     kept_bytes -= value.bytes
-        return peak
+        return float(peak)
 
     # Writing
 

@@ -15,7 +15,7 @@ from toolkit.planning.memory.states import stepped_at_once
 from toolkit.planning.memory.weights import COMPUTE_SIZE, Weights, trained_size, weights_of
 from toolkit.planning.memory.zero_settings import OPTIMIZER_BUFFERS, ZeroSettings, zero_settings
 from toolkit.planning.models.shape import ModelShape
-from toolkit.planning.terms import Interval, Phase, Term
+from toolkit.planning.terms import Interval, Phase, Term, product
 
 FIRST: tuple[Phase, ...] = ("loss", "head")
 RUNNING: tuple[Phase, ...] = (*FIRST, "backward")
@@ -36,8 +36,6 @@ class Units:
     """An untied embedding, a unit of its own."""
 
     largest: int
-    total: int
-
     widest: int
     """The largest tensor of a layer."""
 
@@ -54,7 +52,6 @@ def units_of(model: ModelShape) -> Units:
         tail=tail,
         embedding=embedding,
         largest=max(layer, tail, embedding),
-        total=model.parameters,
         widest=max((t.elements for t in model.tensors if t.layer is not None), default=0),
     )
 
@@ -84,14 +81,10 @@ def packed_size(job: PlannedJob, weights: Weights) -> float:
 
 def _ddp(job: PlannedJob, weights: Weights) -> Iterator[Term]:
     if job.strategy.reduces_in_buckets and not job.gradient_as_bucket_view:
-        size = trained_size(job)
-        elements = weights.trained.elements
-        yield Term(
-            category="buckets",
-            name="DDP's buckets, a copy of all gradients",
-            bytes=Interval.exactly(elements * size),
-            formula="gradient size * trained parameters",
-            inputs={"gradient size": size, "trained parameters": elements},
+        yield product(
+            "buckets",
+            "DDP's buckets, a copy of all gradients",
+            {"gradient size": trained_size(job), "trained parameters": weights.trained.elements},
         )
 
 
@@ -103,13 +96,11 @@ def _fsdp(job: PlannedJob, weights: Weights) -> Iterator[Term]:
     tail = units.tail * compute  # never packed
     inputs = {"size": size, "layer": units.layer, "tail": units.tail}
     if not job.strategy.reshard_after_forward:
-        yield Term(
-            category="gathered",
-            name="gathered weights, kept until backward is through",
-            bytes=Interval.exactly(units.total * size),
-            formula="size * parameters",
-            inputs={"size": size, "parameters": units.total},
-            phases=RUNNING,
+        yield product(
+            "gathered",
+            "gathered weights, kept until backward is through",
+            {"size": size, "parameters": job.model.parameters},
+            RUNNING,
         )
         yield Term(
             category="gathered",
@@ -120,14 +111,12 @@ def _fsdp(job: PlannedJob, weights: Weights) -> Iterator[Term]:
             phases=FIRST,
         )
     else:
-        yield Term(
-            category="gathered",
-            name="head and last norm, gathered from forward into backward",
-            bytes=Interval.exactly(tail),
-            formula="size * tail",
-            inputs=inputs | {"size": compute},
+        yield product(
+            "gathered",
+            "head and last norm, gathered from forward into backward",
+            {"size": compute, "tail": units.tail},
             # On a GPU what another stream still reads is given back late.
-            phases=FIRST if job.on_cpu else RUNNING,
+            FIRST if job.on_cpu else RUNNING,
         )
         least, copy = (0, tail) if job.on_cpu else (2, 0)
         gathered = Term(
@@ -151,14 +140,11 @@ def _fsdp(job: PlannedJob, weights: Weights) -> Iterator[Term]:
     if job.method == "full":
         yield from _fsdp_gradients(job, units, compute, reduce)
     if job.sums_up:
-        whole = weights.trained.elements
-        yield Term(
-            category="gradients",
-            name="whole gradients, summed up without sync",
-            bytes=Interval.exactly(whole * reduce),
-            formula="reduce size * trained parameters",
-            inputs={"reduce size": reduce, "trained parameters": whole},
-            phases=RUNNING,
+        yield product(
+            "gradients",
+            "whole gradients, summed up without sync",
+            {"reduce size": reduce, "trained parameters": weights.trained.elements},
+            RUNNING,
         )
 
 
@@ -202,14 +188,12 @@ def _zero12(job: PlannedJob, weights: Weights, settings: ZeroSettings) -> Iterat
     size = trained_size(job)
     largest = weights.trained.largest
     count = 2 if settings.overlaps else 1
-    yield Term(
-        category="buckets",
-        name="buckets that gradients are reduced in",
-        bytes=Interval.exactly(count * settings.reduce_bucket * size),
-        formula=f"{count} * size * reduce_bucket_size",
-        inputs={"size": size, "reduce_bucket_size": settings.reduce_bucket},
+    yield product(
+        "buckets",
+        "buckets that gradients are reduced in",
+        {"buckets": count, "size": size, "reduce_bucket_size": settings.reduce_bucket},
         # Made with the first gradient; stage 2 gives them back after each micro-batch.
-        phases=RUNNING if job.strategy.shards_at_the_step and job.sums_up else ("head", "backward"),
+        RUNNING if job.strategy.shards_at_the_step and job.sums_up else ("head", "backward"),
     )
     flat = min(max(settings.reduce_bucket, largest), weights.trained.elements)
     alone = largest if largest > settings.reduce_bucket else 0
@@ -223,25 +207,20 @@ def _zero12(job: PlannedJob, weights: Weights, settings: ZeroSettings) -> Iterat
         phases=("head", "backward"),
     )
     if job.strategy.offload_optimizer != "none":
-        ends = 2 if job.on_cpu else 1
-        yield Term(
-            category="buckets",
-            name="a buffer for gradients to and from the host",
-            bytes=Interval.exactly(ends * largest * size),
-            formula=f"{ends} * size * largest tensor",
-            inputs={"size": size, "largest tensor": largest},
+        yield product(
+            "buckets",
+            "a buffer for gradients to and from the host",
+            {"ends": 2 if job.on_cpu else 1, "size": size, "largest tensor": largest},
         )
 
 
 def _zero3(job: PlannedJob, weights: Weights, settings: ZeroSettings) -> Iterator[Term]:
     size = trained_size(job)
     largest = weights.trained.largest
-    yield Term(
-        category="buckets",
-        name="the bucket that gradients are reduced in",
-        bytes=Interval.exactly(settings.reduce_bucket * size),
-        formula="size * reduce_bucket_size",
-        inputs={"size": size, "reduce_bucket_size": settings.reduce_bucket},
+    yield product(
+        "buckets",
+        "the bucket that gradients are reduced in",
+        {"size": size, "reduce_bucket_size": settings.reduce_bucket},
     )
     bucket = min(settings.reduce_bucket, weights.trained.elements)
     yield Term(
@@ -254,13 +233,11 @@ def _zero3(job: PlannedJob, weights: Weights, settings: ZeroSettings) -> Iterato
         phases=("head", "backward"),
     )
     if job.on_cpu and job.strategy.offload_optimizer == "nvme":
-        at_once = 4 * stepped_at_once(job, weights)
-        yield Term(
-            category="buckets",
-            name="buffers for optimizer states from files",
-            bytes=Interval.exactly(OPTIMIZER_BUFFERS * at_once),
-            formula=f"{OPTIMIZER_BUFFERS} * 4 * elements stepped at once",
-            inputs={"stepped at once": at_once // 4},
+        at_once = stepped_at_once(job, weights)
+        yield product(
+            "buckets",
+            "buffers for optimizer states from files",
+            {"buffers": OPTIMIZER_BUFFERS, "size": 4, "stepped at once": at_once},
         )
     if job.shards == 1 and job.strategy.offload_parameters == "none":
         return
