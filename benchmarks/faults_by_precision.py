@@ -18,7 +18,8 @@ from pathlib import Path
 from toolkit import environment
 from toolkit.comparing.parity.gates import judge, limit_of
 from toolkit.comparing.parity.judgement import Judgement
-from toolkit.configs import ConfigOptions, write_configs
+from toolkit.configs import ConfigOptions
+from toolkit.configs.files import write_configs
 from toolkit.launching.launch import launch_command
 from toolkit.records.record import read_record
 from toolkit.strategies import get_strategy

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import launches
 
-from toolkit.configs import ConfigOptions, write_configs
+from toolkit.configs import ConfigOptions
+from toolkit.configs.files import write_configs
 from toolkit.launching.launch import launch_command
 from toolkit.strategies import get_strategy
 

@@ -13,7 +13,8 @@ from typing import Any
 import launches
 import psutil
 
-from toolkit.configs import ConfigOptions, write_configs
+from toolkit.configs import ConfigOptions
+from toolkit.configs.files import write_configs
 from toolkit.launching.forking import Fork
 from toolkit.launching.launch import launch_command
 from toolkit.launching.status import RankStatus, read_statuses

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.configs import write_configs
+from toolkit.configs.files import write_configs
 from toolkit.errors import UsageError
 from toolkit.files import check_takes_files, without_links, write_text
 from toolkit.launching.status import StatusFile

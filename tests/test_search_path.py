@@ -13,7 +13,7 @@ import pytest
 from places import ROOT
 
 from toolkit import search_path
-from toolkit.configs import write_configs
+from toolkit.configs.files import write_configs
 from toolkit.launching import python
 from toolkit.launching.launch import run
 from toolkit.launching.python import PACKAGE_FOLDER, package_folder, python_environment

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from toolkit.comparing.run.options import CompareOptions as CompareOptions
     from toolkit.comparing.run.schedule import compare as compare
-    from toolkit.configs import write_configs as write_configs
+    from toolkit.configs.files import write_configs as write_configs
     from toolkit.errors import GuardError as GuardError
     from toolkit.errors import UsageError as UsageError
     from toolkit.planning.plan import plan as plan
@@ -34,7 +34,7 @@ _HOMES = {
     "compare": "toolkit.comparing.run.schedule",
     "plan": "toolkit.planning.plan",
     "recommend": "toolkit.planning.recommend",
-    "write_configs": "toolkit.configs",
+    "write_configs": "toolkit.configs.files",
 }
 
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]

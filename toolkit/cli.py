@@ -133,7 +133,7 @@ def configs_list() -> None:
 )
 def configs_show(name: StrategyName) -> None:
     """Print a strategy's files."""
-    from toolkit.configs import render_configs
+    from toolkit.configs.files import render_configs
 
     json_file = Path("deepspeed_configs") / f"{name}.json"
     launcher, deepspeed = render_configs(get_strategy(name), deepspeed_json=json_file)
@@ -175,7 +175,8 @@ def configs_write(
     force: Annotated[bool, typer.Option("--force", help="Replace files already there.")] = False,
 ) -> None:
     """Write a strategy's files, with absolute paths inside."""
-    from toolkit.configs import ConfigOptions, write_configs
+    from toolkit.configs import ConfigOptions
+    from toolkit.configs.files import write_configs
 
     options = ConfigOptions(
         num_processes=num_processes,
@@ -201,7 +202,7 @@ def configs_write(
 )
 def configs_path(name: StrategyName) -> None:
     """Print the path of a strategy's YAML, for `accelerate launch --config_file`."""
-    from toolkit.configs import cached_configs
+    from toolkit.configs.files import cached_configs
 
     typer.echo(cached_configs(get_strategy(name)).accelerate)
 

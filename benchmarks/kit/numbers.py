@@ -360,7 +360,8 @@ def resumed(precision: str, deterministic: bool, machine: Machine) -> dict[str, 
 
 def preempted(machine: Machine) -> dict[str, Any]:
     """Send a rank SIGTERM within a step, and go on from what it saved."""
-    from toolkit.configs import ConfigOptions, write_configs
+    from toolkit.configs import ConfigOptions
+    from toolkit.configs.files import write_configs
     from toolkit.launching.launch import launch_command, run
     from toolkit.launching.status import read_statuses
     from toolkit.records.record import read_record

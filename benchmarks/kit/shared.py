@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from kit.cells import Refused
-from toolkit.configs import ConfigOptions, write_configs
+from toolkit.configs import ConfigOptions
+from toolkit.configs.files import write_configs
 from toolkit.launching.launch import launch_command, run
 from toolkit.records.record import read_record
 from toolkit.strategies import get_strategy

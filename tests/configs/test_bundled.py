@@ -7,8 +7,8 @@ import sys
 import pytest
 import yaml
 
-from toolkit.configs import write_bundled
 from toolkit.configs.deepspeed import AUTO
+from toolkit.configs.files import write_bundled
 from toolkit.strategies import STRATEGIES
 
 DEEPSPEED = [name for name, strategy in STRATEGIES.items() if strategy.backend == "deepspeed"]

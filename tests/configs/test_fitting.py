@@ -4,14 +4,16 @@ import copy
 
 import pytest
 
-from toolkit.configs import deepspeed_config, fit_to_run
+from toolkit.configs import ConfigOptions
+from toolkit.configs.deepspeed import deepspeed_config
+from toolkit.configs.fitting import fit_to_run
 from toolkit.strategies import STRATEGIES
 
 PARAMETERS, HIDDEN = 2_000_000, 128
 
 
 def config_of(name, **options):
-    return deepspeed_config(STRATEGIES[name], **options)
+    return deepspeed_config(STRATEGIES[name], ConfigOptions(**options))
 
 
 def zero_of(fitted):

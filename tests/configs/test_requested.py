@@ -6,7 +6,8 @@ import json
 import pytest
 import yaml
 
-from toolkit.configs import ConfigOptions, write_configs
+from toolkit.configs import ConfigOptions
+from toolkit.configs.files import write_configs
 from toolkit.configs.requested import (
     CUSTOM,
     DEEPSPEED_FILE,

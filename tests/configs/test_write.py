@@ -8,7 +8,8 @@ import yaml
 from typer.testing import CliRunner
 
 from toolkit.cli import app, main
-from toolkit.configs import ConfigOptions, cached_configs, write_configs
+from toolkit.configs import ConfigOptions
+from toolkit.configs.files import cached_configs, write_configs
 from toolkit.errors import UsageError
 from toolkit.strategies import STRATEGIES
 

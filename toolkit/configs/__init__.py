@@ -1,40 +1,43 @@
-"""Strategy -> the files a launcher reads: Accelerate's YAML and DeepSpeed's JSON.
-
-Names are resolved when they are used: the planner needs what DeepSpeed gets, and no files.
-"""
+"""Strategy -> the files a launcher reads: Accelerate's YAML and DeepSpeed's JSON."""
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import math
+from dataclasses import dataclass
+from pathlib import Path
 
-if TYPE_CHECKING:
-    from toolkit.configs.accelerate import accelerate_config as accelerate_config
-    from toolkit.configs.deepspeed import deepspeed_config as deepspeed_config
-    from toolkit.configs.files import ConfigFiles as ConfigFiles
-    from toolkit.configs.files import ConfigOptions as ConfigOptions
-    from toolkit.configs.files import cached_configs as cached_configs
-    from toolkit.configs.files import render_configs as render_configs
-    from toolkit.configs.files import write_bundled as write_bundled
-    from toolkit.configs.files import write_configs as write_configs
-    from toolkit.configs.fitting import FittedConfig as FittedConfig
-    from toolkit.configs.fitting import fit_to_run as fit_to_run
+from toolkit.errors import UsageError
+from toolkit.strategies import Device
 
-_HOMES = {
-    "ConfigFiles": "files",
-    "ConfigOptions": "files",
-    "FittedConfig": "fitting",
-    "accelerate_config": "accelerate",
-    "cached_configs": "files",
-    "deepspeed_config": "deepspeed",
-    "fit_to_run": "fitting",
-    "render_configs": "files",
-    "write_bundled": "files",
-    "write_configs": "files",
-}
+PRECISIONS = ("no", "bf16", "fp16")
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigOptions:
+    """Settings of a file beyond its strategy; None leaves them to the strategy or to the run."""
+
+    num_processes: int | None = None
+    precision: str | None = None
+    gradient_accumulation_steps: int | None = None
+    gradient_clipping: float | None = None
+    offload_device: Device | None = None
+    """Where DeepSpeed puts what the strategy offloads."""
+
+    nvme_path: Path | None = None
+    decoder_layer: str | None = None
+    """FSDP2: the class to wrap; None lets the model's `_no_split_modules` decide."""
+
+    def __post_init__(self) -> None:
+        if self.precision is not None and self.precision not in PRECISIONS:
+            raise UsageError(
+                f"There is no precision {self.precision!r}. Choose from: {', '.join(PRECISIONS)}."
+            )
+        steps = self.gradient_accumulation_steps
+        if steps is not None and steps < 1:
+            raise UsageError(f"Gradient accumulation needs 1 step or more, {steps} asked.")
+        clipping = self.gradient_clipping
+        if clipping is not None and not 0 <= clipping < math.inf:
+            raise UsageError(
+                f"A gradient norm cannot be clipped to {clipping}. "
+                "Give 0 for no clipping, or a positive norm."
+            )

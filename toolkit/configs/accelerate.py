@@ -5,35 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from toolkit.configs import ConfigOptions
 from toolkit.errors import UsageError
 from toolkit.strategies import Strategy, refuse_backend
 
 
 def accelerate_config(
-    strategy: Strategy,
-    *,
-    num_processes: int | None = None,
-    precision: str | None = None,
-    decoder_layer: str | None = None,
-    deepspeed_json: Path | None = None,
+    strategy: Strategy, options: ConfigOptions, deepspeed_json: Path | None
 ) -> dict[str, Any]:
-    """Return the contents of the YAML file for one strategy.
-
-    Args:
-        strategy: What to shard, and where to keep it.
-        num_processes: Ranks in all; the strategy's own number when None.
-        precision: `no`, `bf16` or `fp16`; None leaves it to the run, as the bundled files do.
-        decoder_layer: FSDP2: the class to wrap; None lets the model's `_no_split_modules` decide.
-        deepspeed_json: DeepSpeed: the path written into the YAML.
+    """Return the contents of the YAML file for one strategy, which names DeepSpeed's JSON.
 
     Raises:
         UsageError: the number of processes doesn't suit the strategy, or a path is missing.
     """
-    processes = strategy.num_processes if num_processes is None else num_processes
+    processes = options.num_processes
+    if processes is None:
+        processes = strategy.num_processes
     check_num_processes(strategy, processes)
     # 0 asks for a free port: two launches on one machine don't meet on 29500.
     port: dict[str, Any] = {"main_process_port": 0}
-    mixed = {} if precision is None else {"mixed_precision": precision}
+    mixed = {} if options.precision is None else {"mixed_precision": options.precision}
     match strategy.backend:
         case "single":
             distributed_type = "NO"
@@ -48,7 +39,7 @@ def accelerate_config(
             sections = port | {"deepspeed_config": _deepspeed_section(strategy, deepspeed_json)}
         case "fsdp":
             distributed_type = "FSDP"
-            sections = port | mixed | {"fsdp_config": _fsdp_section(strategy, decoder_layer)}
+            sections = port | mixed | {"fsdp_config": _fsdp_section(strategy, options)}
             if strategy.replicas > 1:
                 sections["parallelism_config"] = _mesh_section(strategy, processes)
         case _:
@@ -108,7 +99,7 @@ def _deepspeed_section(strategy: Strategy, deepspeed_json: Path | None) -> dict[
     }
 
 
-def _fsdp_section(strategy: Strategy, decoder_layer: str | None) -> dict[str, Any]:
+def _fsdp_section(strategy: Strategy, options: ConfigOptions) -> dict[str, Any]:
     section: dict[str, Any] = {
         # Without the version the launcher means FSDP1, and without a policy nothing is wrapped.
         "fsdp_version": 2,
@@ -122,8 +113,8 @@ def _fsdp_section(strategy: Strategy, decoder_layer: str | None) -> dict[str, An
         "fsdp_cpu_ram_efficient_loading": True,
         "fsdp_sync_module_states": True,
     }
-    if decoder_layer is not None:
-        section["fsdp_transformer_layer_cls_to_wrap"] = decoder_layer
+    if options.decoder_layer is not None:
+        section["fsdp_transformer_layer_cls_to_wrap"] = options.decoder_layer
     return section
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from toolkit.configs import ConfigOptions
 from toolkit.errors import UsageError
 from toolkit.strategies import Device, Strategy
 
@@ -23,37 +24,23 @@ NVME_PATH = Path("/tmp/toolkit_nvme")
 """Where the bundled `zero3_nvme` keeps its state; a real run wants a path on a fast local disk."""
 
 AUTO = "auto"
+AS_BUNDLED = ConfigOptions()
 
 
-def deepspeed_config(
-    strategy: Strategy,
-    *,
-    precision: str | None = None,
-    gradient_accumulation_steps: int | None = None,
-    gradient_clipping: float | None = None,
-    offload_device: Device | None = None,
-    nvme_path: Path | None = None,
-) -> dict[str, Any]:
+def deepspeed_config(strategy: Strategy, options: ConfigOptions = AS_BUNDLED) -> dict[str, Any]:
     """Return the contents of the JSON file for one DeepSpeed strategy.
-
-    Args:
-        strategy: A strategy with a ZeRO stage.
-        precision: `no`, `bf16` or `fp16`; None leaves `auto`.
-        gradient_accumulation_steps: Micro-batches per optimizer step; None leaves `auto`.
-        gradient_clipping: Largest gradient norm, 0 for none; None leaves `auto`.
-        offload_device: Moves what the strategy offloads to this device instead.
-        nvme_path: Folder for offloads to NVMe.
 
     Raises:
         UsageError: the strategy is not DeepSpeed's, or the device doesn't suit it.
     """
     if not strategy.reads_deepspeed_json:
         raise UsageError(f"{strategy.name} does not run on DeepSpeed: it has no JSON.")
+    precision, device = options.precision, options.offload_device
     config: dict[str, Any] = {
         "train_batch_size": AUTO,
         "train_micro_batch_size_per_gpu": AUTO,
-        "gradient_accumulation_steps": _or_auto(gradient_accumulation_steps),
-        "gradient_clipping": _or_auto(gradient_clipping),
+        "gradient_accumulation_steps": _or_auto(options.gradient_accumulation_steps),
+        "gradient_clipping": _or_auto(options.gradient_clipping),
         "bf16": {
             "enabled": AUTO if precision is None else precision == "bf16",
             # True would skip steps that DDP and FSDP take.
@@ -71,15 +58,15 @@ def deepspeed_config(
         "zero_optimization": _zero_section(strategy),
     }
     if strategy.offloads:
-        if offload_device == "none":
+        if device == "none":
             raise UsageError(
                 f"{strategy.name} without an offload is zero{strategy.zero_stage}: use that."
             )
         config["zero_force_ds_cpu_optimizer"] = True
-        config |= _offload_sections(strategy, offload_device, nvme_path, config)
-    elif offload_device not in (None, "none"):
+        _add_offloads(config, strategy, options)
+    elif device not in (None, "none"):
         raise UsageError(
-            f"{strategy.name} offloads nothing. For {offload_device} use "
+            f"{strategy.name} offloads nothing. For {device} use "
             "zero2_offload, zero3_offload or zero3_nvme."
         )
     return config
@@ -112,34 +99,28 @@ def _zero_section(strategy: Strategy) -> dict[str, Any]:
     }
 
 
-def _offload_sections(
-    strategy: Strategy, device: Device | None, nvme_path: Path | None, config: dict[str, Any]
-) -> dict[str, Any]:
-    zero = dict(config["zero_optimization"])
-    wanted = {
+def _add_offloads(config: dict[str, Any], strategy: Strategy, options: ConfigOptions) -> None:
+    devices: dict[str, Device] = {
         "offload_optimizer": strategy.offload_optimizer,
         "offload_param": strategy.offload_parameters,
     }
-    uses_nvme = False
-    for key, default in wanted.items():
-        if default == "none":
-            continue
-        target = default if device is None else device
-        if target == "nvme" and not strategy.shards_parameters:
+    devices = {
+        key: options.offload_device or device for key, device in devices.items() if device != "none"
+    }
+    for key, device in devices.items():
+        if device == "nvme" and not strategy.shards_parameters:
             raise UsageError(f"{strategy.name}: offload to NVMe needs ZeRO-3. Use zero3_nvme.")
-        zero[key] = {"device": target, "pin_memory": True}
-        if target == "nvme":
-            uses_nvme = True
-            zero[key]["nvme_path"] = str(NVME_PATH if nvme_path is None else nvme_path)
-    sections: dict[str, Any] = {"zero_optimization": zero}
-    if uses_nvme:
-        sections["aio"] = {
+        section = {"device": device, "pin_memory": True}
+        if device == "nvme":
+            section["nvme_path"] = str(options.nvme_path or NVME_PATH)
+        config["zero_optimization"][key] = section
+    if "nvme" in devices.values():
+        config["aio"] = {
             "block_size": 1_048_576,
             "queue_depth": 8,
             "intra_op_parallelism": 1,
             "single_submit": False,
             "overlap_events": True,
         }
-    elif nvme_path is not None:
+    elif options.nvme_path is not None:
         raise UsageError(f"{strategy.name} does not use NVMe, so a path for it says nothing.")
-    return sections

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from toolkit import environment
+from toolkit.configs import ConfigOptions
 from toolkit.configs.accelerate import accelerate_config
 from toolkit.configs.deepspeed import deepspeed_config
 from toolkit.errors import UsageError, is_full_disk
 from toolkit.files import write_text
-from toolkit.strategies import STRATEGIES, Device, Strategy
-
-PRECISIONS = ("no", "bf16", "fp16")
+from toolkit.strategies import STRATEGIES, Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,34 +22,6 @@ class ConfigFiles:
 
     accelerate: Path
     deepspeed: Path | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConfigOptions:
-    """Settings of a file beyond its strategy; None leaves them to the run."""
-
-    num_processes: int | None = None
-    precision: str | None = None
-    gradient_accumulation_steps: int | None = None
-    gradient_clipping: float | None = None
-    offload_device: Device | None = None
-    nvme_path: Path | None = None
-    decoder_layer: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.precision is not None and self.precision not in PRECISIONS:
-            raise UsageError(
-                f"There is no precision {self.precision!r}. Choose from: {', '.join(PRECISIONS)}."
-            )
-        steps = self.gradient_accumulation_steps
-        if steps is not None and steps < 1:
-            raise UsageError(f"Gradient accumulation needs 1 step or more, {steps} asked.")
-        clipping = self.gradient_clipping
-        if clipping is not None and not 0 <= clipping < math.inf:
-            raise UsageError(
-                f"A gradient norm cannot be clipped to {clipping}. "
-                "Give 0 for no clipping, or a positive norm."
-            )
 
 
 def render_configs(
@@ -64,26 +33,12 @@ def render_configs(
     """Return the text of a strategy's YAML, and of its JSON where it has one."""
     import yaml
 
-    chosen = ConfigOptions() if options is None else options
-    _check_options(strategy, chosen)
+    options = ConfigOptions() if options is None else options
+    _check_options(strategy, options)
     text = None
     if strategy.reads_deepspeed_json:
-        section = deepspeed_config(
-            strategy,
-            precision=chosen.precision,
-            gradient_accumulation_steps=chosen.gradient_accumulation_steps,
-            gradient_clipping=chosen.gradient_clipping,
-            offload_device=chosen.offload_device,
-            nvme_path=chosen.nvme_path,
-        )
-        text = json.dumps(section, indent=2) + "\n"
-    launcher: dict[str, Any] = accelerate_config(
-        strategy,
-        num_processes=chosen.num_processes,
-        precision=chosen.precision,
-        decoder_layer=chosen.decoder_layer,
-        deepspeed_json=deepspeed_json,
-    )
+        text = json.dumps(deepspeed_config(strategy, options), indent=2) + "\n"
+    launcher = accelerate_config(strategy, options, deepspeed_json)
     header = f"# {strategy.name}: {strategy.summary}\n"
     return header + yaml.safe_dump(launcher, sort_keys=False), text
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, get_args
 
-from toolkit.configs import FittedConfig, fit_to_run
 from toolkit.configs.deepspeed import AUTO
 from toolkit.configs.deepspeed_keys import unknown_key
+from toolkit.configs.fitting import FittedConfig, fit_to_run
 from toolkit.configs.inline import INLINE_FIELDS
 from toolkit.configs.requested import DEEPSPEED_FILE, read_deepspeed_config
 from toolkit.environment import check_installed, has_compiler

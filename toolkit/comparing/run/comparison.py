@@ -33,7 +33,8 @@ from toolkit.comparing.run.output_folder import (
 from toolkit.comparing.run.plan import ComparisonPlan, Run
 from toolkit.comparing.run.preparing import prepare
 from toolkit.comparing.run.rows import Failure, Setting, add_judgement, build_row, facts_in
-from toolkit.configs import ConfigOptions, render_configs
+from toolkit.configs import ConfigOptions
+from toolkit.configs.files import render_configs
 from toolkit.errors import UsageError
 from toolkit.escaping import one_line
 from toolkit.launching.folder_lock import lock_folder

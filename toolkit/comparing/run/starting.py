@@ -15,7 +15,8 @@ from toolkit.comparing.run.comparison import Comparison
 from toolkit.comparing.run.plan import Run
 from toolkit.comparing.run.progress import Progress
 from toolkit.comparing.run.rows import Failure
-from toolkit.configs import ConfigOptions, write_configs
+from toolkit.configs import ConfigOptions
+from toolkit.configs.files import write_configs
 from toolkit.escaping import shell_line
 from toolkit.files import write_text
 from toolkit.launching.launch import launch_command, run, shown_command

@@ -6,7 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.configs import ConfigOptions, write_configs
+from toolkit.configs import ConfigOptions
+from toolkit.configs.files import write_configs
 from toolkit.errors import UsageError
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.learning_rate import LearningRate
