@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from toolkit.configs.deepspeed import AUTO
 from toolkit.configs.deepspeed_keys import mistakes_by_key
-from toolkit.configs.inline import inline_deepspeed_config
 from toolkit.errors import UsageError
 from toolkit.strategies import DTYPES, STRATEGIES, Device, Strategy
 
@@ -18,12 +19,15 @@ DEEPSPEED_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 CUSTOM = "custom"
 """The name of what a config asks for when it is none of ours."""
 
+INLINE_FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"
+"""The variable with the names of DeepSpeed's fields that the YAML itself holds. Beside a JSON
+Accelerate refuses most of them."""
 
 LAUNCHER = "ACCELERATE_MIXED_PRECISION"
 """What `accelerate launch` always sets, whatever its config says; torchrun doesn't."""
 
 _BESIDE = {
-    "ACCELERATE_USE_DEEPSPEED": "ACCELERATE_CONFIG_DS_FIELDS",
+    "ACCELERATE_USE_DEEPSPEED": INLINE_FIELDS,
     "ACCELERATE_USE_FSDP": "FSDP_VERSION",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "PARALLELISM_CONFIG_TP_SIZE",
 }
@@ -109,15 +113,14 @@ def check_left_over(environ: Mapping[str, str], *, launched: bool = True) -> Non
 
 def known_strategy(strategy: Strategy) -> Strategy:
     """Return the strategy of ours that asks for the same, or `strategy` itself."""
-    for known in STRATEGIES.values():
-        if same_features(known, strategy):
-            return known
-    return strategy
+    same = (known for known in STRATEGIES.values() if same_features(known, strategy))
+    return next(same, strategy)
 
 
 def same_features(first: Strategy, second: Strategy) -> bool:
     """Whether two strategies ask for the same, whatever they are called."""
-    return _features(first) == _features(second)
+    called = {"name": second.name, "summary": second.summary}
+    return replace(first, **called, num_processes=second.num_processes) == second
 
 
 def shown(strategy: Strategy) -> str:
@@ -209,7 +212,7 @@ def read_deepspeed_config(
 def _deepspeed_text(environ: Mapping[str, str]) -> tuple[str, str]:
     """Return what to call the DeepSpeed config, and its text."""
     if DEEPSPEED_FILE not in environ:
-        return "deepspeed_config in the YAML", json.dumps(inline_deepspeed_config(environ))
+        return "deepspeed_config in the YAML", json.dumps(_inline_config(environ))
     name = environ[DEEPSPEED_FILE]
     try:
         return name, Path(name).read_text(encoding="utf-8")
@@ -221,6 +224,41 @@ def _deepspeed_text(environ: Mapping[str, str]) -> tuple[str, str]:
             raise UsageError(_not_there(Path(name))) from None
     except UnicodeDecodeError as error:
         raise UsageError(f"{name} is not JSON: {error}. Fix it, or generate it anew.") from None
+
+
+def _inline_config(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return the config that Accelerate 1.15 makes of a YAML's own fields (`DeepSpeedPlugin`).
+
+    A value that should be a number and is none stays text, for the checks of a config to name it.
+    """
+    prefix = "ACCELERATE_DEEPSPEED_"
+
+    def offload(kind: str) -> dict[str, Any]:
+        device = environ.get(f"{prefix}OFFLOAD_{kind}_DEVICE", "none")
+        path = environ.get(f"{prefix}OFFLOAD_{kind}_NVME_PATH", "none")
+        return {"device": device, "nvme_path": path if device == "nvme" else None}
+
+    def number(name: str, default: str) -> int | float | str:
+        text = environ.get(name, default)
+        for kind in (int, float):
+            with suppress(ValueError):
+                return kind(text)
+        return text
+
+    saves_whole = environ.get(f"{prefix}ZERO3_SAVE_16BIT_MODEL", "false").lower() == "true"
+    config: dict[str, Any] = {
+        "train_batch_size": AUTO,
+        "train_micro_batch_size_per_gpu": AUTO,
+        "gradient_accumulation_steps": number("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", AUTO),
+        "zero_optimization": {
+            "stage": number(f"{prefix}ZERO_STAGE", "2"),
+            "offload_optimizer": offload("OPTIMIZER"),
+            "offload_param": offload("PARAM"),
+            "stage3_gather_16bit_weights_on_model_save": saves_whole,
+        },
+    }
+    clipping = number("ACCELERATE_GRADIENT_CLIPPING", AUTO)
+    return config | ({"gradient_clipping": clipping} if clipping else {})  # as Accelerate does
 
 
 def _not_there(file: Path) -> str:
@@ -266,18 +304,22 @@ def _check_supported(environ: Mapping[str, str]) -> None:
     ]
     if _is_true(environ, "ACCELERATE_USE_MEGATRON_LM"):
         unsupported.append("Megatron-LM (ACCELERATE_USE_MEGATRON_LM)")
-    if unsupported:
-        raise UsageError(
-            f"The Accelerate config asks for {' and '.join(unsupported)}. No strategy of the "
-            "toolkit does that yet. Take it out of the config, or start the script without the "
-            "toolkit."
-        )
+    _refuse(unsupported, "Accelerate")
     if _is_true(environ, "ACCELERATE_USE_FSDP") and environ.get("FSDP_IGNORED_MODULES"):
         raise UsageError(
             "The Accelerate config has fsdp_ignored_modules: "
             f"{environ['FSDP_IGNORED_MODULES']}. FSDP2 would not average the gradients of these "
             "modules over the ranks, and with fsdp_cpu_ram_efficient_loading Accelerate shards "
             "them all the same. Take it out of the config."
+        )
+
+
+def _refuse(unsupported: list[str], library: str) -> None:
+    if unsupported:
+        raise UsageError(
+            f"The {library} config asks for {' and '.join(unsupported)}. No strategy of the "
+            "toolkit does that yet. Take it out of the config, or start the script without the "
+            "toolkit."
         )
 
 
@@ -316,8 +358,8 @@ def deepspeed_strategy(config: Mapping[str, Any]) -> Strategy:
 
     def device(name: str) -> Device:
         section: dict[str, Any] = zero.get(name) or {}
-        value = section.get("device")
-        return "cpu" if value == "cpu" else "nvme" if value == "nvme" else "none"
+        device = section.get("device")
+        return device if device in ("cpu", "nvme") else "none"
 
     try:
         stage = int(zero.get("stage", 0))
@@ -337,11 +379,7 @@ def deepspeed_strategy(config: Mapping[str, Any]) -> Strategy:
     sequence = config.get("sequence_parallel_size") or 0
     split = [f"tensor parallel (tensor_parallel.autotp_size: {tensor})"] if tensor > 1 else []
     split += [f"sequence parallel (sequence_parallel_size: {sequence})"] if sequence > 1 else []
-    if split:
-        raise UsageError(
-            f"The DeepSpeed config asks for {' and '.join(split)}. No strategy of the toolkit "
-            "does that yet. Take it out of the config."
-        )
+    _refuse(split, "DeepSpeed")
     return Strategy(
         name=CUSTOM,
         backend="deepspeed",
@@ -350,12 +388,6 @@ def deepspeed_strategy(config: Mapping[str, Any]) -> Strategy:
         offload_optimizer=optimizer,
         offload_parameters=parameters,
     )
-
-
-def _features(strategy: Strategy) -> Strategy:
-    """Return the strategy without its name, its summary and the processes of its file."""
-    assert {"name", "summary", "num_processes"} <= {field.name for field in fields(strategy)}
-    return replace(strategy, name=CUSTOM, summary="", num_processes=0)
 
 
 def _is_true(environ: Mapping[str, str], name: str) -> bool:

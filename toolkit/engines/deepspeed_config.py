@@ -12,8 +12,7 @@ from typing import Any, Final, get_args
 from toolkit.configs.deepspeed import AUTO
 from toolkit.configs.deepspeed_keys import unknown_key
 from toolkit.configs.fitting import FittedConfig, fit_to_run
-from toolkit.configs.inline import INLINE_FIELDS
-from toolkit.configs.requested import DEEPSPEED_FILE, read_deepspeed_config
+from toolkit.configs.requested import DEEPSPEED_FILE, INLINE_FIELDS, read_deepspeed_config
 from toolkit.environment import check_installed, has_compiler
 from toolkit.errors import sentence_of
 from toolkit.launching.builds import clear_stale_locks, unbuilt
