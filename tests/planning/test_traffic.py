@@ -9,8 +9,7 @@ from shapes_for_tests import gpt2, llama
 
 from toolkit.configs.deepspeed import deepspeed_config
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.speed.collective import Collective
-from toolkit.planning.speed.traffic import collectives, textbook_elements
+from toolkit.planning.speed.traffic import Collective, collectives, textbook
 from toolkit.strategies import STRATEGIES
 
 LLAMA = llama(hidden=256, intermediate=385, layers=3, vocab=1003)
@@ -280,13 +279,15 @@ def test_reducing_in_fp32_doubles_the_gradients_and_nothing_else():
 @pytest.mark.parametrize("strategy", ["single", "ddp", "zero1", "zero2", "zero3", "fsdp"])
 def test_one_gpu_sends_nothing(strategy):
     assert collectives(job(strategy, gpus=1)) == ()
-    assert textbook_elements(job(strategy, gpus=1)) == 0
+    assert textbook(STRATEGIES[strategy], trained=1, everything=1, ranks=1) == 0
 
 
 def test_textbook_volumes_are_two_and_three_times_the_model():
     psi = BIG.parameters
     volumes = {
-        name: textbook_elements(job(name, BIG)) / psi for name in STRATEGIES if name != "single"
+        name: textbook(strategy, trained=psi, everything=psi, ranks=2) / psi
+        for name, strategy in STRATEGIES.items()
+        if name != "single"
     }
     assert {name for name, volume in volumes.items() if volume == 2} == {
         "ddp",

@@ -2,7 +2,7 @@
 
 Read in, and counted at the c10d calls of two and four gloo processes with, torch 2.15, accelerate
 1.15, transformers 5.23 and deepspeed 0.19.8; what the textbook says stands beside it in
-`textbook_elements`. Where the libraries do something else than the papers:
+`textbook`. Where the libraries do something else than the papers:
 
 - DeepSpeed's ZeRO-1 and ZeRO-2 all-reduce gradients and all-gather parameters, so 3 psi cross the
   wire where the paper has 2: `use_multi_rank_bucket_allreduce` is on by default
@@ -21,10 +21,10 @@ the Trainer's count of tokens, the loss that is logged.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import replace
-from functools import lru_cache
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from typing import Literal
 
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.states import FLAT_ALIGNMENT
@@ -32,13 +32,63 @@ from toolkit.planning.memory.weights import COMPUTE_SIZE, Tensors, trained_size,
 from toolkit.planning.memory.zero_settings import zero_settings
 from toolkit.planning.models.shape import ModelShape
 from toolkit.planning.options import Checkpointing
-from toolkit.planning.speed.collective import Collective
 from toolkit.strategies import COMPUTE_DTYPES, DTYPE_BYTES, DTYPES, Strategy
+
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
+Purpose = Literal["gradients", "parameters", "norm"]
+Scope = Literal["inside a node", "between nodes"]
 
 DDP_BUCKET_BYTES = 25 << 20
 """DDP's default; the first bucket is of 1 MiB (torch/nn/parallel/distributed.py)."""
 
 _SIZED = {4: "float32", 2: "16 bit"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """One kind of collective, over all its calls in an optimizer step."""
+
+    kind: Kind
+    purpose: Purpose
+    elements: int
+    """Of the whole buffer, padding included, each time that all of it travels: what an all-reduce
+    takes, an all-gather gives, a reduce-scatter takes."""
+
+    element_size: int
+    dtype: str
+    times: int = 1
+    """In an optimizer step: 1, or once a micro-batch."""
+
+    calls: int
+    """About how many calls that is each time; buckets depend on the order of the gradients."""
+
+    ranks: int
+    nodes: int = 1
+    """Machines that the group of ranks lies on."""
+
+    rings: int = 1
+    """Groups that share the links of a machine at the same time."""
+
+    exact: bool = True
+    """Whether a count in a run has to equal `payload_bytes`, or may differ by a few per cent."""
+
+    formula: str = ""
+    inputs: Mapping[str, float | str] = field(default_factory=dict[str, "float | str"])
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of an optimizer step, as the calls name them."""
+        return self.elements * self.element_size * self.times
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that one rank sends in an optimizer step, with the ring algorithm."""
+        once = (self.ranks - 1) / self.ranks
+        return self.payload_bytes * (2 * once if self.kind == "all_reduce" else once)
+
+    @property
+    def scope(self) -> Scope:
+        return "between nodes" if self.nodes > 1 else "inside a node"
 
 
 def collectives(job: PlannedJob) -> tuple[Collective, ...]:
@@ -58,13 +108,6 @@ def collectives(job: PlannedJob) -> tuple[Collective, ...]:
             return _zero3(job)
         case "rows":
             return _fsdp(job)
-
-
-def textbook_elements(job: PlannedJob) -> int:
-    """Return the elements of `textbook` for a rank of `job`."""
-    trained = weights_of(job).trained.elements
-    everything = job.model.parameters + (trained if job.method != "full" else 0)
-    return textbook(job.strategy, trained=trained, everything=everything, ranks=job.gpus)
 
 
 def textbook(strategy: Strategy, *, trained: int, everything: int, ranks: int) -> int:
@@ -88,46 +131,33 @@ def textbook(strategy: Strategy, *, trained: int, everything: int, ranks: int) -
 
 
 def _ddp(job: PlannedJob) -> tuple[Collective, ...]:
-    trained = weights_of(job).trained
-    size = trained_size(job)
-    return (
-        Collective(
-            kind="all_reduce",
-            purpose="gradients",
-            elements=trained.elements,
-            element_size=size,
-            dtype=_SIZED[size],
-            times=1,
-            calls=1 + trained.elements * size // DDP_BUCKET_BYTES,
-            ranks=job.gpus,
-            nodes=job.nodes,
-            formula="trained * size, once a step, in the dtype of the weights",
-            inputs={"trained": trained.elements, "size": size},
-        ),
-    )
-
-
-def _zero12(job: PlannedJob) -> tuple[Collective, ...]:
-    weights = weights_of(job)
-    size = trained_size(job)
-    settings = zero_settings(job)
-    every = 1 if job.strategy.shards_at_the_step else job.accumulation
-    flat = sum(_flat_elements(group, job.gpus) for group in weights.groups)
-    trained = weights.trained.elements
-    reduced, reduced_dtype = _reduced(job, size)
-    shared: dict[str, Any] = {"ranks": job.gpus, "nodes": job.nodes}
+    trained, size = weights_of(job).trained.elements, trained_size(job)
     return (
         Collective(
             kind="all_reduce",
             purpose="gradients",
             elements=trained,
-            element_size=reduced,
-            dtype=reduced_dtype,
-            times=every,
-            calls=-(-trained // settings.reduce_bucket),
+            element_size=size,
+            dtype=_SIZED[size],
+            calls=1 + trained * size // DDP_BUCKET_BYTES,
+            ranks=job.gpus,
+            nodes=job.nodes,
+            formula="trained * size, once a step, in the dtype of the weights",
+            inputs={"trained": trained, "size": size},
+        ),
+    )
+
+
+def _zero12(job: PlannedJob) -> tuple[Collective, ...]:
+    weights, size = weights_of(job), trained_size(job)
+    flat = sum(_padded(group.elements, FLAT_ALIGNMENT * job.gpus) for group in weights.groups)
+    return (
+        _zero_gradients(
+            job,
+            "all_reduce",
+            weights.trained.elements,
+            times=1 if job.strategy.shards_at_the_step else job.accumulation,
             formula="trained * size * times: every micro-batch under ZeRO-2, once under ZeRO-1",
-            inputs={"trained": trained, "size": reduced, "times": every},
-            **shared,
         ),
         Collective(
             kind="all_gather",
@@ -135,49 +165,51 @@ def _zero12(job: PlannedJob) -> tuple[Collective, ...]:
             elements=flat,
             element_size=size,
             dtype=COMPUTE_DTYPES[job.precision],
-            times=1,
             calls=len(weights.groups),
+            ranks=job.gpus,
+            nodes=job.nodes,
             formula="flat * size, each group of the optimizer padded to 2 * ranks",
             inputs={"flat": flat, "size": size, "ranks": job.gpus},
-            **shared,
         ),
         _norm(job, len(weights.groups), 4),
     )
 
 
 def _zero3(job: PlannedJob) -> tuple[Collective, ...]:
-    weights = weights_of(job)
-    size = trained_size(job)
-    settings = zero_settings(job)
-    how = (
-        job.checkpointing,
-        settings.persistence_threshold,
-        settings.max_reuse,
-        settings.max_live,
-        job.gpus,
+    weights, size, settings = weights_of(job), trained_size(job), zero_settings(job)
+    gathered_if = partial(
+        gathered_elements,
+        job.model,
+        checkpointing=job.checkpointing,
+        threshold=settings.persistence_threshold,
+        reuse_distance=settings.max_reuse,
+        max_live=settings.max_live,
+        ranks=job.gpus,
     )
-    first, again = gathered_elements(job.model, job.method == "full", *how)
+    first, again = gathered_if(trains_base=job.method == "full")
     persistent = _persistent(job.model, settings.persistence_threshold, job.gpus)
     gathered = first + again
+    gradients = weights.trained.partitioned(job.gpus) * job.gpus
     if job.method != "full":
         # Adapters of a few thousand elements persist like norms; the others come and go with the
         # layers that they stand in, like 4-bit weights.
-        small = _small_adapters(weights.trained, settings.persistence_threshold, job.gpus)
+        small = weights.trained.at_most(settings.persistence_threshold, job.gpus)
         persistent += small
-        adapters = weights.trained.partitioned(job.gpus) * job.gpus - small
-        _, as_trained = gathered_elements(job.model, True, *how)
-        gathered += round(adapters * (1 + as_trained / first))
+        _, as_trained = gathered_if(trains_base=True)
+        gathered += round((gradients - small) * (1 + as_trained / first))
         gathered -= round(_packed_savings(job, weights.packed) * (1 + again / first))
-    gradients = weights.trained.partitioned(job.gpus) * job.gpus
-    reduced, reduced_dtype = _reduced(job, size)
-    shared: dict[str, Any] = {"ranks": job.gpus, "nodes": job.nodes}
+    gather = partial(
+        Collective,
+        kind="all_gather",
+        purpose="parameters",
+        element_size=size,
+        dtype=COMPUTE_DTYPES[job.precision],
+        ranks=job.gpus,
+        nodes=job.nodes,
+    )
     return (
-        Collective(
-            kind="all_gather",
-            purpose="parameters",
+        gather(
             elements=gathered,
-            element_size=size,
-            dtype=COMPUTE_DTYPES[job.precision],
             times=job.accumulation,
             calls=-(-gathered // max(1, settings.prefetch_bucket)),
             formula=(
@@ -193,71 +225,82 @@ def _zero3(job: PlannedJob) -> tuple[Collective, ...]:
                 "max_reuse": settings.max_reuse,
             },
             exact=not again,
-            **shared,
         ),
-        Collective(
-            kind="all_gather",
-            purpose="parameters",
+        gather(
             elements=persistent,
-            element_size=size,
-            dtype=COMPUTE_DTYPES[job.precision],
-            times=1,
             calls=max(1, job.model.layers * 2),
             formula="persistent * size: what is never released, gathered after each step",
             inputs={"persistent": persistent, "size": size},
-            **shared,
         ),
-        Collective(
-            kind="reduce_scatter",
-            purpose="gradients",
-            elements=gradients,
-            element_size=reduced,
-            dtype=reduced_dtype,
+        _zero_gradients(
+            job,
+            "reduce_scatter",
+            gradients,
             times=job.accumulation,
-            calls=-(-gradients // settings.reduce_bucket),
-            formula="trained * size * micro-batches, each tensor padded to the ranks",
-            inputs={"trained": gradients, "size": reduced, "micro-batches": job.accumulation},
-            **shared,
+            formula="trained * size * times: every micro-batch, each tensor padded to the ranks",
         ),
         _norm(job, len(weights.groups), 8 if job.strategy.offload_optimizer == "none" else 4),
     )
 
 
-def _reduced(job: PlannedJob, size: int) -> tuple[int, str]:
-    """Bytes and dtype of a gradient on the wire: the weights' own unless a file names another."""
-    # By one of three names (DeepSpeed 0.19, runtime/config.py, `get_communication_data_type`).
+def _zero_gradients(
+    job: PlannedJob, kind: Kind, elements: int, *, times: int, formula: str
+) -> Collective:
+    # The weights' own dtype, unless a file names another by one of three names (DeepSpeed 0.19,
+    # runtime/config.py, `get_communication_data_type`).
     named = None if job.deepspeed is None else job.deepspeed.get("communication_data_type")
     dtype = DTYPES.get(str(named).lower())
-    return (size, COMPUTE_DTYPES[job.precision]) if dtype is None else (DTYPE_BYTES[dtype], dtype)
+    size = trained_size(job) if dtype is None else DTYPE_BYTES[dtype]
+    return Collective(
+        kind=kind,
+        purpose="gradients",
+        elements=elements,
+        element_size=size,
+        dtype=dtype or COMPUTE_DTYPES[job.precision],
+        times=times,
+        calls=-(-elements // zero_settings(job).reduce_bucket),
+        ranks=job.gpus,
+        nodes=job.nodes,
+        formula=formula,
+        inputs={"trained": elements, "size": size, "times": times},
+    )
 
 
 def _fsdp(job: PlannedJob) -> tuple[Collective, ...]:
-    weights = weights_of(job)
+    weights, shards = weights_of(job), job.shards
     # accelerate's mixed precision computes and reduces in the same 16 bits; without, both are as
     # the weights are.
-    size = COMPUTE_SIZE[job.precision] if job.precision != "no" else trained_size(job)
-    base_size = size if job.method != "full" or job.precision != "no" else DTYPE_BYTES[job.dtype]
-    dtype = COMPUTE_DTYPES[job.precision] if job.precision != "no" else _SIZED[size]
-    shards = job.shards
-    reduced = 4 if job.reduce_in_fp32 else size
+    mixed = job.precision != "no"
+    size = COMPUTE_SIZE[job.precision] if mixed else trained_size(job)
+    base_size = size if job.method != "full" or mixed else DTYPE_BYTES[job.dtype]
+    dtype = COMPUTE_DTYPES[job.precision] if mixed else _SIZED[size]
     once, again = _fsdp_units(job.model, shards)
-    if job.method != "full":
-        again += weights.trained.chunked(shards) * shards
-    again -= _packed_savings(job, weights.packed)
-    gathered = once + again * (2 if job.strategy.gathers_again else 1)
     gradients = weights.trained.chunked(shards) * shards
+    if job.method != "full":
+        again += gradients
+    again -= _packed_savings(job, weights.packed)
+    gathers = 2 if job.strategy.gathers_again else 1
     per_node = job.gpus // job.nodes
     units = job.model.layers + 2
-    inside: dict[str, Any] = {
-        "ranks": shards,
-        "nodes": max(1, -(-shards // per_node)),
-        "rings": max(1, per_node // shards) if shards > per_node else 1,
-    }
+    inside = partial(
+        Collective,
+        ranks=shards,
+        nodes=max(1, -(-shards // per_node)),
+        rings=max(1, per_node // shards) if shards > per_node else 1,
+    )
+    reduced = 4 if job.reduce_in_fp32 else size
+    reduce = partial(
+        Collective,
+        purpose="gradients",
+        element_size=reduced,
+        dtype="float32" if reduced == 4 else dtype,
+        calls=units,
+    )
     in_shards = (
-        Collective(
+        inside(
             kind="all_gather",
             purpose="parameters",
-            elements=gathered,
+            elements=once + again * gathers,
             element_size=base_size,
             dtype=dtype,
             times=job.accumulation,
@@ -269,43 +312,32 @@ def _fsdp(job: PlannedJob) -> tuple[Collective, ...]:
             inputs={
                 "once": once,
                 "twice": again,
-                "gathers": 2 if job.strategy.gathers_again else 1,
+                "gathers": gathers,
                 "size": base_size,
                 "micro-batches": job.accumulation,
             },
-            **inside,
         ),
-        Collective(
+        reduce(
             kind="reduce_scatter",
-            purpose="gradients",
             elements=gradients,
-            element_size=reduced,
-            dtype="float32" if reduced == 4 else dtype,
-            times=1,
-            calls=units,
             formula="trained * size, once a step, rows padded to the shards",
             inputs={"trained": gradients, "size": reduced, "shards": shards},
-            **inside,
-        ),
-        replace(
-            _norm(job, len(weights_of(job).trained.sizes), 4),
-            calls=1,
-            formula="one number for each trained tensor, at once",
+            **inside.keywords,
         ),
     )
+    norm = replace(
+        _norm(job, len(weights.trained.sizes), 4),
+        calls=1,
+        formula="one number for each trained tensor, at once",
+    )
     # A group of one shard has nothing to gather or scatter.
-    in_groups = in_shards if shards > 1 else in_shards[2:]
+    in_groups = (*in_shards, norm) if shards > 1 else (norm,)
     if job.strategy.replicas == 1:
         return in_groups
     return (
-        Collective(
+        reduce(
             kind="all_reduce",
-            purpose="gradients",
             elements=gradients // shards,
-            element_size=reduced,
-            dtype="float32" if reduced == 4 else dtype,
-            times=1,
-            calls=units,
             ranks=job.strategy.replicas,
             nodes=min(job.nodes, job.strategy.replicas),
             rings=min(per_node, shards) if job.nodes > 1 else 1,
@@ -324,7 +356,6 @@ def _norm(job: PlannedJob, numbers: int, size: int) -> Collective:
         elements=numbers,
         element_size=size,
         dtype="float32" if size == 4 else "float64",
-        times=1,
         calls=numbers,
         ranks=job.gpus,
         nodes=job.nodes,
@@ -333,23 +364,24 @@ def _norm(job: PlannedJob, numbers: int, size: int) -> Collective:
     )
 
 
-def _flat_elements(group: Tensors, ranks: int) -> int:
-    whole = FLAT_ALIGNMENT * ranks
-    return -(-group.elements // whole) * whole
+def _padded(elements: int, parts: int) -> int:
+    """Return `elements` rounded up to a multiple of `parts`."""
+    return -(-elements // parts) * parts
 
 
 def _packed_savings(job: PlannedJob, packed: Tensors) -> int:
     """Elements of the storage dtype by which 4-bit values are fewer than the weights they hold."""
     if not packed.sizes:
         return 0
-    held = 2 * COMPUTE_SIZE[job.precision]
-    return _packed_elements(packed, job.shards, held, job.strategy.sharding == "rows")
+    values_per_element = 2 * COMPUTE_SIZE[job.precision]
+    by_rows = job.strategy.sharding == "rows"
+    shard = packed.chunked(job.shards) if by_rows else packed.partitioned(job.shards)
+    return shard * job.shards - _packed_elements(packed, job.shards, values_per_element)
 
 
 @lru_cache(maxsize=512)
-def _packed_elements(packed: Tensors, shards: int, held: int, rows: bool) -> int:
-    whole = (packed.chunked(shards) if rows else packed.partitioned(shards)) * shards
-    return whole - sum(-(-(size // held) // shards) * shards for size in packed.sizes)
+def _packed_elements(packed: Tensors, shards: int, values_per_element: int) -> int:
+    return sum(_padded(size // values_per_element, shards) for size in packed.sizes)
 
 
 @lru_cache(maxsize=512)
@@ -358,9 +390,8 @@ def _fsdp_units(model: ModelShape, shards: int) -> tuple[int, int]:
     once = again = 0
     for tensor in model.tensors:
         rows = tensor.shape[0] if tensor.shape else 1
-        padded = -(-rows // shards) * shards * (tensor.elements // rows)
-        resharded = tensor.layer is not None or (tensor.kind == "embedding" and not model.tied)
-        if resharded:
+        padded = _padded(rows, shards) * (tensor.elements // rows)
+        if tensor.layer is not None or (tensor.kind == "embedding" and not model.tied):
             again += padded
         else:
             once += padded
@@ -370,16 +401,8 @@ def _fsdp_units(model: ModelShape, shards: int) -> tuple[int, int]:
 @lru_cache(maxsize=512)
 def _persistent(model: ModelShape, threshold: int, ranks: int) -> int:
     """Padded elements of the model's own tensors that are never released."""
-    return _padded_small([tensor.elements for tensor in model.tensors], threshold, ranks)
-
-
-@lru_cache(maxsize=512)
-def _small_adapters(trained: Tensors, threshold: int, ranks: int) -> int:
-    return _padded_small(trained.sizes, threshold, ranks)
-
-
-def _padded_small(sizes: Iterable[int], threshold: int, ranks: int) -> int:
-    return sum(-(-size // ranks) * ranks for size in sizes if size <= threshold)
+    sizes = (tensor.elements for tensor in model.tensors)
+    return sum(_padded(size, ranks) for size in sizes if size <= threshold)
 
 
 @lru_cache(maxsize=512)
@@ -420,7 +443,7 @@ def gathered_elements(
             in_layer -= tensor.elements
         if tensor.elements <= threshold:
             continue
-        padded = -(-tensor.elements // ranks) * ranks
+        padded = _padded(tensor.elements, ranks)
         first += padded
         if tensor.layer is not None:
             ways = _ways_of_layer(

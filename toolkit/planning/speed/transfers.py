@@ -7,10 +7,9 @@ from toolkit.planning.memory.optimizers import moved_bytes
 from toolkit.planning.memory.weights import COMPUTE_SIZE, trained_size, weights_of
 from toolkit.planning.memory.zero_settings import zero_settings
 from toolkit.planning.speed import rates
-from toolkit.planning.speed.collective import Collective
 from toolkit.planning.speed.computing import SpeedTerm, at, shown
 from toolkit.planning.speed.gpus import Gpu
-from toolkit.planning.speed.traffic import collectives
+from toolkit.planning.speed.traffic import Collective, collectives
 from toolkit.planning.terms import Interval
 
 
