@@ -59,11 +59,21 @@ class Interval:
     def middle(self) -> float:
         return (self.low + self.high) / 2
 
-    def __add__(self, other: Interval) -> Interval:
-        return Interval(self.low + other.low, self.high + other.high)
+    def __add__(self, addend: Interval) -> Interval:
+        return Interval(self.low + addend.low, self.high + addend.high)
+
+    def __mul__(self, factor: Interval) -> Interval:
+        return Interval(self.low * factor.low, self.high * factor.high)
+
+    def __truediv__(self, divisor: Interval) -> Interval:
+        return Interval(self.low / divisor.high, self.high / divisor.low)
 
     def times(self, factor: float) -> Interval:
         return Interval(self.low * factor, self.high * factor)
+
+    def less(self, hidden: Interval) -> Interval:
+        """Return both ends less those of `hidden`, and no less than 0."""
+        return Interval(max(0, self.low - hidden.low), max(0, self.high - hidden.high))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

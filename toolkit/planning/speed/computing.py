@@ -32,11 +32,6 @@ def total(terms: Iterable[SpeedTerm]) -> Interval:
     return Interval.total(term.seconds for term in terms)
 
 
-def at(work: Interval, rate: float, share: Interval) -> Interval:
-    """Seconds for an amount of work at a share of a rate."""
-    return Interval(work.low / (rate * share.high), work.high / (rate * share.low))
-
-
 def shown(interval: Interval) -> str:
     if interval.low == interval.high:
         return f"{interval.low:.4g}"
@@ -55,24 +50,27 @@ def computing(job: PlannedJob, gpu: Gpu, rate: float) -> list[SpeedTerm]:
     """Return the terms of one micro-batch, forward and backward."""
     tokens = job.micro_tokens
     share = matmul_share(gpu)
-    linear = tokens * linear_flops(job)
-    attention = tokens * attention_flops(job)
     eager = job.attention == "eager"
     generation = max(min(gpu.compute_capability[0], 9), 7)
     attention_share = rates.EAGER_SHARE if eager else rates.FLASH_SHARE[generation]
+    formula = "FLOPs / (dense rate * share of it)"
+    products = (
+        ("products with weights", linear_flops(job), share, formula),
+        (
+            "attention",
+            attention_flops(job),
+            attention_share,
+            f"{formula}, masked half skipped by flash kernels",
+        ),
+    )
     terms = [
         SpeedTerm(
-            name="products with weights",
-            seconds=at(Interval.exactly(linear), rate, share),
-            formula="FLOPs / (dense rate * share of it)",
-            inputs={"FLOPs": linear, "dense rate": rate, "share": shown(share)},
-        ),
-        SpeedTerm(
-            name="attention",
-            seconds=at(Interval.exactly(attention), rate, attention_share),
-            formula="FLOPs / (dense rate * share of it), masked half skipped by flash kernels",
-            inputs={"FLOPs": attention, "dense rate": rate, "share": shown(attention_share)},
-        ),
+            name=name,
+            seconds=Interval.exactly(tokens * flops) / reached.times(rate),
+            formula=formula,
+            inputs={"FLOPs": tokens * flops, "dense rate": rate, "share": shown(reached)},
+        )
+        for name, flops, reached, formula in products
     ]
     moved = {
         "norms, activations, residuals": _elementwise(job).times(tokens),
@@ -86,7 +84,7 @@ def computing(job: PlannedJob, gpu: Gpu, rate: float) -> list[SpeedTerm]:
         terms.append(
             SpeedTerm(
                 name=name,
-                seconds=at(amount, gpu.memory_bandwidth, rates.MEMORY_SHARE),
+                seconds=amount / rates.MEMORY_SHARE.times(gpu.memory_bandwidth),
                 formula="bytes moved / (memory bandwidth * share of it)",
                 inputs={
                     "bytes": shown(amount),
@@ -105,7 +103,7 @@ def _launching(job: PlannedJob, busy: Interval) -> SpeedTerm:
     launch = Interval(rates.LAUNCH_SECONDS.low * passes, rates.LAUNCH_SECONDS.high * most)
     return SpeedTerm(
         name="waiting for launches",
-        seconds=Interval(max(0, launch.low - busy.low), max(0, launch.high - busy.high)),
+        seconds=launch.less(busy),
         formula="layers * seconds a layer - what keeps the GPU busy, or 0",
         inputs={"layers": job.model.layers, "seconds": shown(launch), "busy": shown(busy)},
     )

@@ -7,7 +7,7 @@ from toolkit.planning.memory.optimizers import moved_bytes
 from toolkit.planning.memory.weights import COMPUTE_SIZE, trained_size, weights_of
 from toolkit.planning.memory.zero_settings import zero_settings
 from toolkit.planning.speed import rates
-from toolkit.planning.speed.computing import SpeedTerm, at, shown
+from toolkit.planning.speed.computing import SpeedTerm, shown
 from toolkit.planning.speed.gpus import Gpu
 from toolkit.planning.speed.traffic import Collective, collectives
 from toolkit.planning.terms import Interval
@@ -17,19 +17,21 @@ def communicating(job: PlannedJob, gpu: Gpu, network: Interval, micro: Interval)
     """Return the time that collectives add to a step, less the part that computing hides."""
     overlaps = not job.strategy.reads_deepspeed_json or zero_settings(job).overlaps
     terms: list[SpeedTerm] = []
-    # Gathers go on beside everything, reductions beside backward, two thirds of a micro-batch.
-    everything = micro.times(job.accumulation)
+    computing = micro.times(job.accumulation)
     for collective in collectives(job):
         taken = collective_seconds(collective, gpu, network)
-        window = Interval(0, 0)
-        if overlaps and collective.purpose != "norm":
-            window = (
-                everything
-                if collective.kind == "all_gather"
-                else micro.times(2 / 3 * collective.times)
-            )
+        calls = collective.calls * collective.times
+        # Gathers go on beside everything, reductions beside backward, two thirds of a micro-batch.
+        if not overlaps or collective.purpose == "norm":
+            window = Interval(0, 0)
+        elif collective.kind == "all_gather":
+            window = computing
+            # What hides one gather doesn't hide the next.
+            computing = computing.less(taken)
+        else:
+            window = micro.times(2 / 3 * collective.times)
         # The first gather and the last reduction have nothing beside them.
-        least = 1 / max(1, collective.calls * collective.times) if overlaps else 1
+        least = 1 / max(1, calls) if overlaps else 1
         hidden = Interval(window.low * rates.OVERLAP.high, window.high * rates.OVERLAP.low)
         terms.append(
             SpeedTerm(
@@ -41,7 +43,7 @@ def communicating(job: PlannedJob, gpu: Gpu, network: Interval, micro: Interval)
                 formula="calls * latency + wire bytes / (bandwidth * share), less what is hidden",
                 inputs={
                     "wire bytes": collective.wire_bytes,
-                    "calls": collective.calls * collective.times,
+                    "calls": calls,
                     "ranks": collective.ranks,
                     "scope": collective.scope,
                     "seconds": shown(taken),
@@ -49,11 +51,6 @@ def communicating(job: PlannedJob, gpu: Gpu, network: Interval, micro: Interval)
                 },
             )
         )
-        if overlaps and collective.kind == "all_gather" and collective.purpose != "norm":
-            # What hides one gather doesn't hide the next.
-            everything = Interval(
-                max(0, everything.low - taken.low), max(0, everything.high - taken.high)
-            )
     return terms
 
 
@@ -61,23 +58,16 @@ def collective_seconds(collective: Collective, gpu: Gpu, network: Interval) -> I
     """Return the seconds of all calls of a step, nothing beside them: alpha-beta, on a ring."""
     link = gpu.nvlink_bandwidth or gpu.pcie_bandwidth
     share = rates.NVLINK_SHARE if gpu.nvlink_bandwidth else rates.PCIE_SHARE
-    moving = at(Interval.exactly(collective.wire_bytes), link, share)
+    moving = Interval.exactly(collective.wire_bytes) / share.times(link)
     hops = (collective.ranks - 1) * (2 if collective.kind == "all_reduce" else 1)
     hop = rates.HOP_SECONDS
     if collective.nodes > 1:
         hop = rates.NODE_HOP_SECONDS
-        shared = collective.wire_bytes * collective.rings
-        between = Interval(
-            shared / (network.high * rates.NETWORK_SHARE.high),
-            shared / (network.low * rates.NETWORK_SHARE.low),
-        )
+        shared = Interval.exactly(collective.wire_bytes * collective.rings)
+        between = shared / (network * rates.NETWORK_SHARE)
         moving = Interval(max(moving.low, between.low), max(moving.high, between.high))
     calls = collective.calls * collective.times
-    latency = rates.LATENCY_SECONDS
-    return Interval(
-        moving.low + calls * (latency.low + hops * hop),
-        moving.high + calls * (latency.high + hops * hop),
-    )
+    return moving + (rates.LATENCY_SECONDS + Interval.exactly(hops * hop)).times(calls)
 
 
 def stepping(job: PlannedJob, gpu: Gpu, micro: Interval) -> list[SpeedTerm]:
@@ -95,11 +85,11 @@ def stepping(job: PlannedJob, gpu: Gpu, micro: Interval) -> list[SpeedTerm]:
     moved = _optimizer_bytes(job)
     if job.strategy.offload_optimizer == "none":
         passes = rates.OPTIMIZER_PASSES if job.optimizer == "adamw" else Interval.exactly(1)
-        amount = passes.times(moved * elements)
         terms.append(
             SpeedTerm(
                 name="optimizer",
-                seconds=at(amount, gpu.memory_bandwidth, rates.MEMORY_SHARE),
+                seconds=passes.times(moved * elements)
+                / rates.MEMORY_SHARE.times(gpu.memory_bandwidth),
                 formula="bytes a parameter * parameters * passes / (memory bandwidth * share)",
                 inputs={
                     "bytes": moved,
@@ -128,19 +118,15 @@ def _offloading(
     per_node = job.gpus // job.nodes
     size = trained_size(job)
     down, up = _copied_bytes(job, elements, size)
-    copying = Interval(
-        (down + up) / (gpu.pcie_bandwidth * rates.HOST_COPY_SHARE.high),
-        (down + up) / (gpu.pcie_bandwidth * rates.HOST_COPY_SHARE.low),
-    )
-    hidden = micro.low * job.accumulation * rates.OVERLAP.high
+    copying = Interval.exactly(down + up) / rates.HOST_COPY_SHARE.times(gpu.pcie_bandwidth)
+    hidden = Interval(micro.low * job.accumulation * rates.OVERLAP.high, 0)
     # DeepSpeed brings an optimizer for CPUs; FSDP2 steps with whatever the job asks for.
     unfused = job.strategy.sharding == "rows" and job.optimizer == "adamw"
     passes = rates.UNFUSED_ON_CPU if unfused else Interval.exactly(1)
-    stepping = passes.times(moved * elements * per_node)
     terms = [
         SpeedTerm(
             name="copies to and from the host",
-            seconds=Interval(max(0, copying.low - hidden), copying.high),
+            seconds=copying.less(hidden),
             formula="bytes / (PCIe bandwidth * share); at best beside the computing",
             inputs={
                 "bytes to the host": down,
@@ -151,9 +137,7 @@ def _offloading(
         ),
         SpeedTerm(
             name="optimizer on the CPU",
-            seconds=Interval(
-                stepping.low / rates.HOST_BANDWIDTH.high, stepping.high / rates.HOST_BANDWIDTH.low
-            ),
+            seconds=passes.times(moved * elements * per_node) / rates.HOST_BANDWIDTH,
             formula="bytes a parameter * parameters of a node * passes / host memory bandwidth",
             inputs={
                 "bytes": moved,
@@ -170,9 +154,7 @@ def _offloading(
         terms.append(
             SpeedTerm(
                 name="reading and writing the disk",
-                seconds=Interval(
-                    amount / rates.NVME_BANDWIDTH.high, amount / rates.NVME_BANDWIDTH.low
-                ),
+                seconds=Interval.exactly(amount) / rates.NVME_BANDWIDTH,
                 formula="(28 + size * (1 + 2 * micro-batches)) * parameters of a node / bandwidth",
                 inputs={
                     "size": size,
