@@ -5,10 +5,11 @@ import json
 import pytest
 
 from toolkit.errors import UsageError
-from toolkit.planning.speed.gpus import GPUS, gpu, read_gpus
+from toolkit.planning.speed.gpus import built_in_gpus, gpu, read_gpus
 
 GIB = 1 << 30
 
+GPUS = built_in_gpus()
 ASKED_FOR = [
     "T4",
     "V100-16GB",

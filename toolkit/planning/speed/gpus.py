@@ -10,18 +10,13 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from toolkit.errors import UsageError
-
-if TYPE_CHECKING:
-    GPUS: Mapping[str, Gpu]
-    """The built-in table, by name."""
 
 MIB = 1 << 20
 TERA = 1e12
@@ -29,9 +24,6 @@ GIGA = 1e9
 
 PCIE_GB_PER_LANE = {"3.0": 0.985, "4.0": 1.969, "5.0": 3.938, "6.0": 7.563}
 """GB/s of one lane in one direction, after encoding (stas00/ml-engineering network/README.md)."""
-
-MOST = {"memory_mib": 1 << 24, "dollars_per_hour": 1e4, "matmul_share": 1, "matmul_share_low": 1}
-"""Largest values that are believed; any other number may be up to a million."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,13 +89,6 @@ class Gpu:
         return self.bf16_flops
 
 
-def __getattr__(name: str) -> Any:
-    # The table is read when someone asks for it.
-    if name == "GPUS":
-        return _built_in()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
 def gpu(name: str, *, file: Path | None = None) -> Gpu:
     """Return the GPU called `name`, in any case, with or without its vendor, as torch names it too.
 
@@ -114,18 +99,7 @@ def gpu(name: str, *, file: Path | None = None) -> Gpu:
     Raises:
         UsageError: no such GPU, several that it could be, or a broken file.
     """
-    return _find(name, file) if file is not None else _find_built_in(name)
-
-
-@lru_cache(maxsize=256)
-def _find_built_in(name: str) -> Gpu:
-    return _find(name, None)
-
-
-def _find(name: str, file: Path | None) -> Gpu:
-    table = dict(_built_in())
-    if file is not None:
-        table |= read_gpus(file)
+    table = built_in_gpus() if file is None else {**built_in_gpus(), **read_gpus(file)}
     by_word = {_word(alias): entry for entry in table.values() for alias in entry.aliases}
     by_word |= {_word(entry.name): entry for entry in table.values()}
     wanted = _word(name)
@@ -153,7 +127,8 @@ def _word(name: str) -> str:
 
 
 @lru_cache(maxsize=1)
-def _built_in() -> Mapping[str, Gpu]:
+def built_in_gpus() -> Mapping[str, Gpu]:
+    """Return the built-in table, by name."""
     return read_gpus(Path(__file__).with_name("gpus.json"))
 
 
@@ -166,15 +141,21 @@ _REQUIRED = (
     "memory_gb_per_second",
     "pcie",
 )
-_NUMBERS = (
-    "bf16_tflops",
-    "tf32_tflops",
-    "nvlink_gb_per_second",
-    "watts",
-    "matmul_share",
-    "matmul_share_low",
-    "dollars_per_hour",
-)
+_NUMBERS = {
+    "memory_mib": ("memory_bytes", MIB, 1 << 24),
+    "fp16_tflops": ("fp16_flops", TERA, 1e6),
+    "fp32_tflops": ("fp32_flops", TERA, 1e6),
+    "memory_gb_per_second": ("memory_bandwidth", GIGA, 1e6),
+    "bf16_tflops": ("bf16_flops", TERA, 1e6),
+    "tf32_tflops": ("tf32_flops", TERA, 1e6),
+    "nvlink_gb_per_second": ("nvlink_bandwidth", GIGA, 1e6),
+    "watts": ("watts", 1, 1e6),
+    "matmul_share": ("matmul_share", 1, 1),
+    "matmul_share_low": ("matmul_share_low", 1, 1),
+    "dollars_per_hour": ("dollars_per_hour", 1, 1e4),
+}
+"""Of each number of an entry: the field of a `Gpu`, its unit, and the most that is believed."""
+
 _TEXTS = ("source", "memory_source", "matmul_source")
 _LISTS = ("aliases", "unchecked")
 
@@ -229,54 +210,46 @@ def _entry(entry: object, file: Path) -> Gpu:
     where = f"{file}, {name}"
     for key in values:
         if key not in allowed:
-            raise UsageError(f"{where}: there is no key {key!r}. The keys are {_all(allowed)}.")
+            keys = ", ".join(sorted(allowed))
+            raise UsageError(f"{where}: there is no key {key!r}. The keys are {keys}.")
     for key in _REQUIRED:
         if values.get(key) is None:
             raise UsageError(f"{where}: {key} is missing.")
-
-    def number(key: str, scale: float = 1) -> float | None:
-        return None if values.get(key) is None else _number(values[key], key, where) * scale
-
-    def required(key: str, scale: float = 1) -> float:
-        return _number(values[key], key, where) * scale
-
     capability = _capability(values["compute_capability"], where)
-    if capability >= (8, 0) and values.get("bf16_tflops") is None:
+    has_bf16 = capability >= (8, 0)
+    if has_bf16 and values.get("bf16_tflops") is None:
         raise UsageError(f"{where}: bf16_tflops is missing; from compute capability 8.0 it is due.")
-    texts = {key: _text(values.get(key), key, where) for key in _TEXTS}
-    return Gpu(
-        name=name,
-        memory_bytes=int(required("memory_mib")) * MIB,
-        compute_capability=capability,
-        bf16_flops=number("bf16_tflops", TERA) if capability >= (8, 0) else None,
-        fp16_flops=required("fp16_tflops", TERA),
-        tf32_flops=number("tf32_tflops", TERA),
-        fp32_flops=required("fp32_tflops", TERA),
-        memory_bandwidth=required("memory_gb_per_second", GIGA),
-        nvlink_bandwidth=number("nvlink_gb_per_second", GIGA),
-        pcie_bandwidth=_pcie(values["pcie"], where),
-        watts=number("watts"),
-        matmul_share=number("matmul_share"),
-        matmul_share_low=number("matmul_share_low"),
-        dollars_per_hour=number("dollars_per_hour"),
-        aliases=_words(values.get("aliases"), "aliases", where),
-        unchecked=_words(values.get("unchecked"), "unchecked", where),
-        source=texts["source"],
-        memory_source=texts["memory_source"],
-        matmul_source=texts["matmul_source"],
+
+    def check(key: str, expected: str, fits: Callable[[Any], bool]) -> Any:
+        value = values.get(key)
+        if value is not None and not fits(value):
+            raise UsageError(f"{where}: {key} is {value!r}. It is {expected}.")
+        return value
+
+    fields: dict[str, Any] = {"name": name, "compute_capability": capability}
+    for key, (field, unit, most) in _NUMBERS.items():
+        expected = f"a number above 0, up to {most:g}"
+        number = check(key, expected, partial(_is_number, most=most))
+        fields[field] = None if number is None else float(number) * unit
+    fields["memory_bytes"] = int(values["memory_mib"]) * MIB
+    if not has_bf16:
+        fields["bf16_flops"] = None
+    fields["pcie_bandwidth"] = _pcie(values["pcie"], where)
+    for key in _TEXTS:
+        fields[key] = check(key, "a text", lambda value: isinstance(value, str)) or ""
+    for key in _LISTS:
+        fields[key] = tuple(check(key, "a list of texts", _is_texts) or ())
+    return Gpu(**fields)
+
+
+def _is_number(value: object, most: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= most
+
+
+def _is_texts(value: object) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(text, str) for text in cast("list[object]", value)
     )
-
-
-def _number(value: object, key: str, where: str) -> float:
-    most = MOST.get(key, 1e6)
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not math.isfinite(value)
-        or not 0 < value <= most
-    ):
-        raise UsageError(f"{where}: {key} is {value!r}. It is a number above 0, up to {most:g}.")
-    return float(value)
 
 
 def _capability(value: object, where: str) -> tuple[int, int]:
@@ -294,22 +267,3 @@ def _pcie(value: object, where: str) -> float:
     if generation not in PCIE_GB_PER_LANE or lanes not in ("1", "2", "4", "8", "16"):
         raise UsageError(f"{where}: pcie is {value!r}. It looks like 4.0 x16.")
     return PCIE_GB_PER_LANE[generation] * int(lanes) * GIGA
-
-
-def _text(value: object, key: str, where: str) -> str:
-    if value is not None and not isinstance(value, str):
-        raise UsageError(f"{where}: {key} is {value!r}. It is a text.")
-    return value or ""
-
-
-def _words(value: object, key: str, where: str) -> tuple[str, ...]:
-    words = cast("list[Any]", value) if isinstance(value, list) else []
-    if (value is not None and not isinstance(value, list)) or not all(
-        isinstance(word, str) for word in words
-    ):
-        raise UsageError(f"{where}: {key} is {value!r}. It is a list of texts.")
-    return tuple(words)
-
-
-def _all(keys: Iterable[str]) -> str:
-    return ", ".join(sorted(keys))
