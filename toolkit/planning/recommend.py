@@ -7,11 +7,10 @@ missing?) becomes a search with reasons. What only may fit is never recommended.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from toolkit.configs.accelerate import num_processes_problem
 from toolkit.configs.optimizers import optimizer_problem
@@ -33,12 +32,15 @@ from toolkit.planning.speed.estimate import Speed, estimate_speed
 from toolkit.planning.speed.gpus import Gpu
 from toolkit.planning.terms import GIB
 from toolkit.planning.verdict import Room, Verdict, judge
-from toolkit.strategies import STRATEGIES
+from toolkit.strategies import STRATEGIES, Strategy
 
 WHOLE = ("single", "ddp")
 SHARDED = ("zero1", "zero2", "fsdp_grad_op", "fsdp", "zero3", "fsdp_hybrid")
 OFFLOADED = ("zero2_offload", "fsdp_offload", "zero3_offload")
-METHODS: tuple[Method, ...] = ("full", "lora", "qlora")
+METHOD_NAMES: dict[Method, str] = {"full": "a full fine-tune", "lora": "LoRA", "qlora": "QLoRA"}
+METHODS = tuple(METHOD_NAMES)
+"""The first of them that fits is chosen."""
+
 ORDER = (*WHOLE, "zero1", "zero2", "fsdp", "zero3", "fsdp_grad_op", "fsdp_hybrid", *OFFLOADED)
 """From the simplest to set up and to understand."""
 
@@ -121,7 +123,6 @@ def recommend(model: str | Path | ModelShape, options: RecommendOptions) -> Reco
         UsageError: something is not there, or the batch can't be spread over the GPUs.
     """
     gpus, global_batch = options.gpus, options.global_batch
-    host_gib = options.host_gib
     shared = {field.name for field in fields(PlanOptions)} - {"method"}
     start = plan(
         model,
@@ -140,30 +141,41 @@ def recommend(model: str | Path | ModelShape, options: RecommendOptions) -> Reco
     row = start.rows[0]
     if row.gpu is None or row.room is None:
         raise UsageError("A recommendation needs a GPU: name one.")
-    room = row.room
-    host_bytes = room.host_bytes or HOST_PER_GPU_BYTE * room.gpu_bytes * (gpus // options.nodes)
-    room = replace(room, host_bytes=host_bytes)
-    search = _Search(row.job, row.gpu, room, row.internode_bytes_per_second, global_batch)
-    fitting: list[Candidate] = []
+    host_bytes = row.room.host_bytes
+    if host_bytes is None:
+        host_bytes = HOST_PER_GPU_BYTE * row.room.gpu_bytes * (gpus // options.nodes)
+    base = Candidate(
+        job=row.job,
+        gpu=row.gpu,
+        room=replace(row.room, host_bytes=host_bytes),
+        internode_bytes_per_second=row.internode_bytes_per_second,
+    )
+    ranked: list[Candidate] = []
     candidates: list[Candidate] = []
+    without_optimizer: dict[str, None] = {}
     methods = METHODS if options.method is None else (options.method,)
-    for names, method in _in_turn(methods, host_gib is not None):
-        fitting, looked_at = search.under(names, method)
-        candidates += looked_at
-        if fitting:
+    for names, method in _in_turn(methods, options.host_gib is not None):
+        strategies = [STRATEGIES[name] for name in names if _pays(STRATEGIES[name], row.job)]
+        for strategy in strategies:
+            if optimizer_problem(OPTIM_FLAGS[options.optimizer], strategy):
+                without_optimizer[strategy.name] = None
+            elif num_processes_problem(strategy, gpus) is None:
+                candidates += _under(strategy, method, base, global_batch // gpus)
+        ranked = rank([candidate for candidate in candidates if candidate.fits], options.goal)
+        if ranked:
             break
-    ranked = rank(fitting, options.goal)
     choice = ranked[0] if ranked else None
     closest = None
     if choice is None:
         closest = max(candidates, key=lambda candidate: candidate.verdict.worst_margin_bytes)
-    reasons = [*_reasons(search, choice, closest, ranked, candidates, options.goal), *start.notes]
-    if search.without_optimizer:
-        left_out = ", ".join(dict.fromkeys(search.without_optimizer))
+    reasons = [_on_one_gpu(base), *_reasons(choice, closest, ranked, candidates, options.goal)]
+    reasons += start.notes
+    if without_optimizer:
         reasons.append(
-            f"{options.optimizer} cannot step under {left_out}: these were not looked at."
+            f"{options.optimizer} cannot step under {', '.join(without_optimizer)}: these were "
+            "not looked at."
         )
-    if host_gib is None and any(candidate.job.strategy.offloads for candidate in candidates):
+    if options.host_gib is None and any(c.job.strategy.offloads for c in candidates):
         reasons.append(
             f"{host_bytes / GIB:.0f} GiB of RAM a node are assumed, twice the memory of its "
             "GPUs: say what there is with --host-gib."
@@ -198,64 +210,29 @@ def _in_turn(methods: Sequence[Method], host_known: bool) -> Iterator[tuple[Sequ
         yield OFFLOADED, method
 
 
-class _Search:
-    """All the ways to train one job, under one global batch."""
+def _pays(strategy: Strategy, job: PlannedJob) -> bool:
+    """Whether replicas, if any, lie on different nodes: in one node they only cost memory."""
+    return strategy.replicas == 1 or job.nodes > 1
 
-    def __init__(
-        self, job: PlannedJob, gpu: Gpu, room: Room, internode: float | None, global_batch: int
-    ) -> None:
-        self.job = job
-        self.gpu = gpu
-        self.room = room
-        self.internode = internode
-        self.rows = global_batch // job.gpus
-        self.without_optimizer: list[str] = []
-        """Strategies under which the optimizer that was asked for cannot step."""
 
-    def candidate(self, **changes: Any) -> Candidate:
-        return Candidate(
-            job=replace(self.job, **changes),
-            gpu=self.gpu,
-            room=self.room,
-            internode_bytes_per_second=self.internode,
-        )
-
-    def under(
-        self, names: Iterable[str], method: Method
-    ) -> tuple[list[Candidate], list[Candidate]]:
-        """Return all that fit for sure, and all that were looked at."""
-        fit: list[Candidate] = []
-        looked_at: list[Candidate] = []
-        for name in names:
-            if not self._possible(name):
+def _under(strategy: Strategy, method: Method, base: Candidate, rows: int) -> Iterator[Candidate]:
+    """Yield the ways to train so many rows a GPU in a step under a strategy and a method."""
+    for checkpointing in ("none", "full"):
+        for batch in range(1, MOST_ROWS + 1):
+            if rows % batch:
                 continue
-            for checkpointing in ("none", "full"):
-                # From one row up: what does not fit will not with more of them.
-                for batch in self._batches():
-                    candidate = self.candidate(
-                        strategy=STRATEGIES[name],
-                        method=method,
-                        batch=batch,
-                        accumulation=self.rows // batch,
-                        checkpointing=checkpointing,
-                    )
-                    looked_at.append(candidate)
-                    if not candidate.fits:
-                        break
-                    fit.append(candidate)
-        return fit, looked_at
-
-    def _batches(self) -> list[int]:
-        return [rows for rows in range(1, MOST_ROWS + 1) if self.rows % rows == 0]
-
-    def _possible(self, name: str) -> bool:
-        strategy = STRATEGIES[name]
-        if strategy.replicas > 1 and self.job.nodes == 1:
-            return False  # it pays where a group lies inside a node, and the other beyond it
-        if optimizer_problem(OPTIM_FLAGS[self.job.optimizer], strategy):
-            self.without_optimizer.append(name)
-            return False
-        return num_processes_problem(strategy, self.job.gpus) is None
+            job = replace(
+                base.job,
+                strategy=strategy,
+                method=method,
+                batch=batch,
+                accumulation=rows // batch,
+                checkpointing=checkpointing,
+            )
+            candidate = replace(base, job=job)
+            yield candidate
+            if not candidate.fits:
+                break  # nor will it with more rows
 
 
 def rank(candidates: Sequence[Candidate], goal: Goal) -> list[Candidate]:
@@ -293,19 +270,19 @@ def _whole_and_plain(candidate: Candidate) -> bool:
 
 
 def _reasons(
-    search: _Search,
     choice: Candidate | None,
     closest: Candidate | None,
     ranked: Sequence[Candidate],
     looked_at: Sequence[Candidate],
     goal: Goal,
-) -> Iterable[str]:
-    yield _on_one_gpu(search)
+) -> Iterator[str]:
     leanest = _leanest_by_strategy(looked_at)
     if choice is None:
         assert closest is not None
+        job = closest.job
         yield (
-            f"Nothing fits for sure. {_named(closest)} misses the least: "
+            f"Nothing fits for sure. {job.strategy.name}, {METHOD_NAMES[job.method]}, "
+            f"batch {job.batch}{_checkpointed(job)} misses the least: "
             f"{-closest.verdict.worst_margin_bytes / GIB:.1f} GiB "
             f"{'of RAM ' if closest.verdict.host_short else ''}short at the upper end."
         )
@@ -314,13 +291,13 @@ def _reasons(
         if method == choice.job.method:
             break
         if (method, "") in leanest:
-            yield f"Under any strategy, {_METHOD_NAMES[method]} {leanest[method, '']}."
+            yield f"Under any strategy, {METHOD_NAMES[method]} {leanest[method, '']}."
     slower = {candidate.job.strategy.name: candidate for candidate in ranked[1:]}
     for name in ORDER[: ORDER.index(choice.job.strategy.name)]:
         if (choice.job.method, name) in leanest:
             yield f"{name} {leanest[choice.job.method, name]}."
         elif name in slower and goal == "speed":
-            how = " with checkpointing" if slower[name].job.checkpointing == "full" else ""
+            how = _checkpointed(slower[name].job)
             share = slower[name].tokens_per_second / choice.tokens_per_second
             yield f"{name} fits{how}, at about {share:.0%} of the choice's rate by the estimate."
     yield _why(choice, ranked, goal)
@@ -346,14 +323,15 @@ def _reasons(
         )
 
 
-def _on_one_gpu(search: _Search) -> str:
-    alone = search.candidate(strategy=STRATEGIES["single"], gpus=1, nodes=1, batch=1)
+def _on_one_gpu(base: Candidate) -> str:
+    job = replace(base.job, strategy=STRATEGIES["single"], gpus=1, nodes=1, batch=1)
+    alone = replace(base, job=job)
     needed = alone.verdict.needed.high / GIB
     usable = alone.room.gpu_bytes / GIB
     answer = "fits" if alone.fits else "does not fit"
     return (
-        f"One row at a time, {_METHOD_NAMES[alone.job.method]} {answer} on one "
-        f"{search.gpu.name}: up to {needed:.1f} GiB of {usable:.1f}."
+        f"One row at a time, {METHOD_NAMES[alone.job.method]} {answer} on one "
+        f"{alone.gpu.name}: up to {needed:.1f} GiB of {usable:.1f}."
     )
 
 
@@ -383,34 +361,19 @@ def _leanest_by_strategy(looked_at: Sequence[Candidate]) -> dict[tuple[str, str]
     """Return how much each strategy and each method misses at best; those that fit are omitted."""
     best: dict[tuple[str, str], Candidate] = {}
     for candidate in looked_at:
-        for key in (
-            (candidate.job.method, candidate.job.strategy.name),
-            (candidate.job.method, ""),
-        ):
-            if (
-                key not in best
-                or candidate.verdict.worst_margin_bytes > best[key].verdict.worst_margin_bytes
-            ):
-                best[key] = candidate
+        for name in (candidate.job.strategy.name, ""):
+            key = (candidate.job.method, name)
+            nearest = (best.get(key, candidate), candidate)
+            best[key] = max(nearest, key=lambda near: near.verdict.worst_margin_bytes)
     return {key: _short(candidate) for key, candidate in best.items() if not candidate.fits}
 
 
 def _short(candidate: Candidate) -> str:
     missing = f"{-candidate.verdict.worst_margin_bytes / GIB:.1f} GiB "
     missing += "of RAM short" if candidate.verdict.host_short else "short at the upper end"
-    how = " with checkpointing" if candidate.job.checkpointing == "full" else ""
     may = "may not fit" if candidate.verdict.answer == "tight" else "does not fit"
-    return f"{may}: {missing}, batch {candidate.job.batch}{how}"
+    return f"{may}: {missing}, batch {candidate.job.batch}{_checkpointed(candidate.job)}"
 
 
-def _named(candidate: Candidate) -> str:
-    job = candidate.job
-    checkpointing = " with checkpointing" if job.checkpointing == "full" else ""
-    return f"{job.strategy.name}, {_METHOD_NAMES[job.method]}, batch {job.batch}{checkpointing}"
-
-
-_METHOD_NAMES: dict[str, str] = {
-    "full": "a full fine-tune",
-    "lora": "LoRA",
-    "qlora": "QLoRA",
-}
+def _checkpointed(job: PlannedJob) -> str:
+    return " with checkpointing" if job.checkpointing == "full" else ""
