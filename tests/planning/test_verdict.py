@@ -62,17 +62,17 @@ def test_remedies_come_in_the_order_of_their_cost_and_each_saves_memory():
         model=shape_from_count("7b"), strategy=STRATEGIES["ddp"], batch=4, accumulation=2
     )
     found = remedies(job, room(78))
-    names = [remedy.what for remedy in found]
+    names = [remedy.name for remedy in found]
     assert names[:2] == ["activation checkpointing", "batch 1 with 8 accumulated"]
     assert names[4:] == ["LoRA", "QLoRA", names[-1]]
     assert "GPUs" in names[-1]
     before = estimate_memory(job).total
     for remedy in found:
-        assert remedy.verdict.needed.high < before.high, remedy.what
+        assert remedy.verdict.needed.high < before.high, remedy.name
         assert remedy.cost
     for remedy in found[:4]:
         rows = remedy.job.batch * remedy.job.accumulation * remedy.job.gpus
-        assert rows == job.batch * job.accumulation * job.gpus, remedy.what
+        assert rows == job.batch * job.accumulation * job.gpus, remedy.name
 
 
 def test_changes_made_together_fit_and_none_of_them_is_idle():
@@ -83,7 +83,7 @@ def test_changes_made_together_fit_and_none_of_them_is_idle():
     assert found is not None
     assert found.verdict.answer == "fits"
     assert fits(found.job, room(20))
-    parts = found.what.split(" + ")
+    parts = found.name.split(" + ")
     assert 1 < len(parts) < len(CHANGES)
     assert "LoRA" not in parts
     assert not fits(replace(found.job, strategy=job.strategy), room(20))
@@ -99,12 +99,12 @@ def test_a_job_that_is_sharded_flash_and_tiny_has_few_remedies_left(job):
     lean = replace(
         job, strategy=STRATEGIES["zero3_offload"], batch=1, checkpointing="full", method="qlora"
     )
-    assert all("GPUs" in remedy.what for remedy in remedies(lean, room(1)))
+    assert all("GPUs" in remedy.name for remedy in remedies(lean, room(1)))
 
 
 def test_a_variant_of_a_strategy_has_the_remedies_of_what_it_shards():
     job = PlannedJob(model=shape_from_count("7b"), strategy=STRATEGIES["zero2"])
     variant = replace(job, strategy=replace(job.strategy, name="zero2_variant"))
-    assert [remedy.what for remedy in remedies(variant, room(22))] == [
-        remedy.what for remedy in remedies(job, room(22))
+    assert [remedy.name for remedy in remedies(variant, room(22))] == [
+        remedy.name for remedy in remedies(job, room(22))
     ]

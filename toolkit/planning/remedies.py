@@ -21,7 +21,7 @@ GPUS_PER_NODE = 8
 class Remedy:
     """One change to a job, or several together."""
 
-    what: str
+    name: str
     """`activation checkpointing`, `zero3`, `8 GPUs`"""
 
     cost: str
@@ -48,7 +48,7 @@ Change = Callable[[PlannedJob, Room], Changed | None]
 def remedies(job: PlannedJob, room: Room) -> list[Remedy]:
     """List the changes that save memory, the cheapest first, each with what it alone brings."""
     changes = (change(job, room) for change in CHANGES)
-    return [_remedy([changed], changed.job, room) for changed in changes if changed is not None]
+    return [_remedy([changed], room) for changed in changes if changed is not None]
 
 
 def together(job: PlannedJob, room: Room) -> Remedy | None:
@@ -62,61 +62,51 @@ def together(job: PlannedJob, room: Room) -> Remedy | None:
     """
     chosen: list[Change] = []
     for change in CHANGES:
-        if change(_after(chosen, job, room)[1], room) is None:
+        made = _after([*chosen, change], job, room)
+        if len(made) == len(chosen):
             continue
         chosen.append(change)
-        if _fits(chosen, job, room):
+        if fits(made[-1].job, room):
             break
     else:
         return None
     for change in list(chosen):
-        fewer = [other for other in chosen if other is not change]
-        if fewer and _fits(fewer, job, room):
+        fewer = [needed for needed in chosen if needed is not change]
+        made = _after(fewer, job, room)
+        if made and fits(made[-1].job, room):
             chosen = fewer
-    made, changed = _after(chosen, job, room)
-    return _remedy(made, changed, room)
+    return _remedy(_after(chosen, job, room), room)
 
 
-def _after(
-    changes: Sequence[Change], job: PlannedJob, room: Room
-) -> tuple[list[Changed], PlannedJob]:
+def _after(changes: Sequence[Change], job: PlannedJob, room: Room) -> list[Changed]:
+    """Return the job after each of the changes that has a place after those before it."""
     made: list[Changed] = []
     for change in changes:
-        changed = change(job, room)
+        changed = change(made[-1].job if made else job, room)
         if changed is not None:
             made.append(changed)
-            job = changed.job
-    return made, job
+    return made
 
 
-def _fits(changes: Sequence[Change], job: PlannedJob, room: Room) -> bool:
-    return fits(_after(changes, job, room)[1], room)
-
-
-def _verdict(job: PlannedJob, room: Room) -> Verdict:
-    return judge(estimate_memory(job), room)
-
-
-def _remedy(made: Sequence[Changed], job: PlannedJob, room: Room) -> Remedy:
+def _remedy(made: Sequence[Changed], room: Room) -> Remedy:
+    job = made[-1].job
     return Remedy(
-        what=" + ".join(changed.name for changed in made),
+        name=" + ".join(changed.name for changed in made),
         cost="; ".join(changed.cost for changed in made),
         job=job,
-        verdict=_verdict(job, room),
+        verdict=judge(estimate_memory(job), room),
     )
 
 
-def _flash_attention(job: PlannedJob, room: Room) -> Changed | None:
-    if job.attention == "flash":
-        return None
-    return Changed("flash attention", "nothing: it is faster too", replace(job, attention="flash"))
+def _setting(name: str, cost: str, field: str, *enough: str) -> Change:
+    """Return a change of one option to the first of the values that are `enough`."""
 
+    def change(job: PlannedJob, room: Room) -> Changed | None:
+        if getattr(job, field) in enough:
+            return None
+        return Changed(name, cost, replace(job, **{field: enough[0]}))
 
-def _checkpointing(job: PlannedJob, room: Room) -> Changed | None:
-    if job.checkpointing == "full":
-        return None
-    cost = "about a third more computing: each layer runs forward twice"
-    return Changed("activation checkpointing", cost, replace(job, checkpointing="full"))
+    return change
 
 
 def _smaller_batch(job: PlannedJob, room: Room) -> Changed | None:
@@ -152,20 +142,6 @@ def _offload(job: PlannedJob, room: Room) -> Changed | None:
     return Changed(changed.strategy.name, cost, changed)
 
 
-def _lora(job: PlannedJob, room: Room) -> Changed | None:
-    if job.method != "full":
-        return None
-    cost = "adapters are trained, not the model: another result"
-    return Changed("LoRA", cost, replace(job, method="lora"))
-
-
-def _qlora(job: PlannedJob, room: Room) -> Changed | None:
-    if job.method == "qlora":
-        return None
-    cost = "adapters over a base that is rounded to 4 bits: slower and less exact"
-    return Changed("QLoRA", cost, replace(job, method="qlora"))
-
-
 def _more_gpus(job: PlannedJob, room: Room) -> Changed | None:
     """Return the fewest GPUs, doubled until the job fits; its parameters are then sharded."""
     strategy = job.strategy if job.strategy.shards_parameters else STRATEGIES["fsdp"]
@@ -190,22 +166,35 @@ def _more_gpus(job: PlannedJob, room: Room) -> Changed | None:
 def _first_that_fits(job: PlannedJob, names: Sequence[str], room: Room) -> PlannedJob:
     """Return the job under the first of these strategies that is enough, else under the leanest."""
     jobs = [replace(job, strategy=STRATEGIES[name]) for name in names]
-    verdicts = [_verdict(changed, room) for changed in jobs]
-    for changed, verdict in zip(jobs, verdicts, strict=True):
-        if verdict.answer == "fits":
-            return changed
-    leanest = min(range(len(jobs)), key=lambda place: verdicts[place].needed.high)
-    return jobs[leanest]
+    judged = [(changed, judge(estimate_memory(changed), room)) for changed in jobs]
+    leanest, _ = min(judged, key=lambda pair: pair[1].needed.high)
+    return next((changed for changed, verdict in judged if verdict.answer == "fits"), leanest)
 
 
 CHANGES: tuple[Change, ...] = (
-    _flash_attention,
-    _checkpointing,
+    _setting("flash attention", "nothing: it is faster too", "attention", "flash"),
+    _setting(
+        "activation checkpointing",
+        "about a third more computing: each layer runs forward twice",
+        "checkpointing",
+        "full",
+    ),
     _smaller_batch,
     _next_stage,
     _offload,
-    _lora,
-    _qlora,
+    _setting(
+        "LoRA",
+        "adapters are trained, not the model: another result",
+        "method",
+        "lora",
+        "qlora",
+    ),
+    _setting(
+        "QLoRA",
+        "adapters over a base that is rounded to 4 bits: slower and less exact",
+        "method",
+        "qlora",
+    ),
     _more_gpus,
 )
 """The cheapest first."""

@@ -144,7 +144,7 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
 
 def _remedy(remedy: Remedy) -> dict[str, Any]:
     return {
-        "what": remedy.what,
+        "what": remedy.name,
         "cost": remedy.cost,
         "job": _job(remedy.job),
         "verdict": _verdict(remedy.verdict),

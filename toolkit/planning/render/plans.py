@@ -138,7 +138,7 @@ def _spare(margin: float) -> str:
 
 def remedy_sentence(remedy: Remedy) -> str:
     needed = gib_span(remedy.verdict.needed)
-    return f"{remedy.what}: {remedy.verdict.answer}, {needed} GiB. Costs: {remedy.cost}."
+    return f"{remedy.name}: {remedy.verdict.answer}, {needed} GiB. Costs: {remedy.cost}."
 
 
 def explain(plan: Plan, console: Console) -> None:
