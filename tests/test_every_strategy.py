@@ -18,7 +18,7 @@ from toolkit.data.prepared import prepare_data, prepare_validation
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import estimate_memory
 from toolkit.planning.models.architectures import shape_from_config
-from toolkit.planning.speed.traffic import collectives, textbook_elements
+from toolkit.planning.speed.traffic import collectives, textbook
 from toolkit.records.record import FILLER_ID, read_record
 from toolkit.records.results import read_results
 from toolkit.strategies import STRATEGIES
@@ -229,7 +229,9 @@ def test_bytes_on_the_wire_equal_the_planner_and_the_rest_is_listed_apart(usual,
         found = row["traffic"]
         assert found["disagreements"] == []
         assert (found["step"], found["micro_batches"]) == (2, job.accumulation)
-        assert found["textbook_elements"] == textbook_elements(job)
+        psi = model.parameters
+        papers = textbook(job.strategy, trained=psi, everything=psi, ranks=job.gpus)
+        assert found["textbook_elements"] == papers
         assert "not known" not in difference_in_words(row), (name, difference_in_words(row))
         counted, wanted = Counter(), Counter()
         for each in found["collectives"]:
