@@ -128,13 +128,12 @@ def test_every_help_ends_with_examples(words, tmp_path, monkeypatch):
 
 
 def test_flags_in_the_examples_are_those_of_training():
-    from toolkit.training.arguments import parse_own, training_values
+    from toolkit.training.arguments import own_arguments, training_values
 
     flags = [line.partition(" -- ")[2] for words in VERBS for line in examples_of(words)]
     assert any(flags)
     for line in filter(None, flags):
-        model, _, run, rest = parse_own(shlex.split(line))
-        training_values(rest, model=model, run=run)
+        training_values(own_arguments(shlex.split(line)))
 
 
 def test_an_example_that_is_not_taken_would_be_noticed():

@@ -174,10 +174,9 @@ def check_launch(words):
 
 
 def check_train_flags(flags):
-    from toolkit.training.arguments import parse_own, training_values
+    from toolkit.training.arguments import own_arguments, training_values
 
-    model, _, run, rest = parse_own(flags)
-    training_values(rest, model=model, run=run)
+    training_values(own_arguments(flags))
 
 
 @cache
@@ -241,7 +240,7 @@ def test_every_flag_in_the_text_exists():
 
     from toolkit.training.arguments import OWN
 
-    kinds = [*OWN.values(), TrainingArguments]
+    kinds = [*OWN, TrainingArguments]
     known = {f"--{name}" for kind in kinds for name in kind.__dataclass_fields__}
     root = typer.main.get_command(app)
     verbs = [*root.commands.values(), *root.commands["configs"].commands.values()]

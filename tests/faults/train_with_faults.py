@@ -52,7 +52,7 @@ from toolkit.records.json_files import SCHEMA, write_json
 from toolkit.rehearse import die_with_launcher, rehearse_if_needed
 from toolkit.strategies import get_strategy
 from toolkit.training import loop, saving
-from toolkit.training.arguments import parse
+from toolkit.training.arguments import own_arguments, training_arguments, training_values
 from toolkit.training.observers import Observer
 from toolkit.training.saving import save_model
 
@@ -127,7 +127,8 @@ def arguments(model: str, folder: Path, precision: str, steps: int) -> TrainingA
         "weight_decay": 0.01,
         "seed": SEED,
     } | ({} if precision == "no" else {precision: True})
-    return parse([text for name, value in flags.items() for text in (f"--{name}", str(value))])[-1]
+    own = own_arguments([f"--{name}={value}" for name, value in flags.items()])
+    return training_arguments(training_values(own))
 
 
 class Kept(Observer):

@@ -158,14 +158,19 @@ def test_the_files_that_are_written_are_those_of_the_command(tmp_path):
 
 
 def test_the_flags_of_the_command_are_flags_of_the_script(tmp_path, monkeypatch):
-    from toolkit.training.arguments import parse
+    from toolkit.training.arguments import (
+        own_arguments,
+        training_arguments,
+        training_values,
+    )
 
     for model, gpus in (("125m", 2), ("7b", 8)):
         found = recommend(model, gpu="A100-80", gpus=gpus)
         words = write_recommendation(found, tmp_path / model)
         flags = words[words.index("toolkit.train") + 1 :]
         # bf16 is for GPUs; the parser itself would say so here.
-        args = parse([word for word in flags if word not in ("--bf16", "True")])[-1]
+        own = own_arguments([word for word in flags if word not in ("--bf16", "True")])
+        args = training_arguments(training_values(own))
         assert args.per_device_train_batch_size == found.choice.job.batch
         assert args.gradient_accumulation_steps == found.choice.job.accumulation
 

@@ -8,19 +8,20 @@ import pytest
 from transformers import TrainingArguments
 
 from toolkit.errors import UsageError
-from toolkit.training.arguments import parse, parse_own, training_values
+from toolkit.training.arguments import own_arguments, training_arguments, training_values
 from toolkit.training.value_checks import BOUNDS
 
 MODEL_FOLDER = ["--model_name_or_path", "some/folder"]
 
 
 def values(*flags):
-    model, _, run, rest = parse_own(flags)
-    return training_values(rest, model=model, run=run)
+    return training_values(own_arguments(flags))
 
 
 def test_defaults_give_a_small_run(tmp_path):
-    model, data, run, training = parse(["--output_dir", str(tmp_path)])
+    own = own_arguments(["--output_dir", str(tmp_path)])
+    model, data, run = own.model, own.data, own.run
+    training = training_arguments(training_values(own))
     assert model.is_built_in
     assert model.dtype is None  # the method decides
     assert (data.max_length, data.train_file, data.dataset_name) == (128, None, None)
@@ -44,11 +45,10 @@ def test_defaults_give_a_small_run(tmp_path):
 
 
 def test_what_the_user_says_wins(tmp_path):
-    _, _, _, training = parse(
-        ["--output_dir", str(tmp_path), "--learning_rate", "0.5", "--save_strategy", "epoch"]
-        + ["--report_to", "tensorboard", "--logging_nan_inf_filter", "true", "--seed", "7"]
-        + ["--gradient_accumulation_steps=3", "--disable_tqdm", "false"]
-    )
+    flags = ["--output_dir", str(tmp_path), "--learning_rate", "0.5", "--save_strategy", "epoch"]
+    flags += ["--report_to", "tensorboard", "--logging_nan_inf_filter", "true", "--seed", "7"]
+    flags += ["--gradient_accumulation_steps=3", "--disable_tqdm", "false"]
+    training = training_arguments(values(*flags))
     assert training.learning_rate == 0.5
     assert training.save_strategy == "epoch"
     assert training.report_to == ["tensorboard"]
@@ -83,10 +83,9 @@ def test_names_of_other_scripts_and_hyphens():
         ["--max-train-steps=3", "--num-warmup-steps", "2", "--block-size", "64"],
         ["--max-steps", "3", "--warmup-steps", "2", "--max-length", "64"],
     ):
-        model, data, run, rest = parse_own(flags)
-        training = training_values(rest, model=model, run=run)
+        training = values(*flags)
         assert (training["max_steps"], training["warmup_steps"]) == (3, 2)
-        assert data.max_length == 64
+        assert own_arguments(flags).data.max_length == 64
 
 
 @pytest.mark.parametrize("kind", ["json", "yaml"])
@@ -104,9 +103,8 @@ def test_one_file_replaces_all_flags(kind, tmp_path):
     }
     path = tmp_path / f"arguments.{kind}"
     path.write_text(json.dumps(arguments))  # JSON is YAML
-    model, data, run, rest = parse_own([str(path)])
-    training = training_values(rest, model=model, run=run)
-    assert (data.max_length, data.train_file, run.engine) == (32, None, "loop")
+    own, training = own_arguments([str(path)]), values(str(path))
+    assert (own.data.max_length, own.data.train_file, own.run.engine) == (32, None, "loop")
     assert training["max_steps"] == 3
     assert training["bf16"] is True
     assert training["learning_rate"] == 1e-5
@@ -123,7 +121,7 @@ def test_files_of_arguments_that_are_none(content, says, tmp_path):
     if content is not None:
         path.write_text(content)
     with pytest.raises(UsageError, match=says):
-        parse_own([str(path)])
+        own_arguments([str(path)])
 
 
 @pytest.mark.parametrize(
@@ -147,7 +145,7 @@ def test_files_of_arguments_that_are_none(content, says, tmp_path):
 )
 def test_mistakes_in_our_flags(flags, says):
     with pytest.raises(UsageError, match=says):
-        parse_own(flags)
+        own_arguments(flags)
 
 
 @pytest.mark.parametrize(
@@ -167,8 +165,9 @@ def test_mistakes_in_the_other_flags(flags, says):
 
 
 def test_arguments_that_contradict_each_other(tmp_path):
+    contradicting = values("--output_dir", str(tmp_path), "--dataloader_prefetch_factor", "2")
     with pytest.raises(UsageError, match="do not fit together.*dataloader_prefetch_factor"):
-        parse(["--output_dir", str(tmp_path), "--dataloader_prefetch_factor", "2"])
+        training_arguments(contradicting)
 
 
 # Numbers that make no sense, and flags that are not taken
@@ -268,7 +267,7 @@ def test_no_engine_uploads_a_model(engine):
 
 def test_help_lists_both_kinds_of_flags_with_our_defaults(capsys):
     with pytest.raises(SystemExit) as ended:
-        parse_own(["--help"])
+        own_arguments(["--help"])
     assert ended.value.code == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "--throughput_steps" in printed
@@ -320,9 +319,9 @@ def test_several_machines_need_a_name(monkeypatch):
 )
 def test_a_rule_for_the_learning_rate_and_its_batch_need_each_other(flags):
     with pytest.raises(UsageError, match="need each other"):
-        parse_own(flags)
+        own_arguments(flags)
 
 
 def test_a_rule_that_is_not_there_is_named():
     with pytest.raises(UsageError, match="scale_lr"):
-        parse_own(("--scale_lr", "cubic", "--base_batch_size", "8"))
+        own_arguments(("--scale_lr", "cubic", "--base_batch_size", "8"))

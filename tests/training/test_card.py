@@ -137,7 +137,7 @@ def parsed(text):
     command = text.split("```sh\n")[1].split("```")[0].replace("\\\n", " ")
     launch, _, flags = command.partition("-m toolkit.train")
     own = own_arguments(shlex.split(flags))
-    return launch, own, training_values(own.rest, model=own.model, run=own.run)
+    return launch, own, training_values(own)
 
 
 def test_the_command_trains_it_again_with_what_the_record_has():

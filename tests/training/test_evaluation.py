@@ -20,7 +20,7 @@ from toolkit.errors import UsageError
 from toolkit.measuring.attestation import Requested
 from toolkit.measuring.recorder import Recorder
 from toolkit.strategies import get_strategy
-from toolkit.training.arguments import parse_own, training_values
+from toolkit.training.arguments import own_arguments, training_values
 from toolkit.training.evaluation import Evaluation, loss_and_tokens, perplexity
 from toolkit.training.evaluation_plan import (
     Schedule,
@@ -344,10 +344,13 @@ def test_what_is_not_done_is_refused(flags, said):
 
 def test_steps_that_ask_for_evaluations_are_heard_with_their_strategy_and_without():
     data = DataArguments(validation_split_percentage=5)
-    model, _, run, rest = parse_own(["--eval_steps", "2"])
-    for more in ([], ["--eval_strategy", "steps"]):
-        check_evaluation(training_values([*rest, *more], model=model, run=run), data)
-    never = training_values([*rest, "--eval_strategy", "no"], model=model, run=run)
+
+    def values(*flags):
+        return training_values(own_arguments(["--eval_steps", "2", *flags]))
+
+    check_evaluation(values(), data)
+    check_evaluation(values("--eval_strategy", "steps"), data)
+    never = values("--eval_strategy", "no")
     with pytest.raises(UsageError, match="--eval_steps 2 .*no was passed"):
         check_evaluation(never, data)
 

@@ -219,7 +219,7 @@ def test_prepare_finds_mistakes_before_a_launch(flags, says, cache, capfd):
 
 def test_mistakes_in_our_flags_are_found_without_torch():
     script = (
-        "import sys; from toolkit.training.arguments import parse_own; parse_own([]); "
+        "import sys; from toolkit.training.arguments import own_arguments; own_arguments([]); "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

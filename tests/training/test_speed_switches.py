@@ -21,10 +21,10 @@ from toolkit.data.tokens import IGNORED
 from toolkit.errors import UsageError
 from toolkit.measuring.peak import PeakLedger
 from toolkit.strategies import STRATEGIES
-from toolkit.training.arguments import RunArguments, own_arguments, training_values
+from toolkit.training.arguments import own_arguments, training_values
 from toolkit.training.evaluation import loss_and_tokens
 from toolkit.training.loop import ddp_options
-from toolkit.training.model import ModelArguments, build_model
+from toolkit.training.model import build_model
 from toolkit.training.precision import asked_precision, with_precision
 from toolkit.training.samples import continuations
 from toolkit.training.speed import Speed
@@ -481,7 +481,7 @@ def test_fp16_keeps_its_optimizer_whose_skipped_steps_are_known(rest, launched, 
     flags = SpeedArguments(tuned=True).with_flags(rest, STRATEGIES["fsdp"])
     assert ("--optim=adamw_torch_fused" in flags) is fused
     assert "--logging_steps=10" in flags
-    values = training_values(rest, model=ModelArguments(), run=RunArguments())
+    values = training_values(own_arguments(rest))
     assert fused is (asked_precision(values) != "fp16")
 
 

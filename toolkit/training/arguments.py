@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
@@ -23,9 +24,10 @@ from transformers.hf_argparser import HfArgumentParser
 from toolkit.checkpoints.resume_request import LAST, folder_to_resume
 from toolkit.data.arguments import DataArguments
 from toolkit.errors import UsageError
+from toolkit.measuring.guards import GRAD_NORM_FACTOR
 from toolkit.redaction import learn
 from toolkit.strategies import get_strategy
-from toolkit.training.guard_arguments import GuardArguments
+from toolkit.training.flags import flag
 from toolkit.training.method_arguments import MethodArguments
 from toolkit.training.speed_arguments import SpeedArguments
 from toolkit.training.value_checks import check_values
@@ -38,31 +40,23 @@ if TYPE_CHECKING:
 class ModelArguments:
     """Which model is fine-tuned, and how its weights are loaded."""
 
-    model_name_or_path: str | None = field(
-        default=None,
-        metadata={"help": "Folder or Hub name of a causal LM; none: the built-in small Llama."},
+    model_name_or_path: str | None = flag(
+        None, "Folder or Hub name of a causal LM; none: the built-in small Llama."
     )
-    model_revision: str = field(
-        default="main", metadata={"help": "Branch, tag or commit of a Hub model."}
-    )
-    tokenizer_name: str | None = field(
-        default=None,
-        metadata={"help": "Folder or Hub name of the tokenizer; none: the model's own."},
+    model_revision: str = flag("main", "Branch, tag or commit of a Hub model.")
+    tokenizer_name: str | None = flag(
+        None, "Folder or Hub name of the tokenizer; none: the model's own."
     )
     # transformers 5 loads the dtype that the checkpoint was saved in, often bf16, and optimizer
     # states in bf16 make backends unequal: the dtype is always said.
-    dtype: Literal["float32", "bfloat16", "float16"] | None = field(
-        default=None,
-        metadata={
-            "help": "The dtype that the weights are loaded in; none: float32, and with lora and "
-            "qlora what is computed in, since nothing trains them."
-        },
+    dtype: Literal["float32", "bfloat16", "float16"] | None = flag(
+        None,
+        "The dtype that the weights are loaded in; none: float32, and with lora and "
+        "qlora what is computed in, since nothing trains them.",
     )
-    trust_remote_code: bool = field(
-        default=False, metadata={"help": "Run Python code that comes with the model."}
-    )
-    attn_implementation: str | None = field(
-        default=None, metadata={"help": "eager, sdpa, flash_attention_2, ...; none: the best."}
+    trust_remote_code: bool = flag(False, "Run Python code that comes with the model.")
+    attn_implementation: str | None = flag(
+        None, "eager, sdpa, flash_attention_2, ...; none: the best."
     )
 
     @property
@@ -74,56 +68,35 @@ class ModelArguments:
 class RunArguments:
     """How the run goes."""
 
-    engine: Literal["trainer", "loop"] = field(
-        default="trainer", metadata={"help": "The HF Trainer, or the Accelerate loop."}
+    engine: Literal["trainer", "loop"] = flag("trainer", "The HF Trainer, or the Accelerate loop.")
+    strategy: str | None = flag(
+        None, "What the launch is meant to be; the run stops when it is not."
     )
-    strategy: str | None = field(
-        default=None,
-        metadata={"help": "What the launch is meant to be; the run stops when it is not."},
+    throughput_steps: int = flag(0, "Steps on packed rows after the others, for tokens per second.")
+    scale_lr: Literal["none", "linear", "sqrt"] = flag(
+        "none", "Carry --learning_rate from --base_batch_size to the effective batch."
     )
-    throughput_steps: int = field(
-        default=0,
-        metadata={"help": "Steps on packed rows after the others, for tokens per second."},
+    base_batch_size: int | None = flag(
+        None, "Rows of an optimizer step that --learning_rate was chosen for."
     )
-    scale_lr: Literal["none", "linear", "sqrt"] = field(
-        default="none",
-        metadata={"help": "Carry --learning_rate from --base_batch_size to the effective batch."},
+    dropout: Literal["model", "off"] = flag(
+        "model",
+        "model: as its config and --lora_dropout ask; off: none, for a run that is to "
+        "be compared. What is saved keeps the model's own.",
     )
-    base_batch_size: int | None = field(
-        default=None,
-        metadata={"help": "Rows of an optimizer step that --learning_rate was chosen for."},
+    evidence: str | None = flag(None, "Folder for what one step did, for toolkit compare --bisect.")
+    evidence_step: int | None = flag(
+        None,
+        "The step that --evidence keeps; the run ends after the next. None: the first "
+        "that updates, and the run goes on to its end.",
     )
-    dropout: Literal["model", "off"] = field(
-        default="model",
-        metadata={
-            "help": "model: as its config and --lora_dropout ask; off: none, for a run that is to "
-            "be compared. What is saved keeps the model's own."
-        },
+    evidence_weights: str | None = flag(
+        None, "--evidence folder of another run, whose weights the step that is kept begins with."
     )
-    evidence: str | None = field(
-        default=None,
-        metadata={"help": "Folder for what one step did, for toolkit compare --bisect."},
-    )
-    evidence_step: int | None = field(
-        default=None,
-        metadata={
-            "help": "The step that --evidence keeps; the run ends after the next. None: the first "
-            "that updates, and the run goes on to its end."
-        },
-    )
-    evidence_weights: str | None = field(
-        default=None,
-        metadata={
-            "help": "--evidence folder of another run, whose weights the step that is kept begins "
-            "with."
-        },
-    )
-    sample_prompts: int | None = field(
-        default=None,
-        metadata={
-            "help": "Prompts to continue before and after training; none: 2 where rows are "
-            "evaluated on, else 0."
-        },
+    sample_prompts: int | None = flag(
+        None,
+        "Prompts to continue before and after training; none: 2 where rows are "
+        "evaluated on, else 0.",
     )
 
     def __post_init__(self) -> None:
@@ -146,6 +119,29 @@ class RunArguments:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GuardArguments:
+    """What is watched in every step, and what happens when one goes wrong."""
+
+    guards: Literal["stop", "warn", "off"] = flag(
+        "stop",
+        "At a loss that is not finite, an exploding gradient norm, or ranks with other "
+        "weights or another data order: stop all ranks, only warn, or don't look.",
+    )
+    guard_grad_norm: float = flag(
+        GRAD_NORM_FACTOR,
+        "A gradient norm explodes when it is this many times the running median, and "
+        "above all before; 0 watches only for norms that are not finite.",
+    )
+    guard_slow_rank: Literal["warn", "stop"] = flag(
+        "warn", "The same choice for a rank that falls behind."
+    )
+
+    def __post_init__(self) -> None:
+        if self.guard_grad_norm and not 1 < self.guard_grad_norm < math.inf:
+            raise UsageError(f"--guard_grad_norm {self.guard_grad_norm:g}: use more than 1, or 0.")
+
+
+@dataclass(frozen=True, slots=True)
 class OwnArguments:
     """Every flag of ours, and those left for `TrainingArguments`."""
 
@@ -158,15 +154,15 @@ class OwnArguments:
     rest: list[str]
 
 
-OWN: dict[str, Any] = {
-    "model": ModelArguments,
-    "data": DataArguments,
-    "run": RunArguments,
-    "method": MethodArguments,
-    "speed": SpeedArguments,
-    "guards": GuardArguments,
-}
-"""Every kind of ours, by its name in `OwnArguments`."""
+OWN: tuple[Any, ...] = (
+    ModelArguments,
+    DataArguments,
+    RunArguments,
+    MethodArguments,
+    SpeedArguments,
+    GuardArguments,
+)
+"""The classes of our flags, in the order of the fields of `OwnArguments`."""
 
 OUR_DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 4,
@@ -188,36 +184,26 @@ OUR_DEFAULTS: dict[str, Any] = {
 
 DEFAULT_MAX_STEPS = 20
 
+DEPENDENT_DEFAULTS: dict[str, str] = {
+    "output_dir": "runs/<strategy>-<time>-<process>",
+    "max_steps": f"{DEFAULT_MAX_STEPS} without --num_train_epochs",
+    "learning_rate": "0.001 for the built-in model, else 5e-05",
+    "save_strategy": "no without --save_steps",
+    "eval_strategy": "no without --eval_steps",
+    "per_device_eval_batch_size": "that of training",
+    "dataloader_pin_memory": "with a GPU",
+    "disable_tqdm": "without a terminal",
+}
+"""Flags whose defaults depend on other flags or the machine, with their words in `--help`."""
+
 ALIASES = {"max_train_steps": "max_steps", "num_warmup_steps": "warmup_steps"}
 """Names that HF's scripts without a Trainer use."""
 
 
-def parse(
-    argv: Sequence[str],
-) -> tuple[ModelArguments, DataArguments, RunArguments, TrainingArguments]:
-    """Return every argument of a run, from its flags or from one JSON or YAML file.
-
-    Raises:
-        UsageError: a flag is unknown, has a bad value or contradicts another.
-    """
-    model, data, run, rest = parse_own(argv)
-    return model, data, run, training_arguments(rest, model=model, run=run)
-
-
-def parse_own(
-    argv: Sequence[str],
-) -> tuple[ModelArguments, DataArguments, RunArguments, list[str]]:
-    """Return our arguments, and the flags left for `TrainingArguments`, unchecked.
-
-    Raises:
-        UsageError: one of our flags has a bad value, or the file of arguments can't be read.
-    """
-    own = own_arguments(argv)
-    return own.model, own.data, own.run, own.rest
-
-
 def own_arguments(argv: Sequence[str]) -> OwnArguments:
     """Return all our arguments, and the flags left for `TrainingArguments`, unchecked.
+
+    They come from flags, or from one JSON or YAML file.
 
     Raises:
         UsageError: one of our flags has a bad value, or the file of arguments can't be read.
@@ -226,19 +212,13 @@ def own_arguments(argv: Sequence[str]) -> OwnArguments:
     if {"-h", "--help"} & set(flags):
         _full_parser().print_help()
         raise SystemExit(0)
-    parser = _Parser(tuple(OWN.values()), **_PARSER_OPTIONS)
-    namespace, rest = parser.parse_known_args(flags)
-    values = vars(namespace)
-    made = {
-        name: kind(**{entry.name: values[entry.name] for entry in fields(kind)})
-        for name, kind in OWN.items()
-    }
-    return OwnArguments(**made, rest=rest)
+    parsed: Any = _Parser(OWN, **_PARSER_OPTIONS).parse_args_into_dataclasses(
+        flags, return_remaining_strings=True, look_for_args_file=False
+    )
+    return OwnArguments(*parsed)
 
 
-def training_values(
-    rest: Sequence[str], *, model: ModelArguments, run: RunArguments
-) -> dict[str, Any]:
+def training_values(own: OwnArguments) -> dict[str, Any]:
     """Return the values that `TrainingArguments` is made from, without making it.
 
     The user's value wins over ours, and ours over that of `TrainingArguments`.
@@ -246,28 +226,15 @@ def training_values(
     Raises:
         UsageError: a flag is unknown, has a bad value or is not taken here.
     """
+    import torch
     from transformers.training_args import TrainingArguments
 
     parser = _Parser(cast("Any", TrainingArguments), **_PARSER_OPTIONS)
     _let_stand_alone(parser, "resume_from_checkpoint", LAST)
-    library = {
-        entry.name: _default(entry) for entry in fields(TrainingArguments) if entry.init
-    } | OUR_DEFAULTS
-    # None stands for "not passed" where our default depends on other flags.
-    depends = (
-        "output_dir",
-        "max_steps",
-        "num_train_epochs",
-        "learning_rate",
-        "save_strategy",
-        "save_steps",
-        "eval_strategy",
-        "per_device_eval_batch_size",
-        "disable_tqdm",
-        "dataloader_pin_memory",
-    )
-    parser.set_defaults(**OUR_DEFAULTS | dict.fromkeys(depends))
-    namespace, unknown = parser.parse_known_args(_canonical(rest))
+    # None stands for "not passed".
+    unset = dict.fromkeys((*DEPENDENT_DEFAULTS, "num_train_epochs", "save_steps"))
+    parser.set_defaults(**OUR_DEFAULTS | unset)
+    namespace, unknown = parser.parse_known_args(_canonical(own.rest))
     if unknown:
         raise UsageError(_unknown_sentence(unknown))
     values = vars(namespace)
@@ -275,35 +242,33 @@ def training_values(
     if not values["report_to"]:
         raise UsageError("--report_to needs a name, all or none.")
     check_values(values)
-    passed = {name for name in depends if values[name] is not None}
-
-    ours = {
+    counts_epochs = values["num_train_epochs"] is not None
+    defaults = {
         "output_dir": folder_to_resume(values["resume_from_checkpoint"], values["output_dir"])
-        or _default_output_dir(run),
-        "max_steps": library["max_steps"] if "num_train_epochs" in passed else DEFAULT_MAX_STEPS,
-        "learning_rate": 1e-3 if model.is_built_in else 5e-5,
-        "save_strategy": "steps" if "save_steps" in passed else "no",
+        or _default_output_dir(own.run),
+        "max_steps": TrainingArguments.max_steps if counts_epochs else DEFAULT_MAX_STEPS,
+        "num_train_epochs": TrainingArguments.num_train_epochs,
+        "learning_rate": 1e-3 if own.model.is_built_in else 5e-5,
+        "save_strategy": "no" if values["save_steps"] is None else "steps",
+        "save_steps": TrainingArguments.save_steps,
         "eval_strategy": "no" if values["eval_steps"] is None else "steps",
         "per_device_eval_batch_size": values["per_device_train_batch_size"],
         "disable_tqdm": not sys.stderr.isatty(),
-        "dataloader_pin_memory": _has_cuda(),
+        "dataloader_pin_memory": torch.cuda.is_available(),
     }
-    return values | {name: (library | ours)[name] for name in depends if name not in passed}
+    return values | {name: value for name, value in defaults.items() if values[name] is None}
 
 
-def training_arguments(
-    rest: Sequence[str], *, model: ModelArguments, run: RunArguments
-) -> TrainingArguments:
+def training_arguments(values: Mapping[str, Any]) -> TrainingArguments:
     """Return the arguments of the HF Trainer, which both engines obey.
 
     Making them may start the process group: a rehearsal has to be set up before.
 
     Raises:
-        UsageError: a flag is unknown, has a bad value or contradicts another.
+        UsageError: values contradict each other.
     """
     from transformers.training_args import TrainingArguments
 
-    values = training_values(rest, model=model, run=run)
     try:
         return TrainingArguments(**values)
     except ValueError as error:
@@ -336,22 +301,9 @@ _PARSER_OPTIONS: dict[str, Any] = {"allow_abbrev": False, "add_help": False}
 def _full_parser() -> HfArgumentParser:
     from transformers.training_args import TrainingArguments
 
-    parser = _Parser(
-        (*OWN.values(), cast("Any", TrainingArguments)),
-        prog="toolkit.train",
-        allow_abbrev=False,
-    )
-    in_words = {
-        "output_dir": "runs/<strategy>-<time>-<process>",
-        "max_steps": f"{DEFAULT_MAX_STEPS} without --num_train_epochs",
-        "learning_rate": "0.001 for the built-in model, else 5e-05",
-        "save_strategy": "no without --save_steps",
-        "eval_strategy": "no without --eval_steps",
-        "per_device_eval_batch_size": "that of training",
-        "dataloader_pin_memory": "with a GPU",
-        "disable_tqdm": "without a terminal",
-    }
-    parser.set_defaults(**OUR_DEFAULTS | in_words)
+    kinds: tuple[Any, ...] = (*OWN, TrainingArguments)
+    parser = _Parser(kinds, prog="toolkit.train", allow_abbrev=False)
+    parser.set_defaults(**OUR_DEFAULTS | DEPENDENT_DEFAULTS)
     return parser
 
 
@@ -413,25 +365,11 @@ def _unknown_sentence(unknown: list[str]) -> str:
     flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
     if not flags:
         return f"{unknown[0]!r} belongs to no flag. Write flags as --name value."
-    known = [
-        entry.name
-        for kind in (*OWN.values(), TrainingArguments)
-        for entry in fields(kind)
-        if entry.init
-    ]
+    kinds = (*OWN, TrainingArguments)
+    known = [entry.name for kind in kinds for entry in fields(kind) if entry.init]
     close = difflib.get_close_matches(flags[0].lstrip("-").replace("-", "_"), known, n=1)
     hint = f" Did you mean --{close[0]}?" if close else " See --help for those there are."
     return f"There is no flag {', '.join(flags)}.{hint}"
-
-
-def _default(entry: Field[Any]) -> Any:
-    return entry.default if entry.default is not MISSING else None
-
-
-def _has_cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def _default_output_dir(run: RunArguments) -> str:

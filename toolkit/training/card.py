@@ -11,7 +11,7 @@ import datetime
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ from toolkit.escaping import code, one_line, shell_line
 from toolkit.files import write_text
 from toolkit.records.fields import Evaluated
 from toolkit.strategies import COMPUTE_DTYPES
-from toolkit.training.method_arguments import MethodArguments, default_of
+from toolkit.training.method_arguments import MethodArguments
 from toolkit.training.model import BUILT_IN_MODEL
 from toolkit.training.speed.layers import CHECKPOINTING
 from toolkit.training.speed_arguments import SpeedArguments
@@ -319,9 +319,9 @@ def _command(described: Mapping[str, Any], num_processes: int) -> str | None:
         **{name: training[name] for name in ALWAYS},
         # Without adapters their fields are null.
         **{
-            entry.name: training[entry.name]
-            for entry in fields(MethodArguments)
-            if training[entry.name] not in (None, default_of(entry))
+            name: training[name]
+            for name, default in asdict(MethodArguments()).items()
+            if training[name] not in (None, default)
         },
         **{
             FLAG_OF.get(name, name): training[name]

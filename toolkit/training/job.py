@@ -104,7 +104,7 @@ def checked_job(argv: list[str]) -> Job:
     launch = this_launch(own.run)
     request = check_request(own, launch)
     (strategy,) = launch.strategies
-    values, rest = request.values[strategy.name], request.rest[strategy.name]
+    values = request.values[strategy.name]
     tokenizer = load_tokenizer(
         resolve_tokenizer(own.model),
         trust_remote_code=own.model.trust_remote_code,
@@ -135,8 +135,6 @@ def checked_job(argv: list[str]) -> Job:
         pad_token_id=_pad_token_id(tokenizer),
     )
     rate, of_rate = _learning_rate(float(values["learning_rate"]), own.run, global_batch)
-    if rate != values["learning_rate"]:
-        rest = [*rest, f"--learning_rate={rate!r}"]
     batch = (
         f"effective batch: {values['per_device_train_batch_size']} rows x {ranks} processes x "
         f"{micro_batches} micro-batches = {global_batch} rows; {of_rate}"
@@ -158,7 +156,7 @@ def checked_job(argv: list[str]) -> Job:
             say(line)
     if values["label_smoothing_factor"]:
         check_fillers(rows, global_batch, of="--label_smoothing_factor")
-    args = training_arguments(rest, model=own.model, run=own.run)
+    args = training_arguments(values | {"learning_rate": rate})
     args.max_steps = steps + own.run.throughput_steps
     # The schedule stays that of all steps; the step after the evidence shows what came of it.
     if own.run.evidence_step is not None:

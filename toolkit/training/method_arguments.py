@@ -5,10 +5,11 @@ Read without importing torch, like the other flags of `toolkit.train`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from toolkit.errors import UsageError
+from toolkit.training.flags import changed_flags, flag
 
 ALL_LINEAR = "all-linear"
 """peft's word for every linear layer but the output head."""
@@ -18,33 +19,28 @@ ALL_LINEAR = "all-linear"
 class MethodArguments:
     """What is trained, and what is written at the end."""
 
-    method: Literal["full", "lora", "qlora"] = field(
-        default="full",
-        metadata={
-            "help": "full: every weight; lora: adapters beside frozen weights; "
-            "qlora: adapters beside weights in 4 bits."
-        },
+    method: Literal["full", "lora", "qlora"] = flag(
+        "full",
+        "full: every weight; lora: adapters beside frozen weights; "
+        "qlora: adapters beside weights in 4 bits.",
     )
-    lora_r: int = field(default=16, metadata={"help": "Rank of the adapters."})
-    lora_alpha: int = field(
-        default=32, metadata={"help": "What the adapters add is scaled by this over the rank."}
-    )
+    lora_r: int = flag(16, "Rank of the adapters.")
+    lora_alpha: int = flag(32, "What the adapters add is scaled by this over the rank.")
     # Dropout draws differ from strategy to strategy, and so would the losses.
-    lora_dropout: float = field(
-        default=0.0, metadata={"help": "Share of the adapters' inputs that is dropped."}
+    lora_dropout: float = flag(0.0, "Share of the adapters' inputs that is dropped.")
+    lora_target_modules: list[str] = flag(
+        [ALL_LINEAR], "Names of the linear layers with adapters; all-linear: all but the head"
     )
-    lora_target_modules: list[str] = field(
-        default_factory=lambda: [ALL_LINEAR],
-        metadata={"help": "Names of the linear layers with adapters; all-linear: all but the head"},
-    )
-    merge: bool = field(
-        default=False,
-        metadata={"help": "Also write merged/, an ordinary model with the adapters in its weights"},
+    merge: bool = flag(
+        False, "Also write merged/, an ordinary model with the adapters in its weights"
     )
 
     def __post_init__(self) -> None:
-        if self.method == "full":
-            self._refuse_adapter_flags()
+        if self.is_full and (changed := [f"--{name}" for name in changed_flags(self)]):
+            raise UsageError(
+                f"{', '.join(changed)}: there are no adapters with --method full. Leave "
+                f"{'it' if len(changed) == 1 else 'them'} out, or pass --method lora or qlora."
+            )
         if self.lora_r < 1:
             raise UsageError(f"--lora_r {self.lora_r}: use 1 or more.")
         if self.lora_alpha < 1:
@@ -63,25 +59,6 @@ class MethodArguments:
     def facts(self) -> dict[str, Any]:
         """The fields of a record's `training`; those of adapters are null where there are none."""
         return {
-            entry.name: None if self.is_full and entry.name.startswith("lora_") else value
-            for entry in fields(self)
-            for value in [getattr(self, entry.name)]
+            name: None if self.is_full and name.startswith("lora_") else value
+            for name, value in asdict(self).items()
         }
-
-    def _refuse_adapter_flags(self) -> None:
-        plain = {entry.name: entry for entry in fields(self)}
-        asked = [
-            f"--{name}"
-            for name in plain
-            if name != "method" and getattr(self, name) != default_of(plain[name])
-        ]
-        if asked:
-            raise UsageError(
-                f"{', '.join(asked)}: there are no adapters with --method full. Leave "
-                f"{'it' if len(asked) == 1 else 'them'} out, or pass --method lora or qlora."
-            )
-
-
-def default_of(entry: Any) -> Any:
-    """Return what a field of arguments holds where its flag was not passed."""
-    return entry.default_factory() if callable(entry.default_factory) else entry.default

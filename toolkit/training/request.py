@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -107,11 +107,8 @@ class Request:
 
     own: OwnArguments
     launch: Launch
-    rest: dict[str, list[str]]
-    """The flags for `TrainingArguments` by strategy, those that `--tuned` adds among them."""
-
     values: dict[str, dict[str, Any]]
-    """The values of `TrainingArguments` by strategy."""
+    """The values of `TrainingArguments` by strategy, with those that `--tuned` sets."""
 
     trackers: list[str]
     resume: ResumeRequest | None
@@ -183,9 +180,9 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
     passed, notes = with_precision(own.rest, environ)
     # Without a strategy the flags are read as those of the control.
     strategies = launch.strategies or (STRATEGIES["single"],)
-    rest = {each.name: own.speed.with_flags(passed, each) for each in strategies}
     values = {
-        name: training_values(flags, model=own.model, run=own.run) for name, flags in rest.items()
+        strategy.name: training_values(replace(own, rest=own.speed.with_flags(passed, strategy)))
+        for strategy in strategies
     }
     common = next(iter(values.values()))
     _refuse_ignored_flags(common, own)
@@ -217,7 +214,6 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
     return Request(
         own=own,
         launch=launch,
-        rest=rest,
         values=values,
         trackers=trackers,
         resume=resume,

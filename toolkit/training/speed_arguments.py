@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +13,7 @@ from typing import Any, Literal
 from toolkit.data.packing import PROVEN_MODELS
 from toolkit.errors import UsageError
 from toolkit.strategies import Strategy
+from toolkit.training.flags import flag
 from toolkit.training.precision import switched
 
 LAYERS = r"none|all|selective|every:[1-9]\d*|[1-9]\d*"
@@ -23,59 +24,41 @@ LAYERS = r"none|all|selective|every:[1-9]\d*|[1-9]\d*"
 class SpeedArguments:
     """What is switched on; a switch that was not passed is as `--tuned` says."""
 
-    tuned: bool = field(
-        default=False,
-        metadata={
-            "help": "Switch on what fits every run: chunked loss, lean masks, gradients in DDP's "
-            "buckets, FSDP2's prefetch, torch's fused AdamW but under DeepSpeed and in fp16, and "
-            "a log of every tenth step, for each waits for the GPU. A flag for one of them wins."
-        },
+    tuned: bool = flag(
+        False,
+        "Switch on what fits every run: chunked loss, lean masks, gradients in DDP's "
+        "buckets, FSDP2's prefetch, torch's fused AdamW but under DeepSpeed and in fp16, and "
+        "a log of every tenth step, for each waits for the GPU. A flag for one of them wins.",
     )
-    loss_impl: Literal["full", "chunked"] | None = field(
-        default=None,
-        metadata={
-            "help": "chunked: cross-entropy straight from the hidden states, some tokens at a "
-            "time and only those to be learned; never the logits of a whole batch."
-        },
+    loss_impl: Literal["full", "chunked"] | None = flag(
+        None,
+        "chunked: cross-entropy straight from the hidden states, some tokens at a "
+        "time and only those to be learned; never the logits of a whole batch.",
     )
-    loss_chunk_tokens: int = field(
-        default=1024, metadata={"help": "Tokens whose logits a chunked loss holds at once."}
+    loss_chunk_tokens: int = flag(1024, "Tokens whose logits a chunked loss holds at once.")
+    lean_masks: bool | None = flag(
+        None,
+        "No mask for padding on the right, which no token sees, and that of packed "
+        "rows made without waiting for the GPU.",
     )
-    lean_masks: bool | None = field(
-        default=None,
-        metadata={
-            "help": "No mask for padding on the right, which no token sees, and that of packed "
-            "rows made without waiting for the GPU."
-        },
+    ddp_bucket_view: bool | None = flag(
+        None,
+        "DDP: gradients are views of its buckets, so nobody holds them twice: 4 bytes "
+        "a parameter less. While micro-batches accumulate they still lie beside them.",
     )
-    ddp_bucket_view: bool | None = field(
-        default=None,
-        metadata={
-            "help": "DDP: gradients are views of its buckets, so nobody holds them twice: 4 bytes "
-            "a parameter less. While micro-batches accumulate they still lie beside them."
-        },
+    fsdp_prefetch: int | None = flag(
+        None, "FSDP2: layers that are gathered ahead of the one that computes."
     )
-    fsdp_prefetch: int | None = field(
-        default=None,
-        metadata={"help": "FSDP2: layers that are gathered ahead of the one that computes."},
+    compile_blocks: bool | None = flag(None, "torch.compile for each layer of the model by itself.")
+    compile_backend: str = flag(
+        "inductor",
+        "What torch.compile makes of a layer; aot_eager traces it and compiles "
+        "nothing, for a rehearsal.",
     )
-    compile_blocks: bool | None = field(
-        default=None,
-        metadata={"help": "torch.compile for each layer of the model by itself."},
-    )
-    compile_backend: str = field(
-        default="inductor",
-        metadata={
-            "help": "What torch.compile makes of a layer; aot_eager traces it and compiles "
-            "nothing, for a rehearsal."
-        },
-    )
-    checkpoint_layers: str = field(
-        default="none",
-        metadata={
-            "help": "Activation checkpointing: none, all, every:N (each N-th layer), N (the first "
-            "N), or selective (all, and the results of matrix products are kept)."
-        },
+    checkpoint_layers: str = flag(
+        "none",
+        "Activation checkpointing: none, all, every:N (each N-th layer), N (the first "
+        "N), or selective (all, and the results of matrix products are kept).",
     )
 
     def __post_init__(self) -> None:

@@ -1,0 +1,23 @@
+"""How a flag is declared: a field of a dataclass, read by `transformers.HfArgumentParser`."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, field, fields
+from typing import Any
+
+
+def flag(default: Any, help: str) -> Any:
+    """Return the field of a flag; `help` is its line of `--help`."""
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+def changed_flags(arguments: Any) -> dict[str, Any]:
+    """Return the flags of a dataclass that are not at their defaults, with their values."""
+    values = {entry.name: getattr(arguments, entry.name) for entry in fields(arguments)}
+    defaults = {
+        entry.name: entry.default if entry.default_factory is MISSING else entry.default_factory()
+        for entry in fields(arguments)
+    }
+    return {name: value for name, value in values.items() if value != defaults[name]}
