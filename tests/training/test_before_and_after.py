@@ -11,7 +11,7 @@ from toolkit.engines.prepared import Prepared
 from toolkit.measuring.attestation import Requested
 from toolkit.measuring.recorder import Recorder
 from toolkit.strategies import get_strategy
-from toolkit.training.before_and_after import before_and_after, with_evaluation, write_so_far
+from toolkit.training.before_and_after import BeforeAndAfter
 from toolkit.training.evaluation_plan import EvaluationPlan, Schedule
 from toolkit.training.model import build_model
 
@@ -39,7 +39,7 @@ def run(cache, capsys):
             Requested(strategy=get_strategy("single"), num_processes=1), rehearsal=True
         )
         recorder.resumed_after(done)
-        observers = before_and_after(
+        results = BeforeAndAfter(
             plan,
             Collator(pad_token_id=0),
             tokenizer=tokenizer,
@@ -53,16 +53,14 @@ def run(cache, capsys):
             scheduler=None,
             report=lambda step, values: None,
         )
-        for one in observers:
-            one.prepared(engine)
+        results.prepared(engine)
         for step in steps:
-            for one in observers:
-                one.step_done(step)
+            results.step_done(step)
         if save is not None:
             save.mkdir()
-            write_so_far(save, plan=plan, observers=observers)
+            results.write_so_far(save)
         recorder.close()
-        record = with_evaluation({"not_measured": {}}, plan, observers)
+        record = results.with_results({"not_measured": {}})
         return record, capsys.readouterr().out
 
     return run

@@ -230,7 +230,7 @@ def trained(engine, folder, *, evaluated):
             record = trainer.record
     finally:
         kept.close()
-    return record, evaluation.found, model
+    return record, evaluation.results, model
 
 
 @pytest.mark.parametrize("engine", ["trainer", "loop"])

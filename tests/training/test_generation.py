@@ -134,17 +134,17 @@ def test_samples_are_taken_before_the_first_step_and_after_the_last(accelerator,
         accelerator=accelerator, model=model, optimizer=None, scheduler=None, report=print
     )
     samples.prepared(engine)
-    before = [each["before"] for each in samples.found]
-    assert [each["prompt"] for each in samples.found] == ["def add(a, b):\n", "def sub"]
+    before = [each["before"] for each in samples.results]
+    assert [each["prompt"] for each in samples.results] == ["def add(a, b):\n", "def sub"]
     assert all(before)
-    assert [each["after"] for each in samples.found] == [None, None]
+    assert [each["after"] for each in samples.results] == [None, None]
     with torch.no_grad():
         model.lm_head.weight.neg_()
     samples.step_done(2)
-    assert [each["after"] for each in samples.found] == [None, None]
+    assert [each["after"] for each in samples.results] == [None, None]
     samples.step_done(3)
-    assert [each["before"] for each in samples.found] == before
-    assert all(each["after"] != each["before"] for each in samples.found)
+    assert [each["before"] for each in samples.results] == before
+    assert all(each["after"] != each["before"] for each in samples.results)
     assert model.training
     assert model.config.use_cache is False
 

@@ -445,7 +445,7 @@ def test_tuned_switches_on_what_is_not_switched_off_by_name():
     assert tuned.uses_lean_masks
     assert tuned.prefetched_layers == 1
     assert not tuned.gradients_in_buckets
-    assert not tuned.compiles_blocks
+    assert not tuned.compile_blocks
     assert tuned.checkpoint_layers == "none"
     plain = own_arguments([]).speed
     assert plain == SpeedArguments()
@@ -586,7 +586,7 @@ def test_what_the_benchmark_calls_tuned_is_what_the_flag_switches_on(
         SpeedArguments(**next(each for each in made if each.name == "tuned").speed),
         SpeedArguments(tuned=True),
     )
-    switches = ["chunked_loss", "uses_lean_masks", "compiles_blocks", "checkpoint_layers"]
+    switches = ["chunked_loss", "uses_lean_masks", "compile_blocks", "checkpoint_layers"]
     of = {"ddp": ["gradients_in_buckets"], "fsdp": ["prefetched_layers"]}
     switches += of.get(STRATEGIES[strategy].backend, [])
     for switch in switches:

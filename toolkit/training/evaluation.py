@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -36,72 +37,61 @@ nobody holds the logits of more than `--loss_chunk_tokens`, as in training.
 """
 
 
+@dataclass(eq=False)
 class Evaluation(Observer):
-    """Evaluates before the first step, when its schedule says so, and after the last step.
+    """Evaluates before the first step, when its schedule says so, and after the last step."""
 
-    Args:
-        rows: Each counts once; `validation_rows` fills them up to whole batches.
-        collate: Makes a padded batch with `labels`.
-        batch_rows: Rows of one forward on one rank.
-        schedule: When.
-        recorder: What it times and counts, this is no part of.
-        pad_token_id: Of the rows that fill the last batches.
-    """
+    rows: Any
+    """Each counts once; `validation_rows` fills them up to whole batches."""
 
-    def __init__(
-        self,
-        rows: Any,
-        collate: Callable[[list[Any]], dict[str, torch.Tensor]],
-        *,
-        batch_rows: int,
-        schedule: Schedule,
-        recorder: Recorder,
-        pad_token_id: int = 0,
-    ) -> None:
-        self.found: list[Evaluated] = []
-        self._rows = rows
-        self._collate = collate
-        self._batch_rows = batch_rows
-        self._schedule = schedule
-        self._recorder = recorder
-        self._pad_token_id = pad_token_id
+    collate: Callable[[list[Any]], dict[str, torch.Tensor]]
+    batch_rows: int
+    """Rows of one forward on one rank."""
+
+    schedule: Schedule
+    recorder: Recorder
+    pad_token_id: int = 0
+    """Of the rows that fill the last batches."""
+
+    results: list[Evaluated] = field(default_factory=list)
 
     def prepared(self, prepared: Prepared) -> None:
         self._engine = prepared
-        done = self._recorder.steps_before
-        known = done in {each["step"] for each in self.found}  # the checkpoint came after it
-        if not known and (done == 0 or done >= self._schedule.last):  # what it died before
+        done = self.recorder.steps_before
+        # A run may have ended after its last step and before the evaluation that follows it.
+        is_missing = done not in {result["step"] for result in self.results}
+        if is_missing and (done == 0 or done >= self.schedule.last):
             self._evaluate(done)
 
     def step_done(self, step: int) -> None:
-        if self._schedule.due(step):
+        if self.schedule.due(step):
             self._evaluate(step)
 
     def _evaluate(self, step: int) -> None:
         engine, begun = self._engine, time.perf_counter()
-        with self._recorder.aside():
+        with self.recorder.aside():
             total, tokens = loss_and_tokens(
                 engine.accelerator,
                 engine.model,
-                self._rows,
-                self._collate,
-                batch_rows=self._batch_rows,
-                pad_token_id=self._pad_token_id,
+                self.rows,
+                self.collate,
+                batch_rows=self.batch_rows,
+                pad_token_id=self.pad_token_id,
             )
             loss = total / tokens if tokens else math.nan
-            found = Evaluated(
+            result = Evaluated(
                 step=step,
                 loss=loss,
                 perplexity=perplexity(loss),
                 tokens=tokens,
-                rows=len(self._rows),
+                rows=len(self.rows),
                 seconds=time.perf_counter() - begun,
             )
-            self.found.append(found)
-            values = {"eval_loss": loss, "eval_perplexity": found["perplexity"]}
-            self._recorder.logged(step, **values)
+            self.results.append(result)
+            values = {"eval_loss": loss, "eval_perplexity": result["perplexity"]}
+            self.recorder.logged(step, **values)
             engine.report(step, values)
-            engine.accelerator.print(f"toolkit: {evaluated_sentence(found)}", flush=True)
+            engine.accelerator.print(f"toolkit: {evaluated_sentence(result)}", flush=True)
 
 
 def loss_and_tokens(
@@ -123,7 +113,7 @@ def loss_and_tokens(
         model: The wrapped model.
         rows: `input_ids`, `labels` and `sample_id`, the same on every rank.
         collate: Makes a padded batch of them.
-        batch_rows: Rows of one forward.
+        batch_rows: Rows of one forward on one rank.
         pad_token_id: Of the rows that fill the last batches.
 
     Raises:
@@ -160,18 +150,13 @@ def _sums(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     logits = model(**batch).logits
     sums = torch.zeros(2, dtype=torch.float64, device=logits.device)
     for row, wanted in zip(logits, labels, strict=True):
-        for scores, targets in _chunks(row[:-1], wanted[1:]):
+        chunks = zip(row[:-1].split(CHUNK), wanted[1:].split(CHUNK), strict=True)
+        for scores, targets in chunks:
             losses = cross_entropy(
                 scores.float(), targets, ignore_index=IGNORED, reduction="none"
             ).double()
             sums += torch.stack([losses.sum(), (targets != IGNORED).sum().double()])
     return sums
-
-
-def _chunks(
-    scores: torch.Tensor, targets: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    return zip(scores.split(CHUNK), targets.split(CHUNK), strict=True)
 
 
 def perplexity(loss: float) -> float:
@@ -182,9 +167,9 @@ def perplexity(loss: float) -> float:
         return math.inf
 
 
-def evaluated_sentence(found: Evaluated) -> str:
-    when = f"after step {found['step']}" if found["step"] else "before the first step"
+def evaluated_sentence(result: Evaluated) -> str:
+    when = f"after step {result['step']}" if result["step"] else "before the first step"
     return (
-        f"evaluation {when}: loss {found['loss']:.6f}, perplexity {found['perplexity']:.2f} "
-        f"({found['tokens']:,} tokens of {found['rows']:,} rows, {found['seconds']:.1f} s)"
+        f"evaluation {when}: loss {result['loss']:.6f}, perplexity {result['perplexity']:.2f} "
+        f"({result['tokens']:,} tokens of {result['rows']:,} rows, {result['seconds']:.1f} s)"
     )

@@ -15,12 +15,13 @@ from toolkit.data.arguments import DataArguments
 from toolkit.data.prepared import PreparedData
 from toolkit.data.tokens import IGNORED
 from toolkit.errors import UsageError
+from toolkit.training.flags import is_on, plain_value
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 SAMPLES: Final = 2
-"""Prompts that are continued where rows are evaluated on and nothing else is said."""
+"""Prompts that are continued by default where there are rows to evaluate on."""
 
 LONGEST_PROMPT: Final = 256
 """Tokens; of a longer prompt the end is taken."""
@@ -33,8 +34,6 @@ _NOT_OBEYED: Final = (
     "bf16_full_eval",
     "batch_eval_metrics",
 )
-
-_NOTHING: Final = {"None", "False", "no", "0", "0.0"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,46 +57,44 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationPlan:
-    """What is done besides training, to know what came of it."""
+    """What is evaluated and sampled besides training."""
 
     rows: Dataset | None
     """None: nothing is evaluated."""
 
     data: dict[str, Any] | None
-    """What a record says of the rows."""
+    """The facts of the rows for the record."""
 
     batch_rows: int
+    """Rows of one forward on one rank."""
+
     schedule: Schedule
     prompts: list[list[int]]
-    """Token ids that are continued before and after; none: no samples."""
+    """Token ids that are continued before and after training; empty: no samples."""
 
 
 def check_evaluation(values: Mapping[str, Any], data: DataArguments) -> None:
-    """Check what needs no rows to be seen.
-
-    Args:
-        values: Of `TrainingArguments`.
-        data: Names the validation rows, or none.
+    """Check the flags of evaluation, before any rows are read.
 
     Raises:
-        UsageError: there is nothing to evaluate on, or a flag asks for what is not done.
+        UsageError: there are no rows to evaluate on, or a flag would not be obeyed.
     """
     every = values.get("eval_steps")
-    asked = [f"--{name}" for name in _NEEDS_ROWS if _asks(values.get(name))]
-    if every is not None:  # it asks for the strategy by itself
-        asked = ["--eval_steps"]
-    if asked and not data.has_validation:
+    needy = [f"--{name}" for name in _NEEDS_ROWS if is_on(values.get(name))]
+    if every is not None:  # it switches the strategy on by itself
+        needy = ["--eval_steps"]
+    if needy and not data.has_validation:
         raise UsageError(
-            f"{', '.join(asked)}: there are no rows to evaluate on. Pass --validation_file, "
+            f"{', '.join(needy)}: there are no rows to evaluate on. Pass --validation_file, "
             "--validation_split or --validation_split_percentage."
         )
-    ignored = [f"--{name}" for name in _NOT_OBEYED if _asks(values.get(name))]
+    ignored = [f"--{name}" for name in _NOT_OBEYED if is_on(values.get(name))]
     if ignored:
         raise UsageError(
             f"{', '.join(ignored)}: toolkit.train evaluates in the precision of the training, and "
             "keeps the model of the last step. Leave it out."
         )
-    strategy = _eval_strategy(values)
+    strategy = plain_value(values["eval_strategy"])
     if every is not None and strategy != "steps":
         raise UsageError(
             f"--eval_steps {every:g} says when for --eval_strategy steps, and {strategy} was "
@@ -106,14 +103,8 @@ def check_evaluation(values: Mapping[str, Any], data: DataArguments) -> None:
 
 
 def schedule(values: Mapping[str, Any], *, steps: int, steps_per_epoch: int) -> Schedule:
-    """Return when is evaluated.
-
-    Args:
-        values: Of `TrainingArguments`, as flags gave them.
-        steps: Optimizer steps of the training.
-        steps_per_epoch: Of them in one epoch.
-    """
-    strategy = _eval_strategy(values)
+    """Return the steps that are evaluated after, of a training of `steps` optimizer steps."""
+    strategy = plain_value(values["eval_strategy"])
     delay = float(values.get("eval_delay") or 0)
     if strategy == "epoch":
         return Schedule(last=steps, every=steps_per_epoch, delay=delay * steps_per_epoch)
@@ -132,43 +123,26 @@ def prompts_of(rows: Dataset, count: int) -> list[list[int]]:
     A prompt is what stands before the first learned token: of a chat all that its template puts
     before the first reply. Of a text that is learned as a whole it is the first half.
     """
-    found: list[list[int]] = []
+    prompts: list[list[int]] = []
     for row in cast("Iterable[Mapping[str, Any]]", rows):
-        if len(found) == count:
+        if len(prompts) == count:
             break
         ids, labels = row["input_ids"], row["labels"]
         learned = next((at for at, label in enumerate(labels) if label != IGNORED), 0)
         prompt = ids[:learned] if learned > 1 else ids[: max(1, len(ids) // 2)]
         prompt = list(prompt[-LONGEST_PROMPT:])
-        if prompt and prompt not in found:
-            found.append(prompt)
-    return found
-
-
-def number_of_samples(asked: int | None, *, has_validation: bool) -> int:
-    return (SAMPLES if has_validation else 0) if asked is None else asked
+        if prompt and prompt not in prompts:
+            prompts.append(prompt)
+    return prompts
 
 
 def left_out_with_evidence(data: DataArguments, *, samples: int | None) -> str | None:
-    """Say what a run that is taken apart leaves out of what was asked for; None: nothing.
-
-    Args:
-        data: Names the validation rows, or none.
-        samples: Prompts that were asked for.
-    """
+    """Name the flags that a run with --evidence ignores, in a sentence; None: there are none."""
     flags = ["--sample_prompts"] if samples else []
     flags += data.validation_flags
     if not flags:
         return None
     return f"{', '.join(flags)}: nothing is evaluated or sampled in a run with --evidence"
-
-
-def _eval_strategy(values: Mapping[str, Any]) -> str:
-    return str(getattr(values["eval_strategy"], "value", values["eval_strategy"]))
-
-
-def _asks(value: Any) -> bool:
-    return str(getattr(value, "value", value)) not in _NOTHING
 
 
 def planned_evaluation(
@@ -179,20 +153,18 @@ def planned_evaluation(
     validation: PreparedData | None,
     steps: int,
     global_batch: int,
-) -> EvaluationPlan | None:
-    """Return what is done besides training; None where nothing is.
+) -> EvaluationPlan:
+    """Return what is evaluated and sampled besides training.
 
     Args:
-        values: Of `TrainingArguments`, as flags gave them.
-        samples: Prompts that were asked for; None: as many as fit the rest.
-        training: The rows that are trained on, whose prompts are taken where no others are.
+        values: Of `TrainingArguments`.
+        samples: The number of prompts; None: the default.
+        training: The rows that are trained on, which the prompts are from where no others are.
         validation: The rows to evaluate on.
         steps: Optimizer steps of the training.
-        global_batch: Rows of one of them.
+        global_batch: Rows of an optimizer step.
     """
-    count = number_of_samples(samples, has_validation=validation is not None)
-    if validation is None and not count:
-        return None
+    count = (0 if validation is None else SAMPLES) if samples is None else samples
     source = training if validation is None else validation
     return EvaluationPlan(
         rows=None if validation is None else validation.load(),

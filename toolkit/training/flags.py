@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, field, fields
-from typing import Any
+from typing import Any, Final
+
+SWITCHED_OFF: Final = {"None", "False", "no", "none", "0", "0.0", "[]"}
+"""Values of a flag that switch nothing on."""
 
 
 def flag(default: Any, help: str) -> Any:
@@ -21,3 +24,13 @@ def changed_flags(arguments: Any) -> dict[str, Any]:
         for entry in fields(arguments)
     }
     return {name: value for name, value in values.items() if value != defaults[name]}
+
+
+def plain_value(value: Any) -> str:
+    """Return one spelling for a flag's value, be it an enum, a list of one or plain."""
+    value = value[0] if isinstance(value, list) and len(value) == 1 else value
+    return str(getattr(value, "value", value))
+
+
+def is_on(value: Any) -> bool:
+    return plain_value(value) not in SWITCHED_OFF

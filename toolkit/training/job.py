@@ -63,7 +63,7 @@ class Job:
     """Rows of an optimizer step, over all ranks."""
 
     tokenizer: PreTrainedTokenizerBase
-    evaluation: EvaluationPlan | None
+    evaluation: EvaluationPlan
     deepspeed_changes: list[str]
     """How the launcher's DeepSpeed config was fitted to the model, for the record."""
 
@@ -139,18 +139,17 @@ def checked_job(argv: list[str]) -> Job:
         f"effective batch: {values['per_device_train_batch_size']} rows x {ranks} processes x "
         f"{micro_batches} micro-batches = {global_batch} rows; {of_rate}"
     )
-    evaluation = left_out = None
-    if own.run.evidence is None:
-        evaluation = planned_evaluation(
-            values,
-            samples=own.run.sample_prompts,
-            training=request.data,
-            validation=request.validation,
-            steps=steps,
-            global_batch=global_batch,
-        )
-    else:
-        left_out = left_out_with_evidence(own.data, samples=own.run.sample_prompts)
+    samples, left_out = own.run.sample_prompts, None
+    if own.run.evidence is not None:  # such a run has no validation rows either
+        samples, left_out = 0, left_out_with_evidence(own.data, samples=samples)
+    evaluation = planned_evaluation(
+        values,
+        samples=samples,
+        training=request.data,
+        validation=request.validation,
+        steps=steps,
+        global_batch=global_batch,
+    )
     if rank() == 0:
         for line in filter(None, [*request.notes, batch, left_out]):
             say(line)

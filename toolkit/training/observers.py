@@ -7,6 +7,7 @@ step, so an observer may run collectives; an exception in one ends the run.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
@@ -28,72 +29,64 @@ class Observer(Protocol):
         """Act after an optimizer step, whose number counts from 1 over the whole training."""
 
 
+@dataclass(eq=False)
 class TrainerEvents(TrainerCallback):
-    """Calls recorder, observers and keeper from a Trainer's callbacks, as the loop calls them.
+    """Calls recorder, observers and keeper from a Trainer's callbacks, as the loop calls them."""
 
-    Args:
-        trainer: The Trainer, and with it the recorder.
-        observers: In the order in which they are called.
-        keeper: Says when to save, whatever the Trainer's own flow says; None leaves it to that.
-        last_log: The last step that is logged; None: all are. A log waits for the GPU, which
-            steps that are timed can't have.
-    """
+    trainer: ToolkitTrainer
+    observers: Sequence[Observer]
+    """In the order in which they are called."""
 
-    def __init__(
-        self,
-        trainer: ToolkitTrainer,
-        observers: Sequence[Observer],
-        *,
-        keeper: Keeper | None,
-        last_log: int | None,
-    ) -> None:
-        self._trainer = trainer
-        self._observers = observers
-        self._keeper = keeper
-        self._last_log = last_log
-        self._learning_rate = 0.0
+    keeper: Keeper | None
+    """Decides when to save, whatever the Trainer's own flow decides; None leaves it to that."""
+
+    last_log: int | None
+    """The last step that is logged; None: all are. A log waits for the GPU, and so would the steps
+    that are timed."""
+
+    _learning_rate = 0.0
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        trainer = self._trainer
+        trainer = self.trainer
         prepared = trainer.prepared(report=self._report)
         trainer.recorder.prepared(prepared.accelerator, prepared.model, prepared.optimizer)
         trainer.recorder.reads(trainer.callback_handler.train_dataloader)
-        for observer in self._observers:
+        for observer in self.observers:
             observer.prepared(prepared)
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         # The scheduler moves on before the step ends.
-        optimizer: Any = self._trainer.optimizer
+        optimizer: Any = self.trainer.optimizer
         self._learning_rate = float(optimizer.param_groups[0]["lr"])
 
     def on_step_end(
         self, args: Any, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        self._trainer.recorder.step_done(
+        self.trainer.recorder.step_done(
             learning_rate=self._learning_rate,
-            skipped=bool(self._trainer.accelerator.optimizer_step_was_skipped),
+            skipped=bool(self.trainer.accelerator.optimizer_step_was_skipped),
         )
-        if self._last_log is not None and state.global_step > self._last_log:
+        if self.last_log is not None and state.global_step > self.last_log:
             control.should_log = False
-        for observer in self._observers:
+        for observer in self.observers:
             observer.step_done(state.global_step)
-        if self._keeper is not None:
-            control.should_save = self._keeper.due(state.global_step)
+        if self.keeper is not None:
+            control.should_save = self.keeper.due(state.global_step)
 
     def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
-        if self._keeper is not None:  # the Trainer's one epoch is the whole run
+        if self.keeper is not None:  # the Trainer's one epoch is the whole run
             control.should_save = False
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
-        self._trainer.recorder.mark()
+        self.trainer.recorder.mark()
 
     def on_save(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        self._trainer.recorder.mark()
-        if self._keeper is not None:
-            self._keeper.leave_if_asked(state.global_step)
+        self.trainer.recorder.mark()
+        if self.keeper is not None:
+            self.keeper.leave_if_asked(state.global_step)
 
     def _report(self, _: int, values: dict[str, float]) -> None:
-        should_log = self._trainer.control.should_log
-        self._trainer.log(values)  # it knows the step itself
+        should_log = self.trainer.control.should_log
+        self.trainer.log(values)  # it knows the step itself
         # A log is taken for that of the step, whose loss would then not be logged.
-        self._trainer.control.should_log = should_log
+        self.trainer.control.should_log = should_log

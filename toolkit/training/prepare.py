@@ -26,6 +26,7 @@ from toolkit.launching.ranks import quiet
 from toolkit.redaction import redact_output
 from toolkit.strategies import Strategy, get_strategy
 from toolkit.training.dropout import dropout_facts
+from toolkit.training.flags import plain_value
 from toolkit.training.methods import skeleton
 from toolkit.training.model import BUILT_IN_MODEL
 from toolkit.training.request import (
@@ -33,9 +34,9 @@ from toolkit.training.request import (
     Request,
     check_request,
     checked_flags,
-    plain_value,
 )
 from toolkit.training.speed import TRAINER_SWITCHES, Speed
+from toolkit.training.speed_arguments import checkpoints_by_flag
 
 logger = logging.getLogger(__name__)
 
@@ -112,11 +113,7 @@ def _under(request: Request, strategy: Strategy) -> dict[str, Any]:
     speed = _speed_under(request, strategy)
     return {
         "optimizer": plain_value(values["optim"]),
-        "activation_checkpointing": bool(
-            values.get("activation_checkpointing")
-            or values["gradient_checkpointing"]
-            or speed.checkpoints_all
-        ),
+        "activation_checkpointing": bool(checkpoints_by_flag(values) or speed.checkpoints_all),
         "speed": speed.facts(_as_arguments(values)),
     }
 
@@ -131,7 +128,7 @@ def _speed_under(request: Request, strategy: Strategy) -> Speed:
     on_model = (
         switches.chunked_loss
         or switches.uses_lean_masks
-        or switches.compiles_blocks
+        or switches.compile_blocks
         or switches.checkpoint_layers != "none"
     )
     if on_model:

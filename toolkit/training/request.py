@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from toolkit.checkpoints.resume_request import ResumeRequest, asked_checkpoint
 from toolkit.configs.optimizers import missing_package, optimizer_problem
@@ -46,6 +46,7 @@ from toolkit.training.arguments import (
     training_values,
 )
 from toolkit.training.evaluation_plan import check_evaluation
+from toolkit.training.flags import is_on, plain_value
 from toolkit.training.loadable import check_loadable
 from toolkit.training.method_arguments import MethodArguments
 from toolkit.training.methods import Method, check_strategy, checked_method
@@ -63,9 +64,6 @@ from toolkit.training.precision import asked_precision, with_precision
 from toolkit.training.run_folder import check_names
 from toolkit.training.speed_arguments import check_model, check_speed
 from toolkit.training.tracking import asked_trackers, names_of_trackers
-
-SWITCHED_OFF: Final = {"None", "False", "no", "none", "0", "0.0", "[]"}
-"""Values of a flag that ask for nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,12 +242,6 @@ def check_output_folder(folder: Path, method: MethodArguments, trackers: Sequenc
         raise UsageError(f"{folder} holds the record of another run. Choose another --output_dir.")
 
 
-def plain_value(value: Any) -> str:
-    """Return one spelling for a flag's value, be it an enum, a list of one or plain."""
-    value = value[0] if isinstance(value, list) and len(value) == 1 else value
-    return str(getattr(value, "value", value))
-
-
 def _launched_strategy(name: str | None) -> Strategy:
     """Return the strategy of the launcher's config, held against `--strategy`."""
     launched = requested_strategy(os.environ)
@@ -304,13 +296,13 @@ def _refuse_ignored_flags(values: Mapping[str, Any], own: OwnArguments) -> None:
             "neftune_noise_alpha",
             "accelerator_config",
         ]
-    flags = [f"--{name}" for name in ignored if _is_on(values.get(name))]
+    flags = [f"--{name}" for name in ignored if is_on(values.get(name))]
     if flags:
         raise UsageError(
             f"{', '.join(flags)}: toolkit.train with --engine {own.run.engine} does not do that. "
             "Leave it out, or use --engine trainer where the Trainer can."
         )
-    if own.run.evidence is not None and _is_on(values.get("torch_compile")):
+    if own.run.evidence is not None and is_on(values.get("torch_compile")):
         raise UsageError(
             "--evidence looks into the model's forward, which --torch_compile would compile away. "
             "Leave one of them out."
@@ -380,7 +372,3 @@ def _validation(own: OwnArguments, model: ModelFacts) -> PreparedData | None:
     if validation is not None:
         check_vocabulary(model, validation)
     return validation
-
-
-def _is_on(value: Any) -> bool:
-    return plain_value(value) not in SWITCHED_OFF

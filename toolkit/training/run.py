@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -24,12 +24,7 @@ from toolkit.measuring.recorder import Recorder
 from toolkit.records.json_files import write_json
 from toolkit.records.record import RECORD_FILE, STARTING_ADAPTER
 from toolkit.training.adapters import load_for
-from toolkit.training.before_and_after import (
-    before_and_after,
-    evaluations_of,
-    with_evaluation,
-    write_so_far,
-)
+from toolkit.training.before_and_after import BeforeAndAfter
 from toolkit.training.card import card_of_run
 from toolkit.training.dropout import RandomForwards, turn_off
 from toolkit.training.fingerprint import facts_of_job
@@ -87,25 +82,22 @@ def train(job: Job, status: StatusFile) -> None:
     recorder = recorder_of(job, status, speed)
     keeper = _keeper_of(job, recorder)
     try:
-        evaluating = before_and_after(
+        results = BeforeAndAfter(
             job.evaluation,
             collate,
             tokenizer=job.tokenizer,
             recorder=recorder,
             checkpoint=None if job.resumed is None else job.resumed.folder,
         )
-        if job.evaluation is not None:
-            keeper.write_beside = partial(write_so_far, plan=job.evaluation, observers=evaluating)
+        keeper.write_beside = results.write_so_far
         forwards = [RandomForwards(recorder)] if own.run.dropout == "off" else []
-        saving = SaveAtTheEnd(job, recorder=recorder, speed=speed, evaluating=evaluating)
-        observers: list[Observer] = [speed, *forwards, *evaluating, saving]
-        train_with = _train_with_trainer if own.run.engine == "trainer" else _train_in_loop
+        saving = SaveAtTheEnd(job, recorder, speed, results)
+        observers: list[Observer] = [speed, *forwards, results, saving]
         with _preemptible(keeper, status):
-            train_with(job, model, collate, recorder, observers, keeper)
+            _train_under_engine(job, model, collate, recorder, observers, keeper)
         # A run whose evidence is of a later step ends before its packed rows.
         packed = own.run.throughput_steps if own.run.evidence_step is None else 0
-        finished = recorder.finish(throughput_steps=packed)
-        measured = with_evaluation(finished, job.evaluation, evaluating)
+        measured = results.with_results(recorder.finish(throughput_steps=packed))
         measured["random_forward"] = forwards[0].difference if forwards else None
         if measured["warm_up"] is not None:
             measured["warm_up"]["cache_seconds"] = check_seconds()
@@ -123,43 +115,34 @@ def train(job: Job, status: StatusFile) -> None:
     _kept_until_exit.extend((model, speed, recorder, keeper, observers))
 
 
+@dataclass(eq=False)
 class SaveAtTheEnd(Observer):
-    """Saves the model after the last step, and the merged one where it was asked for.
+    """Saves the model after the last step, and with --merge the merged one."""
 
-    Args:
-        job: The run.
-        recorder: What it times of the save.
-        speed: The switches that took hold, for the card.
-        evaluating: The observers whose evaluations the card shows.
-    """
-
-    def __init__(
-        self, job: Job, *, recorder: Recorder, speed: Speed, evaluating: Sequence[Observer]
-    ) -> None:
-        self._job = job
-        self._recorder = recorder
-        self._speed = speed
-        self._evaluating = evaluating
+    job: Job
+    recorder: Recorder
+    speed: Speed
+    results: BeforeAndAfter
 
     def prepared(self, prepared: Prepared) -> None:
         self._engine = prepared
-        resumed, last_step = self._job.resumed, self._job.last_step
+        resumed, last_step = self.job.resumed, self.job.last_step
         if resumed is not None and resumed.step == last_step:
-            self.step_done(last_step)  # it died within this save, or after it
+            self.step_done(last_step)  # the run before ended within this save, or after it
 
     def step_done(self, step: int) -> None:
-        job, engine = self._job, self._engine
+        job, engine = self.job, self._engine
         if step != job.last_step:
             return
         ranks = engine.accelerator.num_processes
-        facts = described(job, self._speed)
-        with self._recorder.saving(engine.model):
+        facts = described(job, self.speed)
+        with self.recorder.saving(engine.model):
             card = card_of_run(
                 facts,
                 num_processes=ranks,
-                evaluation=evaluations_of(self._evaluating),
-                losses=self._recorder.outer_losses(),
-                resumed=self._recorder.steps_before > 0,
+                evaluation=self.results.evaluations,
+                losses=self.recorder.outer_losses(),
+                resumed=self.recorder.steps_before > 0,
                 dataset_name=job.own.data.dataset_name,
             )
             for name in ("final", "merged") if job.own.method.merge else ("final",):
@@ -176,7 +159,7 @@ class SaveAtTheEnd(Observer):
                 )
 
 
-def _train_with_trainer(
+def _train_under_engine(
     job: Job,
     model: Any,
     collate: Collate,
@@ -184,6 +167,20 @@ def _train_with_trainer(
     observers: Sequence[Observer],
     keeper: Keeper,
 ) -> None:
+    bucket_view = job.own.speed.gradients_in_buckets
+    if job.own.run.engine == "loop":
+        train_loop(
+            model,
+            job.args,
+            job.rows,
+            collate,
+            recorder=recorder,
+            scheduled_steps=job.steps,
+            observers=[*observers, keeper],
+            resumed=job.resumed,
+            ddp_bucket_view=bucket_view,
+        )
+        return
     trainer = ToolkitTrainer(
         model=model,
         args=job.args,
@@ -194,32 +191,11 @@ def _train_with_trainer(
         keeper=keeper,
         observers=observers,
         scheduled_steps=job.steps,
-        ddp_bucket_view=job.own.speed.gradients_in_buckets,
+        ddp_bucket_view=bucket_view,
     )
     if not trainer.model_accepts_loss_kwargs:
         check_fillers(job.rows, job.global_batch_size, of="the loss of this model")
     trainer.train_from(job.resumed)
-
-
-def _train_in_loop(
-    job: Job,
-    model: Any,
-    collate: Collate,
-    recorder: Recorder,
-    observers: Sequence[Observer],
-    keeper: Keeper,
-) -> None:
-    train_loop(
-        model,
-        job.args,
-        job.rows,
-        collate,
-        recorder=recorder,
-        scheduled_steps=job.steps,
-        observers=[*observers, keeper],
-        resumed=job.resumed,
-        ddp_bucket_view=job.own.speed.gradients_in_buckets,
-    )
 
 
 def _keeper_of(job: Job, recorder: Recorder) -> Keeper:

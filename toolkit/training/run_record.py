@@ -26,10 +26,11 @@ from toolkit.records.json_files import SCHEMA
 from toolkit.records.record import STEPS_FILE
 from toolkit.strategies import Strategy
 from toolkit.training.dropout import dropout_facts
+from toolkit.training.flags import plain_value
 from toolkit.training.job import Job
 from toolkit.training.model import BUILT_IN_MODEL
-from toolkit.training.request import plain_value
 from toolkit.training.speed import Speed
+from toolkit.training.speed_arguments import checkpoints_by_flag
 
 ADAMW: Final = ("adamw_torch", "adamw_torch_fused")
 
@@ -151,9 +152,7 @@ def optimizer_settings(args: TrainingArguments) -> dict[str, Any]:
 def _checkpoints_all_layers(job: Job, speed: Speed) -> bool:
     """Whether every layer is computed again in backward."""
     return bool(
-        # transformers 5.23 renames it, and keeps the old name as an alias.
-        getattr(job.args, "activation_checkpointing", False)
-        or job.args.gradient_checkpointing
+        checkpoints_by_flag(vars(job.args))
         or speed.checkpoints_all
         or requests_checkpointing(os.environ)
     )

@@ -9,6 +9,7 @@ no step of the training.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -26,54 +27,42 @@ SHOWN: Final = 72
 """Letters of a text that the terminal shows."""
 
 
+@dataclass(eq=False)
 class Samples(Observer):
-    """Continues prompts before the first step and after the last.
+    """Continues prompts before the first step and after the last."""
 
-    Args:
-        prompts: Token ids of each.
-        tokenizer: Turns them into text, and knows where a turn ends.
-        last_step: Of the training.
-        recorder: What it times and counts, this is no part of.
-    """
+    prompts: Sequence[Sequence[int]]
+    """The token ids of every prompt."""
 
-    def __init__(
-        self,
-        prompts: Sequence[Sequence[int]],
-        tokenizer: Any,
-        *,
-        last_step: int,
-        recorder: Recorder,
-    ) -> None:
-        self._prompts = prompts
-        self._tokenizer = tokenizer
-        self._last_step = last_step
-        self._recorder = recorder
-        self.found = [
-            Sample(prompt=tokenizer.decode(each, skip_special_tokens=True), before=None, after=None)
-            for each in prompts
-        ]
+    tokenizer: Any
+    last_step: int
+    recorder: Recorder
+
+    def __post_init__(self) -> None:
+        texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in self.prompts]
+        self.results = [Sample(prompt=text, before=None, after=None) for text in texts]
 
     def prepared(self, prepared: Prepared) -> None:
         self._engine = prepared
-        done = self._recorder.steps_before
+        done = self.recorder.steps_before
         if done == 0:
-            for sample, text in zip(self.found, self._continued(), strict=True):
+            for sample, text in zip(self.results, self._continued(), strict=True):
                 sample["before"] = text
-        elif done >= self._last_step and any(each["after"] is None for each in self.found):
-            # It died before these.
-            self.step_done(self._last_step)
+        elif done >= self.last_step and any(sample["after"] is None for sample in self.results):
+            # The run ended after its last step and before these samples.
+            self.step_done(self.last_step)
 
     def step_done(self, step: int) -> None:
-        if step != self._last_step:
+        if step != self.last_step:
             return
-        for sample, text in zip(self.found, self._continued(), strict=True):
+        for sample, text in zip(self.results, self._continued(), strict=True):
             sample["after"] = text
             self._engine.accelerator.print(f"toolkit: {_shown(sample)}", flush=True)
 
     def _continued(self) -> list[str]:
         engine = self._engine
-        with self._recorder.aside():
-            return continuations(engine.accelerator, engine.model, self._prompts, self._tokenizer)
+        with self.recorder.aside():
+            return continuations(engine.accelerator, engine.model, self.prompts, self.tokenizer)
 
 
 def continuations(
@@ -81,13 +70,7 @@ def continuations(
 ) -> list[str]:
     """Return what the model continues each prompt with, in at most `NEW_TOKENS` tokens.
 
-    A collective: every rank calls it with the same prompts.
-
-    Args:
-        accelerator: The Accelerator that prepared the model.
-        model: The wrapped model.
-        prompts: Token ids of each.
-        tokenizer: Of the model.
+    A collective: every rank calls it with the same prompts, as token ids.
 
     Raises:
         NotBetweenSteps: gradients are being accumulated.
@@ -104,10 +87,13 @@ def continuations(
         # Ranks may round differently; one that is done runs on until all are.
         "synced_gpus": accelerator.num_processes > 1,
     }
+    # Where positions are learned there may be few of them.
+    positions = getattr(unwrapped.config, "max_position_embeddings", None)
+    longest = None if positions is None else max(1, positions - NEW_TOKENS)
     texts: list[str] = []
     with between_steps(accelerator, model), torch.compiler.set_stance("force_eager"):
         for prompt in prompts:
-            prompt = prompt[-_room(unwrapped, len(prompt)) :]
+            prompt = prompt if longest is None else prompt[-longest:]
             ids = torch.tensor([prompt], device=accelerator.device)
             written = unwrapped.generate(
                 input_ids=ids,
@@ -119,20 +105,14 @@ def continuations(
     return texts
 
 
-def _room(model: Any, asked: int) -> int:
-    """Return the tokens that a prompt may have, where positions are learned and thus few."""
-    positions = getattr(model.config, "max_position_embeddings", None)
-    return asked if positions is None else max(1, min(asked, positions - NEW_TOKENS))
-
-
 def _shown(sample: Sample) -> str:
     before, after = (
-        "not known" if text is None else repr(_one_line(text)[:SHOWN])
+        "not known" if text is None else repr(_on_one_line(text)[:SHOWN])
         for text in (sample["before"], sample["after"])
     )
-    prompt = _one_line(sample["prompt"])[-SHOWN:]
+    prompt = _on_one_line(sample["prompt"])[-SHOWN:]
     return f"sample …{prompt!r}: before {before}, after {after}"
 
 
-def _one_line(text: str) -> str:
+def _on_one_line(text: str) -> str:
     return " ".join(text.split())

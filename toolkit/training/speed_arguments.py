@@ -17,7 +17,7 @@ from toolkit.training.flags import flag
 from toolkit.training.precision import switched
 
 LAYERS = r"none|all|selective|every:[1-9]\d*|[1-9]\d*"
-"""What `--checkpoint_layers` takes."""
+"""The values of `--checkpoint_layers`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class SpeedArguments:
     fsdp_prefetch: int | None = flag(
         None, "FSDP2: layers that are gathered ahead of the one that computes."
     )
-    compile_blocks: bool | None = flag(None, "torch.compile for each layer of the model by itself.")
+    compile_blocks: bool = flag(False, "torch.compile for each layer of the model by itself.")
     compile_backend: str = flag(
         "inductor",
         "What torch.compile makes of a layer; aot_eager traces it and compiles "
@@ -88,10 +88,6 @@ class SpeedArguments:
     def prefetched_layers(self) -> int:
         return int(self.tuned) if self.fsdp_prefetch is None else self.fsdp_prefetch
 
-    @property
-    def compiles_blocks(self) -> bool:
-        return bool(self.compile_blocks)
-
     def with_flags(self, rest: Sequence[str], strategy: Strategy) -> list[str]:
         """Return the flags for `TrainingArguments`, and those of its flags that are tuned.
 
@@ -112,71 +108,81 @@ class SpeedArguments:
 
 def check_speed(
     arguments: SpeedArguments,
-    values: dict[str, Any],
+    values: Mapping[str, Any],
     *,
     strategy: Strategy,
     evidence: bool = False,
     on_gpu: bool = True,
     config_checkpoints: bool = False,
 ) -> None:
-    """Refuse switches that go together with nothing else that was asked, all of them at once.
+    """Refuse switches that don't go together with other requests, all of them at once.
 
     Args:
-        arguments: Ours.
+        arguments: Our flags.
         values: Those of `TrainingArguments`.
-        strategy: What the launcher asks for.
-        evidence: Whether the first step is looked into.
+        strategy: Of the launch.
+        evidence: Whether the run keeps the evidence of a step.
         on_gpu: Whether this is no rehearsal.
         config_checkpoints: Whether the launcher's FSDP section asks for activation checkpointing.
 
     Raises:
-        UsageError: at least one of them does not.
+        UsageError: names all the conflicts.
     """
-    found: list[str] = []
-    if arguments.loss_impl == "chunked":
-        found += no_chunked_loss(values)
-    if values.get("use_liger_kernel") and not on_gpu:
-        found.append("--use_liger_kernel needs a GPU; --loss_impl chunked runs everywhere")
-    elif values.get("use_liger_kernel") and find_spec("liger_kernel") is None:
-        found.append("--use_liger_kernel needs liger-kernel: pip install liger-kernel")
-    if arguments.checkpoint_layers != "none" and _asks_for_checkpointing(values):
-        found.append(
-            "--checkpoint_layers and --activation_checkpointing both choose layers: pass one"
-        )
-    flags = arguments.checkpoint_layers != "none" or _asks_for_checkpointing(values)
-    if config_checkpoints and flags:
-        found.append(
-            "fsdp_activation_checkpointing: true of the Accelerate config and a flag would both "
-            "checkpoint the layers: leave one of them out"
-        )
-    if arguments.compiles_blocks and values.get("torch_compile"):
-        found.append("--compile_blocks and --torch_compile both compile the layers: pass one")
-    if arguments.compiles_blocks and evidence:
-        found.append("--evidence looks into the layers, which --compile_blocks compiles away")
-    if arguments.compiles_blocks and strategy.sharding == "tensors":
-        found.append(COMPILED_ZERO3)
-    # Alone there is nothing to switch, and `single` is the control of every comparison.
+    uses_liger = bool(values.get("use_liger_kernel"))
+    layers, by_flag = arguments.checkpoint_layers != "none", checkpoints_by_flag(values)
+    compiles = arguments.compile_blocks
+    # Under `single`, the control of every comparison, both flags are accepted without effect.
     several = strategy.is_distributed
-    if arguments.ddp_bucket_view and several and not strategy.reduces_in_buckets:
-        found.append(f"--ddp_bucket_view is for ddp, and this is {strategy.name}")
-    if arguments.fsdp_prefetch and several and strategy.sharding != "rows":
-        found.append(f"--fsdp_prefetch is for FSDP2, and this is {strategy.name}")
-    if found:
-        raise UsageError(f"{'; '.join(found)}.")
+    conflicts = {
+        "--use_liger_kernel needs a GPU; --loss_impl chunked runs everywhere": (
+            uses_liger and not on_gpu
+        ),
+        "--use_liger_kernel needs liger-kernel: pip install liger-kernel": (
+            uses_liger and on_gpu and find_spec("liger_kernel") is None
+        ),
+        "--checkpoint_layers and --activation_checkpointing both choose layers: pass one": (
+            layers and by_flag
+        ),
+        "fsdp_activation_checkpointing: true of the Accelerate config and a flag would both "
+        "checkpoint the layers: leave one of them out": config_checkpoints and (layers or by_flag),
+        "--compile_blocks and --torch_compile both compile the layers: pass one": (
+            compiles and values.get("torch_compile")
+        ),
+        "--evidence looks into the layers, which --compile_blocks compiles away": (
+            compiles and evidence
+        ),
+        "--compile_blocks gains nothing under ZeRO-3: DeepSpeed's hooks in every module of a layer "
+        "are compiled anew for each until torch gives up (recompile_limit), and runs the layers as "
+        "they are": compiles and strategy.sharding == "tensors",
+        f"--ddp_bucket_view is for ddp, and this is {strategy.name}": (
+            arguments.ddp_bucket_view and several and not strategy.reduces_in_buckets
+        ),
+        f"--fsdp_prefetch is for FSDP2, and this is {strategy.name}": (
+            arguments.fsdp_prefetch and several and strategy.sharding != "rows"
+        ),
+    }
+    messages = no_chunked_loss(values) if arguments.loss_impl == "chunked" else []
+    messages += [message for message, applies in conflicts.items() if applies]
+    if messages:
+        raise UsageError(f"{'; '.join(messages)}.")
 
 
 def no_chunked_loss(values: Mapping[str, Any]) -> list[str]:
-    """Return what in the values of `TrainingArguments` leaves no place for the chunked loss."""
-    found: list[str] = []
-    if values.get("use_liger_kernel"):
-        found.append("--loss_impl chunked and --use_liger_kernel both replace the loss: pass one")
-    if values.get("label_smoothing_factor"):
-        found.append("--loss_impl chunked leaves no logits for --label_smoothing_factor to smooth")
-    return found
+    """Return the flags of `TrainingArguments` that exclude the chunked loss, as sentences."""
+    conflicts = {
+        "use_liger_kernel": "and --use_liger_kernel both replace the loss: pass one",
+        "label_smoothing_factor": "leaves no logits for --label_smoothing_factor to smooth",
+    }
+    return [f"--loss_impl chunked {why}" for name, why in conflicts.items() if values.get(name)]
+
+
+def checkpoints_by_flag(values: Mapping[str, Any]) -> bool:
+    """Whether `TrainingArguments` checkpoint every layer; transformers 5.23 renamed the flag."""
+    return bool(values.get("activation_checkpointing") or values.get("gradient_checkpointing"))
 
 
 def check_model(arguments: SpeedArguments, folder: str | Path) -> None:
-    """Check by its config.json that the model in `folder` can do what was asked for by name.
+    """Check by its config.json that the model in `folder` takes the switches of explicit flags.
 
     Raises:
         UsageError: a switch is not proven for the model, or not with its routers' loss, or it has
@@ -184,19 +190,17 @@ def check_model(arguments: SpeedArguments, folder: str | Path) -> None:
     """
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     name = next(iter(config.get("architectures") or []), "a model without a named architecture")
-    named = {
+    switches = {
         "--loss_impl chunked": arguments.loss_impl == "chunked",
         "--lean_masks": arguments.lean_masks,
     }
-    asked = [flag for flag, wanted in named.items() if wanted]
-    if asked and name not in PROVEN_MODELS:
-        raise UsageError(
-            f"{' and '.join(asked)}: not proven for {name}. Leave it out; --tuned takes what is."
-        )
+    passed = " and ".join(switch for switch, is_passed in switches.items() if is_passed)
+    if passed and name not in PROVEN_MODELS:
+        raise UsageError(f"{passed}: not proven for {name}. Leave it out; --tuned takes what is.")
     text = config.get("text_config", config)
-    if asked and text.get("output_router_logits"):
+    if passed and text.get("output_router_logits"):
         raise UsageError(
-            f"{' and '.join(asked)}: not with the routers' loss that output_router_logits asks of "
+            f"{passed}: not with the routers' loss that output_router_logits asks of "
             f"{name}. Leave it out, or turn that off in the model's config.json."
         )
     layers = text.get("num_hidden_layers", text.get("n_layer"))
@@ -206,14 +210,3 @@ def check_model(arguments: SpeedArguments, folder: str | Path) -> None:
             f"--checkpoint_layers {arguments.checkpoint_layers}: the model has only {layers} "
             "layers."
         )
-
-
-COMPILED_ZERO3 = (
-    "--compile_blocks gains nothing under ZeRO-3: DeepSpeed's hooks in every module of a layer are "
-    "compiled anew for each until torch gives up (recompile_limit), and runs the layers as they are"
-)
-
-
-def _asks_for_checkpointing(values: dict[str, Any]) -> bool:
-    asked = (values.get("activation_checkpointing"), values.get("gradient_checkpointing"))
-    return any(str(each) == "True" for each in asked)

@@ -88,7 +88,7 @@ class Speed(Observer):
             # Windows and eager attention need masks that transformers makes, and asks for.
             self.on["lean_masks"] = "no mask asked for" if unasked else "padding is not masked"
         # Last: torch.compile traces what the layers do by now.
-        if arguments.compiles_blocks:
+        if arguments.compile_blocks:
             compiled = compile_blocks(inner, backend=arguments.compile_backend)
             self.on["compile_blocks"] = {"layers": compiled, "backend": arguments.compile_backend}
 
