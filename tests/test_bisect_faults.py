@@ -8,7 +8,8 @@ from fault_runs import start, write_model
 
 from toolkit.comparing.bisect.finding import Bisection, bisect
 from toolkit.comparing.bisect.render import StepResult, as_lines
-from toolkit.comparing.bisect.run_pair import load_run
+from toolkit.comparing.bisect.run_pair import TracedRun
+from toolkit.records.evidence import read_evidence
 from toolkit.records.record import read_record
 
 FAULTS = {
@@ -103,9 +104,10 @@ def found(runs: Path):
         folder = runs / name
         record = read_record(folder)
         final = None if record["final"] is None else folder / record["final"]
-        return load_run(
-            name.split("/")[0],
-            folder / "evidence",
+        return TracedRun(
+            name=name.split("/")[0],
+            folder=folder / "evidence",
+            evidence=read_evidence(folder / "evidence"),
             next_loss=record["losses"][-1],
             final=final,
         )
@@ -145,7 +147,7 @@ def test_the_fault_is_the_first_thing_that_differs(found, fault: str) -> None:
 def test_nothing_differs_between_sound_runs_in_a_later_step(found) -> None:
     bisection = found("clean", kind="late/")
     assert bisection.first is None
-    assert bisection.step == 6
+    assert bisection.pair.step == 6
     verdict = verdicts(bisection)
     assert verdict.pop("saved weights") == "unknown"
     assert set(verdict.values()) <= {"equal", "within"}
@@ -173,7 +175,7 @@ def test_a_fault_of_earlier_steps_is_told_from_one_that_acts_in_the_step(found, 
     assert words in bisection.first.words
     assert bisection.parted_before is not None
     assert verdicts(bisection)["gradients"] in ("equal", "within")
-    lines = as_lines(StepResult(runs=[], bisection=bisection))
+    lines = as_lines(StepResult(runs={}, bisection=bisection))
     if bisection.first is bisection.parted_before:
         assert lines[-1] == "Step 6 itself, begun with equal weights, adds nothing to it."
     else:

@@ -387,6 +387,7 @@ FLAGS = {
     "--gradient_accumulation_steps": 2,
     "--throughput_steps": 5,
     "--tf32": False,
+    "--dropout": "off",
 }
 
 

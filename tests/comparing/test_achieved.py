@@ -99,31 +99,25 @@ def test_without_a_speed_there_is_no_arithmetic(record):
 
 
 def test_a_run_costs_its_gpus_for_its_whole_time_and_tokens_cost_what_they_take():
-    asked = {"num_processes": 4, "seconds": 900.0, "rehearsal": False}
-    cost, missing = cost_of(**asked, tokens_per_second=2000.0, dollars_per_hour=2.5)
+    row = {"num_processes": 4, "seconds": 900.0, "rehearsal": False, "tokens_per_second": 2000.0}
+    cost, missing = cost_of(row, 2.5)
     assert missing == {}
     assert cost["gpu_hours"] == 1.0
     assert cost["dollars"] == 2.5
     assert cost["dollars_per_million_tokens"] == pytest.approx(4 * 2.5 / 3600 / 2000 * 1e6)
 
-    cost, missing = cost_of(**asked, tokens_per_second=2000.0, dollars_per_hour=None)
+    cost, missing = cost_of(row, None)
     assert (cost["gpu_hours"], cost["dollars"]) == (1.0, None)
     assert "--dollars-per-hour" in missing["cost.dollars"]
 
-    cost, missing = cost_of(**asked, tokens_per_second=None, dollars_per_hour=2.5)
+    cost, missing = cost_of(row | {"tokens_per_second": None}, 2.5)
     assert (cost["dollars"], cost["dollars_per_million_tokens"]) == (2.5, None)
     assert missing.keys() == {"cost.dollars_per_million_tokens"}
 
 
 def test_a_rehearsal_costs_no_gpu():
-    cost, missing = cost_of(
-        num_processes=2,
-        seconds=60.0,
-        tokens_per_second=10.0,
-        dollars_per_hour=2.0,
-        rehearsal=True,
-    )
-    assert (cost, missing) == (None, {"cost": "a rehearsal used no GPU"})
+    row = {"num_processes": 2, "seconds": 60.0, "tokens_per_second": 10.0, "rehearsal": True}
+    assert cost_of(row, 2.0) == (None, {"cost": "a rehearsal used no GPU"})
 
 
 def test_the_room_is_that_of_the_smallest_gpu_that_was_used(record):

@@ -11,15 +11,15 @@ import pytest
 from safetensors.numpy import save_file
 
 from toolkit.comparing.bisect import running
-from toolkit.comparing.bisect.finding import ROUNDINGS, BisectError, bisect
-from toolkit.comparing.bisect.render import BisectedRun, StepResult, as_lines, as_page
-from toolkit.comparing.bisect.run_pair import TracedRun, load_run
+from toolkit.comparing.bisect.finding import ROUNDINGS, bisect
+from toolkit.comparing.bisect.render import StepResult, as_lines, as_page
+from toolkit.comparing.bisect.run_pair import TracedRun
 from toolkit.comparing.bisect.running import bisect_runs
 from toolkit.comparing.bisect.selection import step_of_gates
-from toolkit.comparing.run.attempts import Finished
-from toolkit.comparing.run.bisect_command import bisect_command
+from toolkit.comparing.run.folders import Finished
 from toolkit.comparing.run.options import CompareOptions
 from toolkit.comparing.run.plan import build_plan, fixed_by
+from toolkit.comparing.run.rows import bisect_command
 from toolkit.comparing.run.schedule import INTERRUPTED
 from toolkit.errors import UsageError
 from toolkit.records.evidence import (
@@ -114,7 +114,13 @@ def side(tmp_path):
         save_file(moved if saved is None else saved, folder / "final" / "model.safetensors")
         content = (evidence() if kept is None else kept) | changes
         (folder / "evidence.json").write_text(json.dumps(content))
-        return load_run(name, folder, next_loss=4.0, final=folder / "final")
+        return TracedRun(
+            name=name,
+            folder=folder,
+            evidence=read_evidence(folder),
+            next_loss=4.0,
+            final=folder / "final",
+        )
 
     return make
 
@@ -126,7 +132,7 @@ def first(one, other, **options):
 
 
 def lines_of(found):
-    return as_lines(StepResult(runs=[], bisection=found))
+    return as_lines(StepResult(runs={}, bisection=found))
 
 
 def scaled(tensors, by):
@@ -238,7 +244,7 @@ def start_all(side, monkeypatch):
             if at == interrupted_at:
                 raise KeyboardInterrupt
             started_at.append(at)
-            started = []
+            started = {}
             for name in runs:
                 own = {key: BEFORE[key] + (WAY if name == "ddp" else 0) for key in BEFORE}
                 kept = with_group(learning_rate=2e-3) if name == "ddp" and at == fault_at else None
@@ -254,8 +260,7 @@ def start_all(side, monkeypatch):
                 folder = made.folder.parent
                 record = {"losses": [4.0] * at, "final": None}
                 record |= {"attestation": None, "traffic": None}
-                end = Finished(record=record, folder=folder)
-                started.append(BisectedRun(name=name, folder=folder, end=end))
+                started[name] = Finished(record=record, folder=folder)
             return started
 
         monkeypatch.setattr(running, "_start_all", start_all)
@@ -604,7 +609,7 @@ def test_the_table_says_each_verdict_once(side):
     found = bisect(side(), side("zero2", with_group(learning_rate=2e-3)))
     table = [
         line.split("|")
-        for line in as_page(StepResult(runs=[], bisection=found)).splitlines()
+        for line in as_page(StepResult(runs={}, bisection=found)).splitlines()
         if line.startswith("|")
     ]
     cells = {line[1].strip(): line[2].strip() for line in table[2:]}
@@ -699,7 +704,7 @@ def test_weights_that_start_rounded_are_no_difference_under_bf16(side, low, shar
 
 
 def test_evidence_of_different_steps_is_refused(side):
-    with pytest.raises(BisectError, match="first updated in step 1 and zero2 in step 3"):
+    with pytest.raises(UsageError, match="first updated in step 1 and zero2 in step 3"):
         bisect(side(), side("zero2", step=3))
 
 

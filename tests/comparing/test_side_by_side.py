@@ -20,7 +20,7 @@ from toolkit.comparing.report.diff.tables import (
     differences,
     losses,
     memory,
-    parts,
+    sections,
     speed,
     verdict,
 )
@@ -130,7 +130,7 @@ def test_what_differs_is_listed_before_everything_else(two):
         ["version of accelerate", "not recorded", "1.15"],
         ["version of torch", "2.11", "2.13"],
     ]
-    assert parts(found)[0].title == "What differs"
+    assert next(iter(sections(found))) == "What differs"
     for text in everywhere(found).values():
         assert text.index("version of torch") < text.index("Speed")
 
@@ -313,7 +313,7 @@ def test_runs_match_by_strategy_engine_and_processes(two):
         ("ddp", 4),
         ("fsdp", 8),
     ]
-    listed = [list(row) for row in parts(found)[-1].section.rows]
+    listed = [list(row) for row in [*sections(found).values()][-1].rows]
     assert listed[0] == ["ddp-trainer", "2", "A", "ok"]
     lines = list(csv.DictReader(io.StringIO(render_csv(found))))
     assert len(lines) == len(found.pairs) + 3

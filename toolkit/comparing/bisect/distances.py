@@ -5,28 +5,41 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from toolkit.comparing.weights import Weights, WeightsError, read_tensors
+from toolkit.comparing.weights import Weights, WeightsError
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+SCALE_TOLERANCE: Final = 0.01
+"""Relative difference of two factors that still count as one."""
+
 SAME_DIRECTION: Final = 0.05
 """Share of the difference that may be left once a mere scale is taken out."""
+
+Origins = tuple[Weights, Weights] | tuple[None, None]
+
+
+class Sums(NamedTuple):
+    """Sums over the elements of two tensors a and b, in float64."""
+
+    first: float = 0.0
+    """Of a^2."""
+
+    second: float = 0.0
+    product: float = 0.0
+    gap: float = 0.0
+    """Of (b - a)^2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDistance:
-    """Two tensors of one name; sums over their elements in float64."""
+    """Two tensors of one name."""
 
     name: str
-    first_squares: float
-    second_squares: float
-    product: float
-    apart_squares: float
+    sums: Sums
     largest: float
     """Largest absolute difference of one element."""
 
@@ -43,16 +56,23 @@ class Distance:
     """Names that only one of the two has."""
 
     @property
+    def total(self) -> Sums:
+        return Sums(*map(sum, zip(*(tensor.sums for tensor in self.tensors), strict=True)))
+
+    @property
+    def norm(self) -> float:
+        """||b - a||"""
+        return math.sqrt(self.total.gap)
+
+    @property
     def relative(self) -> float:
         """||b - a|| / ||a||; NaN where either holds one."""
-        first = math.sqrt(sum(tensor.first_squares for tensor in self.tensors))
-        apart = math.sqrt(sum(tensor.apart_squares for tensor in self.tensors))
-        return apart / first if first else math.inf if apart else apart
+        return divided(self.norm, math.sqrt(self.total.first))
 
     @property
     def worst(self) -> TensorDistance:
         """The tensor that makes the most of the distance."""
-        return max(self.tensors, key=lambda tensor: _nan_as_infinity(tensor.apart_squares))
+        return max(self.tensors, key=lambda tensor: _nan_as_infinity(tensor.sums.gap))
 
     @property
     def largest(self) -> TensorDistance:
@@ -66,93 +86,70 @@ class Distance:
 
     @property
     def scale(self) -> float | None:
-        """How many times the second is the first, where that is nearly all of the difference."""
-        first = sum(tensor.first_squares for tensor in self.tensors)
-        product = sum(tensor.product for tensor in self.tensors)
+        """How many times the second is the first, where that is nearly all of the difference.
+
+        None for a factor of 1.
+        """
+        first, second, product, gap = self.total
         if not first or not math.isfinite(product) or product == 0.0:
             return None
         factor = product / first
-        apart = sum(tensor.apart_squares for tensor in self.tensors)
-        # ||b - f a||^2, from the sums that are kept.
-        left = sum(
-            tensor.second_squares - 2 * factor * tensor.product + factor**2 * tensor.first_squares
-            for tensor in self.tensors
-        )
+        # ||b - f a||^2, from the sums.
+        left = second - 2 * factor * product + factor**2 * first
         # Rounding may leave a sum of squares below zero.
-        return factor if max(left, 0.0) <= SAME_DIRECTION**2 * apart else None
+        is_scale = max(left, 0.0) <= SAME_DIRECTION**2 * gap
+        return factor if is_scale and abs(factor - 1) > SCALE_TOLERANCE else None
 
 
-def compare_files(
-    first_file: Path,
-    second_file: Path,
-    *,
-    since: tuple[Path, Path] | None = None,
-    slack: float = 0.0,
+def divided(part: float, total: float) -> float:
+    """Return a share; that of nothing is infinite, unless the part is nothing as well."""
+    if total:
+        return part / total
+    return math.inf if part else 0.0
+
+
+def compare_tensors(
+    first: Weights, second: Weights, *, since: Origins = (None, None), slack: float = 0.0
 ) -> Distance:
-    """Compare two files of tensors.
+    """Compare the tensors that both runs have.
 
     Args:
-        first_file: The reference.
-        second_file: Compared with it.
-        since: Files that are subtracted first, one from each: the change since then is compared.
+        first: The reference.
+        second: Compared with it.
+        since: Subtracted first, one from each: the change since then is compared.
         slack: Relative difference of an element that does not count as `beyond`.
 
     Raises:
-        WeightsError: a file can't be read, or a tensor has another shape.
+        WeightsError: neither has a tensor, or one has another shape in the second.
     """
-    first, second = read_tensors(first_file), read_tensors(second_file)
-    origins = (read_tensors(since[0]), read_tensors(since[1])) if since else (None, None)
     if not first and not second:
-        raise WeightsError(f"{first_file} and {second_file} hold no tensor")
-    return compare_weights(first, second, origins, slack)
-
-
-def compare_weights(
-    first: Weights,
-    second: Weights,
-    origins: tuple[Weights | None, Weights | None] = (None, None),
-    slack: float = 0.0,
-) -> Distance:
-    """Compare tensors as `compare_files` does."""
-    names = [name for name in first if name in second]
+        raise WeightsError("neither of the two files holds a tensor")
     return Distance(
-        tensors=tuple(_compare_tensor(name, (first, second), origins, slack) for name in names),
+        tensors=tuple(
+            _compare_tensor(name, (first, second), since, slack) for name in first if name in second
+        ),
         missing=tuple(sorted(first.keys() ^ second.keys())),
     )
 
 
 def _compare_tensor(
-    name: str,
-    weights: tuple[Weights, Weights],
-    origins: tuple[Weights | None, Weights | None],
-    slack: float,
+    name: str, weights: tuple[Weights, Weights], origins: Origins, slack: float
 ) -> TensorDistance:
     shapes = [list(tensors[name].shape) for tensors in weights]
     if shapes[0] != shapes[1]:
         raise WeightsError(f"{name} has other shapes in the two runs: {shapes[0]} and {shapes[1]}")
-    first_squares = second_squares = product = apart = largest = 0.0
-    beyond = 0
+    sums, largest, beyond = Sums(), 0.0, 0
     pieces = (_pieces(name, *tensors) for tensors in zip(weights, origins, strict=True))
     for a, b in zip(*pieces, strict=True):
         gap = b - a
-        first_squares += float((a**2).sum())
-        second_squares += float((b**2).sum())
-        product += float((a * b).sum())
-        apart += float((gap**2).sum())
+        products = (a**2, b**2, a * b, gap**2)
+        sums = Sums(*(s + float(array.sum()) for s, array in zip(sums, products, strict=True)))
         biggest = float(abs(gap).max())
         # `max` would drop a NaN that comes second.
         largest = biggest if math.isnan(biggest) else max(largest, biggest)
         # Negated, so that a NaN is beyond.
         beyond += int((~(abs(gap) <= slack * abs(a))).sum())
-    return TensorDistance(
-        name=name,
-        first_squares=first_squares,
-        second_squares=second_squares,
-        product=product,
-        apart_squares=apart,
-        largest=largest,
-        beyond=beyond,
-    )
+    return TensorDistance(name=name, sums=sums, largest=largest, beyond=beyond)
 
 
 def _pieces(name: str, weights: Weights, origin: Weights | None) -> Iterator[NDArray[np.float64]]:

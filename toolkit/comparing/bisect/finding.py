@@ -19,6 +19,7 @@ from typing import Final, Literal
 from toolkit.comparing.bisect import rows
 from toolkit.comparing.bisect.links import BEFORE, LINKS, Link
 from toolkit.comparing.bisect.run_pair import LinkGap, RunPair, TracedRun
+from toolkit.errors import UsageError
 
 LinkVerdict = Literal["equal", "within", "differs", "unknown"]
 
@@ -52,10 +53,7 @@ class Finding:
 class Bisection:
     """Two runs, link by link."""
 
-    reference: str
-    other: str
-    step: int
-    precision: str
+    pair: RunPair
     findings: tuple[Finding, ...]
     notes: tuple[str, ...] = ()
 
@@ -65,8 +63,8 @@ class Bisection:
         differing = self._differing
         if differing and differing[0].link == BEFORE.name:
             # The step began with equal weights all the same.
-            own_faults = (finding for finding in differing[1:] if not finding.carries)
-            return next(own_faults, differing[0])
+            in_step = (finding for finding in differing[1:] if not finding.carries)
+            return next(in_step, differing[0])
         return differing[0] if differing else None
 
     @property
@@ -84,10 +82,6 @@ class Bisection:
         return [finding for finding in self.findings if finding.verdict == "differs"]
 
 
-class BisectError(ValueError):
-    """Two runs whose evidence is of different steps."""
-
-
 def bisect(
     reference: TracedRun, other: TracedRun, *, in_fp32: TracedRun | None = None
 ) -> Bisection:
@@ -96,17 +90,17 @@ def bisect(
     Args:
         reference: Usually `single`.
         other: Compared with the reference.
-        in_fp32: The first run again in fp32, from which its rounding is measured; left out, with a
+        in_fp32: The reference again in fp32, from which its rounding is measured; unused, with a
             note, where its evidence is of another step.
 
     Raises:
-        BisectError: the two are evidence of different steps.
+        UsageError: the two are evidence of different steps.
         WeightsError: a file of tensors can't be read.
     """
     pair = RunPair(reference=reference, other=other)
     other_step = other.evidence["step"]
     if pair.step != other_step:
-        raise BisectError(
+        raise UsageError(
             f"{reference.name} first updated in step {pair.step} and {other.name} in step "
             f"{other_step}: fp16 skipped the others, so they have no step in common. Compare them "
             "with --precision bf16 or no."
@@ -129,21 +123,12 @@ def bisect(
         )
     findings: list[Finding] = []
     parted = 0.0
-    for link in LINKS:
-        if link is BEFORE and not pair.shares_weights:
-            continue
+    for link in LINKS if pair.shares_weights else [link for link in LINKS if link is not BEFORE]:
         finding = _compare_link(link, pair, rounding_pair, parted)
         findings.append(finding)
         if link is BEFORE:  # stands before every link that it may excuse
             parted = finding.value or 0.0
-    return Bisection(
-        reference=reference.name,
-        other=other.name,
-        step=pair.step,
-        precision=pair.precision,
-        findings=tuple(findings),
-        notes=tuple(notes),
-    )
+    return Bisection(pair=pair, findings=tuple(findings), notes=tuple(notes))
 
 
 def _compare_link(
@@ -152,8 +137,6 @@ def _compare_link(
     """Compare one link.
 
     Args:
-        link: What is compared.
-        pair: The two runs.
         rounding_pair: The first run and itself in fp32, where its rounding can be measured.
         parted: How far apart the weights were before the step.
     """

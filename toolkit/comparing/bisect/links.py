@@ -11,9 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal
 
 from toolkit.comparing.bisect import rows, tensors
+from toolkit.comparing.bisect.distances import divided
 from toolkit.comparing.bisect.run_pair import LinkGap, RunPair, counted, percent, scientific
 from toolkit.comparing.parity.gates import limit_of
 from toolkit.records.evidence import Evidence, Group
@@ -49,15 +51,7 @@ def _clipping(pair: RunPair) -> LinkGap | str:
     return LinkGap(value=max([factor_gap, *norm_gaps]), differs=words)
 
 
-def _learning_rate(pair: RunPair) -> LinkGap | str:
-    return _rates(pair, "learning_rate")
-
-
-def _next_learning_rate(pair: RunPair) -> LinkGap | str:
-    return _rates(pair, "next_learning_rate")
-
-
-def _rates(pair: RunPair, field: Literal["learning_rate", "next_learning_rate"]) -> LinkGap | str:
+def _rates(field: Literal["learning_rate", "next_learning_rate"], pair: RunPair) -> LinkGap | str:
     """Return the largest relative difference in the rate of one parameter."""
     ours, theirs = (_groups_by_parameter(run.evidence) for run in pair.runs)
     worst, sentence = 0.0, ""
@@ -65,8 +59,7 @@ def _rates(pair: RunPair, field: Literal["learning_rate", "next_learning_rate"])
         own_rate, other_rate = ours[parameter][field], theirs[parameter][field]
         if own_rate is None or other_rate is None:
             return "it was not seen"
-        gap = abs(other_rate - own_rate)
-        gap = gap / abs(own_rate) if own_rate else math.inf if gap else 0.0
+        gap = divided(abs(other_rate - own_rate), abs(own_rate))
         if gap > worst:
             worst = gap
             reference, other = pair.names
@@ -197,7 +190,7 @@ LINKS: Final = (
         low_precision_limit=1e-2,
         as_text=percent,
     ),
-    Link(name="learning rate", compare=_learning_rate, limit=1e-9, rounds=False),
+    Link(name="learning rate", compare=partial(_rates, "learning_rate"), limit=1e-9, rounds=False),
     Link(name="optimizer settings", compare=_optimizer_settings, rounds=False),
     # 1.1e-5: Adam's first step divides a gradient by its own size, tiny ones included. Autocast:
     # 3e-2 and 0.11. With states of their own in step 6: three times as far as the weights before.
@@ -212,7 +205,7 @@ LINKS: Final = (
     ),
     Link(
         name="learning rate of the next step",
-        compare=_next_learning_rate,
+        compare=partial(_rates, "next_learning_rate"),
         limit=1e-9,
         rounds=False,
     ),

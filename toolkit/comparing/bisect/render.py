@@ -4,31 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from toolkit.comparing.bisect.finding import Bisection, Finding
-from toolkit.comparing.run.attempts import Finished, command_at
-from toolkit.comparing.run.rows import Failure
+from toolkit.comparing.run.folders import FailedStart, Finished, command_at
 from toolkit.records.json_files import SCHEMA
 
 ONE_STEP: Final = "No other step was looked at: --at STEP looks at another one."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BisectedRun:
-    """One of the runs, as it ended."""
-
-    name: str
-    folder: Path
-    end: Finished | Failure
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """One step of the runs, compared."""
 
-    runs: list[BisectedRun]
+    runs: dict[str, Finished | FailedStart]
+    """How each run ended, by the name of its folder without the step."""
+
     bisection: Bisection | None
     problem: Sequence[str] = ()
     """Why nothing was compared."""
@@ -45,8 +36,9 @@ def as_lines(result: StepResult) -> list[str]:
     if bisection is None:
         return [*result.problem]
     width = max(len(finding.link) for finding in bisection.findings)
-    precision = "fp32" if bisection.precision == "no" else bisection.precision
-    lines = [f"{bisection.reference} and {bisection.other}, step {bisection.step}, {precision}"]
+    pair = bisection.pair
+    precision = "fp32" if pair.precision == "no" else pair.precision
+    lines = [f"{' and '.join(pair.names)}, step {pair.step}, {precision}"]
     for finding in bisection.findings:
         words = "differs" if finding.verdict == "differs" else finding.words
         lines.append(f"  {finding.link:<{width}}  {words}")
@@ -56,9 +48,9 @@ def as_lines(result: StepResult) -> list[str]:
         return [*lines, "Nothing differs beyond its limit.", ONE_STEP, *result.advice]
     lines.append(f"The first difference: {first.link}: {first.words}.")
     if first is parted:
-        lines.append(f"Step {bisection.step} itself, begun with equal weights, adds nothing to it.")
+        lines.append(f"Step {pair.step} itself, begun with equal weights, adds nothing to it.")
     elif parted is not None:
-        lines.append(f"It may act before step {bisection.step} too: {parted.words}.")
+        lines.append(f"It may act before step {pair.step} too: {parted.words}.")
     if bisection.consequences:
         lines.append("What follows from it:")
         lines += [f"  {finding.link}: {finding.words}" for finding in bisection.consequences]
@@ -68,31 +60,33 @@ def as_lines(result: StepResult) -> list[str]:
 def as_json(result: StepResult) -> dict[str, Any]:
     """Return what `bisect.json` holds of runs and findings; `problem` says why there are none."""
     bisection = result.bisection
-    first = None if bisection is None else bisection.first
+    first = bisection and bisection.first
     return {
         "schema": SCHEMA,
-        "runs": [_run_as_json(run) for run in result.runs],
-        "step": None if bisection is None else bisection.step,
-        "precision": None if bisection is None else bisection.precision,
-        "first": None if first is None else first.link,
-        "findings": [] if bisection is None else [*map(_finding_as_json, bisection.findings)],
-        "notes": [] if bisection is None else [*bisection.notes],
+        "runs": [_run_as_json(name, end) for name, end in result.runs.items()],
+        "step": bisection and bisection.pair.step,
+        "precision": bisection and bisection.pair.precision,
+        "first": first and first.link,
+        "findings": [
+            _finding_as_json(finding) for finding in (bisection.findings if bisection else ())
+        ],
+        "notes": [*bisection.notes] if bisection else [],
         "advice": [*result.advice],
         "problem": " ".join(result.problem) or None,
     }
 
 
-def _run_as_json(run: BisectedRun) -> dict[str, Any]:
-    record = run.end.record
-    failure = run.end if isinstance(run.end, Failure) else None
+def _run_as_json(name: str, end: Finished | FailedStart) -> dict[str, Any]:
+    failed = isinstance(end, FailedStart)
     return {
-        "name": run.name,
-        "folder": run.folder.name,
-        "status": "ok" if failure is None else failure.status,
-        "reason": None if failure is None else failure.reason,
-        "losses": None if record is None else record["losses"],
-        "attestation": None if record is None else record["attestation"],
-        "traffic": None if record is None else record["traffic"],
+        "name": name,
+        "folder": end.folder.name,
+        "status": end.status if failed else "ok",
+        "reason": end.reason if failed else None,
+        **{
+            field: end.record and end.record[field]
+            for field in ("losses", "attestation", "traffic")
+        },
     }
 
 
@@ -103,8 +97,7 @@ def _finding_as_json(finding: Finding) -> dict[str, Any]:
 
 def as_page(result: StepResult) -> str:
     """Return `bisect.md`: a table of the links, and the commands that trained."""
-    title = " and ".join(run.name for run in result.runs[:2])
-    text = [f"# {title}: the first difference", ""]
+    text = [f"# {' and '.join([*result.runs][:2])}: the first difference", ""]
     bisection = result.bisection
     if bisection is None:
         text += [*result.problem, ""]
@@ -122,8 +115,8 @@ def as_page(result: StepResult) -> str:
             *(f"- {note}" for note in (*bisection.notes, *result.advice)),
             "",
         ]
-    for run in result.runs:
-        text += [f"{run.name}:", "", "```sh", command_at(run.folder) or "", "```", ""]
+    for name, end in result.runs.items():
+        text += [f"{name}:", "", "```sh", command_at(end.folder) or "", "```", ""]
     return "\n".join(text)
 
 

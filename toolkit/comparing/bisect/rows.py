@@ -9,12 +9,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from toolkit.comparing.bisect.run_pair import (
-    SCALE_TOLERANCE,
-    LinkGap,
-    RunPair,
-    explain_factor,
-)
+from toolkit.comparing.bisect.distances import SCALE_TOLERANCE
+from toolkit.comparing.bisect.run_pair import LinkGap, RunPair, counted, explain_factor
 from toolkit.records.evidence import Evidence, MicroBatch, RowRead
 
 Key = int | str
@@ -201,7 +197,7 @@ def _common_rows(pair: RunPair) -> Iterator[tuple[Key, PlacedRow, PlacedRow]]:
 def _grouping(evidence: Evidence) -> str:
     """Say in how many micro-batches the rows were read."""
     counts = [len(batches) for batches in evidence["ranks"]]
-    ranks = "1 rank" if len(counts) == 1 else f"{len(counts)} ranks"
+    ranks = counted(len(counts), "rank")
     if len(set(counts)) > 1:
         return f"{ranks} x {counts} micro-batches"
     return f"{ranks} x {counts[0]} micro-batch{'' if counts[0] == 1 else 'es'}"

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
+from toolkit.comparing.bisect.distances import SCALE_TOLERANCE
 from toolkit.comparing.report.words import share
-from toolkit.records.evidence import BEFORE_FILE, Evidence, read_evidence
-
-SCALE_TOLERANCE: Final = 0.01
-"""Relative difference of two factors that still count as one."""
+from toolkit.comparing.weights import Weights, read_tensors
+from toolkit.records.evidence import BEFORE_FILE, Evidence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,18 +26,6 @@ class TracedRun:
 
     final: Path | None = None
     """Folder of the model that it saved; None where it saved none."""
-
-
-def load_run(
-    name: str, folder: Path, *, next_loss: float | None = None, final: Path | None = None
-) -> TracedRun:
-    """Read the evidence in `folder`.
-
-    Raises:
-        UsageError: there is none, it is damaged, or a newer toolkit wrote it.
-    """
-    evidence = read_evidence(folder)
-    return TracedRun(name=name, folder=folder, evidence=evidence, next_loss=next_loss, final=final)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,13 +57,18 @@ class RunPair:
         return self.other.evidence["given"]
 
     @property
-    def starting_weights(self) -> tuple[Path, Path]:
-        """Files of the weights that the step began with, where both train the same tensors."""
-        ours, theirs = self.files(BEFORE_FILE)
+    def starting_weights(self) -> tuple[Weights, Weights]:
+        """The weights that the step began with, where both train the same tensors."""
+        ours, theirs = self.tensors(BEFORE_FILE)
         return ours, ours if self.shares_weights else theirs
 
-    def files(self, name: str) -> tuple[Path, Path]:
-        return self.reference.folder / name, self.other.folder / name
+    def tensors(self, name: str) -> tuple[Weights, Weights]:
+        """Open both runs' evidence file of that name.
+
+        Raises:
+            WeightsError: one cannot be read.
+        """
+        return read_tensors(self.reference.folder / name), read_tensors(self.other.folder / name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

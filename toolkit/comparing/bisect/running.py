@@ -8,29 +8,30 @@ more under the traffic ledger. A later step begins with the first run's weights 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from toolkit import environment
-from toolkit.comparing.bisect.finding import BisectError, Bisection, bisect
+from toolkit.comparing.bisect.finding import bisect
 from toolkit.comparing.bisect.links import BEFORE
-from toolkit.comparing.bisect.render import BisectedRun, StepResult, as_json, as_lines, as_page
-from toolkit.comparing.bisect.run_pair import TracedRun, load_run
-from toolkit.comparing.bisect.selection import NamedRun, select_runs, step_of_gates
+from toolkit.comparing.bisect.render import StepResult, as_json, as_lines, as_page
+from toolkit.comparing.bisect.run_pair import TracedRun
+from toolkit.comparing.bisect.selection import select_runs, step_of_gates
 from toolkit.comparing.report.terminal import print_line
 from toolkit.comparing.run.comparison import Comparison
+from toolkit.comparing.run.folders import FailedStart, Finished, new_folder, short_path
 from toolkit.comparing.run.options import CompareOptions
-from toolkit.comparing.run.output_folder import new_folder, short_path
-from toolkit.comparing.run.progress import Lines
-from toolkit.comparing.run.rows import Failure
+from toolkit.comparing.run.plan import Run
+from toolkit.comparing.run.progress import ProgressLines
 from toolkit.comparing.run.schedule import INTERRUPTED, prepare_and_run
 from toolkit.comparing.run.starting import start_run
 from toolkit.comparing.weights import WeightsError
 from toolkit.errors import UsageError
 from toolkit.files import check_takes_files, write_text
 from toolkit.launching.folder_lock import lock_folder
+from toolkit.records.evidence import read_evidence
 from toolkit.records.json_files import write_json
 from toolkit.records.results import RESULTS_FILE, read_results
 from toolkit.redaction import learn
@@ -90,7 +91,7 @@ def bisect_runs(
             comparison.folder = new_folder(comparison.folder)
         with lock_folder(comparison.folder, "comparison"):
             try:
-                result = _look(comparison, runs, at, Lines(console))
+                result = _look(comparison, runs, at, ProgressLines(console))
             except (KeyboardInterrupt, SystemExit):
                 print_line("Interrupted: nothing was compared.", console=console)
                 return INTERRUPTED
@@ -100,7 +101,7 @@ def bisect_runs(
 
 
 def _look(
-    comparison: Comparison, runs: Sequence[NamedRun], at: int | None, progress: Lines
+    comparison: Comparison, runs: Mapping[str, Run], at: int | None, progress: ProgressLines
 ) -> StepResult:
     """Compare a step; and the one before it, where nothing but the weights before it differs.
 
@@ -127,19 +128,30 @@ def _look(
 
 
 def _compare_step(
-    comparison: Comparison, runs: Sequence[NamedRun], at: int | None, progress: Lines
+    comparison: Comparison, runs: Mapping[str, Run], at: int | None, progress: ProgressLines
 ) -> StepResult:
-    bisected = _start_all(comparison, runs, at, progress)
-    bisection, problem = _compare(bisected)
-    return StepResult(runs=bisected, bisection=bisection, problem=problem)
+    """Train the step in all runs and compare it, or say why it can't be compared."""
+    ends = _start_all(comparison, runs, at, progress)
+    name, last = [*ends.items()][-1]
+    if isinstance(last, FailedStart):
+        problem = f"{name}: {last.status}: {last.reason}"
+    else:
+        try:
+            reference, other, *in_fp32 = [_load(name, end) for name, end in ends.items()]
+            bisection = bisect(reference, other, in_fp32=in_fp32[0] if in_fp32 else None)
+            return StepResult(runs=ends, bisection=bisection)
+        except (WeightsError, UsageError) as error:
+            problem = str(error)
+    return StepResult(runs=ends, bisection=None, problem=[problem, "Nothing was compared."])
 
 
 def _start_all(
-    comparison: Comparison, runs: Sequence[NamedRun], at: int | None, progress: Lines
-) -> list[BisectedRun]:
+    comparison: Comparison, runs: Mapping[str, Run], at: int | None, progress: ProgressLines
+) -> dict[str, Finished | FailedStart]:
     """Run them in order, and none after one that failed; the first gives the others its weights."""
-    bisected: list[BisectedRun] = []
-    for position, (name, run) in enumerate(runs, 1):
+    ends: dict[str, Finished | FailedStart] = {}
+    reference = None
+    for position, (name, run) in enumerate(runs.items(), 1):
         if name != run.name:
             progress.say(f"{run.name} once more, in fp32, tells what rounding does to it.")
         progress.start(run, position, len(runs))
@@ -147,38 +159,31 @@ def _start_all(
         flags = ["--evidence", str(folder / EVIDENCE_FOLDER)]
         if at is not None:
             flags += ["--evidence_step", str(at)]
-        if at is not None and at > 1 and bisected:
-            # So a fault of earlier steps is told from one that acts in this step.
-            flags += ["--evidence_weights", str(bisected[0].folder / EVIDENCE_FOLDER)]
-        end = start_run(comparison, run, folder, progress=progress, evidence_flags=flags)
-        bisected.append(BisectedRun(name=name, folder=folder, end=end))
-        if isinstance(end, Failure):
+            if at > 1 and reference is not None:
+                # So a fault of earlier steps is told from one that acts in this step.
+                flags += ["--evidence_weights", str(reference / EVIDENCE_FOLDER)]
+        ends[name] = start_run(comparison, run, folder, progress=progress, evidence_flags=flags)
+        if isinstance(ends[name], FailedStart):
             break
-    return bisected
+        reference = reference or folder
+    return ends
 
 
-def _compare(runs: Sequence[BisectedRun]) -> tuple[Bisection | None, list[str]]:
-    """Return the bisection, or why there is none."""
-    last = runs[-1].end
-    if isinstance(last, Failure):
-        return None, [f"{runs[-1].name}: {last.status}: {last.reason}", "Nothing was compared."]
-    try:
-        reference, other, *further = [_load(run) for run in runs]
-        return bisect(reference, other, in_fp32=further[0] if further else None), []
-    except (BisectError, WeightsError, UsageError) as error:
-        return None, [str(error), "Nothing was compared."]
+def _load(name: str, end: Finished | FailedStart) -> TracedRun:
+    """Read the evidence of a run that ended well.
 
-
-def _load(run: BisectedRun) -> TracedRun:
-    traced = load_run(run.name, run.folder / EVIDENCE_FOLDER)
-    record = run.end.record
-    if record is None:
-        return traced
-    later_losses = record["losses"][traced.evidence["step"] :]
-    return replace(
-        traced,
-        next_loss=later_losses[0] if later_losses else None,
-        final=None if record["final"] is None else run.folder / record["final"],
+    Raises:
+        UsageError: there is none, it is damaged, or a newer toolkit wrote it.
+    """
+    record, folder = end.record, end.folder / EVIDENCE_FOLDER
+    assert record is not None
+    evidence = read_evidence(folder)
+    return TracedRun(
+        name=name,
+        folder=folder,
+        evidence=evidence,
+        next_loss=next(iter(record["losses"][evidence["step"] :]), None),
+        final=None if record["final"] is None else end.folder / record["final"],
     )
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from toolkit import environment
 from toolkit.comparing.report.row_facts import is_control
-from toolkit.comparing.run.bisect_command import first_broken_step
+from toolkit.comparing.run.folders import short_path
 from toolkit.comparing.run.options import CompareOptions, Engine
-from toolkit.comparing.run.output_folder import short_path
 from toolkit.comparing.run.plan import ComparisonPlan, Run, build_plan, fixed_by
+from toolkit.comparing.run.rows import first_broken_step
 from toolkit.errors import UsageError
-from toolkit.records.results import Control, Results, Row
+from toolkit.records.results import Results, Row
 from toolkit.strategies import get_strategy
 
 STEPS: Final = 2
@@ -22,17 +22,10 @@ FP16_STEPS: Final = 24
 """The loss scale may overflow in as many first steps as it has powers of two."""
 
 
-class NamedRun(NamedTuple):
-    name: str
-    """Name of its folder; that of the run, but for the one in fp32."""
-
-    run: Run
-
-
 def select_runs(
     names: tuple[str, str], options: CompareOptions, step: int | None
-) -> tuple[ComparisonPlan, list[NamedRun]]:
-    """Return the plan and the runs to train; the first run in fp32 comes last.
+) -> tuple[ComparisonPlan, dict[str, Run]]:
+    """Return the plan and the runs to train by name; the first run in fp32 comes last.
 
     Args:
         names: `strategy` or `strategy-engine` each; the first is the reference.
@@ -66,10 +59,10 @@ def select_runs(
     for run in chosen:
         if run.skipped is not None:
             raise UsageError(f"{run.name} cannot run here: {run.skipped}.")
-    runs = [NamedRun(run.name, run) for run in chosen]
+    runs = {run.name: run for run in chosen}
     if options.precision != "no":
         in_fp32 = _find_run(_plan(replace(short, precision="no")), *sides[0])
-        runs.append(NamedRun(f"{in_fp32.name}-fp32", in_fp32))
+        runs[f"{in_fp32.name}-fp32"] = in_fp32
     return replace(plan, runs=tuple(chosen), fallbacks=()), runs
 
 
@@ -97,14 +90,7 @@ def step_of_gates(
 ) -> tuple[int | None, str]:
     """Return the first step at which a gate of the runs broke, and the sentence that says so.
 
-    Args:
-        results: Those of the comparison.
-        runs: The two to bisect, as they are planned now.
-        options: The options of the bisection.
-        folder: Folder of the comparison.
-
-    Returns:
-        The step; None where none of their gates broke.
+    The step is None where no gate of the two broke.
 
     Raises:
         UsageError: the comparison lacks one of the runs, or was of another training.
@@ -114,9 +100,13 @@ def step_of_gates(
     rows = [_find_row(results, run, where) for run in runs]
     broken = [gate for row in rows for gate in row["broken"]]
     if not broken:
-        unjudged = [row for row in rows if not _is_judged(row, results["control"])]
+        unjudged = [
+            f"{row['strategy']}-{row['engine']}"
+            for row in rows
+            if row["status"] != "ok" or not (row["gates"] or is_control(row, results["control"]))
+        ]
         if unjudged:
-            names = " and ".join(f"{row['strategy']}-{row['engine']}" for row in unjudged)
+            names = " and ".join(unjudged)
             return None, f"{names} was not judged in {where}: step 1 is compared."
         names = " and ".join(run.name for run in runs)
         return None, f"No gate of {names} broke in {where}: step 1 is compared."
@@ -129,10 +119,6 @@ def step_of_gates(
         )
     _, gate = min(by_step, key=lambda entry: entry[0])
     return step, f"In {where} the {gate} gate was the first to break: step {step} is compared."
-
-
-def _is_judged(row: Row, control: Control | None) -> bool:
-    return row["status"] == "ok" and (bool(row["gates"]) or is_control(row, control))
 
 
 def _find_row(results: Results, run: Run, where: str) -> Row:

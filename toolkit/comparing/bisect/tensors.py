@@ -5,15 +5,8 @@ from __future__ import annotations
 import math
 from typing import Final, Literal
 
-from toolkit.comparing.bisect.distances import Distance, compare_files, compare_weights
-from toolkit.comparing.bisect.run_pair import (
-    SCALE_TOLERANCE,
-    LinkGap,
-    RunPair,
-    counted,
-    explain_factor,
-    percent,
-)
+from toolkit.comparing.bisect.distances import Distance, compare_tensors, divided
+from toolkit.comparing.bisect.run_pair import LinkGap, RunPair, counted, explain_factor, percent
 from toolkit.comparing.weights import Weights, WeightsError, open_weights, read_tensors
 from toolkit.records.evidence import (
     AFTER_FILE,
@@ -31,7 +24,7 @@ NOTHING_IN_COMMON: Final = "they train no tensor in common"
 
 def trained_parameters(pair: RunPair) -> LinkGap:
     """Count the tensors that only one of the two trains."""
-    ours, theirs = (read_tensors(file) for file in pair.files(BEFORE_FILE))
+    ours, theirs = pair.tensors(BEFORE_FILE)
     reference, other = pair.names
     problems = [
         f"{alone[0]} (the first of {len(alone)}) is trained by {trains} and not by {lacks}, where "
@@ -52,8 +45,8 @@ def trained_parameters(pair: RunPair) -> LinkGap:
 def initial_weights(pair: RunPair) -> LinkGap | str:
     """Return the largest difference of one weight before the first step."""
     # Of a first step, the weights before it are the initial ones.
-    files = pair.files(INITIAL_FILE if pair.shares_weights else BEFORE_FILE)
-    distance = compare_files(*files, slack=ROUNDING[pair.precision])
+    initial = pair.tensors(INITIAL_FILE if pair.shares_weights else BEFORE_FILE)
+    distance = compare_tensors(*initial, slack=ROUNDING[pair.precision])
     if not distance.tensors:
         return NOTHING_IN_COMMON
     largest = distance.largest.largest
@@ -68,61 +61,50 @@ def weights_before(pair: RunPair) -> LinkGap | str:
 
     The weights are those that the runs' own steps left, whatever the step then began with.
     """
-    apart = compare_files(*pair.files(BEFORE_FILE))
+    before = pair.tensors(BEFORE_FILE)
+    apart = compare_tensors(*before)
     if not apart.tensors:
         return NOTHING_IN_COMMON
-    folder = pair.reference.folder
-    moved = compare_files(folder / INITIAL_FILE, folder / BEFORE_FILE)
-    gap, way = (
-        math.sqrt(sum(tensor.apart_squares for tensor in distance.tensors))
-        for distance in (apart, moved)
-    )
+    moved = compare_tensors(read_tensors(pair.reference.folder / INITIAL_FILE), before[0])
     # By the way gone, as the weights gate measures: a long training may part further than a short.
-    share = gap / way if way else math.inf if gap else gap
+    share = divided(apart.norm, moved.norm)
     words = (
         f"steps 1 to {pair.step - 1} left them apart by {percent(share)} of "
         f"{pair.reference.name}'s way from the initial ones, most in {apart.worst.name}"
     )
-    name = _ranks_disagree(pair, "before_agree")
-    if name:
-        words = f"the ranks of {name} hold different weights before the step; {words}"
-    return LinkGap(value=share, differs=words, is_fault=bool(name))
+    return _gap_or_fault(share, words, pair, "before_agree", "weights before the step")
 
 
 def gradients(pair: RunPair) -> LinkGap:
     """Return ||g - g_ref|| / ||g_ref||, before clipping."""
-    distance = compare_files(*pair.files(GRADIENTS_FILE))
+    distance = compare_tensors(*pair.tensors(GRADIENTS_FILE))
     if distance.missing:
         return _missing_tensor(distance, pair)
     words = (
         f"they differ by {percent(distance.relative)} of their norm, most in {distance.worst.name}"
     )
-    if scale := _scale(distance):
+    if scale := distance.scale:
         words += (
             f"; every tensor is {scale:.3g} times {pair.reference.name}'s: a scale"
             f"{explain_factor(scale, pair)}"
         )
-    name = _ranks_disagree(pair, "gradients_agree")
-    if name:
-        words = f"the ranks of {name} hold different gradients: not synchronised; {words}"
-    return LinkGap(value=distance.relative, differs=words, is_fault=bool(name))
+    tensors = "gradients: not synchronised"
+    return _gap_or_fault(distance.relative, words, pair, "gradients_agree", tensors)
 
 
 def update(pair: RunPair) -> LinkGap:
     """Return ||u - u_ref|| / ||u_ref|| of the update u that the step adds to the weights."""
-    distance = compare_files(*pair.files(AFTER_FILE), since=pair.starting_weights)
+    distance = compare_tensors(*pair.tensors(AFTER_FILE), since=pair.starting_weights)
     if distance.missing:
         return _missing_tensor(distance, pair)
     words = (
         f"what the step adds to the weights differs by {percent(distance.relative)} of its norm, "
         f"most in {distance.worst.name}"
     )
-    if scale := _scale(distance):
+    if scale := distance.scale:
         words += f"; it is {scale:.3g} times {pair.reference.name}'s"
-    name = _ranks_disagree(pair, "weights_agree")
-    if name:
-        words = f"the ranks of {name} hold different weights after the step; {words}"
-    return LinkGap(value=distance.relative, differs=words, is_fault=bool(name))
+    tensors = "weights after the step"
+    return _gap_or_fault(distance.relative, words, pair, "weights_agree", tensors)
 
 
 def saved_weights(pair: RunPair) -> LinkGap | str:
@@ -136,7 +118,7 @@ def saved_weights(pair: RunPair) -> LinkGap | str:
             return f"{run.name} saved no model"
         held = _by_saved_name(read_tensors(held_file))
         try:
-            distance = compare_weights(held, _by_saved_name(open_weights(run.final)))
+            distance = compare_tensors(held, _by_saved_name(open_weights(run.final)))
         except WeightsError as error:
             problems.append(f"what {run.name} saved cannot be read: {error}")
             continue
@@ -168,17 +150,18 @@ def _by_saved_name(weights: Weights) -> Weights:
     }
 
 
-def _scale(distance: Distance) -> float | None:
-    """Return the factor between the two, where it is most of the difference and is not 1."""
-    scale = distance.scale
-    return None if scale is None or abs(scale - 1) <= SCALE_TOLERANCE else scale
-
-
-def _ranks_disagree(
-    pair: RunPair, field: Literal["before_agree", "gradients_agree", "weights_agree"]
-) -> str | None:
-    """Name the first run whose ranks hold different tensors; None where all agree."""
-    return next((run.name for run in pair.runs if run.evidence[field] is False), None)
+def _gap_or_fault(
+    value: float,
+    words: str,
+    pair: RunPair,
+    field: Literal["before_agree", "gradients_agree", "weights_agree"],
+    tensors: str,
+) -> LinkGap:
+    """Return a gap, which is a fault where the ranks of a run hold different tensors."""
+    name = next((run.name for run in pair.runs if run.evidence[field] is False), None)
+    if name is not None:
+        words = f"the ranks of {name} hold different {tensors}; {words}"
+    return LinkGap(value=value, differs=words, is_fault=name is not None)
 
 
 def _missing_tensor(distance: Distance, pair: RunPair) -> LinkGap:

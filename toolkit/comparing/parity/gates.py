@@ -9,22 +9,15 @@ A new gate is one entry of `GATES` and its judge; a gap of its own is a field of
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
+from toolkit.comparing.parity import judges
 from toolkit.comparing.parity.judgement import GATED_STEPS, Case, Judgement
-from toolkit.comparing.parity.judges import (
-    judge_data,
-    judge_evaluation,
-    judge_grad_norms,
-    judge_gradients,
-    judge_losses,
-    judge_weights,
-    rank_problem,
-)
 from toolkit.configs.optimizers import NOT_BY_ELEMENT
 from toolkit.records.record import Record
 from toolkit.records.results import Judged, Row
@@ -65,37 +58,39 @@ LOSS_LIMITS: Final = {"no": 1e-5, "bf16": 7e-2, "fp16": 2e-2}
 
 GATES: Final[dict[str, Gate]] = {
     "loss": Gate(
-        judge=judge_losses,
+        judge=judges.judge_losses,
         of="steps",
         limits=LOSS_LIMITS,
         words="loss within {:g} of the control",
     ),
     "grad_norm": Gate(
-        judge=judge_grad_norms,
+        judge=judges.judge_grad_norms,
         of="steps",
         limits={"no": 5e-4, "bf16": 1e-2, "fp16": 1e-2},
         words="gradient norm before clipping within {:g} relative",
     ),
     "gradients": Gate(
-        judge=judge_gradients,
+        judge=judges.judge_gradients,
         of="steps",
         limits={"no": 1e-3, "bf16": 0.2, "fp16": 0.2},
         words="(that of each parameter within {:g} in the first step)",
         part_of="grad_norm",
     ),
     "weights": Gate(
-        judge=judge_weights,
+        judge=judges.judge_weights,
         of="result",
         limits={"no": 3e-4, "bf16": 0.2, "fp16": 0.2},
         words="final weights within {:g} of the control's own update",
         judges_skips=True,
     ),
     "data": Gate(
-        judge=judge_data,
+        judge=judges.judge_data,
         of="rows",
         words="the same rows in each step and no row on two ranks",
     ),
-    "evaluation": Gate(judge=judge_evaluation, of="result", limits=LOSS_LIMITS, needs="evaluation"),
+    "evaluation": Gate(
+        judge=judges.judge_evaluation, of="result", limits=LOSS_LIMITS, needs="evaluation"
+    ),
 }
 
 
@@ -109,9 +104,7 @@ def limit_of(gate: str, precision: str) -> float:
 def gate_names(rows: Sequence[Row] = (), *, optional: bool = False) -> list[str]:
     """Return the gates that these runs could have held.
 
-    Args:
-        rows: Of the comparison.
-        optional: Those that no row has what they need for, too.
+    With `optional`, those as well that need a field which no row has.
     """
     return [
         name
@@ -140,12 +133,8 @@ def judge(
 ) -> Judgement:
     """Compare a run with the control.
 
-    Args:
-        record: The run.
-        control: The control.
-        folder: Where the run's record lies; its final weights lie below.
-        control_folder: The same for the control.
-        first_step: Compare from this step on, see `first_common_step`.
+    The folders are those of the records, with the final weights below. Steps are compared from
+    `first_step` on, see `first_common_step`.
     """
     judgement = Judgement(strategy=record["strategy"], engine=record["engine"])
     other_update = _other_update(record, control)
@@ -248,7 +237,7 @@ def judge_control(record: Record) -> Judgement:
     elif not losses or len(losses) != requested:
         judgement.break_gate("loss", f"the control recorded {len(losses)} of {requested} steps")
     for step, ranks in enumerate(record["sample_ids"] or [], 1):
-        problem = rank_problem(ranks, record["num_processes"])
+        problem = judges.rank_problem(ranks, record["num_processes"])
         if problem is not None:
             judgement.break_gate("data", problem, first_step=step)
             break
@@ -262,7 +251,4 @@ def first_common_step(records: Sequence[Record]) -> int:
     and backends need not skip the same number of steps.
     """
     skipped = {step for record in records for step in record["skipped_steps"]}
-    step = 1
-    while step in skipped:
-        step += 1
-    return step
+    return next(step for step in itertools.count(1) if step not in skipped)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, cast
 
@@ -32,10 +33,6 @@ class Case:
 
     limit: float = math.nan
     """Of the gate, in this precision; NaN, which nothing is within, for a gate without distance."""
-
-    @property
-    def requested_steps(self) -> int:
-        return self.record["training"]["max_steps"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,4 +97,33 @@ def broken_sentence(broken: Broken) -> str:
     return (
         f"{broken['name']}{which}: the {broken['gate']} gate broke{where}: "
         f"{broken['reason']}{measured}."
+    )
+
+
+def combined(judgements: Sequence[Judgement]) -> Judgement:
+    """Return the judgement on a run from those on its starts.
+
+    Gaps are those of the first start. A gate holds only if it held in each start in which it could
+    be judged; one that broke names its start where there are several.
+    """
+    several = len(judgements) > 1
+    gates: dict[str, bool] = {}
+    broken: list[Broken] = []
+    notes: list[str] = []
+    not_measured: dict[str, str] = {}
+    for number, judgement in enumerate(judgements, 1):
+        for name, held in judgement.gates.items():
+            gates[name] = gates.get(name, True) and held
+        for gate in judgement.broken:
+            broken.append(gate.copy())  # a row writes its name into it
+            if several:
+                broken[-1]["repeat"] = number
+        notes += [f"repeat {number}: {note}" if several else note for note in judgement.notes]
+        for name, reason in judgement.not_measured.items():
+            if number == 1 or name.startswith("gates."):
+                not_measured.setdefault(name, reason)
+    for name in gates:
+        not_measured.pop(f"gates.{name}", None)
+    return replace(
+        judgements[0], gates=gates, broken=broken, notes=notes, not_measured=not_measured
     )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from toolkit.comparing.parity.judgement import GATED_STEPS, Case, Judgement
 from toolkit.comparing.weights import (
+    WeightGap,
     WeightsError,
     check_same_names,
     open_weights,
@@ -17,7 +18,7 @@ from toolkit.comparing.weights import (
     weight_gap,
 )
 from toolkit.records.fields import Difference, Gap
-from toolkit.records.record import FILLER_ID, STARTING_ADAPTER
+from toolkit.records.record import FILLER_ID, STARTING_ADAPTER, Record
 
 SMALL: Final = 1e-3
 """Of the norm of all gradients together: below it a parameter's own may be rounding alone, as that
@@ -35,46 +36,28 @@ def judge_losses(case: Case, judgement: Judgement) -> None:
         judgement.gaps["loss_gap"] = Gap(
             max=_largest(gaps.values()), mean=sum(gaps.values()) / len(gaps)
         )
-    else:
-        judgement.not_measured["loss_gap"] = "the two runs have no step in common"
-    limit = case.limit
-    for step, gap in gaps.items():
-        if step > GATED_STEPS:
-            break
-        finite = math.isfinite(losses[step - 1])
-        if not abs(gap) <= limit and (step <= case.last_step or not finite):
-            judgement.break_gate(
-                "loss",
-                "loss apart from the control's" if finite else "the loss is not finite",
-                first_step=step,
-                value=abs(gap) if finite else losses[step - 1],
-                limit=limit,
-            )
-            return
-    _hold_if_whole(case, judgement, "loss", len(losses), len(wanted), compared=bool(gaps))
+    sizes = {step: abs(gap) for step, gap in gaps.items()}
+    _judge_steps(case, judgement, "loss", losses, len(wanted), sizes)
 
 
 def judge_grad_norms(case: Case, judgement: Judgement) -> None:
     """Gate the gradient norm of every step, before clipping, by its relative distance."""
     norms, wanted = case.record["grad_norms"], case.control["grad_norms"]
-    limit = case.limit
     if wanted is None:
-        reason = case.control["not_measured"].get("grad_norms", "no reason given")
-        reason = f"the control has no gradient norms: {reason}"
+        reason = f"the control has no gradient norms: {_why_missing(case.control, 'grad_norms')}"
         judgement.not_measured["grad_norm_gap"] = reason
         judgement.leave_open("grad_norm", reason)
         return
     if norms is None:
-        reason = case.record["not_measured"].get("grad_norms", "no reason given")
-        judgement.not_measured["grad_norm_gap"] = f"the run has no gradient norms: {reason}"
+        reason = f"the run has no gradient norms: {_why_missing(case.record, 'grad_norms')}"
+        judgement.not_measured["grad_norm_gap"] = reason
         judgement.break_gate(
             "grad_norm",
             "the run recorded no gradient norms, the control did",
             first_step=case.first_step,
-            limit=limit,
+            limit=case.limit,
         )
         return
-
     skipped = {*case.record["skipped_steps"], *case.control["skipped_steps"]}
     gaps: dict[int, float] = {}
     for step in range(case.first_step, min(len(norms), len(wanted)) + 1):
@@ -83,25 +66,60 @@ def judge_grad_norms(case: Case, judgement: Judgement) -> None:
             gaps[step] = math.nan if ours is None else _relative(ours, theirs)
     if gaps:
         judgement.gaps["grad_norm_gap"] = _largest(gaps.values())
-    else:
-        judgement.not_measured["grad_norm_gap"] = "the two runs have no step in common"
+    _judge_steps(case, judgement, "grad_norm", norms, len(wanted), gaps)
 
+
+def _judge_steps(
+    case: Case,
+    judgement: Judgement,
+    gate: Literal["loss", "grad_norm"],
+    values: Sequence[float | None],
+    num_wanted: int,
+    gaps: Mapping[int, float],
+) -> None:
+    """Break a gate in the first gated step whose gap is beyond the limit, or hold it.
+
+    Args:
+        values: Of the run, in each step.
+        num_wanted: Steps that the control recorded.
+        gaps: By step, from 1; not negative.
+    """
+    noun = {"loss": "loss", "grad_norm": "gradient norm"}[gate]
+    if not gaps:
+        judgement.not_measured[f"{gate}_gap"] = "the two runs have no step in common"
     for step, gap in gaps.items():
-        if step <= case.last_step and not gap <= limit:
-            norm = norms[step - 1]
-            finite = norm is not None and math.isfinite(norm)
+        value = values[step - 1]
+        finite = value is not None and math.isfinite(value)
+        # A loss that is not finite is a fault even where other updates are none.
+        last_step = GATED_STEPS if gate == "loss" and not finite else case.last_step
+        if step <= last_step and not gap <= case.limit:
+            missing = "missing or " if gate == "grad_norm" else ""
             judgement.break_gate(
-                "grad_norm",
-                "gradient norm apart from the control's"
+                gate,
+                f"{noun} apart from the control's"
                 if finite
-                else "the gradient norm is missing or not finite",
+                else f"the {noun} is {missing}not finite",
                 first_step=step,
-                value=gap if finite else norm,
-                limit=limit,
+                value=gap if finite else value,
+                limit=case.limit,
             )
             return
-    compared = any(step <= case.last_step for step in gaps)
-    _hold_if_whole(case, judgement, "grad_norm", len(norms), len(wanted), compared=compared)
+    requested = case.record["training"]["max_steps"]
+    if not len(values) == num_wanted == requested:
+        judgement.break_gate(
+            gate,
+            f"the run recorded {len(values)} steps, the control {num_wanted}, "
+            f"asked were {requested}",
+            first_step=min(len(values), num_wanted) + 1,
+        )
+    elif not any(step <= case.last_step for step in gaps):
+        judgement.break_gate(gate, "no gated step was compared", limit=case.limit)
+    else:
+        judgement.hold(gate)
+
+
+def _why_missing(record: Record, field: str) -> str:
+    return record["not_measured"].get(field, "no reason given")
 
 
 def judge_gradients(case: Case, judgement: Judgement) -> None:
@@ -112,9 +130,9 @@ def judge_gradients(case: Case, judgement: Judgement) -> None:
     """
     ours, theirs = case.record["gradients"], case.control["gradients"]
     if ours is None or theirs is None:
-        whose, which = ("the run", case.record) if ours is None else ("the control", case.control)
-        reason = which["not_measured"].get("gradients", "no reason given")
-        judgement.not_measured["gradient_difference"] = f"{whose} has none: {reason}"
+        run, record = ("the run", case.record) if ours is None else ("the control", case.control)
+        reason = f"{run} has none: {_why_missing(record, 'gradients')}"
+        judgement.not_measured["gradient_difference"] = reason
         return
     if ours["step"] != theirs["step"]:
         judgement.not_measured["gradient_difference"] = (
@@ -126,10 +144,9 @@ def judge_gradients(case: Case, judgement: Judgement) -> None:
     if not distances:
         judgement.not_measured["gradient_difference"] = "no parameter is trained"
         return
-    largest = max(distances, key=lambda name: distances[name])
+    largest = max(distances, key=distances.__getitem__)
     judgement.gaps["gradient_difference"] = Difference(value=distances[largest], tensor=largest)
-    limit = case.limit
-    apart = [name for name, distance in distances.items() if distance > limit]
+    apart = [name for name, distance in distances.items() if distance > case.limit]
     if not apart:
         return
     judgement.broken = [broken for broken in judgement.broken if broken["gate"] != "grad_norm"]
@@ -139,7 +156,7 @@ def judge_gradients(case: Case, judgement: Judgement) -> None:
         f"control's, most that of {largest}",
         first_step=ours["step"],
         value=distances[largest],
-        limit=limit,
+        limit=case.limit,
     )
 
 
@@ -159,59 +176,23 @@ def gradient_distances(ours: dict[str, float], theirs: dict[str, float]) -> dict
     return distances
 
 
+class _OtherTrainingError(ValueError):
+    """The run's weights are not those of the control's training, whatever their numbers."""
+
+
 def judge_weights(case: Case, judgement: Judgement) -> None:
     """Gate the distance of the final weights, in units of the control's own update."""
     record, control, limit = case.record, case.control, case.limit
-
-    def not_compared(reason: str) -> None:
+    try:
+        gap, difference = _compare_weights(case)
+    except (WeightsError, _OtherTrainingError) as error:
+        reason = str(error)
         judgement.not_measured |= dict.fromkeys(("weight_gap", "weight_difference"), reason)
-
-    def leave_open(reason: str) -> None:
-        not_compared(reason)
-        judgement.leave_open("weights", reason)
-
-    def break_gate(reason: str) -> None:
-        not_compared(reason)
-        judgement.break_gate("weights", reason, limit=limit)
-
-    if control["final"] is None:
-        leave_open("the control saved no weights")
+        if isinstance(error, WeightsError):
+            judgement.leave_open("weights", reason)
+        else:
+            judgement.break_gate("weights", reason, limit=limit)
         return
-    reference = case.control_folder / control["final"]
-    try:
-        open_weights(reference)
-    except WeightsError as error:
-        leave_open(f"the control's weights cannot be read: {error}")
-        return
-
-    if record["final"] is None:
-        break_gate("the run saved no weights")
-        return
-    try:
-        check_same_names(case.folder / record["final"], reference)
-    except WeightsError as error:
-        break_gate(str(error))
-        return
-
-    start = control["model"]["path"]
-    if start is None:
-        leave_open("the folder of the starting weights is not known")
-        return
-    if record["model"]["path"] != start:
-        break_gate(f"the run started from {record['model']['path']}, the control from {start}")
-        return
-    # Adapters begin with random numbers of their own, which lie beside the record.
-    full = control["training"]["method"] == "full"
-    origin = Path(start) if full else case.control_folder / STARTING_ADAPTER
-    try:
-        if origin.is_file() and not same_weights(case.folder / STARTING_ADAPTER, origin):
-            break_gate("the run's adapters began with other numbers than the control's")
-            return
-        gap, difference = weight_gap(case.folder / record["final"], reference, origin)
-    except WeightsError as error:
-        leave_open(str(error))
-        return
-
     judgement.gaps["weight_gap"] = gap
     judgement.gaps["weight_difference"] = difference
     if len(control["losses"]) > GATED_STEPS:
@@ -233,6 +214,41 @@ def judge_weights(case: Case, judgement: Judgement) -> None:
             value=gap,
             limit=limit,
         )
+
+
+def _compare_weights(case: Case) -> WeightGap:
+    """Return how far the final weights are from the control's.
+
+    Raises:
+        WeightsError: the two cannot be compared.
+    """
+    record, control = case.record, case.control
+    if control["final"] is None:
+        raise WeightsError("the control saved no weights")
+    reference = case.control_folder / control["final"]
+    try:
+        open_weights(reference)
+    except WeightsError as error:
+        raise WeightsError(f"the control's weights cannot be read: {error}") from None
+    if record["final"] is None:
+        raise _OtherTrainingError("the run saved no weights")
+    final, start = case.folder / record["final"], control["model"]["path"]
+    try:
+        check_same_names(final, reference)
+    except WeightsError as error:
+        raise _OtherTrainingError(str(error)) from None
+    if start is None:
+        raise WeightsError("the folder of the starting weights is not known")
+    if record["model"]["path"] != start:
+        raise _OtherTrainingError(
+            f"the run started from {record['model']['path']}, the control from {start}"
+        )
+    # Adapters begin with random numbers of their own, which lie beside the record.
+    full = control["training"]["method"] == "full"
+    origin = Path(start) if full else case.control_folder / STARTING_ADAPTER
+    if origin.is_file() and not same_weights(case.folder / STARTING_ADAPTER, origin):
+        raise _OtherTrainingError("the run's adapters began with other numbers than the control's")
+    return weight_gap(final, reference, origin)
 
 
 def judge_data(case: Case, judgement: Judgement) -> None:
@@ -346,32 +362,6 @@ def _row_problem(ours: list[list[Any]], theirs: list[list[Any]]) -> str | None:
         if rows
     ]
     return "; ".join(parts) or None
-
-
-def _hold_if_whole(
-    case: Case, judgement: Judgement, gate: str, ours: int, theirs: int, *, compared: bool
-) -> None:
-    """Hold a gate of steps whose values are near, unless steps are missing.
-
-    Args:
-        case: The two runs.
-        judgement: Takes the outcome.
-        gate: Its name.
-        ours: Steps that the run recorded.
-        theirs: Steps that the control recorded.
-        compared: Whether both have a value in a step that is gated.
-    """
-    if not ours == theirs == case.requested_steps:
-        judgement.break_gate(
-            gate,
-            f"the run recorded {ours} steps, the control {theirs}, "
-            f"asked were {case.requested_steps}",
-            first_step=min(ours, theirs) + 1,
-        )
-    elif case.first_step > case.last_step or not compared:
-        judgement.break_gate(gate, "no gated step was compared", limit=case.limit)
-    else:
-        judgement.hold(gate)
 
 
 def _relative(value: float, reference: float) -> float:

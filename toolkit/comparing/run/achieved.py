@@ -10,7 +10,7 @@ from toolkit.errors import UsageError
 from toolkit.planning.speed.flops import CONVENTION, model_flops
 from toolkit.planning.speed.gpus import gpu
 from toolkit.records.record import Record
-from toolkit.records.results import Compute, Cost
+from toolkit.records.results import Compute, Cost, Row
 from toolkit.strategies import SHORT_DTYPES
 
 NO_GPU: Final = "a rehearsal used no GPU"
@@ -28,10 +28,7 @@ def compute_of(
 
     The FLOPs are those of the convention and not those that were executed: what checkpointing
     computes again does not count. The peak is the dense one, of the precision that was computed in.
-
-    Args:
-        record: The run.
-        tokens_per_second: On packed rows of `max_length` tokens, all GPUs together.
+    `tokens_per_second` are those of all GPUs together, on packed rows of `max_length` tokens.
     """
     if record["rehearsal"]:
         return None, {"compute": NO_PEAK}
@@ -40,8 +37,8 @@ def compute_of(
         return None, {"compute": why}
     names = {name for name, _ in gpus_of(record["environment"], record["num_processes"])}
     if len(names) != 1:
-        what = f"GPUs of several kinds: {', '.join(sorted(names))}" if names else "no GPU was seen"
-        return None, {"compute": what}
+        kinds = ", ".join(sorted(names))
+        return None, {"compute": f"GPUs of several kinds: {kinds}" if kinds else "no GPU was seen"}
     try:
         job = job_of(record)
     except UsageError as error:
@@ -59,24 +56,10 @@ def compute_of(
     return Compute(tflops_per_gpu=per_gpu / 1e12, mfu=mfu, convention=CONVENTION, gpu=name), missing
 
 
-def cost_of(
-    *,
-    num_processes: int,
-    seconds: float | None,
-    tokens_per_second: float | None,
-    dollars_per_hour: float | None,
-    rehearsal: bool,
-) -> tuple[Cost | None, dict[str, str]]:
-    """Return what one start of a run cost, and why what is missing in it is.
-
-    Args:
-        num_processes: GPUs that it held.
-        seconds: From its start to its end.
-        tokens_per_second: All GPUs together.
-        dollars_per_hour: Price of one GPU.
-        rehearsal: It held none.
-    """
-    if rehearsal:
+def cost_of(row: Row, dollars_per_hour: float | None) -> tuple[Cost | None, dict[str, str]]:
+    """Return what one start of a run cost, and why what is missing in it is."""
+    num_processes, seconds = row["num_processes"], row["seconds"]
+    if row["rehearsal"]:
         return None, {"cost": NO_GPU}
     if seconds is None:
         return None, {"cost": "how long it took was not measured"}
@@ -86,9 +69,8 @@ def cost_of(
         return cost, {"cost.dollars": NO_PRICE, "cost.dollars_per_million_tokens": NO_PRICE}
     per_million = None
     missing = {"cost.dollars_per_million_tokens": "tokens/s were not measured"}
-    if tokens_per_second:
-        per_second = num_processes * dollars_per_hour / 3600
-        per_million, missing = per_second / tokens_per_second * 1e6, {}
+    if speed := row["tokens_per_second"]:
+        per_million, missing = num_processes * dollars_per_hour / 3600 / speed * 1e6, {}
     cost = Cost(
         gpu_hours=hours, dollars=hours * dollars_per_hour, dollars_per_million_tokens=per_million
     )
@@ -98,7 +80,7 @@ def cost_of(
 def gpus_of(environment: dict[str, Any], count: int) -> list[tuple[str, int]]:
     """Return name and memory in bytes of the first `count` GPUs of a snapshot."""
     listed = cast("Sequence[dict[str, Any]]", environment.get("gpus") or ())
-    return [(str(each["name"]), int(each["memory_bytes"])) for each in listed[:count]]
+    return [(str(device["name"]), int(device["memory_bytes"])) for device in listed[:count]]
 
 
 def room_of(environment: dict[str, Any], count: int) -> int | None:
@@ -112,13 +94,13 @@ def _peak_flops(name: str, record: Record) -> float:
     Raises:
         UsageError: it is not in the planner's table, or has no such rate.
     """
-    found = gpu(name)
+    device = gpu(name)
     training, precision = record["training"], record["precision"]
     dtype = precision if precision != "no" else SHORT_DTYPES.get(training["dtype"])
     if dtype is None:
-        raise UsageError(f"the rate of {found.name} in {training['dtype']} is not known")
+        raise UsageError(f"the rate of {device.name} in {training['dtype']} is not known")
     if dtype != "fp32" or not training["tf32"]:
-        return found.flops(dtype)
-    if found.tf32_flops is None:
-        raise UsageError(f"the rate of {found.name} in TF32 is not known")
-    return found.tf32_flops
+        return device.flops(dtype)
+    if device.tf32_flops is None:
+        raise UsageError(f"the rate of {device.name} in TF32 is not known")
+    return device.tf32_flops

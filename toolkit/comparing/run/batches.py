@@ -10,19 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from toolkit.errors import UsageError
 from toolkit.strategies import Strategy
-
-
-class Share(NamedTuple):
-    """One rank's part of an optimizer step."""
-
-    rows: int
-    """Rows of one micro-batch."""
-
-    micro_batches: int
 
 
 def processes_for(strategy: Strategy, usual: int) -> int:
@@ -56,15 +46,6 @@ def cannot_have(strategy: Strategy, processes: int) -> str | None:
         f"it has {strategy.replicas} groups of equal size and needs {strategy.num_processes} "
         f"processes or more, which {processes} do not make"
     )
-
-
-def share(batch: int, processes: int, accumulation: int) -> Share:
-    return Share(batch // (processes * accumulation), accumulation)
-
-
-def scaled_share(batch: int, processes: int, accumulation: int, *, most: int) -> Share:
-    """Return a rank's share under a scale, where the largest count has `accumulation`."""
-    return Share(batch // (most * accumulation), most * accumulation // processes)
 
 
 def check_batch(batch: int, accumulation: int, counts: Sequence[int]) -> None:

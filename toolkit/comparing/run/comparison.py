@@ -8,31 +8,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.comparing.parity.gates import first_common_step
+from toolkit.comparing.parity.gates import first_common_step, judge, judge_control, unjudged
+from toolkit.comparing.parity.judgement import Judgement, combined
 from toolkit.comparing.predicted import Facts, facts_of
+from toolkit.comparing.report import words
 from toolkit.comparing.report.terminal import print_line
-from toolkit.comparing.report.words import (
-    DROPOUT_DIFFERS,
-    dropout_in_words,
-    method_in_words,
-    switches_in_words,
-)
 from toolkit.comparing.report.write import write_report
-from toolkit.comparing.run.attempts import Finished, completed, redacted_spec
-from toolkit.comparing.run.bisect_command import bisect_command
 from toolkit.comparing.run.expected import Expected, expected, waiting
-from toolkit.comparing.run.judging import Judging
-from toolkit.comparing.run.noise import noise_of
-from toolkit.comparing.run.options import CompareOptions
-from toolkit.comparing.run.output_folder import (
+from toolkit.comparing.run.folders import (
+    FailedStart,
+    Finished,
+    completed,
     new_folder,
     put_aside,
     run_names,
     why_lost,
 )
+from toolkit.comparing.run.noise import noise_of
+from toolkit.comparing.run.options import CompareOptions
 from toolkit.comparing.run.plan import ComparisonPlan, Run
 from toolkit.comparing.run.preparing import prepare
-from toolkit.comparing.run.rows import Failure, Setting, add_judgement, build_row, facts_in
+from toolkit.comparing.run.rows import add_judgement, bisect_command, build_row, facts_in
 from toolkit.configs import ConfigOptions
 from toolkit.configs.files import render_configs
 from toolkit.errors import UsageError
@@ -59,9 +55,13 @@ class Comparison:
     finished: dict[str, list[Finished]] = field(default_factory=dict[str, list[Finished]])
     """Good starts of each run that has one, in order."""
 
-    failures: dict[str, Failure] = field(default_factory=dict[str, Failure])
+    failures: dict[str, FailedStart] = field(default_factory=dict[str, FailedStart])
     facts: Facts | None = None
-    judging: Judging = field(default_factory=Judging)
+    judgements: dict[tuple[Path, Path, int], Judgement] = field(
+        default_factory=dict[tuple[Path, Path, int], Judgement]
+    )
+    """By the folders of a start and of the control's, and the first step that is compared."""
+
     unknown: dict[str, str] = field(default_factory=dict[str, str])
     """Fields that could not be made again when the results were lost, with the reasons."""
 
@@ -82,23 +82,12 @@ class Comparison:
         """Return every run that may happen, each once."""
         return list({run.name: run for run in (*self.plan.runs, *self.plan.fallbacks)}.values())
 
-    def outstanding(self) -> list[Run]:
-        return [
-            run
+    def outstanding(self) -> int:
+        """Return how many starts are still to be made."""
+        return sum(
+            max(0, self.options.repeats - len(completed(self.folder, run.name)))
             for run in self.plan.runs
-            if run.skipped is None and len(completed(self.folder, run.name)) < self.options.repeats
-        ]
-
-    def spec(self, planned: Run) -> dict[str, Any]:
-        return redacted_spec({"schema": SCHEMA, **planned.spec(), "rehearsal": self.plan.rehearsal})
-
-    def setting(self) -> Setting:
-        return Setting(
-            rehearsal=self.plan.rehearsal,
-            repeats=self.options.repeats,
-            timeout=self.options.timeout,
-            dollars_per_hour=self.options.dollars_per_hour,
-            environment=self.environment,
+            if run.skipped is None
         )
 
     def swap_folder(self, run_folder: Path) -> Path:
@@ -109,14 +98,7 @@ class Comparison:
 
     def expected(self) -> Expected:
         """Return how long the outstanding runs take."""
-        return expected(
-            self.options,
-            starts=sum(
-                self.options.repeats - len(completed(self.folder, run.name))
-                for run in self.outstanding()
-            ),
-            rehearsal=self.plan.rehearsal,
-        )
+        return expected(self.options, starts=self.outstanding(), rehearsal=self.plan.rehearsal)
 
     def prepare(self, console: Console) -> dict[str, Any]:
         """Fill the caches and check the flags once, in a process of its own; return the facts."""
@@ -132,9 +114,9 @@ class Comparison:
                 console=console,
             )
         self.facts = facts_of(facts)
-        dropout = dropout_in_words(self.facts["training"])
+        dropout = words.dropout_in_words(self.facts["training"])
         if dropout is not None:
-            print_line(f"Dropout is {dropout}: {DROPOUT_DIFFERS}", console=console)
+            print_line(f"Dropout is {dropout}: {words.DROPOUT_DIFFERS}", console=console)
         return facts
 
     @contextlib.contextmanager
@@ -158,19 +140,26 @@ class Comparison:
         """Return the first candidate that ran to its end, and why it is not an earlier one."""
         passed: list[str] = []
         for candidate in self.plan.fallbacks:
-            if candidate.name in self.finished:
+            name = candidate.name
+            if name in self.finished:
                 return Control(
                     strategy=candidate.strategy.name,
                     engine=candidate.engine,
                     reason="; ".join(passed) or None,
-                    name=candidate.name,
+                    name=name,
                 )
-            if candidate.name in self.rows:
-                row = self.rows[candidate.name]
-                passed.append(f"{candidate.name} {row['status']}: {row['reason']}")
+            if row := self.rows.get(name):
+                passed.append(f"{name} {row['status']}: {row['reason']}")
             elif candidate.skipped is None:
                 return None  # its turn has not come yet
         return None
+
+    def next_candidate(self) -> Run | None:
+        """Return the candidate for the control that is due; None once there is a control."""
+        untried = (
+            run for run in self.plan.fallbacks if run.name not in self.rows and run.skipped is None
+        )
+        return next(untried, None) if self.control() is None else None
 
     def control_start(self) -> Finished | None:
         control = self.control()
@@ -190,14 +179,41 @@ class Comparison:
             if not (starts or failure or listed):
                 continue
             row = build_row(
-                planned, starts=starts, failure=failure, setting=self.setting(), facts=facts
+                planned,
+                starts=starts,
+                failure=failure,
+                options=self.options,
+                rehearsal=self.plan.rehearsal,
+                environment=self.environment,
+                facts=facts,
             )
             if starts:
-                add_judgement(row, self.judging.of(starts, control=control, first_step=first))
+                judgements = [self._judge(start, control, first) for start in starts]
+                add_judgement(row, combined(judgements))
                 command = bisect_command(row, self.control(), self.options)
                 if row["broken"] and row["status"] == "ok" and command is not None:
                     row["fix"] = f"This compares one step of the two, link by link: {command}"
             self.rows[planned.name] = row
+
+    def _judge(self, start: Finished, control: Finished | None, first_step: int) -> Judgement:
+        """Judge a start, once: to read two sets of weights takes long."""
+        if control is None:
+            return unjudged("no control has run to its end")
+        if start.folder == control.folder:
+            return judge_control(start.record)
+        pair = (start.folder, control.folder, first_step)
+        if pair not in self.judgements:
+            self.judgements[pair] = judgement = judge(
+                start.record,
+                control.record,
+                folder=start.folder,
+                control_folder=control.folder,
+                first_step=first_step,
+            )
+            if first_step > 1:
+                note = f"compared from step {first_step}, the first that no run skipped"
+                judgement.notes.append(note)
+        return self.judgements[pair]
 
     def results(self, *, complete: bool = True) -> Results:
         order = [run.name for run in self.plan.runs]
@@ -225,14 +241,14 @@ class Comparison:
             return {}
         record = control.record
         training = record["training"]
-        dropout = dropout_in_words(training)
+        dropout = words.dropout_in_words(training)
         names = ("seed", "optimizer", "learning_rate", "lr_scheduler_type", "weight_decay")
         return {
             "model": record["model"]["name"],
             "parameters": record["model"]["parameters"],
-            "method": method_in_words(training),
+            "method": words.method_in_words(training),
             **({} if dropout is None else {"dropout": dropout}),
-            "speed switches": switches_in_words(
+            "speed switches": words.switches_in_words(
                 [starts[0].record["training"] for starts in self.finished.values()]
             ),
             "data": record["data"]["name"],

@@ -26,19 +26,19 @@ def noise_of(rows: Sequence[Row]) -> tuple[Noise | None, str | None]:
     """
     good = [row for row in rows if row["status"] == "ok" and row["tokens_per_second"]]
     speeds = [
-        [math.log(one["tokens_per_second"]) for one in row["repeats"] if one["tokens_per_second"]]
+        [math.log(speed) for repeat in row["repeats"] if (speed := repeat["tokens_per_second"])]
         for row in good
     ]
-    speeds = [values for values in speeds if values]
-    if any(len(values) > 1 for values in speeds):
-        fewest = min(len(values) for values in speeds)
-        share = _share([v for v in speeds if len(v) > 1], values=fewest)
+    several = [values for values in speeds if len(values) > 1]
+    if several:
+        fewest = min(len(values) for values in speeds if values)
+        share = _share(several, values=fewest)
         return Noise(share=share, basis="repeats", repeats=fewest), None
     steps = [
-        [seconds / statistics.fmean(one["timed_seconds"]) for seconds in one["timed_seconds"]]
+        [seconds / statistics.fmean(timed) for seconds in timed]
         for row in good
-        for one in row["repeats"]
-        if len(one["timed_seconds"]) >= FEWEST_STEPS
+        for repeat in row["repeats"]
+        if len(timed := repeat["timed_seconds"]) >= FEWEST_STEPS
     ]
     if not steps:
         return None, (
@@ -50,11 +50,9 @@ def noise_of(rows: Sequence[Row]) -> tuple[Noise | None, str | None]:
 
 
 def _share(samples: Sequence[Sequence[float]], *, values: int) -> float:
-    """Half-width of the difference between two means of `values` values, as a share.
+    """Return the half-width of the difference between two means of `values` values, as a share.
 
-    Args:
-        samples: Of each run several values, relative or logarithmic.
-        values: How many a mean is made from.
+    `samples` are several values of each run, relative or logarithmic.
     """
     degrees = sum(len(sample) - 1 for sample in samples)
     squares = sum((len(sample) - 1) * statistics.variance(sample) for sample in samples)

@@ -17,7 +17,6 @@ DEFAULT_STRATEGIES: Final = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp")
 
 USUAL_PROCESSES: Final = 2
 
-
 KEEPS_FINAL: Final = "every run starts at step 1 and keeps its final weights only"
 CONFIGURED: Final = "the strategy's own config file says it; name the strategy with --strategies"
 
@@ -188,3 +187,16 @@ def flag_names(flags: Sequence[str]) -> list[str]:
     """Return the names of the flags on a command line, spelled with underscores, each once."""
     names = (flag[2:].partition("=")[0] for flag in flags if flag.startswith("--"))
     return list(dict.fromkeys(name.replace("-", "_") for name in names))
+
+
+def flags_in(words: Sequence[str]) -> dict[str, str]:
+    """Return the flags of a command line with their values, `--` included."""
+    flags: dict[str, str] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, _, value = word.partition("=")
+            flags[name] = value
+        else:
+            flags[name] = f"{flags.get(name, '')} {word}".strip()
+    return flags

@@ -9,24 +9,22 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from toolkit.comparing.report.names import both_engines, without_engine
-from toolkit.comparing.run.attempts import flags_in
 from toolkit.comparing.run.batches import (
     cannot_have,
     check_batch,
     check_scaled_batch,
     processes_for,
-    scaled_share,
-    share,
 )
-from toolkit.comparing.run.options import CompareOptions, Engine, check_train_flags
+from toolkit.comparing.run.options import CompareOptions, Engine, check_train_flags, flags_in
 from toolkit.configs.optimizers import DEFAULT, missing_package, optimizer_problem
 from toolkit.configs.requested import check_left_over
 from toolkit.errors import UsageError
 from toolkit.escaping import shell_line
-from toolkit.redaction import redacted_words
+from toolkit.records.json_files import SCHEMA
+from toolkit.redaction import redacted, redacted_words
 from toolkit.strategies import STRATEGIES, Strategy, get_strategy
 
 CONTROLS: Final = ("single", "ddp", "zero1")
@@ -58,15 +56,21 @@ class Run:
         usual = f"{self.strategy.name}-{self.engine}"
         return f"{usual}-x{self.num_processes}" if self.scaled else usual
 
-    def spec(self) -> dict[str, Any]:
-        """Return the settings that decide the run; an equal spec makes it the same run."""
-        return {
+    def spec(self, *, rehearsal: bool) -> dict[str, Any]:
+        """Return the settings that decide the run; an equal spec makes it the same run.
+
+        Without secrets: a new token makes no other run.
+        """
+        spec = {
+            "schema": SCHEMA,
             "strategy": self.strategy.name,
             "engine": self.engine,
             "num_processes": self.num_processes,
             "precision": self.precision,
-            "flags": list(self.flags),
+            "flags": redacted_words(self.flags),
+            "rehearsal": rehearsal,
         }
+        return cast("dict[str, Any]", redacted(spec))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +105,8 @@ def build_plan(
     """Turn the user's options into runs.
 
     Args:
-        options: The options of the comparison.
-        gpus: GPUs that this machine shows.
+        options: Of the comparison.
+        gpus: How many this machine shows.
         missing: Returns why the machine cannot run a strategy, or None.
 
     Raises:
@@ -127,7 +131,11 @@ def build_plan(
     if options.scale and not distributed:
         raise UsageError("--scale needs a distributed strategy: single is always one process.")
     needed = {count for s in distributed for count in counts[s.name] if not cannot_have(s, count)}
-    _check(options, needed)
+    batch, accumulation = options.global_batch_size, options.gradient_accumulation_steps
+    if options.scale:
+        check_scaled_batch(batch, accumulation, sorted({1, *options.scale}))
+    else:
+        check_batch(batch, accumulation, sorted({*needed, options.processes}))
     rehearsal = gpus < min(needed, default=1)
 
     def runs(strategy: Strategy, engine: Engine) -> list[Run]:
@@ -183,27 +191,21 @@ def _counts(strategy: Strategy, options: CompareOptions) -> list[int]:
     return sorted(set(options.scale) - {1})
 
 
-def _check(options: CompareOptions, needed: set[int]) -> None:
-    batch, accumulation = options.global_batch_size, options.gradient_accumulation_steps
-    if options.scale:
-        check_scaled_batch(batch, accumulation, sorted({1, *options.scale}))
-    else:
-        check_batch(batch, accumulation, sorted({*needed, options.processes}))
-
-
 def _run(strategy: Strategy, engine: Engine, processes: int, options: CompareOptions) -> Run:
-    batch, accumulation = options.global_batch_size, options.gradient_accumulation_steps
-    if options.scale or not strategy.is_distributed:
-        # The micro-batches that the ranks of other runs read side by side, one after the other.
-        read = scaled_share(batch, processes, accumulation, most=options.processes)
-    else:
-        read = share(batch, processes, accumulation)
+    # Under a scale, as on one process, the micro-batch is that of the largest count, and fewer
+    # ranks read one after the other what more of them read side by side.
+    one_size = bool(options.scale) or not strategy.is_distributed
+    all_micro_batches = options.gradient_accumulation_steps * (
+        options.processes if one_size else processes
+    )
+    rows = options.global_batch_size // all_micro_batches
+    micro_batches = all_micro_batches // processes
     flags = {
         "engine": engine,
         "strategy": strategy.name,
         "max_steps": options.max_steps,
-        "per_device_train_batch_size": read.rows,
-        "gradient_accumulation_steps": read.micro_batches,
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": micro_batches,
         "throughput_steps": options.throughput_steps,
         # Explicitly off: the Trainer turns it on by itself when it compiles.
         "tf32": False,
@@ -217,8 +219,8 @@ def _run(strategy: Strategy, engine: Engine, processes: int, options: CompareOpt
         strategy=strategy,
         engine=engine,
         num_processes=processes,
-        per_device_train_batch_size=read.rows,
-        gradient_accumulation_steps=read.micro_batches,
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=micro_batches,
         precision=options.precision,
         flags=(*written, *options.train_flags),
         scaled=bool(options.scale) and strategy.is_distributed,

@@ -36,8 +36,8 @@ def prepare(
 
     Args:
         flags: Those of `toolkit.train`.
-        num_processes: Processes of that run: with them the flags say how many rows it takes.
-        strategies: All strategies that will run with such flags.
+        num_processes: Of that run: with them the flags say how many rows it takes.
+        strategies: All that will run with such flags.
         rehearsal: Whether the runs are hidden from the GPUs.
         console: Gets the lines of the process.
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Self
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
 
 from toolkit.comparing.report.runs_table import MEASURED, cells
 from toolkit.comparing.report.terminal import SHORT, plain, print_line
@@ -31,7 +32,7 @@ QUIET_SECONDS: Final = 15.0
 """How long a run may go on before its step is printed."""
 
 
-class Lines:
+class ProgressLines:
     """Shows a comparison in lines: one when a run starts, one when it ends, and a few between."""
 
     def __init__(
@@ -45,12 +46,6 @@ class Lines:
         self.printed: set[str] = set()
         """Announcements of the current run."""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass  # as a context only because the live table is one
-
     def say(self, text: str) -> None:
         """Print a line about the whole comparison."""
         print_line(text, console=self.console)
@@ -60,11 +55,12 @@ class Lines:
     ) -> None:
         """Show that a run begins, the `position`-th of `total`, and which of its repeats it is."""
         which = f", repeat {repeat} of {repeats}" if repeats > 1 else ""
+        processes = "1 process" if run.num_processes == 1 else f"{run.num_processes} processes"
         self.label = f"[{position}/{total}] {self.shown_name(run)}{which}"
         self.left.start(position, total)
         self.printed_at = time.monotonic()
         self.printed.clear()
-        self.say(f"{self.label}: {_processes(run)}, started")
+        self.say(f"{self.label}: {processes}, started")
 
     def line(self, text: str) -> None:
         """Take one line of the run's output."""
@@ -85,15 +81,12 @@ class Lines:
         self.say(f"{self.label}: {words}")
 
 
-class LiveTable:
-    """The report's table, filled while the runs go on."""
+class LiveTable(ProgressLines):
+    """Shows the report's table on a terminal, filled while the runs go on."""
 
     def __init__(self, console: Console, plan: ComparisonPlan, options: CompareOptions) -> None:
-        from rich.live import Live
-
-        self.console = console
+        super().__init__(console, shown_name=plan.shown_name)
         self.rehearsal = plan.rehearsal
-        self.shown_name = plan.shown_name
         speed = options.show_speed or not plan.rehearsal
         self.measured = (*SPEED, *MEASURED) if speed else MEASURED
         self.wanted_steps = options.max_steps + options.throughput_steps
@@ -105,24 +98,9 @@ class LiveTable:
         self.control: Control | None = None
         self.current: Run | None = None
         self.last_line = ""
-        self.printed: set[str] = set()
         self.repeat = ""
-        self.left = TimeLeft()
         self.started = 0.0
         self.steps = 0
-        self.live = Live(
-            console=console, refresh_per_second=4, get_renderable=self._render, transient=True
-        )
-
-    def __enter__(self) -> Self:
-        self.live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.live.stop()
-
-    def say(self, text: str) -> None:
-        print_line(text, console=self.console)
 
     def start(
         self, run: Run, position: int, total: int, *, repeat: int = 1, repeats: int = 1
@@ -151,7 +129,7 @@ class LiveTable:
         self.control = control
         self.states[run.name] = (run, row["status"], row)
 
-    def _render(self) -> Group:
+    def render(self) -> Group:
         from rich.console import Group
 
         left = self.left
@@ -184,19 +162,19 @@ class LiveTable:
         return table
 
 
-Progress = Lines | LiveTable
-"""Gets what happens in a comparison, in order."""
-
-
-def build_progress(console: Console, plan: ComparisonPlan, options: CompareOptions) -> Progress:
-    """Return a live table for a terminal, lines for anything else."""
+@contextmanager
+def show_progress(
+    console: Console, plan: ComparisonPlan, options: CompareOptions
+) -> Generator[ProgressLines]:
+    """Show a live table on a terminal while the context lasts, lines on anything else."""
     if not console.is_terminal:
-        return Lines(console, shown_name=plan.shown_name)
-    return LiveTable(console, plan, options)
+        yield ProgressLines(console, shown_name=plan.shown_name)
+        return
+    from rich.live import Live
 
-
-def _processes(run: Run) -> str:
-    return "1 process" if run.num_processes == 1 else f"{run.num_processes} processes"
+    table = LiveTable(console, plan, options)
+    with Live(console=console, refresh_per_second=4, get_renderable=table.render, transient=True):
+        yield table
 
 
 def _ending(row: Row, control: Control | None) -> str:

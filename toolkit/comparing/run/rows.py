@@ -9,22 +9,31 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, cast
 
 from toolkit.comparing.parity.judgement import Judgement, broken_sentence
 from toolkit.comparing.predicted import Facts, Told, expect, no_prediction, predict
 from toolkit.comparing.run.achieved import compute_of, cost_of, room_of
-from toolkit.comparing.run.attempts import Finished, command_at
+from toolkit.comparing.run.folders import FailedStart, Finished, command_at
+from toolkit.comparing.run.options import CompareOptions
 from toolkit.comparing.run.plan import Run
-from toolkit.launching.outcome import Outcome, shorten
-from toolkit.launching.status import RankStatus
+from toolkit.escaping import shell_line
+from toolkit.launching.outcome import shorten
 from toolkit.records.fields import Measured, spread_of
-from toolkit.records.record import Record
-from toolkit.records.results import Achieved, Judged, RankEnd, Repeat, Row, Spread, Status
-
-TAIL_LINES: Final = 30
+from toolkit.records.results import (
+    Achieved,
+    Broken,
+    Control,
+    Judged,
+    RankEnd,
+    Repeat,
+    Row,
+    Spread,
+    Status,
+)
+from toolkit.redaction import redacted_words
 
 FROM_THE_RECORD: Final = (*Measured.__annotations__, "losses", "memory", "per_rank", "attestation")
 """Fields that a row has from the record of its first start."""
@@ -32,8 +41,6 @@ FROM_THE_RECORD: Final = (*Measured.__annotations__, "losses", "memory", "per_ra
 NULL_WITH_REASON: Final = (*FROM_THE_RECORD, *Judged.__annotations__, *Achieved.__annotations__)
 
 NO_FACTS: Final = "not predicted: no run has told what model it is"
-ONE_START: Final = "the run was started once"
-NO_SPEED: Final = "tokens/s were not measured in two starts"
 
 OUT_OF_MEMORY: Final = (
     "Use a smaller --global_batch_size or -- --max_length, or a strategy that shards or offloads "
@@ -67,71 +74,45 @@ FIXES: Final[tuple[tuple[str, str], ...]] = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """What all rows of a comparison share."""
-
-    rehearsal: bool
-    repeats: int
-    timeout: float
-    dollars_per_hour: float | None
-    environment: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """A start that came to no good end."""
-
-    status: Status
-    reason: str
-    folder: Path
-    outcome: Outcome
-    record: Record | None
-    repeat: int
-    """Which one it would have been, from 1."""
-
-
 def build_row(
     planned: Run,
     *,
     starts: Sequence[Finished],
-    failure: Failure | None,
-    setting: Setting,
+    failure: FailedStart | None,
+    options: CompareOptions,
+    rehearsal: bool,
+    environment: dict[str, Any],
     facts: Facts | None,
 ) -> Row:
     """Return the row of a run as it is now.
 
     Args:
-        planned: The run.
         starts: Those that came to a good end, in order.
-        failure: Of the last start, where it failed.
-        setting: Shared by all rows.
+        failure: The last start, where it failed.
         facts: Model and training, for the prediction of a run without a record.
     """
-    if planned.skipped is None and starts:
-        row = _measured_row(planned, starts, setting)
-        if failure is not None:
-            _add_failure(row, failure, setting)
-        return row
     if planned.skipped is not None:
-        row = bare_row(planned, "skipped", planned.skipped, setting=setting)
+        row = bare_row(planned, "skipped", planned.skipped, rehearsal=rehearsal)
+    elif starts:
+        row = _measured_row(planned, starts, options)
     else:
         assert failure is not None
-        row = bare_row(
-            planned, failure.status, failure.reason, folder=failure.folder, setting=setting
+        status, reason = failure.status, failure.reason
+        row = bare_row(planned, status, reason, rehearsal=rehearsal, folder=failure.folder)
+    if failure is not None and planned.skipped is None:
+        _add_failure(row, failure, options)
+    if not row["repeats"]:
+        room = None if rehearsal else room_of(environment, planned.num_processes)
+        row["predicted"] = (
+            no_prediction(NO_FACTS, room_bytes=room)
+            if facts is None
+            else expect(_told_of(planned, facts), room_bytes=room)
         )
-        _add_failure(row, failure, setting)
-    room = None if setting.rehearsal else room_of(setting.environment, planned.num_processes)
-    row["predicted"] = (
-        no_prediction(NO_FACTS, room_bytes=room)
-        if facts is None
-        else expect(_told_of(planned, facts), room_bytes=room)
-    )
     return row
 
 
 def bare_row(
-    planned: Run, status: Status, reason: str, *, setting: Setting, folder: Path | None = None
+    planned: Run, status: Status, reason: str, *, rehearsal: bool, folder: Path | None = None
 ) -> Row:
     """Return a row in which nothing was measured."""
     content: dict[str, Any] = {
@@ -151,7 +132,7 @@ def bare_row(
         "num_processes": planned.num_processes,
         "per_device_train_batch_size": planned.per_device_train_batch_size,
         "gradient_accumulation_steps": planned.gradient_accumulation_steps,
-        "rehearsal": setting.rehearsal,
+        "rehearsal": rehearsal,
         "broken": [],
         "notes": [],
         "guard_warnings": [],
@@ -161,13 +142,13 @@ def bare_row(
     return cast("Row", content)
 
 
-def _measured_row(planned: Run, starts: Sequence[Finished], setting: Setting) -> Row:
-    record = starts[0].record
+def _measured_row(planned: Run, starts: Sequence[Finished], options: CompareOptions) -> Row:
+    record, folder = starts[0].record, starts[0].folder
+    rehearsal = record["rehearsal"]
     measured: dict[str, Any] = {name: record[name] for name in FROM_THE_RECORD}
-    bare = bare_row(planned, "ok", "", setting=setting, folder=starts[0].folder)
+    bare = bare_row(planned, "ok", "", rehearsal=rehearsal, folder=folder)
     row = cast("Row", {**bare, **measured})
     row["reason"] = record["reason"]
-    row["rehearsal"] = record["rehearsal"]
     row["not_measured"] = dict(record["not_measured"])
     row["guard_warnings"] = [
         warning["text"]
@@ -175,11 +156,11 @@ def _measured_row(planned: Run, starts: Sequence[Finished], setting: Setting) ->
         for warning in start.record["guards"].get("warnings", [])  # guards that are off have none
     ]
     _add_speed(row, starts)
-    room = room_of(record["environment"], record["num_processes"])
-    row["predicted"] = predict(record, room_bytes=None if record["rehearsal"] else room)
+    room = None if rehearsal else room_of(record["environment"], record["num_processes"])
+    row["predicted"] = predict(record, room_bytes=room)
     row["compute"], missing = compute_of(record, row["tokens_per_second"])
     row["not_measured"] |= missing
-    _add_cost(row, setting)
+    _add_cost(row, options.dollars_per_hour)
     return row
 
 
@@ -209,34 +190,31 @@ def _add_speed(row: Row, starts: Sequence[Finished]) -> None:
             least=least, most=most, share=(most - least) / statistics.median(speeds)
         )
     else:
-        row["not_measured"]["spread"] = ONE_START if len(starts) < 2 else NO_SPEED
+        row["not_measured"]["spread"] = (
+            "the run was started once"
+            if len(starts) < 2
+            else "tokens/s were not measured in two starts"
+        )
 
 
-def _add_failure(row: Row, failure: Failure, setting: Setting) -> None:
+def _add_failure(row: Row, failure: FailedStart, options: CompareOptions) -> None:
     """Put a start that failed into the row, which keeps what good starts measured."""
     row["status"] = failure.status
     row["reason"] = failure.reason
     if row["repeats"]:
         row["reason"] = (
-            f"repeat {failure.repeat} of {setting.repeats} ({failure.folder.name}) ended as "
+            f"repeat {failure.repeat} of {options.repeats} ({failure.folder.name}) ended as "
             f"{failure.status}: {failure.reason}"
         )
     else:
         if failure.outcome.seconds is not None:
             row["seconds"] = failure.outcome.seconds
             del row["not_measured"]["seconds"]
-        _add_cost(row, setting)
+        _add_cost(row, options.dollars_per_hour)
         if failure.record is not None and failure.record["attestation"]:
             row["attestation"] = failure.record["attestation"]
             del row["not_measured"]["attestation"]
-    row["ends"] = _rank_ends(failure.outcome.statuses)
-    row["tail"] = failure.outcome.tail[-TAIL_LINES:]
-    row["fix"] = _known_fix(failure, timeout=setting.timeout)
-
-
-def _rank_ends(statuses: Sequence[RankStatus]) -> list[RankEnd]:
-    """Return what each rank last wrote into its status file, by rank."""
-    return [
+    row["ends"] = [
         RankEnd(
             rank=status.rank,
             state=status.state,
@@ -244,11 +222,13 @@ def _rank_ends(statuses: Sequence[RankStatus]) -> list[RankEnd]:
             error=None if status.error is None else shorten(str(status.error)),
             peak_bytes=status.peak_bytes,
         )
-        for status in statuses
+        for status in failure.outcome.statuses
     ]
+    row["tail"] = failure.outcome.tail
+    row["fix"] = _known_fix(failure, timeout=options.timeout)
 
 
-def _known_fix(failure: Failure, *, timeout: float) -> str | None:
+def _known_fix(failure: FailedStart, *, timeout: float) -> str | None:
     """Return what helps against a failure, or None where nothing is known."""
     match failure.status:
         case "oom":
@@ -269,15 +249,9 @@ def _known_fix(failure: Failure, *, timeout: float) -> str | None:
             return next((fix for pattern, fix in FIXES if re.search(pattern, text)), None)
 
 
-def _add_cost(row: Row, setting: Setting) -> None:
+def _add_cost(row: Row, dollars_per_hour: float | None) -> None:
     row["not_measured"].pop("cost", None)
-    row["cost"], missing = cost_of(
-        num_processes=row["num_processes"],
-        seconds=row["seconds"],
-        tokens_per_second=row["tokens_per_second"],
-        dollars_per_hour=setting.dollars_per_hour,
-        rehearsal=row["rehearsal"],
-    )
+    row["cost"], missing = cost_of(row, dollars_per_hour)
     row["not_measured"] |= missing
 
 
@@ -316,3 +290,45 @@ def _told_of(planned: Run, facts: Facts) -> Told:
             "gradient_accumulation_steps": planned.gradient_accumulation_steps,
         },
     )
+
+
+def bisect_command(row: Row, control: Control | None, options: CompareOptions) -> str | None:
+    """Return the command that bisects a row and its control; None where they are one run.
+
+    It names the first step that broke a gate, unless that is the first of all.
+    """
+    if control is None or all(row[part] == control[part] for part in ("strategy", "engine")):
+        return None
+    at = first_broken_step(row["broken"], options.max_steps) if row["broken"] else 1
+    # Under a scale the numbers that make this very run, else those of the options.
+    scaled = bool(options.scale) and row["strategy"] != "single"
+    accumulation = row["gradient_accumulation_steps"]
+    flags: dict[str, Any] = {
+        "num_processes": row["num_processes"] if scaled else options.processes,
+        "gradient_accumulation_steps": accumulation
+        if scaled
+        else options.gradient_accumulation_steps,
+        "global_batch_size": options.global_batch_size,
+        "precision": options.precision,
+        "nvme_path": options.nvme_path,
+        **({} if at == 1 else {"max_steps": options.max_steps, "at": at}),
+    }
+    usual = asdict(CompareOptions()) | {"num_processes": CompareOptions().processes}
+    words = [
+        text
+        for name, value in flags.items()
+        if value is not None and value != usual.get(name)
+        for text in (f"--{name}", str(value))
+    ]
+    sides = [f"{run['strategy']}-{run['engine']}" for run in (control, row)]
+    train_flags = ["--", *redacted_words(options.train_flags)] if options.train_flags else []
+    command = shell_line(["toolkit", "compare", "--bisect", *sides, *words, *train_flags])
+    # Fewer ranks may find GPUs enough where all runs of the comparison did not.
+    return f"CUDA_VISIBLE_DEVICES= {command}" if row["rehearsal"] else command
+
+
+def first_broken_step(broken: Sequence[Broken], last_step: int) -> int:
+    """Return the first step that broke a gate; the last where none names a step."""
+    steps = [step for gate in broken if (step := gate["first_step"]) is not None]
+    # An evaluation before training is of step 0, and a run that ended early breaks one after it.
+    return min(max(min(steps, default=last_step), 1), last_step)

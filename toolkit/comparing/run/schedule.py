@@ -20,14 +20,18 @@ from toolkit import environment
 from toolkit.comparing.report.remake import write_reports
 from toolkit.comparing.report.terminal import print_line
 from toolkit.comparing.report.write import print_report
-from toolkit.comparing.run.attempts import completed, next_attempt, unreadable
 from toolkit.comparing.run.comparison import Comparison
+from toolkit.comparing.run.folders import (
+    FailedStart,
+    check_output,
+    next_attempt,
+    read_starts,
+    short_path,
+)
 from toolkit.comparing.run.options import CompareOptions
-from toolkit.comparing.run.output_folder import check_output, short_path
 from toolkit.comparing.run.plan import Run, build_plan
 from toolkit.comparing.run.preparing import PrepareError, run_environment
-from toolkit.comparing.run.progress import Progress, build_progress
-from toolkit.comparing.run.rows import Failure
+from toolkit.comparing.run.progress import ProgressLines, show_progress
 from toolkit.comparing.run.starting import start_run
 from toolkit.errors import file_sentence
 from toolkit.launching.forking import warm_launches
@@ -58,7 +62,7 @@ def compare(options: CompareOptions, *, console: Console) -> int:
     comparison = Comparison(
         folder=folder, plan=plan, options=options, environment=environment.snapshot()
     )
-    check_output(folder, ((run.name, comparison.spec(run)) for run in comparison.planned()))
+    check_output(folder, comparison.planned(), rehearsal=plan.rehearsal)
     comparison.check_configs()
     if comparison.outstanding():
         print_line(comparison.expected().sentence(), console=console)
@@ -72,11 +76,8 @@ def prepare_and_run(
 ) -> int:
     """Prepare model and data, run, and return the exit code: 1 where they can't be prepared.
 
-    Args:
-        comparison: What is prepared, unless all of its runs are finished.
-        run: Gets the facts about model and data, and returns the exit code. Processes that it
-            starts are forked from a warm one.
-        console: Gets the lines for the user.
+    `run` gets the facts about model and data: none where all runs are finished, so that nothing is
+    prepared. Processes that it starts are forked from a warm one.
     """
     outstanding = comparison.outstanding()
     with (
@@ -109,11 +110,11 @@ def _run_locked(comparison: Comparison, facts: dict[str, Any], console: Console)
 def _run(comparison: Comparison, introduction: Sequence[str], console: Console) -> int:
     """Start the outstanding runs, show the results, and return the exit code."""
     folder = comparison.folder
-    with build_progress(console, comparison.plan, comparison.options) as progress:
+    with show_progress(console, comparison.plan, comparison.options) as progress:
         for text in introduction:
             progress.say(text)
         try:
-            Schedule(comparison, progress).run_all()
+            RunQueue(comparison, progress).run_all()
         except (KeyboardInterrupt, SystemExit):
             comparison.save()
             write_reports(folder)
@@ -163,19 +164,22 @@ def rounds(runs: Sequence[Run], repeats: int) -> list[Turn]:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class RunQueue:
     """Starts the outstanding runs of a comparison, one after the other."""
 
     comparison: Comparison
-    progress: Progress
+    progress: ProgressLines
 
     def shown_name(self, run: Run) -> str:
         return self.comparison.plan.shown_name(run)
 
     def run_all(self) -> None:
-        self.find_finished()
-        comparison = self.comparison
-        repeats = comparison.options.repeats
+        comparison, repeats = self.comparison, self.comparison.options.repeats
+        for planned in comparison.plan.runs:
+            if planned.skipped is None:
+                self.take_over(planned)
+        if comparison.finished:
+            comparison.make_rows()
         waiting = rounds(comparison.plan.runs, repeats)
         position = 0
         while waiting:
@@ -194,67 +198,47 @@ class Schedule:
             comparison.save(complete=not waiting)
             self.progress.finish(planned, comparison.rows[planned.name], comparison.control())
 
-    def find_finished(self) -> None:
-        """Take over the runs that an earlier command of this comparison finished."""
-        for planned in self.comparison.plan.runs:
-            if planned.skipped is None:
-                self.take_over(planned)
-                for problem in unreadable(self.comparison.folder, planned.name):
-                    self.progress.say(
-                        f"A start of {self.shown_name(planned)} does not count: {problem}"
-                    )
-        if self.comparison.finished:
-            self.comparison.make_rows()
-
     def take_over(self, planned: Run) -> None:
-        starts = completed(self.comparison.folder, planned.name)
+        """Take over the starts that an earlier command of this comparison finished."""
+        starts, problems = read_starts(self.comparison.folder, planned.name)
         if starts:
             self.comparison.finished[planned.name] = starts
             names = ", ".join(short_path(start.folder) for start in starts)
             self.progress.say(f"{self.shown_name(planned)} is finished already, in {names}.")
+        for problem in problems:
+            self.progress.say(f"A start of {self.shown_name(planned)} does not count: {problem}")
 
     def take(self, turn: Turn) -> None:
         """Start a run, unless it is skipped or has been started so often before."""
         comparison, planned = self.comparison, turn.run
         if planned.skipped is not None:
             return
-        if planned.name not in comparison.finished:
-            self.take_over(planned)  # a control that is not among the runs of the plan
+        if planned not in comparison.plan.runs and planned.name not in comparison.finished:
+            self.take_over(planned)
         earlier = comparison.finished.get(planned.name, [])
         if len(earlier) >= turn.repeat:
             return
-        folder = next_attempt(comparison.folder, planned.name)
-        end = start_run(
-            comparison, planned, folder, progress=self.progress, repeat=len(earlier) + 1
-        )
-        if isinstance(end, Failure):
+        folder, repeat = next_attempt(comparison.folder, planned.name), len(earlier) + 1
+        end = start_run(comparison, planned, folder, progress=self.progress, repeat=repeat)
+        if isinstance(end, FailedStart):
             comparison.failures[planned.name] = end
         else:
             comparison.finished[planned.name] = [*earlier, end]
 
     def with_control(self, waiting: list[Turn], last: Run) -> list[Turn]:
         """Return the turns, with the next candidate for the control in front where it is due."""
-        fallback = self.next_control(waiting)
-        if fallback is None:
+        comparison = self.comparison
+        following = comparison.next_candidate()
+        if following is None or (waiting and waiting[0].run.name == following.name):
             return waiting
-        reason = self.comparison.rows[last.name]["reason"]
-        name, following = map(self.shown_name, (last, fallback))
-        self.progress.say(f"{name} cannot be the control ({reason}); {following} is next.")
-        others = [turn for turn in waiting if turn != Turn(fallback, 1)]
-        if fallback not in self.comparison.plan.runs:
-            repeats = self.comparison.options.repeats
-            others += [Turn(fallback, repeat) for repeat in range(2, repeats + 1)]
-        return [Turn(fallback, 1), *others]
-
-    def next_control(self, waiting: Sequence[Turn]) -> Run | None:
-        """Return the run that should be tried next as the control, if it is not the next anyway."""
-        for candidate in self.comparison.plan.fallbacks:
-            if candidate.name in self.comparison.finished:
-                return None
-            if candidate.name not in self.comparison.rows and candidate.skipped is None:
-                is_next = bool(waiting) and waiting[0].run.name == candidate.name
-                return None if is_next else candidate
-        return None
+        reason = comparison.rows[last.name]["reason"]
+        failed, candidate = map(self.shown_name, (last, following))
+        self.progress.say(f"{failed} cannot be the control ({reason}); {candidate} is next.")
+        others = [turn for turn in waiting if turn != Turn(following, 1)]
+        if following not in comparison.plan.runs:
+            repeats = comparison.options.repeats
+            others += [Turn(following, repeat) for repeat in range(2, repeats + 1)]
+        return [Turn(following, 1), *others]
 
 
 def _introduction(comparison: Comparison, facts: dict[str, Any]) -> list[str]:

@@ -10,18 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from toolkit.comparing.run.attempts import COMMAND_FILE, SPEC_FILE, Finished, record_at
 from toolkit.comparing.run.comparison import Comparison
+from toolkit.comparing.run.folders import COMMAND_FILE, SPEC_FILE, FailedStart, Finished
 from toolkit.comparing.run.plan import Run
-from toolkit.comparing.run.progress import Progress
-from toolkit.comparing.run.rows import Failure
+from toolkit.comparing.run.progress import ProgressLines
 from toolkit.configs import ConfigOptions
 from toolkit.configs.files import write_configs
+from toolkit.errors import UsageError
 from toolkit.escaping import shell_line
 from toolkit.files import write_text
 from toolkit.launching.launch import launch_command, run, shown_command
 from toolkit.launching.outcome import Outcome
 from toolkit.records.json_files import write_json
+from toolkit.records.record import read_record
 from toolkit.records.results import Status
 
 TRAIN_MODULE: Final = ("-m", "toolkit.train")
@@ -32,10 +33,10 @@ def start_run(
     planned: Run,
     folder: Path,
     *,
-    progress: Progress,
+    progress: ProgressLines,
     repeat: int = 1,
     evidence_flags: Sequence[str] = (),
-) -> Finished | Failure:
+) -> Finished | FailedStart:
     """Run `planned` in the new `folder` until it ends, and return how it ended.
 
     Args:
@@ -43,14 +44,14 @@ def start_run(
         planned: The run.
         folder: Made here; gets everything that the run leaves.
         progress: Gets its lines and steps.
-        repeat: Number of the start among those of the run, from 1.
-        evidence_flags: Flags that are no part of what decides the run.
+        repeat: From 1.
+        evidence_flags: No part of what decides the run.
     """
     swap_folder = comparison.swap_folder(folder)
     command, variables = write_run(
         replace(planned, flags=(*planned.flags, *evidence_flags)),
         folder,
-        spec=comparison.spec(planned),
+        spec=planned.spec(rehearsal=comparison.plan.rehearsal),
         swap_folder=swap_folder,
     )
     try:
@@ -100,18 +101,20 @@ def write_run(
     return command, variables
 
 
-def end_of(folder: Path, outcome: Outcome, *, repeat: int) -> Finished | Failure:
+def end_of(folder: Path, outcome: Outcome, *, repeat: int) -> Finished | FailedStart:
     """Return the start in `folder` as it ended: finished only if it left a good record."""
-    record, problem = record_at(folder)
+    record, reason = None, outcome.reason
     status: Status = "failed" if outcome.status == "usage" else outcome.status
-    reason = outcome.reason
-    if status == "ok":
-        if record is not None and record["status"] == "ok":
+    try:
+        record = read_record(folder)
+    except UsageError as error:
+        if status == "ok":
+            status, reason = "failed", f"the run ended well but left no record: {error}"
+    if status == "ok" and record is not None:
+        if record["status"] == "ok":
             return Finished(record=record, folder=folder)
-        status = "failed"
-        reason = problem if record is None else record["reason"]
-        reason = reason or "its record says that it failed"
-    return Failure(
+        status, reason = "failed", record["reason"] or "its record says that it failed"
+    return FailedStart(
         status=status,
         reason=reason or "no reason was given",
         folder=folder,

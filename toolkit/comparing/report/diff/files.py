@@ -22,8 +22,7 @@ from toolkit.comparing.report.diff.match import (
     speed_ratio,
     speed_verdict,
 )
-from toolkit.comparing.report.diff.tables import Part, parts, verdict
-from toolkit.comparing.report.grid import Section
+from toolkit.comparing.report.diff.tables import sections, verdict
 from toolkit.comparing.report.markdown import bullets, escaped, section_text
 from toolkit.comparing.report.page import LONG, STYLE, WORDY
 from toolkit.comparing.report.row_facts import status_of
@@ -78,12 +77,11 @@ def show(diff: Diff, *, console: Console) -> None:
     from rich.text import Text
 
     diff = for_readers(diff)
-    for line in (*map(named, (diff.a, diff.b)), ""):
+    for line in (*map(named, diff.sides), ""):
         console.print(Text(line), highlight=False)
     console.print(Text(verdict(diff), style="bold"), highlight=False)
-    for part in parts(diff):
-        console.print(Text(f"\n{part.title}"), highlight=False)
-        section = part.section
+    for title, section in sections(diff).items():
+        console.print(Text(f"\n{title}"), highlight=False)
         if section.text:
             console.print(Text(section.text), highlight=False)
         if section.rows:
@@ -105,16 +103,13 @@ def named(side: Side) -> str:
 def render_markdown(diff: Diff) -> str:
     """Return both as GitHub markdown."""
     diff = for_readers(diff)
-    sides = bullets([escaped(named(side)) for side in (diff.a, diff.b)])
+    sides = bullets([escaped(named(side)) for side in diff.sides])
     blocks = ["# Side by side", sides, escaped(verdict(diff))]
-    for part in parts(diff):
-        blocks += [f"## {part.title}", section_text(_escaped_text(part.section))]
+    for title, section in sections(diff).items():
+        # `section_text` escapes all but the text, which quotes here what was recorded.
+        quoted = section._replace(text=escaped(section.text))
+        blocks += [f"## {title}", section_text(quoted)]
     return "\n\n".join(filter(None, blocks)) + "\n"
-
-
-def _escaped_text(section: Section) -> Section:
-    """The text of these sections quotes what was recorded; `section_text` takes it as it is."""
-    return section._replace(text=escaped(section.text))
 
 
 def render_page(diff: Diff) -> str:
@@ -127,14 +122,11 @@ def render_page(diff: Diff) -> str:
     )
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     diff = for_readers(diff)
-    sections: list[tuple[str, Part]] = [
-        (part.title.lower().replace(" ", "-"), part) for part in parts(diff)
-    ]
     page = template.render(
         css=Markup(STYLE.read_text(encoding="utf-8").strip()),
-        sides=[named(side) for side in (diff.a, diff.b)],
+        sides=[named(side) for side in diff.sides],
         verdict=verdict(diff),
-        parts=sections,
+        sections=sections(diff),
         long=LONG,
         wordy=WORDY,
     )

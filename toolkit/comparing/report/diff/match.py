@@ -132,6 +132,10 @@ class Diff:
     """Why losses are not compared in any run."""
 
     @property
+    def sides(self) -> tuple[Side, Side]:
+        return self.a, self.b
+
+    @property
     def speeds_reason(self) -> str | None:
         """Why speeds and peaks are not compared in any run."""
         return ONE_REHEARSED if self.a.rehearsal != self.b.rehearsal else None
@@ -243,7 +247,7 @@ def combined_noise(a: Side, b: Side) -> tuple[float | None, str | None]:
     shares = [noise["share"] for side in (a, b) if (noise := side.results["noise"])]
     if len(shares) < len(SIDES):
         reasons = [
-            f"{side.letter}: {_noise_reason(side)}"
+            f"{side.letter}: {side.results['not_measured']['noise']}"
             for side in (a, b)
             if side.results["noise"] is None
         ]
@@ -252,25 +256,21 @@ def combined_noise(a: Side, b: Side) -> tuple[float | None, str | None]:
     return math.expm1(math.sqrt(sum(squares) / len(squares))), None
 
 
-def _noise_reason(side: Side) -> str:
-    return side.results["not_measured"]["noise"]
-
-
 def other_training(a: Side, b: Side) -> Refusal | None:
     """Return why losses of the two must not be compared, None where they may be."""
     unknown = [name for name in SAME_TRAINING if name not in a.fixed or name not in b.fixed]
-    other = [
+    differing = [
         name for name in SAME_TRAINING if name not in unknown and a.fixed[name] != b.fixed[name]
     ]
+    names = ", ".join(differing or unknown)
     values = "; ".join(
         f"{name} is {recorded(a.fixed, name)} in A, {recorded(b.fixed, name)} in B"
-        for name in other or unknown
+        for name in differing or unknown
     )
-    if other:
-        return Refusal(f"other {', '.join(other)}", f"not the same training: {values}")
+    if differing:
+        return Refusal(f"other {names}", f"not the same training: {values}")
     if unknown:
-        short = f"{', '.join(unknown)} {NOT_RECORDED}"
-        return Refusal(short, f"not known to be the same training: {values}")
+        return Refusal(f"{names} {NOT_RECORDED}", f"not known to be the same training: {values}")
     return None
 
 
@@ -337,7 +337,7 @@ def loss_difference(diff: Diff, pair: Pair) -> tuple[LossDifference | None, str 
     batches = [_global_batch(row) for row in pair]
     if batches[0] != batches[1]:
         return None, f"{batches[0]} rows in an optimizer step in A, {batches[1]} in B"
-    apart = [_apart(one, other) for one, other in zip(a, b, strict=True)]
+    apart = [_apart(*losses) for losses in zip(a, b, strict=True)]
     step = max(range(len(apart)), key=apart.__getitem__)
     return LossDifference(apart[step], step + 1), None
 
@@ -347,11 +347,11 @@ def _global_batch(row: Row) -> int:
     return rows * row["num_processes"]
 
 
-def _apart(one: float, other: float) -> float:
-    """The distance of two losses; of losses that are not finite, 0 where they are the same."""
-    if math.isfinite(one) and math.isfinite(other):
-        return abs(one - other)
-    return 0.0 if repr(one) == repr(other) else math.inf
+def _apart(a: float, b: float) -> float:
+    """Return the distance of two losses; 0 for the same two that are not finite."""
+    if math.isfinite(a) and math.isfinite(b):
+        return abs(a - b)
+    return 0.0 if repr(a) == repr(b) else math.inf
 
 
 def why_missing(pair: Pair, there: Sequence[bool], fields: Sequence[str]) -> str:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from functools import partial
+from typing import Final
 
 from toolkit.comparing.report.diff.match import (
     SIDES,
@@ -35,11 +36,6 @@ MEANINGS: Final = {
 }
 
 
-class Part(NamedTuple):
-    title: str
-    section: Section
-
-
 @dataclass(frozen=True, slots=True)
 class Column:
     name: str
@@ -47,18 +43,16 @@ class Column:
     """Returns the cell, and why it is `n/a`."""
 
 
-def parts(diff: Diff) -> list[Part]:
-    """Return what is told of the two, in the order in which it is told."""
-    sections = [Part("What differs", differences(diff))]
+def sections(diff: Diff) -> dict[str, Section]:
+    """Return the parts of the page by title, in reading order."""
+    made = {"What differs": differences(diff)}
     if diff.pairs:
-        sections += [
-            Part("Speed", speed(diff)),
-            Part("Memory and traffic", memory(diff)),
-            Part("Losses", losses(diff)),
-        ]
+        made["Speed"] = speed(diff)
+        made["Memory and traffic"] = memory(diff)
+        made["Losses"] = losses(diff)
     if any(diff.only):
-        sections.append(Part("Runs on one side only", unmatched(diff)))
-    return sections
+        made["Runs on one side only"] = unmatched(diff)
+    return made
 
 
 def differences(diff: Diff) -> Section:
@@ -161,8 +155,8 @@ def noise_sentence(diff: Diff) -> str:
         if diff.noise is None
         else f"A difference under {share(diff.noise)} means nothing."
     )
-    noises = [noise for side in (diff.a, diff.b) if (noise := side.results["noise"])]
-    if any(noise["basis"] == "steps" for noise in noises):
+    noises = [side.results["noise"] for side in diff.sides]
+    if any(noise is not None and noise["basis"] == "steps" for noise in noises):
         text += (
             " It was measured on the steps of one start each, which know nothing of what changes "
             "between two machines or two starts."
@@ -179,7 +173,7 @@ def verdict(diff: Diff) -> str:
         return "A and B have no run in common: none of the same strategy, engine and processes."
     counted = "1 run stands" if len(pairs) == 1 else f"{len(pairs)} runs stand"
     sentences = [f"{counted} on both sides."]
-    unfinished = [side.letter for side in (diff.a, diff.b) if not side.results["complete"]]
+    unfinished = [side.letter for side in diff.sides if not side.results["complete"]]
     sentences += [f"Not finished: {' and '.join(unfinished)}."] if unfinished else []
     sentences += [
         f"{pair.name}: {status_of(pair.a)} in A, {status_of(pair.b)} in B."
@@ -244,7 +238,7 @@ def _loss_sentence(diff: Diff) -> str:
     ]
     if not apart:
         return "No run has losses on both sides."
-    largest, pair = max(apart, key=lambda found: found[0].value)
+    largest, pair = max(apart, key=lambda entry: entry[0].value)
     if not largest.value:
         return "Losses are equal to the last bit."
     return f"Losses differ by {gap(largest.value)} at most ({pair.name}, step {largest.step})."
@@ -253,16 +247,16 @@ def _loss_sentence(diff: Diff) -> str:
 def _on_both(quantity: Quantity) -> list[Column]:
     """Return a column for each side."""
 
-    def column(index: int) -> Column:
-        def cell(pair: Pair) -> tuple[str, str | None]:
-            row = pair[index]
-            value = quantity.read(row)
-            reason = None if value is not None else reason_for(row, quantity.field(row))
-            return in_unit(value, quantity.unit), reason
+    def cell(index: int, pair: Pair) -> tuple[str, str | None]:
+        row = pair[index]
+        value = quantity.read(row)
+        reason = None if value is not None else reason_for(row, quantity.field(row))
+        return in_unit(value, quantity.unit), reason
 
-        return Column(f"{quantity.name} {SIDES[index]}", cell)
-
-    return [column(0), column(1)]
+    return [
+        Column(f"{quantity.name} {letter}", partial(cell, index))
+        for index, letter in enumerate(SIDES)
+    ]
 
 
 def _change(quantity: Quantity, refused: str | None) -> Column:

@@ -1,0 +1,217 @@
+"""Folders: that of a comparison, and in it one for each start of a run.
+
+That of a start is `<name of the run>-<number>` and never written to again. Starts that left a good
+record are the repeats of the run, in the order of their numbers; one that failed only takes up a
+number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from toolkit.comparing.run.options import flags_in
+from toolkit.comparing.run.plan import Run
+from toolkit.errors import UsageError
+from toolkit.files import check_takes_files
+from toolkit.launching.folder_lock import LOCK_FILE, can_be_marked
+from toolkit.launching.outcome import Outcome
+from toolkit.records.json_files import LostError, read_as
+from toolkit.records.record import RECORD_FILE, Record, read_record
+from toolkit.records.results import RESULTS_FILE, Spec, Status, read_results
+
+SPEC_FILE: Final = "spec.json"
+COMMAND_FILE: Final = "command.txt"
+
+START: Final = re.compile(r"(.+)-\d+")
+"""Name of the folder of a start: that of its run, and a number."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Finished:
+    """A start with a good record."""
+
+    record: Record
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedStart:
+    """A start that came to no good end."""
+
+    status: Status
+    reason: str
+    folder: Path
+    outcome: Outcome
+    record: Record | None
+    repeat: int
+    """Which start of the run it would have been, from 1."""
+
+
+def attempts(folder: Path, name: str) -> list[Path]:
+    """Return the folders of all starts of the run `name`, in the order of their numbers."""
+    # A full match: `zero2-trainer-x4-1` is no start of `zero2-trainer`.
+    pattern = re.compile(re.escape(name) + r"-(\d+)")
+    numbered = [
+        (int(match[1]), path)
+        for path in folder.glob(f"{name}-*")
+        if (match := pattern.fullmatch(path.name)) and path.is_dir()
+    ]
+    return [path for _, path in sorted(numbered)]
+
+
+def next_attempt(folder: Path, name: str) -> Path:
+    """Return the folder for the next start of a run; it does not exist yet."""
+    earlier = attempts(folder, name)
+    number = int(earlier[-1].name.rpartition("-")[2]) + 1 if earlier else 1
+    return folder / f"{name}-{number}"
+
+
+def completed(folder: Path, name: str) -> list[Finished]:
+    """Return the starts of a run that left a good record."""
+    return read_starts(folder, name)[0]
+
+
+def read_starts(folder: Path, name: str) -> tuple[list[Finished], list[str]]:
+    """Return a run's starts with a good record, and why records of others cannot be read."""
+    finished: list[Finished] = []
+    problems: list[str] = []
+    for attempt in attempts(folder, name):
+        if not (attempt / RECORD_FILE).exists():
+            continue
+        try:
+            read_spec(attempt)  # without its settings it may be a start of another training
+            record = read_record(attempt)
+        except UsageError as error:
+            problems.append(str(error))
+        else:
+            if record["status"] == "ok":
+                finished.append(Finished(record=record, folder=attempt))
+    return finished, problems
+
+
+def read_spec(attempt: Path) -> Spec:
+    """Read the settings of a start.
+
+    Raises:
+        UsageError: the file is missing, damaged, or of a newer schema.
+    """
+    return read_as(attempt / SPEC_FILE, Spec)
+
+
+def spec_at(attempt: Path) -> Spec | None:
+    """Return the settings of a start; None where they cannot be read."""
+    try:
+        return read_spec(attempt)
+    except UsageError:
+        return None
+
+
+def command_at(attempt: Path) -> str | None:
+    """Return the command of a start; None where it cannot be read."""
+    try:
+        return (attempt / COMMAND_FILE).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None
+
+
+def differences(earlier: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """Say in which settings two specs differ."""
+    changes = [
+        f"{name} was {earlier[name]!r}, and is {value!r} now"
+        for name, value in wanted.items()
+        if name != "flags" and earlier[name] != value
+    ]
+    if earlier["flags"] != wanted["flags"]:
+        before, now = (flags_in(spec["flags"]) for spec in (earlier, wanted))
+        changes += [
+            f"{name} was {before.get(name, 'not given')}, and is {now.get(name, 'not given')} now"
+            for name in sorted({*before, *now})
+            if before.get(name) != now.get(name)
+        ] or ["the flags stood in another order"]
+    return "; ".join(changes)
+
+
+def check_output(folder: Path, runs: Iterable[Run], *, rehearsal: bool) -> None:
+    """Raise UsageError unless `--output` can be made, or is a comparison of the same runs."""
+    check_takes_files(folder, flag="--output")
+    if not folder.exists():
+        return
+    ours = can_be_marked(folder, "comparison")
+    # Empty, or left by a comparison that was stopped before its first file.
+    if ours and not {path.name for path in folder.iterdir()} - {LOCK_FILE}:
+        return
+    if not ours or not (os.path.lexists(folder / RESULTS_FILE) or run_names(folder)):
+        raise UsageError(
+            f"{short_path(folder)} exists and is not a comparison. Choose another --output."
+        )
+    why_lost(folder)
+    for run in runs:
+        wanted = run.spec(rehearsal=rehearsal)
+        for attempt in attempts(folder, run.name):
+            spec = spec_at(attempt)
+            if spec is not None and spec != wanted:
+                raise UsageError(
+                    f"{short_path(attempt)} was run with other settings: "
+                    f"{differences(spec, wanted)}. Choose another --output, or pass the same "
+                    "settings again."
+                )
+
+
+def run_names(folder: Path) -> list[str]:
+    """Return the names of the runs that were started in a folder."""
+    starts = (path.parent.name for path in folder.glob(f"*/{SPEC_FILE}"))
+    return sorted({match[1] for name in starts if (match := START.fullmatch(name))})
+
+
+def why_lost(folder: Path) -> str | None:
+    """Return why the results have to be made again from the runs; None where they are whole.
+
+    Raises:
+        UsageError: there are no runs to make them from; or the results may not be read, or are of
+            a newer toolkit.
+    """
+    try:
+        read_results(folder)
+    except LostError as error:
+        if not any(
+            spec_at(start) for name in run_names(folder) for start in attempts(folder, name)
+        ):
+            raise
+        return str(error)
+    return None
+
+
+def put_aside(file: Path) -> str:
+    """Rename a damaged file, unless it is missing, and return the sentence for the user."""
+    if not os.path.lexists(file):
+        return f"{short_path(file)} is missing: it is made again from the runs beside it."
+    names = _numbered(f"{file.name}.damaged")
+    aside = next(path for path in map(file.with_name, names) if not os.path.lexists(path))
+    file.rename(aside)
+    return f"It is kept as {short_path(aside)}, and made again from the runs beside it."
+
+
+def new_folder(wanted: Path) -> Path:
+    """Make a new folder, with a number behind its name where another process made it first."""
+    wanted.parent.mkdir(parents=True, exist_ok=True)
+    for folder in map(wanted.with_name, _numbered(wanted.name)):
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            return folder
+    raise AssertionError("numbers do not end")
+
+
+def _numbered(name: str) -> Iterator[str]:
+    return itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+
+
+def short_path(path: Path) -> str:
+    """Return a path relative to the current folder where it lies in it."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
