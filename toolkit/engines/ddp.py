@@ -11,20 +11,15 @@ import torch
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch.nn.parallel import DistributedDataParallel
 
+from toolkit.engines.base import Backend, Traits
 from toolkit.engines.optimizers import (
     optimizer_of,
-    trained_bytes,
 )
-from toolkit.engines.prepared import Prepared, amp_precision, split_by, world_rank, world_size
-from toolkit.engines.stepped_by_loop import SteppedByLoop
+from toolkit.engines.prepared import Prepared, amp_precision, split_by, world_size
 from toolkit.engines.tensors import (
     is_spread,
-    local,
-    named_parameters,
     state_tensors,
-    sum_of_squares,
 )
-from toolkit.engines.traits import Traits
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -39,10 +34,12 @@ WEIGHTS: Final = "model.safetensors"
 OPTIMIZER: Final = "optimizer.pt"
 
 
-class Replicated(SteppedByLoop):
-    """A model in DDP's wrapper, or in none."""
+class Replicated(Backend):
+    """A model in DDP's wrapper, or in none.
 
-    gathers_in_forward = False
+    Those of DDP's buckets that are no views belong to C++, where `gradients_underway` cannot see
+    them.
+    """
 
     def engaged(self, accelerator: Accelerator) -> dict[str, Any]:
         # Tensor parallelism leaves DTensors in a model without a wrapper.
@@ -66,53 +63,12 @@ class Replicated(SteppedByLoop):
     def reduce_dtype(self) -> torch.dtype | None:
         if not isinstance(self._model, DistributedDataParallel):
             return None
-        return next(each.dtype for each in self._model.parameters() if each.requires_grad)
-
-    def replicas(self) -> int:
-        return 1
-
-    def data_parallel_size(self) -> int:
-        return world_size()
-
-    def data_parallel_rank(self) -> int:
-        return world_rank()
+        return super().reduce_dtype()
 
     def gradients_in_buckets(self) -> bool:
         return isinstance(self._model, DistributedDataParallel) and bool(
             self._model.gradient_as_bucket_view
         )
-
-    # Tensors that a rank holds
-
-    def parameters_gathered(self) -> Iterator[torch.Tensor]:
-        yield from ()
-
-    def gradients_underway(self) -> Iterator[torch.Tensor]:
-        # Those of DDP's buckets that are no views belong to C++, where nothing finds them.
-        yield from ()
-
-    def leaves(self) -> Iterator[torch.Tensor]:
-        yield from (parameter for parameter in self._model.parameters() if parameter.requires_grad)
-
-    def pieces(self) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...]]]:
-        for name, parameter in named_parameters(self._model):
-            if not parameter.is_meta:
-                yield name, local(parameter.detach()), ()
-
-    def gradient_squares(self) -> Iterator[tuple[str, torch.Tensor | float, int]]:
-        for name, parameter in named_parameters(self._model):
-            if parameter.requires_grad:
-                gradient = parameter.grad
-                square = 0.0 if gradient is None else sum_of_squares(local(gradient))
-                yield name, square, world_size()
-
-    # One parameter whole
-
-    @torch.no_grad()
-    def put_weight(self, parameter: Any, whole: torch.Tensor) -> None:
-        parameter.copy_(whole)
-
-    # Steps
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -124,21 +80,12 @@ class Replicated(SteppedByLoop):
             if syncs_buffers is not None:
                 self._model.require_forward_param_sync = syncs_buffers
 
-    def waiting_units(self) -> Iterator[torch.nn.Module]:
-        yield from ()
-
-    def prefetch(self, *, ahead: int) -> int:
-        return 0
-
     # Checkpoints: rank 0 writes model and optimizer whole
 
     def checkpoint_bytes(self, prepared: Prepared) -> int:
         if not prepared.accelerator.is_main_process:
             return 0
-        return trained_bytes(self._model, prepared.optimizer)
-
-    def write_together(self, folder: Path, prepared: Prepared, *, step: int) -> None:
-        pass
+        return super().checkpoint_bytes(prepared)
 
     def write_alone(self, folder: Path, prepared: Prepared) -> None:
         if not prepared.accelerator.is_main_process:

@@ -6,26 +6,25 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from toolkit.engines.base import Backend, Traits, Within
 from toolkit.engines.deepspeed_gaps import count_again, restore_swapped, swapped_state
-from toolkit.engines.hooks import Undo, stand_in
+from toolkit.engines.hooks import Undo, surround
 from toolkit.engines.optimizers import optimizer_of, states_held
-from toolkit.engines.prepared import Prepared, split_by, world_rank, world_size
+from toolkit.engines.prepared import Prepared, split_by, world_size
 from toolkit.engines.tensors import (
     is_partitioned,
     named_parameters,
-    scales_held,
     shape_of,
     storage_bytes,
     sum_of_squares,
     tensors_in,
 )
-from toolkit.engines.traits import Traits
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -39,17 +38,15 @@ def _watch_builds(took: Callable[[float], object]) -> Undo:
     """
     from deepspeed.ops.op_builder.builder import OpBuilder
 
-    original = OpBuilder.jit_load
-
-    @functools.wraps(original)
-    def timed(*args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def timed() -> Iterator[None]:
         begun = time.perf_counter()
         try:
-            return original(*args, **kwargs)
+            yield
         finally:
             took(time.perf_counter() - begun)
 
-    return stand_in(OpBuilder, "jit_load", timed)
+    return surround(OpBuilder, "jit_load", timed)
 
 
 TRAITS: Final = Traits(
@@ -72,28 +69,19 @@ def is_engine(model: Any) -> bool:
     return hasattr(model, "zero_optimization_stage")
 
 
-class DeepSpeed:
+class DeepSpeed(Backend):
     """A model in DeepSpeed's engine, of any ZeRO stage."""
 
     steps_in_backward = True
 
-    def __init__(self, model: Any) -> None:
-        self._engine = model
-
     @property
     def _zero(self) -> Any:
         """The optimizer of ZeRO, around the one that steps."""
-        return self._engine.optimizer
-
-    @property
-    def gathers_in_forward(self) -> bool:
-        return any(map(is_partitioned, self._engine.parameters()))
+        return self._model.optimizer
 
     def engaged(self, accelerator: Accelerator) -> dict[str, Any]:
-        engine, zero = self._engine, self._zero
-        states_on_cpu = getattr(zero, "offload_optimizer", False) or getattr(
-            zero, "cpu_offload", False
-        )
+        engine, zero = self._model, self._zero
+        states_on_cpu = any(getattr(zero, n, False) for n in ("offload_optimizer", "cpu_offload"))
         return {
             "wrapper": "DeepSpeedEngine",
             "zero_stage": engine.zero_optimization_stage(),
@@ -115,40 +103,23 @@ class DeepSpeed:
         }
 
     def reduce_dtype(self) -> torch.dtype | None:
-        trained = next(each.dtype for each in self._engine.parameters() if each.requires_grad)
-        return self._engine.communication_data_type or trained
-
-    def replicas(self) -> int:
-        return 1
-
-    def data_parallel_size(self) -> int:
-        return world_size()
-
-    def data_parallel_rank(self) -> int:
-        return world_rank()
+        return self._model.communication_data_type or super().reduce_dtype()
 
     def gradient_clipping(self) -> float | None:
-        return float(self._engine.gradient_clipping())
+        return float(self._model.gradient_clipping())
 
     def accumulation_steps(self) -> int | None:
-        return self._engine.gradient_accumulation_steps()
-
-    def gradients_in_buckets(self) -> bool:
-        return False
+        return self._model.gradient_accumulation_steps()
 
     # Tensors that a rank holds
 
     def parameters_held(self) -> Iterator[torch.Tensor]:
-        yield from scales_held(self._engine)
-        for parameter in self._engine.parameters():
+        # A gathered parameter, persistent ones above all, is held beside its partition;
+        # a released one is an empty tensor. ZeRO-3 gathers into the parameters themselves.
+        yield from super().parameters_held()
+        for parameter in self._model.parameters():
             if is_partitioned(parameter):
                 yield parameter.ds_tensor.detach()
-            # A gathered parameter, persistent ones above all, is held beside its partition;
-            # a released one is an empty tensor.
-            yield parameter.detach()
-
-    def parameters_gathered(self) -> Iterator[torch.Tensor]:
-        yield from ()  # ZeRO-3 gathers into the parameters themselves
 
     def masters_held(self) -> Iterator[torch.Tensor]:
         yield from getattr(self._zero, "single_partition_of_fp32_groups", ())
@@ -156,9 +127,7 @@ class DeepSpeed:
         yield from getattr(self._zero, "fp32_groups_flat_partition", ())
 
     def gradients_held(self) -> Iterator[torch.Tensor]:
-        for parameter in self._engine.parameters():
-            if parameter.grad is not None:
-                yield parameter.grad
+        yield from super().gradients_held()
         zero = self._zero
         for partitions in getattr(zero, "averaged_gradients", {}).values():
             yield from tensors_in(partitions)
@@ -176,13 +145,10 @@ class DeepSpeed:
         for name in ("temp_grad_buffer_for_gpu_offload", "temp_grad_buffer_for_cpu_offload"):
             yield from tensors_in(getattr(self._zero, name, None))
 
-    def leaves(self) -> Iterator[torch.Tensor]:
-        yield from (each for each in self._engine.parameters() if each.requires_grad)
-
     def swap_files(self) -> Iterator[Path]:
         swappers = {
             id(swapper): swapper
-            for parameter in self._engine.parameters()
+            for parameter in self._model.parameters()
             if (swapper := getattr(parameter, "nvme_swapper", None)) is not None
         }
         for swapper in swappers.values():
@@ -192,13 +158,8 @@ class DeepSpeed:
             for group in swapper.swap_params_info.values():
                 yield from map(Path, [*group.get_swap_paths(), *group.get_swap_gradient_paths()])
 
-    def pieces(self) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...]]]:
-        for name, parameter in named_parameters(self._engine):
-            if not is_partitioned(parameter) and not parameter.is_meta:
-                yield name, parameter.detach(), ()
-
     def gradient_squares(self) -> Iterator[tuple[str, torch.Tensor | float, int]]:
-        for name, parameter in named_parameters(self._engine):
+        for name, parameter in named_parameters(self._model):
             if not parameter.requires_grad:
                 continue
             # DeepSpeed's bf16 optimizer leaves gradients in 16 bits beside those that it steps on.
@@ -288,45 +249,23 @@ class DeepSpeed:
     # Steps
 
     def watch_step(
-        self, optimizer: Any, *, before: Callable[[], object], after: Callable[[], object]
+        self, optimizer: Any, *, before: Callable[[], None], after: Callable[[], None]
     ) -> Undo:
         # Accelerate calls it at the end of backward; the optimizer inside steps group by group.
-        original = self._engine.step
-
-        @functools.wraps(original)
-        def step(*args: Any, **kwargs: Any) -> Any:
+        @contextmanager
+        def step() -> Iterator[None]:
             before()
-            returned = original(*args, **kwargs)
+            yield
             after()
-            return returned
 
-        return stand_in(self._engine, "step", step)
+        return surround(self._model, "step", step)
 
-    def watch_passes(
-        self, within: Callable[[Literal["backward", "step"]], AbstractContextManager[None]]
-    ) -> Undo:
+    def watch_passes(self, within: Within) -> Undo:
         # ZeRO-1 and 2 reduce their last bucket when autograd is done.
-        undos = [self._watch_pass(method, within) for method in ("backward", "step")]
-
-        def undo() -> None:
-            for each in undos:
-                each()
-
-        return undo
-
-    def _watch_pass(
-        self,
-        method: Literal["backward", "step"],
-        within: Callable[[Literal["backward", "step"]], AbstractContextManager[None]],
-    ) -> Undo:
-        original = getattr(self._engine, method)
-
-        @functools.wraps(original)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            with within(method):
-                return original(*args, **kwargs)
-
-        return stand_in(self._engine, method, watched)
+        hooks = ExitStack()
+        for name in ("backward", "step"):
+            hooks.callback(surround(self._model, name, functools.partial(within, name)))
+        return hooks.close
 
     def skipped(self, optimizer: Any) -> torch.Tensor | bool | None:
         return bool(getattr(self._zero, "overflow", False))
@@ -335,7 +274,7 @@ class DeepSpeed:
         return float(getattr(self._zero, "loss_scale", 1.0))
 
     def clip_norm(self) -> Any:
-        return self._engine.get_global_grad_norm()
+        return self._model.get_global_grad_norm()
 
     def backward(self, accelerator: Accelerator, loss: torch.Tensor, *, micro_batches: int) -> None:
         # The loss is a share of the step's already. Left alone, DeepSpeed 0.19 divides it again.
@@ -359,18 +298,12 @@ class DeepSpeed:
             yield
         finally:
             _forget_trace(coordinator)
-            for parameter in self._engine.parameters():
+            for parameter in self._model.parameters():
                 if parameter.ds_status.name == "AVAILABLE" and not parameter.ds_persist:
                     parameter.ds_active_sub_modules.clear()
                     parameter.partition()
             for name, value in trace.items():
                 setattr(coordinator, name, value)
-
-    def waiting_units(self) -> Iterator[torch.nn.Module]:
-        yield from ()
-
-    def prefetch(self, *, ahead: int) -> int:
-        return 0  # ZeRO-3 prefetches by its trace
 
     # Checkpoints: the engine's own files
 
@@ -380,27 +313,21 @@ class DeepSpeed:
         return states + storage_bytes(self.masters_held(), seen)
 
     def write_together(self, folder: Path, prepared: Prepared, *, step: int) -> None:
-        self._engine.save_checkpoint(
+        self._model.save_checkpoint(
             str(folder),
             tag=engine_tag(step),
             exclude_frozen_parameters=prepared.trains_adapters_alone,
         )
 
-    def write_alone(self, folder: Path, prepared: Prepared) -> None:
-        pass
-
     def read(self, folder: Path, prepared: Prepared, *, step: int) -> None:
         # With a tag: left to look for one, DeepSpeed starts afresh where `latest` is missing.
-        path, _ = self._engine.load_checkpoint(
+        path, _ = self._model.load_checkpoint(
             str(folder),
             tag=engine_tag(step),
             load_module_strict=not prepared.trains_adapters_alone,
         )
         if path is None:
             raise RuntimeError(f"DeepSpeed found no checkpoint of its own in {folder}")
-
-    def read_model(self, folder: Path, prepared: Prepared, *, step: int) -> None:
-        self.read(folder, prepared, step=step)
 
     def left_out(self) -> dict[str, Any] | None:
         return swapped_state(self._zero)
@@ -410,8 +337,8 @@ class DeepSpeed:
         count_again(self._zero)
 
     def trainer_saves_whole(self) -> bool:
-        stage = self._engine.zero_optimization_stage()
-        return stage < 3 or self._engine.zero_gather_16bit_weights_on_model_save()
+        stage = self._model.zero_optimization_stage()
+        return stage < 3 or self._model.zero_gather_16bit_weights_on_model_save()
 
 
 def engine_tag(step: int) -> str:

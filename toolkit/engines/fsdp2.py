@@ -12,21 +12,17 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import distribute_tensor
 
+from toolkit.engines.base import Backend, Traits
 from toolkit.engines.optimizers import (
     optimizer_of,
-    trained_bytes,
 )
-from toolkit.engines.prepared import Prepared, amp_precision, split_by, world_rank, world_size
-from toolkit.engines.stepped_by_loop import SteppedByLoop
+from toolkit.engines.prepared import Prepared, amp_precision, split_by
 from toolkit.engines.tensors import (
     is_spread,
     local,
-    named_parameters,
     state_tensors,
-    sum_of_squares,
     tensors_in,
 )
-from toolkit.engines.traits import Traits
 from toolkit.strategies import Strategy
 
 if TYPE_CHECKING:
@@ -42,10 +38,8 @@ def traits_of(strategy: Strategy) -> Traits:
     return replace(_TRAITS, facts=facts)
 
 
-class FSDP2(SteppedByLoop):
+class FSDP2(Backend):
     """A model whose layers, and itself, `fully_shard` has made `FSDPModule`s."""
-
-    gathers_in_forward = True
 
     def engaged(self, accelerator: Accelerator) -> dict[str, Any]:
         policy = _group_of(self._model).offload_policy
@@ -87,23 +81,13 @@ class FSDP2(SteppedByLoop):
 
     def reduce_dtype(self) -> torch.dtype | None:
         policy = self._model._get_fsdp_state()._mp_policy
-        trained = next(each.dtype for each in self._model.parameters() if each.requires_grad)
-        return policy.reduce_dtype or policy.param_dtype or trained
+        return policy.reduce_dtype or policy.param_dtype or super().reduce_dtype()
 
     def replicas(self) -> int:
         parameter = next(self._model.parameters())
         mesh = parameter.device_mesh if is_spread(parameter) else None
         # Of two dimensions, the first replicates and the second shards (hybrid sharding).
         return mesh.size(0) if mesh is not None and mesh.ndim == 2 else 1
-
-    def data_parallel_size(self) -> int:
-        return world_size()
-
-    def data_parallel_rank(self) -> int:
-        return world_rank()
-
-    def gradients_in_buckets(self) -> bool:
-        return False
 
     # Tensors that a rank holds
 
@@ -119,34 +103,11 @@ class FSDP2(SteppedByLoop):
             yield from tensors_in(gradients)
 
     def leaves(self) -> Iterator[torch.Tensor]:
-        for parameter in self._model.parameters():
-            if parameter.requires_grad and not is_spread(parameter):
-                yield parameter
+        yield from super().leaves()
         for parameter in self._fsdp_parameters():
             whole = getattr(parameter, "_unsharded_param", None)
             if whole is not None and whole.requires_grad:
                 yield whole
-
-    def pieces(self) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...]]]:
-        for name, parameter in named_parameters(self._model):
-            if parameter.is_meta:
-                continue
-            piece: tuple[int, ...] = ()
-            if is_spread(parameter):
-                coordinate = parameter.device_mesh.get_coordinate() or ()
-                split = zip(coordinate, parameter.placements, strict=True)
-                piece = tuple(at for at, placement in split if not placement.is_replicate())
-            yield name, local(parameter.detach()), piece
-
-    def gradient_squares(self) -> Iterator[tuple[str, torch.Tensor | float, int]]:
-        for name, parameter in named_parameters(self._model):
-            if not parameter.requires_grad:
-                continue
-            if parameter.grad is None:
-                yield name, 0.0, world_size()
-            else:
-                copies = self.replicas() if is_spread(parameter) else world_size()
-                yield name, sum_of_squares(local(parameter.grad)), copies
 
     def _units(self) -> list[Any]:
         return [module for module in self._model.modules() if isinstance(module, FSDPModule)]
@@ -160,13 +121,13 @@ class FSDP2(SteppedByLoop):
     # One parameter whole
 
     @torch.no_grad()
-    def put_weight(self, parameter: Any, whole: torch.Tensor) -> None:
+    def put_weight(self, parameter: Any, numbers: torch.Tensor) -> None:
         if not is_spread(parameter):
-            parameter.copy_(whole)
+            super().put_weight(parameter, numbers)
             return
         # Each rank has the whole: nothing needs to be sent.
         spread: Any = distribute_tensor(
-            whole, parameter.device_mesh, parameter.placements, src_data_rank=None
+            numbers, parameter.device_mesh, parameter.placements, src_data_rank=None
         )
         local(parameter).copy_(spread.to_local())
 
@@ -205,18 +166,12 @@ class FSDP2(SteppedByLoop):
 
     # Checkpoints: shards, by torch.distributed.checkpoint
 
-    def checkpoint_bytes(self, prepared: Prepared) -> int:
-        return trained_bytes(self._model, prepared.optimizer) // self.replicas()
-
     # torch.distributed.checkpoint takes 0.05 s to import: only where it is needed.
 
     def write_together(self, folder: Path, prepared: Prepared, *, step: int) -> None:
         from toolkit.engines.fsdp_shards import write_shards
 
         write_shards(folder / SHARDS, self._states(prepared))
-
-    def write_alone(self, folder: Path, prepared: Prepared) -> None:
-        pass
 
     def read(self, folder: Path, prepared: Prepared, *, step: int) -> None:
         from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
@@ -228,9 +183,6 @@ class FSDP2(SteppedByLoop):
         set_optimizer_state_dict(
             self._model, optimizer_of(prepared.optimizer), optim_state_dict=states["optimizer"]
         )
-
-    def read_model(self, folder: Path, prepared: Prepared, *, step: int) -> None:
-        self.read(folder, prepared, step=step)
 
     def _states(self, prepared: Prepared) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict

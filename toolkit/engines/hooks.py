@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 Undo = Callable[[], None]
@@ -31,3 +33,15 @@ def stand_in(owner: Any, name: str, replacement: Any) -> Undo:
             setattr(owner, name, before)
 
     return undo
+
+
+def surround(owner: Any, name: str, context: Callable[[], AbstractContextManager[object]]) -> Undo:
+    """Enter a context around every call of a method."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def surrounded(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return original(*args, **kwargs)
+
+    return stand_in(owner, name, surrounded)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -13,15 +14,15 @@ from toolkit.engines.tensors import local, storage_bytes, tensors_in
 
 def optimizer_of(optimizer: Any) -> torch.optim.Optimizer:
     """Unwrap an optimizer down to the one that steps."""
-    inner = optimizer
-    while not isinstance(inner, torch.optim.Optimizer) or type(inner).__module__.startswith(
-        ("accelerate.", "deepspeed.runtime.zero")
+    wrappers = ("accelerate.", "deepspeed.runtime.zero")
+    while not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer).__module__.startswith(
+        wrappers
     ):
-        following = getattr(inner, "optimizer", None)
-        if following is None:
+        inner = getattr(optimizer, "optimizer", None)
+        if inner is None:
             break
-        inner = following
-    return inner
+        optimizer = inner
+    return optimizer
 
 
 def states_held(optimizer: Any) -> Iterator[torch.Tensor]:
@@ -33,12 +34,12 @@ def states_held(optimizer: Any) -> Iterator[torch.Tensor]:
 def trained_bytes(model: torch.nn.Module, optimizer: Any) -> int:
     """Return the bytes that this rank holds of trained weights and optimizer states."""
     seen: set[tuple[torch.device, int]] = set()
-    trained = (local(each.detach()) for each in model.parameters() if each.requires_grad)
+    trained = (local(p.detach()) for p in model.parameters() if p.requires_grad)
     return storage_bytes(states_held(optimizer), seen) + storage_bytes(trained, seen)
 
 
 def watch_optimizer(
-    optimizer: Any, *, before: Callable[[], object], after: Callable[[], object]
+    optimizer: Any, *, before: Callable[[], None], after: Callable[[], None]
 ) -> Undo:
     """Call `before` and `after` around each step of the optimizer that steps.
 
@@ -46,28 +47,10 @@ def watch_optimizer(
     ends the step with an error.
     """
     inner = optimizer_of(optimizer)
-
-    def begins(*_: Any) -> None:
-        before()
-
-    def ends(*_: Any) -> None:
-        after()
-
-    hooks = [inner.register_step_pre_hook(begins), inner.register_step_post_hook(ends)]
-
-    def undo() -> None:
-        for hook in hooks:
-            hook.remove()
-
-    return undo
-
-
-def found_inf(optimizer: Any) -> torch.Tensor | None:
-    """Return whether a fused optimizer left out its last update, unread; None of any other.
-
-    It is called for a step that fp16 skips, too, and leaves the weights alone by itself.
-    """
-    return getattr(optimizer_of(optimizer), "found_inf", None)
+    hooks = ExitStack()
+    hooks.callback(inner.register_step_pre_hook(lambda *_: before()).remove)
+    hooks.callback(inner.register_step_post_hook(lambda *_: after()).remove)
+    return hooks.close
 
 
 def pending_scale(optimizer: Any) -> float:

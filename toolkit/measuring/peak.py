@@ -31,7 +31,8 @@ from typing import Any, Literal
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from toolkit.engines.backend import Backend, backend_of
+from toolkit.engines.backend import backend_of
+from toolkit.engines.base import Backend
 from toolkit.engines.hooks import Undo, nothing, stand_in
 from toolkit.engines.optimizers import states_held, watch_optimizer
 from toolkit.engines.tensors import comes_again_as_plain_tensors, tensors_in

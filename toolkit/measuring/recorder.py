@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from toolkit.engines.backend import Backend, backend_of
+from toolkit.engines.backend import backend_of
+from toolkit.engines.base import Backend
 from toolkit.engines.hooks import Undo, stand_in
 from toolkit.engines.tensors import compiled, number
 from toolkit.files import without_links, write_text

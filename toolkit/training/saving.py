@@ -19,7 +19,8 @@ import torch
 
 from toolkit.checkpoints.committing import committing
 from toolkit.checkpoints.disk import in_words, room_missing
-from toolkit.engines.backend import Backend, backend_of
+from toolkit.engines.backend import backend_of
+from toolkit.engines.base import Backend
 from toolkit.engines.fsdp2 import class_of
 from toolkit.engines.loading import outside_of_engines
 from toolkit.engines.tensors import elements_of, plain_name

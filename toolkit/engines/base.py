@@ -1,0 +1,301 @@
+"""What the toolkit asks of a backend, and what it knows of one before there is a model.
+
+Under every backend but DeepSpeed the training loop accumulates, clips and steps on the model's own
+parameters, as Accelerate has it do. The methods of `Backend` answer for that, and a backend
+overrides what it does otherwise.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+
+from toolkit.engines.hooks import Undo, nothing
+from toolkit.engines.optimizers import optimizer_of, pending_scale, trained_bytes, watch_optimizer
+from toolkit.engines.prepared import Prepared, world_rank, world_size
+from toolkit.engines.tensors import (
+    gathered,
+    is_partitioned,
+    is_spread,
+    local,
+    named_parameters,
+    scales_held,
+    shape_of,
+    sum_of_squares,
+)
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+Parameter = Any
+"""A `torch.nn.Parameter`. DeepSpeed gives it attributes of its own, which no type declares."""
+
+Within = Callable[[Literal["backward", "step"]], AbstractContextManager[None]]
+"""Enters the count of one pass's collectives."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What the backend of a strategy does to any model, and so what must engage."""
+
+    distributed_type: str
+    """Accelerate's name for it, a member of its `DistributedType`."""
+
+    wrapper: str
+    """The class around the model; `none` where it stays as it is."""
+
+    masters_in_fp32: bool = False
+    """Whether mixed precision casts the weights, and the optimizer steps on fp32 copies of them.
+    Elsewhere the weights stay in fp32 and are cast for each operation."""
+
+    reduces: Literal["nothing", "weights' dtype", "computed dtype"]
+    """The dtype in which gradients cross the wire."""
+
+    watch_builds: Callable[[Callable[[float], object]], Undo] | None = None
+    """Calls its argument with the seconds of each build of a C++ part; None of a backend without
+    such parts."""
+
+    facts: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Further facts of the attestation that no other backend has."""
+
+
+class Backend(Protocol):
+    """One prepared model, as its backend holds it. Every rank has its own.
+
+    It holds nothing but the model that `Accelerator.prepare` returned, so it may be made anew
+    wherever it is needed. Methods that gather are collectives: every rank calls them, for the same
+    parameters in the same order.
+    """
+
+    steps_in_backward: bool = False
+    """Whether the optimizer steps within the last backward, as DeepSpeed's does."""
+
+    _model: Any
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    # What engaged
+
+    @property
+    def gathers_in_forward(self) -> bool:
+        """Whether ranks wait for each other's parameters within forward."""
+        return any(is_partitioned(p) or is_spread(p) for p in self._model.parameters())
+
+    @abstractmethod
+    def engaged(self, accelerator: Accelerator) -> dict[str, Any]:
+        """Return the facts of an attestation that this backend knows before the first step."""
+
+    def reduce_dtype(self) -> torch.dtype | None:
+        """Return the dtype in which gradients cross the wire; None where none do."""
+        return next(p.dtype for p in self._model.parameters() if p.requires_grad)
+
+    def replicas(self) -> int:
+        """Return the number of groups that each hold a whole sharded model; 1 without groups."""
+        return 1
+
+    def data_parallel_size(self) -> int:
+        """Return how many ranks read rows of their own."""
+        return world_size()
+
+    def data_parallel_rank(self) -> int:
+        """Return this rank's place among those that read rows of their own."""
+        return world_rank()
+
+    def gradient_clipping(self) -> float | None:
+        """Return the norm that the engine itself clips to, 0 for none; None: the loop clips."""
+        return None
+
+    def accumulation_steps(self) -> int | None:
+        """Return the micro-batches that the engine itself counts; None: the loop counts."""
+        return None
+
+    def gradients_in_buckets(self) -> bool:
+        """Whether gradients are views of the buckets that they are reduced in."""
+        return False
+
+    # Tensors that a rank holds
+
+    def parameters_held(self) -> Iterator[torch.Tensor]:
+        """Yield what this rank holds of the parameters: shards, partitions, and whole ones.
+
+        The scales of parameters in 4 bits count as parameters too: nothing shards them.
+        """
+        yield from scales_held(self._model)
+        yield from (local(parameter.detach()) for parameter in self._model.parameters())
+
+    def parameters_gathered(self) -> Iterator[torch.Tensor]:
+        """Yield what whole parameters are gathered into, where that is not the parameters."""
+        yield from ()
+
+    def masters_held(self) -> Iterator[torch.Tensor]:
+        """Yield the fp32 copies that the optimizer steps on, where it is not the parameters."""
+        yield from ()
+
+    def gradients_held(self) -> Iterator[torch.Tensor]:
+        """Yield the gradients that this rank holds before the optimizer step."""
+        yield from (local(p.grad) for p in self._model.parameters() if p.grad is not None)
+
+    def gradients_underway(self) -> Iterator[torch.Tensor]:
+        """Yield the whole gradients that wait to be reduced, and what they are reduced in."""
+        yield from ()
+
+    def leaves(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors to which autograd hands gradients."""
+        yield from (p for p in self._model.parameters() if p.requires_grad and not is_spread(p))
+
+    def swap_files(self) -> Iterator[Path]:
+        """Yield the files that this rank's parameters and optimizer states are swapped to.
+
+        Some may not be written yet. Files of earlier runs may lie in the same folders.
+        """
+        yield from ()
+
+    def pieces(self) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...]]]:
+        """Yield each parameter that other ranks may hold, too: name, numbers, and which piece.
+
+        Ranks with the same piece have to hold the same numbers. The piece of a whole parameter
+        is (). Partitions that no two ranks have in common are left out.
+        """
+        for name, parameter in named_parameters(self._model):
+            if parameter.is_meta or is_partitioned(parameter):
+                continue
+            piece: tuple[int, ...] = ()
+            if is_spread(parameter):
+                coordinate = parameter.device_mesh.get_coordinate() or ()
+                split = zip(coordinate, parameter.placements, strict=True)
+                piece = tuple(at for at, placement in split if not placement.is_replicate())
+            yield name, local(parameter.detach()), piece
+
+    def gradient_squares(self) -> Iterator[tuple[str, torch.Tensor | float, int]]:
+        """Yield of each trained parameter what this rank holds of its gradient, before the step.
+
+        That is its name, the sum of squares of this rank's part, unread, and how many ranks hold
+        that same part. Gradients are still multiplied by the loss scale.
+        """
+        for name, parameter in named_parameters(self._model):
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                yield name, 0.0, world_size()
+            else:
+                copies = self.replicas() if is_spread(parameter) else world_size()
+                yield name, sum_of_squares(local(parameter.grad)), copies
+
+    def parameter_groups(self, optimizer: Any) -> list[tuple[dict[str, Any], list[Parameter]]]:
+        """Return the optimizer's groups, each with the parameters of the model that it steps."""
+        return [(group, [*group["params"]]) for group in optimizer_of(optimizer).param_groups]
+
+    # One parameter whole
+
+    def whole_weight(self, parameter: Parameter) -> torch.Tensor:
+        """Return the weights that the optimizer steps on, whole; a collective.
+
+        Returns:
+            In the whole parameter's shape and the dtype that is stepped on, without a gradient. In
+            fp32 the parameter itself, which DeepSpeed keeps equal to its master.
+        """
+        return gathered(parameter.detach())
+
+    def whole_gradient(self, parameter: Parameter) -> torch.Tensor:
+        """Return the gradient that the optimizer will see, before clipping; a collective.
+
+        Zeros where there is none. DeepSpeed has it between the last backward and its step, the
+        others until it is zeroed.
+        """
+        if parameter.grad is None:
+            return torch.zeros(shape_of(parameter))
+        return gathered(parameter.grad.detach())
+
+    @torch.no_grad()
+    def put_weight(self, parameter: Parameter, numbers: torch.Tensor) -> None:
+        """Give a trained parameter other numbers, between two steps; a collective.
+
+        Args:
+            parameter: Of the model.
+            numbers: In the whole parameter's shape; the same on every rank.
+
+        Raises:
+            RuntimeError: DeepSpeed's masters, which the optimizer steps on, are others.
+        """
+        parameter.copy_(numbers)
+
+    # Steps
+
+    def watch_step(
+        self, optimizer: Any, *, before: Callable[[], None], after: Callable[[], None]
+    ) -> Undo:
+        """Call `before` and `after` around each optimizer step, skipped ones included."""
+        return watch_optimizer(optimizer, before=before, after=after)
+
+    def watch_passes(self, within: Within) -> Undo:
+        """Enter `within` around the passes whose collectives nothing else tells apart."""
+        return nothing
+
+    def skipped(self, optimizer: Any) -> torch.Tensor | bool | None:
+        """Return whether the step that was just done left out its update, unread; None: unknown.
+
+        A fused optimizer is called for a step that fp16 skips, too, and leaves the weights alone.
+        """
+        return getattr(optimizer_of(optimizer), "found_inf", None)
+
+    def held_scale(self, optimizer: Any) -> float:
+        """Return what the gradients are multiplied by as the optimizer begins its step."""
+        return pending_scale(optimizer)
+
+    def clip_norm(self) -> Any:
+        """Return the gradient norm that the engine clipped by; None where the loop clips."""
+        return None
+
+    def backward(self, accelerator: Accelerator, loss: torch.Tensor, *, micro_batches: int) -> None:
+        """Run backward for one of `micro_batches`, whose losses are shares of the step's loss."""
+        accelerator.backward(loss * micro_batches)
+
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """Keep what the engine remembers of its last passes from the forwards inside."""
+        return nullcontext()
+
+    def waiting_units(self) -> Iterator[torch.nn.Module]:
+        """Yield the innermost modules that wait for their parameters when forward reaches them."""
+        yield from ()
+
+    def prefetch(self, *, ahead: int) -> int:
+        """Have each layer gather those of the next `ahead`; return how many layers do."""
+        return 0
+
+    # Checkpoints
+
+    def checkpoint_bytes(self, prepared: Prepared) -> int:
+        """Return the least that this rank's part of a checkpoint takes on the disk."""
+        return trained_bytes(self._model, prepared.optimizer) // self.replicas()
+
+    def write_together(self, folder: Path, prepared: Prepared, *, step: int) -> None:
+        """Write the part of a checkpoint that all ranks write together; a collective."""
+
+    def write_alone(self, folder: Path, prepared: Prepared) -> None:
+        """Write the part of a checkpoint that this rank writes by itself."""
+
+    @abstractmethod
+    def read(self, folder: Path, prepared: Prepared, *, step: int) -> None:
+        """Read model and optimizer of a checkpoint; a collective, before the first step."""
+
+    def read_model(self, folder: Path, prepared: Prepared, *, step: int) -> None:
+        """Read the model of a checkpoint when training is over; a collective."""
+        self.read(folder, prepared, step=step)
+
+    def left_out(self) -> dict[str, Any] | None:
+        """Return what the engine leaves out of its own files, for this rank's; None for nothing."""
+        return None
+
+    def restore_left_out(self, left_out: dict[str, Any] | None) -> None:
+        """Put back what `left_out` returned, after `read`."""
+
+    def trainer_saves_whole(self) -> bool:
+        """Whether the stock Trainer's save of a model has the weights (transformers 5.23)."""
+        return True
