@@ -13,11 +13,12 @@ from toolkit.measuring.guards import (
     PACE_NEEDED,
     SKIPPED_IN_A_ROW,
     Guards,
+    RankHealth,
+    StepHealth,
     newest_checkpoint,
     odd_ones_out,
 )
 from toolkit.measuring.order import OrderWatch
-from toolkit.measuring.step_health import Own, StepHealth
 
 NORMAL = {
     "loss_is_finite": True,
@@ -42,7 +43,7 @@ def nobody():
 
 def everyone(**of_rank_1):
     known = {"loss": 2.0, "grad_norm": 1.0, "order": 5, "sample_ids": [1, 2]}
-    return [Own(rank=0, **known), Own(rank=1, **known | of_rank_1)]
+    return [RankHealth(rank=0, **known), RankHealth(rank=1, **known | of_rank_1)]
 
 
 def judged(guards, *beats, ranks=nobody):

@@ -52,12 +52,13 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]: `to` keeps the class
 
 
-def comes_again_as_plain_tensors(types: Iterable[type]) -> bool:
-    """Whether an operation, by the types that a dispatch mode sees, is one of DTensors.
+def is_spread_type(kind: type) -> bool:
+    """Whether tensors of a type are spread over the ranks."""
+    return issubclass(kind, DTensor)
 
-    torch turns it into operations on plain tensors and collectives, which the mode sees as well.
-    """
-    return any(issubclass(kind, DTensor) for kind in types)
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def elements_of(parameter: torch.Tensor) -> int:

@@ -15,6 +15,7 @@ from toolkit.engines.backend import backend_of, traits_of
 from toolkit.engines.optimizers import optimizer_of
 from toolkit.engines.tensors import (
     checkpoints_activations,
+    dtype_name,
     elements_of,
     local,
     resident_fraction,
@@ -164,7 +165,7 @@ def engaged_at_step(model: Any) -> dict[str, Any]:
     return {
         "gradient_dtypes": dtypes,
         "accumulation_dtype": dtypes,
-        "reduce_dtype": None if reduced is None else _name(reduced),
+        "reduce_dtype": None if reduced is None else dtype_name(reduced),
     }
 
 
@@ -286,8 +287,4 @@ def _requested_only(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dtypes(tensors: Any) -> list[str]:
-    return sorted({_name(tensor.dtype) for tensor in tensors})
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return sorted({dtype_name(tensor.dtype) for tensor in tensors})

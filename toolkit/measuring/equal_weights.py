@@ -55,7 +55,7 @@ def check_loaded(guards: Guards, model: Any) -> None:
     elif any(map(is_spread, model.parameters())):
         guards.not_watched["initial weights"] = SHARDED
     elif sentence := differing_as_loaded(model):
-        guards.found("initial weights", sentence, LOADED_ADVICE, step=0)
+        guards.report("initial weights", sentence, LOADED_ADVICE, step=0)
 
 
 def check_replicas(guards: Guards, model: Any, *, step: int) -> None:
@@ -71,7 +71,7 @@ def check_replicas(guards: Guards, model: Any, *, step: int) -> None:
     """
     if sentence := differing_replicas(model, step=step):
         guards.spoil(step, "by which the ranks had parted")
-        guards.found("replicas", sentence, REPLICAS_ADVICE, step=step)
+        guards.report("replicas", sentence, REPLICAS_ADVICE, step=step)
 
 
 def differing_as_loaded(model: Any) -> str | None:

@@ -13,12 +13,12 @@ import re
 import statistics
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from toolkit.errors import GuardError
 from toolkit.launching.ranks import say
-from toolkit.measuring.step_health import Own, StepHealth
 
 Mode = Literal["stop", "warn"]
 
@@ -54,6 +54,52 @@ LAGGING_SHARE = 0.2
 
 LAGGING_STEPS = 0.8
 """In how many of the steps it is the slowest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepHealth:
+    """What all ranks together said of one step; the same on each of them."""
+
+    step: int
+    loss_is_finite: bool
+    """On every rank."""
+
+    norm_is_finite: bool
+    """On every rank; of a step that fp16 skipped it need not be."""
+
+    skipped: bool
+    """Whether fp16 left out the update."""
+
+    grad_norm: float | None
+    """The largest that a rank saw."""
+
+    of_a_shard: bool = False
+    """Whether each rank saw its own shard's alone: the whole norm is larger, up to the root of the
+    number of ranks."""
+
+    same_order: bool
+    """Whether all ranks have been given the same rows in the same order so far."""
+
+    busiest: int
+    """The rank that worked longest outside of collectives."""
+
+    busiest_seconds: float
+    idlest_seconds: float
+    """Of the rank that worked shortest."""
+
+    seconds: float
+    """Of the whole step, on the rank that needed longest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankHealth:
+    """What one rank knows of a step by itself, read when something is wrong with it."""
+
+    rank: int
+    loss: float
+    grad_norm: float | None
+    order: int
+    sample_ids: list[int] | None
 
 
 class Guards:
@@ -103,7 +149,7 @@ class Guards:
             "not_watched": self.not_watched,
         }
 
-    def judge(self, beat: StepHealth, everyone: Callable[[], list[Own]]) -> None:
+    def judge(self, beat: StepHealth, everyone: Callable[[], list[RankHealth]]) -> None:
         """Raise or warn where a step went wrong; every rank calls it with the same beat.
 
         Raises:
@@ -115,7 +161,7 @@ class Guards:
             self._judge_order(beat, everyone)
         self._judge_pace(beat)
 
-    def found(self, kind: Kind, sentence: str, advice: str, *, step: int) -> None:
+    def report(self, kind: Kind, sentence: str, advice: str, *, step: int) -> None:
         """Stop the run, or warn of a kind once.
 
         Args:
@@ -133,13 +179,15 @@ class Guards:
         if any(warning["kind"] == kind for warning in self.warnings):
             return
         self.warnings.append({"kind": kind, "step": step, "text": sentence})
-        told(f"warning: {sentence} {advice}")
+        say_on_rank_0(f"warning: {sentence} {advice}")
 
     def no_checkpoint(self) -> None:
         """Tell, once, that no checkpoint is written any more."""
         if not self._told_of_checkpoints:
             self._told_of_checkpoints = True
-            told(f"no checkpoint is written after step {self.spoiled_at}, {self._spoiled_why}.")
+            say_on_rank_0(
+                f"no checkpoint is written after step {self.spoiled_at}, {self._spoiled_why}."
+            )
 
     def spoil(self, step: int, why: str) -> None:
         """Keep the first step whose weights are not worth a checkpoint, and why."""
@@ -150,12 +198,12 @@ class Guards:
         from toolkit.measuring.attestation import gather_objects
 
         last = gather_objects(self.last_checkpoint())[0]  # others may not see rank 0's disk
-        kept = "No checkpoint was kept" if last is None else f"The last good checkpoint is {last}"
-        raise GuardError(f"{sentence} {kept}. {advice}")
+        place = "No checkpoint was kept" if last is None else f"The last good checkpoint is {last}"
+        raise GuardError(f"{sentence} {place}. {advice}")
 
     # Numbers
 
-    def _judge_numbers(self, beat: StepHealth, everyone: Callable[[], list[Own]]) -> None:
+    def _judge_numbers(self, beat: StepHealth, everyone: Callable[[], list[RankHealth]]) -> None:
         self._skipped = self._skipped + 1 if beat.skipped else 0
         if not beat.loss_is_finite or not beat.norm_is_finite:
             first = self.spoiled_at is None
@@ -163,7 +211,7 @@ class Guards:
             if first or self.mode == "stop":
                 self._tell_not_finite(beat, everyone())
         elif self._skipped == SKIPPED_IN_A_ROW:
-            self.found(
+            self.report(
                 "fp16",
                 f"fp16 skipped the last {self._skipped} steps, up to step {beat.step}: at no scale "
                 "are the gradients finite.",
@@ -173,26 +221,27 @@ class Guards:
         elif beat.grad_norm is not None:
             self._judge_norm(beat, beat.grad_norm)
 
-    def _tell_not_finite(self, beat: StepHealth, ranks: list[Own]) -> None:
-        bad = [own for own in ranks if not math.isfinite(own.loss)]
+    def _tell_not_finite(self, beat: StepHealth, ranks: list[RankHealth]) -> None:
         if not beat.loss_is_finite:
+            bad = [rank for rank in ranks if not math.isfinite(rank.loss)]
             rows = "".join(
-                f"; rank {own.rank} trained rows {_few(own.sample_ids)}"
-                for own in bad
-                if own.sample_ids
+                f"; rank {rank.rank} trained rows {_few(rank.sample_ids)}"
+                for rank in bad
+                if rank.sample_ids
             )
-            whose = _listed(f"{own.loss:g} on rank {own.rank}" for own in bad)
-            sentence = f"The loss of step {beat.step} is not finite: {whose}{rows}."
+            losses = _listed(f"{rank.loss:g} on rank {rank.rank}" for rank in bad)
+            sentence = f"The loss of step {beat.step} is not finite: {losses}{rows}."
             advice = "Look at those rows, lower --learning_rate, or train in bf16 or fp32."
-            self.found("loss", sentence, advice, step=beat.step)
+            self.report("loss", sentence, advice, step=beat.step)
             return
-        worst = [
-            own for own in ranks if own.grad_norm is not None and not math.isfinite(own.grad_norm)
-        ]
-        whose = _listed(f"{own.grad_norm:g} on rank {own.rank}" for own in worst)
-        self.found(
+        norms = _listed(
+            f"{rank.grad_norm:g} on rank {rank.rank}"
+            for rank in ranks
+            if rank.grad_norm is not None and not math.isfinite(rank.grad_norm)
+        )
+        self.report(
             "gradients",
-            f"The gradient norm of step {beat.step} is not finite, though its losses are: {whose}.",
+            f"The gradient norm of step {beat.step} is not finite, though its losses are: {norms}.",
             "Lower --learning_rate, or train in bf16 or fp32.",
             step=beat.step,
         )
@@ -200,7 +249,7 @@ class Guards:
     def _judge_norm(self, beat: StepHealth, norm: float) -> None:
         times = self._norms.above(norm)
         if times > self.factor:
-            self.found(
+            self.report(
                 "gradient norm",
                 f"The gradient norm of step {beat.step} is {norm:.4g}"
                 f"{' in one shard' if beat.of_a_shard else ''}, {times:.0f} times the median of "
@@ -211,11 +260,11 @@ class Guards:
 
     # Ranks
 
-    def _judge_order(self, beat: StepHealth, everyone: Callable[[], list[Own]]) -> None:
+    def _judge_order(self, beat: StepHealth, everyone: Callable[[], list[RankHealth]]) -> None:
         if any(warning["kind"] == "data order" for warning in self.warnings):
             return  # and it stays different
-        orders = {own.rank: own.order for own in everyone()}
-        self.found(
+        orders = {rank.rank: rank.order for rank in everyone()}
+        self.report(
             "data order",
             f"{odd_ones_out(orders)} read the rows of step {beat.step} in another order than the "
             "others.",
@@ -230,7 +279,7 @@ class Guards:
         usual = statistics.median(past.seconds for past in self._paces) if self._paces else math.inf
         self._paces.append(beat)
         if excess > max(STALL_SECONDS, usual):
-            self.found(
+            self.report(
                 "slow rank",
                 f"Rank {beat.busiest} fell behind by step {beat.step}: its own work took "
                 f"{beat.busiest_seconds:.2f} s, that of the fastest rank "
@@ -247,7 +296,7 @@ class Guards:
         lost = sum(past.busiest_seconds - past.idlest_seconds for past in of_it)
         share = lost / (sum(past.seconds for past in self._paces) or math.inf)
         if len(of_it) >= LAGGING_STEPS * PACE_KEPT and share >= LAGGING_SHARE:
-            self.found(
+            self.report(
                 "slow rank",
                 f"Rank {rank} falls behind: up to step {beat.step} it was the slowest in "
                 f"{len(of_it)} of {PACE_KEPT} steps, and the others waited for it {share:.0%} of "
@@ -287,25 +336,23 @@ def newest_checkpoint(folder: Path | None) -> Path | None:
         return None
     # The manifest of a committed one, and the last file but the random states of the Trainer's.
     ends = ("manifest.json", "trainer_state.json")
-    whole = {
-        int(found[1]): path
+    complete = {
+        int(matched[1]): path
         for path in folder.glob("checkpoint-*")
-        if (found := re.fullmatch(r"checkpoint-(\d+)", path.name))
+        if (matched := re.fullmatch(r"checkpoint-(\d+)", path.name))
         and any((path / end).exists() for end in ends)
     }
-    return whole[max(whole)] if whole else None
+    return complete[max(complete)] if complete else None
 
 
 def odd_ones_out(values: dict[int, Any]) -> str:
     """Name the ranks whose value is not that of most; among equals rank 0's counts."""
-    counts = {
-        rank: sum(other == value for other in values.values()) for rank, value in values.items()
-    }
+    counts = {rank: [*values.values()].count(value) for rank, value in values.items()}
     usual = values[max(values, key=lambda rank: (counts[rank], -rank))]
     return _listed(f"rank {rank}" for rank, value in values.items() if value != usual).capitalize()
 
 
-def told(sentence: str) -> None:
+def say_on_rank_0(sentence: str) -> None:
     """Print a line, on rank 0 alone."""
     import torch
 

@@ -23,8 +23,7 @@ import torch
 from toolkit.engines.tensors import is_spread, local
 from toolkit.errors import UsageError
 from toolkit.measuring.attestation import gather_objects
-from toolkit.measuring.guards import GRAD_NORM_FACTOR, Guards, Mode
-from toolkit.measuring.step_health import Own, StepHealth
+from toolkit.measuring.guards import GRAD_NORM_FACTOR, Guards, Mode, RankHealth, StepHealth
 
 FIELDS = 7
 """Numbers of a heartbeat: 8 bytes each, and a maximum of each is what all ranks read."""
@@ -186,10 +185,10 @@ class _Kept:
     order: int
     sample_ids: list[torch.Tensor | None]
 
-    def read(self) -> Own:
+    def read(self) -> RankHealth:
         """Read what is on the device, and wait for it."""
         ids = [batch for batch in self.sample_ids if batch is not None]
-        return Own(
+        return RankHealth(
             rank=self.rank,
             loss=float(sum(loss.double().item() for loss in self.losses)),
             grad_norm=None if self.norm is None else float(self.norm),

@@ -45,7 +45,7 @@ class OrderWatch:
             GuardError: on every rank when two would train the same rows, unless guards only warn.
         """
         if same := same_parts(loader):
-            guards.found("data order", f"{same.capitalize()}.", SAME_ADVICE, step=0)
+            guards.report("data order", f"{same.capitalize()}.", SAME_ADVICE, step=0)
         shard = getattr(loader, "batch_sampler", None)
         inner = getattr(shard, "batch_sampler", None)
         if not hasattr(shard, "process_index") or inner is None:

@@ -29,15 +29,14 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.engines.backend import backend_of
 from toolkit.engines.base import Backend
 from toolkit.engines.hooks import Undo, nothing, stand_in
 from toolkit.engines.optimizers import states_held, watch_optimizer
-from toolkit.engines.tensors import comes_again_as_plain_tensors, tensors_in
+from toolkit.engines.tensors import tensors_in
 from toolkit.measuring.storages import CATEGORIES, UNDECIDED, Fullest, Storages
-from toolkit.measuring.traffic import CALLS, NAMESPACES
+from toolkit.measuring.traffic import CALLS, NAMESPACES, CountingMode
 
 Phase = Literal["forward", "backward", "optimizer"]
 
@@ -46,10 +45,8 @@ COMPILED = "torch.compile makes tensors within its graphs, where nobody can coun
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 
 
-class PeakLedger(TorchDispatchMode):
-    """Follows the storages of one rank from `start` to `stop`, and leaves nothing behind."""
-
-    supports_higher_order_operators = True
+class PeakLedger(CountingMode):
+    """Follows the storages of one rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,11 +55,6 @@ class PeakLedger(TorchDispatchMode):
         self._phase: Phase | None = None
         self._micro_batches: list[dict[str, int]] = []
         self._look_at_states: Callable[[], None] = nothing
-        self._undo: list[Undo] = []
-
-    @property
-    def running(self) -> bool:
-        return bool(self._undo)
 
     def start(self, model: Any, optimizer: Any, *, device: torch.device | str) -> None:
         """Count from now on, beginning with what is held already.
@@ -80,16 +72,21 @@ class PeakLedger(TorchDispatchMode):
         self._storages.meet(backend.parameters_gathered(), "parameters")
         self._look_at_states()
         self._storages.meet(model.buffers(), "other")
-        self._watch(model, backend, optimizer)
-        self.__enter__()
+        self.begin_counting(
+            model.register_forward_pre_hook(
+                self._forward_begins, prepend=True, with_kwargs=True
+            ).remove,
+            _follow_resizes(self._storages.resized),
+            *map(self._follow_gradient, backend.leaves()),
+            backend.watch_step(optimizer, before=self._step_begins, after=self._step_ended),
+            # DeepSpeed lends its optimizer what it steps on, part by part.
+            watch_optimizer(optimizer, before=self._look_at_states, after=self._look_at_states),
+        )
 
     def stop(self) -> None:
-        """Count no longer. A second call does nothing."""
         if not self.running:
             return
-        self.__exit__(None, None, None)
-        while self._undo:
-            self._undo.pop()()
+        super().stop()
         self._storages.settle()
         self._fullest, self._storages = self._storages.fullest, Storages("cpu")
         self._phase, self._look_at_states = None, nothing
@@ -122,15 +119,7 @@ class PeakLedger(TorchDispatchMode):
             "micro_batches": self._micro_batches,
         }
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let torch.compile keep its compiled graphs under the mode, where it would fall back."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if comes_again_as_plain_tensors(types):
-            return NotImplemented
-        kwargs = kwargs or {}
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         # Autograd says when backward has begun; nothing else says it of every engine.
         if torch._C._current_graph_task_id() != -1 and self._phase != "backward":
             self._begin("backward")
@@ -149,10 +138,9 @@ class PeakLedger(TorchDispatchMode):
     # What storages are for
 
     def _category_by_birth(self) -> str:
-        computes = self._phase == "forward" or (
-            self._phase == "backward" and torch.is_grad_enabled()
-        )
-        return UNDECIDED if computes else "other"
+        if self._phase == "forward" or (self._phase == "backward" and torch.is_grad_enabled()):
+            return UNDECIDED
+        return "other"
 
     def _learn_states(self, backend: Backend, optimizer: Any) -> None:
         self._learn(list(backend.masters_held()), "master")
@@ -195,18 +183,6 @@ class PeakLedger(TorchDispatchMode):
     def _step_ended(self) -> None:
         self._phase = None
 
-    def _watch(self, model: Any, backend: Backend, optimizer: Any) -> None:
-        self._undo = [
-            model.register_forward_pre_hook(
-                self._forward_begins, prepend=True, with_kwargs=True
-            ).remove,
-            _follow_resizes(self._storages.resized),
-            *(self._follow_gradient(leaf) for leaf in backend.leaves()),
-            backend.watch_step(optimizer, before=self._step_begins, after=self._step_ended),
-            # DeepSpeed lends its optimizer what it steps on, part by part.
-            watch_optimizer(optimizer, before=self._look_at_states, after=self._look_at_states),
-        ]
-
     def _follow_gradient(self, leaf: torch.Tensor) -> Undo:
         """Have autograd say what it hands to a parameter."""
         handle = leaf.register_hook(lambda gradient: self._storages.learn([gradient], "gradients"))
@@ -219,13 +195,13 @@ class PeakLedger(TorchDispatchMode):
         return undo
 
 
-def _follow_resizes(told: Callable[[torch.UntypedStorage], None]) -> Undo:
-    """Hear of every storage that Python resizes; return what takes that back."""
+def _follow_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Undo:
+    """Call `resized` with every storage that Python resizes."""
     original = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-        resized = original(storage, size)
-        told(storage)
-        return resized
+        returned = original(storage, size)
+        resized(storage)
+        return returned
 
     return stand_in(torch.UntypedStorage, "resize_", resize_)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -130,13 +131,14 @@ class Storages:
         held.category = category
 
 
+@dataclass(frozen=True, slots=True)
 class Fullest:
     """The moment at which the most was alive."""
 
-    def __init__(self, phase: str, moment: int, categories: dict[str, int]) -> None:
-        self.phase = phase
-        self.moment = moment
-        self.bytes = categories
+    phase: str
+    moment: int
+    bytes: dict[str, int]
+    """By category."""
 
     @property
     def total_bytes(self) -> int:
@@ -153,11 +155,12 @@ class _Reference(weakref.ref[torch.UntypedStorage]):
         self.key = storage._cdata
 
 
+@dataclass(slots=True)
 class _Storage:
-    __slots__ = ("born", "category", "reference", "size")
+    reference: _Reference
+    size: int
+    """Bytes."""
 
-    def __init__(self, reference: _Reference, size: int, category: str, born: int) -> None:
-        self.reference = reference
-        self.size = size
-        self.category = category
-        self.born = born
+    category: str
+    born: int
+    """The moment of its making, or of its last resizing."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.engines.backend import backend_of
 from toolkit.engines.hooks import Undo
-from toolkit.engines.tensors import comes_again_as_plain_tensors, elements_of, tensors_in
+from toolkit.engines.tensors import dtype_name, elements_of, is_spread_type, tensors_in
 from toolkit.planning.speed.traffic import textbook
 from toolkit.strategies import Strategy
 
@@ -98,10 +98,47 @@ class Row(NamedTuple):
     ranks: int
 
 
-class Ledger(TorchDispatchMode):
-    """Counts calls and elements from `start` to `stop`, and leaves nothing behind."""
+class CountingMode(TorchDispatchMode):
+    """Sees every operation of a rank from `begin_counting` to `stop`, and leaves nothing behind."""
 
     supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running = False
+        self._hooks = ExitStack()
+
+    def begin_counting(self, *undos: Undo) -> None:
+        """Enter the mode; `stop` leaves it, and calls what takes its hooks off, the last first."""
+        for undo in undos:
+            self._hooks.callback(undo)
+        self._hooks.enter_context(self)
+        self.running = True
+
+    def stop(self) -> None:
+        """Count no longer. A second call does nothing."""
+        self.running = False
+        self._hooks.close()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile keep its compiled graphs under the mode, where it would fall back."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # torch turns an operation of DTensors into operations on plain tensors and collectives,
+        # which the mode sees as well.
+        if any(map(is_spread_type, types)):
+            return NotImplemented
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operation on plain tensors, and count it."""
+        raise NotImplementedError
+
+
+class Ledger(CountingMode):
+    """Counts calls and elements of collectives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,11 +147,6 @@ class Ledger(TorchDispatchMode):
         self._sizes: dict[str, int] = {}
         self._phase: Phase | None = None
         self._buffers: set[torch.dtype] = set()
-        self._undo: list[Undo] = []
-
-    @property
-    def running(self) -> bool:
-        return bool(self._undo)
 
     def start(self, model: Any) -> None:
         """Count from now on, from zero.
@@ -125,21 +157,12 @@ class Ledger(TorchDispatchMode):
         self.calls.clear()
         self.elements.clear()
         self._buffers = {buffer.dtype for buffer in model.buffers()}
-        self._undo = [
+        self._phase = None
+        self.begin_counting(
             model.register_forward_pre_hook(self._forward_begins, prepend=True).remove,
             model.register_forward_hook(self._forward_ended, always_call=True).remove,
             backend_of(model).watch_passes(self.within),
-        ]
-        self.__enter__()
-
-    def stop(self) -> None:
-        """Count no longer. A second call does nothing."""
-        if not self.running:
-            return
-        self.__exit__(None, None, None)
-        for undo in self._undo:
-            undo()
-        self._undo, self._phase = [], None
+        )
 
     @contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
@@ -152,28 +175,20 @@ class Ledger(TorchDispatchMode):
 
     def counted(self) -> list[dict[str, Any]]:
         """Return one row for each kind, purpose, dtype and size of group, in a stable order."""
+        rows = sorted(self.calls, key=lambda row: (_ORDER.index(row.purpose), row))
+        payload = {row: self.elements[row] * self._sizes[row.dtype] for row in rows}
         return [
             row._asdict()
             | {
                 "calls": self.calls[row],
                 "elements": self.elements[row],
-                "payload_bytes": self.elements[row] * self._sizes[row.dtype],
-                "wire_bytes": self.elements[row]
-                * self._sizes[row.dtype]
-                * ring_factor(row.kind, row.ranks),
+                "payload_bytes": payload[row],
+                "wire_bytes": payload[row] * ring_factor(row.kind, row.ranks),
             }
-            for row in sorted(self.calls, key=lambda row: (_ORDER.index(row.purpose), row))
+            for row in rows
         ]
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let torch.compile keep its compiled graphs under the mode, where it would fall back."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if comes_again_as_plain_tensors(types):
-            return NotImplemented
-        kwargs = kwargs or {}
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if getattr(func, "namespace", None) in NAMESPACES:
             self._count(func, args, kwargs)
         return func(*args, **kwargs)
@@ -191,7 +206,7 @@ class Ledger(TorchDispatchMode):
         times = 0 if position is None else ranks if name in PARTS else 1
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             elements = times * sum(t.numel() for t in tensors if t.dtype == dtype)
-            row = Row(kind, self._purpose(kind, dtype, elements, ranks), _name(dtype), ranks)
+            row = Row(kind, self._purpose(kind, dtype, elements, ranks), dtype_name(dtype), ranks)
             self._sizes[row.dtype] = dtype.itemsize
             self.calls[row] += 1
             self.elements[row] += elements
@@ -206,8 +221,8 @@ class Ledger(TorchDispatchMode):
         if phase == "guards":
             return "guards"
         if phase is None:
-            each = elements // ranks if kind in ("all_gather", "gather") else elements
-            return "metrics" if each == 1 else "other"
+            of_a_rank = elements // ranks if kind in ("all_gather", "gather") else elements
+            return "metrics" if of_a_rank == 1 else "other"
         if (phase, kind) == ("forward", "broadcast"):
             if dtype in self._buffers:
                 return "buffers"
@@ -236,20 +251,23 @@ def merged(ranks: list[dict[str, Any] | None]) -> dict[str, Any] | None:
     known = [rank for rank in ranks if rank is not None]
     if not known or len(known) < len(ranks):
         return None
-    by_row = [{_row(counted): counted for counted in rank["collectives"]} for rank in known]
+    by_row = [
+        {Row(*(counted[name] for name in Row._fields)): counted for counted in rank["collectives"]}
+        for rank in known
+    ]
     most: dict[Row, dict[str, Any]] = {}
     disagreements: list[str] = []
     for row in dict.fromkeys(row for rows in by_row for row in rows):
-        found = [rows.get(row) for rows in by_row]
-        most[row] = max((each for each in found if each), key=lambda each: each["elements"])
-        if any(each != found[0] for each in found):
-            counts = ", ".join(
-                f"rank {rank} {'none' if each is None else each['elements']}"
-                for rank, each in enumerate(found)
+        counts = [rows.get(row) for rows in by_row]
+        most[row] = max(filter(None, counts), key=lambda count: count["elements"])
+        if any(count != counts[0] for count in counts):
+            numbers = ", ".join(
+                f"rank {rank} {'none' if count is None else count['elements']}"
+                for rank, count in enumerate(counts)
             )
             disagreements.append(
                 f"{row.kind} of {row.purpose} in {row.dtype} over {row.ranks} ranks, "
-                f"elements: {counts}"
+                f"elements: {numbers}"
             )
     return known[0] | {
         "collectives": list(most.values()),
@@ -303,14 +321,6 @@ def _ranks_of(given: dict[str, Any]) -> int:
     if isinstance(group, torch.ScriptObject):
         group = ProcessGroup.unbox(group)
     return group.size()
-
-
-def _row(counted: dict[str, Any]) -> Row:
-    return Row(*(counted[name] for name in Row._fields))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 _ORDER = (
