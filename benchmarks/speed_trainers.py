@@ -195,7 +195,7 @@ class _Ledger(TrainerCallback):
         if state.global_step == self._watch.warm_up:
             self._ledger.stop()
         elif state.global_step == self._watch.warm_up + self._watch.steps:
-            found = self._ledger.found(self._watch.warm_up)
+            found = self._ledger.counted(self._watch.warm_up)
             self._watch.peak_bytes = (
                 found["total_bytes"] if found else self._watch.peaks["allocated_bytes"]
             )

@@ -121,7 +121,7 @@ def counted(model, optimizer, step):
         step()
     finally:
         ledger.stop()
-    return ledger.found(2)
+    return ledger.counted(2)
 
 
 def test_the_categories_of_a_network_are_its_formula_to_the_byte():
@@ -262,7 +262,7 @@ def test_what_is_on_another_device_than_the_rank_s_is_not_counted():
     ledger.start(model, optimizer, device="cuda")
     train(model, optimizer)
     ledger.stop()
-    assert ledger.found(2)["total_bytes"] == 0
+    assert ledger.counted(2)["total_bytes"] == 0
 
 
 def test_a_compiled_model_is_told_from_a_plain_one():

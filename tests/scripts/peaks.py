@@ -118,7 +118,7 @@ def measured(model, optimizer):
         ledger.stop()
     most = max(size for _, size in sizes(profiler))
     return {
-        "peak": ledger.found(3),
+        "peak": ledger.counted(3),
         "at_start": at_start,
         "allocated": most,
         "states": memory.state_bytes(model, optimizer),
@@ -158,7 +158,7 @@ def loaded():
     del sharding
     found = list(sizes(profiler))
     return {
-        "peak": ledger.found(3)["total_bytes"],
+        "peak": ledger.counted(3)["total_bytes"],
         "at_start": at_start,
         "allocated_before": [size for when, size in found if when < begun][-1],
         "allocated": max(size for when, size in found if when >= begun),

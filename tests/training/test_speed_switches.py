@@ -428,7 +428,7 @@ def test_gradients_in_buckets_are_held_once_at_the_peak_as_the_ledger_counts_it(
             optimizer.step()
             optimizer.zero_grad()
         ledger.stop()
-        peaks[within], losses[within] = ledger.found(4), loss.item()
+        peaks[within], losses[within] = ledger.counted(4), loss.item()
     assert losses[True] == losses[False]
     gradients = sum(4 * parameter.numel() for parameter in model.parameters())
     assert peaks[False]["categories"]["gradients"] == 2 * gradients

@@ -12,13 +12,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 
 from toolkit.engines.backend import backend_of, traits_of
-from toolkit.engines.hooks import Undo
 from toolkit.launching.processes import age_seconds
 from toolkit.strategies import Strategy
 
@@ -32,10 +32,10 @@ class Clock:
 
     def __init__(self) -> None:
         self._moments: list[tuple[Phase, _Moment]] = []
-        self._steps: list[_Step] = []
+        self._steps: list[_TimedStep] = []
         self._read = 0
-        self._forward_is_own = True
-        self._undo: list[Undo] = []
+        self._forward_is_alone = True
+        self._hooks = ExitStack()
         self._builds: list[float] = []
         self._compiles: list[float] = []
         self.start_seconds: float | None = None
@@ -45,17 +45,17 @@ class Clock:
         """Follow what `Accelerator.prepare` returned, from now on."""
         self.start_seconds = age_seconds()
         backend = backend_of(model)
-        self._forward_is_own = not backend.gathers_in_forward
-        self._undo += [
-            model.register_forward_pre_hook(self._forward_begins, prepend=True).remove,
-            model.register_forward_hook(self._forward_ends).remove,
-            backend.watch_step(
-                optimizer,
-                # DeepSpeed's step has collectives in it.
-                before=lambda: self.begin("optimizer", own=not backend.steps_in_backward),
-                after=lambda: self.begin("other"),
-            ),
-        ]
+        self._forward_is_alone = not backend.gathers_in_forward
+        hook = model.register_forward_pre_hook(self._forward_begins, prepend=True)
+        self._hooks.callback(hook.remove)
+        self._hooks.callback(model.register_forward_hook(self._forward_ends).remove)
+        step_hooks = backend.watch_step(
+            optimizer,
+            # DeepSpeed's step has collectives in it.
+            before=lambda: self.begin("optimizer", alone=not backend.steps_in_backward),
+            after=lambda: self.begin("other"),
+        )
+        self._hooks.callback(step_hooks)
         self.restart()
 
     def follow_units(self, model: Any) -> None:
@@ -65,24 +65,23 @@ class Clock:
         """
         for unit in backend_of(model).waiting_units():
             # After FSDP's own hook, which waits, and before that which frees.
-            self._undo += [
-                unit.register_forward_pre_hook(self._unit_begins).remove,
-                unit.register_forward_hook(self._unit_ends, prepend=True).remove,
-            ]
+            self._hooks.callback(unit.register_forward_pre_hook(self._unit_begins).remove)
+            hook = unit.register_forward_hook(self._unit_ends, prepend=True)
+            self._hooks.callback(hook.remove)
 
     def restart(self) -> None:
         """Forget the open step: what was done in it belongs to none."""
         self._moments = [("other", _Moment())]
 
-    def begin(self, phase: Phase, *, own: bool = False) -> None:
+    def begin(self, phase: Phase, *, alone: bool = False) -> None:
         """Say what the rank does from now on, and whether it does so by itself: no collective."""
         if self._moments:
-            self._moments.append((phase, _Moment(own=own)))
+            self._moments.append((phase, _Moment(alone=alone)))
 
     @contextmanager
-    def within(self, phase: Phase, *, own: bool = False) -> Iterator[None]:
+    def within(self, phase: Phase, *, alone: bool = False) -> Iterator[None]:
         """Say what the rank does inside, and that something else follows."""
-        self.begin(phase, own=own)
+        self.begin(phase, alone=alone)
         try:
             yield
         finally:
@@ -91,7 +90,7 @@ class Clock:
     def step_done(self) -> None:
         """Close an optimizer step; the next one begins at the same moment."""
         end = _Moment()
-        self._steps.append(_Step([*self._moments, ("other", end)]))
+        self._steps.append(_TimedStep([*self._moments, ("other", end)]))
         self._moments = [("other", end)]
         # Events that the device has passed are read and given back.
         while self._read < len(self._steps) and self._steps[self._read].passed:
@@ -105,7 +104,8 @@ class Clock:
         FSDP what its units compute (`follow_units`). On a GPU it is what the device has passed, and
         no less than that of the step before.
         """
-        before = self._steps[-1].busy_seconds() if self._steps and _on_gpu() else 0.0
+        on_gpu = torch.cuda.is_available()
+        before = self._steps[-1].busy_seconds() if self._steps and on_gpu else 0.0
         return max(before, _busy([*self._moments, ("other", _Moment())]))
 
     def seconds(self) -> list[dict[str, float]]:
@@ -122,15 +122,14 @@ class Clock:
 
     def close(self) -> None:
         """Leave no hook behind."""
-        while self._undo:
-            self._undo.pop()()
+        self._hooks.close()
         self._moments = []
 
     def watch_builds(self, strategy: Strategy) -> None:
         """Time the builds of a backend's C++ parts, where it has some."""
         watch = traits_of(strategy).watch_builds
         if watch is not None:
-            self._undo.append(watch(self._builds.append))
+            self._hooks.callback(watch(self._builds.append))
 
     def watch_compiles(self) -> None:
         """Time torch.compile, of forward and of backward, where anything is compiled at all."""
@@ -149,34 +148,32 @@ class Clock:
 
         callback_handler.register_start_callback(begins)
         callback_handler.register_end_callback(ends)
-        self._undo += [
-            lambda: callback_handler.remove_start_callback(begins),
-            lambda: callback_handler.remove_end_callback(ends),
-        ]
+        self._hooks.callback(callback_handler.remove_start_callback, begins)
+        self._hooks.callback(callback_handler.remove_end_callback, ends)
 
     def _forward_begins(self, module: Any, *_: Any) -> None:
         if module.training:
-            self.begin("forward", own=self._forward_is_own)
+            self.begin("forward", alone=self._forward_is_alone)
 
     def _forward_ends(self, module: Any, *_: Any) -> None:
         if module.training:
             self.begin("backward")
 
     def _unit_begins(self, *_: Any) -> None:
-        self._within_forward(own=True)
+        self._within_forward(alone=True)
 
     def _unit_ends(self, *_: Any) -> None:
-        self._within_forward(own=False)
+        self._within_forward(alone=False)
 
-    def _within_forward(self, *, own: bool) -> None:
+    def _within_forward(self, *, alone: bool) -> None:
         # Activation checkpointing goes through a unit again, in backward.
         if self._moments and self._moments[-1][0] == "forward":
-            self.begin("forward", own=own)
+            self.begin("forward", alone=alone)
 
 
 class _Moment:
-    def __init__(self, *, own: bool = False) -> None:
-        self.own = own
+    def __init__(self, *, alone: bool = False) -> None:
+        self.alone = alone
         """Whether what begins here has no collective in it."""
 
         self.time = time.perf_counter()
@@ -196,7 +193,7 @@ class _Moment:
         return self.event.elapsed_time(later.event) / 1000
 
 
-class _Step:
+class _TimedStep:
     """One step's moments, until they are read."""
 
     def __init__(self, moments: list[tuple[Phase, _Moment]]) -> None:
@@ -216,23 +213,17 @@ class _Step:
 
     def seconds(self) -> dict[str, float]:
         if self._seconds is None:
-            found: dict[str, float] = dict.fromkeys(PHASES, 0.0)
-            for (phase, begun), (_, ended) in zip(
-                self._moments[:-1], self._moments[1:], strict=True
-            ):
-                found[phase] += begun.seconds_until(ended)
+            self._seconds = dict.fromkeys(PHASES, 0.0)
+            for (phase, begun), (_, ended) in pairwise(self._moments):
+                self._seconds[phase] += begun.seconds_until(ended)
             self._busy = _busy(self._moments)
-            self._seconds, self._moments = found, []
+            self._moments = []
         return self._seconds
 
 
 def _busy(moments: list[tuple[Phase, _Moment]]) -> float:
     return sum(
         begun.seconds_until(ended)
-        for (_, begun), (_, ended) in zip(moments[:-1], moments[1:], strict=True)
-        if begun.own and ended.passed
+        for (_, begun), (_, ended) in pairwise(moments)
+        if begun.alone and ended.passed
     )
-
-
-def _on_gpu() -> bool:
-    return torch.cuda.is_available()

@@ -41,7 +41,7 @@ REPLICAS_ADVICE: Final = (
 
 
 def check_loaded(guards: Guards, model: Any) -> None:
-    """Tell the guards of ranks that loaded other weights than most; every rank calls it.
+    """Report ranks that loaded other weights than most; a collective.
 
     Args:
         guards: Of the run.
@@ -52,14 +52,28 @@ def check_loaded(guards: Guards, model: Any) -> None:
     """
     if loads_on_rank_0(model):
         guards.not_watched["initial weights"] = BY_RANK_0
-    elif any(map(is_spread, model.parameters())):
+        return
+    if any(map(is_spread, model.parameters())):
         guards.not_watched["initial weights"] = SHARDED
-    elif sentence := differing_as_loaded(model):
-        guards.report("initial weights", sentence, LOADED_ADVICE, step=0)
+        return
+    sums = checksums(model)
+    digests = dict(enumerate(gather_objects(_digest(sorted(sums.items())))))
+    if len(set(digests.values())) == 1:
+        return
+    of_ranks: list[dict[str, int]] = gather_objects(sums)
+    names = list(dict.fromkeys(name for sums in of_ranks for name in sums))
+    unequal = [name for name in names if len({sums.get(name) for sums in of_ranks}) > 1]
+    sentence = (
+        f"{odd_ones_out(digests)} loaded other weights than the others: {len(unequal)} of "
+        f"{len(names)} parameters differ, the first is {unequal[0]}."
+    )
+    guards.report("initial weights", sentence, LOADED_ADVICE, step=0)
 
 
 def check_replicas(guards: Guards, model: Any, *, step: int) -> None:
-    """Tell the guards of ranks that hold other weights than they should; every rank calls it.
+    """Report ranks that hold other weights than they should; a collective.
+
+    FSDP2's shards are compared across the groups that each hold a whole model.
 
     Args:
         guards: Of the run.
@@ -69,46 +83,23 @@ def check_replicas(guards: Guards, model: Any, *, step: int) -> None:
     Raises:
         GuardError: on every rank, unless the guards only warn.
     """
-    if sentence := differing_replicas(model, step=step):
-        guards.spoil(step, "by which the ranks had parted")
-        guards.report("replicas", sentence, REPLICAS_ADVICE, step=step)
-
-
-def differing_as_loaded(model: Any) -> str | None:
-    """Say which ranks loaded other weights than most, None where all are alike; a collective."""
-    sums = checksums(model)
-    digests = dict(enumerate(gather_objects(_digest(sorted(sums.items())))))
-    if len(set(digests.values())) == 1:
-        return None
-    of_ranks: list[dict[str, int]] = gather_objects(sums)
-    names = list(dict.fromkeys(name for sums in of_ranks for name in sums))
-    unequal = [name for name in names if len({sums.get(name) for sums in of_ranks}) > 1]
-    return (
-        f"{odd_ones_out(digests)} loaded other weights than the others: {len(unequal)} of "
-        f"{len(names)} parameters differ, the first is {unequal[0]}."
-    )
-
-
-def differing_replicas(model: Any, *, step: int) -> str | None:
-    """Say which ranks hold other weights than those that should hold the same; None for none.
-
-    A collective. FSDP2's shards are compared across the groups that each hold a whole model.
-    """
     sums = {name: (piece, checksum(tensor)) for name, tensor, piece in backend_of(model).pieces()}
-    place = _digest([(name, piece) for name, (piece, _) in sums.items()])
-    ranks: list[tuple[int, int]] = gather_objects((place, _digest(list(sums.items()))))
-    if len(set(ranks)) == len({place for place, _ in ranks}):
-        return None
+    pieces = _digest([(name, piece) for name, (piece, _) in sums.items()])
+    digests: list[tuple[int, int]] = gather_objects((pieces, _digest(list(sums.items()))))
+    if len(set(digests)) == len({pieces for pieces, _ in digests}):
+        return
     of_ranks: list[dict[str, tuple[Any, int]]] = gather_objects(sums)
     names = list(dict.fromkeys(name for sums in of_ranks for name in sums))
     unequal = [name for name in names if _parted(of_ranks, name)]
     if not unequal:  # the ranks divide the model in ways that have no piece in common
-        return None
-    return (
+        return
+    sentence = (
         f"{_parted(of_ranks, unequal[0])} parted from the others by step {step}: "
         f"{len(unequal)} of {len(names)} parameters differ that should be equal, the first is "
         f"{unequal[0]}."
     )
+    guards.spoil(step, "by which the ranks had parted")
+    guards.report("replicas", sentence, REPLICAS_ADVICE, step=step)
 
 
 def _parted(of_ranks: list[dict[str, tuple[Any, int]]], name: str) -> str:
@@ -128,7 +119,7 @@ def _digest(values: Any) -> int:
 
 def checksums(model: torch.nn.Module) -> dict[str, int]:
     """Return a sum over the bits of this rank's part of each parameter; waits for the device."""
-    return {name: checksum(local(each.detach())) for name, each in model.named_parameters()}
+    return {name: checksum(local(p.detach())) for name, p in model.named_parameters()}
 
 
 @torch.no_grad()

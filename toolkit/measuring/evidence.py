@@ -12,6 +12,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from safetensors import safe_open
 
 from toolkit.engines.backend import backend_of
-from toolkit.engines.hooks import Undo, stand_in
+from toolkit.engines.hooks import stand_in
 from toolkit.engines.optimizers import optimizer_of, pending_scale
 from toolkit.engines.tensors import (
     elements_of,
@@ -79,9 +80,9 @@ class EvidenceKeeper:
 
         self._wanted = step
         self._weights = weights
-        self._step = _Step()
+        self._step = _KeptStep()
         self._number = 1
-        self._undo: list[Undo] = []
+        self._hooks = ExitStack()
 
     def resumed_after(self, step: int) -> None:
         """Count from a checkpoint on."""
@@ -97,15 +98,13 @@ class EvidenceKeeper:
         if self._main:
             self.folder.mkdir(parents=True, exist_ok=True)
         # First of all hooks: FSDP2's own rounds what the model returned to its output dtype.
-        watched = module.register_forward_hook(self._forward, with_kwargs=True, prepend=True)
-        self._undo.append(watched.remove)
-        stepped = self._backend.watch_step(
-            optimizer, before=self._step_begins, after=self._step_ended
-        )
-        self._undo.append(stepped)
-        # After `stepped`'s own, and with ZeRO within the step that it stands around.
-        held = optimizer_of(optimizer).register_step_pre_hook(lambda *_: self._optimizer_steps())
-        self._undo.append(held.remove)
+        hook = module.register_forward_hook(self._forward, with_kwargs=True, prepend=True)
+        self._hooks.callback(hook.remove)
+        before, after = self._step_begins, self._step_ended
+        self._hooks.callback(self._backend.watch_step(optimizer, before=before, after=after))
+        # After the hooks of `watch_step`, and with ZeRO within the step that it stands around.
+        hook = optimizer_of(optimizer).register_step_pre_hook(lambda *_: self._optimizer_steps())
+        self._hooks.callback(hook.remove)
         if not self._backend.steps_in_backward:  # else the engine clips by itself
             self._watch_clipping()
         self._find_parameters()
@@ -125,14 +124,15 @@ class EvidenceKeeper:
         One that fp16 skipped leaves none: the next is kept, unless this very one was asked for.
         """
         if self.is_open and self._step.updated:
-            for group, (settings, _) in zip(self._step.groups, self._groups(), strict=True):
+            groups = self._backend.parameter_groups(self._optimizer)
+            for group, (settings, _) in zip(self._step.groups, groups, strict=True):
                 group["next_learning_rate"] = float(settings["lr"])
             self._write(gather_objects(self._of_this_rank()))
         if self.is_open and (self._step.updated or self._wanted is not None):
             self.close()
         self._number += 1
         if self.is_open:
-            self._step = _Step(before_digest=self._step.before_digest)
+            self._step = _KeptStep(before_digest=self._step.before_digest)
         elif self._number == self._wanted:
             self._find_parameters()
             self._begin()
@@ -144,18 +144,16 @@ class EvidenceKeeper:
     def close(self) -> None:
         """Take every hook off again."""
         self.is_open = False
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
+        self._hooks.close()
 
     # What is watched
 
     def _find_parameters(self) -> None:
         # What is frozen has no gradients, and what is packed in 4 bits no numbers to compare.
         self._parameters = {
-            plain_name(name): each
-            for name, each in self._module.named_parameters()
-            if each.requires_grad
+            plain_name(name): parameter
+            for name, parameter in self._module.named_parameters()
+            if parameter.requires_grad
         }
 
     def _begin(self) -> None:
@@ -202,7 +200,7 @@ class EvidenceKeeper:
             self._step.limit = 0.0 if math.isinf(max_norm) else float(max_norm)
             return self._step.clip_norm
 
-        self._undo.append(stand_in(self._accelerator, "clip_grad_norm_", clip_grad_norm_))
+        self._hooks.callback(stand_in(self._accelerator, "clip_grad_norm_", clip_grad_norm_))
 
     def _step_begins(self) -> None:
         if not self.is_open:
@@ -227,17 +225,11 @@ class EvidenceKeeper:
                     self._step.squares[id(parameter)] = (norm / held_scale) ** 2
 
     def _step_ended(self) -> None:
-        if not self.is_open:
-            return
-        skipped = self._backend.skipped(self._optimizer)
-        if skipped is not None and bool(skipped):
+        if not self.is_open or self._backend.skipped(self._optimizer):
             return
         if self._backend.steps_in_backward:
             self._step.clip_norm = self._backend.clip_norm()
             self._step.limit = self._backend.gradient_clipping()
-        self._stepped()
-
-    def _stepped(self) -> None:
         self._keep_weights(AFTER_FILE)
         self._step.weights_digest = self._weights_digest()
         self._step.updated = True
@@ -250,7 +242,7 @@ class EvidenceKeeper:
         )
 
     def _weights_digest(self) -> str:
-        return _digest(local(each.detach()) for each in self._parameters.values())
+        return _digest(local(parameter.detach()) for parameter in self._parameters.values())
 
     def _loss_scale(self) -> float:
         scaler = self._accelerator.scaler
@@ -260,7 +252,7 @@ class EvidenceKeeper:
         """Keep them unscaled: what backward began with, and what they still hold of it."""
         step = self._step
         if not self._backend.steps_in_backward:
-            gradients = (each.grad for each in self._parameters.values() if each.grad is not None)
+            gradients = (p.grad for p in self._parameters.values() if p.grad is not None)
             step.gradients_digest = _digest(map(local, gradients))
         step.gradient_norm = write_whole(
             self.folder / GRADIENTS_FILE if self._main else None,
@@ -270,15 +262,12 @@ class EvidenceKeeper:
         step.scale = loss_scale
         step.groups = self._described_groups()
 
-    def _groups(self) -> list[tuple[dict[str, Any], list[Any]]]:
-        return self._backend.parameter_groups(self._optimizer)
-
     def _described_groups(self) -> list[Group]:
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         decoupled = getattr(optimizer_of(self._optimizer), "adam_w_mode", None)
         return [
             Group(
-                parameters=sorted(names.get(id(each), "?") for each in parameters),
+                parameters=sorted(names.get(id(parameter), "?") for parameter in parameters),
                 settings={
                     key: value
                     for key, value in group.items()
@@ -288,18 +277,17 @@ class EvidenceKeeper:
                 learning_rate=float(group["lr"]),
                 next_learning_rate=None,
             )
-            for group, parameters in self._groups()
+            for group, parameters in self._backend.parameter_groups(self._optimizer)
         ]
 
     def _of_this_rank(self) -> dict[str, Any]:
         step = self._step
-        told = (
-            step.sample_ids if len(step.sample_ids) == len(step.read) else [None] * len(step.read)
-        )
+        unknown = [None] * len(step.read)
+        ids = step.sample_ids if len(step.sample_ids) == len(unknown) else unknown
         return {
             "read": [
-                read.described(ids, scale=step.scale)
-                for read, ids in zip(step.read, told, strict=True)
+                read.described(row_ids, scale=step.scale)
+                for read, row_ids in zip(step.read, ids, strict=True)
             ],
             "squares": sum(step.squares.values()) if step.squares else None,
             "gradients_digest": step.gradients_digest,
@@ -371,7 +359,7 @@ class _Read:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Step:
+class _KeptStep:
     """One optimizer step on this rank, until it has updated."""
 
     read: list[_Read] = field(default_factory=list)
@@ -401,9 +389,9 @@ def _rows(inputs: dict[str, Any], logits: torch.Tensor | None) -> list[RowRead]:
     rows: list[RowRead] = []
     for at, (ids, targets) in enumerate(zip(tokens, labels, strict=True)):
         if mask is not None:
-            kept = mask[at].bool()
+            unpadded = mask[at].bool()
         else:
-            kept = _unpadded(targets, None if positions is None else positions[at])
+            unpadded = _unpadded(targets, None if positions is None else positions[at])
         wanted = targets[1:]
         loss = None
         if logits is not None and logits.shape[:2] == labels.shape:
@@ -416,8 +404,8 @@ def _rows(inputs: dict[str, Any], logits: torch.Tensor | None) -> list[RowRead]:
         rows.append(
             RowRead(
                 sample_id=None,
-                tokens=_digest([ids[kept]]),
-                labels=_digest([targets[kept]]),
+                tokens=_digest([ids[unpadded]]),
+                labels=_digest([targets[unpadded]]),
                 supervised=int((wanted != IGNORED).sum()),
                 loss=loss,
             )
@@ -434,25 +422,25 @@ def _unpadded(targets: torch.Tensor, positions: torch.Tensor | None) -> slice:
 
 
 def write_whole(
-    file: Path | None, parameters: Mapping[str, Any], whole: Callable[[Any], torch.Tensor]
+    file: Path | None, parameters: Mapping[str, Any], gather: Callable[[Any], torch.Tensor]
 ) -> float:
     """Write one whole tensor of each parameter as fp32 safetensors, holding one at a time.
 
     Args:
         file: None on ranks that only take part.
         parameters: By name; the same on every rank.
-        whole: Gathers a parameter's tensor, in the parameter's whole shape.
+        gather: Returns a parameter's tensor, in the parameter's whole shape.
 
     Returns:
         The norm of them all together.
     """
     if file is None:
-        return sum(_square(whole(each)) for each in parameters.values()) ** 0.5
+        return sum(_square(gather(parameter)) for parameter in parameters.values()) ** 0.5
     squares = 0.0
     with file.open("wb") as opened:
         opened.write(_header(parameters))
         for parameter in parameters.values():
-            tensor = whole(parameter).to("cpu", torch.float32).contiguous()
+            tensor = gather(parameter).to("cpu", torch.float32).contiguous()
             squares += _square(tensor)
             opened.write(tensor.numpy().tobytes())
     return squares**0.5
@@ -484,8 +472,8 @@ def _digest(tensors: Iterable[torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _agree(ranks: list[dict[str, Any]], what: str) -> bool | None:
-    digests = {rank[what] for rank in ranks}
+def _agree(ranks: list[dict[str, Any]], name: str) -> bool | None:
+    digests = {rank[name] for rank in ranks}
     return None if None in digests else len(digests) == 1
 
 

@@ -128,7 +128,7 @@ class Heartbeat:
         self._read()
         self._step += 1
         self._of_a_shard = is_spread(grad_norm)
-        own = _Kept(self._rank, list(losses), _local(grad_norm), order, list(sample_ids))
+        health = _Unread(self._rank, list(losses), _local(grad_norm), order, list(sample_ids))
         busy = round(busy_seconds() * 1e6)
         host = [0.0] * FIELDS
         host[_ORDER], host[_ORDER_NEGATED] = float(order), -float(order)
@@ -136,20 +136,20 @@ class Heartbeat:
         host[_IDLEST_NEGATED] = -float(busy)
         host[_WALL] = wall
         host[_STOP] = float(self._stop_asked)
-        self._open = self._send(host, own, skipped)
+        self._open = self._send(host, health, skipped)
 
-    def _send(self, host: list[float], own: _Kept, skipped: Any) -> _Sent:
+    def _send(self, host: list[float], health: _Unread, skipped: Any) -> _Sent:
         step = self.steps_before + self._step
         if self._stream is None:
             vector = torch.tensor(host, dtype=torch.float64)
-            vector[_NORM] = _norm_field(own, skipped, self._device)
-            return _Sent(step=step, own=own, vector=vector, work=self._reduce(vector))
+            vector[_NORM] = _norm_field(health, skipped, self._device)
+            return _Sent(step=step, health=health, vector=vector, work=self._reduce(vector))
         # In a stream aside: what is computed next does not wait for the slowest rank's heartbeat.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             pinned = torch.tensor(host, dtype=torch.float64).pin_memory()
             vector = pinned.to(self._device, non_blocking=True)
-            vector[_NORM] = _norm_field(own, skipped, self._device)
+            vector[_NORM] = _norm_field(health, skipped, self._device)
             work = self._reduce(vector)
             if work is not None:
                 work.wait()  # of NCCL: the stream waits, not the host
@@ -158,7 +158,7 @@ class Heartbeat:
             passed = torch.cuda.Event(blocking=True)  # who waits for it leaves the core to others
             passed.record(self._stream)
         # `vector` and `pinned` are held until the event has passed: nothing else gets their memory.
-        return _Sent(step=step, own=own, vector=read, passed=passed, held=(vector, pinned))
+        return _Sent(step=step, health=health, vector=read, passed=passed, held=(vector, pinned))
 
     def _reduce(self, vector: torch.Tensor) -> Any:
         if self._ranks == 1:
@@ -174,11 +174,13 @@ class Heartbeat:
         fields = sent.fields()
         self._stop_agreed = self._stop_agreed or fields[_STOP] > 0
         beat = _beat(sent.step, fields, of_a_shard=self._of_a_shard)
-        self.guards.judge(beat, lambda: gather_objects(sent.own.read()))
+        self.guards.judge(beat, lambda: gather_objects(sent.health.read()))
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _Unread:
+    """What one rank knows of a step, left on the device."""
+
     rank: int
     losses: list[torch.Tensor]
     norm: Any
@@ -187,13 +189,13 @@ class _Kept:
 
     def read(self) -> RankHealth:
         """Read what is on the device, and wait for it."""
-        ids = [batch for batch in self.sample_ids if batch is not None]
+        batches = [batch for batch in self.sample_ids if batch is not None]
         return RankHealth(
             rank=self.rank,
             loss=float(sum(loss.double().item() for loss in self.losses)),
             grad_norm=None if self.norm is None else float(self.norm),
             order=self.order,
-            sample_ids=[int(i) for batch in ids for i in batch.tolist()] if ids else None,
+            sample_ids=[int(i) for ids in batches for i in ids.tolist()] if batches else None,
         )
 
 
@@ -202,7 +204,7 @@ class _Sent:
     """A heartbeat on its way."""
 
     step: int
-    own: _Kept
+    health: _Unread
     vector: torch.Tensor
     work: Any = None
     passed: Any = None
@@ -216,37 +218,33 @@ class _Sent:
         return self.vector.tolist()
 
 
-def _norm_field(own: _Kept, skipped: Any, device: torch.device) -> torch.Tensor:
+def _norm_field(health: _Unread, skipped: Any, device: torch.device) -> torch.Tensor:
     """Return a norm, or what stands in its place, as a scalar on the device, unread."""
 
     def number(value: float) -> torch.Tensor:
         return torch.full((), value, dtype=torch.float64, device=device)
 
     field = number(_NO_NORM)
-    if isinstance(own.norm, torch.Tensor):
-        norm = own.norm.detach().to(torch.float64)
+    if isinstance(health.norm, torch.Tensor):
+        norm = health.norm.detach().to(torch.float64)
         field = torch.where(torch.isfinite(norm), norm, number(_NORM_NOT_FINITE))
-    elif own.norm is not None:
-        field = number(own.norm if math.isfinite(own.norm) else _NORM_NOT_FINITE)
+    elif health.norm is not None:
+        field = number(health.norm if math.isfinite(health.norm) else _NORM_NOT_FINITE)
     if isinstance(skipped, torch.Tensor):
         field = torch.where(skipped.to(device) > 0, number(_SKIPPED), field)
     elif skipped:
         field = number(_SKIPPED)
-    if own.losses:
-        total = torch.stack([loss.detach().to(torch.float64) for loss in own.losses]).sum()
+    if health.losses:
+        total = torch.stack([loss.detach().to(torch.float64) for loss in health.losses]).sum()
         field = torch.where(torch.isfinite(total), field, number(_LOSS_NOT_FINITE))
     return field
 
 
 def _local(norm: Any) -> Any:
-    """Leave no collective in it: a whole norm that is spread over the ranks would take one.
-
-    What is on the CPU is read at once.
-    """
-    if not isinstance(norm, torch.Tensor):
-        return norm
-    norm = local(norm)
-    return float(norm) if norm.device.type == "cpu" else norm
+    """Take a norm's local shard: the whole would take a collective. Read at once on the CPU."""
+    shard = local(norm)
+    is_on_cpu = isinstance(shard, torch.Tensor) and shard.device.type == "cpu"
+    return float(shard) if is_on_cpu else shard
 
 
 def _beat(step: int, fields: list[float], *, of_a_shard: bool) -> StepHealth:

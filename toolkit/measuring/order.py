@@ -8,20 +8,19 @@ tells it from the others, whatever they train: on the host, without a look at an
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch.utils.data import BatchSampler
 
-from toolkit.engines.hooks import stand_in
+from toolkit.engines.hooks import Undo, nothing, stand_in
+from toolkit.engines.prepared import world_size
 from toolkit.measuring.attestation import gather_objects
 from toolkit.measuring.guards import Guards
 
 UNSEEN = (
     "the data set is read without a batch sampler that all ranks share, so nobody sees its order"
 )
-
 
 SAME_ADVICE = "Leave it to Accelerate to prepare the data loader, once, for each rank its own part."
 
@@ -35,25 +34,23 @@ class OrderWatch:
 
         self._rows, self._bits = 0, 0
 
-    def watch(self, loader: Any, guards: Guards) -> Callable[[], None] | None:
+    def watch(self, loader: Any, guards: Guards) -> Undo:
         """Follow a loader that `Accelerator.prepare` returned; every rank calls it.
-
-        Returns:
-            What takes the watch off again; None where the order can't be seen.
 
         Raises:
             GuardError: on every rank when two would train the same rows, unless guards only warn.
         """
         if same := same_parts(loader):
-            guards.report("data order", f"{same.capitalize()}.", SAME_ADVICE, step=0)
+            guards.report("data order", f"{same}.", SAME_ADVICE, step=0)
         shard = getattr(loader, "batch_sampler", None)
         inner = getattr(shard, "batch_sampler", None)
         if not hasattr(shard, "process_index") or inner is None:
-            if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            if world_size() > 1:
                 guards.not_watched["data order"] = UNSEEN
-            return None
-        names = _sample_ids(loader.dataset)
-        return stand_in(shard, "batch_sampler", _Told(inner, self, names))
+            return nothing
+        has_ids = "sample_id" in (getattr(loader.dataset, "column_names", None) or ())
+        sample_ids = loader.dataset["sample_id"][:] if has_ids else None
+        return stand_in(shard, "batch_sampler", _WatchedSampler(inner, self, sample_ids))
 
     def drawn(self, rows: Sequence[int]) -> None:
         """Put the rows of one batch to those that were drawn before it."""
@@ -62,18 +59,19 @@ class OrderWatch:
         self.value = self._bits << 16 | self._rows & 0xFFFF
 
 
-class _Told(BatchSampler):
-    """A batch sampler in front of another one, which it is in everything but being heard."""
+class _WatchedSampler(BatchSampler):
+    """Gives out the batches of another batch sampler, and has its attributes."""
 
-    def __init__(self, inner: Any, watch: OrderWatch, names: Sequence[int] | None) -> None:
+    def __init__(self, inner: Any, watch: OrderWatch, sample_ids: Sequence[int] | None) -> None:
         # Not BatchSampler's own: the inner one need not be made of a sampler and a size.
-        self._inner, self._watch, self._names = inner, watch, names
+        self._inner, self._watch, self._sample_ids = inner, watch, sample_ids
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in self._inner:
             # A sampler may give out one list again and again, or things that are no row numbers.
             rows = list(batch)
-            self._watch.drawn(rows if self._names is None else [self._names[row] for row in rows])
+            ids = self._sample_ids
+            self._watch.drawn(rows if ids is None else [ids[row] for row in rows])
             yield batch
 
     def __len__(self) -> int:
@@ -89,11 +87,12 @@ def same_parts(loader: Any) -> str | None:
     """Say which ranks would train the same rows as another one; every rank calls it.
 
     Returns:
-        The sentence's subject and object ("rank 1 trains the rows of rank 0"), None if none does.
+        A sentence without its full stop, None if none does.
     """
     shard = getattr(loader, "batch_sampler", None)
-    own = getattr(shard, "process_index", None)
-    parts = gather_objects((own, getattr(shard, "num_processes", None)))
+    parts = gather_objects(
+        (getattr(shard, "process_index", None), getattr(shard, "num_processes", None))
+    )
     if any(part is None for part, _ in parts):
         return None
     # Ranks that share rows on purpose (tensor parallelism) each say of how few parts they know.
@@ -102,12 +101,6 @@ def same_parts(loader: Any) -> str | None:
     first: dict[int, int] = {}
     for rank, (part, _) in enumerate(parts):
         if part in first:
-            return f"rank {rank} trains the rows of rank {first[part]}"
+            return f"Rank {rank} trains the rows of rank {first[part]}"
         first[part] = rank
     return None
-
-
-def _sample_ids(dataset: Any) -> list[int] | None:
-    if "sample_id" not in (getattr(dataset, "column_names", None) or ()):
-        return None
-    return dataset["sample_id"][:]

@@ -103,7 +103,7 @@ class PeakLedger(CountingMode):
         finally:
             self._phase = None
 
-    def found(self, step: int) -> dict[str, Any] | None:
+    def counted(self, step: int) -> dict[str, Any] | None:
         """Return the fullest moment as `fields.Peak`; None where no phase was seen.
 
         Args:

@@ -12,8 +12,8 @@ import math
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 
 from toolkit.engines.backend import backend_of
 from toolkit.engines.base import Backend
-from toolkit.engines.hooks import Undo, stand_in
+from toolkit.engines.hooks import stand_in
 from toolkit.engines.tensors import compiled, number
 from toolkit.files import without_links, write_text
 from toolkit.launching import forking
@@ -74,12 +74,12 @@ class Recorder:
 
         self._drops_steps = False
         self._step: list[_MicroBatch] = []
-        self._steps: list[_Step] = []
+        self._steps: list[_RecordedStep] = []
         self.clip: float | None = None
         """The norm that the script clips to, None while it has not asked, 0 for no limit."""
 
         self._grad_norm: Any = None
-        self._gradients: gradients.Kept | None = None
+        self._gradients: gradients.Squares | None = None
         self._bytes: dict[str, int | None] = {}
         self._model: Any = None
         self._ledger = traffic.Ledger()
@@ -91,7 +91,7 @@ class Recorder:
         self._clock.watch_builds(requested.strategy)
         self._probed: list[int] = []
         self._found_inf: torch.Tensor | bool | None = None
-        self._undo: list[Undo] = []
+        self._hooks = ExitStack()
 
     # What a training loop calls
 
@@ -111,8 +111,7 @@ class Recorder:
             GuardError: on every rank when two would train the same rows, unless guards only warn.
         """
         if self.heartbeat is not None:
-            undo = self._order.watch(loader, self.heartbeat.guards)
-            self._undo += [undo] if undo is not None else []
+            self._hooks.callback(self._order.watch(loader, self.heartbeat.guards))
 
     def prepared(self, accelerator: Any, model: Any, optimizer: Any) -> None:
         """Attest the wrapped model, and watch its first step.
@@ -150,7 +149,7 @@ class Recorder:
 
     def waiting_for_data(self) -> AbstractContextManager[None]:
         """Time what happens inside as waiting for rows."""
-        return self._clock.within("data", own=True)
+        return self._clock.within("data", alone=True)
 
     def micro_batch(
         self,
@@ -183,15 +182,16 @@ class Recorder:
         self._end_probe(skipped=skipped)
         self._clock.step_done()
         self._steps.append(
-            _Step(self._step, self._grad_norm, learning_rate, skipped, self._found_inf)
+            _RecordedStep(self._step, self._grad_norm, learning_rate, skipped, self._found_inf)
         )
         self._step, self._grad_norm, self._found_inf = [], None, None
         if self._evidence is not None:
             self._evidence.step_done()
         if self._status is not None:
             self._status.running(self.steps_before + len(self._steps))
-        kept = self._evidence is not None and self._evidence.is_open  # its gathers are no traffic
-        if self._attested and self._traffic is None and self._model is not None and not kept:
+        if self._evidence is not None and self._evidence.is_open:
+            return  # its gathers are no traffic
+        if self._attested and self._traffic is None and self._model is not None:
             self._start_ledgers()
 
     def resumed_after(self, step: int) -> None:
@@ -235,11 +235,11 @@ class Recorder:
 
     def outer_losses(self) -> tuple[float, float] | None:
         """Return the losses of the first and last step, None without any; every rank calls it."""
-        own = (self._steps[0].loss(), self._steps[-1].loss()) if self._steps else None
-        ranks = gather_objects(own)
-        if own is None:
+        losses = (self._steps[0].loss(), self._steps[-1].loss()) if self._steps else None
+        ranks = gather_objects(losses)
+        if losses is None:
             return None
-        first, last = (statistics.fmean(losses) for losses in zip(*ranks, strict=True))
+        first, last = map(statistics.fmean, zip(*ranks, strict=True))
         return first, last
 
     @contextmanager
@@ -314,15 +314,14 @@ class Recorder:
             ("peak_bytes", memory.device_peak_bytes()),
             ("peak_reserved_bytes", memory.device_peak_reserved_bytes()),
         ):
-            known = [each for each in (self._bytes.get(name), now) if each is not None]
-            self._bytes[name] = max(known, default=None)
+            peaks = (self._bytes.get(name), now)
+            self._bytes[name] = max((peak for peak in peaks if peak is not None), default=None)
 
     def close(self) -> None:
         """Leave no mode and no hook behind, whatever became of the step that is open."""
         # Last on, first off: each may have put something in front of the one before.
         self._stop_ledgers()
-        while self._undo:
-            self._undo.pop()()
+        self._hooks.close()
         if self._evidence is not None:
             self._evidence.close()
         self._clock.close()
@@ -377,17 +376,15 @@ class Recorder:
             "learning_rates": [],
             "first_step": self.steps_before + 1,
             "skipped_steps": [],
-            "sample_ids": None,
-            "gradients": None,
-            "random_forward": None,
-            "first_step_seconds": None,
             "timed_seconds": [],
             "memory": dict.fromkeys(memory.CATEGORIES),
             "per_rank": [],
-            "validation": None,
             "attestation": self._attestation(error.mismatches),
             "guards": self._guards(),
             "not_measured": {},
+            **dict.fromkeys(
+                ("sample_ids", "gradients", "random_forward", "first_step_seconds", "validation")
+            ),
         }
 
     def _attestation(self, mismatches: list[Mismatch]) -> dict[str, Any]:
@@ -422,7 +419,7 @@ class Recorder:
             self._grad_norm = norm
             return norm
 
-        self._undo.append(stand_in(accelerator, "clip_grad_norm_", clip_grad_norm_))
+        self._hooks.callback(stand_in(accelerator, "clip_grad_norm_", clip_grad_norm_))
 
     def _watch_first_step(self, backend: Backend, model: Any, optimizer: Any) -> None:
         def before() -> None:
@@ -431,20 +428,21 @@ class Recorder:
             if self._gradients is None or self._gradients.step <= len(self._steps):
                 # Nothing was clipped since the step began.
                 self._keep_gradients(scale=backend.held_scale(optimizer))
-            self._before_first(model)
+            self.engaged |= attestation.engaged_at_step(model)
+            self._bytes["gradients_bytes"] = memory.gradient_bytes(model)
 
         def after() -> None:
             skipped = backend.skipped(optimizer)
             if not backend.steps_in_backward:
                 self._found_inf = skipped
             # fp16 may have skipped it: then the first step is yet to come.
-            if not self._attested and (skipped is None or not bool(skipped)):
+            if not self._attested and not skipped:
                 if backend.steps_in_backward:
                     undo()  # while nothing is in front of it; the hooks of others have to stay
                 self._after_first(model, optimizer)
 
         undo = backend.watch_step(optimizer, before=before, after=after)
-        self._undo.append(undo)
+        self._hooks.callback(undo)
 
     @property
     def _attested(self) -> bool:
@@ -454,19 +452,15 @@ class Recorder:
         """Keep the gradients of the first step that updates: those of the last that was tried."""
         if self._model is not None:
             step = len(self._steps) + 1
-            self._gradients = gradients.keep(self._model, step=step, scale=scale)
-
-    def _before_first(self, model: Any) -> None:
-        self.engaged |= attestation.engaged_at_step(model)
-        self._bytes["gradients_bytes"] = memory.gradient_bytes(model)
+            self._gradients = gradients.squares_of(self._model, step=step, scale=scale)
 
     def _after_first(self, model: Any, optimizer: Any) -> None:
         self.engaged |= attestation.engaged_after(model, optimizer)
         if "gradient_clipping" not in self.engaged:
             self.engaged["gradient_clipping"] = 0.0 if self.clip is None else self.clip
         # A step within the last backward comes before that micro-batch is recorded.
-        open_one = 1 if backend_of(model).steps_in_backward else 0
-        self.engaged["gradient_accumulation_steps"] = len(self._step) + open_one
+        unrecorded = int(backend_of(model).steps_in_backward)
+        self.engaged["gradient_accumulation_steps"] = len(self._step) + unrecorded
         self._bytes |= memory.state_bytes(model, optimizer)
         self._bytes["nvme_bytes"] = memory.nvme_bytes(model)
         self.notes += attestation.kept_whole(self.engaged)
@@ -509,7 +503,7 @@ class Recorder:
             **traffic.textbook_volume(self._model, self.requested.strategy, ranks),
         }
         if self._no_peak is None:
-            self._peak = self._peak_ledger.found(step)
+            self._peak = self._peak_ledger.counted(step)
         self._model = self._optimizer = None
 
     def _require(self, facts: dict[str, Any]) -> None:
@@ -523,7 +517,7 @@ class Recorder:
             "losses": [step.loss() for step in self._steps],
             "grad_norms": [_plain(step.grad_norm) for step in self._steps],
             "learning_rates": [step.learning_rate for step in self._steps],
-            "skipped": [number for number, s in enumerate(self._steps, 1) if s.skipped],
+            "skipped": [number for number, s in enumerate(self._steps, 1) if s.skipped()],
             "sample_ids": [step.sample_ids() for step in self._steps],
             "tokens": [step.tokens() for step in self._steps],
             "supervised": [step.supervised() for step in self._steps],
@@ -545,45 +539,36 @@ def drop_steps_after(steps_file: Path, step: int) -> None:
     """Drop the lines of steps that will be trained again; rank 0 calls it."""
     if not steps_file.exists():
         return
-    kept: list[str] = []
+    lines: list[str] = []
     for written in steps_file.read_bytes().splitlines():
         try:
             line = written.decode()
             if json.loads(line)["step"] <= step:
-                kept.append(line)
+                lines.append(line)
         except (ValueError, KeyError, TypeError, RecursionError):
             continue  # torn by the death that is being recovered from, or damaged since
-    write_text(steps_file, "".join(f"{line}\n" for line in kept))
+    write_text(steps_file, "".join(f"{line}\n" for line in lines))
 
 
+@dataclass(frozen=True, slots=True)
 class _MicroBatch:
-    def __init__(
-        self,
-        loss: torch.Tensor,
-        tokens: int,
-        supervised: torch.Tensor | None,
-        sample_ids: torch.Tensor | None,
-    ) -> None:
-        self.loss = loss
-        self.tokens = tokens
-        self.supervised = supervised
-        self.sample_ids = sample_ids
+    loss: torch.Tensor
+    tokens: int
+    supervised: torch.Tensor | None
+    sample_ids: torch.Tensor | None
 
 
-class _Step:
-    def __init__(
-        self,
-        batches: list[_MicroBatch],
-        grad_norm: Any,
-        learning_rate: float,
-        skipped: bool,
-        found_inf: torch.Tensor | bool | None,
-    ) -> None:
-        self.batches = batches
-        self.grad_norm = grad_norm
-        self.learning_rate = learning_rate
-        self._skipped = skipped
-        self._found_inf = found_inf
+@dataclass(frozen=True, slots=True)
+class _RecordedStep:
+    """References of one optimizer step; its methods read them, and wait for the device."""
+
+    batches: list[_MicroBatch]
+    grad_norm: Any
+    learning_rate: float
+    reported_skipped: bool
+    """Whether the loop knows that fp16 left out the update."""
+
+    found_inf: torch.Tensor | bool | None
 
     def loss(self) -> float:
         return float(sum(batch.loss.double().item() for batch in self.batches))
@@ -593,19 +578,15 @@ class _Step:
 
     def sample_ids(self) -> list[int] | None:
         known = [batch.sample_ids for batch in self.batches if batch.sample_ids is not None]
-        if len(known) < len(self.batches):
-            return None
-        return [int(sample_id) for ids in known for sample_id in ids.tolist()]
+        complete = len(known) == len(self.batches)
+        return [int(number) for ids in known for number in ids.tolist()] if complete else None
 
-    @property
     def skipped(self) -> bool:
-        """Whether fp16 left the update out; waits for the device."""
-        return self._skipped or (self._found_inf is not None and bool(self._found_inf))
+        return self.reported_skipped or bool(self.found_inf)
 
     def supervised(self) -> int | None:
-        counts = [batch.supervised for batch in self.batches]
-        known = [int(count) for count in counts if count is not None]
-        return sum(known) if len(known) == len(counts) else None
+        known = [int(b.supervised) for b in self.batches if b.supervised is not None]
+        return sum(known) if len(known) == len(self.batches) else None
 
 
 def _plain(value: Any) -> Any:
