@@ -21,11 +21,7 @@ class NotBetweenSteps(RuntimeError):
 
 @contextmanager
 def between_steps(accelerator: Any, model: Any) -> Iterator[None]:
-    """Let the model run forward without gradients and without dropout; every rank calls it.
-
-    Args:
-        accelerator: The Accelerator that prepared the model.
-        model: The wrapped model.
+    """Let the wrapped model run forward without gradients and dropout; every rank calls it.
 
     Raises:
         NotBetweenSteps: gradients are being accumulated.

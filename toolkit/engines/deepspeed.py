@@ -228,22 +228,20 @@ class DeepSpeed(Backend):
         return torch.zeros(shape_of(parameter)) if gradient is None else gradient.detach()
 
     @torch.no_grad()
-    def put_weight(self, parameter: Any, whole: torch.Tensor) -> None:
-        from deepspeed.utils import safe_get_full_fp32_param
+    def put_weight(self, parameter: Any, numbers: torch.Tensor) -> None:
+        from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
         # What is computed with, and the fp32 master that the optimizer steps on.
         if is_partitioned(parameter):
-            _put_into_partitions(parameter, whole)
+            _put_into_partitions(parameter, numbers)
         else:
-            from deepspeed.utils import safe_set_full_fp32_param
-
-            parameter.copy_(whole)
-            safe_set_full_fp32_param(parameter, whole)
+            parameter.copy_(numbers)
+            safe_set_full_fp32_param(parameter, numbers)
         master = safe_get_full_fp32_param(parameter)
-        if master is not None and not torch.equal(master.to(whole), whole):
+        if master is not None and not torch.equal(master.to(numbers), numbers):
             raise RuntimeError(
                 f"DeepSpeed's optimizer did not take other weights for a parameter of shape "
-                f"{tuple(whole.shape)}, and would step on its own."
+                f"{tuple(numbers.shape)}, and would step on its own."
             )
 
     # Steps
@@ -350,22 +348,22 @@ def _device(on_nvme: object, on_cpu: object) -> str:
     return "nvme" if on_nvme else "cpu" if on_cpu else "none"
 
 
-def _put_into_partitions(parameter: Any, whole: torch.Tensor) -> None:
+def _put_into_partitions(parameter: Any, numbers: torch.Tensor) -> None:
     from deepspeed.runtime.zero import GatheredParameters
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
     with GatheredParameters([parameter], modifier_rank=0):
-        parameter.copy_(whole)
+        parameter.copy_(numbers)
     ranks = torch.distributed.get_world_size(parameter.ds_process_group)
-    length = -(-whole.numel() // ranks)
-    if length * ranks == whole.numel():
-        safe_set_full_fp32_param(parameter, whole)
+    length = -(-numbers.numel() // ranks)
+    if length * ranks == numbers.numel():
+        safe_set_full_fp32_param(parameter, numbers)
         return
     # That cuts past the end of a parameter whose last partition is padded (deepspeed 0.19).
     begin = length * torch.distributed.get_rank(parameter.ds_process_group)
     partition = torch.zeros(length)
-    numbers = whole.flatten()[begin : begin + length]
-    partition[: len(numbers)] = numbers
+    held = numbers.flatten()[begin : begin + length]
+    partition[: len(held)] = held
     safe_set_local_fp32_param(parameter, partition)
 
 

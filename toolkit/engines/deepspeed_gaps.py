@@ -17,11 +17,7 @@ import torch
 
 
 def swapped_state(zero: Any) -> dict[str, Any] | None:
-    """Return what the swap files of this rank don't hold; None where nothing is swapped.
-
-    Args:
-        zero: DeepSpeed's ZeRO optimizer.
-    """
+    """Return what the swap files of ZeRO on this rank don't hold; None where nothing is swapped."""
     if not getattr(zero, "swap_optimizer", False):
         return None
     groups: list[dict[str, Any]] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,14 +27,13 @@ from toolkit.strategies import Strategy
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-_TRAITS: Final = Traits(distributed_type="FSDP", wrapper="FSDPModule", reduces="computed dtype")
-
 SHARDS: Final = "sharded"
 
 
 def traits_of(strategy: Strategy) -> Traits:
     facts = {"reshard_after_forward": strategy.reshard_after_forward, "layers_wrapped": True}
-    return replace(_TRAITS, facts=facts)
+    wrapper, reduces = "FSDPModule", "computed dtype"
+    return Traits(distributed_type="FSDP", wrapper=wrapper, reduces=reduces, facts=facts)
 
 
 class FSDP2(Backend):

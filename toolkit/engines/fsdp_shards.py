@@ -116,7 +116,8 @@ class _Unpickler(pickle.Unpickler):
 def _is_expected(module: str, name: str) -> bool:
     """Whether a name is a type that stands in the list of shards of torch 2.11 to 2.15."""
     if module == metadata.__name__:
-        return isinstance(vars(metadata).get(name), type) and name in _METADATA
+        is_public_type = name in metadata.__all__ and isinstance(vars(metadata)[name], type)
+        return is_public_type or name == "_MEM_FORMAT_ENCODING"
     if module == "torch":
         return name == "Size" or isinstance(vars(torch).get(name), torch.dtype)
     return (module, name) in {
@@ -125,15 +126,3 @@ def _is_expected(module: str, name: str) -> bool:
         (pathlib.PosixPath.__module__, "PosixPath"),
         (pathlib.WindowsPath.__module__, "WindowsPath"),
     }
-
-
-_METADATA = {
-    "BytesStorageMetadata",
-    "ChunkStorageMetadata",
-    "Metadata",
-    "MetadataIndex",
-    "StorageMeta",
-    "TensorProperties",
-    "TensorStorageMetadata",
-    "_MEM_FORMAT_ENCODING",
-}

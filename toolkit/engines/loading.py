@@ -11,13 +11,10 @@ from toolkit.engines.tensors import is_partitioned
 
 
 def loads_on_rank_0(model: Any) -> bool:
-    """Whether other ranks have no weights of their own yet, or only a part of rank 0's.
+    """Whether ranks other than 0 have no weights of their own before `Accelerator.prepare`.
 
     ZeRO-3 hands out rank 0's while it loads, and FSDP's RAM-efficient loading leaves the others on
     the meta device or uninitialised until the model is wrapped.
-
-    Args:
-        model: As loaded, before `Accelerator.prepare`.
     """
     # As `from_pretrained` of transformers 5.23 decides which ranks it leaves on the meta device.
     from transformers.integrations.fsdp import is_fsdp_enabled

@@ -49,10 +49,7 @@ def split_by(accelerator: Accelerator, *, tensor: int = 1) -> str:
     """Name the ways in which one copy of the model's computation is split over ranks, or `none`.
 
     Sharded states are none of them: each rank still computes all layers, of rows of its own.
-
-    Args:
-        accelerator: The Accelerator that prepared the model.
-        tensor: Ranks that share a layer, as the backend sees it.
+    `tensor` is the number of ranks that share a layer, as the backend sees it.
     """
     config = accelerator.parallelism_config
     sizes = {

@@ -140,33 +140,28 @@ def scales_held(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     for module in model.modules():
         state = getattr(module, "quant_state", None)  # bitsandbytes 0.50, nn/modules.py
         inner = getattr(state, "state2", None)
-        for kept in (state, inner):
-            yield from tensors_in([getattr(kept, name, None) for name in ("absmax", "code")])
+        for scales in (state, inner):
+            yield from tensors_in([getattr(scales, name, None) for name in ("absmax", "code")])
         yield from tensors_in(getattr(state, "offset", None))
 
 
 def resident_fraction(model: torch.nn.Module, parameters_held: Iterable[torch.Tensor]) -> float:
-    """Return the share of all parameters that this rank holds now, gathered ones included.
-
-    Args:
-        model: As `Accelerator.prepare` returned it.
-        parameters_held: As its backend yields them.
-    """
+    """Return the share of all parameters that this rank holds now, gathered ones included."""
     held = sum(tensor.numel() for tensor in parameters_held)
     held -= sum(tensor.numel() for tensor in scales_held(model))
-    whole = sum(map(elements_of, model.parameters()))
-    return held / whole if whole else 1.0
+    total = sum(map(elements_of, model.parameters()))
+    return held / total if total else 1.0
 
 
 def sharded_fraction(model: torch.nn.Module) -> float:
     """Return the share of all parameters that this rank is the keeper of; 1.0 without sharding."""
-    kept = whole = 0
+    sharded = total = 0
     for parameter in model.parameters():
-        whole += elements_of(parameter)
+        total += elements_of(parameter)
         partition = getattr(parameter, "ds_tensor", None)
         # Of a partition that is swapped to NVMe a stub stays, which knows its elements.
-        kept += local(parameter).numel() if partition is None else int(partition.ds_numel)
-    return kept / whole if whole else 1.0
+        sharded += local(parameter).numel() if partition is None else int(partition.ds_numel)
+    return sharded / total if total else 1.0
 
 
 def checkpoints_activations(model: torch.nn.Module) -> bool:

@@ -65,8 +65,11 @@ class Clock:
         """
         for unit in backend_of(model).waiting_units():
             # After FSDP's own hook, which waits, and before that which frees.
-            self._hooks.callback(unit.register_forward_pre_hook(self._unit_begins).remove)
-            hook = unit.register_forward_hook(self._unit_ends, prepend=True)
+            hook = unit.register_forward_pre_hook(lambda *_: self._within_forward(alone=True))
+            self._hooks.callback(hook.remove)
+            hook = unit.register_forward_hook(
+                lambda *_: self._within_forward(alone=False), prepend=True
+            )
             self._hooks.callback(hook.remove)
 
     def restart(self) -> None:
@@ -158,12 +161,6 @@ class Clock:
     def _forward_ends(self, module: Any, *_: Any) -> None:
         if module.training:
             self.begin("backward")
-
-    def _unit_begins(self, *_: Any) -> None:
-        self._within_forward(alone=True)
-
-    def _unit_ends(self, *_: Any) -> None:
-        self._within_forward(alone=False)
 
     def _within_forward(self, *, alone: bool) -> None:
         # Activation checkpointing goes through a unit again, in backward.

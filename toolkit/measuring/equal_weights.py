@@ -41,11 +41,7 @@ REPLICAS_ADVICE: Final = (
 
 
 def check_loaded(guards: Guards, model: Any) -> None:
-    """Report ranks that loaded other weights than most; a collective.
-
-    Args:
-        guards: Of the run.
-        model: As loaded, before `Accelerator.prepare`.
+    """Report ranks that loaded other weights than most; a collective, before `prepare`.
 
     Raises:
         GuardError: on every rank, unless the guards only warn.
@@ -73,12 +69,8 @@ def check_loaded(guards: Guards, model: Any) -> None:
 def check_replicas(guards: Guards, model: Any, *, step: int) -> None:
     """Report ranks that hold other weights than they should; a collective.
 
-    FSDP2's shards are compared across the groups that each hold a whole model.
-
-    Args:
-        guards: Of the run.
-        model: As `Accelerator.prepare` returned it, between two steps.
-        step: The step that was done last.
+    FSDP2's shards are compared across the groups that each hold a whole model. To be called after
+    `step`, and before the next one.
 
     Raises:
         GuardError: on every rank, unless the guards only warn.

@@ -41,11 +41,7 @@ _RANKS = 1 << 16
 
 
 class Heartbeat:
-    """One rank's part in the heartbeat.
-
-    Args:
-        guards: Judge what the ranks said.
-    """
+    """One rank's part in the heartbeat, of which the guards judge every step."""
 
     def __init__(self, guards: Guards) -> None:
         self.guards = guards
@@ -58,8 +54,11 @@ class Heartbeat:
         self._step = 0
         self._open: _Sent | None = None
         self._of_a_shard = False
-        self._stop_asked = False
-        self._stop_agreed = False
+        self._stop_requested = False
+        self.stop_agreed = False
+        """Whether a rank has asked to stop: turns true on all ranks after the same step, which is
+        the one after that in which the rank asked, or at the next `settle`."""
+
         self._begun = time.perf_counter()
 
     def prepared(self, *, rank: int, ranks: int, device: torch.device | str) -> None:
@@ -74,15 +73,7 @@ class Heartbeat:
 
     def ask_to_stop(self) -> None:
         """Ask all ranks to stop. It only sets a flag: a signal's handler may call it."""
-        self._stop_asked = True
-
-    @property
-    def stop_agreed(self) -> bool:
-        """Whether a rank has asked to stop: turns true on all ranks after the same step.
-
-        That is the step after the one in which a rank asked, or at the next `settle`.
-        """
-        return self._stop_agreed
+        self._stop_requested = True
 
     def settle(self) -> None:
         """Wait for what is known of the last step, and let it be judged; every rank calls it.
@@ -92,7 +83,13 @@ class Heartbeat:
         Raises:
             GuardError: on every rank alike, where the guards stop the run.
         """
-        self._read()
+        sent, self._open = self._open, None
+        if sent is None:
+            return
+        fields = sent.fields()
+        self.stop_agreed = self.stop_agreed or fields[_STOP] > 0
+        health = _step_health(sent.step, fields, of_a_shard=self._of_a_shard)
+        self.guards.judge(health, lambda: gather_objects(sent.health.read()))
 
     # What the recorder calls
 
@@ -125,7 +122,7 @@ class Heartbeat:
         """
         now = time.perf_counter()
         wall, self._begun = now - self._begun, now
-        self._read()
+        self.settle()
         self._step += 1
         self._of_a_shard = is_spread(grad_norm)
         health = _Unread(self._rank, list(losses), _local(grad_norm), order, list(sample_ids))
@@ -135,7 +132,7 @@ class Heartbeat:
         host[_BUSIEST] = float(busy * _RANKS + self._rank)
         host[_IDLEST_NEGATED] = -float(busy)
         host[_WALL] = wall
-        host[_STOP] = float(self._stop_asked)
+        host[_STOP] = float(self._stop_requested)
         self._open = self._send(host, health, skipped)
 
     def _send(self, host: list[float], health: _Unread, skipped: Any) -> _Sent:
@@ -166,15 +163,6 @@ class Heartbeat:
         return torch.distributed.all_reduce(
             vector, op=torch.distributed.ReduceOp.MAX, async_op=True
         )
-
-    def _read(self) -> None:
-        sent, self._open = self._open, None
-        if sent is None:
-            return
-        fields = sent.fields()
-        self._stop_agreed = self._stop_agreed or fields[_STOP] > 0
-        beat = _beat(sent.step, fields, of_a_shard=self._of_a_shard)
-        self.guards.judge(beat, lambda: gather_objects(sent.health.read()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +235,7 @@ def _local(norm: Any) -> Any:
     return float(shard) if is_on_cpu else shard
 
 
-def _beat(step: int, fields: list[float], *, of_a_shard: bool) -> StepHealth:
+def _step_health(step: int, fields: list[float], *, of_a_shard: bool) -> StepHealth:
     norm = fields[_NORM]
     busy, rank = divmod(int(fields[_BUSIEST]), _RANKS)
     return StepHealth(
@@ -274,21 +262,14 @@ def heartbeat_for(
 ) -> Heartbeat | None:
     """Return the heartbeat of a run, None with the guards off.
 
-    Args:
-        choice: As a user asks for it.
-        checkpoints: The folder that holds `checkpoint-*`.
-        grad_norm_factor: 0 watches only for norms that are not finite.
-        slow_rank: What follows for a rank that falls behind.
+    Arguments are those of `Guards`, but for a `grad_norm_factor` of 0, which watches only for norms
+    that are not finite.
     """
     if choice == "off":
         return None
     if choice not in get_args(Mode):
         raise UsageError(f"guards={choice!r}: use stop, warn or off.")
+    factor = grad_norm_factor or math.inf
     return Heartbeat(
-        Guards(
-            choice,
-            grad_norm_factor=grad_norm_factor or math.inf,
-            slow_rank=slow_rank,
-            checkpoints=checkpoints,
-        )
+        Guards(choice, grad_norm_factor=factor, slow_rank=slow_rank, checkpoints=checkpoints)
     )

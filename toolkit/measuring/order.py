@@ -18,10 +18,6 @@ from toolkit.engines.prepared import world_size
 from toolkit.measuring.attestation import gather_objects
 from toolkit.measuring.guards import Guards
 
-UNSEEN = (
-    "the data set is read without a batch sampler that all ranks share, so nobody sees its order"
-)
-
 SAME_ADVICE = "Leave it to Accelerate to prepare the data loader, once, for each rank its own part."
 
 
@@ -46,7 +42,10 @@ class OrderWatch:
         inner = getattr(shard, "batch_sampler", None)
         if not hasattr(shard, "process_index") or inner is None:
             if world_size() > 1:
-                guards.not_watched["data order"] = UNSEEN
+                guards.not_watched["data order"] = (
+                    "the data set is read without a batch sampler that all ranks share, so nobody "
+                    "sees its order"
+                )
             return nothing
         has_ids = "sample_id" in (getattr(loader.dataset, "column_names", None) or ())
         sample_ids = loader.dataset["sample_id"][:] if has_ids else None

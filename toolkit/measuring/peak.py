@@ -42,8 +42,6 @@ Phase = Literal["forward", "backward", "optimizer"]
 
 COMPILED = "torch.compile makes tensors within its graphs, where nobody can count them"
 
-REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
-
 
 class PeakLedger(CountingMode):
     """Follows the storages of one rank."""
@@ -57,12 +55,9 @@ class PeakLedger(CountingMode):
         self._look_at_states: Callable[[], None] = nothing
 
     def start(self, model: Any, optimizer: Any, *, device: torch.device | str) -> None:
-        """Count from now on, beginning with what is held already.
+        """Count from now on what a prepared model and its rank make on the device they compute on.
 
-        Args:
-            model: As `Accelerator.prepare` returned it.
-            optimizer: Likewise.
-            device: That the rank computes on.
+        What is held already is counted too.
         """
         self._storages, self._fullest = Storages(device), None
         self._micro_batches = []
@@ -78,7 +73,9 @@ class PeakLedger(CountingMode):
             ).remove,
             _follow_resizes(self._storages.resized),
             *map(self._follow_gradient, backend.leaves()),
-            backend.watch_step(optimizer, before=self._step_begins, after=self._step_ended),
+            backend.watch_step(
+                optimizer, before=lambda: self._begin("optimizer"), after=self._step_ended
+            ),
             # DeepSpeed lends its optimizer what it steps on, part by part.
             watch_optimizer(optimizer, before=self._look_at_states, after=self._look_at_states),
         )
@@ -94,9 +91,6 @@ class PeakLedger(CountingMode):
     @contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
         """Say what part of a step runs inside; costs nothing while nothing is counted."""
-        if not self.running:
-            yield
-            return
         self._begin(phase)
         try:
             yield
@@ -104,11 +98,7 @@ class PeakLedger(CountingMode):
             self._phase = None
 
     def counted(self, step: int) -> dict[str, Any] | None:
-        """Return the fullest moment as `fields.Peak`; None where no phase was seen.
-
-        Args:
-            step: Number of the step that was counted, from 1.
-        """
+        """Return the fullest moment of the step as `fields.Peak`; None where no phase was seen."""
         if self._fullest is None:
             return None
         return {
@@ -152,7 +142,7 @@ class PeakLedger(CountingMode):
         kind, _ = CALLS.get(func._schema.name.partition("::")[2], ("", None))
         if kind == "all_gather" and self._phase is not None:
             self._learn(tensors, "parameters")
-        elif kind in REDUCTIONS and self._phase == "backward":
+        elif kind in ("all_reduce", "reduce_scatter", "reduce") and self._phase == "backward":
             self._learn(tensors, "gradients")
 
     def _learn(self, tensors: list[torch.Tensor], category: str) -> None:
@@ -175,10 +165,6 @@ class PeakLedger(CountingMode):
         ids = inputs.get("input_ids")
         if isinstance(ids, torch.Tensor) and ids.dim() == 2:
             self._micro_batches.append({"rows": len(ids), "tokens": ids.numel()})
-
-    def _step_begins(self) -> None:
-        if self.running:
-            self._begin("optimizer")
 
     def _step_ended(self) -> None:
         self._phase = None

@@ -40,7 +40,11 @@ from toolkit.redaction import redacted
 
 
 class Recorder:
-    """Records one rank of one run, and refuses it when what engaged is not what was asked."""
+    """Records one rank of one run, and refuses it when what engaged is not what was requested.
+
+    Models are those that `Accelerator.prepare` returned. Where a guard stops the run, the method
+    that noticed raises `GuardError`, on every rank alike.
+    """
 
     def __init__(
         self,
@@ -96,20 +100,12 @@ class Recorder:
     # What a training loop calls
 
     def loaded(self, model: Any) -> None:
-        """Hold the weights that ranks loaded against each other, before anything wraps them.
-
-        Raises:
-            GuardError: on every rank when one has others, unless the guards only warn.
-        """
+        """Compare the weights that ranks loaded, before anything wraps them."""
         if self.heartbeat is not None:
             equal_weights.check_loaded(self.heartbeat.guards, model)
 
     def reads(self, loader: Any) -> None:
-        """Watch in which order a loader, as `Accelerator.prepare` returned it, gives out rows.
-
-        Raises:
-            GuardError: on every rank when two would train the same rows, unless guards only warn.
-        """
+        """Watch in which order a loader, as `Accelerator.prepare` returned it, gives out rows."""
         if self.heartbeat is not None:
             self._hooks.callback(self._order.watch(loader, self.heartbeat.guards))
 
@@ -175,8 +171,7 @@ class Recorder:
     def step_done(self, *, learning_rate: float, skipped: bool = False) -> None:
         """Close an optimizer step. The one after the first is the probe that carries ledgers.
 
-        Raises:
-            GuardError: on every rank, of the step before this one, where a guard stops the run.
+        A `GuardError` is of the step before this one.
         """
         self._tell_the_others(skipped=skipped)
         self._end_probe(skipped=skipped)
@@ -244,14 +239,7 @@ class Recorder:
 
     @contextmanager
     def saving(self, model: Any) -> Iterator[None]:
-        """Take the peaks, then time what happens inside as the save: no part of any step.
-
-        Args:
-            model: As `Accelerator.prepare` returned it.
-
-        Raises:
-            GuardError: on every rank, where a guard stops the run: nothing is saved.
-        """
+        """Take the peaks, then time what happens inside as the save: no part of any step."""
         self.peaks()
         if self._evidence is not None:
             self._evidence.saving()
@@ -264,22 +252,14 @@ class Recorder:
         self.mark()
 
     def settle(self) -> None:
-        """Wait until the last step has been judged; every rank calls it.
-
-        Raises:
-            GuardError: on every rank, where a guard stops the run.
-        """
+        """Wait until the last step has been judged; every rank calls it."""
         if self.heartbeat is not None:
             self.heartbeat.settle()
 
     def check_before_save(self, model: Any) -> None:
         """Judge the last step, and the weights of ranks that should hold the same; a collective.
 
-        Args:
-            model: As `Accelerator.prepare` returned it.
-
-        Raises:
-            GuardError: on every rank, where a guard stops the run: nothing is to be saved.
+        After a `GuardError` nothing is to be saved.
         """
         self.settle()
         if self.heartbeat is not None:

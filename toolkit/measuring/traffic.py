@@ -149,11 +149,7 @@ class Ledger(CountingMode):
         self._buffers: set[torch.dtype] = set()
 
     def start(self, model: Any) -> None:
-        """Count from now on, from zero.
-
-        Args:
-            model: As `Accelerator.prepare` returned it; its passes tell purposes apart.
-        """
+        """Count from zero; the passes of the prepared model tell purposes apart."""
         self.calls.clear()
         self.elements.clear()
         self._buffers = {buffer.dtype for buffer in model.buffers()}
@@ -240,13 +236,9 @@ class Ledger(CountingMode):
 
 
 def merged(ranks: list[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Put the counts of all ranks together: of each row the most that any rank has.
+    """Return a record's `traffic`: of each row the most that any rank has; None where one has none.
 
-    Args:
-        ranks: For each rank what `Recorder` keeps of its `counted()`; None where it has none.
-
-    Returns:
-        The record's `traffic`; where ranks differ, `disagreements` says in what.
+    Where ranks differ, `disagreements` says in what.
     """
     known = [rank for rank in ranks if rank is not None]
     if not known or len(known) < len(ranks):
@@ -277,8 +269,9 @@ def merged(ranks: list[dict[str, Any] | None]) -> dict[str, Any] | None:
 
 
 def sent_elements(counted: Iterable[dict[str, Any]]) -> int:
-    """Elements of parameters and gradients that a rank sends, N large: a ring all-reduces in two
-    passes. To be read beside `textbook_elements`.
+    """Return the elements of parameters and gradients that a rank sends, for many ranks.
+
+    A ring all-reduces in two passes. To be read beside `textbook_elements`.
     """
     return sum(
         row["elements"] * (2 if row["kind"] == "all_reduce" else 1)
@@ -297,10 +290,8 @@ def textbook_volume(model: Any, strategy: Strategy, ranks: int) -> dict[str, int
 
 
 def transport() -> str | None:
-    """The backend that carries the collectives, None where there are no ranks to send to."""
-    if not torch.distributed.is_initialized():
-        return None
-    return str(torch.distributed.get_backend())
+    """Return the backend that carries the collectives, None where there are no other ranks."""
+    return str(torch.distributed.get_backend()) if torch.distributed.is_initialized() else None
 
 
 def ring_factor(kind: str, ranks: int) -> float:
