@@ -85,27 +85,50 @@ def state_bytes(job: PlannedJob, rank: int = 0) -> StateBytes:
     Raises:
         UsageError: the job's precision and weights don't go together.
     """
-    weights = weights_of(job)
-    size = trained_size(job)
-    frozen = _frozen_bytes(job, weights)
-    match job.strategy.sharding:
-        case "flat":
-            return _zero12(job, weights, size, frozen, rank)
-        case "tensors":
-            return _zero3(job, weights, size, frozen)
-        case "rows":
-            return _fsdp(job, weights, size, frozen, rank)
+    strategy, shards, optimizer = job.strategy, job.shards, job.optimizer
+    weights, size = weights_of(job), trained_size(job)
+    partition = masters = 0
+    match strategy.sharding:
         case "whole":
-            return _whole(job, weights, size, frozen)
-
-
-def _whole(job: PlannedJob, weights: Weights, size: int, frozen: int) -> StateBytes:
-    whole = weights.trained.elements * size
+            held = graded = weights.trained.elements
+            states = optimizers.of_tensors(optimizer, weights.trained, size)
+        case "rows":
+            held = graded = weights.trained.chunked(shards)
+            states = _of_rows(job, weights.trained.chunk_of(shards, rank % shards), size)
+        case "flat" | "tensors":
+            settings = zero_settings(job)
+            if strategy.sharding == "flat":
+                pieces = [partition_elements(group, shards) for group in weights.groups]
+                partition = sum(pieces)
+                held, graded = partition * shards, _gradient_elements(weights.groups, shards, rank)
+            else:
+                pieces = sub_groups(weights, shards, settings.sub_group)
+                held = graded = partition = sum(pieces)
+                if strategy.offload_parameters == "nvme":
+                    return _on_nvme(job, pieces)
+            masters = partition * settings.master_size
+            states = optimizers.of_elements(
+                optimizer, partition, settings.state_size, tensors=len(pieces)
+            )
+    parameters = held * size + _frozen_bytes(job, weights)
+    gradients, gathered = graded * size, persistent_bytes(job)
+    if not strategy.offloads:
+        paged = optimizers.is_paged(optimizer)
+        return StateBytes(
+            parameters=Held(gpu=parameters + gathered),
+            master=Held(gpu=masters),
+            gradients=Held(gpu=gradients),
+            optimizer=Held(host=states) if paged else Held(gpu=states),
+        )
+    if strategy.steps_on_masters and "adamw" in optimizer:
+        states = 8 * partition  # DeepSpeedCPUAdam's, whichever AdamW was asked for
+    flat = strategy.sharding == "flat"
     return StateBytes(
-        parameters=Held(gpu=whole + frozen),
-        master=Held(),
-        gradients=Held(gpu=whole),
-        optimizer=_optimizer(job, optimizers.of_tensors(job.optimizer, weights.trained, size)),
+        parameters=Held(gpu=parameters) if flat else Held(gpu=gathered, host=parameters),
+        master=Held(host=masters),
+        # Under ZeRO-3, beside those in the model's dtype stand those to step the masters with.
+        gradients=Held(host=masters if flat else gradients + masters),
+        optimizer=Held(host=states),
     )
 
 
@@ -133,63 +156,16 @@ def _frozen_bytes(job: PlannedJob, weights: Weights) -> int:
     return cut(weights.frozen, job.shards) * size + values + weights.quantisation_bytes
 
 
-def _optimizer(job: PlannedJob, size: int) -> Held:
-    if optimizers.is_paged(job.optimizer):
-        return Held(host=size)
-    return Held(gpu=size)
-
-
-def _fsdp(job: PlannedJob, weights: Weights, size: int, frozen: int, rank: int) -> StateBytes:
-    position = rank % job.shards
-    padded = weights.trained.chunked(job.shards)
-    shard = weights.trained.chunk_of(job.shards, position)
-    parameters = padded * size + frozen
-    states = _of_shards(job, weights.trained, shard, size)
-    if job.strategy.offload_parameters != "none":
-        return StateBytes(
-            parameters=Held(host=parameters),
-            master=Held(),
-            gradients=Held(host=padded * size),
-            optimizer=Held(host=states),
-        )
-    return StateBytes(
-        parameters=Held(gpu=parameters),
-        master=Held(),
-        gradients=Held(gpu=padded * size),
-        optimizer=_optimizer(job, states),
-    )
-
-
-def _of_shards(job: PlannedJob, trained: Tensors, shard: int, size: int) -> int:
+def _of_rows(job: PlannedJob, shard: int, size: int) -> int:
     """Bytes of optimizer state for FSDP2 shards, which keep their rows and columns."""
-    if job.optimizer in ("adafactor", "adamw_8bit", "paged_adamw_8bit"):
-        whole = optimizers.of_tensors(job.optimizer, trained, size)
-        return -(-whole // job.shards) if job.optimizer != "adafactor" else whole
-    return optimizers.of_elements(job.optimizer, shard, size, tensors=len(trained.sizes))
-
-
-def _zero12(job: PlannedJob, weights: Weights, size: int, frozen: int, rank: int) -> StateBytes:
-    settings = zero_settings(job)
-    groups = weights.groups
-    partition = sum(partition_elements(group, job.shards) for group in groups)
-    states = optimizers.of_elements(
-        job.optimizer, partition, settings.state_size, tensors=len(groups)
-    )
-    parameters = Held(gpu=partition * job.shards * size + frozen)
-    masters = partition * settings.master_size
-    if job.strategy.offload_optimizer != "none":
-        return StateBytes(
-            parameters=parameters,
-            master=Held(host=masters),
-            gradients=Held(host=masters),
-            optimizer=Held(host=_on_cpu(job, partition, states)),
-        )
-    return StateBytes(
-        parameters=parameters,
-        master=Held(gpu=masters),
-        gradients=Held(gpu=_gradient_elements(groups, job.shards, rank) * size),
-        optimizer=_optimizer(job, states),
-    )
+    trained = weights_of(job).trained
+    match job.optimizer:
+        case "adafactor":
+            return optimizers.of_tensors(job.optimizer, trained, size)
+        case "adamw_8bit" | "paged_adamw_8bit":
+            return -(-optimizers.of_tensors(job.optimizer, trained, size) // job.shards)
+        case _:
+            return optimizers.of_elements(job.optimizer, shard, size, tensors=len(trained.sizes))
 
 
 def partition_elements(group: Tensors, shards: int) -> int:
@@ -211,41 +187,6 @@ def _gradient_elements(groups: tuple[Tensors, ...], shards: int, rank: int) -> i
         inside = max(0, min(start + partition, group.elements) - start)
         total += group.whole_between(start, start + partition) + partition - inside
     return total
-
-
-def _on_cpu(job: PlannedJob, elements: int, states: int) -> int:
-    """Bytes of the states of the optimizer that steps on the CPU: DeepSpeedCPUAdam for AdamW."""
-    if job.optimizer in ("adamw", "adamw_fused", "paged_adamw", "adamw_8bit", "paged_adamw_8bit"):
-        return 8 * elements
-    return states
-
-
-def _zero3(job: PlannedJob, weights: Weights, size: int, frozen: int) -> StateBytes:
-    settings = zero_settings(job)
-    shards = job.shards
-    groups = sub_groups(weights, shards, settings.sub_group)
-    partition = sum(groups)
-    gathered = persistent_bytes(job)
-    masters = partition * settings.master_size
-    states = optimizers.of_elements(
-        job.optimizer, partition, settings.state_size, tensors=len(groups)
-    )
-    if job.strategy.offload_parameters == "nvme":
-        return _zero3_nvme(weights, shards, size, groups, gathered, frozen)
-    if job.strategy.offload_optimizer != "none":
-        # Beside the gradients in the model's dtype stand those that the masters are stepped with.
-        return StateBytes(
-            parameters=Held(gpu=gathered, host=partition * size + frozen),
-            master=Held(host=masters),
-            gradients=Held(host=partition * size + masters),
-            optimizer=Held(host=_on_cpu(job, partition, states)),
-        )
-    return StateBytes(
-        parameters=Held(gpu=partition * size + gathered + frozen),
-        master=Held(gpu=masters),
-        gradients=Held(gpu=partition * size),
-        optimizer=_optimizer(job, states),
-    )
 
 
 def sub_groups(weights: Weights, shards: int, limit: int) -> tuple[int, ...]:
@@ -278,24 +219,24 @@ def persistent_bytes(job: PlannedJob) -> int:
     return trained_size(job) * sum(part.at_most(threshold, job.shards) for part in parts)
 
 
-def _zero3_nvme(
-    weights: Weights, shards: int, size: int, groups: tuple[int, ...], gathered: int, frozen: int
-) -> StateBytes:
+def _on_nvme(job: PlannedJob, pieces: tuple[int, ...]) -> StateBytes:
     """Return the states of ZeRO-3 with files: small pieces stay in RAM.
 
     So do the first `MAX_IN_CPU` elements of the parameters.
     """
-    partition = sum(groups)
-    in_ram, room = 0, MAX_IN_CPU
-    for piece in groups:
-        if piece <= room:
+    size, partition = trained_size(job), sum(pieces)
+    in_ram = 0
+    for piece in pieces:
+        if in_ram + piece <= MAX_IN_CPU:
             in_ram += piece
-            room -= piece
-    small = sum(piece for piece in groups if 4 * piece < SWAPPED_FROM_BYTES)
+    small = sum(piece for piece in pieces if 4 * piece < SWAPPED_FROM_BYTES)
     in_files = partition - small
+    frozen = _frozen_bytes(job, weights_of(job))
     return StateBytes(
         parameters=Held(
-            gpu=gathered, host=in_ram * size + frozen, nvme=(partition - in_ram) * size
+            gpu=persistent_bytes(job),
+            host=in_ram * size + frozen,
+            nvme=(partition - in_ram) * size,
         ),
         master=Held(host=4 * small, nvme=4 * in_files),
         gradients=Held(host=partition * size + 4 * small, nvme=4 * in_files),
@@ -328,50 +269,44 @@ def host_terms(job: PlannedJob, states: StateBytes) -> Iterator[Term]:
     if not (job.strategy.offloads or optimizers.is_paged(job.optimizer)):
         return
     ranks = job.gpus // job.nodes
-    for name, held, pinned in _held(job, states):
-        if held:
-            factor = PINNED if pinned else Interval(1, 1)
-            yield _term(name, Interval(factor.low * held, factor.high * held), ranks)
-    if job.strategy.offloads:
-        yield _term("the processes themselves", PROCESS, ranks)
-    in_files = states.total.nvme
-    if in_files:
-        yield _term("states in files", Interval.exactly(in_files), ranks, place="nvme")
+    for name, needed, place in _off_gpu(job, states):
+        if needed.high:
+            yield Term(
+                category="parameters" if place == "nvme" else "optimizer",
+                name=name,
+                bytes=needed.times(ranks),
+                formula="ranks of a node * bytes of a rank",
+                inputs={"ranks of a node": ranks, "bytes of a rank": needed.low},
+                place=place,
+            )
 
 
-def _term(name: str, size: Interval, ranks: int, *, place: Place = "host") -> Term:
-    return Term(
-        category="parameters" if place == "nvme" else "optimizer",
-        name=name,
-        bytes=size.times(ranks),
-        formula="ranks of a node * bytes of a rank",
-        inputs={"ranks of a node": ranks, "bytes of a rank": size.low},
-        place=place,
-    )
-
-
-def _held(job: PlannedJob, states: StateBytes) -> Iterator[tuple[str, int, bool]]:
-    """Yield name, bytes of a rank, and whether they are pinned."""
-    strategy, size = job.strategy, trained_size(job)
+def _off_gpu(job: PlannedJob, states: StateBytes) -> Iterator[tuple[str, Interval, Place]]:
+    """Yield what a rank holds outside of its GPU: name, bytes, place."""
+    strategy, size, weights = job.strategy, trained_size(job), weights_of(job)
     is_zero2 = strategy.sharding == "flat" and strategy.shards_gradients
-    weights = weights_of(job)
-    yield "parameters", states.parameters.host, strategy.offload_parameters == "cpu"
-    yield "master weights", states.master.host, is_zero2
-    yield "gradients", states.gradients.host, True
-    yield "optimizer states", states.optimizer.host, False
+
+    def in_ram(name: str, held: int, *, pinned: bool = True) -> tuple[str, Interval, Place]:
+        return name, PINNED.times(held) if pinned else Interval.exactly(held), "host"
+
+    parameters_pinned = strategy.offload_parameters == "cpu"
+    yield in_ram("parameters", states.parameters.host, pinned=parameters_pinned)
+    yield in_ram("master weights", states.master.host, pinned=is_zero2)
+    yield in_ram("gradients", states.gradients.host)
+    yield in_ram("optimizer states", states.optimizer.host, pinned=False)
     if is_zero2:
         partition = states.master.host // 4
-        yield "weights on their way back to the GPU", partition * size, True
-        yield "a buffer for the largest gradient", weights.trained.largest * size, True
+        yield in_ram("weights on their way back to the GPU", partition * size)
+        yield in_ram("a buffer for the largest gradient", weights.trained.largest * size)
         if job.accumulation > 1:
-            yield "gradients summed up over micro-batches", 4 * partition, True
+            yield in_ram("gradients summed up over micro-batches", 4 * partition)
     if strategy.offload_parameters == "nvme":
-        in_ram = min(MAX_IN_CPU, weights.trained.partitioned(job.shards)) * size
-        yield "parameters kept in RAM", max(0, in_ram - states.parameters.host), True
+        kept = min(MAX_IN_CPU, weights.trained.partitioned(job.shards)) * size
+        yield in_ram("parameters kept in RAM", max(0, kept - states.parameters.host))
         swap = PARAMETER_BUFFERS * PARAMETER_BUFFER_ELEMENTS * size
-        yield "buffers for parameters from files", swap, True
-        yield (
-            "buffers for optimizer states from files",
-            OPTIMIZER_BUFFERS * 4 * stepped_at_once(job, weights),
-            True,
-        )
+        yield in_ram("buffers for parameters from files", swap)
+        buffers = OPTIMIZER_BUFFERS * 4 * stepped_at_once(job, weights)
+        yield in_ram("buffers for optimizer states from files", buffers)
+    if strategy.offloads:
+        yield "the processes themselves", PROCESS, "host"
+    yield "states in files", Interval.exactly(states.total.nvme), "nvme"
