@@ -30,11 +30,15 @@ def of_tensors(optimizer: Optimizer, tensors: Tensors, size: int) -> int:
         size: Bytes of an element of a parameter; torch's states take its dtype.
     """
     if optimizer == "adafactor":
-        return size * sum(_factored(shape) for shape in tensors.shapes)
+        return size * sum(_factored(tensor.shape) for tensor in tensors.listed)
     if optimizer in ("adamw_8bit", "paged_adamw_8bit"):
         # The Trainer has bitsandbytes keep the states of embeddings in 32 bits (trainer.py).
-        pairs = zip(tensors.sizes, tensors.embedding, strict=True)
-        return CODE_BOOKS + sum(8 * n if embedding else _eight_bit(n) for n, embedding in pairs)
+        return CODE_BOOKS + sum(
+            8 * tensor.elements
+            if tensor.kind in ("embedding", "positions")
+            else _eight_bit(tensor.elements)
+            for tensor in tensors.listed
+        )
     return of_elements(optimizer, tensors.elements, size, tensors=len(tensors.sizes))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -35,10 +35,11 @@ _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|
 class Tensors:
     """Tensors in the order in which libraries walk them, with the sums that partitions need."""
 
-    shapes: tuple[tuple[int, ...], ...]
-    sizes: tuple[int, ...]
-    embedding: tuple[bool, ...]
-    """Which of them are weights of an `nn.Embedding`."""
+    listed: tuple[Tensor, ...]
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(tensor.elements for tensor in self.listed)
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
@@ -70,19 +71,21 @@ class Tensors:
     @lru_cache(maxsize=64)  # noqa: B019
     def chunked(self, shards: int) -> int:
         """Elements of one FSDP2 shard with its padding: rows are dealt out, rounded up."""
-        return sum(
-            -(-shape[0] // shards) * (size // shape[0]) if shape else size
-            for shape, size in zip(self.shapes, self.sizes, strict=True)
-        )
+        return sum(-(-rows // shards) * columns for rows, columns in self._rows())
 
     @lru_cache(maxsize=256)  # noqa: B019
     def chunk_of(self, shards: int, rank: int) -> int:
         """Elements of a rank's FSDP2 shard without padding: the last ranks can have fewer rows."""
         total = 0
-        for shape, size in zip(self.shapes, self.sizes, strict=True):
-            rows = -(-shape[0] // shards)
-            total += max(0, min(rows, shape[0] - rank * rows)) * (size // shape[0])
+        for rows, columns in self._rows():
+            of_rank = -(-rows // shards)
+            total += max(0, min(of_rank, rows - rank * of_rank)) * columns
         return total
+
+    def _rows(self) -> Iterator[tuple[int, int]]:
+        """Yield the rows of each tensor, and the elements of a row."""
+        for tensor in self.listed:
+            yield tensor.shape[0], tensor.elements // tensor.shape[0]
 
     @lru_cache(maxsize=64)  # noqa: B019
     def at_most(self, threshold: int, shards: int) -> int:
@@ -155,29 +158,18 @@ def trained_size(job: PlannedJob) -> int:
 
 @lru_cache(maxsize=512)
 def _weights(model: ModelShape, method: Method, lora_rank: int) -> Weights:
-    trained = list(model.tensors)
-    frozen: list[Tensor] = []
-    packed: list[Tensor] = []
+    trained, frozen, packed = model.tensors, (), ()
     if method != "full":
-        trained = [a for tensor in model.tensors for a in _adapters(tensor, lora_rank)]
-        packed = [t for t in model.tensors if method == "qlora" and t.kind == "linear"]
+        trained = tuple(a for tensor in model.tensors for a in _adapters(tensor, lora_rank))
+        packed = tuple(model.of_kind("linear")) if method == "qlora" else ()
         in_4_bits = set(packed)
-        frozen = [t for t in model.tensors if t not in in_4_bits]
+        frozen = tuple(tensor for tensor in model.tensors if tensor not in in_4_bits)
     return Weights(
-        trained=_tensors(trained),
-        decayed=_tensors(t for t in trained if not _is_undecayed(t)),
-        undecayed=_tensors(t for t in trained if _is_undecayed(t)),
-        frozen=_tensors(frozen),
-        packed=_tensors(packed),
-    )
-
-
-def _tensors(tensors: Iterable[Tensor]) -> Tensors:
-    listed = list(tensors)
-    return Tensors(
-        shapes=tuple(tensor.shape for tensor in listed),
-        sizes=tuple(tensor.elements for tensor in listed),
-        embedding=tuple(tensor.kind in ("embedding", "positions") for tensor in listed),
+        trained=Tensors(trained),
+        decayed=Tensors(tuple(tensor for tensor in trained if not _is_undecayed(tensor))),
+        undecayed=Tensors(tuple(filter(_is_undecayed, trained))),
+        frozen=Tensors(frozen),
+        packed=Tensors(packed),
     )
 
 
