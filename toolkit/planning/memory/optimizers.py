@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 from toolkit.planning.memory.weights import Tensors
@@ -33,10 +34,9 @@ def of_tensors(optimizer: Optimizer, tensors: Tensors, size: int) -> int:
         return size * sum(_factored(tensor.shape) for tensor in tensors.listed)
     if optimizer in ("adamw_8bit", "paged_adamw_8bit"):
         # The Trainer has bitsandbytes keep the states of embeddings in 32 bits (trainer.py).
+        embeddings = ("embedding", "positions")
         return CODE_BOOKS + sum(
-            8 * tensor.elements
-            if tensor.kind in ("embedding", "positions")
-            else _eight_bit(tensor.elements)
+            8 * tensor.elements if tensor.kind in embeddings else _eight_bit(tensor.elements)
             for tensor in tensors.listed
         )
     return of_elements(optimizer, tensors.elements, size, tensors=len(tensors.sizes))
@@ -101,11 +101,8 @@ def is_paged(optimizer: Optimizer) -> bool:
 
 def _factored(shape: tuple[int, ...]) -> int:
     if len(shape) < 2:
-        return shape[0] + 1 if shape else 2
-    rows = 1
-    for width in shape[:-2]:
-        rows *= width
-    return rows * (shape[-2] + shape[-1]) + 1
+        return math.prod(shape) + 1
+    return math.prod(shape[:-2]) * (shape[-2] + shape[-1]) + 1
 
 
 def _eight_bit(elements: int) -> int:

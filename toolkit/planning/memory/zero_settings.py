@@ -28,16 +28,15 @@ defaults (zero/offload_config.py, 0.19.8), which our files leave."""
 SWAPPED_FROM_BYTES = 1 << 20
 """Smaller tensors are not worth a file and stay in RAM (swap_tensor/utils.py, MIN_AIO_BYTES)."""
 
-_DEFAULTS = {
-    "reduce_bucket_size": 500_000_000,
-    "allgather_bucket_size": 500_000_000,
-    "stage3_prefetch_bucket_size": 50_000_000,
-    "stage3_param_persistence_threshold": 100_000,
-    "stage3_max_live_parameters": 1_000_000_000,
-    "stage3_max_reuse_distance": 1_000_000_000,
-    "sub_group_size": 1_000_000_000,
+_SIZES = {
+    "reduce_bucket": ("reduce_bucket_size", 500_000_000),
+    "prefetch_bucket": ("stage3_prefetch_bucket_size", 50_000_000),
+    "persistence_threshold": ("stage3_param_persistence_threshold", 100_000),
+    "max_live": ("stage3_max_live_parameters", 1_000_000_000),
+    "max_reuse": ("stage3_max_reuse_distance", 1_000_000_000),
+    "sub_group": ("sub_group_size", 1_000_000_000),
 }
-"""Elements, where a file is silent (zero/config.py, deepspeed 0.19.8)."""
+"""Elements where a file is silent (zero/config.py, deepspeed 0.19.8), by our names and theirs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +44,6 @@ class ZeroSettings:
     """Settings of DeepSpeed's ZeRO. Sizes are elements, as DeepSpeed counts them."""
 
     reduce_bucket: int
-    allgather_bucket: int
     overlaps: bool
     """Reduces while backward goes on; stages 1 and 2 then hold two buckets."""
 
@@ -98,20 +96,17 @@ def _bundled(strategy: Strategy, model: ModelShape, adapters: bool) -> ZeroSetti
 def _settings(config: Mapping[str, Any], model: ModelShape) -> ZeroSettings:
     zero = _section(config, "zero_optimization")
     bf16 = _section(config, "bf16")
-    stage = zero.get("stage", 0)
     overlaps = zero.get("overlap_comm")
-    size = {key: _elements(zero, key, model) for key in _DEFAULTS}
+    sizes = {
+        name: _elements(zero, key, default, model.hidden_size)
+        for name, (key, default) in _SIZES.items()
+    }
+    sizes["max_live"] = max(sizes["max_live"], sizes["max_reuse"])
     masters = bool(bf16.get("bf16_master_weights_and_grads"))
     states = masters and bool(bf16.get("bf16_optimizer_states"))
     return ZeroSettings(
-        reduce_bucket=size["reduce_bucket_size"],
-        allgather_bucket=size["allgather_bucket_size"],
-        overlaps=stage == 3 if overlaps is None else bool(overlaps),
-        prefetch_bucket=size["stage3_prefetch_bucket_size"],
-        persistence_threshold=size["stage3_param_persistence_threshold"],
-        max_live=max(size["stage3_max_live_parameters"], size["stage3_max_reuse_distance"]),
-        max_reuse=size["stage3_max_reuse_distance"],
-        sub_group=size["sub_group_size"],
+        **sizes,
+        overlaps=zero.get("stage", 0) == 3 if overlaps is None else bool(overlaps),
         master_size=2 if masters else 4,
         state_size=2 if states else 4,
         autocast=bool(_section(config, "torch_autocast").get("enabled")),
@@ -125,21 +120,15 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", section)
 
 
-def _elements(zero: Mapping[str, Any], key: str, model: ModelShape) -> int:
-    value = zero.get(key, _DEFAULTS[key])
+def _elements(zero: Mapping[str, Any], key: str, default: int, hidden: int) -> int:
+    value = zero.get(key, default)
     if value == "auto":
-        return _filled_in(key, model)
+        # What transformers fills in (integrations/deepspeed.py); it leaves others to DeepSpeed.
+        value = {
+            "reduce_bucket_size": hidden * hidden,
+            "stage3_prefetch_bucket_size": hidden * hidden * 9 // 10,
+            "stage3_param_persistence_threshold": 10 * hidden,
+        }.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e15:
         raise UsageError(f"{key} in the DeepSpeed file is {value!r}: a number of elements is due.")
     return int(value)
-
-
-def _filled_in(key: str, model: ModelShape) -> int:
-    """Return what transformers writes for `auto` (integrations/deepspeed.py), else the default."""
-    hidden = model.hidden_size
-    filled = {
-        "reduce_bucket_size": hidden * hidden,
-        "stage3_prefetch_bucket_size": hidden * hidden * 9 // 10,
-        "stage3_param_persistence_threshold": 10 * hidden,
-    }
-    return filled.get(key, _DEFAULTS[key])
