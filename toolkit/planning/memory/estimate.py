@@ -16,7 +16,12 @@ from toolkit.planning.memory.activations import (
     dequantised_term,
 )
 from toolkit.planning.memory.states import StateBytes, host_terms, most_loaded, persistent_bytes
-from toolkit.planning.memory.transient_buffers import RUNNING, moving_terms, step_terms
+from toolkit.planning.memory.transient_buffers import (
+    RUNNING,
+    moving_terms,
+    step_terms,
+    units_of,
+)
 from toolkit.planning.memory.weights import trained_size, weights_of
 from toolkit.planning.terms import PHASES, Category, Interval, Phase, Term
 
@@ -95,7 +100,9 @@ def estimate_memory(job: PlannedJob) -> MemoryEstimate:
             formula="2 * 8.1 MiB, 32 MiB on Hopper",
         ),
     ]
-    phase, allocated = _peak(terms)
+    sums = _by_phase(terms)
+    phase = max(PHASES, key=lambda name: sums[name].high)
+    allocated = sums[phase]
     reserved = Interval(allocated.low * RESERVED.low, allocated.high * RESERVED.high)
     outside = list(_outside_terms(job))
     terms += [
@@ -164,13 +171,6 @@ def _tensor_terms(job: PlannedJob, states: StateBytes) -> list[Term]:
 
 def _sum(terms: Iterable[Term]) -> Interval:
     return Interval.total(term.bytes for term in terms)
-
-
-def _peak(terms: Iterable[Term]) -> tuple[Phase, Interval]:
-    """Return the phase that can need the most, and the bytes that it needs."""
-    sums = _by_phase(terms)
-    phase = max(PHASES, key=lambda name: sums[name].high)
-    return phase, sums[phase]
 
 
 def _by_phase(terms: Iterable[Term]) -> dict[Phase, Interval]:
@@ -244,15 +244,9 @@ def _state_terms(
         "shards": shards,
     }
 
-    def exact(category: Category, name: str, held: int, formula: str) -> Iterator[Term]:
-        if held:
-            yield Term(
-                category=category,
-                name=name,
-                bytes=Interval.exactly(held),
-                formula=formula,
-                inputs=counted,
-            )
+    def exact(category: Category, name: str, held: int, formula: str) -> Term:
+        size = Interval.exactly(held)
+        return Term(category=category, name=name, bytes=size, formula=formula, inputs=counted)
 
     small = persistent_bytes(job)
     if small:
@@ -266,28 +260,28 @@ def _state_terms(
         )
     partition = states.parameters.gpu - small
     if job.method == "full":
-        yield from exact(
-            "parameters", "weights", partition, "size * trained parameters / shards, padded"
-        )
+        formula = "size * trained parameters / shards, padded"
+        terms = [exact("parameters", "weights", partition, formula)]
     else:
         adapters = min(partition, weights.trained.elements * size // shards)
         base = partition - adapters
         constants = min(base, weights.quantisation_bytes)
-        yield from exact("adapters", "adapters", adapters, "size * trained parameters / shards")
-        yield from exact("parameters", "frozen weights", base - constants, "as loaded, sharded")
-        yield from exact(
-            "parameters",
-            "constants of the 4-bit weights, whole on every rank",
-            constants,
-            "a byte for 64 weights, 4 for 256 of those, tables",
-        )
-    yield from exact("master", "fp32 partitions to step on", states.master.gpu, "4 * partition")
-    yield from exact(
-        "optimizer",
-        f"states of {job.optimizer}",
-        states.optimizer.gpu,
-        optimizers.formula_of(job.optimizer),
-    )
+        terms = [
+            exact("adapters", "adapters", adapters, "size * trained parameters / shards"),
+            exact("parameters", "frozen weights", base - constants, "as loaded, sharded"),
+            exact(
+                "parameters",
+                "constants of the 4-bit weights, whole on every rank",
+                constants,
+                "a byte for 64 weights, 4 for 256 of those, tables",
+            ),
+        ]
+    formula = optimizers.formula_of(job.optimizer)
+    terms += [
+        exact("master", "fp32 partitions to step on", states.master.gpu, "4 * partition"),
+        exact("optimizer", f"states of {job.optimizer}", states.optimizer.gpu, formula),
+    ]
+    yield from (term for term in terms if term.bytes.high)
     yield from _gradient_terms(job, states, counted, ends_full=ends_full, tied=tied)
 
 
@@ -299,73 +293,66 @@ def _gradient_terms(
     ends_full: bool,
     tied: int,
 ) -> Iterator[Term]:
-    whole = Term(
+    at_end: tuple[Phase, ...] = ("backward", "step") if ends_full else ("step",)
+    gradients = Term(
         category="gradients",
         name="gradients",
         bytes=Interval.exactly(states.gradients.gpu),
         formula="size * trained parameters / shards, padded",
         inputs=inputs,
+        phases=PHASES if _gradients_always(job) else at_end,
     )
     if ends_full and tied:
         yield replace(
-            whole,
+            gradients,
             name="gradients of a tied embedding and its head, until they are one",
             bytes=Interval.exactly(tied),
             formula="size * vocabulary * hidden * copies, less what the last layer had",
             phases=("backward",),
         )
-    if _gradients_always(job):
-        yield from [whole] if states.gradients.gpu else []
-    elif states.gradients.gpu:
-        yield replace(whole, phases=("backward", "step") if ends_full else ("step",))
-    yield from _new_gradients(job, whole, ends_full=ends_full)
-    if job.strategy.shards_at_the_step:
-        size = trained_size(job)
-        unsharded = weights_of(job).trained.elements * size
-        always = job.sums_up
-        if always or ends_full:
-            yield replace(
-                whole,
-                name="whole gradients, until they are reduced",
-                bytes=Interval.exactly(unsharded),
-                formula="size * trained parameters",
-                phases=RUNNING if always else ("backward",),
-            )
-    if job.strategy.sharding == "flat" and not (
-        job.strategy.shards_at_the_step or job.strategy.offloads
-    ):
-        # Its part has a buffer from the first of them on that lies in it.
+    if states.gradients.gpu:
+        yield gradients
+    if job.strategy.sharding == "whole" and job.method == "full":
+        yield from _new_gradients(job, gradients, ends_full=ends_full)
+    late = job.strategy.shards_at_the_step
+    if late and (job.sums_up or ends_full):
+        yield replace(
+            gradients,
+            name="whole gradients, until they are reduced",
+            bytes=Interval.exactly(weights_of(job).trained.elements * trained_size(job)),
+            formula="size * trained parameters",
+            phases=RUNNING if job.sums_up else ("backward",),
+        )
+    in_flat_buffer = job.strategy.sharding == "flat" and not (late or job.strategy.offloads)
+    if in_flat_buffer and (job.sums_up or not ends_full):
+        # The rank's part has a buffer from its first gradient on, in which these lie.
         new = Interval(0, states.gradients.gpu)
-        if job.sums_up or not ends_full:
-            yield replace(
-                whole, name="gradients of one micro-batch", bytes=new, phases=("backward",)
-            )
+        yield replace(
+            gradients, name="gradients of one micro-batch", bytes=new, phases=("backward",)
+        )
 
 
-def _new_gradients(job: PlannedJob, whole: Term, *, ends_full: bool) -> Iterator[Term]:
+def _new_gradients(job: PlannedJob, gradients: Term, *, ends_full: bool) -> Iterator[Term]:
     """Yield gradients that have just come and are not yet added to those that are held."""
-    if job.strategy.sharding != "whole" or job.method != "full":
-        return
-    size, held = trained_size(job), _gradients_always(job)
-    head = job.model.vocab_size * job.model.hidden_size * size
-    layers = [t.elements for t in job.model.tensors if t.layer is not None]
-    # A chunked loss has gathered it in fp32 already.
+    size, added = trained_size(job), _gradients_always(job)
     phases: list[Phase] = []
+    # A chunked loss has gathered the head's in fp32 already.
     if not (job.chunked_loss and size == 4):
         phases.append("head")
-    if not (held or ends_full):
+    if not (added or ends_full):
         phases.append("backward")
+    head = job.model.vocab_size * job.model.hidden_size * size
     yield replace(
-        whole,
+        gradients,
         name="gradient of the head, the first to come",
-        bytes=Interval.exactly(min(head, whole.bytes.high)),
+        bytes=Interval.exactly(min(head, gradients.bytes.high)),
         formula="size * vocabulary * hidden",
         phases=tuple(phases),
     )
-    if held and not ends_full:
-        widest = max(layers, default=0) * size
+    if added and not ends_full:
+        widest = units_of(job.model).widest * size
         yield replace(
-            whole,
+            gradients,
             name="gradient of a layer's weight, until it is added",
             # A layer may need the most at another moment; a plan is to lack nothing.
             bytes=Interval(widest if job.micro_batch is None else 0, widest),
