@@ -264,7 +264,6 @@ def test_a_name_that_can_mean_no_model_is_refused(name):
         ("1.5t", 1_500_000_000_000),
         ("4000k", 4_000_000),
         (" 7 b ", 7 * 10**9),
-        (7_000_000_000, 7 * 10**9),
     ],
 )
 def test_a_count_gives_a_shape_of_that_many_parameters(text, count):
@@ -272,13 +271,13 @@ def test_a_count_gives_a_shape_of_that_many_parameters(text, count):
     assert shape.parameters == pytest.approx(count, rel=0.005)
     assert not shape.exact
     assert "assumed" in shape.note
-    assert resolve_model(str(text)).parameters == shape.parameters
+    assert resolve_model(text).parameters == shape.parameters
 
 
 def test_counts_are_met_over_the_whole_range_with_plausible_widths():
     for exponent in range(6, 13):
         for digit in (1.0, 1.7, 2.9, 4.4, 7.1, 9.9):
-            shape = shape_from_count(int(digit * 10**exponent))
+            shape = shape_from_count(str(int(digit * 10**exponent)))
             assert shape.parameters == pytest.approx(digit * 10**exponent, rel=0.005)
             assert shape.hidden_size == shape.heads * shape.head_dim
             assert 1.9 < shape.intermediate_size / shape.hidden_size < 3.5
@@ -294,8 +293,8 @@ def test_a_count_of_a_llama_gives_the_widths_of_that_llama():
 @pytest.mark.parametrize(
     "count",
     ["0", "0b", "7", "999k", "11t", "10000000000000000", "b", "", "-7b", "1e9", "7bb", "٧b", "1.b"]
-    + ["9" * 10_000, 0, -1, 10**16, 10**5000, True],
-    ids=lambda count: str(count)[:20] if isinstance(count, str) else "number",
+    + ["9" * 10_000],
+    ids=lambda count: count[:20],
 )
 def test_an_absurd_count_is_refused(count):
     with pytest.raises(UsageError) as refusal:

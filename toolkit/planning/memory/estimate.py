@@ -18,7 +18,7 @@ from toolkit.planning.memory.activations import (
 from toolkit.planning.memory.states import StateBytes, host_terms, most_loaded, persistent_bytes
 from toolkit.planning.memory.transient_buffers import (
     RUNNING,
-    moving_terms,
+    buffer_terms,
     step_terms,
     units_of,
 )
@@ -164,7 +164,7 @@ def _tensor_terms(job: PlannedJob, states: StateBytes) -> list[Term]:
         *_state_terms(job, states, ends_full=ends_full, tied=_tied_bytes(job, parts)),
         *activation_terms(job, parts, ends_full=ends_full),
         *dequantised_term(job),
-        *moving_terms(job),
+        *buffer_terms(job),
         *step_terms(job),
     ]
 

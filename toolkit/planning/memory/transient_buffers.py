@@ -32,10 +32,9 @@ class Units:
     """Last norm and head, with a tied embedding, and what belongs to no other unit: these stay
     gathered from the end of forward into backward."""
 
-    embedding: int
-    """An untied embedding, a unit of its own."""
-
     largest: int
+    """The largest of these and an untied embedding, which is a unit of its own."""
+
     widest: int
     """The largest tensor of a layer."""
 
@@ -50,13 +49,12 @@ def units_of(model: ModelShape) -> Units:
     return Units(
         layer=layer,
         tail=tail,
-        embedding=embedding,
         largest=max(layer, tail, embedding),
         widest=max((t.elements for t in model.tensors if t.layer is not None), default=0),
     )
 
 
-def moving_terms(job: PlannedJob) -> Iterator[Term]:
+def buffer_terms(job: PlannedJob) -> Iterator[Term]:
     """Yield the terms of a job's strategy."""
     weights = weights_of(job)
     match job.strategy.sharding:
@@ -74,9 +72,9 @@ def packed_size(job: PlannedJob, weights: Weights) -> float:
     """Bytes of an element as it is gathered: half of one where most weights have 4 bits."""
     if not weights.packed.sizes:
         return COMPUTE_SIZE[job.precision]
-    whole = weights.packed.elements + weights.frozen.elements + weights.trained.elements
-    others = weights.frozen.elements + weights.trained.elements
-    return (weights.packed.elements / 2 + others * COMPUTE_SIZE[job.precision]) / whole
+    packed = weights.packed.elements
+    unpacked = weights.frozen.elements + weights.trained.elements
+    return (packed / 2 + unpacked * COMPUTE_SIZE[job.precision]) / (packed + unpacked)
 
 
 def _ddp(job: PlannedJob, weights: Weights) -> Iterator[Term]:

@@ -281,10 +281,10 @@ def _family(config: Mapping[str, Any], name: str) -> Family:
         )
     causal = not classes or any(end in classes[0] for end in ("ForCausalLM", "LMHeadModel"))
     if model_type not in FAMILIES:
-        other = "" if causal else " It is no causal LM either, going by that class."
+        no_causal_lm = "" if causal else " It is no causal LM either, going by that class."
         raise UsageError(
             f"{name}: the planner doesn't know the architecture {shown(model_type)}"
-            f"{_in_brackets(classes)} and won't guess its shape.{other} "
+            f"{_in_brackets(classes)} and won't guess its shape.{no_causal_lm} "
             f"It knows: {', '.join(FAMILIES)}."
         )
     if not causal:

@@ -52,7 +52,7 @@ def resolve_model(name: str | Path) -> ModelShape:
         raise UsageError(
             f"There is no model at {text}: it should be a folder with a config.json, or that file."
         )
-    if looks_like_count(text):
+    if _COUNT.fullmatch(text.strip()):
         return shape_from_count(text)
     if _HUB_NAME.fullmatch(text) and len(text) <= _LONGEST_NAME:
         cached = _cached_config(text)
@@ -125,16 +125,9 @@ def _cached_config(name: str) -> Path | None:
 def hub_cache() -> Path:
     """Return the folder of huggingface_hub's downloads, by the same variables."""
     explicit = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
-    if explicit:
-        return _expanded(explicit)
-    home = os.environ.get("HF_HOME")
-    if home:
-        return _expanded(home) / "hub"
-    return _expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface" / "hub"
-
-
-def _expanded(path: str) -> Path:
-    return Path(os.path.expandvars(os.path.expanduser(path)))
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or f"{cache}/huggingface"
+    return Path(os.path.expandvars(os.path.expanduser(explicit or f"{home}/hub")))
 
 
 def _read(path: Path) -> Any:
@@ -199,12 +192,7 @@ _VOCABULARY = 32_000
 _TIED_BELOW = 10**9
 
 
-def looks_like_count(text: str) -> bool:
-    """Whether `text` can only be meant as a count: it starts with a digit and has nothing else."""
-    return _COUNT.fullmatch(text.strip()) is not None
-
-
-def shape_from_count(count: str | int) -> ModelShape:
+def shape_from_count(count: str) -> ModelShape:
     """Return a Llama of `count` parameters, with widths that such models have.
 
     The widths are assumed: 32,000 tokens (fewer below 16m), a head tied to the embedding below 1b,
@@ -215,30 +203,19 @@ def shape_from_count(count: str | int) -> ModelShape:
     Raises:
         UsageError: that is no count, or none between one million and ten trillion.
     """
-    total = _parameters(count)
-    return _shape(total, str(count).strip())
-
-
-def _parameters(count: str | int) -> int:
-    if isinstance(count, str):
-        match = _COUNT.fullmatch(count.strip())
-        if match is None:
-            raise UsageError(
-                f"{shown(count)} is no number of parameters. Write it like 7b, 350m or 6738415616."
-            )
-        number, unit = match.groups()
-        exact = Decimal(re.sub("[_,]", "", number)) * _FACTORS[unit.lower()]
-        total = int(exact)
-    elif isinstance(count, bool):
-        raise UsageError(f"{shown(count)} is no number of parameters. Write it like 7b or 350m.")
-    else:
-        total = count
+    match = _COUNT.fullmatch(count.strip())
+    if match is None:
+        raise UsageError(
+            f"{shown(count)} is no number of parameters. Write it like 7b, 350m or 6738415616."
+        )
+    number, unit = match.groups()
+    total = int(Decimal(re.sub("[_,]", "", number)) * _FACTORS[unit.lower()])
     if not FEWEST_PARAMETERS <= total <= MOST_PARAMETERS:
         raise UsageError(
             f"{shown(count)} is no plausible number of parameters: they go from 1m to 10t. "
             "Write 7b for seven billion."
         )
-    return total
+    return _shape(total, count.strip())
 
 
 @lru_cache(maxsize=64)
@@ -256,7 +233,7 @@ def _shape(total: int, name: str) -> ModelShape:
             "hidden_size": hidden,
             "intermediate_size": ffn,
             "num_hidden_layers": layers,
-            "num_attention_heads": hidden // _head_dim(hidden),
+            "num_attention_heads": hidden // (128 if hidden >= 2048 else 64),
             "tie_word_embeddings": tied,
         },
         name=name,
@@ -285,7 +262,3 @@ def _proportions(total: int, rows: int) -> tuple[int, int]:
         if max(ratio, 1 / ratio) < gap:
             best, gap = (hidden, layers), max(ratio, 1 / ratio)
     return best
-
-
-def _head_dim(hidden: int) -> int:
-    return 128 if hidden >= 2048 else 64
