@@ -50,7 +50,7 @@ def test_without_a_gpu_its_allocator_says_nothing_and_the_record_says_why():
     assert device_peak_bytes() is None
     assert device_peak_reserved_bytes() is None
     counted = dict.fromkeys(CATEGORIES, 1) | dict.fromkeys(OF_THE_ALLOCATOR)
-    found = merge([rank_that_recorded(counted)], throughput_steps=0, probed=[], rehearsal=True)
+    found = merge([rank_that_recorded(counted)], throughput_steps=0, probed=[])
     assert found["memory"] == counted
     for name in OF_THE_ALLOCATOR:
         assert found["not_measured"][f"memory.{name}"] == REHEARSED
@@ -62,7 +62,7 @@ def test_a_model_that_swaps_nothing_has_no_bytes_on_disk():
 
 def test_the_peak_of_a_record_is_that_of_the_rank_with_the_most():
     ranks = [rank_that_recorded(peak={"total_bytes": total}) for total in (3, 5, 4)]
-    found = merge(ranks, throughput_steps=0, probed=[], rehearsal=True)
+    found = merge(ranks, throughput_steps=0, probed=[])
     assert found["peak"] == {"total_bytes": 5}
     assert [rank["peak"]["total_bytes"] for rank in found["per_rank"]] == [3, 5, 4]
     assert "peak" not in found["not_measured"]
@@ -70,7 +70,7 @@ def test_the_peak_of_a_record_is_that_of_the_rank_with_the_most():
 
 def test_a_rank_without_a_peak_leaves_the_record_without_one():
     ranks = [rank_that_recorded(peak={"total_bytes": 3}), rank_that_recorded()]
-    found = merge(ranks, throughput_steps=0, probed=[], rehearsal=True)
+    found = merge(ranks, throughput_steps=0, probed=[])
     assert found["peak"] is None
     assert found["not_measured"]["peak"] == NOT_COUNTED
 

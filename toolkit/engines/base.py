@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 
 from toolkit.engines.hooks import Undo, nothing
-from toolkit.engines.optimizers import optimizer_of, pending_scale, trained_bytes, watch_optimizer
+from toolkit.engines.optimizers import optimizer_of, pending_scale, states_held, watch_optimizer
 from toolkit.engines.prepared import Prepared, world_rank, world_size
 from toolkit.engines.tensors import (
     gathered,
@@ -27,6 +27,7 @@ from toolkit.engines.tensors import (
     named_parameters,
     scales_held,
     shape_of,
+    storage_bytes,
     sum_of_squares,
 )
 
@@ -273,7 +274,8 @@ class Backend(Protocol):
 
     def checkpoint_bytes(self, prepared: Prepared) -> int:
         """Return the least that this rank's part of a checkpoint takes on the disk."""
-        return trained_bytes(self._model, prepared.optimizer) // self.replicas()
+        trained = (local(p.detach()) for p in self._model.parameters() if p.requires_grad)
+        return storage_bytes([*states_held(prepared.optimizer), *trained]) // self.replicas()
 
     def write_together(self, folder: Path, prepared: Prepared, *, step: int) -> None:
         """Write the part of a checkpoint that all ranks write together; a collective."""

@@ -306,9 +306,7 @@ class DeepSpeed(Backend):
     # Checkpoints: the engine's own files
 
     def checkpoint_bytes(self, prepared: Prepared) -> int:
-        seen: set[tuple[torch.device, int]] = set()
-        states = storage_bytes(states_held(prepared.optimizer), seen)
-        return states + storage_bytes(self.masters_held(), seen)
+        return storage_bytes([*states_held(prepared.optimizer), *self.masters_held()])
 
     def write_together(self, folder: Path, prepared: Prepared, *, step: int) -> None:
         self._model.save_checkpoint(

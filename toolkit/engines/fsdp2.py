@@ -96,16 +96,16 @@ class FSDP2(Backend):
 
     def gradients_underway(self) -> Iterator[torch.Tensor]:
         for parameter in self._fsdp_parameters():
-            whole = getattr(parameter, "_unsharded_param", None)  # from its first use on
-            gradients = [parameter.unsharded_accumulated_grad, getattr(whole, "grad", None)]
+            unsharded = getattr(parameter, "_unsharded_param", None)  # from its first use on
+            gradients = [parameter.unsharded_accumulated_grad, getattr(unsharded, "grad", None)]
             yield from tensors_in(gradients)
 
     def leaves(self) -> Iterator[torch.Tensor]:
         yield from super().leaves()
         for parameter in self._fsdp_parameters():
-            whole = getattr(parameter, "_unsharded_param", None)
-            if whole is not None and whole.requires_grad:
-                yield whole
+            unsharded = getattr(parameter, "_unsharded_param", None)
+            if unsharded is not None and unsharded.requires_grad:
+                yield unsharded
 
     def _units(self) -> list[Any]:
         return [module for module in self._model.modules() if isinstance(module, FSDPModule)]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from toolkit.engines.hooks import Undo
-from toolkit.engines.tensors import local, storage_bytes, tensors_in
+from toolkit.engines.tensors import local, tensors_in
 
 
 def optimizer_of(optimizer: Any) -> torch.optim.Optimizer:
@@ -29,13 +29,6 @@ def states_held(optimizer: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors of the optimizer's state that this rank holds in memory."""
     for state in optimizer_of(optimizer).state.values():
         yield from (local(tensor) for tensor in tensors_in(state))
-
-
-def trained_bytes(model: torch.nn.Module, optimizer: Any) -> int:
-    """Return the bytes that this rank holds of trained weights and optimizer states."""
-    seen: set[tuple[torch.device, int]] = set()
-    trained = (local(p.detach()) for p in model.parameters() if p.requires_grad)
-    return storage_bytes(states_held(optimizer), seen) + storage_bytes(trained, seen)
 
 
 def watch_optimizer(

@@ -179,18 +179,18 @@ def engaged_after(model: Any, optimizer: Any) -> dict[str, Any]:
     }
     # States as large as a parameter, or as its rows and columns, tell where it is stepped on; step
     # counts don't, and a parameter with other states alone leaves it open.
-    kept, tells = 0, True
+    stepped, tells = 0, True
     states: list[torch.Tensor] = []
     for parameter, state in inner.state.items():
         held = local(parameter)
         tensors = [local(tensor) for tensor in tensors_in(state)]
         shaped = [s for s in tensors if s.shape in _state_shapes(held.shape)]
         tells &= bool(shaped) or all(s.numel() <= 1 for s in tensors)
-        kept += held.numel() if shaped else 0
+        stepped += held.numel() if shaped else 0
         states += [s for s in shaped if s.is_floating_point()]
-    if kept and tells:
-        whole = sum(elements_of(p) for p in model.parameters() if p.requires_grad)
-        facts["optimizer_fraction"] = round(kept / whole, 4)
+    if stepped and tells:
+        trained = sum(elements_of(p) for p in model.parameters() if p.requires_grad)
+        facts["optimizer_fraction"] = round(stepped / trained, 4)
     if states and tells:
         facts["optimizer_dtypes"] = _dtypes(states)
     return facts
@@ -209,11 +209,10 @@ def _settings(groups: list[tuple[dict[str, Any], list[Any]]]) -> dict[str, Any]:
     stepped = [settings for settings, parameters in groups if parameters]
     held = {
         # A schedule keeps beside the rate what it began with.
-        "learning_rate": [each.get("initial_lr", each.get("lr")) for each in stepped],
-        "weight_decay": [each.get("weight_decay") for each in stepped],
-        "betas": [each.get("betas") for each in stepped],
-        "eps": [each.get("eps") for each in stepped],
+        "learning_rate": [group.get("initial_lr", group.get("lr")) for group in stepped],
     }
+    for name in ("weight_decay", "betas", "eps"):
+        held[name] = [group.get(name) for group in stepped]
     return {
         name: sorted({_plain_setting(value) for value in values})
         for name, values in held.items()
@@ -228,9 +227,9 @@ def _plain_setting(value: Any) -> Any:
 def compare(requested: dict[str, Any], engaged: dict[str, Any], *, rank: int) -> list[Mismatch]:
     """List the facts that were requested and did not engage, or that were not seen."""
     return [
-        Mismatch(what=what, asked=wanted, engaged=engaged.get(what, "unknown"), rank=rank)
-        for what, wanted in requested.items()
-        if not (_holds(what, wanted, engaged[what]) if what in engaged else what in MAY_BE_UNKNOWN)
+        Mismatch(what=name, asked=wanted, engaged=engaged.get(name, "unknown"), rank=rank)
+        for name, wanted in requested.items()
+        if not (_holds(name, wanted, engaged[name]) if name in engaged else name in MAY_BE_UNKNOWN)
     ]
 
 
@@ -267,16 +266,16 @@ def gather_objects(value: Any) -> list[Any]:
     return values
 
 
-def _holds(what: str, wanted: Any, engaged: Any) -> bool:
-    if what.endswith("_fraction"):
+def _holds(name: str, wanted: Any, engaged: Any) -> bool:
+    if name.endswith("_fraction"):
         return abs(wanted - engaged) <= FRACTION_TOLERANCE
-    if what == "optimizer_class":
+    if name == "optimizer_class":
         return engaged in wanted
-    if what == "accumulation_dtype":
+    if name == "accumulation_dtype":
         return wanted in engaged
-    if what == "weight_decay":  # norms and biases are kept out of it
+    if name == "weight_decay":  # norms and biases are kept out of it
         return {float(value) for value in engaged} - {0.0} == {float(wanted)} - {0.0}
-    if what in ("learning_rate", "betas", "eps"):
+    if name in ("learning_rate", "betas", "eps"):
         return engaged == [_plain_setting(wanted)]
     return wanted == engaged
 

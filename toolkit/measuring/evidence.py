@@ -237,9 +237,28 @@ class EvidenceKeeper:
     # What is kept
 
     def _keep_weights(self, name: str) -> None:
-        write_whole(
-            self.folder / name if self._main else None, self._parameters, self._backend.whole_weight
-        )
+        self._write_whole(name, self._backend.whole_weight)
+
+    def _write_whole(self, name: str, gather: Callable[[Any], torch.Tensor]) -> float:
+        """Write a whole tensor of each parameter as fp32 safetensors, holding one at a time.
+
+        Args:
+            name: Of the file, which rank 0 writes. The others only take part.
+            gather: Returns a parameter's tensor, in the parameter's whole shape.
+
+        Returns:
+            The norm of all tensors together.
+        """
+        if not self._main:
+            return sum(_square(gather(p)) for p in self._parameters.values()) ** 0.5
+        squares = 0.0
+        with (self.folder / name).open("wb") as file:
+            file.write(_header(self._parameters))
+            for parameter in self._parameters.values():
+                tensor = gather(parameter).to("cpu", torch.float32).contiguous()
+                squares += _square(tensor)
+                file.write(tensor.numpy().tobytes())
+        return squares**0.5
 
     def _weights_digest(self) -> str:
         return _digest(local(parameter.detach()) for parameter in self._parameters.values())
@@ -254,10 +273,8 @@ class EvidenceKeeper:
         if not self._backend.steps_in_backward:
             gradients = (p.grad for p in self._parameters.values() if p.grad is not None)
             step.gradients_digest = _digest(map(local, gradients))
-        step.gradient_norm = write_whole(
-            self.folder / GRADIENTS_FILE if self._main else None,
-            self._parameters,
-            lambda parameter: self._backend.whole_gradient(parameter) / held_scale,
+        step.gradient_norm = self._write_whole(
+            GRADIENTS_FILE, lambda parameter: self._backend.whole_gradient(parameter) / held_scale
         )
         step.scale = loss_scale
         step.groups = self._described_groups()
@@ -419,31 +436,6 @@ def _unpadded(targets: torch.Tensor, positions: torch.Tensor | None) -> slice:
         return slice(None)
     read = ((positions != 0) | (targets != IGNORED)).nonzero()
     return slice(0, int(read[-1]) + 1 if len(read) else 0)
-
-
-def write_whole(
-    file: Path | None, parameters: Mapping[str, Any], gather: Callable[[Any], torch.Tensor]
-) -> float:
-    """Write one whole tensor of each parameter as fp32 safetensors, holding one at a time.
-
-    Args:
-        file: None on ranks that only take part.
-        parameters: By name; the same on every rank.
-        gather: Returns a parameter's tensor, in the parameter's whole shape.
-
-    Returns:
-        The norm of them all together.
-    """
-    if file is None:
-        return sum(_square(gather(parameter)) for parameter in parameters.values()) ** 0.5
-    squares = 0.0
-    with file.open("wb") as opened:
-        opened.write(_header(parameters))
-        for parameter in parameters.values():
-            tensor = gather(parameter).to("cpu", torch.float32).contiguous()
-            squares += _square(tensor)
-            opened.write(tensor.numpy().tobytes())
-    return squares**0.5
 
 
 def _header(parameters: Mapping[str, Any]) -> bytes:

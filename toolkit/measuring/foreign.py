@@ -107,9 +107,7 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
 def _agreed(plugins: dict[str, Any], launched: Mapping[str, str]) -> Strategy:
     """Return what is to engage, by the plugins that the script gave its Accelerator.
 
-    Args:
-        plugins: As `strategy_of_plugins` takes them.
-        launched: The environment variables before the script began.
+    `launched` holds the environment variables from before the script began.
 
     Raises:
         UsageError: the launcher's config and the script ask for different things.

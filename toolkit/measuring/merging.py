@@ -24,17 +24,13 @@ def merge(
     *,
     throughput_steps: int,
     probed: Sequence[int],
-    rehearsal: bool,
-    steps_before: int = 0,
 ) -> dict[str, Any]:
-    """Put what the ranks recorded together.
+    """Merge what `Recorder` recorded on each rank, in their order.
 
     Args:
-        ranks: What `Recorder` kept on each of them, in their order.
-        throughput_steps: How many of the last steps were packed rows, kept for the clock.
-        probed: Steps that carried ledgers, from 1.
-        rehearsal: Whether the ranks had no GPU.
-        steps_before: Optimizer steps of the training that another run did, and recorded.
+        ranks: As `Recorder` gathers them.
+        throughput_steps: How many of the last steps were packed rows, there for the clock alone.
+        probed: Steps that carried ledgers, from 1: they are slower, and not timed.
     """
     first = ranks[0]
     count = len(first["losses"]) - throughput_steps
@@ -59,8 +55,6 @@ def merge(
     values |= _times(ranks, throughput_steps, probed, values["warm_up"], not_measured)
     return values | {
         "num_processes": len(ranks),
-        "rehearsal": rehearsal,
-        "first_step": steps_before + 1,
         "losses": losses[:count],
         # Every rank has the norm over all of them.
         "grad_norms": first["grad_norms"][:count],
@@ -106,14 +100,9 @@ def _times(
     warm_up: dict[str, Any],
     not_measured: dict[str, str],
 ) -> dict[str, Any]:
-    """Return speeds and times of the steps, with reasons for the missing.
+    """Return speeds and times of the steps; reasons for the missing go into `not_measured`.
 
-    Args:
-        ranks: What each of them recorded.
-        throughput_steps: How many of the last steps were packed rows.
-        probed: Steps that carried ledgers, from 1: they are slower, and not timed.
-        warm_up: What is known of the warm-up without the steps.
-        not_measured: Takes the reasons.
+    `warm_up` is what is known of the warm-up without the steps.
     """
     phases = list(_by_step(ranks, "phases"))
     # Ranks wait for each other within a step: the slowest one's clock is that of all.
@@ -136,11 +125,11 @@ def _times(
         else:
             speeds["supervised_tokens_per_second"] = sum(counts) / taken
     else:
-        for name in speeds:
-            not_measured[name] = (
-                f"read from packed rows after {WARMUP_STEPS} warm-up steps: "
-                f"pass --throughput_steps {WARMUP_STEPS + 1} or more"
-            )
+        too_few = (
+            f"read from packed rows after {WARMUP_STEPS} warm-up steps: "
+            f"pass --throughput_steps {WARMUP_STEPS + 1} or more"
+        )
+        not_measured |= dict.fromkeys(speeds, too_few)
     if not timed:
         too_short = f"no step is left after {WARMUP_STEPS} warm-up steps and the probe"
         not_measured |= dict.fromkeys(("step_seconds", "phases"), too_short)

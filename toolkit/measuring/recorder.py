@@ -337,13 +337,8 @@ class Recorder:
         if "host_peak_bytes" not in self._bytes:
             self.peaks()
         ranks = gather_objects(self._of_this_rank())
-        return merge(
-            ranks,
-            throughput_steps=throughput_steps,
-            probed=self._probed,
-            rehearsal=self.rehearsal,
-            steps_before=self.steps_before,
-        ) | {"attestation": self._attestation([]), "guards": self._guards()}
+        merged = merge(ranks, throughput_steps=throughput_steps, probed=self._probed)
+        return merged | self._of_all_ranks(mismatches=[])
 
     def refused(self, error: Refused) -> dict[str, Any]:
         """Return the measured part of the record of a run that was refused: what was seen."""
@@ -351,33 +346,33 @@ class Recorder:
             "status": "refused",
             "reason": str(error),
             "num_processes": self.requested.num_processes,
-            "rehearsal": self.rehearsal,
             "losses": [],
             "learning_rates": [],
-            "first_step": self.steps_before + 1,
             "skipped_steps": [],
             "timed_seconds": [],
             "memory": dict.fromkeys(memory.CATEGORIES),
             "per_rank": [],
-            "attestation": self._attestation(error.mismatches),
-            "guards": self._guards(),
             "not_measured": {},
+            **self._of_all_ranks(error.mismatches),
             **dict.fromkeys(
                 ("sample_ids", "gradients", "random_forward", "first_step_seconds", "validation")
             ),
         }
 
-    def _attestation(self, mismatches: list[Mismatch]) -> dict[str, Any]:
+    def _of_all_ranks(self, mismatches: list[Mismatch]) -> dict[str, Any]:
+        guards = None if self.heartbeat is None else self.heartbeat.guards
         return {
-            "asked": self.requested.before_first_step() | self.requested.after_first_step(),
-            "engaged": self.engaged,
-            "held": not mismatches,
-            "mismatches": [asdict(mismatch) for mismatch in mismatches],
-            "notes": self.notes,
+            "rehearsal": self.rehearsal,
+            "first_step": self.steps_before + 1,
+            "attestation": {
+                "asked": self.requested.before_first_step() | self.requested.after_first_step(),
+                "engaged": self.engaged,
+                "held": not mismatches,
+                "mismatches": [asdict(mismatch) for mismatch in mismatches],
+                "notes": self.notes,
+            },
+            "guards": {"mode": "off"} if guards is None else guards.described(),
         }
-
-    def _guards(self) -> dict[str, Any]:
-        return {"mode": "off"} if self.heartbeat is None else self.heartbeat.guards.described()
 
     # The first step
 
