@@ -216,11 +216,9 @@ class Backend(Protocol):
 
     @torch.no_grad()
     def put_weight(self, parameter: Parameter, numbers: torch.Tensor) -> None:
-        """Give a trained parameter other numbers, between two steps; a collective.
+        """Give a trained parameter the same numbers on every rank, in its whole shape.
 
-        Args:
-            parameter: Of the model.
-            numbers: In the whole parameter's shape; the same on every rank.
+        A collective, between two steps.
 
         Raises:
             RuntimeError: DeepSpeed's masters, which the optimizer steps on, are others.

@@ -82,6 +82,7 @@ class DeepSpeed(Backend):
     def engaged(self, accelerator: Accelerator) -> dict[str, Any]:
         engine, zero = self._model, self._zero
         states_on_cpu = any(getattr(zero, n, False) for n in ("offload_optimizer", "cpu_offload"))
+        bf16, fp16 = engine.bfloat16_enabled(), engine.fp16_enabled()
         return {
             "wrapper": "DeepSpeedEngine",
             "zero_stage": engine.zero_optimization_stage(),
@@ -93,11 +94,7 @@ class DeepSpeed(Backend):
             ),
             # Not what the Accelerator was asked for: with `bf16: auto` and no Trainer to fill it
             # in, DeepSpeed computes in fp32.
-            "precision": "bf16"
-            if engine.bfloat16_enabled()
-            else "fp16"
-            if engine.fp16_enabled()
-            else "no",
+            "precision": "bf16" if bf16 else "fp16" if fp16 else "no",
             "gradient_clipping": self.gradient_clipping(),
             "gradient_accumulation_steps": self.accumulation_steps(),
         }
@@ -371,15 +368,9 @@ def _forget_trace(coordinator: Any) -> None:
         coordinator._clear_trace_structures()
     else:
         coordinator._invalidate_trace()
-    _releases_cache(coordinator).cache_clear()
-
-
-def _releases_cache(coordinator: Any) -> Any:
-    """Return the cache in which ZeRO-3 keeps what a module releases at a place in the trace.
-
-    deepspeed 0.19 puts it below a decorator and never empties it (`__params_to_release` in
-    partitioned_param_coordinator.py): a forward alone fills it with releases that a backward has
-    to gather again, and one after a training step holds on to what only that step needed.
-    """
+    # What a module releases at a place in the trace is in a cache that deepspeed 0.19 puts below a
+    # decorator and never empties (partitioned_param_coordinator.py): a forward alone fills it with
+    # releases that a backward has to gather again, and one after a training step holds on to what
+    # only that step needed.
     decorated = type(coordinator)._PartitionedParameterCoordinator__params_to_release
-    return inspect.getclosurevars(decorated).nonlocals["func"]
+    inspect.getclosurevars(decorated).nonlocals["func"].cache_clear()

@@ -42,11 +42,10 @@ def checked_deepspeed_config(file: str | None = None) -> dict[str, Any]:
 
 
 def use_deepspeed_config(config: dict[str, Any], **fit: Any) -> list[str]:
-    """Give this rank's Accelerate a fitted config, and return the changes, a sentence each.
+    """Fit a checked config by `fit_to_run`, and give it to this rank's Accelerate.
 
-    Args:
-        config: A checked config.
-        **fit: Further arguments of `fit_to_run`.
+    Returns:
+        The changes, a sentence each.
     """
     global _given_to_accelerate
     fitted = _fit(config, **fit)
@@ -103,9 +102,8 @@ def fit_configs_of_scripts() -> None:
 def section_mistakes(config: Mapping[str, Any]) -> list[str]:
     """Return the mistakes for which DeepSpeed refuses a config: of each part, else of the whole.
 
-    Args:
-        config: Values at the top level, of the types that belong there. `auto` is left out: the
-            run fills it in.
+    Values at the top level have the types that belong there. `auto` is left out: the run fills it
+    in.
     """
     parts = {key: value for key, value in _without_auto(config).items() if key not in BATCH_KEYS}
     with _silent():

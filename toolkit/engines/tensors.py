@@ -105,15 +105,9 @@ def sum_of_squares(tensor: torch.Tensor) -> torch.Tensor | float:
 def storage_bytes(
     tensors: Iterable[torch.Tensor], seen: set[tuple[torch.device, int]] | None = None
 ) -> int:
-    """Sum the storages behind tensors, each once.
+    """Return the bytes of the storages behind tensors; a view counts as its whole storage.
 
-    Args:
-        tensors: Of any shape; a view counts as the whole storage it keeps alive.
-        seen: Device and address of storages that were counted before; they are left out, and those
-            counted here are added.
-
-    Returns:
-        Bytes.
+    Storages in `seen`, by device and address, are left out, and those counted here are added to it.
     """
     known = set[tuple[torch.device, int]]() if seen is None else seen
     total = 0

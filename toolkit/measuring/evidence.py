@@ -240,14 +240,9 @@ class EvidenceKeeper:
         self._write_whole(name, self._backend.whole_weight)
 
     def _write_whole(self, name: str, gather: Callable[[Any], torch.Tensor]) -> float:
-        """Write a whole tensor of each parameter as fp32 safetensors, holding one at a time.
+        """Write a whole tensor of each parameter on rank 0, as fp32 safetensors; a collective.
 
-        Args:
-            name: Of the file, which rank 0 writes. The others only take part.
-            gather: Returns a parameter's tensor, in the parameter's whole shape.
-
-        Returns:
-            The norm of all tensors together.
+        Holds only one of the tensors at a time. Returns the norm of all of them together.
         """
         if not self._main:
             return sum(_square(gather(p)) for p in self._parameters.values()) ** 0.5

@@ -28,12 +28,10 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def require_finite(model: Any, folder: Path) -> None:
-    """Check the trained weights before they are saved; a collective.
+    """Check the trained weights of a prepared model before they are saved; a collective.
 
-    Args:
-        model: As `Accelerator.prepare` returned it. Each rank looks at the parts that it holds in
-            memory; partitions that are swapped to NVMe are not read.
-        folder: Where they were to be saved.
+    Each rank looks at the parts that it holds in memory: partitions that are swapped to NVMe are
+    not read.
 
     Raises:
         SaveError: on every rank, naming weights that are not finite.

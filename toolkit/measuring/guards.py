@@ -58,7 +58,7 @@ LAGGING_STEPS = 0.8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepHealth:
-    """What all ranks together said of one step; the same on each of them."""
+    """The state of one step by the heartbeats of all ranks; the same on each of them."""
 
     step: int
     loss_is_finite: bool
@@ -103,10 +103,10 @@ class RankHealth:
 
 
 class Guards:
-    """Judges the beats of one run.
+    """Judges the steps of one run.
 
     Args:
-        mode: Whether what is wrong stops the run, or is told once per kind and recorded.
+        mode: Whether what is wrong stops the run, or is printed once per kind and recorded.
         grad_norm_factor: A norm this many times the running median, and above all that were seen,
             is exploding; infinity watches only for norms that are not finite.
         slow_rank: The same choice for a rank that falls behind.
@@ -133,11 +133,11 @@ class Guards:
 
         self.last_checkpoint: Callable[[], Path | None] = lambda: newest_checkpoint(checkpoints)
         self.not_watched: dict[str, str] = {}
-        self._told_of_checkpoints = False
+        self._warned_of_checkpoints = False
         self._norms = Norms()
         self._skipped = 0
         self._paces: deque[StepHealth] = deque(maxlen=PACE_KEPT)
-        self._beats = 0
+        self._steps_judged = 0
 
     def described(self) -> dict[str, Any]:
         """Return the record's `guards`."""
@@ -149,26 +149,22 @@ class Guards:
             "not_watched": self.not_watched,
         }
 
-    def judge(self, beat: StepHealth, everyone: Callable[[], list[RankHealth]]) -> None:
-        """Raise or warn where a step went wrong; every rank calls it with the same beat.
+    def judge(self, health: StepHealth, everyone: Callable[[], list[RankHealth]]) -> None:
+        """Raise or warn where a step went wrong; every rank calls it with the same numbers.
 
         Raises:
             GuardError: on every rank alike.
         """
-        self._beats += 1
-        self._judge_numbers(beat, everyone)
-        if not beat.same_order:
-            self._judge_order(beat, everyone)
-        self._judge_pace(beat)
+        self._steps_judged += 1
+        self._judge_numbers(health, everyone)
+        if not health.same_order:
+            self._judge_order(health, everyone)
+        self._judge_pace(health)
 
     def report(self, kind: Kind, sentence: str, advice: str, *, step: int) -> None:
         """Stop the run, or warn of a kind once.
 
-        Args:
-            kind: What was watched.
-            sentence: What was found, where and when.
-            advice: What the user can do.
-            step: The step that it was found in, 0 before the first.
+        `step` is 0 before the first.
 
         Raises:
             GuardError: when this kind stops the run.
@@ -182,9 +178,9 @@ class Guards:
         say_on_rank_0(f"warning: {sentence} {advice}")
 
     def no_checkpoint(self) -> None:
-        """Tell, once, that no checkpoint is written any more."""
-        if not self._told_of_checkpoints:
-            self._told_of_checkpoints = True
+        """Print, once, that no more checkpoints are written."""
+        if not self._warned_of_checkpoints:
+            self._warned_of_checkpoints = True
             say_on_rank_0(
                 f"no checkpoint is written after step {self.spoiled_at}, {self._spoiled_why}."
             )
@@ -203,26 +199,26 @@ class Guards:
 
     # Numbers
 
-    def _judge_numbers(self, beat: StepHealth, everyone: Callable[[], list[RankHealth]]) -> None:
-        self._skipped = self._skipped + 1 if beat.skipped else 0
-        if not beat.loss_is_finite or not beat.norm_is_finite:
+    def _judge_numbers(self, health: StepHealth, everyone: Callable[[], list[RankHealth]]) -> None:
+        self._skipped = self._skipped + 1 if health.skipped else 0
+        if not health.loss_is_finite or not health.norm_is_finite:
             first = self.spoiled_at is None
-            self.spoil(beat.step, "which was not finite")
+            self.spoil(health.step, "which was not finite")
             if first or self.mode == "stop":
-                self._tell_not_finite(beat, everyone())
+                self._tell_not_finite(health, everyone())
         elif self._skipped == SKIPPED_IN_A_ROW:
             self.report(
                 "fp16",
-                f"fp16 skipped the last {self._skipped} steps, up to step {beat.step}: at no scale "
-                "are the gradients finite.",
+                f"fp16 skipped the last {self._skipped} steps, up to step {health.step}: at no "
+                "scale are the gradients finite.",
                 "Train in bf16, or lower --learning_rate.",
-                step=beat.step,
+                step=health.step,
             )
-        elif beat.grad_norm is not None:
-            self._judge_norm(beat, beat.grad_norm)
+        elif health.grad_norm is not None:
+            self._judge_norm(health, health.grad_norm)
 
-    def _tell_not_finite(self, beat: StepHealth, ranks: list[RankHealth]) -> None:
-        if not beat.loss_is_finite:
+    def _tell_not_finite(self, health: StepHealth, ranks: list[RankHealth]) -> None:
+        if not health.loss_is_finite:
             bad = [rank for rank in ranks if not math.isfinite(rank.loss)]
             rows = "".join(
                 f"; rank {rank.rank} trained rows {_few(rank.sample_ids)}"
@@ -230,9 +226,9 @@ class Guards:
                 if rank.sample_ids
             )
             losses = _listed(f"{rank.loss:g} on rank {rank.rank}" for rank in bad)
-            sentence = f"The loss of step {beat.step} is not finite: {losses}{rows}."
+            sentence = f"The loss of step {health.step} is not finite: {losses}{rows}."
             advice = "Look at those rows, lower --learning_rate, or train in bf16 or fp32."
-            self.report("loss", sentence, advice, step=beat.step)
+            self.report("loss", sentence, advice, step=health.step)
             return
         norms = _listed(
             f"{rank.grad_norm:g} on rank {rank.rank}"
@@ -241,56 +237,57 @@ class Guards:
         )
         self.report(
             "gradients",
-            f"The gradient norm of step {beat.step} is not finite, though its losses are: {norms}.",
+            f"The gradient norm of step {health.step} is not finite, though its losses are: "
+            f"{norms}.",
             "Lower --learning_rate, or train in bf16 or fp32.",
-            step=beat.step,
+            step=health.step,
         )
 
-    def _judge_norm(self, beat: StepHealth, norm: float) -> None:
+    def _judge_norm(self, health: StepHealth, norm: float) -> None:
         times = self._norms.above(norm)
         if times > self.factor:
             self.report(
                 "gradient norm",
-                f"The gradient norm of step {beat.step} is {norm:.4g}"
-                f"{' in one shard' if beat.of_a_shard else ''}, {times:.0f} times the median of "
+                f"The gradient norm of step {health.step} is {norm:.4g}"
+                f"{' in one shard' if health.of_a_shard else ''}, {times:.0f} times the median of "
                 f"the steps before it, {norm / times:.4g}.",
                 "Lower --learning_rate or --max_grad_norm, or allow more with --guard_grad_norm.",
-                step=beat.step,
+                step=health.step,
             )
 
     # Ranks
 
-    def _judge_order(self, beat: StepHealth, everyone: Callable[[], list[RankHealth]]) -> None:
+    def _judge_order(self, health: StepHealth, everyone: Callable[[], list[RankHealth]]) -> None:
         if any(warning["kind"] == "data order" for warning in self.warnings):
             return  # and it stays different
         orders = {rank.rank: rank.order for rank in everyone()}
         self.report(
             "data order",
-            f"{odd_ones_out(orders)} read the rows of step {beat.step} in another order than the "
+            f"{odd_ones_out(orders)} read the rows of step {health.step} in another order than the "
             "others.",
             "Give every rank the same --seed, and the same data in the same order.",
-            step=beat.step,
+            step=health.step,
         )
 
-    def _judge_pace(self, beat: StepHealth) -> None:
-        if self._beats <= PACE_NEEDED:
+    def _judge_pace(self, health: StepHealth) -> None:
+        if self._steps_judged <= PACE_NEEDED:
             return
-        excess = beat.busiest_seconds - beat.idlest_seconds
+        excess = health.busiest_seconds - health.idlest_seconds
         usual = statistics.median(past.seconds for past in self._paces) if self._paces else math.inf
-        self._paces.append(beat)
+        self._paces.append(health)
         if excess > max(STALL_SECONDS, usual):
             self.report(
                 "slow rank",
-                f"Rank {beat.busiest} fell behind by step {beat.step}: its own work took "
-                f"{beat.busiest_seconds:.2f} s, that of the fastest rank "
-                f"{beat.idlest_seconds:.2f} s, and a step usually {usual:.2f} s.",
+                f"Rank {health.busiest} fell behind by step {health.step}: its own work took "
+                f"{health.busiest_seconds:.2f} s, that of the fastest rank "
+                f"{health.idlest_seconds:.2f} s, and a step usually {usual:.2f} s.",
                 SLOW_ADVICE,
-                step=beat.step,
+                step=health.step,
             )
         elif len(self._paces) == PACE_KEPT:
-            self._judge_lag(beat)
+            self._judge_lag(health)
 
-    def _judge_lag(self, beat: StepHealth) -> None:
+    def _judge_lag(self, health: StepHealth) -> None:
         rank = statistics.mode(past.busiest for past in self._paces)
         of_it = [past for past in self._paces if past.busiest == rank]
         lost = sum(past.busiest_seconds - past.idlest_seconds for past in of_it)
@@ -298,11 +295,11 @@ class Guards:
         if len(of_it) >= LAGGING_STEPS * PACE_KEPT and share >= LAGGING_SHARE:
             self.report(
                 "slow rank",
-                f"Rank {rank} falls behind: up to step {beat.step} it was the slowest in "
+                f"Rank {rank} falls behind: up to step {health.step} it was the slowest in "
                 f"{len(of_it)} of {PACE_KEPT} steps, and the others waited for it {share:.0%} of "
                 "the time.",
                 SLOW_ADVICE,
-                step=beat.step,
+                step=health.step,
             )
 
 

@@ -173,7 +173,7 @@ class Recorder:
 
         A `GuardError` is of the step before this one.
         """
-        self._tell_the_others(skipped=skipped)
+        self._send_heartbeat(skipped=skipped)
         self._end_probe(skipped=skipped)
         self._clock.step_done()
         self._steps.append(
@@ -323,16 +323,12 @@ class Recorder:
         self._model = self._optimizer = None
 
     def finish(self, *, throughput_steps: int = 0) -> dict[str, Any]:
-        """Gather what every rank recorded; the same on each of them.
+        """Gather the measured part of a record; the same on every rank.
 
-        Args:
-            throughput_steps: How many of the last steps were packed rows, kept for the clock.
-
-        Returns:
-            The measured part of a record.
+        The last `throughput_steps` steps were packed rows, there for the clock alone.
         """
         self.settle()
-        if self._steps and "optimizer_class" not in self.engaged:
+        if self._steps and not self._attested:
             raise Refused("no optimizer step was taken, so what engaged was never seen whole")
         if "host_peak_bytes" not in self._bytes:
             self.peaks()
@@ -443,7 +439,7 @@ class Recorder:
 
     # Every step
 
-    def _tell_the_others(self, *, skipped: bool) -> None:
+    def _send_heartbeat(self, *, skipped: bool) -> None:
         if self.heartbeat is None:
             return
         self._peak_ledger.stop()  # the heartbeat is no part of what a step needs
