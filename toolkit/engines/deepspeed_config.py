@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, get_args
+from typing import Any, get_args
 
 from toolkit.configs.deepspeed import AUTO
 from toolkit.configs.deepspeed_keys import unknown_key
@@ -17,12 +17,6 @@ from toolkit.environment import check_installed, has_compiler
 from toolkit.errors import sentence_of
 from toolkit.launching.builds import clear_stale_locks, unbuilt
 from toolkit.launching.ranks import local_rank, say
-
-BATCH_KEYS: Final = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-)
 
 _given_to_accelerate = ""
 
@@ -105,7 +99,9 @@ def section_mistakes(config: Mapping[str, Any]) -> list[str]:
     Values at the top level have the types that belong there. `auto` is left out: the run fills it
     in.
     """
-    parts = {key: value for key, value in _without_auto(config).items() if key not in BATCH_KEYS}
+    # The run sets the batch.
+    batch = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    parts = {key: value for key, value in _without_auto(config).items() if key not in batch}
     with _silent():
         mistakes = [mistake for key in parts for mistake in _mistakes({key: parts[key]}, key)]
         return mistakes or _mistakes(parts)

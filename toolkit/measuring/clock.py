@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -24,7 +24,7 @@ from toolkit.strategies import Strategy
 
 Phase = Literal["data", "forward", "backward", "optimizer", "other"]
 
-PHASES: tuple[Phase, ...] = ("data", "forward", "backward", "optimizer", "other")
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 class Clock:

@@ -2,7 +2,7 @@
 
 Accelerate has each rank go through the batches of all ranks and train every N-th. A rank whose
 shuffle, seed or data set differs therefore draws other batches, and a hash of all that were drawn
-tells it from the others, whatever they train: on the host, without a look at any tensor.
+tells it from the others, whatever they train: on the host, without reading a tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SAME_ADVICE = "Leave it to Accelerate to prepare the data loader, once, for each
 
 
 class OrderWatch:
-    """Hashes the rows that a data loader's batch sampler gives out, for all ranks."""
+    """Hashes the rows that a data loader's batch sampler gives out, those of other ranks too."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -52,7 +52,7 @@ class OrderWatch:
         return stand_in(shard, "batch_sampler", _WatchedSampler(inner, self, sample_ids))
 
     def drawn(self, rows: Sequence[int]) -> None:
-        """Put the rows of one batch to those that were drawn before it."""
+        """Add the rows of a batch to the hash."""
         self._bits = zlib.crc32(repr(rows).encode(), self._bits)
         self._rows += len(rows)
         self.value = self._bits << 16 | self._rows & 0xFFFF
@@ -92,10 +92,8 @@ def same_parts(loader: Any) -> str | None:
     parts = gather_objects(
         (getattr(shard, "process_index", None), getattr(shard, "num_processes", None))
     )
-    if any(part is None for part, _ in parts):
-        return None
-    # Ranks that share rows on purpose (tensor parallelism) each say of how few parts they know.
-    if any(count != len(parts) for _, count in parts):
+    # Ranks that share rows on purpose (tensor parallelism) know of fewer parts than there are ranks.
+    if any(part is None or count != len(parts) for part, count in parts):
         return None
     first: dict[int, int] = {}
     for rank, (part, _) in enumerate(parts):

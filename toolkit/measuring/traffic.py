@@ -89,7 +89,7 @@ PARTS = {
 NO_TRAFFIC = {"wait_tensor", "check_for_nan", "_wrap_tensor_autograd"}
 
 
-class Row(NamedTuple):
+class CallGroup(NamedTuple):
     """What calls have in common that are counted together."""
 
     kind: str
@@ -142,8 +142,8 @@ class Ledger(CountingMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: Counter[Row] = Counter()
-        self.elements: Counter[Row] = Counter()
+        self.calls: Counter[CallGroup] = Counter()
+        self.elements: Counter[CallGroup] = Counter()
         self._sizes: dict[str, int] = {}
         self._phase: Phase | None = None
         self._buffers: set[torch.dtype] = set()
@@ -202,7 +202,9 @@ class Ledger(CountingMode):
         times = 0 if position is None else ranks if name in PARTS else 1
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             elements = times * sum(t.numel() for t in tensors if t.dtype == dtype)
-            row = Row(kind, self._purpose(kind, dtype, elements, ranks), dtype_name(dtype), ranks)
+            row = CallGroup(
+                kind, self._purpose(kind, dtype, elements, ranks), dtype_name(dtype), ranks
+            )
             self._sizes[row.dtype] = dtype.itemsize
             self.calls[row] += 1
             self.elements[row] += elements
@@ -244,10 +246,13 @@ def merged(ranks: list[dict[str, Any] | None]) -> dict[str, Any] | None:
     if not known or len(known) < len(ranks):
         return None
     by_row = [
-        {Row(*(counted[name] for name in Row._fields)): counted for counted in rank["collectives"]}
+        {
+            CallGroup(*(counted[name] for name in CallGroup._fields)): counted
+            for counted in rank["collectives"]
+        }
         for rank in known
     ]
-    most: dict[Row, dict[str, Any]] = {}
+    most: dict[CallGroup, dict[str, Any]] = {}
     disagreements: list[str] = []
     for row in dict.fromkeys(row for rows in by_row for row in rows):
         counts = [rows.get(row) for rows in by_row]
