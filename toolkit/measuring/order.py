@@ -92,7 +92,7 @@ def same_parts(loader: Any) -> str | None:
     parts = gather_objects(
         (getattr(shard, "process_index", None), getattr(shard, "num_processes", None))
     )
-    # Ranks that share rows on purpose (tensor parallelism) know of fewer parts than there are ranks.
+    # Ranks that share rows on purpose (tensor parallelism) know of fewer parts than ranks.
     if any(part is None or count != len(parts) for part, count in parts):
         return None
     first: dict[int, int] = {}

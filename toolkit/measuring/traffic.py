@@ -89,7 +89,7 @@ PARTS = {
 NO_TRAFFIC = {"wait_tensor", "check_for_nan", "_wrap_tensor_autograd"}
 
 
-class CallGroup(NamedTuple):
+class Calls(NamedTuple):
     """What calls have in common that are counted together."""
 
     kind: str
@@ -142,8 +142,8 @@ class Ledger(CountingMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: Counter[CallGroup] = Counter()
-        self.elements: Counter[CallGroup] = Counter()
+        self.calls: Counter[Calls] = Counter()
+        self.elements: Counter[Calls] = Counter()
         self._sizes: dict[str, int] = {}
         self._phase: Phase | None = None
         self._buffers: set[torch.dtype] = set()
@@ -202,9 +202,7 @@ class Ledger(CountingMode):
         times = 0 if position is None else ranks if name in PARTS else 1
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             elements = times * sum(t.numel() for t in tensors if t.dtype == dtype)
-            row = CallGroup(
-                kind, self._purpose(kind, dtype, elements, ranks), dtype_name(dtype), ranks
-            )
+            row = Calls(kind, self._purpose(kind, dtype, elements, ranks), dtype_name(dtype), ranks)
             self._sizes[row.dtype] = dtype.itemsize
             self.calls[row] += 1
             self.elements[row] += elements
@@ -247,12 +245,12 @@ def merged(ranks: list[dict[str, Any] | None]) -> dict[str, Any] | None:
         return None
     by_row = [
         {
-            CallGroup(*(counted[name] for name in CallGroup._fields)): counted
+            Calls(*(counted[name] for name in Calls._fields)): counted
             for counted in rank["collectives"]
         }
         for rank in known
     ]
-    most: dict[CallGroup, dict[str, Any]] = {}
+    most: dict[Calls, dict[str, Any]] = {}
     disagreements: list[str] = []
     for row in dict.fromkeys(row for rows in by_row for row in rows):
         counts = [rows.get(row) for rows in by_row]
