@@ -20,10 +20,7 @@ WARMUP_STEPS = 2
 
 
 def merge(
-    ranks: list[dict[str, Any]],
-    *,
-    throughput_steps: int,
-    probed: Sequence[int],
+    ranks: list[dict[str, Any]], *, throughput_steps: int, probed: Sequence[int]
 ) -> dict[str, Any]:
     """Merge what `Recorder` recorded on each rank, in their order.
 
