@@ -51,54 +51,49 @@ class Build:
     key: str
 
     def write(self, raw: Dataset, folder: Path) -> dict[str, Any]:
-        """Write the rows to `folder / "rows"` and return what there is to say of them."""
-        found = find_format(raw, self.name, self.arguments)
-        numbers = self._chosen(raw, found)
+        """Write the rows to `folder / "rows"`, and return facts of them by name."""
+        form = find_format(raw, self.name, self.arguments)
+        numbers = self._chosen(raw, form)
         chosen = raw if len(numbers) == len(raw) else raw.select(numbers)
         template = None
-        if found.is_chat:
+        if form.is_chat:
             template = find_template(self.tokenizer, self.arguments.chat_template)
             (folder / TEMPLATE_FILE).write_text(template.text, encoding="utf-8")
         elif self.arguments.chat_template is not None:
             raise UsageError(
-                f"--chat_template is for chats, and the rows of {self.name} are {found.kind}. "
+                f"--chat_template is for chats, and the rows of {self.name} are {form.kind}. "
                 "Leave it out, or name the chats with --messages_column."
             )
-        tally = Tally()
-        packing = self.arguments.packing if self.part == "training" else "none"
-        # A stream of texts is cut where a row is full, so no text has to be cut before.
-        length = sys.maxsize if packing == "fixed" else self.arguments.max_length
-        make = self._tokeniser(found, template, length, tally)
         with quiet_progress():
-            texts = self._tokenise(chosen, found, numbers, make=make, folder=folder)
-            rows = self._pack(texts, packing, folder)
+            texts, tally = self._tokenise(chosen, form, numbers, template, folder)
+            rows = self._pack(texts, folder)
             rows.save_to_disk(str(folder / "rows"))
         facts = {
-            "hash": text_hash(read_rows(chosen, found)),
+            "hash": text_hash(read_rows(chosen, form)),
             "rows": len(rows),
             "dropped": len(chosen) - len(texts),
-            "format": found.kind,
-            "loss_on": found.loss_on,
+            "format": form.kind,
+            "loss_on": form.loss_on,
             "template": None if template is None else template.facts(),
-            "packing": packing,
+            "packing": self._packing,
             "texts": len(texts),
             "truncated": tally.truncated,
         } | described_rows(rows)
-        for work in ("map.arrow", "packed.arrow"):
-            (folder / work).unlink(missing_ok=True)
+        for name in ("map.arrow", "packed.arrow"):
+            (folder / name).unlink(missing_ok=True)
         self._check(facts, len(chosen))
         return facts
 
-    def _chosen(self, raw: Dataset, found: Format) -> list[int]:
+    def _chosen(self, raw: Dataset, form: Format) -> list[int]:
         """Return the numbers of the rows that this part takes."""
         percentage = self.arguments.validation_split_percentage
         numbers = list(range(len(raw)))
         if percentage is not None:
-            wanted = self.part == "validation"
+            held_out = self.part == "validation"
             numbers = [
                 number
-                for number, row in enumerate(read_rows(raw, found))
-                if _is_held_out(row_bytes(row), percentage) == wanted
+                for number, row in enumerate(read_rows(raw, form))
+                if _is_held_out(row_bytes(row), percentage) == held_out
             ]
             if not numbers:
                 raise UsageError(
@@ -107,37 +102,42 @@ class Build:
                 )
         return numbers[: self.limit]
 
-    def _tokeniser(
-        self, found: Format, template: Template | None, length: int, tally: Tally
-    ) -> Callable[[Any, list[int]], dict[str, list[Any]]]:
-        if template is not None:
-            return ChatTokeniser(
-                self.tokenizer, template, found, max_length=length, name=self.name, tally=tally
-            )
-        return partial(
-            tokenise,
-            tokenizer=self.tokenizer,
-            columns=found.columns,
-            max_length=length,
-            learn_prompt=found.loss_on == "all",
-            tally=tally,
-        )
+    @property
+    def _packing(self) -> str:
+        return self.arguments.packing if self.part == "training" else "none"
 
     def _tokenise(
         self,
-        raw: Dataset,
-        found: Format,
+        rows: Dataset,
+        form: Format,
         numbers: list[int],
-        *,
-        make: Callable[[Any, list[int]], dict[str, list[Any]]],
+        template: Template | None,
         folder: Path,
-    ) -> Dataset:
-        columns = raw.select_columns(list(found.columns))
-        return columns.map(
-            lambda batch, places: make(batch, [numbers[place] for place in places]),
+    ) -> tuple[Dataset, Tally]:
+        """Return the chosen rows, whose numbers are `numbers`, as token ids."""
+        tally = Tally()
+        # A stream of texts is cut where a row is full, so no text has to be cut before.
+        length = sys.maxsize if self._packing == "fixed" else self.arguments.max_length
+        tokenise_batch: Callable[[Any, list[int]], dict[str, list[Any]]]
+        if template is None:
+            tokenise_batch = partial(
+                tokenise,
+                tokenizer=self.tokenizer,
+                columns=form.columns,
+                max_length=length,
+                learn_prompt=form.loss_on == "all",
+                tally=tally,
+            )
+        else:
+            tokenise_batch = ChatTokeniser(
+                self.tokenizer, template, form, max_length=length, name=self.name, tally=tally
+            )
+        columns = list(form.columns)
+        texts = rows.select_columns(columns).map(
+            lambda batch, places: tokenise_batch(batch, [numbers[place] for place in places]),
             batched=True,
             with_indices=True,
-            remove_columns=list(found.columns),
+            remove_columns=columns,
             features=row_features(),
             load_from_cache_file=False,
             cache_file_name=str(folder / "map.arrow"),
@@ -145,24 +145,25 @@ class Build:
             new_fingerprint=self.key[:32],
             desc="Tokenising",
         )
+        return texts, tally
 
-    def _pack(self, texts: Dataset, packing: str, folder: Path) -> Dataset:
+    def _pack(self, texts: Dataset, folder: Path) -> Dataset:
         from datasets import Dataset
 
         options: dict[str, Any] = {
             "batched": True,
             "load_from_cache_file": False,
             "cache_file_name": str(folder / "packed.arrow"),
-            "new_fingerprint": digest(self.key, packing)[:32],
+            "new_fingerprint": digest(self.key, self._packing)[:32],
             "desc": "Packing",
         }
         length = self.arguments.max_length
-        if packing == "fixed":
+        if self._packing == "fixed":
             cut = FixedPacking(length)
             rows = texts.map(cut, features=row_features(), **options)
             logger.info("%s: %d tokens fill no row of %d", self.name, len(cut.ids), length)
             return rows
-        if packing == "best_fit" and len(texts):
+        if self._packing == "best_fit" and len(texts):
             lengths = [len(ids) for batch in in_batches(texts) for ids in batch["input_ids"]]
             shared = Dataset.from_dict({"texts": best_fit(lengths, room=length)})
             return shared.map(
@@ -197,6 +198,6 @@ class Build:
 
 
 def _is_held_out(content: bytes, percentage: float) -> bool:
-    """Whether a row is for validation: told by its content alone, so equal rows stay together."""
+    """Whether a row is for validation, by its content alone, so that equal rows stay together."""
     seeded = hashlib.sha256(b"toolkit validation" + content).digest()
     return int.from_bytes(seeded[:8], "big") < percentage / 100 * 2**64

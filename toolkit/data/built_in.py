@@ -35,8 +35,7 @@ _RECIPE = 2
 def standard_library_rows() -> Dataset:
     """Return the built-in data: one row for each public function with a short description.
 
-    The prompt is the function's signature and the completion its docstring, read from the
-    sources of the running Python, never imported.
+    The prompt is the function's signature and the completion its docstring.
 
     Raises:
         UsageError: this Python comes without its sources.
@@ -47,11 +46,7 @@ def standard_library_rows() -> Dataset:
 
 
 def standard_library_texts() -> list[dict[str, str]]:
-    """Return the rows of the built-in data as a list, for which `datasets` is not needed.
-
-    Raises:
-        UsageError: this Python comes without its sources.
-    """
+    """Return the rows of the built-in data as a list, for which `datasets` is not needed."""
     with (_standard_library() / "rows.jsonl").open(encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
 

@@ -1,9 +1,8 @@
-"""The cache folder: what is built once for all ranks and runs, never seen half-built or changed.
+"""The cache: folders built once for all ranks and runs, never seen half-built or changed.
 
-Beside the files of a folder lies a manifest with the size and sha256 of each. The first rank of a
-launch that asks for the folder reads all of it against the manifest, and what differs is built
-again. Which launches have done so, and how long it took, stands beside the folder: the other ranks
-only look whether a file was touched since.
+A manifest in each folder has the size and sha256 of its files. The first rank of a launch that asks
+for the folder reads all of it against the manifest, and builds it again where they differ. It notes
+that, and the seconds it took, beside the folder: the other ranks only compare sizes and times.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from toolkit.records.manifests import (
 logger = logging.getLogger(__name__)
 
 REMEMBERED: Final = 16
-"""Launches that are written down as having checked a folder: those of a comparison side by side."""
+"""Launches noted as having checked a folder: those of a comparison side by side."""
 
 UNWRITABLE: Final = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
 
@@ -52,9 +51,9 @@ _checked: dict[Path, tuple[str, float]] = {}
 def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     """Return `folder`, after `build` has filled it if it was not there or not as it was built.
 
-    `build` gets an empty folder beside it, which becomes `folder` by a rename when it is
-    complete. Any number of processes may ask at once: one checks and builds, the others wait for
-    it. The lock belongs to the kernel, so a builder that was killed leaves nothing to wait for.
+    `build` gets an empty folder, which becomes `folder` by a rename when it is complete. One
+    process checks and builds, and the others wait for it. The lock belongs to the kernel, so a
+    builder that was killed leaves nothing to wait for.
 
     Raises:
         UsageError: the cache can't be written, or a damaged folder can't be built again.
@@ -65,7 +64,7 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
         lock.acquire()
     except OSError as error:
         damage = _damage(folder)
-        if damage is None:  # filled by somebody who may write it
+        if damage is None:  # filled by a user who may write it
             return folder
         raise _unwritable(folder, error, damage) from error
     try:
@@ -105,7 +104,7 @@ def changed_meanwhile(path: Path) -> UsageError:
 
 
 def check_seconds() -> float:
-    """Return how long the launch took to check the folders that this process was given."""
+    """Return the seconds that the launch took to check the folders that this process uses."""
     return sum(seconds for _, seconds in _checked.values())
 
 
@@ -183,29 +182,24 @@ def _state(folder: Path) -> str:
         raise Damaged(f"{folder} is not a folder")
     content = hashlib.sha256()
     for name, _ in contents(folder):
-        about = (folder / name).lstat()
-        known = (name, about.st_size, about.st_mtime_ns, about.st_ino)
-        content.update(repr(known).encode())
+        status = (folder / name).lstat()
+        fields = (name, status.st_size, status.st_mtime_ns, status.st_ino)
+        content.update(repr(fields).encode())
     return content.hexdigest()
 
 
 def _remember(folder: Path, state: str, *, seconds: float) -> None:
     """Note for the other ranks that this launch has checked a folder."""
     _checked[folder] = state, seconds
-    notes = _notes(folder)
-    if _noted(notes, state) is None:
-        lines = [*notes[1 - REMEMBERED :], f"{_launch()} {state} {seconds:.6f}"]
+    if _noted_seconds(folder, state) is None:
+        lines = [*_notes(folder)[1 - REMEMBERED :], f"{_launch()} {state} {seconds:.6f}"]
         with suppress(OSError):  # without a note every rank reads the folder
             write_text(_notes_file(folder), "\n".join(lines) + "\n")
 
 
 def _noted_seconds(folder: Path, state: str) -> float | None:
-    return _noted(_notes(folder), state)
-
-
-def _noted(notes: list[str], state: str) -> float | None:
     """Return how long this launch took to check a folder that is in `state`, None if it hasn't."""
-    for line in notes:
+    for line in _notes(folder):
         checked, _, seconds = line.rpartition(" ")
         if checked == f"{_launch()} {state}":
             with suppress(ValueError):

@@ -1,8 +1,8 @@
 """Chats: rendered by a template, and the assistant's turns found in them by token positions.
 
-Which tokens the assistant wrote is told by the template's `{% generation %}` markers. A template
-without them would give an empty mask and a loss that looks healthy, so there the turns are found
-by rendering the conversation up to each of them; a template that renders a conversation's start
+The template's `{% generation %}` markers say which tokens the assistant wrote. Without them
+transformers gives an empty mask, and a loss that looks healthy: there the turns are found by
+rendering the conversation up to each of them, and a template that renders a conversation's start
 differently once it goes on is refused.
 """
 
@@ -56,26 +56,26 @@ def shipped_templates() -> dict[str, str]:
     return {path.stem: path.read_text(encoding="utf-8") for path in sorted(SHIPPED.glob("*.jinja"))}
 
 
-def asked_template(asked: str) -> Template:
+def asked_template(name: str) -> Template:
     """Return the template that `--chat_template` names: a shipped one's name, or a file.
 
     Raises:
         UsageError: it is neither.
     """
     shipped = shipped_templates()
-    if asked in shipped:
-        return Template(name=asked, text=shipped[asked])
+    if name in shipped:
+        return Template(name=name, text=shipped[name])
     try:
-        return Template(name=Path(asked).name, text=Path(asked).read_text(encoding="utf-8"))
+        return Template(name=Path(name).name, text=Path(name).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"--chat_template {asked} is no file that can be read ({sentence_of(error)}) and none "
+            f"--chat_template {name} is no file that can be read ({sentence_of(error)}) and none "
             f"of the shipped ones: {', '.join(shipped)}."
         ) from error
 
 
-def find_template(tokenizer: PreTrainedTokenizerBase, asked: str | None) -> Template:
-    """Return the template that is asked for, else the model's, else a shipped one.
+def find_template(tokenizer: PreTrainedTokenizerBase, requested: str | None) -> Template:
+    """Return the template that is requested, else the model's, else a shipped one.
 
     The shipped `chatml` is taken where the tokenizer has its two tokens, and `roles`, which needs
     none, where it has not.
@@ -83,8 +83,8 @@ def find_template(tokenizer: PreTrainedTokenizerBase, asked: str | None) -> Temp
     Raises:
         UsageError: there is no such template, or the tokenizer lacks what it needs.
     """
-    if asked is not None:
-        template = asked_template(asked)
+    if requested is not None:
+        template = asked_template(requested)
     elif tokenizer.chat_template is not None:
         try:
             return Template(name=MODELS_OWN, text=tokenizer.get_chat_template())
@@ -118,45 +118,39 @@ def _knows_chatml(tokenizer: PreTrainedTokenizerBase) -> bool:
     )
 
 
+@dataclass
 class ChatTokeniser:
     """Turns batches of conversations into rows; made for `datasets.map`.
 
-    The token that ends a turn is learned with it, whether or not it also pads. What the assistant
-    opens a chat with replies to nothing: of its turns, that one is not learned. A chat whose end is
-    no special token gets the end of text. Rows that `max_length` cut before the first learned
-    token are left out; a whole row without one is an error.
+    The token that ends a turn is learned with it, whether or not it also pads. A turn of the
+    assistant that opens a chat replies to nothing, and is not learned. A chat whose end is no
+    special token gets the end of text. Rows that `max_length` cut before the first learned token
+    are left out; a row without one even before it is cut is an error.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        template: Template,
-        found: Format,
-        *,
-        max_length: int,
-        name: str,
-        tally: Tally,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.template = template
-        self.found = found
-        self.max_length = max_length
-        self.name = name
-        self.tally = tally
-        added = tokenizer.added_tokens_decoder
+    tokenizer: PreTrainedTokenizerBase
+    template: Template
+    form: Format
+    max_length: int
+    name: str
+    tally: Tally
+
+    def __post_init__(self) -> None:
+        added = self.tokenizer.added_tokens_decoder
         special = {number for number, token in added.items() if token.special}
-        self.special = special | set(tokenizer.all_special_ids)
-        self.uses_markers = template.marks_turns and tokenizer.is_fast
+        self.special = special | set(self.tokenizer.all_special_ids)
+        self.uses_markers = self.template.marks_turns and self.tokenizer.is_fast
         self.turn_end = self._end_of_turn() if self.uses_markers else None
 
     def __call__(
         self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]
     ) -> dict[str, list[Any]]:
         rows = empty_rows()
-        for number, values in zip(numbers, read_batch(batch, self.found), strict=True):
+        for number, values in zip(numbers, read_batch(batch, self.form), strict=True):
             where = f"Row {number} of {self.name}"
-            ids, learned = self.tokens(read_chat(values, self.found, where=where), where=where)
-            labels = [token if kept else IGNORED for token, kept in zip(ids, learned, strict=True)]
+            ids, learned = self.tokens(read_chat(values, self.form, where=where), where=where)
+            pairs = zip(ids, learned, strict=True)
+            labels = [token if is_learned else IGNORED for token, is_learned in pairs]
             if not supervised_tokens(labels):
                 raise UsageError(self._nothing_learned(where))
             self.tally.truncated += len(ids) > self.max_length
@@ -169,7 +163,7 @@ class ChatTokeniser:
         """Return the whole conversation's token ids, and which of them are learned."""
         if not chat.messages:
             raise UsageError(f"{where} has no messages: remove it.")
-        if self.found.loss_on == "assistant" and self.uses_markers:
+        if self.form.loss_on == "assistant" and self.uses_markers:
             ids, learned = self._marked(chat, where)
             # A list: of two ends in a row the second may begin the next turn (bos = eos).
             for end in list(_ends(learned)):
@@ -188,17 +182,17 @@ class ChatTokeniser:
 
     def _spans(self, chat: Chat, text: str, where: str) -> list[tuple[int, int]]:
         """Return the characters of `text` that are learned."""
-        if self.found.loss_on == "all":
+        if self.form.loss_on == "all":
             return [(0, len(text))]
-        if self.found.loss_on == "completion":
+        if self.form.loss_on == "completion":
             return [(self._prefix(chat, chat.prompt, text, where), len(text))]
-        turns = [n for n, each in enumerate(chat.messages) if each["role"] == "assistant" and n]
         return [
             (
                 self._prefix(chat, n, text, where),
                 self._prefix(chat, n + 1, text, where, header=False),
             )
-            for n in turns
+            for n, message in enumerate(chat.messages)
+            if message["role"] == "assistant" and n
         ]
 
     def _prefix(self, chat: Chat, count: int, text: str, where: str, *, header: bool = True) -> int:
@@ -221,7 +215,7 @@ class ChatTokeniser:
         marked = self._apply(
             chat, where, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
-        return list(marked["input_ids"]), [bool(each) for each in marked["assistant_masks"]]
+        return list(marked["input_ids"]), [bool(mark) for mark in marked["assistant_masks"]]
 
     def _render(self, chat: Chat, where: str, *, header: bool = False) -> str:
         return self._apply(chat, where, tokenize=False, add_generation_prompt=header)
@@ -258,18 +252,18 @@ class ChatTokeniser:
         else:
             ids, learned = self._by_prefixes(text, spans)
         for end in _ends(learned):
-            kept = end
-            while kept and learned[kept - 1] and ids[kept - 1] not in self.special:
-                kept -= 1
-            rest = str(self.tokenizer.decode(ids[kept:end]))
-            if kept and learned[kept - 1] and not rest.strip():
-                learned[kept:end] = [False] * (end - kept)
+            begin = end
+            while begin and learned[begin - 1] and ids[begin - 1] not in self.special:
+                begin -= 1
+            rest = str(self.tokenizer.decode(ids[begin:end]))
+            if begin and learned[begin - 1] and not rest.strip():
+                learned[begin:end] = [False] * (end - begin)
         return ids, learned
 
     def _by_prefixes(
         self, text: str, spans: Sequence[tuple[int, int]]
     ) -> tuple[list[int], list[bool]]:
-        """The same for tokenizers that don't tell where their tokens stand."""
+        """Do the same with tokenizers that give no offsets of their tokens."""
 
         def tokens(part: str) -> list[int]:
             return self.tokenizer.encode(part, add_special_tokens=False)
@@ -285,7 +279,7 @@ class ChatTokeniser:
     def _end(self, ids: list[int], learned: list[bool]) -> None:
         """Have a chat that ends without a special token end with the end of text, learned."""
         eos = cast("int | None", self.tokenizer.eos_token_id)
-        last = max((at for at, kept in enumerate(learned) if kept), default=None)
+        last = max((at for at, is_learned in enumerate(learned) if is_learned), default=None)
         if last is None or eos is None or self.special & set(ids[max(last - 1, 0) :]):
             return
         learned[last + 1 :] = [True] * (len(ids) - last - 1)
@@ -303,15 +297,15 @@ class ChatTokeniser:
         return next((token for token in ids[end:] if token in self.special), None)
 
     def _nothing_learned(self, where: str) -> str:
-        what = {"assistant": "turn of the assistant", "completion": "completion", "all": "token"}
-        why = f"has no {what[self.found.loss_on]} that the loss could be taken on"
-        if self.uses_markers and self.found.loss_on == "assistant":
+        parts = {"assistant": "turn of the assistant", "completion": "completion", "all": "token"}
+        why = f"has no {parts[self.form.loss_on]} that the loss could be taken on"
+        if self.uses_markers and self.form.loss_on == "assistant":
             why += f", or the chat template ({self.template.name}) marks none in it"
         return f"{where} {why}. Remove or correct the row, or pass --loss_on all."
 
 
 def _ends(learned: Sequence[bool]) -> Iterator[int]:
     """Yield the place behind each run of learned tokens."""
-    for at, kept in enumerate(learned):
-        if kept and not (at + 1 < len(learned) and learned[at + 1]):
+    for at, is_learned in enumerate(learned):
+        if is_learned and not (at + 1 < len(learned) and learned[at + 1]):
             yield at + 1

@@ -44,7 +44,7 @@ ROLES = {
     "function_call": "assistant",
     **dict.fromkeys(("tool", "function", "observation", "function_response"), "tool"),
 }
-"""Whom ShareGPT-style data name as the speaker, and the role that a chat template knows."""
+"""Speakers in ShareGPT-style data, and the roles of chat templates that they have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,10 +119,10 @@ def find_format(dataset: Dataset, name: str, arguments: DataArguments) -> Format
 
 def _columns(dataset: Dataset, name: str, arguments: DataArguments) -> tuple[str, ...]:
     there = set(dataset.column_names)
-    asked = arguments.text_column or arguments.messages_column
+    requested = arguments.text_column or arguments.messages_column
     chats = [column for column in _CHAT_COLUMNS if column in there]
-    if asked is not None:
-        columns: tuple[str, ...] = (asked,)
+    if requested is not None:
+        columns: tuple[str, ...] = (requested,)
     elif set(_PAIR) <= there:
         columns = _PAIR
     elif "text" in there or not chats:
@@ -132,7 +132,7 @@ def _columns(dataset: Dataset, name: str, arguments: DataArguments) -> tuple[str
     else:
         columns = (chats[0],)
     if not set(columns) <= there:
-        missing = f"no column {asked!r}" if asked else "no column to train on"
+        missing = f"no column {requested!r}" if requested else "no column to train on"
         raise UsageError(
             f"{name} has {missing}; its columns are: {', '.join(dataset.column_names) or 'none'}. "
             "Name the column with --text_column or --messages_column, or rename the columns to "
@@ -162,31 +162,31 @@ def _holds_messages(feature: Any) -> bool:
     return isinstance(feature, Json)
 
 
-def read_rows(dataset: Dataset, found: Format) -> Iterator[list[Any]]:
+def read_rows(dataset: Dataset, form: Format) -> Iterator[list[Any]]:
     """Yield the columns that are trained on, row by row, as they were written."""
-    for batch in in_batches(dataset.select_columns(list(found.columns))):
-        yield from read_batch(batch, found)
+    for batch in in_batches(dataset.select_columns(list(form.columns))):
+        yield from read_batch(batch, form)
 
 
-def read_batch(batch: Mapping[str, Sequence[Any]], found: Format) -> Iterator[list[Any]]:
+def read_batch(batch: Mapping[str, Sequence[Any]], form: Format) -> Iterator[list[Any]]:
     """Yield the rows of one batch, as they were written."""
-    for values in zip(*(batch[name] for name in found.columns), strict=True):
-        pairs = zip(found.columns, values, strict=True)
-        yield [_as_written(value, found.features[name]) for name, value in pairs]
+    for values in zip(*(batch[name] for name in form.columns), strict=True):
+        pairs = zip(form.columns, values, strict=True)
+        yield [_as_written(value, form.features[name]) for name, value in pairs]
 
 
-def read_chat(values: Sequence[Any], found: Format, *, where: str) -> Chat:
+def read_chat(values: Sequence[Any], form: Format, *, where: str) -> Chat:
     """Return one row's conversation in OpenAI's style.
 
     Args:
-        values: The row's columns, as `found` names them.
+        values: The row's columns, as `form` names them.
         where: The row, for messages of errors.
 
     Raises:
         UsageError: it is no list of messages, or a role or speaker is not known.
     """
-    tools = _tools(values[-1], where) if found.tools else None
-    parts = [_messages(value, where) for value in (values[:-1] if found.tools else values)]
+    tools = _tools(values[-1], where) if form.tools else None
+    parts = [_messages(value, where) for value in (values[:-1] if form.tools else values)]
     return Chat(
         messages=[message for part in parts for message in part],
         prompt=len(parts[0]) if len(parts) == 2 else 0,
@@ -197,7 +197,7 @@ def read_chat(values: Sequence[Any], found: Format, *, where: str) -> Chat:
 def _messages(value: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise UsageError(f"{where} holds {value!r:.60} where a list of messages should be.")
-    return [_message(each, where) for each in value]
+    return [_message(message, where) for message in value]
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         raise UsageError(
             f"{where} has a message from {speaker!r}; known are {', '.join(ROLES)}. Rename it."
         )
-    others = {name: kept for name, kept in message.items() if name not in ("from", "value")}
+    others = {name: value for name, value in message.items() if name not in ("from", "value")}
     return {"role": ROLES[speaker.lower()], "content": message.get("value", "")} | others
 
 
@@ -229,7 +229,7 @@ def _tools(value: Any, where: str) -> list[Any] | None:
     if value and not isinstance(value, list):
         raise UsageError(f"The tools of {where} are {value!r:.60}, not a list of JSON schemas.")
     # A column of JSON may hold each schema as text.
-    return [json.loads(each) if isinstance(each, str) else each for each in value or []] or None
+    return [json.loads(tool) if isinstance(tool, str) else tool for tool in value or []] or None
 
 
 def _as_written(value: Any, feature: Any) -> Any:
@@ -237,11 +237,8 @@ def _as_written(value: Any, feature: Any) -> Any:
     from datasets import LargeList, List
 
     if isinstance(value, Mapping) and isinstance(feature, dict):
-        return {
-            name: _as_written(kept, feature[name])
-            for name, kept in value.items()
-            if kept is not None
-        }
+        present = {name: field for name, field in value.items() if field is not None}
+        return {name: _as_written(field, feature[name]) for name, field in present.items()}
     if isinstance(value, list) and isinstance(feature, List | LargeList):
-        return [_as_written(each, feature.feature) for each in value]
+        return [_as_written(item, feature.feature) for item in value]
     return value

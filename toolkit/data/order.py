@@ -1,8 +1,4 @@
-"""Order: which rows a run trains on, one after the other, for any number of ranks.
-
-Ranks take every W-th batch, so a step holds the same rows for every W. The last step of an epoch
-is filled with rows that train nothing, so that each row is trained exactly once an epoch.
-"""
+"""Order: which rows a run trains on, one after the other, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -51,8 +47,8 @@ def training_rows(
     First the rows of `steps` optimizer steps, one seeded permutation an epoch, then the packed
     rows of `throughput_steps` more. When W ranks take every W-th batch, as Accelerate deals
     them, a step holds the same rows for every W. Where the rows of an epoch don't fill its last
-    step, rows of one `pad_token_id` with an ignored label do, all with the id `FILLER_ID`: each
-    row is trained once an epoch, and a loss that is divided by the tokens of the step stays right.
+    step, fillers do, one ignored `pad_token_id` each: each row is trained once an epoch, and a loss
+    that is divided by the tokens of the step stays right.
 
     Raises:
         UsageError: one step takes more rows than there are.
@@ -68,8 +64,8 @@ def training_rows(
         np.random.Generator(np.random.PCG64(seed + epoch)).permutation(len(dataset))
         for epoch in range(-(-steps // steps_per_epoch))
     ]
-    whole_steps = [part for epoch in epochs for part in (epoch, fillers)]
-    order = np.concatenate([*whole_steps, np.empty(0, dtype=np.int64)])[: steps * global_batch]
+    parts = [part for epoch in epochs for part in (epoch, fillers)]
+    order = np.concatenate([*parts, np.empty(0, dtype=np.int64)])[: steps * global_batch]
     ragged = _with_filler(dataset, pad_token_id) if len(dataset) in order else dataset
     ragged = ragged.select(order, keep_in_memory=True)
     if not throughput_steps:
@@ -94,13 +90,13 @@ def validation_rows(dataset: Dataset, *, global_batch: int, pad_token_id: int = 
 def _with_filler(dataset: Dataset, pad_token_id: int) -> Dataset:
     from datasets import Dataset, concatenate_datasets
 
-    one: dict[str, list[object]] = {
+    filler: dict[str, list[object]] = {
         "input_ids": [[pad_token_id]],
         "labels": [[IGNORED]],
         "sample_id": [FILLER_ID],
         "position_ids": [[0]],
     }
-    columns = {name: one[name] for name in dataset.column_names}
+    columns = {name: filler[name] for name in dataset.column_names}
     return concatenate_datasets([dataset, Dataset.from_dict(columns, features=dataset.features)])
 
 

@@ -91,12 +91,12 @@ def pack(dataset: Dataset, *, length: int, rows: int) -> Dataset:
 
     needed = rows * length
     pieces: list[list[int]] = []
-    held = 0
-    while held < needed:
+    count = 0
+    while count < needed:
         for batch in in_batches(dataset):
             pieces += batch["input_ids"]
-            held += sum(map(len, batch["input_ids"]))
-            if held >= needed:
+            count += sum(map(len, batch["input_ids"]))
+            if count >= needed:
                 break
     stream = np.concatenate([*pieces, np.empty(0, dtype=np.int64)]).astype(np.int32)
     blocks = list(stream[:needed].reshape(rows, length))
@@ -129,29 +129,24 @@ class FixedPacking:
             self.ids += ids
             self.labels += labels
         rows = empty_rows()
-        whole = len(self.ids) - len(self.ids) % self.length
-        for start in range(0, whole, self.length):
+        end = len(self.ids) - len(self.ids) % self.length
+        for start in range(0, end, self.length):
             labels = self.labels[start : start + self.length]
             if supervised_tokens(labels):
                 add_row(rows, self.ids[start : start + self.length], labels, self.made)
             self.made += 1
-        self.ids, self.labels = self.ids[whole:], self.labels[whole:]
+        self.ids, self.labels = self.ids[end:], self.labels[end:]
         return rows
 
 
 def best_fit(lengths: Sequence[int], *, room: int) -> list[list[int]]:
-    """Return which texts share a row, by number: each whole, and in the fullest row it fits.
+    """Return the numbers of the texts in each row, every text in the fullest row that it fits.
 
     Best fit decreasing: longest first, equals in their order, so the same lengths give the same
-    rows everywhere.
-
-    Args:
-        lengths: Tokens of each text, at most `room`.
-        room: Tokens of a row.
+    rows everywhere. No text may have more tokens than the `room` of a row.
     """
     rows: list[list[int]] = []
-    free: list[int] = []
-    """The amounts of room that some row has left, ascending."""
+    free: list[int] = []  # amounts of room that some row has left, ascending
     with_free: dict[int, list[int]] = {}
     for text in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
         need = lengths[text]
@@ -180,9 +175,8 @@ def pack_texts(
     `sample_id` is the number of the packed row.
     """
     rows: dict[str, list[Any]] = {**empty_rows(), "position_ids": []}
-    flat = [number for each in batch["texts"] for number in each]
-    held = texts[flat]
-    pairs = zip(held["input_ids"], held["labels"], strict=True)
+    columns = texts[list(itertools.chain.from_iterable(batch["texts"]))]
+    pairs = zip(columns["input_ids"], columns["labels"], strict=True)
     for number, members in zip(numbers, batch["texts"], strict=True):
         ids, labels, positions = packed_row(itertools.islice(pairs, len(members)))
         add_row(rows, ids, labels, number)
@@ -200,22 +194,18 @@ def packed_row(
     ids: list[int] = []
     labels: list[int] = []
     positions: list[int] = []
-    for text, wanted in texts:
-        ids += text
-        labels += [IGNORED, *wanted[1:]]
-        positions += range(len(text))
+    for text_ids, text_labels in texts:
+        ids += text_ids
+        labels += [IGNORED, *text_labels[1:]]
+        positions += range(len(text_ids))
     return ids, labels, positions
 
 
 def check_no_cache(values: Mapping[str, Any], *, packing: str) -> None:
-    """Check that nobody asks for a cache of keys and values beside texts that share a row.
-
-    Args:
-        values: Of `TrainingArguments`.
-        packing: Of the rows.
+    """Check that `TrainingArguments` ask for no cache of keys and values beside packed texts.
 
     Raises:
-        UsageError: somebody does.
+        UsageError: they do.
     """
     if packing == "best_fit" and values.get("use_cache"):
         raise UsageError(f"--packing best_fit and --use_cache: {MIXED}. Leave one of them out.")
@@ -239,8 +229,9 @@ def _refuse_mixing(decoder: Any, _: Any, inputs: Mapping[str, Any]) -> None:
     positions = inputs.get("position_ids")
     if positions is None or positions.dim() != 2 or inputs.get("attention_mask") is not None:
         return
-    asked = inputs.get("use_cache")
-    caches = getattr(decoder.config, "use_cache", False) if asked is None else asked
+    caches = inputs.get("use_cache")
+    if caches is None:
+        caches = getattr(decoder.config, "use_cache", False)
     if not caches and inputs.get("past_key_values") is None:
         return
     # Only now: the answer waits for the device.

@@ -1,9 +1,8 @@
 """Training data: from what the flags name to token rows in the cache, the same on every rank.
 
-The same arguments give the same rows in the same order on every rank, for any number of ranks.
-The built-in data need no network. Rows are tokenised once and cached under a key of everything
-that went in. Of ranks that find the cache cold one fills it and the others wait for a lock of the
-kernel, before they make a process group: no collective can time out over it.
+Rows are tokenised once and cached under a key of everything that went in. Of ranks that find the
+cache cold one fills it and the others wait for a lock of the kernel, before they make a process
+group: no collective can time out over it.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _RECIPE = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedData:
-    """Tokenised rows in the cache, and what a record says of them."""
+    """Tokenised rows in the cache, and the facts of them in a record."""
 
     name: str
     hash: str
@@ -57,7 +56,7 @@ class PreparedData:
     folder: Path
 
     format: str = "text"
-    """What a row of the source is, as `formats.Kind` names it."""
+    """The rows of the source, as `formats.Kind` names them."""
 
     loss_on: str = "all"
     """The tokens that are learned: all, completion or assistant."""
@@ -176,6 +175,7 @@ def _prepare(
     limit: int | None,
     trust_remote_code: bool,
 ) -> PreparedData:
+    template = arguments.chat_template
     key = digest(
         _RECIPE,
         source.identity,
@@ -187,7 +187,7 @@ def _prepare(
         arguments.loss_on,
         arguments.max_length,
         arguments.packing if part == "training" else "none",
-        _template_identity(arguments.chat_template),
+        [sorted(shipped_templates().items()), template and asked_template(template).facts()],
         tokenizer_identity(tokenizer),
     )
 
@@ -208,18 +208,11 @@ def _prepare(
 
     folder = build_once(cache_root() / "tokens" / key, build)
     facts = read_cached(folder / "facts.json")
-    asked = {
-        entry.name: getattr(arguments, entry.name)
-        for entry in fields(arguments)
-        if getattr(arguments, entry.name) != entry.default
-    }
+    values = {flag: getattr(arguments, flag.name) for flag in fields(arguments)}
+    asked = {flag.name: value for flag, value in values.items() if value != flag.default}
     try:
         return PreparedData(
             name=source.name, python=source.python, folder=folder, asked=asked, **facts
         )
     except TypeError as error:
         raise changed_meanwhile(folder / "facts.json") from error
-
-
-def _template_identity(asked: str | None) -> list[Any]:
-    return [sorted(shipped_templates().items()), asked and asked_template(asked).facts()]

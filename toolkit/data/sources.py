@@ -1,8 +1,8 @@
-"""Sources: where the rows of the data come from, read by `datasets`.
+"""Sources of rows, read by `datasets`: a file, a data set on the Hub or the built-in data.
 
-A file, a data set on the Hub or the built-in data. Streamed, rows are fetched one by one up to the
-number that is needed and the rest is neither downloaded nor converted; what was fetched is
-tokenised into the cache like any other data, so that every epoch and every rank reads the same.
+Streamed, rows are fetched one by one up to the number that is needed, and the rest is neither
+downloaded nor converted; they are then tokenised into the cache like any other data, so that every
+epoch and every rank reads the same.
 """
 
 from __future__ import annotations
@@ -17,11 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.data.arguments import DataArguments
-from toolkit.data.built_in import (
-    BUILT_IN_DATA,
-    standard_library_hash,
-    standard_library_rows,
-)
+from toolkit.data.built_in import BUILT_IN_DATA, standard_library_hash, standard_library_rows
 from toolkit.errors import UsageError, sentence_of
 
 if TYPE_CHECKING:
@@ -43,10 +39,7 @@ class Source:
 
 
 def training_source(arguments: DataArguments, *, limit: int | None = None) -> Source:
-    """Return where the training rows come from.
-
-    Args:
-        limit: Rows to stream; with `--streaming` only.
+    """Return the source of the training rows; `limit` is the number to stream.
 
     Raises:
         UsageError: the data can't be found.
@@ -64,7 +57,7 @@ def training_source(arguments: DataArguments, *, limit: int | None = None) -> So
 
 
 def validation_source(arguments: DataArguments) -> Source | None:
-    """Return where validation rows of their own come from, None if there are none.
+    """Return the source of validation rows that are not a part of the training rows.
 
     Raises:
         UsageError: the data can't be found.
@@ -95,9 +88,9 @@ def check_file(path: Path, *, flag: str) -> None:
         UsageError: it is not there, empty, or of no format that is read here.
     """
     if not path.is_file():
-        what = "is a folder, not a file" if path.is_dir() else "is not there"
+        problem = "is a folder, not a file" if path.is_dir() else "is not there"
         raise UsageError(
-            f"{flag} {path} {what}: check the path (this is {Path.cwd()}), or leave it out "
+            f"{flag} {path} {problem}: check the path (this is {Path.cwd()}), or leave it out "
             "for the built-in data."
         )
     if path.suffix not in _FORMATS:
@@ -143,8 +136,8 @@ def _file_source(path: Path, flag: str, limit: int | None) -> Source:
 
 def _content(path: Path, limit: int | None) -> str:
     if limit is not None:  # only the start is read, so the whole is not hashed either
-        about = path.stat()
-        return f"{path.absolute()} {about.st_size} {about.st_mtime_ns}"
+        status = path.stat()
+        return f"{path.absolute()} {status.st_size} {status.st_mtime_ns}"
     with path.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
@@ -192,7 +185,7 @@ def _first_of(stream: IterableDataset, limit: int) -> Dataset:
 
 @contextlib.contextmanager
 def quiet_progress() -> Iterator[None]:
-    """Keep the bars of `datasets` out of logs: where nobody watches, each update is a line."""
+    """Keep the progress bars of `datasets` out of logs, where each update is a line."""
     import datasets
 
     if sys.stderr.isatty() or datasets.are_progress_bars_disabled():

@@ -19,12 +19,10 @@ if TYPE_CHECKING:
 def load_tokenizer(
     folder: str | Path, *, trust_remote_code: bool = False, chat_template: str | None = None
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer in `folder`, with a padding token.
+    """Return the tokenizer in `folder`, with a padding token: the end-of-text token if need be.
 
-    A `chat_template` takes the place of its own, and is saved with it.
-
-    Without one of its own, the end-of-text token pads. That is safe since `Collator` masks
-    padding by its position.
+    That is safe since `Collator` masks padding by its position. A `chat_template` takes the place
+    of the tokenizer's, and is saved with it.
 
     Raises:
         UsageError: there is no tokenizer, or it has neither token.
@@ -58,13 +56,13 @@ _TOKENIZER_FILES = re.compile(
 
 
 def tokenizer_identity(folder: Path) -> str:
-    """Return what changes whenever the tokenizer in `folder`, or its template, may have."""
+    """Return a hash that changes whenever the tokenizer in `folder`, or its template, may have."""
     return digest(list(_tokenizer_files(folder)), version("transformers"), version("tokenizers"))
 
 
 def _tokenizer_files(folder: Path) -> Iterator[tuple[str, str]]:
     templates = folder / "additional_chat_templates"
-    inside = sorted(templates.glob("*.jinja")) if templates.is_dir() else []
+    inside = sorted(templates.glob("*.jinja"))
     for path in (*sorted(folder.iterdir()), *inside):
         if path.is_file() and (path in inside or _TOKENIZER_FILES.fullmatch(path.name)):
             yield path.name, hashlib.sha256(path.read_bytes()).hexdigest()

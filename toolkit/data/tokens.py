@@ -22,7 +22,7 @@ IGNORED = -100
 
 @dataclass(slots=True)
 class Tally:
-    """What tokenising saw, beside the rows it returned."""
+    """Counts of a tokenisation, beside the rows that it returned."""
 
     truncated: int = 0
     """Rows longer than `--max_length`, which lost their end."""
@@ -51,28 +51,28 @@ def tokenise(
 
     Args:
         batch: Columns of text.
-        numbers: Of the rows; each becomes its row's `sample_id`.
+        numbers: The rows' numbers, which become their `sample_id`.
         columns: One column of text, or that of the prompt and that of the completion.
-        max_length: Tokens kept of a row.
+        max_length: Longer rows are cut to this many tokens.
         learn_prompt: Learn the prompt as well.
         tally: Counts the rows that were cut.
     """
     texts = [[value or "" for value in batch[name]] for name in columns]
     learned = [bool(text.strip()) for text in texts[-1]]
-    whole = token_ids(tokenizer, ["".join(parts) for parts in zip(*texts, strict=True)])
+    joined = token_ids(tokenizer, ["".join(parts) for parts in zip(*texts, strict=True)])
     masks = len(columns) == 2 and not learn_prompt
-    prompts = token_ids(tokenizer, texts[0]) if masks else [[] for _ in whole]
+    prompts = token_ids(tokenizer, texts[0]) if masks else [[] for _ in joined]
 
     rows = empty_rows()
-    for number, ids, prompt, wanted in zip(numbers, whole, prompts, learned, strict=True):
+    for number, ids, prompt, is_learned in zip(numbers, joined, prompts, learned, strict=True):
         masked = common_prefix(prompt, ids)
         if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
             ids = [*ids, tokenizer.eos_token_id]
-        if tally is not None and wanted:
+        if tally is not None and is_learned:
             tally.truncated += len(ids) > max_length
         ids = ids[:max_length]
         labels = [IGNORED] * min(masked, len(ids)) + ids[masked:]
-        if wanted and supervised_tokens(labels):
+        if is_learned and supervised_tokens(labels):
             add_row(rows, ids, labels, number)
     return rows
 
@@ -100,7 +100,7 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     """Count the tokens that two rows begin with in common."""
     pairs = enumerate(zip(left, right, strict=False))
-    return next((at for at, (one, other) in pairs if one != other), min(len(left), len(right)))
+    return next((at for at, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
 def row_features(*, positions: bool = False) -> Features:
