@@ -385,12 +385,12 @@ def _every_second_product() -> Any:
     """Return the contexts of one layer: kept are attention and every second matrix product."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-    from toolkit.training.speed.layers import KEPT
+    from toolkit.training.speed.layers import SAVED_PRODUCTS
 
     products = {False: 0, True: 0}
 
     def policy(context: Any, operation: Any, *_: Any, **__: Any) -> Any:
-        if operation not in KEPT:
+        if operation not in SAVED_PRODUCTS:
             return CheckpointPolicy.PREFER_RECOMPUTE
         if "attention" not in operation.name():
             products[context.is_recompute] += 1

@@ -28,7 +28,7 @@ from toolkit.training.model import build_model
 from toolkit.training.precision import asked_precision, with_precision
 from toolkit.training.samples import continuations
 from toolkit.training.speed import Speed
-from toolkit.training.speed.layers import CHECKPOINTING, KEPT, checkpoint_layers
+from toolkit.training.speed.layers import CHECKPOINTING, SAVED_PRODUCTS, checkpoint_layers
 from toolkit.training.speed.lean_batches import (
     LeanCollator,
     block_causal_mask,
@@ -267,8 +267,8 @@ def test_none_leaves_the_model_alone_and_too_many_layers_are_refused():
 
 
 def test_what_selective_keeps_are_operations_that_torch_has():
-    assert len(KEPT) == 9
-    assert all(isinstance(each, torch._ops.OpOverload) for each in KEPT)
+    assert len(SAVED_PRODUCTS) == 9
+    assert all(isinstance(each, torch._ops.OpOverload) for each in SAVED_PRODUCTS)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ micro-batch, whatever it is told; some take `num_items_in_batch` and don't look 
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 import torch
 from torch.func import functional_call
@@ -48,53 +47,38 @@ def idle_loss(model: torch.nn.Module, device: torch.device) -> float:
 
     The loss then depends on no weight, so zeros stand in for them all: the model may still lie on
     another device, be sharded by `zero.Init` or, as on FSDP's other ranks, be empty. No collective;
-    takes the memory of the largest parameter.
-
-    Args:
-        model: As loaded, before anything wraps it.
-        device: Where it will be trained.
+    takes the memory of the largest parameter. The model is not wrapped yet.
     """
     inputs = {
         "input_ids": torch.zeros(1, 2, dtype=torch.long, device=device),
         "attention_mask": torch.ones(1, 2, dtype=torch.long, device=device),
         "labels": torch.full((1, 2), IGNORED, device=device),
     }
-    if _takes_items(model):
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(p.kind == p.VAR_KEYWORD or p.name == "num_items_in_batch" for p in parameters):
         inputs["num_items_in_batch"] = torch.tensor(1, device=device)
-    trained = model.training
+    buffers = {
+        name: torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+        for name, buffer in model.named_buffers()
+    }
+    was_training = model.training
     model.eval()
     try:
-        stand_ins = _zeros(model, device) | _buffers(model, device)
+        stand_ins = _zeros(model, device) | buffers
         return float(functional_call(model, stand_ins, kwargs=inputs).loss)
     finally:
-        model.train(trained)
-
-
-def _takes_items(model: torch.nn.Module) -> bool:
-    taken = inspect.signature(model.forward).parameters.values()
-    return any(
-        parameter.kind == parameter.VAR_KEYWORD or parameter.name == "num_items_in_batch"
-        for parameter in taken
-    )
+        model.train(was_training)
 
 
 def _zeros(model: torch.nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
     """Return zeros in the shape of each parameter, all of one dtype in the same memory."""
-    shapes: dict[str, tuple[torch.dtype, torch.Size]] = {
-        name: (parameter.dtype, torch.Size(shape_of(parameter)))
-        for name, parameter in model.named_parameters()
-    }
+    parameters = dict(model.named_parameters())
+    shapes = {name: torch.Size(shape_of(parameter)) for name, parameter in parameters.items()}
     longest: dict[torch.dtype, int] = {}
-    for dtype, shape in shapes.values():
-        longest[dtype] = max(longest.get(dtype, 0), shape.numel())
+    for name, parameter in parameters.items():
+        longest[parameter.dtype] = max(longest.get(parameter.dtype, 0), shapes[name].numel())
     memory = {dtype: torch.zeros(n, dtype=dtype, device=device) for dtype, n in longest.items()}
     return {
-        name: memory[dtype][: shape.numel()].view(shape) for name, (dtype, shape) in shapes.items()
-    }
-
-
-def _buffers(model: torch.nn.Module, device: torch.device) -> dict[str, Any]:
-    return {
-        name: torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
-        for name, buffer in model.named_buffers()
+        name: memory[parameters[name].dtype][: shape.numel()].view(shape)
+        for name, shape in shapes.items()
     }

@@ -52,7 +52,7 @@ def train_loop(
         collate: Makes a padded batch with `labels` and `sample_id`.
         recorder: Records the run.
         scheduled_steps: Steps until the learning rate has decayed.
-        observers: Go along with it.
+        observers: Called when the training is prepared and after each of its steps.
         resumed: The checkpoint to go on from.
         ddp_bucket_view: Under DDP, have gradients be views of its buckets.
     """
@@ -156,9 +156,7 @@ def train_loop(
 def ddp_options(args: TrainingArguments, *, bucket_view: bool) -> DistributedDataParallelKwargs:
     """Return the options for DDP's wrapper, from the arguments as the Trainer reads them.
 
-    Args:
-        args: The Trainer's arguments.
-        bucket_view: Whether gradients are views of the buckets in which DDP sends them.
+    With `bucket_view` gradients are views of the buckets in which DDP sends them.
     """
     passed: dict[str, Any] = {
         "bucket_cap_mb": args.ddp_bucket_cap_mb,
@@ -180,11 +178,7 @@ def _optimizer_step(
     args: TrainingArguments,
     recorder: Recorder,
 ) -> tuple[torch.Tensor, Any]:
-    """Run one optimizer step over its micro-batches.
-
-    Returns:
-        This rank's share of the loss, and the gradient norm before clipping.
-    """
+    """Run an optimizer step; return this rank's share of the loss, and the norm before clipping."""
     backend = backend_of(model)
     ranks = backend.data_parallel_size()
     supervised = [(batch["labels"][:, 1:] != IGNORED).sum() for batch in window]
@@ -240,11 +234,10 @@ def build_optimizer(model: PreTrainedModel, args: TrainingArguments) -> torch.op
     decayed = set(get_parameter_names(model, [torch.nn.LayerNorm], NO_DECAY))
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    with_decay = [p for n, p in trained.items() if n in decayed]
+    without = [p for n, p in trained.items() if n not in decayed]
     groups = [
-        {
-            "params": [p for n, p in trained.items() if n in decayed],
-            "weight_decay": args.weight_decay,
-        },
-        {"params": [p for n, p in trained.items() if n not in decayed], "weight_decay": 0.0},
+        {"params": with_decay, "weight_decay": args.weight_decay},
+        {"params": without, "weight_decay": 0.0},
     ]
     return kind(groups, **options)

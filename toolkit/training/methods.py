@@ -73,10 +73,10 @@ class Method:
         """Return notes for the user, before anything is loaded."""
         if not self.fused_experts:
             return []
-        kept = "no adapters" if self.storage is None else "no adapters, and stay unpacked"
+        treatment = "no adapters" if self.storage is None else "no adapters, and stay unpacked"
         return [
             f"--method {self.arguments.method}: the fused experts, {self.fused_experts:.0%} of the "
-            f"weights beside embeddings and head, are no linear layers: they get {kept}"
+            f"weights beside embeddings and head, are no linear layers: they get {treatment}"
         ]
 
 
@@ -87,13 +87,7 @@ def checked_method(
     *,
     precision: str,
 ) -> Method:
-    """Return the method for a model.
-
-    Args:
-        arguments: The flags of the method.
-        model: The flags of the model.
-        facts: Of that model.
-        precision: Of the computation: `no` (fp32), `bf16` or `fp16`.
+    """Return the method for a model, computed with in `precision`: `no` (fp32), `bf16` or `fp16`.
 
     Raises:
         UsageError: the method doesn't fit the model, or the dtypes don't fit each other.
@@ -178,29 +172,21 @@ def skeleton(folder: str | Path, *, trust_remote_code: bool = False) -> PreTrain
 def adapted_layers(model: PreTrainedModel, arguments: MethodArguments) -> dict[str, int]:
     """Return the layers that get adapters, with the number of parameters of each adapter.
 
-    Args:
-        model: Its skeleton is enough.
-        arguments: Names of the layers, and the rank.
-
     Raises:
         UsageError: a name is no linear layer's, or only the output head's.
     """
     linear = _linear_layers(model)
     targets = arguments.lora_target_modules
-    chosen = linear
+    chosen = list(linear)
     if targets != [ALL_LINEAR]:
         _refuse_unknown(model, linear, targets)
-        chosen = {
-            name: size
-            for name, size in linear.items()
-            if any(_matches(name, target) for target in targets)
-        }
+        chosen = [name for name in linear if any(_matches(name, target) for target in targets)]
     if not chosen:
         raise UsageError(
             f"{type(model).__name__} has no linear layers beside its head, so there is nothing "
             "to put adapters on. Pass --method full."
         )
-    return {name: arguments.lora_r * sum(size) for name, size in chosen.items()}
+    return {name: arguments.lora_r * sum(linear[name]) for name in chosen}
 
 
 def fused_share(model: PreTrainedModel) -> float:

@@ -69,15 +69,15 @@ class ModelFacts:
 
 
 def resolve_model(arguments: ModelArguments) -> str:
-    """Return the local folder of the model: built, found, or downloaded first.
+    """Return the local folder of the model, which is built or downloaded first if need be.
 
     Raises:
         UsageError: there is no such folder, or the Hub can't give it.
     """
-    name = arguments.model_name_or_path
+    flag, name = "--model_name_or_path", arguments.model_name_or_path
     if name is None:
         return str(build_model())
-    return _resolve("--model_name_or_path", name, revision=arguments.model_revision)
+    return local_folder(flag, name) or _download(flag, name, revision=arguments.model_revision)
 
 
 def resolve_tokenizer(arguments: ModelArguments) -> str:
@@ -86,19 +86,16 @@ def resolve_tokenizer(arguments: ModelArguments) -> str:
     Raises:
         UsageError: there is no such folder, or the Hub can't give it.
     """
-    name = arguments.tokenizer_name
-    return resolve_model(arguments) if name is None else _resolve("--tokenizer_name", name)
-
-
-def _resolve(flag: str, name: str, *, revision: str = "main") -> str:
-    return local_folder(flag, name) or _download(flag, name, revision=revision)
+    flag, name = "--tokenizer_name", arguments.tokenizer_name
+    if name is None:
+        return resolve_model(arguments)
+    return local_folder(flag, name) or _download(flag, name, revision="main")
 
 
 def build_model() -> Path:
     """Return the folder of the built-in model, building it first where it is not cached.
 
-    A Llama with a byte-level BPE tokenizer trained on the built-in data. The same data give the
-    same files everywhere.
+    A Llama with a byte-level BPE tokenizer trained on the built-in data, the same files everywhere.
     """
 
     def build(folder: Path) -> None:
@@ -122,7 +119,7 @@ def load_model(
     Args:
         arguments: The flags of the model.
         folder: The model's local folder.
-        dtype: Of the weights, unless `arguments` name another.
+        dtype: The dtype of the weights, unless `arguments` name another.
         packed: The result of `quantized.in_4_bits`; None: weights are loaded as they are.
 
     Raises:
@@ -192,17 +189,12 @@ def check_vocabulary(model: ModelFacts, data: PreparedData) -> None:
 
 
 def local_folder(flag: str, name: str) -> str | None:
-    """Return the folder on this machine that a flag names; None: it names one on the Hub.
-
-    Args:
-        flag: One of `NEEDED`.
-        name: Its value.
+    """Return the folder on this machine that a flag of `NEEDED` names; None: it is a Hub name.
 
     Raises:
         UsageError: the value is a path, of no folder or of one without the needed file.
     """
-    needed = NEEDED[flag]
-    path = Path(name).expanduser()
+    needed, path = NEEDED[flag], Path(name).expanduser()
     if path.is_dir():
         if not any(path.glob(needed)):
             raise UsageError(
@@ -221,7 +213,7 @@ def local_folder(flag: str, name: str) -> str | None:
 
 
 def meant_as_path(name: str) -> bool:
-    """Whether a name has not the form of the Hub's names, `name` or `owner/name`."""
+    """Whether a name has another form than the Hub's names, `name` or `owner/name`."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
 
 

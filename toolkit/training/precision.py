@@ -1,6 +1,6 @@
-"""What a run computes in: what its flags say, else what the launcher's config says.
+"""The precision of a run: that of its flags, else that of the launcher's config.
 
-The bundled configs say nothing. Of two that differ none wins in silence.
+The bundled configs name none. Two that differ are refused.
 """
 
 from __future__ import annotations
@@ -16,11 +16,7 @@ HALVES: Final = ("bf16", "fp16")
 
 
 def with_precision(rest: Sequence[str], environ: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Return the flags for `TrainingArguments` with the precision of the run, and what to say.
-
-    Args:
-        rest: As they were typed.
-        environ: This rank's environment variables.
+    """Return the typed flags for `TrainingArguments` with the precision of the run, and notes.
 
     Raises:
         UsageError: the flags and the config ask for different precisions, the flags for two, or
@@ -29,29 +25,29 @@ def with_precision(rest: Sequence[str], environ: Mapping[str, str]) -> tuple[lis
     passed = {name: switched(rest, name) for name in HALVES}
     if all(passed.values()):
         raise UsageError("--bf16 and --fp16 exclude each other: pass one.")
-    found = launchers_precision(environ)
-    if found is None:
+    from_launcher = launchers_precision(environ)
+    if from_launcher is None:
         return [*rest], []
-    asked, where = found
-    if asked not in HALVES:
+    wanted, where = from_launcher
+    if wanted not in HALVES:
         raise UsageError(
-            f"toolkit.train computes in fp32, bf16 or fp16, and {where} asks for {asked}. Set "
+            f"toolkit.train computes in fp32, bf16 or fp16, and {where} asks for {wanted}. Set "
             "that to no, bf16 or fp16."
         )
-    other = next(name for name in HALVES if name != asked)
-    if passed[other] or passed[asked] is False:
-        flag = f"--{other}" if passed[other] else f"--{asked} False"
+    rival = next(name for name in HALVES if name != wanted)
+    if passed[rival] or passed[wanted] is False:
+        flag = f"--{rival}" if passed[rival] else f"--{wanted} False"
         raise UsageError(
-            f"{flag} was passed, and {where} asks for {asked}. Leave {flag} out, or take {asked} "
+            f"{flag} was passed, and {where} asks for {wanted}. Leave {flag} out, or take {wanted} "
             "out of the config."
         )
-    if passed[asked]:
+    if passed[wanted]:
         return [*rest], []
-    return [*rest, f"--{asked}=True"], [f"computing in {asked}, by {where}"]
+    return [*rest, f"--{wanted}=True"], [f"computing in {wanted}, by {where}"]
 
 
 def asked_precision(values: Mapping[str, Any]) -> str:
-    """Return what is computed in, by the values of `TrainingArguments`: `no` is fp32."""
+    """Return the precision in the values of `TrainingArguments`: `no` is fp32."""
     return next((name for name in HALVES if values[name]), "no")
 
 
@@ -73,9 +69,9 @@ def launchers_precision(environ: Mapping[str, str]) -> tuple[str, str] | None:
 
 
 def switched(rest: Sequence[str], name: str) -> bool | None:
-    """Return what the last `--name` of some flags says; standing alone it says yes. None: nothing.
+    """Return the value of the last `--name` in flags that are not parsed yet, None without one.
 
-    For before the flags are read.
+    A flag that stands alone is true.
     """
     on = None
     for word, after in zip_longest(rest, rest[1:], fillvalue="--"):

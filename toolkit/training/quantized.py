@@ -24,7 +24,6 @@ def check_bitsandbytes() -> None:
     Raises:
         UsageError: bitsandbytes isn't there, or is too old.
     """
-    oldest = ".".join(map(str, OLDEST))
     try:
         version = importlib.metadata.version("bitsandbytes")
     except importlib.metadata.PackageNotFoundError:
@@ -33,6 +32,7 @@ def check_bitsandbytes() -> None:
             "pip install 'toolkit[qlora]', or pass --method lora."
         ) from None
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
         raise UsageError(
             f"--method qlora needs bitsandbytes {oldest} or newer, and this is {version}: "
             "pip install -U 'toolkit[qlora]'."
@@ -59,14 +59,9 @@ def in_4_bits(storage: str) -> Any:
 
 
 def dequantised(layer: Any, packed: torch.Tensor) -> torch.Tensor:
-    """Return the unpacked weights of a layer, on the device of its scales.
+    """Return the packed weights of a layer, gathered whole, unpacked on the device of its scales.
 
-    Args:
-        layer: The layer, which has the scales.
-        packed: Its packed weights, gathered whole.
-
-    Returns:
-        The weights in the shape that the checkpoint has, and in the dtype they were loaded in.
+    They have the shape of the checkpoint, and the dtype that they were loaded in.
     """
     from bitsandbytes.functional import dequantize_4bit
     from transformers.pytorch_utils import Conv1D

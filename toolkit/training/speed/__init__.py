@@ -39,10 +39,7 @@ TRAINER_SWITCHES = ("use_liger_kernel", "torch_compile", "ddp_bucket_cap_mb", "d
 class Speed(Observer):
     """Switches on what a run asks for: in the model, in its batches, and in its wrapper.
 
-    Args:
-        arguments: The switches.
-        args: The Trainer's arguments, under either engine: what they ask of the loss comes before
-            what `--tuned` does.
+    What the Trainer's arguments ask of the loss comes before what `--tuned` does.
     """
 
     def __init__(self, arguments: SpeedArguments, args: TrainingArguments | None = None) -> None:
@@ -108,9 +105,7 @@ class Speed(Observer):
             self.on["fsdp_prefetch"] = ahead
 
     def facts(self, args: TrainingArguments) -> dict[str, Any]:
-        """Return the record's `speed`: every switch that is on, the Trainer's own among them, and
-        those that `--tuned` left out, with the reason.
-        """
+        """Return the record's `speed`."""
         of_trainer = {name: getattr(args, name) for name in TRAINER_SWITCHES if getattr(args, name)}
         on = self.on | of_trainer
         return {"tuned": self.arguments.tuned, "on": on, "left_out": self.left_out}

@@ -64,12 +64,8 @@ def checked_head(model: PreTrainedModel) -> tuple[torch.nn.Linear, LogitsOf]:
     """
     name, config, head = type(model).__name__, model.config, model.get_output_embeddings()
     # What comes between the hidden states and the loss is each family's own (transformers 5.23).
-    check_proven(
-        model,
-        "--loss_impl chunked",
-        risk="what it does between its hidden states and its loss might be left out",
-        off="--loss_impl full",
-    )
+    risk = "what it does between its hidden states and its loss might be left out"
+    check_proven(model, "--loss_impl chunked", risk=risk, off="--loss_impl full")
     # Not a subclass: an adapter on the head, or a quantised one, computes more than a product.
     if type(head) is not torch.nn.Linear:
         raise UsageError(
@@ -85,8 +81,6 @@ def checked_head(model: PreTrainedModel) -> tuple[torch.nn.Linear, LogitsOf]:
 
 def use_chunked_loss(model: PreTrainedModel, *, chunk_tokens: int) -> None:
     """Have the model return the chunked loss, and no logits, wherever it is given labels.
-
-    Without labels it goes on as it was.
 
     Raises:
         UsageError: the model is none that this is proven for.

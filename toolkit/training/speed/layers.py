@@ -25,7 +25,7 @@ CHECKPOINTING = (
 
 _aten: Any = torch.ops.aten
 
-KEPT = frozenset(
+SAVED_PRODUCTS = frozenset(
     {
         _aten.mm.default,
         _aten.addmm.default,
@@ -38,16 +38,14 @@ KEPT = frozenset(
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
     }
 )
-"""Operations whose results `selective` keeps: products take most of the time, and the rest between
+"""Operations whose results `selective` saves: products take most of the time, and the rest between
 them most of the memory."""
 
 
 def checkpoint_layers(model: PreTrainedModel, chosen: str) -> list[int]:
-    """Switch activation checkpointing on for the layers that `chosen` names; return their numbers.
+    """Switch activation checkpointing on for the layers of `--checkpoint_layers chosen`.
 
-    Args:
-        model: As loaded, before anything wraps it.
-        chosen: As `--checkpoint_layers` takes it.
+    Returns their numbers. Nothing has wrapped the model yet.
 
     Raises:
         UsageError: the model can't, or has fewer layers.
@@ -97,7 +95,7 @@ def keep_products(
     _: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
     """Return torch's policy for one operation of a layer under `selective`."""
-    if operation in KEPT:
+    if operation in SAVED_PRODUCTS:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 

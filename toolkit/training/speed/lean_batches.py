@@ -56,23 +56,17 @@ def check_lean_masks(model: PreTrainedModel) -> None:
     """Check that no part of the model's loss depends on the padding on the right.
 
     Raises:
-        UsageError: this is not proven for the model, or its routers' loss counts every token that
-            no mask leaves out.
+        UsageError: as `check_proven`.
     """
-    check_proven(
-        model,
-        "--lean_masks",
-        risk="its tokens might see the padding after them",
-        off="--lean_masks false",
-    )
+    risk = "its tokens might see the padding after them"
+    check_proven(model, "--lean_masks", risk=risk, off="--lean_masks false")
 
 
 def check_proven(model: PreTrainedModel, flag: str, *, risk: str, off: str) -> None:
     """Check that a switch is proven for a model, and that the model adds no loss of its routers.
 
     Raises:
-        UsageError: naming the flag, the risk in a model that nobody has read, and the flag that
-            leaves the switch off.
+        UsageError: with the `risk` in other models, and `off`, the flag without the switch.
     """
     name = type(model).__name__
     # Code from the Hub can have the class name of one of transformers' models.
@@ -90,9 +84,8 @@ def takes_masks_as_given(model: PreTrainedModel) -> bool:
     """Whether all layers take the same mask, or none, so that it can be made beforehand."""
     config = model.config
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    windows = getattr(config, "sliding_window", None) and getattr(
-        config, "use_sliding_window", True
-    )
+    slides = getattr(config, "use_sliding_window", True)
+    windows = slides and getattr(config, "sliding_window", None)
     return config._attn_implementation == "sdpa" and kinds == {"full_attention"} and not windows
 
 
