@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from toolkit.data import built_in
 from toolkit.data.arguments import DataArguments
-from toolkit.data.built_in import standard_library_hash, standard_library_rows
+from toolkit.data.built_in import standard_library_hash, standard_library_texts
 from toolkit.data.collation import Collator
 from toolkit.data.prepared import prepare_data
 from toolkit.data.tokenizer import load_tokenizer
@@ -262,7 +262,7 @@ def test_a_data_set_of_the_hub_is_read_through_datasets(
 
 
 def test_the_built_in_data_are_signatures_and_docstrings(cache):
-    rows = standard_library_rows()
+    rows = standard_library_texts()
     assert rows.column_names == ["prompt", "completion"]
     assert len(rows) > 2000
     commonprefix = next(row for row in rows if row["prompt"] == "def commonprefix(m):\n")
@@ -280,7 +280,7 @@ def test_the_built_in_data_are_the_same_in_another_process(cache, built_at_once,
 def test_a_python_without_sources_is_told_the_way_out(monkeypatch, own_cache, tmp_path):
     monkeypatch.setattr(built_in.sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(UsageError, match="without the sources.*--train_file"):
-        standard_library_rows()
+        standard_library_texts()
 
 
 def test_the_built_in_data_and_tokenizer_need_no_network(cache, monkeypatch):
@@ -308,6 +308,6 @@ def test_tokenising_twice_gives_the_same_tokens(cache, monkeypatch, tmp_path):
         "sample_id": Value("int64"),
     }
     rows = tmp_path / "rows.jsonl"
-    write_jsonl(rows, standard_library_rows().select(range(200)).to_list())
+    write_jsonl(rows, standard_library_texts()[:200])
     again = prepare_data(DataArguments(train_file=str(rows)), folder)
     assert (again.hash, again.tokens_hash) == (first.hash, first.tokens_hash)

@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, PreTrainedTokenizerFast
 
-from toolkit.data.built_in import standard_library_rows
+from toolkit.data.built_in import standard_library_texts
 from toolkit.data.prepared import PreparedData
 from toolkit.data.tokenizer import load_tokenizer
 from toolkit.errors import UsageError
@@ -81,7 +81,7 @@ def test_the_built_in_tokenizer_loses_nothing(cache):
     tokenizer = AutoTokenizer.from_pretrained(build_model())
     assert len({tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id}) == 3
     assert len(tokenizer) == 1024
-    for row in standard_library_rows().select(range(50)).to_list() + [{"completion": "é 你 \x00"}]:
+    for row in standard_library_texts()[:50] + [{"completion": "é 你 \x00"}]:
         ids = tokenizer(row["completion"])["input_ids"]
         assert ids[0] == tokenizer.bos_token_id
         assert tokenizer.decode(ids, skip_special_tokens=True) == row["completion"]

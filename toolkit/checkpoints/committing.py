@@ -234,7 +234,10 @@ def _move_in(
     listed: Mapping[str, Any],
 ) -> None:
     new = file_names(draft)
-    obstacles = others & _obstacles(folder, [*new, MANIFEST], obsolete)
+    # In the way: what new files replace, need as folders, or make obsolete.
+    parents = {str(parent) for name in new for parent in Path(name).parents}
+    matched = {path.name for pattern in obsolete for path in folder.glob(pattern)}
+    obstacles = others & {*new, MANIFEST, *parents, *matched}
     obstacles |= {name for name in new if is_real_folder(folder / name)}
     _keep_inside(draft, folder, obstacles)
     (folder / MANIFEST).unlink(missing_ok=True)
@@ -248,13 +251,6 @@ def _move_in(
     sync(folder)
     (draft / MANIFEST).replace(folder / MANIFEST)
     shutil.rmtree(draft)
-
-
-def _obstacles(folder: Path, new: Sequence[str], obsolete: Sequence[str]) -> set[str]:
-    """Return the names that new files replace, need as folders, or make obsolete."""
-    parents = {str(parent) for name in new for parent in Path(name).parents}
-    matched = {path.name for pattern in obsolete for path in folder.glob(pattern)}
-    return {*new, *parents, *matched}
 
 
 def _keep_inside(draft: Path, folder: Path, names: set[str]) -> None:

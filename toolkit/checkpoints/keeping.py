@@ -164,6 +164,12 @@ def _save_together(
         commit = committing(folder, listed=entries, shared=False, **described)
         return str(undo.enter_context(commit))
 
+    def see_draft() -> None:
+        if not draft.is_dir():
+            raise FileNotFoundError(
+                f"{draft} is not there: --output_dir must be on a file system that all ranks share"
+            )
+
     def write_parts() -> None:
         write_own(draft, prepared)
         for write in writers if accelerator.is_main_process else ():
@@ -175,7 +181,7 @@ def _save_together(
         raise SaveError(f"{folder} was not saved: {missing}")
     with ExitStack() as undo:
         draft = Path(_on_every_rank(folder, open_draft)[0])
-        _on_every_rank(folder, lambda: _see(draft))
+        _on_every_rank(folder, see_draft)
         try:
             backend.write_together(draft, prepared, step=step)
         except UsageError:
@@ -206,13 +212,6 @@ def _on_every_rank(folder: Path, act: Callable[[], Any]) -> list[Any]:
     if failures:
         raise SaveError(f"{folder} was not saved. {'; '.join(failures)}")
     return list(values)
-
-
-def _see(draft: Path) -> None:
-    if not draft.is_dir():
-        raise FileNotFoundError(
-            f"{draft} is not there: --output_dir must be on a file system that all ranks share"
-        )
 
 
 def _entries(draft: Path, accelerator: Any) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What `--resume_from_checkpoint` asks for, before the ranks talk to each other; without torch."""
+"""What `--resume_from_checkpoint` requests, before the ranks talk to each other; without torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def asked_checkpoint(values: Mapping[str, Any]) -> ResumeRequest | None:
         UsageError: there is nothing to resume; or the run is to start from the beginning where an
             unfinished one has left checkpoints; or it is to save by a rule that is not known here.
     """
-    _check_strategy(values.get("save_strategy"))
+    strategy = values.get("save_strategy")
+    name = str(getattr(strategy, "value", strategy))
+    if name not in ("None", "no", "steps", "epoch"):
+        raise UsageError(f"--save_strategy {name} is not known here: use no, steps or epoch.")
     output_dir = Path(values["output_dir"])
     named = _named_checkpoint(values["resume_from_checkpoint"])
     if named is None:
@@ -62,12 +65,6 @@ def folder_to_resume(resume: str | None, output_dir: str | None) -> str | None:
         )
     path = Path(named)
     return str(path.parent if step_of(path) is not None else path)
-
-
-def _check_strategy(strategy: Any) -> None:
-    name = str(getattr(strategy, "value", strategy))
-    if name not in ("None", "no", "steps", "epoch"):
-        raise UsageError(f"--save_strategy {name} is not known here: use no, steps or epoch.")
 
 
 def _named_checkpoint(resume: str | None) -> str | None:

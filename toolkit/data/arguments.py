@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
+from toolkit.data.flags import flag
 from toolkit.errors import UsageError
-
-
-def flag(default: Any, text: str, **metadata: Any) -> Any:
-    """Return the dataclass field of a command-line flag whose help is `text`."""
-    return field(default=default, metadata={"help": text, **metadata})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,15 +14,11 @@ import sysconfig
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from toolkit.data.cache import build_once
 from toolkit.data.tokens import digest, text_hash
 from toolkit.environment import cache_root
 from toolkit.errors import UsageError
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +28,7 @@ _RECIPE = 2
 """To be raised with any change to what the cached folder holds."""
 
 
-def standard_library_rows() -> Dataset:
+def standard_library_texts() -> list[dict[str, str]]:
     """Return the built-in data: one row for each public function with a short description.
 
     The prompt is the function's signature and the completion its docstring.
@@ -40,13 +36,6 @@ def standard_library_rows() -> Dataset:
     Raises:
         UsageError: this Python comes without its sources.
     """
-    from datasets import Dataset
-
-    return Dataset.from_list(standard_library_texts())
-
-
-def standard_library_texts() -> list[dict[str, str]]:
-    """Return the rows of the built-in data as a list, for which `datasets` is not needed."""
     with (_standard_library() / "rows.jsonl").open(encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from toolkit.data.arguments import DataArguments
 from toolkit.data.building import TEMPLATE_FILE, Build, Part
 from toolkit.data.cache import build_once, changed_meanwhile, read_cached
 from toolkit.data.chat import asked_template, shipped_templates
+from toolkit.data.flags import changed_flags
 from toolkit.data.sources import Source, training_source, validation_source
 from toolkit.data.tokenizer import load_tokenizer, tokenizer_identity
 from toolkit.data.tokens import digest
@@ -208,11 +209,8 @@ def _prepare(
 
     folder = build_once(cache_root() / "tokens" / key, build)
     facts = read_cached(folder / "facts.json")
-    values = {flag: getattr(arguments, flag.name) for flag in fields(arguments)}
-    asked = {flag.name: value for flag, value in values.items() if value != flag.default}
+    origin = {"name": source.name, "python": source.python, "asked": changed_flags(arguments)}
     try:
-        return PreparedData(
-            name=source.name, python=source.python, folder=folder, asked=asked, **facts
-        )
+        return PreparedData(folder=folder, **origin, **facts)
     except TypeError as error:
         raise changed_meanwhile(folder / "facts.json") from error

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.data.arguments import DataArguments
-from toolkit.data.built_in import BUILT_IN_DATA, standard_library_hash, standard_library_rows
+from toolkit.data.built_in import BUILT_IN_DATA, standard_library_hash, standard_library_texts
 from toolkit.errors import UsageError, sentence_of
 
 if TYPE_CHECKING:
@@ -48,10 +48,12 @@ def training_source(arguments: DataArguments, *, limit: int | None = None) -> So
         return _file_source(Path(arguments.train_file), "--train_file", limit)
     if arguments.dataset_name is not None:
         return _hub_source(arguments, arguments.dataset_split, limit)
+    from datasets import Dataset
+
     return Source(
         name=BUILT_IN_DATA,
         identity=standard_library_hash(),
-        load=lambda _: standard_library_rows(),
+        load=lambda _: Dataset.from_list(standard_library_texts()),
         python=platform.python_version(),
     )
 
@@ -130,16 +132,13 @@ def _file_source(path: Path, flag: str, limit: int | None) -> Source:
             raise UsageError(f"{path.name} has zero training rows: pass data with rows.")
         return cast("Dataset", reader.as_dataset("train"))
 
-    identity = f"{path.suffix} {_content(path, limit)} {limit}"
-    return Source(name=path.name, identity=identity, load=load)
-
-
-def _content(path: Path, limit: int | None) -> str:
-    if limit is not None:  # only the start is read, so the whole is not hashed either
+    if limit is not None:  # only the start is read, so the file is not hashed to its end either
         status = path.stat()
-        return f"{path.absolute()} {status.st_size} {status.st_mtime_ns}"
-    with path.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
+        content = f"{path.absolute()} {status.st_size} {status.st_mtime_ns}"
+    else:
+        with path.open("rb") as file:
+            content = hashlib.file_digest(file, "sha256").hexdigest()
+    return Source(name=path.name, identity=f"{path.suffix} {content} {limit}", load=load)
 
 
 def _hub_source(arguments: DataArguments, split: str, limit: int | None) -> Source:

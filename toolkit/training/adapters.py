@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from toolkit.engines.tensors import plain_name, shape_of
 from toolkit.errors import SaveError
 from toolkit.training.arguments import ModelArguments
+from toolkit.training.generation import generation_config_of
 from toolkit.training.methods import Method
 
 ADAPTER: Final = "default"
@@ -50,8 +51,14 @@ def load_for(
         keep_packed(model)
     if not method.arguments.is_full:
         attach_adapters(model, method, seed=seed)
-        if start is not None:
-            write_start(model, start)
+        if start is not None:  # before anything wraps the model, this rank has its adapters whole
+            trained = {
+                name: parameter.detach().cpu()
+                for name, parameter in model.named_parameters()
+                if parameter.requires_grad
+            }
+            start.parent.mkdir(parents=True, exist_ok=True)
+            write_tensors(_by_peft_names(model, trained), start)
     return model
 
 
@@ -147,18 +154,11 @@ def write_adapter(
     config.save_pretrained(str(folder))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+    if model.can_generate():
+        generation = generation_config_of(model, tokenizer)
+        if generation is not model.generation_config:  # that of the base would not stop
+            generation.save_pretrained(folder)
     PeftConfig.from_pretrained(str(folder))
-
-
-def write_start(model: Any, file: Path) -> None:
-    """Write the adapters of a model that is not wrapped yet, by the names of a saved adapter."""
-    trained = {
-        name: parameter.detach().cpu()
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_tensors(_by_peft_names(model, trained), file)
 
 
 def write_tensors(tensors: dict[str, torch.Tensor], file: Path) -> None:

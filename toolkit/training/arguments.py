@@ -23,11 +23,11 @@ from transformers.hf_argparser import HfArgumentParser
 
 from toolkit.checkpoints.resume_request import LAST, folder_to_resume
 from toolkit.data.arguments import DataArguments
+from toolkit.data.flags import flag
 from toolkit.errors import UsageError
 from toolkit.measuring.guards import GRAD_NORM_FACTOR
 from toolkit.redaction import learn
 from toolkit.strategies import get_strategy
-from toolkit.training.flags import flag
 from toolkit.training.method_arguments import MethodArguments
 from toolkit.training.speed_arguments import SpeedArguments
 from toolkit.training.value_checks import check_values

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from toolkit.data.arguments import DataArguments
+from toolkit.data.flags import is_on, plain_value
 from toolkit.data.prepared import PreparedData
 from toolkit.data.tokens import IGNORED
 from toolkit.errors import UsageError
-from toolkit.training.flags import is_on, plain_value
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from toolkit.data.flags import changed_flags, flag
 from toolkit.errors import UsageError
-from toolkit.training.flags import changed_flags, flag
 
 ALL_LINEAR = "all-linear"
 """peft's word for every linear layer but the output head."""

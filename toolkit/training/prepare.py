@@ -20,13 +20,13 @@ from typing import Any, Final, cast
 from transformers import TrainingArguments
 from transformers.utils.logging import disable_progress_bar
 
+from toolkit.data.flags import plain_value
 from toolkit.errors import UsageError, file_sentence, is_full_disk
 from toolkit.escaping import one_line
 from toolkit.launching.ranks import quiet
 from toolkit.redaction import redact_output
 from toolkit.strategies import Strategy, get_strategy
 from toolkit.training.dropout import dropout_facts
-from toolkit.training.flags import plain_value
 from toolkit.training.methods import skeleton
 from toolkit.training.model import BUILT_IN_MODEL
 from toolkit.training.request import (

@@ -25,6 +25,7 @@ from toolkit.configs.requested import (
     shown,
 )
 from toolkit.data.chat import asked_template
+from toolkit.data.flags import is_on, plain_value
 from toolkit.data.order import rows_needed
 from toolkit.data.packing import check_borders, check_no_cache
 from toolkit.data.prepared import PreparedData, prepare_data, prepare_validation
@@ -46,7 +47,6 @@ from toolkit.training.arguments import (
     training_values,
 )
 from toolkit.training.evaluation_plan import check_evaluation
-from toolkit.training.flags import is_on, plain_value
 from toolkit.training.loadable import check_loadable
 from toolkit.training.method_arguments import MethodArguments
 from toolkit.training.methods import Method, check_strategy, checked_method

@@ -16,6 +16,7 @@ from toolkit.configs.requested import (
     requested_processes,
     requests_checkpointing,
 )
+from toolkit.data.flags import plain_value
 from toolkit.escaping import one_line
 from toolkit.launching.status import StatusFile
 from toolkit.measuring.attestation import Requested
@@ -26,7 +27,6 @@ from toolkit.records.json_files import SCHEMA
 from toolkit.records.record import STEPS_FILE
 from toolkit.strategies import Strategy
 from toolkit.training.dropout import dropout_facts
-from toolkit.training.flags import plain_value
 from toolkit.training.job import Job
 from toolkit.training.model import BUILT_IN_MODEL
 from toolkit.training.speed import Speed

@@ -111,7 +111,6 @@ def save_model(
                 finite = _finite(weights, unwrapped)
                 if is_adapter:
                     write_adapter(unwrapped, finite, draft, tokenizer)
-                    _write_other_generation_config(unwrapped, draft, tokenizer)
                 else:
                     _write_model(unwrapped, finite, draft, tokenizer, shard_bytes)
                 if card is not None:
@@ -173,15 +172,12 @@ def _write_model(
             generation_config_of(model, tokenizer).save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        _forget_packing(folder / "config.json")
+        file = folder / "config.json"
+        written = json.loads(file.read_text(encoding="utf-8"))
+        # The weights may have been packed when they were loaded, and are not any more.
+        if written.pop("quantization_config", None) is not None:
+            file.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
         check_loads(folder, class_of(model))
-
-
-def _forget_packing(file: Path) -> None:
-    """Take out of a written config that the weights were packed when they were loaded."""
-    config = json.loads(file.read_text(encoding="utf-8"))
-    if config.pop("quantization_config", None) is not None:
-        file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def whole_weights(
@@ -270,15 +266,6 @@ def full_state_dict(accelerator: Any, model: Any) -> dict[str, torch.Tensor]:
     unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
     weights = whole_weights(accelerator, model, unwrapped)
     return {name: tensor for name, tensor in weights if tensor is not None}
-
-
-def _write_other_generation_config(model: Any, folder: Path, tokenizer: Any) -> None:
-    """Write the generation config beside adapters, where the base model's would not stop."""
-    if not model.can_generate():
-        return
-    config = generation_config_of(model, tokenizer)
-    if config is not model.generation_config:
-        config.save_pretrained(folder)
 
 
 def _write_weights(model: Any, weights: Weights, folder: Path, limit: int) -> str:

@@ -10,10 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from toolkit.data.flags import flag
 from toolkit.data.packing import PROVEN_MODELS
 from toolkit.errors import UsageError
 from toolkit.strategies import Strategy
-from toolkit.training.flags import flag
 from toolkit.training.precision import switched
 
 LAYERS = r"none|all|selective|every:[1-9]\d*|[1-9]\d*"

@@ -434,7 +434,12 @@ def _recorder_for(args: TrainingArguments, model: Any, guards: Choice) -> Record
         if deepspeed is not None and args.deepspeed
         else requested_accumulation_dtype(os.environ),
         # The model may have been given some by its own call.
-        activation_checkpointing=_asks_for_checkpointing(args) or None,
+        activation_checkpointing=bool(
+            args.gradient_checkpointing
+            or (args.fsdp_plugin_args or {}).get("activation_checkpointing")
+            or requests_checkpointing(os.environ)
+        )
+        or None,
         # The Trainer itself shortens the last window of an epoch; only DeepSpeed has its own say.
         gradient_accumulation_steps=None if deepspeed is None else args.gradient_accumulation_steps,
     )
@@ -460,12 +465,3 @@ def _strategy_of(args: TrainingArguments) -> Strategy:
     named = "--deepspeed" if deepspeed else "--fsdp" if fsdp else ""
     of_script = strategy_of_plugins(deepspeed, fsdp, args.parallelism_config)
     return agreed_strategy(os.environ, of_script, named=named)
-
-
-def _asks_for_checkpointing(args: TrainingArguments) -> bool:
-    options = args.fsdp_plugin_args or {}
-    return bool(
-        args.gradient_checkpointing
-        or options.get("activation_checkpointing")
-        or requests_checkpointing(os.environ)
-    )

@@ -9,11 +9,12 @@ SWITCHED_OFF: Final = {"None", "False", "no", "none", "0", "0.0", "[]"}
 """Values of a flag that switch nothing on."""
 
 
-def flag(default: Any, help: str) -> Any:
+def flag(default: Any, help: str, **metadata: Any) -> Any:
     """Return the field of a flag; `help` is its line of `--help`."""
+    metadata["help"] = help
     if isinstance(default, list):
-        return field(default_factory=default.copy, metadata={"help": help})
-    return field(default=default, metadata={"help": help})
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def changed_flags(arguments: Any) -> dict[str, Any]:
