@@ -6,8 +6,7 @@ import torch
 from datasets import Dataset
 from small_models import tiny_llama
 
-from toolkit.data.collation import Collator
-from toolkit.data.order import count_steps, rows_needed, training_rows, validation_rows
+from toolkit.data.order import Collator, count_steps, rows_needed, training_rows, validation_rows
 from toolkit.data.packing import pack
 from toolkit.data.tokens import IGNORED, row_features, supervised_tokens
 from toolkit.errors import UsageError

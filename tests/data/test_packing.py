@@ -9,8 +9,7 @@ from small_models import small_of, tiny_llama
 from transformers import TrainingArguments
 
 from toolkit.data.arguments import DataArguments
-from toolkit.data.collation import Collator
-from toolkit.data.order import training_rows
+from toolkit.data.order import Collator, training_rows
 from toolkit.data.packing import (
     PROVEN_ATTENTION,
     PROVEN_MODELS,

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from toolkit.data import built_in
 from toolkit.data.arguments import DataArguments
 from toolkit.data.built_in import standard_library_hash, standard_library_texts
-from toolkit.data.collation import Collator
+from toolkit.data.order import Collator
 from toolkit.data.prepared import prepare_data
 from toolkit.data.tokenizer import load_tokenizer
 from toolkit.data.tokens import IGNORED, supervised_tokens, tokenise

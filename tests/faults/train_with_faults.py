@@ -40,8 +40,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 from toolkit import environment
 from toolkit.data.arguments import DataArguments
-from toolkit.data.collation import Collator
-from toolkit.data.order import training_rows
+from toolkit.data.order import Collator, training_rows
 from toolkit.data.prepared import PreparedData, prepare_data
 from toolkit.data.tokenizer import load_tokenizer
 from toolkit.engines.prepared import Prepared

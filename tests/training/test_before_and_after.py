@@ -5,7 +5,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 from small_models import tiny_llama
 
-from toolkit.data.collation import Collator
+from toolkit.data.order import Collator
 from toolkit.data.tokenizer import load_tokenizer
 from toolkit.engines.prepared import Prepared
 from toolkit.measuring.attestation import Requested

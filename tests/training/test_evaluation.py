@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 
 from toolkit import ToolkitTrainer
 from toolkit.data.arguments import DataArguments
-from toolkit.data.collation import Collator
+from toolkit.data.order import Collator
 from toolkit.data.tokens import IGNORED
 from toolkit.engines.between_steps import NotBetweenSteps, between_steps
 from toolkit.errors import UsageError

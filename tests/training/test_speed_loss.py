@@ -9,7 +9,7 @@ from datasets import Dataset
 from small_models import small_of, tiny_llama
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from toolkit.data.collation import Collator
+from toolkit.data.order import Collator
 from toolkit.data.packing import PROVEN_MODELS
 from toolkit.data.tokens import IGNORED
 from toolkit.errors import UsageError

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from toolkit.data.collation import Collator
+from toolkit.data.order import Collator
 from toolkit.data.packing import PROVEN_MODELS
 from toolkit.data.tokenizer import load_tokenizer
 from toolkit.data.tokens import IGNORED

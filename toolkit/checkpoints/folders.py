@@ -17,8 +17,6 @@ from toolkit.errors import UsageError
 from toolkit.launching.ranks import say
 from toolkit.records.manifests import Damaged, is_real_folder, read_manifest
 
-NAME: Final = re.compile(r"checkpoint-(\d+)")
-
 KIND: Final = "checkpoint"
 """In the manifest of a checkpoint."""
 
@@ -29,7 +27,7 @@ def checkpoint_folder(output_dir: Path, step: int) -> Path:
 
 def step_of(folder: Path) -> int | None:
     """Return the step that a checkpoint's name says; None for other names."""
-    match = NAME.fullmatch(folder.name)
+    match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
     return int(match[1]) if match else None
 
 

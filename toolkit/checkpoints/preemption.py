@@ -21,9 +21,6 @@ from toolkit.launching.ranks import die_with_parent
 
 EXIT_PREEMPTED: Final = 128 + signal.SIGTERM
 
-KILL_SECONDS: Final = 30
-"""What torchelastic gives its ranks, and a rank gives itself when its launcher is gone."""
-
 
 class Preempted(Exception):
     """The run was asked to stop, and has saved where there was something worth it.
@@ -85,7 +82,8 @@ class Preemption:
             self._asked_at = time.monotonic()
             self._ask_to_stop()
         if os.getppid() != self._launcher:
-            signal.alarm(KILL_SECONDS)  # nobody else would end a rank that hangs
+            # Its launcher is gone: nothing else would end a rank that hangs. As torchelastic does.
+            signal.alarm(30)
 
 
 def _signals() -> list[signal.Signals]:

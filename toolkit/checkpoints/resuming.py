@@ -10,8 +10,7 @@ from typing import Any, Final
 
 from toolkit.checkpoints.folders import KIND, checkpoints_in, shares, step_of, tidy
 from toolkit.checkpoints.resume_request import ResumeRequest
-from toolkit.checkpoints.states import read_random_state, read_states
-from toolkit.engines.prepared import Prepared, world_rank
+from toolkit.engines.prepared import world_rank
 from toolkit.errors import UsageError
 from toolkit.launching.ranks import rank
 from toolkit.measuring.attestation import gather_objects
@@ -32,22 +31,14 @@ WORDS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """Where a training goes on from."""
+    """The checkpoint that a training goes on from."""
 
     folder: Path
     step: int
     """Optimizer steps that were done."""
 
     damaged: tuple[str, ...] = ()
-    """What was wrong with newer checkpoints that were passed over."""
-
-    def restore(self, prepared: Prepared) -> None:
-        """Put everything but the random numbers back; on every rank, before the first step."""
-        read_states(self.folder, prepared, step=self.step)
-
-    def restore_random_state(self, accelerator: Any) -> None:
-        """Put this rank's random numbers back, after the loader drew its own from them."""
-        read_random_state(self.folder, accelerator)
+    """Sentences about newer checkpoints that were passed over."""
 
     def facts(self) -> dict[str, Any]:
         """The fields of a record."""
@@ -57,13 +48,8 @@ class Resumed:
 def find_checkpoint(request: ResumeRequest, now: Mapping[str, Any]) -> Resumed:
     """Return the checkpoint that was named, or the newest that is whole; a collective.
 
-    Where the one that was named is damaged, it is the newest whole one of those before it.
-
-    Nothing is loaded before every rank has found it whole and of this very training.
-
-    Args:
-        request: What the user asked for.
-        now: Facts of the training that is to go on.
+    Where the named one is damaged, it is the newest whole one before it. Nothing is loaded before
+    every rank has found it whole and of this very training, whose facts are `now`.
 
     Raises:
         UsageError: on every rank, when it is of another training, or none is whole.

@@ -49,7 +49,7 @@ def read_states(folder: Path, prepared: Prepared, *, step: int) -> None:
 
 
 def read_random_state(folder: Path, accelerator: Any) -> None:
-    """Put every generator's state of this rank back."""
+    """Put this rank's random numbers back, after the loader drew its own from them."""
     state = _read_own(folder, accelerator)["random"]
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]

@@ -151,21 +151,15 @@ def prepare_validation(
         return None
     source = validation_source(arguments)
     if source is None:
-        limit = arguments.max_train_samples if arguments.streaming else None
-        if arguments.streaming and limit is None:
+        streamed = arguments.max_train_samples if arguments.streaming else None
+        if arguments.streaming and streamed is None:
             raise UsageError(
                 "--validation_split_percentage with --streaming needs --max_train_samples: the "
                 "part is taken of the rows that are fetched."
             )
-        source = training_source(arguments, limit=limit)
-    return _prepare(
-        source,
-        arguments,
-        Path(tokenizer),
-        "validation",
-        arguments.max_eval_samples,
-        trust_remote_code,
-    )
+        source = training_source(arguments, limit=streamed)
+    limit = arguments.max_eval_samples
+    return _prepare(source, arguments, Path(tokenizer), "validation", limit, trust_remote_code)
 
 
 def _prepare(

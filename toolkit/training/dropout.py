@@ -25,13 +25,6 @@ OF_OTHER_HEADS: Final = ("classifier", "summary_")
 OWN_VALUES: Final = "_toolkit_own_dropout"
 """The attribute of a model that keeps what its configs held."""
 
-TOKENS: Final = 16
-
-EQUAL: Final = 1e-4
-EQUAL_IN_16_BITS: Final = 2e-2
-"""The most that two forwards may differ by, as a share of the logits: on a GPU kernels may add in
-another order each time."""
-
 
 def dropout_facts(
     folder: str | Path, *, off: bool, lora_dropout: float, trust_remote_code: bool
@@ -110,7 +103,7 @@ def difference(accelerator: Any, model: Any) -> str | None:
 
     A collective, between two steps. The model is the wrapped one.
     """
-    ids = torch.arange(TOKENS, device=accelerator.device).unsqueeze(0)
+    ids = torch.arange(16, device=accelerator.device).unsqueeze(0)
     unwrapped = accelerator.unwrap_model(model)
     # What is compiled is compiled for the rows of training, and not for these.
     with between_steps(accelerator, model), torch.compiler.set_stance("force_eager"):
@@ -125,8 +118,10 @@ def difference(accelerator: Any, model: Any) -> str | None:
     in_fp32 = (
         next(unwrapped.parameters()).dtype == torch.float32 and accelerator.mixed_precision == "no"
     )
+    # A share of the logits: on a GPU kernels may add in another order each time.
+    tolerance = 1e-4 if in_fp32 else 2e-2
     apart = float((first - second).norm() / max(first.norm(), second.norm()))
-    if apart <= (EQUAL if in_fp32 else EQUAL_IN_16_BITS):
+    if apart <= tolerance:
         return None
     return (
         f"two forwards of the same tokens in training differ by {apart:.1%} though dropout is set "

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments, get_schedu
 from transformers.trainer_pt_utils import get_parameter_names
 
 from toolkit.checkpoints.resuming import Resumed
+from toolkit.checkpoints.states import read_random_state, read_states
 from toolkit.data.packing import keep_texts_apart
 from toolkit.data.tokens import IGNORED
 from toolkit.engines.backend import backend_of
@@ -97,7 +98,7 @@ def train_loop(
         report=lambda step, values: tracking.log(accelerator, step, values),
     )
     if resumed is not None:
-        resumed.restore(prepared)
+        read_states(resumed.folder, prepared, step=resumed.step)
     tracking.start(accelerator, args, model)
     recorder.prepared(accelerator, wrapped, optimizer)
     recorder.reads(loader)
@@ -124,7 +125,7 @@ def train_loop(
         while step < args.max_steps and (window := take(batches, accelerator, recorder)):
             if resumed is not None and step == first:
                 # Not before: the loader has drawn a number, which it drew long ago in that run.
-                resumed.restore_random_state(accelerator)
+                read_random_state(resumed.folder, accelerator)
             loss, norm = _optimizer_step(accelerator, wrapped, optimizer, window, args, recorder)
             step += 1
             read += len(window)

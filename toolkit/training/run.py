@@ -14,7 +14,7 @@ from toolkit import environment
 from toolkit.checkpoints.keeping import Keeper, steps_between
 from toolkit.checkpoints.preemption import Preempted, Preemption
 from toolkit.data.cache import check_seconds
-from toolkit.data.collation import Collator
+from toolkit.data.order import Collator
 from toolkit.engines.prepared import Prepared
 from toolkit.launching.ranks import rank, say
 from toolkit.launching.status import StatusFile

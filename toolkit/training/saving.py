@@ -51,8 +51,6 @@ OBSOLETE: Final = (
 )
 """Weights of an earlier save, which transformers would load in place of or beside the new ones."""
 
-LAYER: Final = re.compile(r".*?\.\d+(?=\.)")
-
 BASE: Final = ".base_layer."
 """In the names of what stood in an adapted layer before its adapter."""
 
@@ -334,7 +332,7 @@ def check_loads(folder: Path, kind: Any) -> None:
 
 
 def _layer_of(name: str) -> str:
-    match = LAYER.match(name)
+    match = re.match(r".*?\.\d+(?=\.)", name)
     return match[0] if match else name
 
 

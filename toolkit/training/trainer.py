@@ -21,6 +21,7 @@ from toolkit.checkpoints.folders import checkpoint_folder
 from toolkit.checkpoints.keeping import Keeper
 from toolkit.checkpoints.resume_request import LAST, asked_checkpoint
 from toolkit.checkpoints.resuming import Resumed, find_checkpoint
+from toolkit.checkpoints.states import read_random_state, read_states
 from toolkit.configs.requested import (
     accumulation_dtype,
     agreed_strategy,
@@ -405,12 +406,12 @@ class ToolkitTrainer(Trainer):
             )
         # It would load by itself, and DeepSpeed's part not as it was saved.
         everything = super()._prepare_for_training(max_steps, train_dataloader, None)
-        self._resumed.restore(self.prepared())
+        read_states(self._resumed.folder, self.prepared(), step=self._resumed.step)
         return everything
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self._resumed is not None:
-            self._resumed.restore_random_state(self.accelerator)
+            read_random_state(self._resumed.folder, self.accelerator)
 
     def _load_best_model(self) -> None:
         if self.args.save_only_model:
