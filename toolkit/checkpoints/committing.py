@@ -153,7 +153,7 @@ def remove_own(folder: Path, *, name: Path | None = None) -> None:
 
 
 def _remove_committed(folder: Path) -> None:
-    listed = _listed(folder)
+    listed = committed_files(folder)
     if listed is None:
         remove_if_empty(folder)
     else:
@@ -169,7 +169,7 @@ def keep_aside(path: Path, *, name: Path | None = None) -> None:
 
 
 def _put_in_place(draft: Path, folder: Path, obsolete: Sequence[str], *, shared: bool) -> None:
-    listed = _listed(folder)
+    listed = committed_files(folder)
     is_empty = is_real_folder(folder) and not any(folder.iterdir())
     is_usable = is_real_folder(folder) and (shared or listed is not None or is_empty)
     if os.path.lexists(folder) and not is_usable:
@@ -217,7 +217,7 @@ def _others(draft: Path, folder: Path, listed: Mapping[str, Any] | None) -> set[
     return others | edited
 
 
-def _listed(folder: Path) -> dict[str, Any] | None:
+def committed_files(folder: Path) -> dict[str, Any] | None:
     """Return the entries of an earlier commit's files; None without a manifest to be trusted."""
     try:
         return read_manifest(folder)["files"]

@@ -12,10 +12,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Final
 
-from toolkit.checkpoints.committing import recover, remove_drafts, remove_own
-from toolkit.errors import UsageError
+from toolkit.checkpoints.committing import committed_files, recover, remove_drafts, remove_own
 from toolkit.launching.ranks import say
-from toolkit.records.manifests import Damaged, is_real_folder, read_manifest
+from toolkit.records.manifests import is_real_folder
 
 KIND: Final = "checkpoint"
 """In the manifest of a checkpoint."""
@@ -42,11 +41,8 @@ def tidy(output_dir: Path) -> None:
     """Put back what a commit had aside when it died, and remove its draft. Rank 0 calls it."""
     for aside in output_dir.glob(".checkpoint-*.aside"):
         recover(output_dir / aside.name[1:].removesuffix(".aside"))
-    drafted = {
-        path.name[1:].partition(".draft-")[0] for path in output_dir.glob(".checkpoint-*.draft-*")
-    }
-    for name in drafted:
-        remove_drafts(output_dir / name)
+    for draft in list(output_dir.glob(".checkpoint-*.draft-*")):
+        remove_drafts(output_dir / draft.name[1:].partition(".draft-")[0])
     for gone in output_dir.glob(".checkpoint-*.gone"):
         if _is_ours(gone):
             remove_own(gone, name=output_dir / gone.name[1:].removesuffix(".gone"))
@@ -94,7 +90,4 @@ def rotate(
 
 def _is_ours(folder: Path) -> bool:
     """Whether a folder was committed here, and its list of files is unchanged."""
-    try:
-        return is_real_folder(folder) and bool(read_manifest(folder))
-    except (Damaged, UsageError):
-        return False
+    return is_real_folder(folder) and committed_files(folder) is not None

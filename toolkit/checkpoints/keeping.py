@@ -141,14 +141,8 @@ def _save_together(
 ) -> None:
     """Write one draft by all ranks, and put it in place as a whole; a collective.
 
-    What stands in its place and was not committed here is kept aside.
-
-    Args:
-        folder: On a file system that all ranks share.
-        prepared: What is trained.
-        step: Optimizer steps that are done.
-        facts: What a run that resumes from it must have in common.
-        writers: Write further files into the draft, on rank 0.
+    What stands in its place and was not committed here is kept aside. `facts` are those that a run
+    must have in common to resume from it; `writers` add files to the draft, on rank 0.
 
     Raises:
         SaveError: on every rank, when it does not fit on the disk or any could not write its part;

@@ -25,11 +25,8 @@ EXIT_PREEMPTED: Final = 128 + signal.SIGTERM
 class Preempted(Exception):
     """The run was asked to stop, and has saved where there was something worth it.
 
-    Args:
-        step: The last step that was trained.
-        folder: The newest checkpoint, if there is one.
-        saved: Whether it is of that step.
-        seconds: From the signal until now; None where no rank knows.
+    `step` is the last that was trained, `folder` the newest checkpoint, `saved` whether it is of
+    that step, and `seconds` the time since the signal, where a rank knows it.
     """
 
     def __init__(

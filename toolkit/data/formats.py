@@ -176,11 +176,7 @@ def read_batch(batch: Mapping[str, Sequence[Any]], form: Format) -> Iterator[lis
 
 
 def read_chat(values: Sequence[Any], form: Format, *, where: str) -> Chat:
-    """Return one row's conversation in OpenAI's style.
-
-    Args:
-        values: The row's columns, as `form` names them.
-        where: The row, for messages of errors.
+    """Return the conversation in one row's columns in OpenAI's style; errors name it by `where`.
 
     Raises:
         UsageError: it is no list of messages, or a role or speaker is not known.

@@ -32,12 +32,7 @@ def load_for(
 ) -> Any:
     """Return the model in `folder`, ready to be trained by `method`.
 
-    Args:
-        method: Full, lora or qlora.
-        arguments: The flags of the model.
-        folder: The model's local folder.
-        seed: For the adapters' initial weights.
-        start: The file for those weights; None on ranks that don't write it.
+    Adapters get initial weights from `seed`. A rank with a `start` writes them to that file.
 
     Raises:
         UsageError: the folder doesn't hold a causal LM that can be loaded.
@@ -132,11 +127,7 @@ def write_adapter(
 ) -> None:
     """Write adapter, config and tokenizer, and read every byte again; on rank 0 alone.
 
-    Args:
-        model: Unwrapped.
-        weights: Every trained weight, whole, by its name in the model.
-        folder: To write into.
-        tokenizer: Saved with its chat template, where it is not None.
+    The model is unwrapped; `weights` has every trained weight, whole, by its name in the model.
 
     Raises:
         SaveError: a weight is missing, or not whole, or was read back with other values.

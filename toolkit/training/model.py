@@ -116,11 +116,8 @@ def load_model(
     Under ZeRO-3 the `TrainingArguments` or the `Accelerator` have to exist by now, for the
     weights to be sharded while they are loaded; those in 4 bits are loaded whole.
 
-    Args:
-        arguments: The flags of the model.
-        folder: The model's local folder.
-        dtype: The dtype of the weights, unless `arguments` name another.
-        packed: The result of `quantized.in_4_bits`; None: weights are loaded as they are.
+    Weights are loaded in `dtype` unless `arguments` name another; with `packed`, the result of
+    `quantized.in_4_bits`, they are packed.
 
     Raises:
         UsageError: the folder doesn't hold a causal LM that can be loaded.
@@ -128,15 +125,15 @@ def load_model(
     import torch
     from transformers import AutoModelForCausalLM
 
-    options: dict[str, Any] = {"trust_remote_code": arguments.trust_remote_code}
-    if arguments.attn_implementation is not None:
-        options["attn_implementation"] = arguments.attn_implementation
-    if packed is not None:
-        options["quantization_config"] = packed
+    options: dict[str, Any] = {
+        "dtype": getattr(torch, arguments.dtype or dtype),
+        "trust_remote_code": arguments.trust_remote_code,
+        "attn_implementation": arguments.attn_implementation,
+        "quantization_config": packed,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=getattr(torch, arguments.dtype or dtype), **options
-        )
+        model = AutoModelForCausalLM.from_pretrained(str(folder), **given)
     except (OSError, ValueError) as error:
         raise UsageError(
             f"No causal LM can be loaded from {folder}: {sentence_of(error)}"
