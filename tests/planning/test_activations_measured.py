@@ -116,7 +116,7 @@ def test_bytes_kept_for_backward_are_those_that_autograd_keeps(family, attention
     shape = shape_from_config(config_of(family, 3).to_dict(), name=family)
     counted = count_of_layer(family, attention=attention, regime=regime)
     predicted = layer_bytes(shape, REGIMES[regime], SEQUENCE, fused=attention == "sdpa")
-    assert predicted.kept == pytest.approx(counted, rel=0.01)
+    assert predicted.saved == pytest.approx(counted, rel=0.01)
 
 
 # peft 0.21 asks transformers 5.23 by a name that goes in v6.
@@ -133,4 +133,4 @@ def test_adapters_keep_copies_of_their_inputs_and_the_base_keeps_none(regime):
     shape = shape_from_config(config_of("llama", 3).to_dict(), name="llama")
     counted = count_of_layer("llama", attention="sdpa", regime=regime, adapters=8)
     predicted = layer_bytes(shape, runs_in, SEQUENCE, fused=True, adapters=8)
-    assert predicted.kept == pytest.approx(counted, rel=0.01)
+    assert predicted.saved == pytest.approx(counted, rel=0.01)

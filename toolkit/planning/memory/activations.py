@@ -21,15 +21,15 @@ BACK: tuple[Phase, ...] = ("backward",)
 class Activations:
     """Bytes on one GPU for one micro-batch."""
 
-    kept: float
+    saved: float
     """From forward to backward, of all layers."""
 
     masked: float
-    """What `kept` grows by where rows are padded: SDPA with a mask needs a copy of keys and values
+    """What `saved` grows by where rows are padded: SDPA with a mask needs a copy of keys and values
     for every query head, and turns the mask into numbers for each layer."""
 
     at_work: float
-    """Of one layer while it is played backwards, beyond what `kept` holds of it."""
+    """Of one layer while it is played backwards, beyond what `saved` holds of it."""
 
     last: float
     """Of the last layer to be played backwards, all of it."""
@@ -53,8 +53,8 @@ def activations_of(job: PlannedJob) -> Activations:
     )
     match job.checkpointing:
         case "none":
-            per_layer, formula = layer.kept, "layers * kept of a layer"
-            at_work, last = layer.backward_peak - layer.kept, layer.backward_peak
+            per_layer, formula = layer.saved, "layers * kept of a layer"
+            at_work, last = layer.backward_peak - layer.saved, layer.backward_peak
         case "full":
             per_layer, formula = layer.boundary, "layers * input of a layer"
             at_work = last = layer.backward_peak
@@ -65,7 +65,7 @@ def activations_of(job: PlannedJob) -> Activations:
     kept_per_token = model.layers * per_layer
     once = 1 if job.checkpointing == "full" else model.layers
     return Activations(
-        kept=kept_per_token * tokens + _mask(job),
+        saved=kept_per_token * tokens + _mask(job),
         masked=_masked(job) * once,
         at_work=at_work * tokens,
         last=last * tokens,
@@ -88,7 +88,7 @@ def activation_terms(job: PlannedJob, parts: Activations, *, ends_full: bool) ->
     kept_term = Term(
         category="activations",
         name="kept for backward",
-        bytes=Interval(parts.kept, parts.kept + parts.masked),
+        bytes=Interval(parts.saved, parts.saved + parts.masked),
         formula=parts.formula,
         inputs={"tokens": tokens, "bytes a token": parts.per_token, "layers": job.model.layers},
         phases=FIRST if ends_full else RUNNING,
@@ -171,11 +171,11 @@ def cast_weights(job: PlannedJob, *, ends_full: bool) -> Iterator[Term]:
 
 
 def dequantised_term(job: PlannedJob) -> Iterator[Term]:
-    """Yield the 4-bit weight that is made whole for a product, forward and backward."""
+    """Yield the 4-bit weight that is dequantised for a product, forward and backward."""
     largest = weights_of(job).packed.largest
     if largest:
         factors = {"size": COMPUTE_SIZE[job.precision], "largest linear layer": largest}
-        yield product("temporaries", "a 4-bit weight made whole for its product", factors, BACK)
+        yield product("temporaries", "a 4-bit weight dequantised for its product", factors, BACK)
 
 
 def _batch(job: PlannedJob) -> Term:
@@ -221,10 +221,10 @@ class LossBytes:
     handed_back: float
     """The part of them that is held while the head is played backwards: the logits' gradient."""
 
-    into_head: float
+    into_head: float = 0.0
     """The gradient of the head's input, as it comes."""
 
-    kept_after: float
+    kept_after: float = 0.0
     """Logits that the script still holds when the step is over."""
 
     fixed: float = 0.0
@@ -260,14 +260,15 @@ def _tail(model: ModelShape, regime: Regime, trains: bool) -> float:
     if model.block.order != "post":
         stream = tape.norm(stream)
     tape.linear(stream, 1)
-    return tape.kept_bytes
+    return tape.saved_bytes
 
 
 def _chunked(job: PlannedJob, tail: float, compute: int) -> LossBytes:
     """Return the bytes of a loss in chunks, which makes gradients on the way.
 
     Liger's chunks are of about tokens * hidden logits
-    (liger_kernel, fused_linear_cross_entropy.py); ours of as many tokens as is asked."""
+    (liger_kernel, fused_linear_cross_entropy.py); ours of `loss_chunk_tokens` tokens.
+    """
     model, tokens = job.model, job.micro_tokens
     chunks = -(-model.vocab_size // model.hidden_size)
     rows = job.loss_chunk_tokens or 1 << (max(1, -(-tokens // chunks)) - 1).bit_length()
@@ -278,7 +279,5 @@ def _chunked(job: PlannedJob, tail: float, compute: int) -> LossBytes:
         logits=logits / tokens + compute * model.hidden_size,
         logits_formula=f"({compute} + 4) * rows of a chunk * vocabulary, gradients of the stream",
         handed_back=compute * model.hidden_size,
-        into_head=0.0,
-        kept_after=0.0,
         fixed=gathered_in * model.vocab_size * model.hidden_size,
     )

@@ -53,12 +53,12 @@ class Regime:
 class _Operation:
     inputs: tuple[Value, ...]
     output: Value
-    kept: tuple[Value, ...]
+    saved: tuple[Value, ...]
 
 
 @dataclass(kw_only=True)
 class Tape:
-    """Records a forward pass; `kept_bytes` and `backward_peak` read it."""
+    """Records a forward pass; `saved_bytes` and `backward_peak` read it."""
 
     regime: Regime
     trains: bool = True
@@ -74,37 +74,37 @@ class Tape:
     # Reading
 
     @property
-    def kept_bytes(self) -> float:
+    def saved_bytes(self) -> float:
         """Bytes for each token that are held between forward and backward."""
-        return _bytes({value for operation in self.operations for value in operation.kept})
+        return _bytes({value for operation in self.operations for value in operation.saved})
 
     def backward_peak(self) -> float:
-        """The most bytes for each token while this is played backwards, kept tensors included.
+        """The most bytes for each token while this is played backwards, saved tensors included.
 
         It begins with the gradient of the last output; each gradient goes when it has been used,
-        each kept tensor with the last operation that kept it.
+        each saved tensor with the last operation that saved it.
         """
-        uses = Counter(value for operation in self.operations for value in set(operation.kept))
-        kept_bytes, peak = self.kept_bytes, 0.0
+        uses = Counter(value for operation in self.operations for value in set(operation.saved))
+        saved_bytes, peak = self.saved_bytes, 0.0
         with_gradient = {self.operations[-1].output}
         for operation in reversed(self.operations):
             inputs = set(operation.inputs)
             held = _bytes(with_gradient) + _bytes(inputs)
-            handed_on = _bytes(with_gradient & {operation.output})
-            if not operation.kept and len(inputs) == 1 and handed_on == _bytes(inputs):
-                held -= handed_on
-            peak = max(peak, kept_bytes + held)
+            passed_on = _bytes(with_gradient & {operation.output})
+            if not operation.saved and len(inputs) == 1 and passed_on == _bytes(inputs):
+                held -= passed_on  # the output's gradient is passed on as it is
+            peak = max(peak, saved_bytes + held)
             with_gradient = (with_gradient - {operation.output}) | inputs
-            for value in set(operation.kept):
+            for value in set(operation.saved):
                 uses[value] -= 1
                 if not uses[value]:
-                    kept_bytes -= value.bytes
+                    saved_bytes -= value.bytes
         return float(peak)
 
     # Writing
 
-    def record(self, inputs: Iterable[Value], output: Value, kept: Iterable[Value] = ()) -> Value:
-        self.operations.append(_Operation(tuple(inputs), output, tuple(kept)))
+    def record(self, inputs: Iterable[Value], output: Value, saved: Iterable[Value] = ()) -> Value:
+        self.operations.append(_Operation(tuple(inputs), output, tuple(saved)))
         return output
 
     def cast(self, value: Value, size: float) -> Value:

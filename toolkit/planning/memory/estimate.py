@@ -185,7 +185,7 @@ def _ends_full(job: PlannedJob, states: StateBytes, parts: Activations) -> bool:
     """
     loss = parts.loss
     handed = (loss.handed_back + loss.into_head) * job.micro_tokens
-    first = parts.kept + max(parts.at_work, loss.tail * job.micro_tokens + handed)
+    first = parts.saved + max(parts.at_work, loss.tail * job.micro_tokens + handed)
     casts = cast_weights(job, ends_full=False)
     first += sum(term.bytes.high for term in casts if "backward" in term.phases)
     grown = 0.0 if _gradients_always(job) or job.sums_up else _gradient_growth(job, states)

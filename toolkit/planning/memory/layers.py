@@ -16,14 +16,14 @@ from toolkit.planning.models.shape import ModelShape
 class LayerBytes:
     """Bytes of one layer for each token."""
 
-    kept: float
+    saved: float
     """Between forward and backward, without checkpointing."""
 
     boundary: float
     """The layer's input, which checkpointing keeps."""
 
     backward_peak: float
-    """The most while the layer is played backwards, `kept` included."""
+    """The most while the layer is played backwards, `saved` included."""
 
     products: float
     """Outputs that torchtitan's selective checkpointing keeps beside the input."""
@@ -62,7 +62,7 @@ def layer_bytes(
     start = Value(model.hidden_size, tape.entering)
     tape.layer(start, sequence, fused=fused)
     return LayerBytes(
-        kept=tape.kept_bytes,
+        saved=tape.saved_bytes,
         boundary=start.bytes,
         backward_peak=tape.backward_peak(),
         products=sum(value.bytes for value in [*tape.products[::2], *tape.attended]),

@@ -42,8 +42,8 @@ class Held:
     def in_memory(self) -> int:
         return self.gpu + self.host
 
-    def __add__(self, other: Held) -> Held:
-        return Held(self.gpu + other.gpu, self.host + other.host, self.nvme + other.nvme)
+    def __add__(self, more: Held) -> Held:
+        return Held(self.gpu + more.gpu, self.host + more.host, self.nvme + more.nvme)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,12 +88,14 @@ def state_bytes(job: PlannedJob, rank: int = 0) -> StateBytes:
     strategy, shards, optimizer = job.strategy, job.shards, job.optimizer
     weights, size = weights_of(job), trained_size(job)
     partition = masters = 0
+    # `held` and `graded` are the elements of parameters and of gradients on this rank.
     match strategy.sharding:
         case "whole":
             held = graded = weights.trained.elements
             states = optimizers.of_tensors(optimizer, weights.trained, size)
         case "rows":
             held = graded = weights.trained.chunked(shards)
+            # The replicas of hybrid sharding hold the same shards.
             states = _of_rows(job, weights.trained.chunk_of(shards, rank % shards), size)
         case "flat" | "tensors":
             settings = zero_settings(job)
@@ -150,8 +152,8 @@ def _frozen_bytes(job: PlannedJob, weights: Weights) -> int:
     if not job.strategy.shards_parameters:
         return weights.frozen.elements * size + weights.quantised_bytes + weights.quantisation_bytes
     cut = Tensors.chunked if job.strategy.sharding == "rows" else Tensors.partitioned
-    # The values are sharded as one column of the storage dtype; the scales are no parameters, so
-    # nothing shards them.
+    # bitsandbytes keeps the values as one column of the storage dtype, which is sharded; the scales
+    # are no parameters, so each rank has all of them.
     values = sum(-(-n // (2 * size) // job.shards) * size for n in weights.packed.sizes)
     return cut(weights.frozen, job.shards) * size + values + weights.quantisation_bytes
 
@@ -177,8 +179,8 @@ def partition_elements(group: Tensors, shards: int) -> int:
 def _gradient_elements(groups: tuple[Tensors, ...], shards: int, rank: int) -> int:
     """Elements in the buffers of a rank's gradients under ZeRO-1 and 2.
 
-    The tensors at its borders are copied whole, though only a part of them is the rank's own; what
-    pads the last partition is a tensor of its own.
+    A tensor at the border of two partitions is copied whole by both ranks; the padding of the last
+    partition is a separate tensor.
     """
     total = 0
     for group in groups:
@@ -301,8 +303,8 @@ def _off_gpu(job: PlannedJob, states: StateBytes) -> Iterator[tuple[str, Interva
         if job.accumulation > 1:
             yield in_ram("gradients summed up over micro-batches", 4 * partition)
     if strategy.offload_parameters == "nvme":
-        kept = min(MAX_IN_CPU, weights.trained.partitioned(job.shards)) * size
-        yield in_ram("parameters kept in RAM", max(0, kept - states.parameters.host))
+        resident = min(MAX_IN_CPU, weights.trained.partitioned(job.shards)) * size
+        yield in_ram("parameters kept in RAM", max(0, resident - states.parameters.host))
         swap = PARAMETER_BUFFERS * PARAMETER_BUFFER_ELEMENTS * size
         yield in_ram("buffers for parameters from files", swap)
         buffers = OPTIMIZER_BUFFERS * 4 * stepped_at_once(job, weights)

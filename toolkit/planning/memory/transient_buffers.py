@@ -55,7 +55,7 @@ def units_of(model: ModelShape) -> Units:
 
 
 def buffer_terms(job: PlannedJob) -> Iterator[Term]:
-    """Yield the terms of a job's strategy."""
+    """Yield what the job's strategy holds beside the states, except in the optimizer's step."""
     weights = weights_of(job)
     match job.strategy.sharding:
         case "whole":
@@ -69,7 +69,7 @@ def buffer_terms(job: PlannedJob) -> Iterator[Term]:
 
 
 def packed_size(job: PlannedJob, weights: Weights) -> float:
-    """Bytes of an element as it is gathered: half of one where most weights have 4 bits."""
+    """Bytes of an element as it is gathered, the mean of all; half a byte where it has 4 bits."""
     if not weights.packed.sizes:
         return COMPUTE_SIZE[job.precision]
     packed = weights.packed.elements

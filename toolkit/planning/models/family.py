@@ -1,4 +1,4 @@
-"""The words in which a family of models is described: parameters, widths, keys of the config."""
+"""What describes a family of models: its parameters, widths and keys of the config."""
 
 from __future__ import annotations
 
@@ -65,7 +65,10 @@ def attention(
     out: str = "o_proj",
     out_bias: str | None = None,
 ) -> ModelParts:
-    """Separate projections of queries, keys and values in `order`, then the one back."""
+    """Separate projections of queries, keys and values, then the one back.
+
+    `order` is that in which the class registers them, so that of `model.parameters()`.
+    """
     return (
         *(
             part
@@ -87,7 +90,7 @@ def fused_attention(stem: str, *, bias: str) -> ModelParts:
 
 
 def plain_mlp(into: str, back: str, *, bias: str) -> ModelParts:
-    """Two linear layers, by their names."""
+    """An MLP of two linear layers, by their names."""
     return *linear(into, "ffn", "hidden", bias=bias), *linear(back, "hidden", "ffn", bias=bias)
 
 
