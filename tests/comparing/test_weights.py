@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from toolkit.comparing import weights
-from toolkit.comparing.weights import WeightsError, open_weights, weight_gap
+from toolkit.comparing.weights import WeightsError, open_weights, same_weights, weight_gap
 
 RANDOM = np.random.default_rng(0)
 START = {
@@ -35,6 +35,76 @@ def test_shards_and_pieces_change_nothing(tmp_path, write_weights, monkeypatch, 
     control = write_weights(tmp_path / "control", moved(0.10))
     start = write_weights(tmp_path / "start", START, shards=3)
     assert weight_gap(run, control, start).share == pytest.approx(0.1, rel=1e-4)
+
+
+UNEVEN = {
+    "a": RANDOM.normal(size=(5, 3)).astype(np.float32),
+    "b": RANDOM.normal(size=17).astype(np.float16),
+    "c": RANDOM.normal(size=(2, 3, 7)).astype(np.float32),
+}
+"""15, 17 and 42 numbers: pieces of 4, 7 or 16 end within each tensor."""
+
+
+def moved_unevenly(seed):
+    """Return every number moved by another amount, the last ones of a tensor the most."""
+    moves = np.random.default_rng(seed)
+    return {
+        name: (
+            tensor
+            + (moves.normal(size=tensor.size) * np.arange(1, tensor.size + 1)).reshape(tensor.shape)
+        ).astype(tensor.dtype)
+        for name, tensor in UNEVEN.items()
+    }
+
+
+def length_of(tensors, others):
+    """Return the length of the difference, all numbers at once in float64."""
+    gaps = [
+        tensors[name].astype(np.float64).ravel() - others[name].astype(np.float64).ravel()
+        for name in tensors
+    ]
+    return np.linalg.norm(np.concatenate(gaps))
+
+
+@pytest.mark.parametrize("piece", [1, 4, 7, 16, 1 << 22])
+def test_no_number_is_left_out_of_a_gap_that_differs_everywhere(
+    tmp_path, write_weights, monkeypatch, piece
+):
+    monkeypatch.setattr(weights, "PIECE", piece)
+    run, control = moved_unevenly(1), moved_unevenly(2)
+    gap = weight_gap(
+        write_weights(tmp_path / "run", run, shards=2),
+        write_weights(tmp_path / "control", control),
+        write_weights(tmp_path / "start", UNEVEN),
+    )
+    assert gap.share == pytest.approx(
+        length_of(run, control) / length_of(control, UNEVEN), rel=1e-9
+    )
+    largest = {name: abs(run[name].astype(float) - control[name]).max() for name in run}
+    assert gap.difference["tensor"] == max(largest, key=largest.__getitem__)
+    assert gap.difference["value"] == pytest.approx(max(largest.values()), rel=1e-9)
+
+
+@pytest.mark.parametrize("piece", [4, 16, 1 << 22])
+@pytest.mark.parametrize(
+    ("name", "place"), [("a", 0), ("a", 14), ("b", 16), ("c", 15), ("c", 16), ("c", 41)]
+)
+def test_one_number_that_differs_is_seen_wherever_it_lies(
+    tmp_path, write_weights, monkeypatch, piece, name, place
+):
+    monkeypatch.setattr(weights, "PIECE", piece)
+    control = moved_unevenly(2)
+    run = {key: tensor.copy() for key, tensor in control.items()}
+    run[name].reshape(-1)[place] += np.float16(0.5)
+    of_run = write_weights(tmp_path / "run", run)
+    of_control = write_weights(tmp_path / "control", control)
+    start = write_weights(tmp_path / "start", UNEVEN)
+    gap = weight_gap(of_run, of_control, start)
+    assert gap.share == pytest.approx(0.5 / length_of(control, UNEVEN), rel=2e-2)  # float16
+    assert gap.difference["tensor"] == name
+    assert gap.difference["value"] == pytest.approx(0.5, rel=2e-2)
+    assert not same_weights(of_run, of_control)
+    assert same_weights(of_control, of_control)
 
 
 def test_bfloat16_is_read(tmp_path, write_weights):
