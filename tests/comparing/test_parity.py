@@ -392,6 +392,83 @@ def test_fp16_that_skipped_every_gated_step_is_no_pass(compare):
     assert judgement.gates["loss"] is judgement.gates["grad_norm"] is False
 
 
+LIMITS = {
+    "loss": {"no": 1e-5, "bf16": 7e-2, "fp16": 2e-2},
+    "grad_norm": {"no": 5e-4, "bf16": 1e-2, "fp16": 1e-2},
+    "gradients": {"no": 1e-3, "bf16": 0.2, "fp16": 0.2},
+    "weights": {"no": 3e-4, "bf16": 0.2, "fp16": 0.2},
+    "evaluation": {"no": 1e-5, "bf16": 7e-2, "fp16": 2e-2},
+}
+"""As they were measured; whoever changes one has to change it here, too."""
+
+
+def evaluated(loss):
+    return [{"step": 4, "loss": loss, "perplexity": 1.0, "tokens": 5, "rows": 2, "seconds": 1.0}]
+
+
+def apart(gate, distance):
+    """Return a run's fields, or its weights, that are this far from the control's."""
+    match gate:
+        case "loss":
+            return {"losses": losses_with(distance, at=3)}
+        case "grad_norm":
+            return {"grad_norms": [2.0, 2.0, 2.0, 2.0 * (1 - distance)]}
+        case "gradients":
+            return {"gradients": gradients(small=0.02 * (1 + distance))}
+        case "weights":
+            return {"weights": 1 + distance}
+        case "evaluation":
+            return {"evaluation": evaluated(4.0 - distance)}
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+@pytest.mark.parametrize("gate", LIMITS)
+def test_a_gate_holds_up_to_its_limit_and_breaks_beyond_it(compare, gate, precision):
+    control = {"precision": precision, "gradients": gradients(), "evaluation": evaluated(4.0)}
+    equal = {"precision": precision, "gradients": gradients(), "evaluation": evaluated(4.0)}
+    limit = LIMITS[gate][precision]
+    assert limit_of(gate, precision) == limit
+    every = ALL_GATES | {"evaluation": True}
+    near = compare(control=control, **equal | apart(gate, 0.98 * limit))
+    assert near.gates == every, near.broken
+    far = compare(control=control, **equal | apart(gate, 1.02 * limit))
+    named = GATES[gate].part_of or gate
+    assert far.gates == every | {named: False}
+    (broken,) = far.broken
+    assert (broken["gate"], broken["limit"]) == (named, limit)
+    assert broken["value"] == pytest.approx(1.02 * limit, rel=1e-2)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_a_gap_that_is_not_a_number_stays_so_wherever_it_stands(compare, at):
+    """`max` of Python returns NaN only where NaN comes first."""
+    norms = [2.0] * 4
+    norms[at - 1] = math.nan
+    judgement = compare(losses=losses_with(math.nan, at=at), grad_norms=norms)
+    assert math.isnan(judgement.gaps["loss_gap"]["max"])
+    assert math.isnan(judgement.gaps["loss_gap"]["mean"])
+    assert math.isnan(judgement.gaps["grad_norm_gap"])
+    assert {broken["first_step"] for broken in judgement.broken} == {at}
+
+
+def test_evaluations_are_gated_up_to_the_last_gated_step_and_not_beyond(compare):
+    def after(step, loss):
+        return [evaluated(loss)[0] | {"step": step}]
+
+    for step, holds in ((GATED_STEPS, False), (GATED_STEPS + 1, None)):
+        judgement = compare(evaluation=after(step, 9.0), control={"evaluation": after(step, 4.0)})
+        assert judgement.gates.get("evaluation") is holds
+        assert judgement.gaps["eval_loss_gap"] == 5.0
+
+
+def test_gradient_norms_of_a_step_that_either_run_skipped_are_not_compared(compare):
+    norms = [2.0, math.inf, 2.0, 2.0]
+    same = {"precision": "fp16", "skipped_steps": [2]}
+    judgement = compare(grad_norms=norms, control=same, **same)
+    assert judgement.gates == ALL_GATES
+    assert judgement.gaps["grad_norm_gap"] == 0.0
+
+
 def test_every_precision_has_gates():
     limits = [gate.limits for gate in GATES.values() if gate.limits is not None]
     assert all(set(by_precision) == {"no", "bf16", "fp16"} for by_precision in limits)

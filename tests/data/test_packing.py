@@ -31,10 +31,14 @@ PAD = 9
 
 
 def texts_of(lengths, *, vocabulary=60, seed=0):
-    """Random texts, the first half of each unlearned, as with a prompt."""
+    """Random texts: every second one is learned from its first token on, as plain text is.
+
+    Of the others the first half is not learned, as with a prompt.
+    """
     numbers = torch.Generator().manual_seed(seed)
     ids = [torch.randint(vocabulary, (n,), generator=numbers).tolist() for n in lengths]
-    labels = [[IGNORED] * (len(text) // 2) + text[len(text) // 2 :] for text in ids]
+    prompts = [0 if number % 2 == 0 else len(text) // 2 for number, text in enumerate(ids)]
+    labels = [[IGNORED] * prompt + text[prompt:] for prompt, text in zip(prompts, ids, strict=True)]
     return Dataset.from_dict(
         {"input_ids": ids, "labels": labels, "sample_id": list(range(len(ids)))},
         features=row_features(),
@@ -345,13 +349,22 @@ def stories(path, count=40):
     return str(path)
 
 
-def test_packing_loses_no_text_and_no_learned_token(tmp_path, cache):
-    path, folder = stories(tmp_path / "rows.jsonl"), build_model()
+def plain_texts(path, count=40):
+    rows = [{"text": f"{n} says " + "word " * (n % 9)} for n in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("write_rows", [stories, plain_texts])
+def test_packing_loses_no_text_and_no_learned_token(tmp_path, cache, write_rows):
+    path, folder = write_rows(tmp_path / "rows.jsonl"), build_model()
     plain = prepare_data(DataArguments(train_file=path, max_length=32), folder)
     best = prepare_data(DataArguments(train_file=path, max_length=32, packing="best_fit"), folder)
     assert best.texts == plain.texts == plain.rows == 40
     assert best.supervised_tokens == plain.supervised_tokens
     assert best.tokens == plain.tokens
+    if write_rows is plain_texts:  # all is learned but the first token of each text
+        assert plain.supervised_tokens == plain.tokens - plain.rows
     assert best.rows < plain.rows
     assert best.longest <= 32
     assert best.load()["sample_id"][:] == list(range(best.rows))
