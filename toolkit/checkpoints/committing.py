@@ -248,9 +248,12 @@ def _move_in(
     for name in listed.keys() - others - set(new):
         if is_own(folder, name):
             (folder / name).unlink(missing_ok=True)
+    # Its empty folders go before its manifest does: `remove_drafts` would not know them later.
+    for path in sorted(draft.rglob("*/"), reverse=True):
+        path.rmdir()
     sync(folder)
     (draft / MANIFEST).replace(folder / MANIFEST)
-    shutil.rmtree(draft)
+    draft.rmdir()
 
 
 def _keep_inside(draft: Path, folder: Path, names: set[str]) -> None:
