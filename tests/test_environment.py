@@ -8,6 +8,7 @@ import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from places import ROOT
 
@@ -359,3 +360,16 @@ def test_the_snapshot_is_plain_and_names_nobody(monkeypatch):
     assert shot["memory_bytes"] > 0
     assert shot["versions"]["python"].startswith("3.")
     assert {"torch", "accelerate", "deepspeed", "toolkit"} <= shot["versions"].keys()
+
+
+@pytest.mark.parametrize(
+    ("limit", "ours"), [("7000000", 7_000_000), ("max", None), (str(2**60), None), (None, None)]
+)
+def test_memory_is_the_containers_where_that_is_less_than_the_machines(
+    limit, ours, monkeypatch, tmp_path
+):
+    file = tmp_path / "memory.max"
+    if limit is not None:
+        file.write_text(f"{limit}\n")
+    monkeypatch.setattr(environment, "MEMORY_LIMIT", file)
+    assert environment.memory_bytes() == (ours or psutil.virtual_memory().total)

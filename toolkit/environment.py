@@ -33,6 +33,9 @@ PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "pef
 NO_SUCH_LINK: Final = (2, 3)
 """NVML_ERROR_INVALID_ARGUMENT, NVML_ERROR_NOT_SUPPORTED."""
 
+MEMORY_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
+"""Bytes, or `max`: the limit of this container (control groups of version 2)."""
+
 LINK_TO_SWITCH: Final = 2
 PEER_READ, PEER_NVLINK = 0, 2
 PEER_OK: Final = 0
@@ -254,8 +257,7 @@ def memory_bytes() -> int:
 
     # In a container psutil sees the RAM of the whole machine.
     total = int(psutil.virtual_memory().total)
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+    if MEMORY_LIMIT.is_file() and (text := MEMORY_LIMIT.read_text().strip()).isdigit():
         return min(total, int(text))
     return total
 

@@ -56,6 +56,20 @@ def test_a_death_wins_over_the_echo_it_made_though_it_was_seen_later():
     assert outcome.reason.startswith("rank 1 was killed (SIGKILL)")
 
 
+def test_of_several_exit_codes_the_first_of_a_process_counts():
+    """torchelastic repeats those of all that it ended in a table, the cause's among them."""
+    lines = [
+        f"{E}:1002] failed (exitcode: -9) local_rank: 1 (pid: 101) of binary: python",
+        f"{E}:1002] failed (exitcode: -11) local_rank: 0 (pid: 100) of binary: python",
+        "  exitcode  : -11 (pid: 100)",
+        "  exitcode  : -15 (pid: 101)",
+    ]
+    ending = Ending(statuses=[said(0), said(1)], gone={0: 11.0, 1: 11.0}, lines=lines, returncode=1)
+    outcome = judge(ending)
+    assert outcome.reason
+    assert outcome.reason.startswith("rank 1 was killed (SIGKILL)")
+
+
 def test_a_rank_that_torchelastic_ended_is_not_the_cause():
     echo = said(0, "failed", time=10.0, error=("RuntimeError", "Connection closed by peer"))
     lines = ["  exitcode  : -15 (pid: 101)", "  exitcode  : 1 (pid: 100)"]
