@@ -20,6 +20,7 @@ RUNS = {
         "clean_loop",
         "nan",
         "nan_at_a_save",
+        "nan_at_a_save_loop",
         "nan_warned",
         "nan_loop",
         "exploding",
@@ -153,7 +154,7 @@ def test_the_trainer_does_not_log_a_loss_that_is_not_finite_as_0(ranks):
 
 
 def test_a_step_that_went_wrong_is_judged_before_it_is_saved(ranks):
-    for name in runs_of(ranks, "nan_at_a_save"):
+    for name in runs_of(ranks, "nan_at_a_save", "nan_at_a_save_loop"):
         error, step = stopped(ranks, name)
         assert f"step {BAD_STEP}" in error
         assert step == BAD_STEP

@@ -23,6 +23,7 @@ from torch.utils.data import SequentialSampler
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from toolkit import ToolkitTrainer
+from toolkit.checkpoints.keeping import Keeper
 from toolkit.configs.requested import requested_strategy
 from toolkit.engines.tensors import local
 from toolkit.errors import GuardError
@@ -261,7 +262,15 @@ def with_trainer(
 
 
 def with_loop(
-    folder, model=None, rows=None, *, slow_rank="warn", saves=False, parts=False, **changes
+    folder,
+    model=None,
+    rows=None,
+    *,
+    slow_rank="warn",
+    saves=False,
+    parts=False,
+    save_every=None,
+    **changes,
 ):
     strategy = requested_strategy(os.environ)
     recorder = Recorder(
@@ -269,6 +278,12 @@ def with_loop(
         rehearsal=True,
         heartbeat=heartbeat_for("stop", checkpoints=folder, slow_rank=slow_rank),
     )
+    observers = [PartAndSave(folder, recorder, parts)] if saves else []
+    if save_every is not None:
+        keeper = Keeper(
+            output_dir=folder, facts={}, recorder=recorder, every=save_every, last_step=STEPS
+        )
+        observers.append(keeper)
     try:
         train_loop(
             build() if model is None else model,
@@ -277,7 +292,7 @@ def with_loop(
             collate,
             recorder=recorder,
             scheduled_steps=STEPS,
-            observers=[PartAndSave(folder, recorder, parts)] if saves else [],
+            observers=observers,
         )
         WHAT["record"] = kept_of(recorder.finish())
     finally:
@@ -336,6 +351,9 @@ RUNS = {
         f, at_bad_step(build(), not_a_number), guards="warn", save_strategy="steps", save_steps=5
     ),
     "nan_loop": lambda f: with_loop(f, at_bad_step(build(), not_a_number)),
+    "nan_at_a_save_loop": lambda f: with_loop(
+        f, at_bad_step(build(), not_a_number), save_every=BAD_STEP
+    ),
     "exploding": lambda f: with_trainer(f, at_bad_step(build(), a_million_times)),
     "exploding_loop": lambda f: with_loop(f, at_bad_step(build(), a_million_times)),
     "infinite_gradients": lambda f: with_loop(f, at_bad_step(build(), infinite_gradients)),
