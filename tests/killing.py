@@ -36,6 +36,7 @@ class Run:
         folder: Path,
         environment: dict[str, str],
         flags: tuple[Any, ...] = (),
+        precision: str | None = None,
     ) -> None:
         folder.mkdir()
         (folder / "swap").mkdir()
@@ -49,7 +50,7 @@ class Run:
         config = write_configs(
             get_strategy(strategy),
             folder / "config",
-            options=ConfigOptions(num_processes=self.ranks, **options),
+            options=ConfigOptions(num_processes=self.ranks, precision=precision, **options),
         )
         script = ["-m", "toolkit.train", "--engine", engine, "--output_dir", str(self.output)]
         self._command = launch_command(config.accelerate, [*script, *map(str, flags)])
