@@ -45,7 +45,7 @@ print("=" * 60)
 sys.exit(1)
 """
 
-RANK = """
+RANK = '''
 import os, signal, subprocess, sys, time
 from pathlib import Path
 from toolkit.launching.ranks import die_with_parent
@@ -54,7 +54,19 @@ from toolkit.launching.status import StatusFile, guard, status_folder
 die_with_parent()
 rank = int(os.environ["RANK"])
 status = StatusFile(status_folder(Path()), rank)
-"""
+
+def await_stopped(number):
+    """Return when that rank is stopped."""
+    import json
+    import psutil
+
+    other = status.path.with_name(f"rank-{number}.json")
+    while not other.exists():
+        time.sleep(0.01)
+    process = psutil.Process(json.loads(other.read_text())["pid"])
+    while process.status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
+'''
 
 
 @pytest.fixture
