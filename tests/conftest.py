@@ -125,7 +125,7 @@ def launch(launch_environment):
 def toolkit(launch_environment, tmp_path_factory):
     """Run the `toolkit` command in a folder of its own."""
 
-    def run(*arguments, timeout=2400):  # DeepSpeed compiles for minutes, once
+    def run(*arguments, timeout=1200):  # DeepSpeed compiles for minutes, once
         return subprocess.run(
             ["toolkit", *map(str, arguments)],
             cwd=tmp_path_factory.mktemp("here"),

@@ -67,7 +67,7 @@ class Run:
                 [*self._command, *map(str, flags)], environment=environment, log=log
             )
 
-    def end(self, launcher: Launcher, seconds: float = 1500) -> tuple[int, str]:
+    def end(self, launcher: Launcher, seconds: float = 1200) -> tuple[int, str]:
         """Wait for a launcher's end, and return its status and all that was said.
 
         DeepSpeed compiles for minutes, once.

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from places import ROOT
+from places import CHROMIUM, ROOT
 
 from toolkit import environment
 from toolkit.strategies import STRATEGIES
@@ -373,3 +373,13 @@ def test_memory_is_the_containers_where_that_is_less_than_the_machines(
         file.write_text(f"{limit}\n")
     monkeypatch.setattr(environment, "MEMORY_LIMIT", file)
     assert environment.memory_bytes() == (ours or psutil.virtual_memory().total)
+
+
+def test_nothing_is_missing_here_that_tests_would_be_skipped_without():
+    """Where CI runs; elsewhere nobody says what there has to be, and such tests are skipped."""
+    reasons = {
+        "chromium": "chromium is not installed" if CHROMIUM is None else None,
+        "nvme": environment.missing_for(STRATEGIES["zero3_nvme"]),
+    }
+    needed = os.environ.get("TOOLKIT_TESTS_NEED", "").split()
+    assert {name: reasons[name] for name in needed} == dict.fromkeys(needed)

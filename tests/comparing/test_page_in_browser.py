@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import html
 import json
-import os
 import re
-import shutil
 import subprocess
 
 import matplotlib.image
 import pytest
+from places import CHROMIUM
 
 from toolkit.comparing.report.page import render_page
 from toolkit.comparing.report.redact import redact_results
 
-CHROMIUM = shutil.which("chromium")
 THEMES = {"dark": 0, "light": 1}
 """As the browser's `preferredColorScheme` numbers them."""
 
@@ -43,16 +41,12 @@ document.body.append(found);
 </script>
 """
 
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None and "TOOLKIT_TESTS_NEED_CHROMIUM" not in os.environ,
-    reason="chromium is not installed",
-)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 
 
 @pytest.fixture
 def browse(tmp_path):
     """Open a page and return what the browser says, and what it prints."""
-    assert CHROMIUM is not None, "this place was told to have chromium"
 
     def browse(page, *words, theme="light", width=1200):
         command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
