@@ -1,4 +1,4 @@
-"""What the planner says of a run, beside what the run counted; also of one that counted nothing."""
+"""The planner's prediction for a run, beside what the run counted; also for one that failed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from toolkit.planning.models.resolve import resolve_model
 from toolkit.planning.options import Dtype, Method
 from toolkit.planning.speed.traffic import collectives
 from toolkit.planning.terms import Interval
-from toolkit.records.fields import Traffic
 from toolkit.records.record import Model, Record
 from toolkit.records.results import Ends, Prediction, States
 from toolkit.strategies import COMPUTE_DTYPES, STRATEGIES
@@ -26,8 +25,8 @@ OPTIMIZERS: Final = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw_fused"}
 """From `--optim` to the planner's names; what the tests have held against counts."""
 
 
-class Told(TypedDict):
-    """What decides a run's memory and traffic; a record is one of these."""
+class RunFacts(TypedDict):
+    """The facts that decide a run's memory and traffic; a record has them all."""
 
     strategy: str
     precision: str
@@ -36,13 +35,13 @@ class Told(TypedDict):
     training: dict[str, Any]
 
 
-class Facts(TypedDict):
-    """What the runs of one comparison share."""
+class SharedFacts(TypedDict):
+    """The facts that the runs of one comparison share."""
 
     model: Model
     training: dict[str, Any]
     by_strategy: dict[str, dict[str, Any]]
-    """What differs from `training` under a strategy, by its name."""
+    """Settings that differ from `training` under a strategy, by its name."""
 
 
 def predict(record: Record, *, room_bytes: int | None = None) -> Prediction:
@@ -58,52 +57,47 @@ def predict(record: Record, *, room_bytes: int | None = None) -> Prediction:
     """
     prediction = expect(record, room_bytes=room_bytes)
     memory, peak = prediction["memory"], prediction["peak_bytes"]
-    moved = prediction["traffic_bytes"]
-    if memory is None or peak is None or moved is None:
+    sent = prediction["traffic_bytes"]
+    if memory is None or peak is None or sent is None:
         return prediction
     errors = prediction["errors"]
     for name in STATES:
-        held = record["memory"][name]
-        if held is not None:
+        if (held := record["memory"][name]) is not None:
             errors[name] = _share(memory[name], held)
-    measured = record["memory"]["peak_bytes"]
-    if measured:
+    if measured := record["memory"]["peak_bytes"]:
         errors["peak_bytes"] = _beyond(peak, measured) / measured
     counted = record["peak"]
     if counted and (shapes := counted["micro_batches"]):
         job = replace(job_of(record), on_cpu=record["rehearsal"])
         read = [(batch["rows"], batch["tokens"] // batch["rows"]) for batch in shapes]
         prediction["counted_bytes"] = ends = _ends(step_peak(job, read))
-        together = counted["total_bytes"]
-        errors["counted_bytes"] = _beyond(ends, together) / together
-    traffic = record["traffic"]
-    if traffic is not None:
-        errors["traffic_bytes"] = _share(moved, moved_bytes(traffic))
+        errors["counted_bytes"] = _beyond(ends, counted["total_bytes"]) / counted["total_bytes"]
+    if (traffic := record["traffic"]) is not None:
+        calls = [call for call in traffic["collectives"] if call["purpose"] in MOVED]
+        errors["traffic_bytes"] = _share(sent, sum(call["payload_bytes"] for call in calls))
     return prediction
 
 
-def expect(told: Told, *, room_bytes: int | None = None) -> Prediction:
+def expect(run: RunFacts | Record, *, room_bytes: int | None = None) -> Prediction:
     """Return the prediction for a run, with nothing beside it."""
     try:
-        job = job_of(told)
+        job = job_of(run)
         estimate = estimate_memory(job)
         states = [state_bytes(job, rank).counted() for rank in range(job.gpus)]
         moved = sum(call.payload_bytes for call in collectives(job) if call.purpose in MOVED)
     except UsageError as error:
         return no_prediction(str(error), room_bytes=room_bytes)
-    return Prediction(
-        memory=cast(States, {name: max(rank[name] for rank in states) for name in STATES}),
-        peak_bytes=_ends(estimate.allocated),
-        counted_bytes=None,
-        traffic_bytes=moved,
-        errors={},
-        reason=None,
-        room_bytes=room_bytes,
-        over_bytes=None if room_bytes is None else _ends(estimate.total, less=room_bytes),
-    )
+    prediction = no_prediction(None, room_bytes=room_bytes)
+    fullest = {name: max(rank[name] for rank in states) for name in STATES}
+    prediction["memory"] = cast(States, fullest)
+    prediction["peak_bytes"] = _ends(estimate.allocated)
+    prediction["traffic_bytes"] = moved
+    if room_bytes is not None:
+        prediction["over_bytes"] = _ends(estimate.total, less=room_bytes)
+    return prediction
 
 
-def no_prediction(reason: str, *, room_bytes: int | None = None) -> Prediction:
+def no_prediction(reason: str | None, *, room_bytes: int | None = None) -> Prediction:
     return Prediction(
         memory=None,
         peak_bytes=None,
@@ -116,9 +110,9 @@ def no_prediction(reason: str, *, room_bytes: int | None = None) -> Prediction:
     )
 
 
-def facts_of(prepared: dict[str, Any]) -> Facts:
-    """Return what `toolkit.training.prepare` found, as a run tells it."""
-    return Facts(
+def facts_of(prepared: dict[str, Any]) -> SharedFacts:
+    """Return the answer of `toolkit.training.prepare` under the names of a record."""
+    return SharedFacts(
         model=prepared["model"],
         training=prepared["training"] | {"max_length": prepared["data"]["max_length"]},
         by_strategy=prepared["by_strategy"],
@@ -131,60 +125,53 @@ def predicted_states(record: Record) -> list[dict[str, int]]:
     return [state_bytes(job, rank["rank"]).counted() for rank in record["per_rank"]]
 
 
-def moved_bytes(traffic: Traffic) -> int:
-    """Return the payload of the collectives that move parameters and gradients."""
-    return sum(call["payload_bytes"] for call in traffic["collectives"] if call["purpose"] in MOVED)
-
-
-def job_of(record: Told | Record) -> PlannedJob:
-    """Return the job that a run tells of.
+def job_of(run: RunFacts | Record) -> PlannedJob:
+    """Return the planner's job for a run.
 
     Raises:
-        UsageError: it tells of something that the planner doesn't know, or the model's config.json
+        UsageError: the run has something that the planner doesn't know, or the model's config.json
             is not there any more.
     """
-    training = record["training"]
-    if record["strategy"] not in STRATEGIES:
+    training = run["training"]
+    if run["strategy"] not in STRATEGIES:
         raise UsageError("not predicted: the config file is none of the toolkit's own")
     if training["optimizer"] not in OPTIMIZERS:
         raise UsageError(f"not predicted: the optimizer is {training['optimizer']}")
-    path = record["model"]["path"]
+    path = run["model"]["path"]
     if path is None:
         raise UsageError("not predicted: the run names no folder of the model")
-    chosen: dict[str, Any] = {
-        "precision": record["precision"],
+    # Texts of a record, which the planner's types know as literals.
+    literals: dict[str, Any] = {
+        "precision": run["precision"],
         "optimizer": OPTIMIZERS[training["optimizer"]],
-        **_method_of(record["precision"], training),
     }
     model = resolve_model(Path(path))
     if training["dropout"] == "off":
         model = replace(model, dropout=False)
     return PlannedJob(
         model=model,
-        strategy=STRATEGIES[record["strategy"]],
-        gpus=record["num_processes"],
+        strategy=STRATEGIES[run["strategy"]],
+        gpus=run["num_processes"],
         batch=training["per_device_train_batch_size"],
         sequence=training["max_length"],
         accumulation=training["gradient_accumulation_steps"],
-        **_speed_of(training),
         gradient_clipping=float(training["max_grad_norm"] or 0),
-        **chosen,
+        **literals,
+        **_method_of(run["precision"], training),
+        **_speed_of(training),
     )
 
 
 def _speed_of(training: dict[str, Any]) -> dict[str, Any]:
-    """Return what a job says of the switches for speed."""
+    """Return the fields of a job that the switches for speed decide."""
     on: dict[str, Any] = training["speed"]["on"]
-    checkpointing = "full" if training["activation_checkpointing"] else "none"
-    chosen = on.get("checkpoint_layers", {}).get("asked")
-    if chosen == "all":
-        checkpointing = "full"
-    elif chosen is not None:
+    layers = on.get("checkpoint_layers", {}).get("asked")
+    if layers not in ("all", None):
         raise UsageError(
-            f"not predicted: the planner has all layers checkpointed or none, and this run {chosen}"
+            f"not predicted: the planner has all layers checkpointed or none, and this run {layers}"
         )
     return {
-        "checkpointing": checkpointing,
+        "checkpointing": "full" if layers or training["activation_checkpointing"] else "none",
         "chunked_loss": "loss_impl" in on,
         "loss_chunk_tokens": on.get("loss_chunk_tokens"),
         "gradient_as_bucket_view": "ddp_bucket_view" in on,
@@ -192,7 +179,7 @@ def _speed_of(training: dict[str, Any]) -> dict[str, Any]:
 
 
 def _method_of(precision: str, training: dict[str, Any]) -> dict[str, Any]:
-    """Return what a job says of the method."""
+    """Return the fields of a job that the method decides."""
     method, dtype = training["method"], training["dtype"]
     for value, known in ((method, Method), (dtype, Dtype)):
         if value not in get_args(known):

@@ -55,10 +55,6 @@ class StoredTensor:
     offset: int
     """Bytes from the start of the file."""
 
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * int(NUMPY_TYPES[self.dtype][-1])
-
     def pieces(self) -> Iterator[NDArray[np.float64]]:
         """Yield the numbers in order, in float64."""
         import numpy as np
@@ -83,27 +79,25 @@ Weights = dict[str, StoredTensor]
 def open_weights(folder: Path) -> Weights:
     """Find every tensor of the model in `folder`, in one file or in several with an index.
 
-    Of adapters, those alone: what they stand beside is not trained. `folder` may be a file, too.
+    Of adapters these alone: the weights beside them are not trained. `folder` may be a file, too.
 
     Raises:
         WeightsError: no safetensors there, or a file that is torn.
     """
-    index = folder / "model.safetensors.index.json"
     if folder.is_file():
         return read_tensors(folder)
-    single = next((folder / name for name in SINGLE_FILES if (folder / name).is_file()), None)
-    if single is not None:
-        names = [single.name]
-    elif index.is_file():
-        content = _parsed(index, index.read_bytes)
-        if problem := next(mismatches(content, _Index), None):
-            raise WeightsError(f"{index} is damaged: {problem}")
-        names = sorted(set(content["weight_map"].values()))
-        if outside := next((name for name in names if Path(name).name != name), None):
-            raise WeightsError(f"{index} names {outside!r}, which is no file beside it")
-    else:
+    for name in SINGLE_FILES:
+        if (folder / name).is_file():
+            return read_tensors(folder / name)
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
         raise WeightsError(f"{folder} has no {' and no '.join(SINGLE_FILES)}")
-
+    content = _parsed(index, index.read_bytes)
+    if problem := next(mismatches(content, _Index), None):
+        raise WeightsError(f"{index} is damaged: {problem}")
+    names = sorted(set(content["weight_map"].values()))
+    if outside := next((name for name in names if Path(name).name != name), None):
+        raise WeightsError(f"{index} names {outside!r}, which is no file beside it")
     weights: Weights = {}
     for name in names:
         weights.update(read_tensors(folder / name))
@@ -129,8 +123,8 @@ def weight_gap(folder: Path, control: Path, start: Path) -> WeightGap:
     Raises:
         WeightsError: not the same tensors, or nothing to divide by.
     """
-    run, reference, origin = (open_weights(each) for each in (folder, control, start))
-    names = _same_names(run, reference, "the run", "the control")
+    run, reference, origin = map(open_weights, (folder, control, start))
+    names = _same_names(run, reference)
     missing = sorted(names - origin.keys())
     if missing:
         raise WeightsError(f"the starting model in {start} lacks {_listed(missing)}")
@@ -143,7 +137,7 @@ def weight_gap(folder: Path, control: Path, start: Path) -> WeightGap:
         if len({tensor.shape for tensor in tensors}) != 1:
             shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
             raise WeightsError(f"{name} has other shapes in run, control and start: {shapes}")
-        for ours, theirs, first in zip(*(each.pieces() for each in tensors), strict=True):
+        for ours, theirs, first in zip(*(tensor.pieces() for tensor in tensors), strict=True):
             gap = ours - theirs
             apart += float((gap**2).sum())
             moved += float(((theirs - first) ** 2).sum())
@@ -156,13 +150,13 @@ def weight_gap(folder: Path, control: Path, start: Path) -> WeightGap:
     return WeightGap(math.sqrt(apart / moved), difference)
 
 
-def same_weights(one: Path, other: Path) -> bool:
+def same_weights(a: Path, b: Path) -> bool:
     """Whether two folders or files hold the same numbers under the same names.
 
     Raises:
         WeightsError: one of them cannot be read.
     """
-    ours, theirs = open_weights(one), open_weights(other)
+    ours, theirs = open_weights(a), open_weights(b)
     return ours.keys() == theirs.keys() and all(
         ours[name].shape == theirs[name].shape and _equal(ours[name], theirs[name]) for name in ours
     )
@@ -170,13 +164,13 @@ def same_weights(one: Path, other: Path) -> bool:
 
 def check_same_names(folder: Path, control: Path) -> None:
     """Raise WeightsError, naming the tensors, unless both folders hold the same ones."""
-    _same_names(open_weights(folder), open_weights(control), "the run", "the control")
+    _same_names(open_weights(folder), open_weights(control))
 
 
-def _same_names(run: Weights, control: Weights, run_name: str, control_name: str) -> set[str]:
+def _same_names(run: Weights, control: Weights) -> set[str]:
     common = run.keys() & control.keys()
     problems: list[str] = []
-    for ours, theirs, where in ((run, control, control_name), (control, run, run_name)):
+    for ours, theirs, where in ((run, control, "the control"), (control, run, "the run")):
         extra = sorted(
             name for name in ours.keys() - theirs.keys() if not _is_tied_copy(name, common, ours)
         )
@@ -195,16 +189,15 @@ def _is_tied_copy(name: str, common: set[str], weights: Weights) -> bool:
     tensor = weights[name]
     if len(tensor.shape) != 2:
         return False
-    same_shape = [
-        weights[other]
-        for other in common
-        if weights[other].shape == tensor.shape and weights[other].dtype == tensor.dtype
-    ]
-    return any(_equal(tensor, other) for other in same_shape)
+    return any(
+        (shared.shape, shared.dtype) == (tensor.shape, tensor.dtype) and _equal(tensor, shared)
+        for shared in map(weights.__getitem__, common)
+    )
 
 
-def _equal(one: StoredTensor, other: StoredTensor) -> bool:
-    return all(bool((a == b).all()) for a, b in zip(one.pieces(), other.pieces(), strict=True))
+def _equal(ours: StoredTensor, theirs: StoredTensor) -> bool:
+    pieces = zip(ours.pieces(), theirs.pieces(), strict=True)
+    return all(bool((a == b).all()) for a, b in pieces)
 
 
 def read_tensors(file: Path) -> Weights:
@@ -221,12 +214,10 @@ def read_tensors(file: Path) -> Weights:
             raise WeightsError(f"{file}: {name} is {entry['dtype']}, which is not compared")
         if start + end > size:
             raise WeightsError(f"{file} is cut off: {name} ends after the file does")
-        tensor = StoredTensor(
-            file=file, dtype=entry["dtype"], shape=tuple(entry["shape"]), offset=start + begin
-        )
-        if tensor.num_bytes != end - begin:
+        dtype, shape = entry["dtype"], tuple(entry["shape"])
+        if math.prod(shape) * int(NUMPY_TYPES[dtype][-1]) != end - begin:
             raise WeightsError(f"{file} is damaged: {name} has another size than its shape")
-        weights[name] = tensor
+        weights[name] = StoredTensor(file=file, dtype=dtype, shape=shape, offset=start + begin)
     return weights
 
 

@@ -9,9 +9,6 @@ from typing import Any, Final
 from toolkit.escaping import one_line
 
 ELLIPSIS: Final = "…"
-POINTS: Final = 72
-"""Of an inch."""
-
 LONGEST: Final = 1000
 """Letters beyond which nobody reads; measuring them takes time."""
 
@@ -24,7 +21,7 @@ class Ruler:
     dpi: int
 
     def points(self, pixels: float) -> float:
-        return pixels * POINTS / self.dpi
+        return pixels * 72 / self.dpi  # points of an inch
 
     def width(self, text: str, pixels: float, *, bold: bool = False) -> float:
         """Return the width in pixels of one line, `pixels` the size of its font."""
@@ -38,12 +35,12 @@ class Ruler:
         line = one_line(" ".join(text[:LONGEST].split()))
         if self.width(line, pixels, bold=bold) <= room:
             return line
-        kept = bisect_left(
+        fitting = bisect_left(
             range(1, len(line)),
             True,
             key=lambda count: self.width(line[:count] + ELLIPSIS, pixels, bold=bold) > room,
         )
-        return line[:kept].rstrip() + ELLIPSIS
+        return line[:fitting].rstrip() + ELLIPSIS
 
     def wrap(self, text: str, pixels: float, room: float, *, bold: bool = False) -> list[str]:
         """Return `text` in lines no wider than `room`; a word that is wider is cut."""
@@ -70,6 +67,6 @@ class Ruler:
             lines = self.wrap(text, pixels, room, bold=bold)
             if len(lines) <= most:
                 return pixels, lines
-        kept = lines[: sizes[pixels]]
-        kept[-1] = self.cut(f"{kept[-1]} {ELLIPSIS}", pixels, room, bold=bold)
-        return pixels, kept
+        lines = lines[: sizes[pixels]]
+        lines[-1] = self.cut(f"{lines[-1]} {ELLIPSIS}", pixels, room, bold=bold)
+        return pixels, lines

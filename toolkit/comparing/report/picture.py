@@ -22,6 +22,7 @@ from toolkit.comparing.report.redact import redact_results
 from toolkit.comparing.report.row_facts import (
     counted_peak,
     counts_peaks,
+    offloads,
     peak_of,
     states_of,
     status_of,
@@ -32,7 +33,6 @@ from toolkit.comparing.report.words import NOT_AVAILABLE, flat, unit_of
 from toolkit.environment import check_installed
 from toolkit.files import write_bytes
 from toolkit.records.results import Results, Row, read_results
-from toolkit.strategies import STRATEGIES
 
 PICTURE_FILE: Final = "report.png"
 
@@ -74,7 +74,12 @@ KEY: Final = 21
 
 OFFLOADED: Final = "* offloads: on a GPU its peak is without the states on the host"
 
-FAILURES: Final = {"oom": "out of memory", "timeout": "gave no answer in time", "usage": "refused"}
+INSTEAD_OF_BAR: Final = {
+    "ok": "not measured",
+    "oom": "out of memory",
+    "timeout": "gave no answer in time",
+}
+"""By the status of a run; other statuses stand for themselves."""
 
 
 def write_picture(folder: Path) -> Path:
@@ -99,7 +104,9 @@ def render_picture(results: Results) -> bytes:
 
         figure = cast("Any", Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI))
         ruler = Ruler(renderer=cast("Any", FigureCanvasAgg(figure)).get_renderer(), dpi=DPI)
-        sheet = Sheet(figure=figure, ruler=ruler, colours=page_colours(), results=results)
+        axes = figure.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(HEIGHT, 0))
+        axes.set_axis_off()
+        sheet = Sheet(axes=axes, ruler=ruler, colours=page_colours(), results=results)
         figure.set_facecolor(sheet.colours["paper"])
         _header(sheet)
         _memory(sheet)
@@ -122,7 +129,9 @@ def page_colours() -> dict[str, str]:
 class Sheet:
     """The picture while it is drawn. Places are pixels from the upper left corner."""
 
-    figure: Any
+    axes: Any
+    """Of matplotlib, as large as the picture; one of its units is a pixel."""
+
     ruler: Ruler
     colours: dict[str, str]
     results: Results
@@ -139,9 +148,9 @@ class Sheet:
         align: str = "left",
     ) -> None:
         """Draw one line, `y` at its middle."""
-        self.figure.text(
-            x / WIDTH,
-            1 - y / HEIGHT,
+        self.axes.text(
+            x,
+            y,
             text,
             size=self.ruler.points(size),
             color=self.colours[colour],
@@ -154,16 +163,8 @@ class Sheet:
         """Fill a rectangle; `x` and `y` are its upper left corner."""
         from matplotlib.patches import Rectangle
 
-        self.figure.add_artist(
-            Rectangle(
-                (x / WIDTH, 1 - (y + height) / HEIGHT),
-                width / WIDTH,
-                height / HEIGHT,
-                transform=self.figure.transFigure,
-                facecolor=self.colours[colour],
-                linewidth=0,
-                zorder=-1,  # below the curves
-            )
+        self.axes.add_patch(
+            Rectangle((x, y), width, height, facecolor=self.colours[colour], linewidth=0)
         )
 
     def curve_colour(self, row: Row) -> str:
@@ -215,7 +216,7 @@ def _card(sheet: Sheet, card: tuple[int, int], title: str, below: str = "") -> N
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
+class BarColumn:
     """A number of every run, and its bar."""
 
     head: str
@@ -227,22 +228,22 @@ class Column:
     """Of its bar, as a share of the line's height."""
 
 
-STATES: Final = Column(head="states", colour="part-0", read=states_of, thickness=0.34)
+STATES: Final = BarColumn(head="states", colour="part-0", read=states_of, thickness=0.34)
 
 
-def _columns(results: Results) -> list[Column]:
+def _columns(results: Results) -> list[BarColumn]:
     """Return the states, and the peak where there is one: the device's or, rehearsed, counted."""
     if results["rehearsal"] and not counts_peaks(results):
         return [STATES]
     read = counted_peak if results["rehearsal"] else peak_of
-    return [STATES, Column(head="peak", colour="part-1", read=read, thickness=0.72)]
+    return [STATES, BarColumn(head="peak", colour="part-1", read=read, thickness=0.72)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lines:
-    """Where the lines of the memory card are; places are pixels."""
+class BarLayout:
+    """Where the lines of the memory card are, a line a run; places are pixels."""
 
-    columns: list[Column]
+    columns: list[BarColumn]
     top: float
     pitch: float
     font: float
@@ -264,7 +265,7 @@ class Lines:
 def _memory(sheet: Sheet) -> None:
     """Draw a line a run: its name, its bars, and what they come to."""
     runs, columns = sheet.results["runs"], _columns(sheet.results)
-    sizes = [count for row in runs for each in columns if (count := each.read(row)) is not None]
+    sizes = [count for row in runs for bar in columns if (count := bar.read(row)) is not None]
     unit, divisor = unit_of(max(sizes, default=1))
     _card(sheet, LEFT_CARD, f"Memory of the fullest rank, {unit}")
     if not sizes:
@@ -272,16 +273,16 @@ def _memory(sheet: Sheet) -> None:
         return
     drawn = runs if len(runs) <= MOST_BARS else runs[: MOST_BARS - 1]
     more = len(runs) - len(drawn)
-    starred = any(map(_offloads, drawn))
+    starred = any(map(offloads, drawn))
     left, top, bottom = LEFT_CARD[0] + PADDING, TOP + 80, BOTTOM - (40 if starred else 14)
     pitch = min(46.0, (bottom - top) / (len(drawn) + bool(more)))
     font = min(23.0, 0.72 * pitch)
     names = [
-        sheet.ruler.cut(row["name"], font, NAME) + ("*" if _offloads(row) else "") for row in drawn
+        sheet.ruler.cut(row["name"], font, NAME) + ("*" if offloads(row) else "") for row in drawn
     ]
     start = left + 14 + max(sheet.ruler.width(name, font) for name in names)
     room = LEFT_CARD[1] - PADDING - NUMBER * len(columns) - start
-    lines = Lines(
+    layout = BarLayout(
         columns=columns,
         top=top,
         pitch=pitch,
@@ -290,55 +291,44 @@ def _memory(sheet: Sheet) -> None:
         per_byte=room / (max(sizes) or 1),
         divisor=divisor,
     )
-    _heads(sheet, lines)
+    _heads(sheet, layout)
     for number, (row, name) in enumerate(zip(drawn, names, strict=True)):
         good = status_of(row) == "ok"
-        sheet.text(left, lines.middle(number), name, font, colour="ink" if good else "bad")
-        _line(sheet, lines, row, number)
+        sheet.text(left, layout.middle(number), name, font, colour="ink" if good else "bad")
+        _line(sheet, layout, row, number)
     if more:
         text = f"and {more} more, in report.html"
-        sheet.text(left, lines.middle(len(drawn)), text, font, colour="muted")
+        sheet.text(left, layout.middle(len(drawn)), text, font, colour="muted")
     if starred:
         sheet.text(left, BOTTOM - 22, OFFLOADED, 17, colour="muted")
 
 
-def _heads(sheet: Sheet, lines: Lines) -> None:
+def _heads(sheet: Sheet, layout: BarLayout) -> None:
     """Name the columns, each with the colour of its bars."""
-    for number, column in enumerate(lines.columns):
-        right, y = lines.right(number), TOP + 64
+    for number, column in enumerate(layout.columns):
+        right, y = layout.right(number), TOP + 64
         sheet.text(right, y, column.head, 20, colour="muted", align="right")
         sheet.box(right - sheet.ruler.width(column.head, 20) - 24, y - 8, 16, 16, column.colour)
 
 
-def _line(sheet: Sheet, lines: Lines, row: Row, number: int) -> None:
+def _line(sheet: Sheet, layout: BarLayout, row: Row, number: int) -> None:
     """Draw a run's bars and numbers, or why there are none."""
-    y = lines.middle(number)
-    counts = [column.read(row) for column in lines.columns]
+    y = layout.middle(number)
+    counts = [column.read(row) for column in layout.columns]
     if all(count is None for count in counts):
-        words = sheet.ruler.cut(_instead(row), lines.font, LEFT_CARD[1] - PADDING - lines.start)
+        words = INSTEAD_OF_BAR.get(row["status"], row["status"])
+        words = sheet.ruler.cut(words, layout.font, LEFT_CARD[1] - PADDING - layout.start)
         colour = "muted" if row["status"] in ("ok", "skipped") else "bad"
-        sheet.text(lines.start, y, words, lines.font, colour=colour)
+        sheet.text(layout.start, y, words, layout.font, colour=colour)
         return
     # The last bar is the thickest: those before it are drawn upon it.
-    for place, column in reversed([*enumerate(lines.columns)]):
+    for place, column in reversed([*enumerate(layout.columns)]):
         count = counts[place]
-        text = NOT_AVAILABLE if count is None else _short(count / lines.divisor)
-        sheet.text(lines.right(place), y, text, lines.font, align="right")
-        height = column.thickness * lines.pitch
-        length = lines.per_byte * (count or 0)
-        sheet.box(lines.start, y - height / 2, length, height, column.colour)
-
-
-def _offloads(row: Row) -> bool:
-    strategy = STRATEGIES.get(row["strategy"])
-    return strategy is not None and strategy.offloads
-
-
-def _instead(row: Row) -> str:
-    """Say in a word or two why a run has no bar."""
-    if row["status"] == "ok":
-        return "not measured"
-    return FAILURES.get(row["status"], row["status"])
+        text = NOT_AVAILABLE if count is None else _short(count / layout.divisor)
+        sheet.text(layout.right(place), y, text, layout.font, align="right")
+        height = column.thickness * layout.pitch
+        length = layout.per_byte * (count or 0)
+        sheet.box(layout.start, y - height / 2, length, height, column.colour)
 
 
 def _short(value: float) -> str:
@@ -353,18 +343,18 @@ def _nothing(sheet: Sheet, card: tuple[int, int], words: str) -> None:
 
 def _losses(sheet: Sheet) -> None:
     """Draw the loss of each optimizer step, a curve a run."""
-    found = [(row, losses) for row in sheet.results["runs"] if (losses := _finite(row))]
-    bundles = _bundles([losses for _, losses in found])
+    curves = [(row, losses) for row in sheet.results["runs"] if (losses := _finite(row))]
+    bundles = _bundles([losses for _, losses in curves])
     _card(sheet, RIGHT_CARD, "Training loss", _gap(sheet, bundles))
-    if not found:
+    if not curves:
         _nothing(sheet, RIGHT_CARD, "No run has a loss to show.")
         return
     left, right = RIGHT_CARD[0] + 66, RIGHT_CARD[1] - PADDING
-    top, bottom = _legend(sheet, [row for row, _ in found]) + 12, BOTTOM - 58
+    top, bottom = _legend(sheet, [row for row, _ in curves]) + 12, BOTTOM - 58
     place = (left / WIDTH, 1 - bottom / HEIGHT, (right - left) / WIDTH, (bottom - top) / HEIGHT)
-    axes = sheet.figure.add_axes(place)
-    for number, (row, losses) in enumerate(found):
-        bundle = next(each for each in bundles if number in each)
+    axes = sheet.axes.figure.add_axes(place)
+    for number, (row, losses) in enumerate(curves):
+        bundle = next(bundle for bundle in bundles if number in bundle)
         axes.plot(
             range(1, len(losses) + 1),
             losses,
@@ -398,7 +388,7 @@ def _bundles(curves: list[list[float]]) -> list[list[int]]:
     for number, losses in enumerate(curves):
         for bundle in bundles:
             first = curves[bundle[0]]
-            gaps = [abs(one - other) for one, other in zip(first, losses, strict=False)]
+            gaps = [abs(loss - its) for loss, its in zip(losses, first, strict=False)]
             # A NaN is never within the limit, so that a curve with one stands alone.
             if len(first) == len(losses) and all(gap <= seen for gap in gaps):
                 bundle.append(number)

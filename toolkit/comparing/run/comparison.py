@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.comparing.parity.gates import first_common_step, judge, judge_control, unjudged
 from toolkit.comparing.parity.judgement import Judgement, combined
-from toolkit.comparing.predicted import Facts, facts_of
+from toolkit.comparing.predicted import SharedFacts, facts_of
 from toolkit.comparing.report import words
 from toolkit.comparing.report.terminal import print_line
 from toolkit.comparing.report.write import write_report
@@ -49,14 +49,14 @@ class Comparison:
     plan: ComparisonPlan
     options: CompareOptions
     environment: dict[str, Any]
-    """Facts about this machine, as `environment.snapshot` returns them."""
+    """SharedFacts about this machine, as `environment.snapshot` returns them."""
 
     rows: dict[str, Row] = field(default_factory=dict[str, Row])
     finished: dict[str, list[Finished]] = field(default_factory=dict[str, list[Finished]])
     """Good starts of each run that has one, in order."""
 
     failures: dict[str, FailedStart] = field(default_factory=dict[str, FailedStart])
-    facts: Facts | None = None
+    facts: SharedFacts | None = None
     judgements: dict[tuple[Path, Path, int], Judgement] = field(
         default_factory=dict[tuple[Path, Path, int], Judgement]
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from toolkit.comparing.parity.judgement import Judgement, broken_sentence
-from toolkit.comparing.predicted import Facts, Told, expect, no_prediction, predict
+from toolkit.comparing.predicted import RunFacts, SharedFacts, expect, no_prediction, predict
 from toolkit.comparing.run.achieved import compute_of, cost_of, room_of
 from toolkit.comparing.run.folders import FailedStart, Finished, command_at
 from toolkit.comparing.run.options import CompareOptions
@@ -82,7 +82,7 @@ def build_row(
     options: CompareOptions,
     rehearsal: bool,
     environment: dict[str, Any],
-    facts: Facts | None,
+    facts: SharedFacts | None,
 ) -> Row:
     """Return the row of a run as it is now.
 
@@ -106,7 +106,7 @@ def build_row(
         row["predicted"] = (
             no_prediction(NO_FACTS, room_bytes=room)
             if facts is None
-            else expect(_told_of(planned, facts), room_bytes=room)
+            else expect(_run_facts(planned, facts), room_bytes=room)
         )
     return row
 
@@ -268,17 +268,17 @@ def add_judgement(row: Row, judgement: Judgement) -> None:
         row["reason"] = " ".join(map(broken_sentence, row["broken"]))
 
 
-def facts_in(starts: Mapping[str, Sequence[Finished]]) -> Facts | None:
+def facts_in(starts: Mapping[str, Sequence[Finished]]) -> SharedFacts | None:
     """Return what any run with a record tells of model and training."""
     record = next((finished[0].record for finished in starts.values() if finished), None)
     if record is None:
         return None
-    return Facts(model=record["model"], training=record["training"], by_strategy={})
+    return SharedFacts(model=record["model"], training=record["training"], by_strategy={})
 
 
-def _told_of(planned: Run, facts: Facts) -> Told:
-    """Return what a run that left no record would have told."""
-    return Told(
+def _run_facts(planned: Run, facts: SharedFacts) -> RunFacts:
+    """Return the facts of a run that left no record."""
+    return RunFacts(
         strategy=planned.strategy.name,
         precision=planned.precision,
         num_processes=planned.num_processes,

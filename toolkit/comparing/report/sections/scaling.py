@@ -23,17 +23,20 @@ class Scaled(NamedTuple):
     base: Row | None
     """None where no run can be the base."""
 
-    speed_up: float | None
-    """Tokens/s as a multiple of the base's."""
+    @property
+    def speed_up(self) -> float | None:
+        """Tokens/s as a multiple of the base's."""
+        speed, base = _speed(self.row), self.base and _speed(self.base)
+        return speed / base if speed and base else None
 
-    ideal: float | None
-    """Processes as a multiple of the base's."""
+    @property
+    def ideal(self) -> float | None:
+        """Processes as a multiple of the base's."""
+        return self.row["num_processes"] / self.base["num_processes"] if self.base else None
 
     @property
     def efficiency(self) -> float | None:
-        if self.speed_up is None or not self.ideal:
-            return None
-        return self.speed_up / self.ideal
+        return self.speed_up / self.ideal if self.speed_up and self.ideal else None
 
 
 def scaled_runs(results: Results) -> list[Scaled]:
@@ -42,38 +45,39 @@ def scaled_runs(results: Results) -> list[Scaled]:
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in good:
         groups.setdefault((row["strategy"], row["engine"]), []).append(row)
-    found: list[Scaled] = []
+    scaled: list[Scaled] = []
     for (_, engine), rows in groups.items():
         if len({row["num_processes"] for row in rows}) < 2:
             continue
         rows.sort(key=lambda row: row["num_processes"])
-        base = next((row for row in [*_singles(good, engine), *rows] if _speed(row)), None)
-        found += [_scaled(row, base) for row in rows]
-    return found
+        singles = [row for row in good if row["num_processes"] == 1 and row["engine"] == engine]
+        base = next((row for row in [*singles, *rows] if _speed(row)), None)
+        scaled += [Scaled(row, base) for row in rows]
+    return scaled
 
 
 def scaling(results: Results) -> Section | None:
     """Return speed-up and efficiency; None where every strategy ran with one number only."""
-    found = scaled_runs(results)
-    if not found:
+    runs = scaled_runs(results)
+    if not runs:
         return None
     rows = [
         [
-            each.row["strategy"],
-            each.row["engine"],
-            str(each.row["num_processes"]),
-            number(each.row["tokens_per_second"], "{:,.0f}"),
-            number(each.speed_up, "{:.2f}x"),
-            number(each.ideal, "{:.3g}x"),
-            share(each.efficiency),
-            NOT_AVAILABLE if each.base is None else each.base["name"],
+            run.row["strategy"],
+            run.row["engine"],
+            str(run.row["num_processes"]),
+            number(run.row["tokens_per_second"], "{:,.0f}"),
+            number(run.speed_up, "{:.2f}x"),
+            number(run.ideal, "{:.3g}x"),
+            share(run.efficiency),
+            NOT_AVAILABLE if run.base is None else run.base["name"],
         ]
-        for each in found
+        for run in runs
     ]
     notes = [
-        f"n/a: {each.row['name']}: {reason_for(each.row, 'tokens_per_second')}"
-        for each in found
-        if each.speed_up is None
+        f"n/a: {run.row['name']}: {reason_for(run.row, 'tokens_per_second')}"
+        for run in runs
+        if run.speed_up is None
     ]
     text = (
         "Tokens/s as a multiple of the base's, with the same rows in each optimizer step; "
@@ -87,22 +91,7 @@ def scaling(results: Results) -> Section | None:
     return Section(text, [*header, "base"], rows, notes)
 
 
-def _singles(good: list[Row], engine: str) -> list[Row]:
-    """Runs of one process, those of the same engine alone."""
-    return [row for row in good if row["num_processes"] == 1 and row["engine"] == engine]
-
-
 def _speed(row: Row) -> float | None:
     """Tokens/s that one can divide by."""
     speed = row["tokens_per_second"]
     return speed if speed and math.isfinite(speed) and speed > 0 else None
-
-
-def _scaled(row: Row, base: Row | None) -> Scaled:
-    mine, its = _speed(row), None if base is None else _speed(base)
-    return Scaled(
-        row,
-        base,
-        None if mine is None or its is None else mine / its,
-        None if base is None else row["num_processes"] / base["num_processes"],
-    )
