@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from toolkit import environment
 from toolkit.comparing.predicted import STATES, job_of, predicted_states
-from toolkit.comparing.report.textbook_volume import difference_in_words
+from toolkit.comparing.report.sections.traffic import difference_in_words
 from toolkit.data.arguments import DataArguments
 from toolkit.data.prepared import prepare_data, prepare_validation
 from toolkit.planning.job import PlannedJob

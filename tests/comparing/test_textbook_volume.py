@@ -2,7 +2,7 @@
 
 import pytest
 
-from toolkit.comparing.report.textbook_volume import difference_in_words
+from toolkit.comparing.report.sections.traffic import difference_in_words
 
 PSI = 1_000_000
 

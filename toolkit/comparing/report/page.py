@@ -74,11 +74,11 @@ def render_page(results: Results) -> str:
 
 def _coded(text: str) -> str:
     """Return our own words escaped, with code where they have backticks."""
-    from markupsafe import Markup, escape
+    from markupsafe import Markup
 
     pieces = text.split("`")
     marked = [_whole(piece) for piece in pieces]
-    marked[1::2] = [Markup("<code>") + escape(piece) + Markup("</code>") for piece in pieces[1::2]]
+    marked[1::2] = [Markup("<code>{}</code>").format(piece) for piece in pieces[1::2]]
     return Markup("").join(marked)
 
 
@@ -87,9 +87,7 @@ def _whole(text: str) -> str:
     from markupsafe import Markup, escape
 
     pieces = [escape(piece) for piece in EXPONENT.split(text)]
-    pieces[1::2] = [
-        Markup('<span class="whole">') + each + Markup("</span>") for each in pieces[1::2]
-    ]
+    pieces[1::2] = [Markup('<span class="whole">{}</span>').format(piece) for piece in pieces[1::2]]
     return Markup("").join(pieces)
 
 

@@ -75,10 +75,10 @@ def comparison_in(folder: Path) -> Results:
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder. Name the folder of a comparison.")
     if not (folder / RESULTS_FILE).is_file():
-        one = (folder / RECORD_FILE).is_file() or (folder / "spec.json").is_file()
+        is_run = (folder / RECORD_FILE).is_file() or (folder / "spec.json").is_file()
         raise UsageError(
             f"{folder} is one run of a comparison. Name the folder above it."
-            if one
+            if is_run
             else f"{folder} holds no {RESULTS_FILE}. Name a folder that toolkit compare wrote."
         )
     return read_results(folder)

@@ -83,7 +83,7 @@ def inline(figure: Any, *, name: str, title: str) -> str:
         attributes = {key.partition("}")[2] or key: text for key, text in element.attrib.items()}
         element.attrib.clear()
         element.attrib.update({key: _attribute(key, attributes[key], name) for key in attributes})
-    for defs in [each for each in root if each.tag == "defs"]:
+    for defs in root.findall("defs"):
         for style in defs.findall("style"):  # it would hold for all of the page
             defs.remove(style)
     width, height = (float(text) for text in root.attrib["viewBox"].split()[2:])

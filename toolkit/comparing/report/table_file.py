@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable
 from typing import Any, Final
 
 from toolkit.comparing.parity.gates import gate_names
 from toolkit.comparing.predicted import MOVED
-from toolkit.comparing.report.row_facts import (
-    baseline,
-    is_control,
-    ratio,
-    states_of,
-    status_of,
-)
+from toolkit.comparing.report.row_facts import baseline, is_control, ratio, states_of, status_of
 from toolkit.comparing.report.sections.failures import ran_out
 from toolkit.comparing.report.sections.memory import PEAK_CATEGORIES, parts_of
-from toolkit.comparing.report.sections.scaling import scaled_runs
-from toolkit.comparing.report.sections.traffic import OTHER, moved_by_purpose, wire_bytes
-from toolkit.comparing.report.textbook_volume import difference_in_words
+from toolkit.comparing.report.sections.scaling import Scaled, scaled_runs
+from toolkit.comparing.report.sections.traffic import (
+    OTHER,
+    difference_in_words,
+    moved_by_purpose,
+    wire_bytes,
+)
 from toolkit.records.fields import fields_of, value_at
 from toolkit.records.results import Results, Row
 
@@ -42,15 +39,7 @@ def render_table(results: Results) -> str:
     base = baseline(results)
     scaled = {scale.row["name"]: scale for scale in scaled_runs(results)}
     prompts = max((len(row["samples"] or []) for row in results["runs"]), default=0)
-    lines: list[dict[str, Any]] = []
-    for row in results["runs"]:
-        scale = scaled.get(row["name"])
-        ratios = {
-            "speed_times_baseline": ratio(row, base),
-            "speed_up": None if scale is None else scale.speed_up,
-            "scaling_efficiency": None if scale is None else scale.efficiency,
-        }
-        lines.append(_line(row, results, prompts, is_base=row is base, ratios=ratios))
+    lines = [_line(row, results, prompts, base, scaled.get(row["name"])) for row in results["runs"]]
     stream = io.StringIO()
     columns = list(lines[0]) if lines else ["strategy", "engine", "status"]
     writer = csv.DictWriter(stream, columns, lineterminator="\n")
@@ -72,12 +61,7 @@ def csv_cell(value: Any) -> Any:
 
 
 def _line(
-    row: Row,
-    results: Results,
-    prompts: int,
-    *,
-    is_base: bool,
-    ratios: dict[str, float | None],
+    row: Row, results: Results, prompts: int, base: Row | None, scaled: Scaled | None
 ) -> dict[str, Any]:
     return {
         "strategy": row["strategy"],
@@ -85,13 +69,15 @@ def _line(
         "status": status_of(row),
         "run": row["name"],
         "control": is_control(row, results["control"]),
-        "baseline": is_base,
+        "baseline": row is base,
         "rehearsal": row["rehearsal"],
         "num_processes": row["num_processes"],
         "per_device_train_batch_size": row["per_device_train_batch_size"],
         "gradient_accumulation_steps": row["gradient_accumulation_steps"],
         "starts": len(row["repeats"]),
-        **ratios,
+        "speed_times_baseline": ratio(row, base),
+        "speed_up": scaled and scaled.speed_up,
+        "scaling_efficiency": scaled and scaled.efficiency,
         "noise_share": (results["noise"] or {}).get("share"),
         **_declared(row),
         **{f"gate_{gate}": row["gates"].get(gate) for gate in gate_names(optional=True)},
@@ -119,20 +105,18 @@ def _declared(row: Row) -> dict[str, Any]:
 
 
 def _over_ranks(row: Row) -> dict[str, int | None]:
-    """Least and most of any rank: of a run that failed, what the ranks told before they ended."""
+    """Return least and most of any rank; of a run that failed, from their last status."""
     ranks = row["per_rank"] or []
-    ends = [end["peak_bytes"] for end in row["ends"]]
     bytes_of = {
         "states": [states_of(rank) for rank in ranks],
         "device_peak": [rank["memory"]["peak_bytes"] for rank in ranks],
-        "ended_peak": ends,
+        "ended_peak": [end["peak_bytes"] for end in row["ends"]],
     }
-    choices: tuple[tuple[str, Callable[[list[int]], int]], ...] = (("least", min), ("most", max))
     line: dict[str, int | None] = {}
     for name, counts in bytes_of.items():
         known = [count for count in counts if count is not None]
-        for word, choose in choices:
-            line[f"{name}_{word}_bytes"] = choose(known) if known else None
+        line[f"{name}_least_bytes"] = min(known, default=None)
+        line[f"{name}_most_bytes"] = max(known, default=None)
     return line
 
 
@@ -141,14 +125,14 @@ def _evaluated(row: Row, prompts: int) -> dict[str, Any]:
     first, last = (evaluations[0], evaluations[-1]) if evaluations else (None, None)
     line: dict[str, Any] = {}
     for name, evaluated in (("before", first), ("after", last)):
-        line[f"eval_loss_{name}"] = None if evaluated is None else evaluated["loss"]
-        line[f"eval_perplexity_{name}"] = None if evaluated is None else evaluated["perplexity"]
+        line[f"eval_loss_{name}"] = evaluated and evaluated["loss"]
+        line[f"eval_perplexity_{name}"] = evaluated and evaluated["perplexity"]
     for part in ("rows", "tokens"):
-        line[f"eval_{part}"] = None if last is None else last[part]
+        line[f"eval_{part}"] = last and last[part]
     for number in range(prompts):
         sample = samples[number] if number < len(samples) else None
         for part in ("prompt", "before", "after"):
-            line[f"sample_{number + 1}_{part}"] = None if sample is None else sample[part]
+            line[f"sample_{number + 1}_{part}"] = sample and sample[part]
     return line
 
 
@@ -163,12 +147,11 @@ def _peak_parts(row: Row) -> dict[str, int | None]:
 
 def _sent(row: Row) -> dict[str, Any]:
     traffic = row["traffic"]
-    moved = None if traffic is None else moved_by_purpose(traffic)
     return {
         **{
-            f"sent_{purpose}_bytes": None if moved is None else moved[purpose]
+            f"sent_{purpose}_bytes": traffic and moved_by_purpose(traffic)[purpose]
             for purpose in (*MOVED, OTHER)
         },
-        "sent_wire_bytes": None if traffic is None else wire_bytes(traffic),
-        "beside_the_papers": None if traffic is None else difference_in_words(row),
+        "sent_wire_bytes": traffic and wire_bytes(traffic),
+        "beside_the_papers": traffic and difference_in_words(row),
     }

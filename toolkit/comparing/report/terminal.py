@@ -75,8 +75,8 @@ def tables(section: Section, *, width: int) -> list[Table]:
 def _width(column: Sequence[str]) -> int:
     """Return the letters that a column needs for no short cell and no word to break."""
     words = [word for cell in column for word in cell.split()]
-    whole = [cell for cell in column if len(cell) <= WIDEST]
-    return min(max(map(len, [*words, *whole]), default=1), WIDEST)
+    short = [cell for cell in column if len(cell) <= WIDEST]
+    return min(max(map(len, [*words, *short]), default=1), WIDEST)
 
 
 def _fitting(widths: Sequence[int], *, first: int, width: int, space: int) -> list[list[int]]:

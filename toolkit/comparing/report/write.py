@@ -128,8 +128,8 @@ def _commands(results: Results) -> str:
 
 
 def _failures(results: Results) -> list[str]:
-    found = failures(results)
-    return ["## Failures", *(text for each in found for text in _failure(each))] if found else []
+    blocks = [text for failure in failures(results) for text in _failure(failure)]
+    return ["## Failures", *blocks] if blocks else []
 
 
 def _failure(failure: Failure) -> list[str]:

@@ -6,21 +6,21 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, Literal
 
-from toolkit.comparing.report.grid import RUN, Column, Section, columns_of, grid, missing_lines
+from toolkit.comparing.report.grid import Column, Section, columns_of, grid
 from toolkit.comparing.report.row_facts import (
     host_in_peak_lines,
     measured,
     predicted_peak,
-    reason_for,
     states_of,
     why_not_predicted,
 )
 from toolkit.comparing.report.runs_table import BEYOND_STATES
 from toolkit.comparing.report.words import NOT_AVAILABLE, in_unit, size, size_between
 from toolkit.records.fields import Peak, RankMemory, value_at
-from toolkit.records.results import Prediction, Results, Row
+from toolkit.records.results import Results, Row
 
-UNPREDICTED: Final = ("peak_reserved_bytes", "nvme_bytes", "host_peak_bytes")
+UNPREDICTED: Final = ("peak reserved", "nvme", "host peak")
+"""Columns for which the planner has no figure."""
 
 PEAK_CATEGORIES: Final = tuple(BEYOND_STATES)
 """In the order in which they are stacked."""
@@ -32,33 +32,24 @@ def held(results: Results) -> Section:
     if not good:
         return Section("No run was measured.")
     columns = columns_of("memory")
-    names = [
-        column.field.removeprefix("memory.")
-        for column in columns
-        if any(value_at(row, column.field) is not None for row in good)
-    ]
+    fields = {column.name: column.field.removeprefix("memory.") for column in columns}
+    measurements = grid(good, columns, drop_empty=True)
+    names = measurements.header[1:]
     rows = [
         line
-        for row in good
+        for row, cells in zip(good, measurements.rows, strict=True)
         for line in (
-            [row["name"], *(size(value_at(row, f"memory.{name}")) for name in names)],
-            [f"{row['name']}, predicted", *_predicted_sizes(row["predicted"], names)],
+            cells,
+            [f"{row['name']}, predicted", *_predicted_sizes(row, [fields[name] for name in names])],
         )
-    ]
-    missing = [
-        (row, column.name, reason_for(row, column.field))
-        for row in good
-        for column in columns
-        if value_at(row, column.field) is None
     ]
     text = (
         "Counted from the tensors that a rank holds: gradients at their peak before the step, the "
         "others after it; `master` is an fp32 copy that DeepSpeed keeps. Below each run stands "
         "what `toolkit plan` predicts, with its error where it has one."
     )
-    notes = missing_lines(missing, runs=len(good))
-    notes += not_predicted(good, "memory")
-    unknown = [_words(name) for name in UNPREDICTED if name in names]
+    notes = [*measurements.notes, *not_predicted(good, "memory")]
+    unknown = [name for name in UNPREDICTED if name in names]
     if unknown:
         notes.append(f"n/a, predicted {', '.join(unknown)}: the planner has no figure for it")
     shared = max(value_at(row, "memory.host_shared_bytes") or 0 for row in good)
@@ -67,15 +58,12 @@ def held(results: Results) -> Section:
             f"Up to {size(shared)} of a rank's host peak are libraries that it shares with the "
             "process it was forked from; with --cold each rank has its own."
         )
-    return Section(text, [RUN, *map(_words, names)], rows, notes)
+    return Section(text, measurements.header, rows, notes)
 
 
-def _words(name: str) -> str:
-    return name.removesuffix("_bytes").replace("_", " ")
-
-
-def _predicted_sizes(predicted: Prediction, names: Sequence[str]) -> list[str]:
-    """Return what the planner expects of each category; of the peak, both ends."""
+def _predicted_sizes(row: Row, names: Sequence[str]) -> list[str]:
+    """Return the planner's figure for the named categories; for the peak, both ends."""
+    predicted = row["predicted"]
     if predicted["memory"] is None:
         return [NOT_AVAILABLE] * len(names)
     cells: list[str] = []
