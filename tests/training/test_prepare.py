@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from toolkit.comparing.predicted import expect, facts_of, job_of
 from toolkit.comparing.run.options import CompareOptions
 from toolkit.comparing.run.plan import build_plan
-from toolkit.comparing.run.rows import _told_of
+from toolkit.comparing.run.rows import _run_facts
 from toolkit.errors import UsageError
 from toolkit.training.model import build_model
 from toolkit.training.prepare import main, prepare
@@ -99,7 +99,7 @@ def test_a_run_without_a_record_is_predicted_with_the_switches_that_it_had(cache
 
     def told(flags):
         facts = facts_of(json.loads(json.dumps(prepare([*flags, *ROWS], strategies=names))))
-        return {each.strategy.name: _told_of(each, facts) for each in plan.runs}
+        return {each.strategy.name: _run_facts(each, facts) for each in plan.runs}
 
     tuned, plain = told(first.flags), told(first.flags[: -len(options.train_flags)])
     jobs = {name: job_of(each) for name, each in tuned.items()}
