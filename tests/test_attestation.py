@@ -99,6 +99,8 @@ def test_what_the_config_asks_beside_the_strategy_is_seen_where_it_engages(outco
 def test_what_the_arguments_ask_by_themselves_is_attested_where_no_config_asks(outcomes):
     for rank in outcomes:
         assert rank["own_zero2"]["engaged"]["zero_stage"] == 2, rank["own_zero2"]
+        summed = rank["own_zero3_sums_in_bf16"]["engaged"]["accumulation_dtype"]
+        assert summed == ["bfloat16"], rank["own_zero3_sums_in_bf16"]
         assert rank["own_fsdp"]["engaged"]["wrapper"] == "FSDPModule", rank["own_fsdp"]
 
 

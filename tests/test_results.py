@@ -2,13 +2,14 @@ import json
 import math
 import re
 import resource
+from typing import get_type_hints
 
 import pytest
 from example_record import RECORD, TRAINING
 
 from toolkit.errors import UsageError
 from toolkit.records.json_files import LostError, read_json, write_json
-from toolkit.records.record import read_record
+from toolkit.records.record import Record, read_record
 from toolkit.records.results import read_results
 
 
@@ -116,6 +117,16 @@ def test_a_folder_in_the_place_of_a_file_is_named_and_is_not_ours_to_replace(tmp
 def test_every_field_is_checked_to_its_innermost_part(tmp_path, field, value, message):
     write_json(tmp_path / "record.json", RECORD | {field: value})
     with pytest.raises(LostError, match=f"is not complete: .*{message}"):
+        read_record(tmp_path)
+
+
+@pytest.mark.parametrize("field", get_type_hints(Record))
+def test_a_record_without_a_field_is_refused_and_the_field_is_named(tmp_path, field):
+    record = dict(RECORD)
+    del record[field]
+    write_json(tmp_path / "record.json", record)
+    said = "has no schema number" if field == "schema" else f"'{field}' is missing"
+    with pytest.raises(LostError, match=said):
         read_record(tmp_path)
 
 

@@ -153,6 +153,7 @@ def test_mistakes_leave_with_status_2_and_nothing_written(launch_environment, tm
     for name in ("final/model.safetensors", "steps.jsonl", "train.log"):
         (somebodys / name).write_text("mine")
     (somebodys / "status").symlink_to(unfinished)
+    late_evidence = ("--evidence", "kept", "--evidence_step", "9", "--max_steps", "8")
     cases = {
         ("--train_file", "missing.jsonl"): "missing.jsonl",
         ("--output_dir", str(taken)): "holds the record of another run",
@@ -169,9 +170,9 @@ def test_mistakes_leave_with_status_2_and_nothing_written(launch_environment, tm
         ("--evidence", "kept", "--evidence_step", "2", "--evidence_weights", str(taken)): (
             "holds no weights-before.safetensors. Name the --evidence folder of a run that kept"
         ),
-        ("--evidence", "kept", "--evidence_step", "9", "--max_steps", "8"): (
-            "--evidence_step 9 lies beyond the 8 steps of the training"
-        ),
+        late_evidence: "--evidence_step 9 lies beyond the 8 steps of the training",
+        # Packed rows for the speed come after the training, and nothing is kept of them.
+        (*late_evidence, "--throughput_steps", "3"): "lies beyond the 8 steps of the training",
         ("--resume_from_checkpoint",): "pass the --output_dir of the run",
         ("--save_steps", "0"): "--save_steps 0",
         ("--save_strategy", "best"): "--save_strategy best is not known here",

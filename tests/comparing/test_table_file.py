@@ -23,6 +23,39 @@ def test_a_run_is_a_line_of_plain_numbers(full_results):
     assert (ddp["gate_loss"], ddp["baseline"], ddp["control"]) == ("true", "true", "false")
 
 
+COLUMNS = """
+strategy engine status run control baseline rehearsal num_processes per_device_train_batch_size
+gradient_accumulation_steps starts speed_times_baseline speed_up scaling_efficiency noise_share
+final_loss tokens_per_second supervised_tokens_per_second step_median_seconds step_p90_seconds
+data_median_seconds data_p90_seconds forward_median_seconds forward_p90_seconds
+backward_median_seconds backward_p90_seconds optimizer_median_seconds optimizer_p90_seconds
+other_median_seconds other_p90_seconds start_seconds build_seconds cache_seconds
+first_step_seconds compile_seconds warm_up_steps save_seconds run_seconds counted_peak_phase
+counted_peak_bytes tokens_per_second_least tokens_per_second_most tokens_per_second_spread_share
+tflops_per_gpu mfu gpu_hours dollars dollars_per_million_tokens loss_gap_max loss_gap_mean
+grad_norm_gap weight_gap weight_difference weight_difference_tensor gradient_difference
+gradient_difference_tensor eval_loss_gap parameters_bytes master_bytes gradients_bytes
+optimizer_bytes device_peak_bytes device_peak_reserved_bytes host_peak_bytes host_shared_bytes
+nvme_bytes predicted_parameters_bytes predicted_master_bytes predicted_gradients_bytes
+predicted_optimizer_bytes predicted_device_peak_low_bytes predicted_device_peak_high_bytes
+predicted_counted_peak_low_bytes predicted_counted_peak_high_bytes predicted_sent_bytes
+room_bytes predicted_over_low_bytes predicted_over_high_bytes gate_loss gate_grad_norm
+gate_weights gate_data gate_evaluation states_bytes states_least_bytes states_most_bytes
+device_peak_least_bytes device_peak_most_bytes ended_peak_least_bytes ended_peak_most_bytes
+counted_peak_parameters_bytes counted_peak_master_bytes counted_peak_gradients_bytes
+counted_peak_optimizer_bytes counted_peak_activations_bytes counted_peak_other_bytes
+sent_parameters_bytes sent_gradients_bytes sent_other_bytes sent_wire_bytes beside_the_papers
+eval_loss_before eval_perplexity_before eval_loss_after eval_perplexity_after eval_rows
+eval_tokens ranks_out_of_memory reason fix not_measured
+"""
+
+
+def test_the_columns_have_these_names_in_this_order(full_results):
+    """Scripts of others read them: a name that is to change needs a new schema."""
+    header = render_table(full_results()).splitlines()[0]
+    assert header.split(",") == COLUMNS.split()
+
+
 def test_every_later_number_has_a_column(full_results):
     ddp, fsdp = (read(full_results(rehearsal=False))[number] for number in (1, 4))
     assert fsdp["run"] == "fsdp-trainer-x4"

@@ -224,6 +224,13 @@ outcomes = {
     # What the arguments ask by themselves, with a launcher's config beside them and without.
     "own_zero2_under_ddp": train("own_zero2_under_ddp", {}, deepspeed=file_of("zero2")),
     "own_zero2": train("own_zero2", {}, no_config=True, deepspeed=file_of("zero2")),
+    "own_zero3_sums_in_bf16": train(
+        "own_zero3_sums_in_bf16",
+        {},
+        no_config=True,
+        deepspeed=json.loads((ROOT / "deepspeed_configs" / "zero3.json").read_text())
+        | SUMS_IN_BF16,
+    ),
     "own_fsdp": train("own_fsdp", {}, no_config=True, fsdp="full_shard auto_wrap"),
     # A file without the section: Accelerate adds it.
     "zero2_no_bf16": train("zero2_no_bf16", changed("zero2", {"bf16": None}), bf16=True),
