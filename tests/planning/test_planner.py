@@ -219,6 +219,7 @@ def test_a_notebook_sees_a_table_and_no_markup_of_a_users(tmp_path):
         ({"model": "7,5b"}, "7,5b"),
         ({"host_gib": -5.0}, "host_gib"),
         ({"tokens": 0.0}, "tokens is 0"),
+        ({"dollars_per_hour": -1.0}, "dollars_per_hour is -1.0"),
         ({"internode_gbps": float("nan")}, "internode_gbps"),
         ({"gpu": "T4", "precision": "bf16"}, "no bf16"),
     ],

@@ -450,26 +450,15 @@ def test_a_network_that_is_none_is_refused(rate):
 
 def test_cost_is_hours_of_all_gpus():
     speed = estimate_speed(small(), gpu("l4"))
-    paid = cost(speed, steps=1000, dollars_per_hour=0.8)
+    paid = cost(speed, 1000 * speed.step_tokens, dollars_per_hour=0.8)
     assert paid.tokens == 1000 * speed.step_tokens == 1000 * 2 * 2 * 1024
     assert paid.hours.low == pytest.approx(1000 * speed.step_seconds.low / 3600)
     assert paid.dollars.high == pytest.approx(paid.hours.high * 2 * 0.8)
-    assert cost(speed, tokens=paid.tokens - 1).steps == 1000
-    assert cost(speed, steps=1).dollars is None
+    assert cost(speed, paid.tokens - 1, None).steps == 1000
+    assert cost(speed, 1, None).dollars is None
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {},
-        {"tokens": 1, "steps": 1},
-        {"tokens": 0},
-        {"steps": -5},
-        {"steps": True},
-        {"steps": 1, "dollars_per_hour": -1},
-        {"steps": 1, "dollars_per_hour": float("nan")},
-    ],
-)
-def test_a_cost_of_nothing_is_refused(asked):
-    with pytest.raises(UsageError):
-        cost(estimate_speed(small(), gpu("l4")), **asked)
+@pytest.mark.parametrize("tokens", [0, -5])
+def test_a_cost_of_nothing_is_refused(tokens):
+    with pytest.raises(UsageError, match="whole number from 1"):
+        cost(estimate_speed(small(), gpu("l4")), tokens, None)

@@ -22,7 +22,7 @@ from toolkit.strategies import STRATEGIES, Strategy, get_strategy
 
 if TYPE_CHECKING:  # a plan without a GPU needs none of them, and answers at once
     from toolkit.planning.remedies import Remedy
-    from toolkit.planning.speed.estimate import Speed
+    from toolkit.planning.speed.estimate import PlannedCost, PlannedSpeed
     from toolkit.planning.speed.gpus import Gpu
 
 SCHEMA = 1
@@ -52,7 +52,7 @@ class PlanRow:
         return None if self.room is None else judge(self.memory, self.room)
 
     @cached_property
-    def speed(self) -> Speed | None:
+    def speed(self) -> PlannedSpeed | None:
         """The time of a step; None without a GPU."""
         if self.gpu is None:
             return None
@@ -137,6 +137,14 @@ class Plan(Rendered):
                 return row
         reason = self.left_out.get(strategy, "it was not asked for")
         raise UsageError(f"The plan has no row for {strategy}: {reason}.")
+
+    def cost(self, row: PlanRow) -> PlannedCost | None:
+        """Return the hours and the price of all tokens; None where speed or tokens aren't known."""
+        if row.speed is None or self.tokens is None:
+            return None
+        from toolkit.planning.speed.estimate import cost
+
+        return cost(row.speed, self.tokens, self.dollars_per_hour)
 
     def plot(self, file: Path) -> None:
         """Draw memory by strategy and by number of GPUs into an svg or png file.

@@ -28,7 +28,7 @@ from toolkit.planning.options import (
     with_keywords,
 )
 from toolkit.planning.plan import Rendered, plan, positive
-from toolkit.planning.speed.estimate import Speed, estimate_speed
+from toolkit.planning.speed.estimate import PlannedSpeed, estimate_speed
 from toolkit.planning.speed.gpus import Gpu
 from toolkit.planning.terms import GIB
 from toolkit.planning.verdict import Room, Verdict, judge
@@ -75,7 +75,7 @@ class Candidate:
         return judge(self.memory, self.room)
 
     @cached_property
-    def speed(self) -> Speed:
+    def speed(self) -> PlannedSpeed:
         return estimate_speed(
             self.job, self.gpu, internode_bytes_per_second=self.internode_bytes_per_second
         )

@@ -85,12 +85,12 @@ class Term:
     """What it is, in a few words: `fp32 master partitions`."""
 
     bytes: Interval
+    place: Place = "gpu"
+    phases: tuple[Phase, ...] = PHASES
     formula: str
     """With the names of its inputs: `4 * parameters / shards`."""
 
     inputs: Mapping[str, float | str] = field(default_factory=dict[str, "float | str"])
-    place: Place = "gpu"
-    phases: tuple[Phase, ...] = PHASES
     lasting: bool = False
     """Whether it stays when a step is over, beside the states."""
 

@@ -11,9 +11,7 @@ from toolkit.planning.models.shape import ModelShape
 from toolkit.planning.plan import SCHEMA, Plan, PlanRow
 from toolkit.planning.recommend import Candidate, Recommendation
 from toolkit.planning.remedies import Remedy
-from toolkit.planning.speed.estimate import cost
 from toolkit.planning.speed.traffic import collectives
-from toolkit.planning.terms import Interval
 from toolkit.planning.verdict import Verdict
 
 NO_GPU = "no GPU was named (--gpu)"
@@ -42,11 +40,9 @@ def _row(row: PlanRow, plan: Plan) -> dict[str, Any]:
         not_planned = dict.fromkeys(
             ("verdict", "speed", "largest_batch", "longest_sequence"), NO_GPU
         )
-    bill = None
-    if speed is None or plan.tokens is None:
+    cost = plan.cost(row)
+    if cost is None:
         not_planned["cost"] = NO_GPU if speed is None else "no length was given (--tokens)"
-    else:
-        bill = cost(speed, tokens=plan.tokens, dollars_per_hour=plan.dollars_per_hour)
     return {
         "strategy": row.strategy.name,
         "job": _job(row.job),
@@ -62,7 +58,7 @@ def _row(row: PlanRow, plan: Plan) -> dict[str, Any]:
         "remedies": [_remedy(remedy) for remedy in row.remedies],
         "together": None if row.together is None else _remedy(row.together),
         "speed": None if speed is None else asdict(speed),
-        "cost": None if bill is None else asdict(bill),
+        "cost": None if cost is None else asdict(cost),
         "not_planned": not_planned,
     }
 
@@ -86,7 +82,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "verdict": _verdict(candidate.verdict),
         "memory": _memory(candidate.memory),
         "speed": asdict(candidate.speed),
-        "tokens_per_second": _interval(candidate.speed.tokens_per_second),
+        "tokens_per_second": asdict(candidate.speed.tokens_per_second),
     }
 
 
@@ -105,38 +101,22 @@ def _job(job: PlannedJob) -> dict[str, Any]:
 
 
 def _memory(memory: MemoryEstimate) -> dict[str, Any]:
-    return {
-        "total": _interval(memory.total),
-        "allocated": _interval(memory.allocated),
-        "reserved": _interval(memory.reserved),
-        "host_bytes": _interval(memory.host_bytes),
-        "nvme_bytes": _interval(memory.nvme_bytes),
-        "at_rest": _interval(memory.at_rest),
+    sums = ("total", "allocated", "reserved", "host_bytes", "nvme_bytes", "at_rest")
+    return {name: asdict(getattr(memory, name)) for name in sums} | {
         "peak_phase": memory.peak_phase,
         "states": asdict(memory.states),
-        "by_category": {name: _interval(value) for name, value in memory.by_category().items()},
-        "terms": [
-            {
-                "category": term.category,
-                "name": term.name,
-                "bytes": _interval(term.bytes),
-                "place": term.place,
-                "phases": list(term.phases),
-                "formula": term.formula,
-                "inputs": dict(term.inputs),
-            }
-            for term in memory.terms
-        ],
+        "by_category": {name: asdict(value) for name, value in memory.by_category().items()},
+        "terms": [asdict(term) for term in memory.terms],
     }
 
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:
     return {
         "answer": verdict.answer,
-        "needed_bytes": _interval(verdict.needed),
+        "needed_bytes": asdict(verdict.needed),
         "usable_bytes": verdict.usable_bytes,
         "margin_bytes": verdict.margin_bytes,
-        "host_needed_bytes": _interval(verdict.host_needed),
+        "host_needed_bytes": asdict(verdict.host_needed),
         "host_bytes": verdict.host_bytes,
         "host_margin_bytes": verdict.host_margin_bytes,
     }
@@ -149,7 +129,3 @@ def _remedy(remedy: Remedy) -> dict[str, Any]:
         "job": _job(remedy.job),
         "verdict": _verdict(remedy.verdict),
     }
-
-
-def _interval(value: Interval) -> dict[str, float]:
-    return {"low": value.low, "high": value.high}

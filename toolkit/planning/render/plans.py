@@ -13,7 +13,6 @@ from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.formulas import compare_with_formula
 from toolkit.planning.plan import Plan, PlanRow
 from toolkit.planning.remedies import Remedy
-from toolkit.planning.speed.estimate import Speed, cost
 from toolkit.planning.speed.traffic import collectives
 from toolkit.planning.terms import CATEGORIES, GIB, Category, Interval, Phase, Term
 from toolkit.planning.verdict import Verdict
@@ -52,7 +51,7 @@ ANSWER_STYLES = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 
 def show_plan(plan: Plan, console: Console) -> None:
     """Print a plan: a table of its strategies, a bar for each, and the details of a single one."""
-    console.print(_heading(plan), highlight=False)
+    console.print(heading(plan), highlight=False)
     table = _table(plan)
     # A terminal that is too narrow wraps lines; cut numbers would say something else.
     wide = console.options.update(max_width=WIDEST)
@@ -105,16 +104,11 @@ def show_row(plan: Plan, row: PlanRow, console: Console) -> None:
         f"{span(row.speed.step_seconds)} s a step, MFU {row.speed.mfu.low:.0%} to "
         f"{row.speed.mfu.high:.0%} ({row.speed.convention})."
     )
-    if plan.tokens is not None:
-        write(_bill_sentence(plan, row.speed, plan.tokens))
-
-
-def _bill_sentence(plan: Plan, speed: Speed, tokens: int) -> str:
-    bill = cost(speed, tokens=tokens, dollars_per_hour=plan.dollars_per_hour)
-    sentence = f"{tokens:,} tokens take {span(bill.hours)} hours"
-    if bill.dollars is None:
-        return f"{sentence}; name a price (--dollars-per-hour) for the cost."
-    return f"{sentence} and {span(bill.dollars)} dollars."
+    if cost := plan.cost(row):
+        price = "; name a price (--dollars-per-hour) for the cost"
+        if cost.dollars is not None:
+            price = f" and {span(cost.dollars)} dollars"
+        write(f"{plan.tokens:,} tokens take {span(cost.hours)} hours{price}.")
 
 
 def verdict_sentence(verdict: Verdict) -> str:
@@ -223,7 +217,8 @@ def _legend(plan: Plan) -> Text:
     return legend
 
 
-def _heading(plan: Plan) -> str:
+def heading(plan: Plan) -> str:
+    """Return the model and the options that all rows share."""
     model, job = plan.model, plan.rows[0].job if plan.rows else None
     heading = f"{model.name}: {model.parameters:,} parameters"
     if model.active_parameters != model.parameters:
@@ -285,11 +280,10 @@ def _cells(plan: Plan, row: PlanRow) -> dict[str, Text | str]:
         cells["rows"] = str(row.largest_batch)
     if speed is not None:
         cells["tokens/s"] = span(speed.tokens_per_second)
-        if plan.tokens is not None:
-            bill = cost(speed, tokens=plan.tokens, dollars_per_hour=plan.dollars_per_hour)
-            cells["hours"] = span(bill.hours)
-            if bill.dollars is not None:
-                cells["dollars"] = span(bill.dollars)
+    if cost := plan.cost(row):
+        cells["hours"] = span(cost.hours)
+        if cost.dollars is not None:
+            cells["dollars"] = span(cost.dollars)
     return cells
 
 

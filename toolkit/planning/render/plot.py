@@ -11,6 +11,7 @@ from toolkit.errors import UsageError
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import estimate_memory
 from toolkit.planning.plan import Plan
+from toolkit.planning.render.plans import heading
 from toolkit.planning.terms import CATEGORIES, GIB, Category
 
 FORMATS = (".svg", ".png")
@@ -50,7 +51,7 @@ def plot_plan(plan: Plan, file: Path) -> None:
         left, right = figure.subplots(1, 2, width_ratios=(3, 2))
         _by_strategy(left, plan)
         _by_gpus(right, plan)
-        figure.suptitle(_title(plan), fontsize=10)
+        figure.suptitle(heading(plan), fontsize=10)
         try:
             figure.savefig(
                 file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None
@@ -140,13 +141,4 @@ def _limit(axes: Any, plan: Plan) -> None:
         color="#cc3311",
         fontsize=8,
         bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 1},
-    )
-
-
-def _title(plan: Plan) -> str:
-    job = plan.rows[0].job
-    return (
-        f"{plan.model.name}, {plan.model.parameters:,} parameters: {job.method}, "
-        f"{'fp32' if job.precision == 'no' else job.precision}, {job.optimizer}, "
-        f"batch {job.batch} x {job.sequence:,} tokens"
     )

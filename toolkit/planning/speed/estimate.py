@@ -8,7 +8,7 @@ what overlaps with what. The ends of each term come from `rates`: nothing here i
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from toolkit.errors import UsageError
 from toolkit.planning.job import PlannedJob
@@ -22,7 +22,7 @@ from toolkit.strategies import SHORT_DTYPES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Speed:
+class PlannedSpeed:
     gpu: str
     gpus: int
     step_tokens: int
@@ -44,7 +44,7 @@ class Speed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
+class PlannedCost:
     steps: int
     tokens: int
     hours: Interval
@@ -54,7 +54,7 @@ class Cost:
 
 def estimate_speed(
     job: PlannedJob, gpu: Gpu, *, internode_bytes_per_second: float | None = None
-) -> Speed:
+) -> PlannedSpeed:
     """Return how fast `job` trains on `job.gpus` GPUs of this kind.
 
     Args:
@@ -70,7 +70,17 @@ def estimate_speed(
     rate = gpu.flops(job.precision if job.precision != "no" else SHORT_DTYPES[job.dtype])
     once = computing(job, gpu, rate)
     micro = total(once)
-    terms = [_repeated(term, job.accumulation) for term in once]
+    terms = once
+    if job.accumulation > 1:
+        terms = [
+            replace(
+                term,
+                seconds=term.seconds.times(job.accumulation),
+                formula=f"({term.formula}) * micro-batches",
+                inputs={**term.inputs, "micro-batches": job.accumulation},
+            )
+            for term in once
+        ]
     terms += communicating(job, gpu, network, micro)
     terms += stepping(job, gpu, micro)
     step = total(terms)
@@ -87,7 +97,7 @@ def estimate_speed(
             f"What large products reach of the rate of a {gpu.name} is not known: the interval is "
             "wide for it."
         )
-    return Speed(
+    return PlannedSpeed(
         gpu=gpu.name,
         gpus=job.gpus,
         step_tokens=job.step_tokens,
@@ -100,46 +110,27 @@ def estimate_speed(
     )
 
 
-def cost(
-    speed: Speed,
-    *,
-    tokens: int | None = None,
-    steps: int | None = None,
-    dollars_per_hour: float | None = None,
-) -> Cost:
-    """Return the hours and the price of so many tokens or optimizer steps.
+def cost(speed: PlannedSpeed, tokens: int, dollars_per_hour: float | None) -> PlannedCost:
+    """Return the hours and the price of so many tokens, rounded up to whole optimizer steps.
 
     Args:
         speed: Of the job.
-        tokens: Rounded up to whole steps.
-        steps: Instead of tokens.
+        tokens: To be trained in all.
         dollars_per_hour: Of one GPU.
 
     Raises:
-        UsageError: neither or both of tokens and steps, or a number below 1 or no number.
+        UsageError: there are no tokens.
     """
-    if (tokens is None) == (steps is None):
-        raise UsageError("Ask for the cost of either a number of tokens or a number of steps.")
-    if steps is None:
-        steps = -(-_whole("tokens", tokens) // speed.step_tokens)
-    steps = _whole("steps", steps)
-    if dollars_per_hour is not None and not (
-        math.isfinite(dollars_per_hour) and dollars_per_hour >= 0
-    ):
-        raise UsageError(f"dollars_per_hour is {dollars_per_hour!r}. It is the price of one GPU.")
+    if tokens < 1:
+        raise UsageError(f"tokens is {tokens!r}. It is a whole number from 1.")
+    steps = -(-tokens // speed.step_tokens)
     hours = speed.step_seconds.times(steps / 3600)
-    return Cost(
+    return PlannedCost(
         steps=steps,
         tokens=steps * speed.step_tokens,
         hours=hours,
         dollars=None if dollars_per_hour is None else hours.times(dollars_per_hour * speed.gpus),
     )
-
-
-def _whole(name: str, value: int | None) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"{name} is {value!r}. It is a whole number from 1.")
-    return value
 
 
 def _network(given: float | None) -> Interval:
@@ -150,14 +141,3 @@ def _network(given: float | None) -> Interval:
             f"The bandwidth between nodes is {given!r}. It is bytes per second of a node, above 0."
         )
     return Interval.exactly(given)
-
-
-def _repeated(term: SpeedTerm, times: int) -> SpeedTerm:
-    if times == 1:
-        return term
-    return SpeedTerm(
-        name=term.name,
-        seconds=term.seconds.times(times),
-        formula=f"({term.formula}) * micro-batches",
-        inputs={**term.inputs, "micro-batches": times},
-    )
