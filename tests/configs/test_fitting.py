@@ -5,8 +5,7 @@ import copy
 import pytest
 
 from toolkit.configs import ConfigOptions
-from toolkit.configs.deepspeed import deepspeed_config
-from toolkit.configs.fitting import fit_to_run
+from toolkit.configs.deepspeed import deepspeed_config, fit_to_run
 from toolkit.strategies import STRATEGIES
 
 PARAMETERS, HIDDEN = 2_000_000, 128

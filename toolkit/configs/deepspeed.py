@@ -3,12 +3,15 @@
 Everything that belongs to the run is `auto`. Everything else that DeepSpeed could decide
 is written, because its defaults moved between releases: clipping 0 -> 1.0 in 0.19.3,
 `bf16.check_grad_overflow` in 0.19.3, `pin_memory` by 0.19.5.
+
+The file fits any model on any machine; the run knows both, and fits it to them.
 """
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from toolkit.configs import ConfigOptions
 from toolkit.errors import UsageError
@@ -16,6 +19,11 @@ from toolkit.strategies import Device, Strategy
 
 BUCKET_ELEMENTS = 50_000_000
 """Elements per communication bucket: 100 MB in bf16, where DeepSpeed's own default is 1 GB."""
+
+PARTS_OF_SMALL: Final = 16
+"""Buckets that a model smaller than one of these is reduced in. Such a model is there to try things
+out: with a bucket as large as itself, or all of it kept gathered, ZeRO would hold more of it than a
+process without ZeRO."""
 
 PERSISTENCE_THRESHOLD = 10_000
 """ZeRO-3 keeps parameters of fewer elements whole: norms and biases, and nothing else."""
@@ -124,3 +132,81 @@ def _add_offloads(config: dict[str, Any], strategy: Strategy, options: ConfigOpt
         }
     elif options.nvme_path is not None:
         raise UsageError(f"{strategy.name} does not use NVMe, so a path for it says nothing.")
+
+
+class FittedConfig(NamedTuple):
+    config: dict[str, Any]
+    """What DeepSpeed gets."""
+
+    changes: list[str]
+    """What differs from the file, one sentence each."""
+
+
+def fit_to_run(
+    config: dict[str, Any],
+    *,
+    parameters: int | None = None,
+    hidden_size: int | None = None,
+    adapters: bool = False,
+    gradient_clipping: float | None = None,
+    rehearsal: bool = False,
+    can_build: bool = True,
+    launch: str | None = None,
+) -> FittedConfig:
+    """Fit a DeepSpeed config to the model and the machine, and name what is changed.
+
+    Args:
+        config: The contents of the JSON file; left as it is.
+        parameters: Elements in the model: what is larger than it only wastes memory.
+        hidden_size: Sizes prefetch and persistence, so that ZeRO-3 of a small model shards.
+        adapters: Whether only adapters are trained: what a small model has gathered then stays so,
+            since little else would be freed.
+        gradient_clipping: Written where the file says `auto`, which a plain Accelerator
+            would take for 1.0 whatever the script does.
+        rehearsal: Without a GPU there is nothing to pin memory for.
+        can_build: Whether DeepSpeed can compile its CPU optimizer here.
+        launch: Names this launch: two that share the bundled NVMe folder would write each other's
+            states.
+    """
+    fitted = copy.deepcopy(config)
+    changes: list[str] = []
+    zero: dict[str, Any] = fitted.get("zero_optimization") or {}
+
+    def shrink(key: str, limit: int) -> None:
+        if isinstance(zero.get(key), int) and zero[key] > limit:
+            changes.append(f"{key}: {zero[key]} -> {limit}, by the model's size")
+            zero[key] = limit
+
+    if parameters is not None:
+        is_small = parameters < BUCKET_ELEMENTS
+        bucket = parameters // PARTS_OF_SMALL if is_small else BUCKET_ELEMENTS
+        shrink("reduce_bucket_size", bucket)
+        shrink("allgather_bucket_size", bucket)
+        if is_small and not adapters:
+            shrink("stage3_max_live_parameters", bucket)
+            shrink("stage3_max_reuse_distance", bucket)
+    if hidden_size is not None:
+        shrink("stage3_prefetch_bucket_size", hidden_size * hidden_size * 9 // 10)
+        shrink("stage3_param_persistence_threshold", min(PERSISTENCE_THRESHOLD, 10 * hidden_size))
+    if gradient_clipping is not None and fitted.get("gradient_clipping") == "auto":
+        fitted["gradient_clipping"] = gradient_clipping
+        changes.append(f"gradient_clipping: auto -> {gradient_clipping}, the run's own")
+    for key in ("offload_optimizer", "offload_param"):
+        section: dict[str, Any] = zero.get(key) or {}
+        if launch is not None and section.get("nvme_path") == str(NVME_PATH):
+            section["nvme_path"] = str(NVME_PATH / launch)
+            changes.append(
+                f"{key}.nvme_path: {NVME_PATH} -> {section['nvme_path']}, of this launch"
+            )
+        placed = section.get("device") not in (None, "none")
+        if rehearsal and placed and section.get("pin_memory", True):
+            section["pin_memory"] = False
+            changes.append(f"{key}.pin_memory: true -> false, no GPU to pin memory for")
+    offload: dict[str, Any] = zero.get("offload_optimizer") or {}
+    if offload.get("device") in ("cpu", "nvme") and not can_build:
+        fitted["zero_force_ds_cpu_optimizer"] = False
+        changes.append(
+            "zero_force_ds_cpu_optimizer: true -> false: no compiler for DeepSpeedCPUAdam, "
+            "torch's AdamW steps on the CPU instead"
+        )
+    return FittedConfig(config=fitted, changes=changes)

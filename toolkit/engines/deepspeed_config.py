@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, get_args
 
-from toolkit.configs.deepspeed import AUTO
+from toolkit.configs.deepspeed import AUTO, FittedConfig, fit_to_run
 from toolkit.configs.deepspeed_keys import unknown_key
-from toolkit.configs.fitting import FittedConfig, fit_to_run
 from toolkit.configs.requested import DEEPSPEED_FILE, INLINE_FIELDS, read_deepspeed_config
 from toolkit.environment import check_installed, has_compiler
 from toolkit.errors import sentence_of

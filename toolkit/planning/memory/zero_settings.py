@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
 
-from toolkit.configs.deepspeed import deepspeed_config
-from toolkit.configs.fitting import fit_to_run
+from toolkit.configs.deepspeed import deepspeed_config, fit_to_run
 from toolkit.errors import UsageError
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.models.shape import ModelShape
