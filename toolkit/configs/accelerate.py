@@ -41,7 +41,11 @@ def accelerate_config(
             distributed_type = "FSDP"
             sections = port | mixed | {"fsdp_config": _fsdp_section(strategy, options)}
             if strategy.replicas > 1:
-                sections["parallelism_config"] = _mesh_section(strategy, processes)
+                mesh = {"dp_replicate": strategy.replicas}
+                mesh |= {"dp_shard": processes // strategy.replicas, "tp": 1, "cp": 1, "sp": 1}
+                sections["parallelism_config"] = {
+                    f"parallelism_config_{name}_size": size for name, size in mesh.items()
+                }
         case _:
             refuse_backend(strategy.backend, strategy, "The generator of config files")
     return {
@@ -116,13 +120,3 @@ def _fsdp_section(strategy: Strategy, options: ConfigOptions) -> dict[str, Any]:
     if options.decoder_layer is not None:
         section["fsdp_transformer_layer_cls_to_wrap"] = options.decoder_layer
     return section
-
-
-def _mesh_section(strategy: Strategy, num_processes: int) -> dict[str, int]:
-    return {
-        "parallelism_config_dp_replicate_size": strategy.replicas,
-        "parallelism_config_dp_shard_size": num_processes // strategy.replicas,
-        "parallelism_config_tp_size": 1,
-        "parallelism_config_cp_size": 1,
-        "parallelism_config_sp_size": 1,
-    }

@@ -91,14 +91,15 @@ def write_bundled(root: Path) -> list[Path]:
     for strategy in STRATEGIES.values():
         relative = Path("deepspeed_configs") / f"{strategy.name}.json"
         launcher, deepspeed = render_configs(strategy, deepspeed_json=relative)
-        target = root / "accelerate_configs" / f"{strategy.name}.yaml"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_text(target, launcher)
-        written.append(target)
-        if deepspeed is not None:
-            (root / relative).parent.mkdir(parents=True, exist_ok=True)
-            write_text(root / relative, deepspeed)
-            written.append(root / relative)
+        texts = {
+            Path("accelerate_configs") / f"{strategy.name}.yaml": launcher,
+            relative: deepspeed,
+        }
+        for path, text in texts.items():
+            if text is not None:
+                (root / path).parent.mkdir(parents=True, exist_ok=True)
+                write_text(root / path, text)
+                written.append(root / path)
     return written
 
 

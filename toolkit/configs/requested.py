@@ -1,4 +1,7 @@
-"""From the environment that `accelerate launch` gives a rank back to what the config asked for."""
+"""From the environment that `accelerate launch` gives a rank back to what the config asked for.
+
+`environ` is everywhere a rank's environment, as Accelerate 1.15 sets it.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +47,6 @@ _SPLITS = {
 def requested_strategy(environ: Mapping[str, str]) -> Strategy:
     """Return what the launcher's config asked for, under our name for it where there is one.
 
-    Args:
-        environ: A rank's environment variables, as Accelerate 1.15 sets them.
-
     Raises:
         UsageError: the config asks for something that is not one of our backends, or the shell
             holds variables of another launch.
@@ -61,7 +61,7 @@ def agreed_strategy(
     """Return what is to engage: what the launcher's config asks for and the script doesn't deny.
 
     Args:
-        environ: A rank's environment variables.
+        environ: Of the rank.
         of_script: What the script asks for by itself, None where it leaves that to the launcher.
         named: By what it asks, as the user wrote it.
 
@@ -89,14 +89,9 @@ def agreed_strategy(
 
 
 def check_left_over(environ: Mapping[str, str], *, launched: bool = True) -> None:
-    """Refuse a switch in the environment that no launcher of this run has set.
+    """Refuse switches in the environment that no launcher of this run has set: by name.
 
-    Args:
-        environ: Of a rank, or of the process that is about to launch some.
-        launched: Whether it is a rank's, where a launcher may have set the switch.
-
-    Raises:
-        UsageError: names each.
+    Without `launched` they are those of a process about to launch ranks, where none may stand.
     """
     left = [
         name
@@ -176,7 +171,7 @@ def read_deepspeed_config(
     """Return the DeepSpeed JSON that the launcher named, or the YAML's own fields as one.
 
     Args:
-        environ: A rank's environment variables.
+        environ: Of the rank.
         check_sections: Returns the mistakes that only DeepSpeed itself finds, where it can be
             imported: `toolkit.engines.deepspeed_config`.
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Rule = Literal["linear", "sqrt"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningRate:
@@ -26,5 +24,5 @@ class LearningRate:
         """By the square-root rule, the usual one for Adam (Krizhevsky, arXiv 1404.5997)."""
         return self.base * (self.batch / self.base_batch) ** 0.5
 
-    def by(self, rule: Rule) -> float:
+    def by(self, rule: Literal["linear", "sqrt"]) -> float:
         return self.linear if rule == "linear" else self.square_root

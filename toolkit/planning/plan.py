@@ -167,18 +167,21 @@ def plan(model: str | Path | ModelShape, options: PlanOptions) -> Plan:
         UsageError: one of these is not there, or makes no sense.
     """
     shape = model if isinstance(model, ModelShape) else resolve_model(model)
-    gpu = _gpu(options.gpu, options.gpu_file)
+    gpu = options.gpu
+    if isinstance(gpu, str):
+        from toolkit.planning.speed import gpus as known
+
+        gpu = known.gpu(gpu, file=options.gpu_file)
     notes: list[str] = []
     precision = _precision(options.precision, gpu, notes)
     sequence = _sequence(options.sequence, shape, notes)
     if shape.note:
         notes.append(shape.note)
-    host_gib, network_gbps = options.host_gib, options.internode_gbps
-    host = None if host_gib is None else int(positive("host_gib", host_gib) * GIB)
+    host_gib = _positive_or_none("host_gib", options.host_gib)
+    host = None if host_gib is None else int(host_gib * GIB)
+    gbps = _positive_or_none("internode_gbps", options.internode_gbps)
+    network = None if gbps is None else gbps * 1e9 / 8
     room = None if gpu is None else Room(gpu_bytes=gpu.memory_bytes, host_bytes=host)
-    network = None
-    if network_gbps is not None:
-        network = positive("internode_gbps", network_gbps) * 1e9 / 8
     rows: list[PlanRow] = []
     left_out: dict[str, str] = {}
     strategies = _strategies(options.strategies)
@@ -188,8 +191,10 @@ def plan(model: str | Path | ModelShape, options: PlanOptions) -> Plan:
     start = STRATEGIES["single" if options.gpus == 1 else "ddp"]
     base = PlannedJob(model=shape, strategy=start, **values)
     for strategy in strategies:
+        gpus, nodes = (options.gpus, options.nodes) if strategy.is_distributed else (1, 1)
         try:
-            job = _under(base, strategy)
+            check_num_processes(strategy, gpus)
+            job = replace(base, strategy=strategy, gpus=gpus, nodes=nodes)
         except UsageError as error:
             if len(strategies) == 1:
                 raise
@@ -204,15 +209,15 @@ def plan(model: str | Path | ModelShape, options: PlanOptions) -> Plan:
     price = options.dollars_per_hour
     if price is None and gpu is not None:
         price = gpu.dollars_per_hour
-    tokens = options.tokens
+    tokens = _positive_or_none("tokens", options.tokens)
     return Plan(
         model=shape,
         gpu=gpu,
         rows=tuple(rows),
         left_out=left_out,
         notes=tuple(notes),
-        dollars_per_hour=None if price is None else positive("dollars_per_hour", price),
-        tokens=None if tokens is None else round(positive("tokens", tokens)),
+        dollars_per_hour=_positive_or_none("dollars_per_hour", price),
+        tokens=None if tokens is None else round(tokens),
     )
 
 
@@ -241,17 +246,6 @@ def _sequence(requested: int | None, shape: ModelShape, notes: list[str]) -> int
     return requested
 
 
-def _under(base: PlannedJob, strategy: Strategy) -> PlannedJob:
-    """Return the job under a strategy, on one GPU where it is not distributed.
-
-    Raises:
-        UsageError: the strategy cannot run on the job's GPUs.
-    """
-    gpus, nodes = (base.gpus, base.nodes) if strategy.is_distributed else (1, 1)
-    check_num_processes(strategy, gpus)
-    return replace(base, strategy=strategy, gpus=gpus, nodes=nodes)
-
-
 def positive(name: str, value: float) -> float:
     """Return a number above 0, as a size, a rate or a price has to be.
 
@@ -263,12 +257,8 @@ def positive(name: str, value: float) -> float:
     return float(value)
 
 
-def _gpu(gpu: str | Gpu | None, file: Path | None) -> Gpu | None:
-    if not isinstance(gpu, str):
-        return gpu
-    from toolkit.planning.speed import gpus
-
-    return gpus.gpu(gpu, file=file)
+def _positive_or_none(name: str, value: float | None) -> float | None:
+    return None if value is None else positive(name, value)
 
 
 def _strategies(names: str | Sequence[str]) -> list[Strategy]:

@@ -194,20 +194,16 @@ def recommend(model: str | Path | ModelShape, options: RecommendOptions) -> Reco
     )
 
 
-def _in_turn(methods: Sequence[Method], host_known: bool) -> Iterator[tuple[Sequence[str], Method]]:
-    """Yield the strategies and methods to look at, until something fits.
+def _in_turn(methods: Sequence[Method], host_known: bool) -> list[tuple[Sequence[str], Method]]:
+    """Return the strategies and methods to look at, until something fits.
 
     A whole model in host RAM is trained before adapters on the GPU, where that RAM is known; else
     it comes last, since the amount of RAM is assumed.
     """
-    if not host_known:
-        for names in (WHOLE + SHARDED, OFFLOADED):
-            for method in methods:
-                yield names, method
-        return
-    for method in methods:
-        yield WHOLE + SHARDED, method
-        yield OFFLOADED, method
+    on_gpus = WHOLE + SHARDED
+    if host_known:
+        return [(names, method) for method in methods for names in (on_gpus, OFFLOADED)]
+    return [(names, method) for names in (on_gpus, OFFLOADED) for method in methods]
 
 
 def _pays(strategy: Strategy, job: PlannedJob) -> bool:
@@ -342,14 +338,9 @@ def _why(choice: Candidate, ranked: Sequence[Candidate], goal: Goal) -> str:
     if not _whole_and_plain(choice):
         return f"{name} is the fastest of what fits, by the estimate, or as fast and simpler."
     sentence = f"The model fits whole, so {name} comes first: sharding adds traffic and waiting."
-    faster = [
-        candidate
-        for candidate in ranked[1:]
-        if candidate.tokens_per_second > choice.tokens_per_second
-    ]
-    if faster:
-        ahead = max(faster, key=lambda candidate: candidate.tokens_per_second)
-        gain = ahead.tokens_per_second / choice.tokens_per_second - 1
+    ahead = max(ranked, key=lambda candidate: candidate.tokens_per_second)
+    gain = ahead.tokens_per_second / choice.tokens_per_second - 1
+    if gain > 0:
         sentence += (
             f" By the estimate {ahead.job.strategy.name} is {gain:.0%} ahead, since it steps on a "
             "share and sends 16 bits where DDP sends 32: toolkit compare tells."

@@ -49,11 +49,7 @@ class Interval:
 
     @classmethod
     def total(cls, intervals: Iterable[Interval]) -> Interval:
-        low = high = 0.0
-        for interval in intervals:
-            low += interval.low
-            high += interval.high
-        return cls(low, high)
+        return sum(intervals, cls(0.0, 0.0))
 
     @property
     def middle(self) -> float:

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 from toolkit.configs.accelerate import num_processes_problem
 from toolkit.errors import UsageError
-from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import estimate_memory
 from toolkit.planning.plan import Plan
 from toolkit.planning.render.plans import heading
@@ -51,7 +50,7 @@ def plot_plan(plan: Plan, file: Path) -> None:
         left, right = figure.subplots(1, 2, width_ratios=(3, 2))
         _by_strategy(left, plan)
         _by_gpus(right, plan)
-        figure.suptitle(heading(plan), fontsize=10)
+        figure.suptitle(heading(plan), fontsize=8)
         try:
             figure.savefig(
                 file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None
@@ -89,10 +88,12 @@ def _by_strategy(axes: Any, plan: Plan) -> None:
 
 def _by_gpus(axes: Any, plan: Plan) -> None:
     for row in plan.rows:
-        counts = [count for count in GPU_COUNTS if _possible(row.job, count)]
+        counts = [n for n in GPU_COUNTS if not num_processes_problem(row.strategy, n)]
         if len(counts) < 2:
             continue
-        totals = [estimate_memory(_on(row.job, count)).total for count in counts]
+        per_node = max(8, row.job.gpus // row.job.nodes)
+        jobs = [replace(row.job, gpus=n, nodes=max(1, n // per_node)) for n in counts]
+        totals = [estimate_memory(job).total for job in jobs]
         (line,) = axes.plot(
             counts,
             [total.high / GIB for total in totals],
@@ -116,15 +117,6 @@ def _by_gpus(axes: Any, plan: Plan) -> None:
     axes.set_title("by number of GPUs, the same batch on each", fontsize=10)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=7)
-
-
-def _possible(job: PlannedJob, gpus: int) -> bool:
-    return job.strategy.is_distributed and not num_processes_problem(job.strategy, gpus)
-
-
-def _on(job: PlannedJob, gpus: int) -> PlannedJob:
-    per_node = max(8, job.gpus // job.nodes)
-    return replace(job, gpus=gpus, nodes=max(1, gpus // per_node))
 
 
 def _limit(axes: Any, plan: Plan) -> None:

@@ -57,15 +57,19 @@ def estimate_speed(
 ) -> PlannedSpeed:
     """Return how fast `job` trains on `job.gpus` GPUs of this kind.
 
-    Args:
-        job: What is trained, and how.
-        gpu: What it is trained on.
-        internode_bytes_per_second: Of a node's network cards together, in one direction.
+    The bandwidth between nodes is that of a node's network cards together, in one direction.
 
     Raises:
         UsageError: the GPU can't compute in the job's precision, or the bandwidth is no bandwidth.
     """
-    network = _network(internode_bytes_per_second)
+    network = rates.UNKNOWN_NETWORK
+    if internode_bytes_per_second is not None:
+        if not 0 < internode_bytes_per_second < math.inf:
+            raise UsageError(
+                f"The bandwidth between nodes is {internode_bytes_per_second!r}. It is bytes per "
+                "second of a node, above 0."
+            )
+        network = Interval.exactly(internode_bytes_per_second)
     # Where precision isn't mixed, the dtype of the weights is computed in.
     rate = gpu.flops(job.precision if job.precision != "no" else SHORT_DTYPES[job.dtype])
     once = computing(job, gpu, rate)
@@ -113,11 +117,6 @@ def estimate_speed(
 def cost(speed: PlannedSpeed, tokens: int, dollars_per_hour: float | None) -> PlannedCost:
     """Return the hours and the price of so many tokens, rounded up to whole optimizer steps.
 
-    Args:
-        speed: Of the job.
-        tokens: To be trained in all.
-        dollars_per_hour: Of one GPU.
-
     Raises:
         UsageError: there are no tokens.
     """
@@ -131,13 +130,3 @@ def cost(speed: PlannedSpeed, tokens: int, dollars_per_hour: float | None) -> Pl
         hours=hours,
         dollars=None if dollars_per_hour is None else hours.times(dollars_per_hour * speed.gpus),
     )
-
-
-def _network(given: float | None) -> Interval:
-    if given is None:
-        return rates.UNKNOWN_NETWORK
-    if not (math.isfinite(given) and given > 0):
-        raise UsageError(
-            f"The bandwidth between nodes is {given!r}. It is bytes per second of a node, above 0."
-        )
-    return Interval.exactly(given)

@@ -90,11 +90,9 @@ class Gpu:
 
 
 def gpu(name: str, *, file: Path | None = None) -> Gpu:
-    """Return the GPU called `name`, in any case, with or without its vendor, as torch names it too.
+    """Return the GPU called `name`: `l4`, `RTX 4090`, or as torch has it, `NVIDIA A100-SXM4-80GB`.
 
-    Args:
-        name: `l4`, `RTX 4090`, `NVIDIA A100-SXM4-80GB`.
-        file: JSON or YAML with further GPUs, which go before built-in ones of the same name.
+    GPUs of a JSON or YAML file go before built-in ones of the same name.
 
     Raises:
         UsageError: no such GPU, several that it could be, or a broken file.

@@ -115,13 +115,8 @@ def textbook(strategy: Strategy, *, trained: int, everything: int, ranks: int) -
 
     2 psi for data parallelism and ZeRO-1/2, 3 psi where parameters are sharded and gathered twice
     (ZeRO, arXiv 1910.02054, section 7), 2 psi where they stay gathered; times the element's size
-    and (N - 1) / N. Frozen parameters are gathered and have no gradients.
-
-    Args:
-        strategy: What shards them.
-        trained: Elements that have gradients.
-        everything: All elements.
-        ranks: How many share the work.
+    and (N - 1) / N. Frozen parameters are gathered and have no gradients: `trained` are the
+    elements that have some, `everything` is all of them.
     """
     if ranks == 1:
         return 0
