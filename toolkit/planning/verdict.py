@@ -6,6 +6,7 @@ for use. Between the ends it is `tight`, which a run may survive or not.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -105,14 +106,4 @@ def longest_sequence(job: PlannedJob, room: Room) -> int:
 
 def _largest(holds: Callable[[int], bool], most: int) -> int:
     """Return the largest of 1..most that holds; above one that does not, none does."""
-    good, bad = 0, 1
-    while bad <= most and holds(bad):
-        good, bad = bad, bad * 2
-    bad = min(bad, most + 1)
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        if holds(middle):
-            good = middle
-        else:
-            bad = middle
-    return good
+    return bisect_left(range(1, most + 1), True, key=lambda number: not holds(number))

@@ -36,7 +36,6 @@ from toolkit.strategies import COMPUTE_DTYPES, DTYPE_BYTES, DTYPES, Strategy
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 Purpose = Literal["gradients", "parameters", "norm"]
-Scope = Literal["inside a node", "between nodes"]
 
 DDP_BUCKET_BYTES = 25 << 20
 """DDP's default; the first bucket is of 1 MiB (torch/nn/parallel/distributed.py)."""
@@ -87,7 +86,7 @@ class Collective:
         return self.payload_bytes * (2 * once if self.kind == "all_reduce" else once)
 
     @property
-    def scope(self) -> Scope:
+    def scope(self) -> str:
         return "between nodes" if self.nodes > 1 else "inside a node"
 
 
