@@ -115,22 +115,17 @@ def cached_configs(strategy: Strategy) -> ConfigFiles:
 
 def _check_options(strategy: Strategy, options: ConfigOptions) -> None:
     """Raise UsageError for every option that no file of the strategy has a place for."""
-    findings: list[str] = []
+    misplaced: dict[str, object] = {}
     if not strategy.reads_deepspeed_json:
-        belongs_to_the_run = {
-            "--accumulation": options.gradient_accumulation_steps,
-            "--clipping": options.gradient_clipping,
+        in_json = "stands in DeepSpeed's file only: tell it to the training script"
+        misplaced = {
+            f"--accumulation {in_json}": options.gradient_accumulation_steps,
+            f"--clipping {in_json}": options.gradient_clipping,
+            "--offload-device is DeepSpeed's: use fsdp_offload, or a strategy of ZeRO's": (
+                options.offload_device
+            ),
         }
-        findings += [
-            f"{flag} stands in DeepSpeed's file only: tell it to the training script"
-            for flag, value in belongs_to_the_run.items()
-            if value is not None
-        ]
-        if options.offload_device is not None:
-            findings.append(
-                "--offload-device is DeepSpeed's: use fsdp_offload, or a strategy of ZeRO's"
-            )
-    if strategy.sharding != "rows" and options.decoder_layer is not None:
-        findings.append("--layer is FSDP's: leave it out")
-    if findings:
+    if strategy.sharding != "rows":
+        misplaced["--layer is FSDP's: leave it out"] = options.decoder_layer
+    if findings := [finding for finding, value in misplaced.items() if value is not None]:
         raise UsageError(f"{strategy.name}: {'; '.join(findings)}.")

@@ -99,14 +99,10 @@ class Rendered:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, as `--json` prints it: versioned, bytes and seconds."""
-        return _render("as_json").as_json(self)
+        return import_module("toolkit.planning.render.as_json").as_json(self)
 
     def _repr_html_(self) -> str:
-        return _render("as_html").as_html(self)
-
-
-def _render(module: str) -> Any:
-    return import_module(f"toolkit.planning.render.{module}")
+        return import_module("toolkit.planning.render.as_html").as_html(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +148,7 @@ class Plan(Rendered):
         Raises:
             UsageError: the file's name ends in something else.
         """
-        _render("plot").plot_plan(self, file)
+        import_module("toolkit.planning.render.plot").plot_plan(self, file)
 
 
 @with_keywords(PlanOptions)

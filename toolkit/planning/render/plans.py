@@ -12,13 +12,14 @@ from rich.text import Text
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.formulas import compare_with_formula
 from toolkit.planning.plan import Plan, PlanRow
-from toolkit.planning.remedies import Remedy
 from toolkit.planning.speed.traffic import collectives
 from toolkit.planning.terms import CATEGORIES, GIB, Category, Interval, Phase, Term
 from toolkit.planning.verdict import Verdict
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from toolkit.planning.remedies import Remedy
 
 BAR_WIDTH = 60
 WIDEST = 1000
