@@ -187,8 +187,8 @@ def plan(model: str | Path | ModelShape, options: PlanOptions) -> Plan:
     start = STRATEGIES["single" if options.gpus == 1 else "ddp"]
     base = PlannedJob(model=shape, strategy=start, **values)
     for strategy in strategies:
-        gpus, nodes = (options.gpus, options.nodes) if strategy.is_distributed else (1, 1)
         try:
+            gpus, nodes = (options.gpus, options.nodes) if strategy.is_distributed else (1, 1)
             check_num_processes(strategy, gpus)
             job = replace(base, strategy=strategy, gpus=gpus, nodes=nodes)
         except UsageError as error:
