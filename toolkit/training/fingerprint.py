@@ -16,7 +16,8 @@ from toolkit.redaction import redacted
 if TYPE_CHECKING:
     from toolkit.training.job import Job
 
-_SCHEDULE: Final = (
+_SAME_NAME: Final = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps"),
     *("seed", "learning_rate", "weight_decay", "max_grad_norm", "lr_scheduler_kwargs"),
     *("adam_beta1", "adam_beta2", "adam_epsilon", "optim_args", "label_smoothing_factor"),
     *("neftune_noise_alpha",),
@@ -32,8 +33,6 @@ def facts_of_job(job: Job) -> dict[str, Any]:
         "engine": own.run.engine,
         "num_processes": job.global_batch_size
         // (args.per_device_train_batch_size * args.gradient_accumulation_steps),
-        "per_device_train_batch_size": args.per_device_train_batch_size,
-        "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "data": data["name"],
         "data_hash": data["tokens_hash"],
         "data_rows": data["rows"],
@@ -47,7 +46,7 @@ def facts_of_job(job: Job) -> dict[str, Any]:
         "lr_scheduler_type": SchedulerType(args.lr_scheduler_type).value,
         "optim": OptimizerNames(args.optim).value,
     }
-    facts |= {name: getattr(args, name) for name in _SCHEDULE} | {"dropout": own.run.dropout}
+    facts |= {name: getattr(args, name) for name in _SAME_NAME} | {"dropout": own.run.dropout}
     return _plain(facts | request.method.facts())
 
 
@@ -59,9 +58,9 @@ def facts_of_trainer(trainer: Any, strategy: Any) -> dict[str, Any]:
     args, rows, model = trainer.args, trainer.train_dataset, trainer.model
     config = getattr(model, "config", None)
     to_dict = getattr(config, "to_dict", None)  # not every model of a user's own has one
-    described = to_dict() if to_dict is not None else {}
-    of_versions = ("transformers_version", "_name_or_path", "use_cache")
-    shape = {name: value for name, value in described.items() if name not in of_versions}
+    shape = to_dict() if to_dict is not None else {}
+    for name in ("transformers_version", "_name_or_path", "use_cache"):
+        shape.pop(name, None)
     facts = {
         "backend": strategy.backend,
         "zero_stage": strategy.zero_stage,

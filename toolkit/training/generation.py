@@ -9,9 +9,9 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
-_ASKED = "Q7z"
-_ANSWERED = "A7z"
-"""Words that no template has in it by itself."""
+_QUESTION = "Q7z"
+_ANSWER = "A7z"
+"""Words that no chat template contains."""
 
 
 def turn_end(tokenizer: Any) -> int | None:
@@ -25,27 +25,27 @@ def turn_end(tokenizer: Any) -> int | None:
     from jinja2 import TemplateError
 
     chat = [
-        {"role": "user", "content": _ASKED},
-        {"role": "assistant", "content": _ANSWERED},
+        {"role": "user", "content": _QUESTION},
+        {"role": "assistant", "content": _ANSWER},
     ]
     try:
         text = tokenizer.apply_chat_template(chat, tokenize=False)
     except (TemplateError, TypeError, ValueError):  # it may ask for more than this chat has
         return None
-    behind = text.rpartition(_ANSWERED)[2].lstrip()
+    behind = text.rpartition(_ANSWER)[2].lstrip()
     ids = tokenizer.encode(behind, add_special_tokens=False) if behind else []
-    own = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
-    return ids[0] if ids and ids[0] in own and ids[0] != tokenizer.unk_token_id else None
+    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    return ids[0] if ids and ids[0] in special and ids[0] != tokenizer.unk_token_id else None
 
 
 def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
     """Return the tokens that end a generation: the model's own first, then the end of a turn."""
-    own = model.generation_config.eos_token_id
-    if own is None:
-        own = getattr(tokenizer, "eos_token_id", None)
-    found = [] if own is None else [own] if isinstance(own, int) else list(own)
     end = turn_end(tokenizer)
-    return found if end is None or end in found else [*found, end]
+    ids = model.generation_config.eos_token_id
+    if ids is None:
+        ids = getattr(tokenizer, "eos_token_id", None)
+    ids = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    return ids if end is None or end in ids else [*ids, end]
 
 
 def generation_config_of(model: Any, tokenizer: Any) -> Any:
@@ -56,10 +56,10 @@ def generation_config_of(model: Any, tokenizer: Any) -> Any:
     config = model.generation_config
     if turn_end(tokenizer) is None:
         return config
-    wanted = stop_tokens(model, tokenizer)
-    own = config.eos_token_id
-    if wanted == ([own] if isinstance(own, int) else own):
+    ids = stop_tokens(model, tokenizer)
+    wanted = ids if len(ids) > 1 else ids[0]
+    if config.eos_token_id in (wanted, ids):
         return config
     config = deepcopy(config)
-    config.eos_token_id = wanted if len(wanted) > 1 else wanted[0]
+    config.eos_token_id = wanted
     return config

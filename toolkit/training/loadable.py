@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 SHOWN: Final = 4
-"""Weights that an error names; the others are counted."""
+"""Weights that an error names; the rest are counted."""
 
 TASKS: Final = {
     "ForMaskedLM": "a masked language model",
@@ -101,9 +101,11 @@ def check_loadable(folder: str | Path, *, trust_remote_code: bool = False) -> No
         UsageError: it holds another kind of model, such as an encoder; or weights are missing,
             left over or of another shape.
     """
+    from transformers import AutoConfig
+
     folder = Path(folder)
     with _any_error_named(folder):
-        config = _config_of(folder, trust_remote_code)
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
         _refuse_other_tasks(folder, config, trust_remote_code)
         _refuse_looking_ahead(folder, config)
         if "quantization_config" in read_config(folder):  # packed weights have shapes of their own
@@ -132,12 +134,6 @@ def _any_error_named(folder: Path) -> Iterator[None]:
         raise UsageError(
             f"No causal LM can be loaded from {folder}: {kind}{sentence_of(error)}"
         ) from error
-
-
-def _config_of(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
 
 
 def _refuse_other_tasks(folder: Path, config: PreTrainedConfig, trust_remote_code: bool) -> None:
@@ -204,7 +200,7 @@ def _matched(folder: Path, trust_remote_code: bool) -> tuple[PreTrainedModel, Ma
     logging.disable_progress_bar()
     try:
         with outside_of_engines():
-            # A pair, as a report was asked for; transformers 5.23 annotates a model alone.
+            # A pair with `output_loading_info`; transformers 5.23 annotates a model alone.
             matched: Any = AutoModelForCausalLM.from_pretrained(
                 str(folder),
                 dtype="auto",
@@ -225,12 +221,12 @@ def _findings(model: PreTrainedModel, report: Mapping[str, Any]) -> Iterator[str
     missing = sorted(names & set(report["missing_keys"]))
     if missing:
         yield f"{_listed(missing)} are missing, and would be new and random"
-    other = [
+    reshaped = [
         f"{name} ({list(in_files)} where the config says {list(in_config)})"
         for name, in_files, in_config in sorted(report["mismatched_keys"])
     ]
-    if other:
-        yield f"{_listed(other)} have another shape"
+    if reshaped:
+        yield f"{_listed(reshaped)} have another shape"
     # The files of a base model have its names without the prefix that it has in this one.
     names |= {name.removeprefix(f"{model.base_model_prefix}.") for name in names}
     left_out = sorted(_left_out(report["unexpected_keys"], names))

@@ -23,6 +23,7 @@ from toolkit.data.packing import keep_texts_apart
 from toolkit.data.tokens import IGNORED
 from toolkit.engines.backend import backend_of
 from toolkit.engines.prepared import Prepared
+from toolkit.engines.tensors import number
 from toolkit.errors import UsageError
 from toolkit.measuring.recorder import Recorder
 from toolkit.training import tracking
@@ -142,7 +143,7 @@ def train_loop(
                 logged = step
                 recorder.logged(step, loss=mean, learning_rate=learning_rate)
                 # A collective under FSDP2: on every rank, with trackers or without.
-                norm = tracking.plain(norm)
+                norm = None if norm is None else number(norm)
                 if accelerator.log_with:
                     values = {"loss": mean, "grad_norm": norm}
                     values |= {"learning_rate": learning_rate, "epoch": epoch + read / len(loader)}

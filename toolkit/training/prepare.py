@@ -22,13 +22,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from toolkit.data.flags import plain_value
 from toolkit.errors import UsageError, file_sentence, is_full_disk
-from toolkit.escaping import one_line
 from toolkit.launching.ranks import quiet
 from toolkit.redaction import redact_output
 from toolkit.strategies import Strategy, get_strategy
-from toolkit.training.dropout import dropout_facts
 from toolkit.training.methods import skeleton
-from toolkit.training.model import BUILT_IN_MODEL
 from toolkit.training.request import (
     Launch,
     Request,
@@ -88,27 +85,20 @@ def prepare(
     values = next(iter(request.values.values()))
     data, validation = request.data, request.validation
     return {
-        "model": {"name": one_line(own.model.model_name_or_path or BUILT_IN_MODEL)}
-        | request.model.facts(),
+        "model": {"name": request.model_name} | request.model.facts(),
         "data": data.facts() | {"max_length": own.data.max_length, "folder": str(data.folder)},
         "validation": None
         if validation is None
         else validation.facts() | {"folder": str(validation.folder)},
         "training": {name: values[name] for name in _SAME_NAME}
         | next(iter(by_strategy.values()))
-        | request.method.facts()
-        | dropout_facts(
-            request.model.path,
-            off=own.run.dropout == "off",
-            lora_dropout=own.method.lora_dropout,
-            trust_remote_code=own.model.trust_remote_code,
-        ),
+        | request.training_facts(),
         "by_strategy": by_strategy,
     }
 
 
 def _under(request: Request, strategy: Strategy) -> dict[str, Any]:
-    """Return what a record's `training` has under a strategy, and may not have under another."""
+    """Return the fields of a record's `training` that may differ between strategies."""
     values = request.values[strategy.name]
     speed = _speed_under(request, strategy)
     return {

@@ -33,6 +33,7 @@ from toolkit.data.sources import check_file
 from toolkit.engines.deepspeed_config import checked_deepspeed_config
 from toolkit.environment import check_installed
 from toolkit.errors import UsageError
+from toolkit.escaping import one_line
 from toolkit.files import check_takes_files
 from toolkit.launching.ranks import rank, say
 from toolkit.launching.status import STATUS_DIR
@@ -46,11 +47,13 @@ from toolkit.training.arguments import (
     own_arguments,
     training_values,
 )
+from toolkit.training.dropout import dropout_facts
 from toolkit.training.evaluation_plan import check_evaluation
 from toolkit.training.loadable import check_loadable
 from toolkit.training.method_arguments import MethodArguments
 from toolkit.training.methods import Method, check_strategy, checked_method
 from toolkit.training.model import (
+    BUILT_IN_MODEL,
     ModelFacts,
     check_length,
     check_vocabulary,
@@ -95,7 +98,7 @@ class Launch:
         """The ranks that read rows of their own, under the strategy that has the most of them."""
         if self.num_processes is None:
             return None
-        sizes = [each.data_parallel_size(self.num_processes) for each in self.strategies]
+        sizes = [strategy.data_parallel_size(self.num_processes) for strategy in self.strategies]
         return max(sizes, default=self.num_processes)
 
 
@@ -120,6 +123,19 @@ class Request:
     method: Method
     notes: list[str]
     """Sentences for the user: what was taken from the launcher's config or left out, and why."""
+
+    @property
+    def model_name(self) -> str:
+        return one_line(self.own.model.model_name_or_path or BUILT_IN_MODEL)
+
+    def training_facts(self) -> dict[str, Any]:
+        """Return the fields of a record's `training` about the method and dropout."""
+        return self.method.facts() | dropout_facts(
+            self.model.path,
+            off=self.own.run.dropout == "off",
+            lora_dropout=self.own.method.lora_dropout,
+            trust_remote_code=self.own.model.trust_remote_code,
+        )
 
 
 def checked_flags(argv: Sequence[str]) -> OwnArguments:
@@ -184,7 +200,7 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
     }
     common = next(iter(values.values()))
     _refuse_ignored_flags(common, own)
-    _refuse_under(launch, lambda each: _check_optimizer(values[each.name]["optim"], each))
+    _refuse_under(launch, lambda strategy: _check_optimizer(values[strategy.name], strategy))
     trackers = asked_trackers(common["report_to"], engine=own.run.engine)
     resume = None
     if launch.in_rank:
@@ -193,21 +209,24 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
         _check_evidence_folders(own.run)
     _refuse_under(
         launch,
-        lambda each: check_speed(
+        lambda strategy: check_speed(
             own.speed,
-            values[each.name],
-            strategy=each,
+            values[strategy.name],
+            strategy=strategy,
             evidence=own.run.evidence is not None,
             on_gpu=not launch.rehearsal,
             config_checkpoints=requests_checkpointing(environ),
         ),
     )
-    model, data = _model_and_data(own, _rows_to_fetch(launch, common))
+    model = _checked_model(own)
+    data, validation = _checked_rows(own, model, launch, common)
     precision = asked_precision(common)
     check_model(own.speed, model.path)
     method = checked_method(own.method, own.model, model, precision=precision)
     if launch.knows_precision:
-        _refuse_under(launch, lambda each: check_strategy(method, each, precision=precision))
+        _refuse_under(
+            launch, lambda strategy: check_strategy(method, strategy, precision=precision)
+        )
     notes += method.notes()
     return Request(
         own=own,
@@ -217,7 +236,7 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
         resume=resume,
         model=model,
         data=data,
-        validation=_validation(own, model),
+        validation=validation,
         method=method,
         notes=notes,
     )
@@ -269,7 +288,7 @@ def _refuse_under(launch: Launch, check: Callable[[Strategy], object]) -> None:
     """Make a check under every strategy, and raise one UsageError for all that don't pass it."""
     several = len(launch.strategies) > 1
     same_flags = " All strategies of a comparison get the same flags." if several else ""
-    _refuse_all([partial(check, each) for each in launch.strategies], same_flags)
+    _refuse_all([partial(check, strategy) for strategy in launch.strategies], same_flags)
 
 
 def _refuse_all(checks: Sequence[Callable[[], object]], advice: str = "") -> None:
@@ -309,8 +328,8 @@ def _refuse_ignored_flags(values: Mapping[str, Any], own: OwnArguments) -> None:
         )
 
 
-def _check_optimizer(optim: Any, strategy: Strategy) -> None:
-    name = plain_value(optim)
+def _check_optimizer(values: Mapping[str, Any], strategy: Strategy) -> None:
+    name = plain_value(values["optim"])
     if problem := optimizer_problem(name, strategy) or missing_package(name):
         raise UsageError(problem)
 
@@ -330,45 +349,31 @@ def _check_evidence_folders(run: RunArguments) -> None:
         )
 
 
-def _rows_to_fetch(launch: Launch, values: Mapping[str, Any]) -> int | None:
-    """Return the rows that `--streaming` fetches for the launch; None where nothing says so."""
-    ranks = launch.data_parallel_size
-    return None if ranks is None else rows_needed(values, num_processes=ranks)
-
-
-def _model_and_data(
-    own: OwnArguments, rows_to_fetch: int | None
-) -> tuple[ModelFacts, PreparedData]:
-    """Find or make the model and the tokenised rows, and check that they fit each other."""
+def _checked_model(own: OwnArguments) -> ModelFacts:
+    """Find or make the model, and check that it can be trained with these flags."""
     check_installed("datasets")
+    trust = own.model.trust_remote_code
     model = model_facts(resolve_model(own.model))
     check_length(model, own.data.max_length)
     if own.data.packing == "best_fit":
-        check_borders(
-            model.path,
-            attention=own.model.attn_implementation,
-            trust_remote_code=own.model.trust_remote_code,
-        )
+        check_borders(model.path, attention=own.model.attn_implementation, trust_remote_code=trust)
     if not own.model.is_built_in:  # the cache has checked the built-in one
-        check_loadable(model.path, trust_remote_code=own.model.trust_remote_code)
-    data = prepare_data(
-        own.data,
-        resolve_tokenizer(own.model),
-        trust_remote_code=own.model.trust_remote_code,
-        rows_needed=rows_to_fetch,
-    )
+        check_loadable(model.path, trust_remote_code=trust)
+    return model
+
+
+def _checked_rows(
+    own: OwnArguments, model: ModelFacts, launch: Launch, values: Mapping[str, Any]
+) -> tuple[PreparedData, PreparedData | None]:
+    """Tokenise the rows to train and to evaluate on, and check that they fit the model."""
+    tokenizer, trust = resolve_tokenizer(own.model), own.model.trust_remote_code
+    ranks = launch.data_parallel_size
+    fetched = None if ranks is None else rows_needed(values, num_processes=ranks)
+    data = prepare_data(own.data, tokenizer, trust_remote_code=trust, rows_needed=fetched)
     check_vocabulary(model, data)
-    return model, data
-
-
-def _validation(own: OwnArguments, model: ModelFacts) -> PreparedData | None:
-    if own.run.evidence is not None:  # a run that is taken apart is not evaluated
-        return None
-    validation = prepare_validation(
-        own.data,
-        resolve_tokenizer(own.model),
-        trust_remote_code=own.model.trust_remote_code,
-    )
+    if own.run.evidence is not None:  # such a run is not evaluated
+        return data, None
+    validation = prepare_validation(own.data, tokenizer, trust_remote_code=trust)
     if validation is not None:
         check_vocabulary(model, validation)
-    return validation
+    return data, validation

@@ -17,7 +17,6 @@ from toolkit.configs.requested import (
     requests_checkpointing,
 )
 from toolkit.data.flags import plain_value
-from toolkit.escaping import one_line
 from toolkit.launching.status import StatusFile
 from toolkit.measuring.attestation import Requested
 from toolkit.measuring.evidence import EvidenceKeeper
@@ -26,9 +25,7 @@ from toolkit.measuring.recorder import Recorder
 from toolkit.records.json_files import SCHEMA
 from toolkit.records.record import STEPS_FILE
 from toolkit.strategies import Strategy
-from toolkit.training.dropout import dropout_facts
 from toolkit.training.job import Job
-from toolkit.training.model import BUILT_IN_MODEL
 from toolkit.training.speed import Speed
 from toolkit.training.speed_arguments import checkpoints_by_flag
 
@@ -48,8 +45,7 @@ _SAME_NAME: Final = (
 def recorder_of(job: Job, status: StatusFile, speed: Speed) -> Recorder:
     """Return what measures a run, and refuses it unless what engages is what the job asks for."""
     args, own = job.args, job.own
-    output_dir = job.output_dir
-    asked = Requested(
+    requested = Requested(
         strategy=job.strategy,
         num_processes=requested_processes(os.environ),
         precision=args.mixed_precision,
@@ -74,17 +70,17 @@ def recorder_of(job: Job, status: StatusFile, speed: Speed) -> Recorder:
             precision=args.mixed_precision,
         )
     return Recorder(
-        asked,
+        requested,
         rehearsal=job.request.launch.rehearsal,
         notes=job.deepspeed_changes,
-        steps_file=output_dir / STEPS_FILE,
+        steps_file=job.output_dir / STEPS_FILE,
         status=status,
         evidence=evidence,
         heartbeat=heartbeat_for(
             own.guards.guards,
             grad_norm_factor=own.guards.guard_grad_norm,
             slow_rank=own.guards.guard_slow_rank,
-            checkpoints=output_dir,
+            checkpoints=job.output_dir,
         ),
     )
 
@@ -100,7 +96,7 @@ def described(job: Job, speed: Speed) -> dict[str, Any]:
         "status": "ok",
         "reason": None,
         "model": {
-            "name": one_line(own.model.model_name_or_path or BUILT_IN_MODEL),
+            "name": request.model_name,
             "path": request.model.path,
             "parameters": request.model.parameters,
             "trained_parameters": request.method.trained_parameters,
@@ -120,13 +116,7 @@ def described(job: Job, speed: Speed) -> dict[str, Any]:
             "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
             "speed": speed.facts(args),
         }
-        | request.method.facts()
-        | dropout_facts(
-            request.model.path,
-            off=own.run.dropout == "off",
-            lora_dropout=own.method.lora_dropout,
-            trust_remote_code=own.model.trust_remote_code,
-        ),
+        | request.training_facts(),
         "resumed": None if job.resumed is None else job.resumed.facts(),
         "final": "final",
         "environment": environment.snapshot(),

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from toolkit.engines.tensors import number
 from toolkit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -56,11 +55,7 @@ WANDB_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 
 
 def asked_trackers(report_to: str | Sequence[str] | None, *, engine: str) -> list[str]:
-    """Return the trackers that `--report_to` names.
-
-    Args:
-        report_to: `none`, `all` (of `TRACKERS`, what is installed), or names.
-        engine: `trainer` or `loop`.
+    """Return the trackers that `--report_to` names; `all`: those of `TRACKERS` that are installed.
 
     Raises:
         UsageError: a name is unknown to the engine, its package is missing, or WANDB_MODE asks for
@@ -76,8 +71,7 @@ def asked_trackers(report_to: str | Sequence[str] | None, *, engine: str) -> lis
         if not names:
             raise UsageError(_missing_sentence("all", TRACKERS))
     package_of: dict[str, str | None] = {name: name for name in TRACKERS}
-    if engine == "trainer":
-        package_of |= TRAINERS_OWN
+    package_of |= TRAINERS_OWN if engine == "trainer" else {}
     if unknown := [name for name in names if name not in package_of]:
         raise UsageError(
             f"--report_to {' '.join(unknown)}: --engine {engine} reports to "
@@ -105,10 +99,7 @@ def keep_local(names: Sequence[str], output_dir: Path) -> list[str]:
     """Have trackers write into the output folder, and wandb log offline without an account.
 
     By environment variables of this process, those that the user has not set. To be called before
-    a tracker is imported.
-
-    Returns:
-        Notes for the user.
+    a tracker is imported. Returns notes for the user.
     """
     folder = output_dir.resolve()
     for name in names:
@@ -260,8 +251,3 @@ def finish(accelerator: Accelerator) -> None:
     if accelerator.is_main_process:
         for tracker in accelerator.trackers:
             tracker.finish()
-
-
-def plain(value: Any) -> float | None:
-    """Return a norm as a number; every rank calls it, since FSDP2's is spread over them."""
-    return None if value is None else number(value)

@@ -1,6 +1,6 @@
-"""What the flags of `transformers.TrainingArguments` may not say here, whichever the engine.
+"""Values of `transformers.TrainingArguments` that no engine here accepts.
 
-`TrainingArguments` itself looks at few of its numbers: the others would end in a traceback of one
+`TrainingArguments` itself checks few of its numbers: the others would end in a traceback of one
 rank, or in a model of NaNs.
 """
 
@@ -69,7 +69,7 @@ BOUNDS: Final[dict[str, Bounds]] = {
 """Every flag of `TrainingArguments` that is a number."""
 
 LAUNCHERS: Final = ("deepspeed", "fsdp", "fsdp_config", "parallelism_config")
-"""What the launcher's config file says, and a flag could only contradict."""
+"""Flags that could only contradict the launcher's config file."""
 
 
 def check_values(values: Mapping[str, Any]) -> None:
@@ -78,27 +78,29 @@ def check_values(values: Mapping[str, Any]) -> None:
     Raises:
         UsageError: numbers make no sense, or flags ask for what is not done here. All are named.
     """
-    found = [
+    problems = [
         f"--{name} {_shown(value)}: use {bounds.words}"
         for name, bounds in BOUNDS.items()
         if (value := values.get(name)) is not None
         and not (math.isfinite(value) and bounds.hold(value))
     ]
-    if asked := [f"--{name}" for name in LAUNCHERS if values.get(name)]:
-        found.append(
-            f"{', '.join(asked)}: the launcher's config file says it, accelerate launch "
+    if passed := [f"--{name}" for name in LAUNCHERS if values.get(name)]:
+        problems.append(
+            f"{', '.join(passed)}: the launcher's config file says it, accelerate launch "
             "--config_file accelerate_configs/<strategy>.yaml ..., so leave it out"
         )
     file = str(values.get("accelerator_config") or "{}")
     if not file.startswith("{") and not Path(file).is_file():
-        found.append(f"--accelerator_config {file}: there is no such file (this is {Path.cwd()})")
+        problems.append(
+            f"--accelerator_config {file}: there is no such file (this is {Path.cwd()})"
+        )
     if values.get("push_to_hub"):
-        found.append(
+        problems.append(
             "--push_to_hub: toolkit.train uploads nothing. Leave it out, and when the run is done: "
             "hf upload NAME OUTPUT_DIR/final"
         )
-    if found:
-        raise UsageError(f"{'; '.join(found)}.")
+    if problems:
+        raise UsageError(f"{'; '.join(problems)}.")
 
 
 def _shown(value: float) -> str:
