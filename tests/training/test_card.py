@@ -314,7 +314,7 @@ def test_the_lines_of_a_card_load_adapters_on_their_base(tmp_path, cache):
 
 
 def test_what_others_wrote_breaks_no_table():
-    text = Card(base="org/base", training=(("a|b\nc", "<script>"),)).text()
+    text = Card(base="org/base", training={"a|b\nc": "<script>"}).text()
     assert "| a\\|b c | &lt;script> |" in text
 
 

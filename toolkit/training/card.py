@@ -20,6 +20,7 @@ from toolkit.escaping import code, one_line, shell_line
 from toolkit.files import write_text
 from toolkit.records.fields import Evaluated
 from toolkit.strategies import COMPUTE_DTYPES
+from toolkit.training.flags import plain_value
 from toolkit.training.method_arguments import MethodArguments
 from toolkit.training.model import BUILT_IN_MODEL
 from toolkit.training.speed.layers import CHECKPOINTING
@@ -79,8 +80,8 @@ class Card:
     datasets: tuple[str, ...] = ()
     """Names of data sets on the Hub."""
 
-    training: tuple[tuple[str, str], ...] = ()
-    """Rows of the table of settings: name and value."""
+    training: Mapping[str, object] = field(default_factory=dict[str, object])
+    """Rows of the table of settings."""
 
     evaluation: Sequence[Evaluated] = ()
     final_loss: float | None = None
@@ -154,7 +155,7 @@ class Card:
             hub_name=hub_name,
             start=next((result for result in self.evaluation if result["step"] == 0), None),
             last=self.evaluation[-1] if self.evaluation else None,
-            training=[(_cell(name), _cell(value)) for name, value in self.training],
+            training=[(_cell(name), _cell(str(value))) for name, value in self.training.items()],
             date=date or datetime.datetime.now(datetime.UTC).date().isoformat(),
         )
         # Parts that are left out leave their blank lines.
@@ -182,31 +183,31 @@ def card_of_run(
     """
     model, data, training = described["model"], described["data"], described["training"]
     hub_data = None if dataset_name is None else hub_name_of(dataset_name)
-    rows: dict[str, Any] = {
-        "method": _method(training),
-        "data": shown_name(data["name"]),
-        "rows of data": f"{data['rows']:,}",
-        "strategy": described["strategy"],
-        "engine": described["engine"],
-        "processes": num_processes,
-        "precision": "fp32" if described["precision"] == "no" else described["precision"],
-        "optimizer steps": training["max_steps"],
-        "rows of a step": _effective_batch(training, num_processes),
-        "longest row": f"{training['max_length']} tokens",
-        "learning rate": f"{training['learning_rate']:g}, {training['lr_scheduler_type']}",
-        "optimizer": training["optimizer"],
-        "weight decay": f"{training['weight_decay']:g}",
-        "largest gradient norm": f"{training['max_grad_norm']:g}",
-        "seed": training["seed"],
-    }
+    adapters = "{method}, rank {lora_r}, alpha {lora_alpha}".format(**training)
+    rows_of_a_step = (
+        f"{training['global_batch_size']} ({training['per_device_train_batch_size']} x "
+        f"{num_processes} processes x {training['gradient_accumulation_steps']} micro-batches)"
+    )
     return Card(
         base=model["name"],
         base_folder=model["path"],
         datasets=() if hub_data is None else (hub_data,),
-        training=tuple((name, str(value)) for name, value in rows.items()),
+        training={
+            "method": "all weights" if training["method"] == "full" else adapters,
+            "data": shown_name(data["name"]),
+            "rows of data": f"{data['rows']:,}",
+            "engine": described["engine"],
+            "longest row": f"{training['max_length']} tokens",
+        }
+        | _settings(
+            training,
+            strategy=described["strategy"],
+            precision=described["precision"],
+            processes=num_processes,
+            rows_of_a_step=rows_of_a_step,
+        ),
         evaluation=tuple(evaluation),
-        first_loss=losses[0] if losses and not resumed else None,
-        final_loss=losses[1] if losses else None,
+        **_outer_losses(losses, resumed=resumed),
         strategy=described["strategy"],
         command=_command(described, num_processes),
         held_out="validation_split_percentage" in data["asked"],
@@ -220,22 +221,14 @@ def card_of_trainer(trainer: Any) -> Card:
     from toolkit.environment import versions
 
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model_wrapped)
-    losses = trainer.recorder.outer_losses()
     resumed = trainer.recorder.steps_before > 0
-    rows = {
-        "strategy": trainer.recorder.requested.strategy.name,
-        "processes": args.world_size,
-        "precision": "fp32" if args.mixed_precision == "no" else args.mixed_precision,
-        "optimizer steps": trainer.state.global_step,
-        "rows of a step": args.train_batch_size
-        * args.gradient_accumulation_steps
-        * args.world_size,
-        "learning rate": f"{args.learning_rate:g}, {args.lr_scheduler_type.value}",
-        "optimizer": args.optim.value,
-        "weight decay": f"{args.weight_decay:g}",
-        "largest gradient norm": f"{args.max_grad_norm:g}",
-        "seed": args.seed,
-    }
+    rows = _settings(
+        vars(args) | {"max_steps": trainer.state.global_step, "optimizer": args.optim},
+        strategy=trainer.recorder.requested.strategy.name,
+        precision=args.mixed_precision,
+        processes=args.world_size,
+        rows_of_a_step=args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
+    )
     evaluated = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     if evaluated:
         rows["evaluation loss"] = f"{evaluated[-1]['eval_loss']:.4f}"
@@ -243,9 +236,8 @@ def card_of_trainer(trainer: Any) -> Card:
     return Card(
         base=base,
         base_folder=base,
-        training=tuple((name, str(value)) for name, value in rows.items()),
-        first_loss=losses[0] if losses and not resumed else None,
-        final_loss=losses[1] if losses else None,
+        training=rows,
+        **_outer_losses(trainer.recorder.outer_losses(), resumed=resumed),
         versions=versions(),
     )
 
@@ -265,17 +257,34 @@ def _license_of(folder: str | None) -> str | None:
         return None
 
 
-def _method(training: Mapping[str, Any]) -> str:
-    if training["method"] == "full":
-        return "all weights"
-    return "{method}, rank {lora_r}, alpha {lora_alpha}".format(**training)
+def _settings(
+    training: Mapping[str, Any],
+    *,
+    strategy: str,
+    precision: str,
+    processes: int,
+    rows_of_a_step: object,
+) -> dict[str, object]:
+    """Return the rows of the table of settings that every card has."""
+    return {
+        "strategy": strategy,
+        "processes": processes,
+        "precision": "fp32" if precision == "no" else precision,
+        "optimizer steps": training["max_steps"],
+        "rows of a step": rows_of_a_step,
+        "learning rate": f"{training['learning_rate']:g}, "
+        f"{plain_value(training['lr_scheduler_type'])}",
+        "optimizer": plain_value(training["optimizer"]),
+        "weight decay": f"{training['weight_decay']:g}",
+        "largest gradient norm": f"{training['max_grad_norm']:g}",
+        "seed": training["seed"],
+    }
 
 
-def _effective_batch(training: Mapping[str, Any], num_processes: int) -> str:
-    return (
-        f"{training['global_batch_size']} ({training['per_device_train_batch_size']} x "
-        f"{num_processes} processes x {training['gradient_accumulation_steps']} micro-batches)"
-    )
+def _outer_losses(losses: tuple[float, float] | None, *, resumed: bool) -> dict[str, Any]:
+    """Return a card's losses; the first step of a resumed run is not the training's."""
+    first, final = losses or (None, None)
+    return {"first_loss": None if resumed else first, "final_loss": final}
 
 
 def _cell(text: str) -> str:
@@ -305,7 +314,7 @@ def _command(described: Mapping[str, Any], num_processes: int) -> str | None:
     if described["strategy"] == CUSTOM:
         return None
     training, precision = described["training"], described["precision"]
-    asked: Mapping[str, Any] = described["data"]["asked"]
+    data_flags: Mapping[str, Any] = described["data"]["asked"]
     speed = _speed_flags(training["speed"]["on"])
     usual_dtype = "float32" if training["method"] == "full" else COMPUTE_DTYPES[precision]
     usual: dict[str, Any] = {"dtype": usual_dtype} | USUAL
@@ -314,7 +323,10 @@ def _command(described: Mapping[str, Any], num_processes: int) -> str | None:
         del usual["activation_checkpointing"]
     flags = {
         **_model_flags(described["model"]),
-        **{name: shown_name(value) if name in PATHS else value for name, value in asked.items()},
+        **{
+            name: shown_name(value) if name in PATHS else value
+            for name, value in data_flags.items()
+        },
         "engine": described["engine"],
         **{name: training[name] for name in ALWAYS},
         # Without adapters their fields are null.

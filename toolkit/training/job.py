@@ -18,17 +18,8 @@ from toolkit.launching.ranks import rank, say
 from toolkit.planning.learning_rate import LearningRate
 from toolkit.records.record import FILLER_ID
 from toolkit.strategies import Strategy
-from toolkit.training.arguments import (
-    OwnArguments,
-    RunArguments,
-    output_dir_of,
-    training_arguments,
-)
-from toolkit.training.evaluation_plan import (
-    EvaluationPlan,
-    left_out_with_evidence,
-    planned_evaluation,
-)
+from toolkit.training import evaluation_plan
+from toolkit.training.arguments import OwnArguments, RunArguments, output_dir_of, training_arguments
 from toolkit.training.fingerprint import facts_of_job
 from toolkit.training.model import resolve_tokenizer
 from toolkit.training.request import (
@@ -63,7 +54,7 @@ class Job:
     """Rows of an optimizer step, over all ranks."""
 
     tokenizer: PreTrainedTokenizerBase
-    evaluation: EvaluationPlan
+    evaluation: evaluation_plan.EvaluationPlan
     deepspeed_changes: list[str]
     """How the launcher's DeepSpeed config was fitted to the model, for the record."""
 
@@ -83,7 +74,7 @@ class Job:
 
     @property
     def pad_token_id(self) -> int:
-        return _pad_token_id(self.tokenizer)
+        return cast("int", self.tokenizer.pad_token_id)  # `load_tokenizer` sees to it
 
     @property
     def last_step(self) -> int:
@@ -132,7 +123,7 @@ def checked_job(argv: list[str]) -> Job:
         seed=values["seed"],
         throughput_steps=own.run.throughput_steps,
         max_length=own.data.max_length,
-        pad_token_id=_pad_token_id(tokenizer),
+        pad_token_id=cast("int", tokenizer.pad_token_id),
     )
     rate, of_rate = _learning_rate(float(values["learning_rate"]), own.run, global_batch)
     batch = (
@@ -141,8 +132,8 @@ def checked_job(argv: list[str]) -> Job:
     )
     samples, left_out = own.run.sample_prompts, None
     if own.run.evidence is not None:  # such a run has no validation rows either
-        samples, left_out = 0, left_out_with_evidence(own.data, samples=samples)
-    evaluation = planned_evaluation(
+        samples, left_out = 0, evaluation_plan.left_out_with_evidence(own.data, samples=samples)
+    evaluation = evaluation_plan.planned_evaluation(
         values,
         samples=samples,
         training=request.data,
@@ -184,10 +175,7 @@ def checked_job(argv: list[str]) -> Job:
 def check_fillers(rows: Dataset, global_batch: int, *, of: str) -> None:
     """Refuse a mean over the tokens of each micro-batch where one may hold none to learn.
 
-    Args:
-        rows: In the order of training.
-        global_batch: Rows of an optimizer step.
-        of: What takes such a mean, as the subject of a sentence.
+    `of` names what takes such a mean, as the subject of a sentence.
 
     Raises:
         UsageError: the rows don't fill whole steps, so fillers stand among them.
@@ -202,10 +190,6 @@ def check_fillers(rows: Dataset, global_batch: int, *, of: str) -> None:
 
 def has_fillers(rows: Dataset) -> bool:
     return FILLER_ID in rows["sample_id"][:]
-
-
-def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    return cast("int", tokenizer.pad_token_id)  # `load_tokenizer` returns none without it
 
 
 def _resumed(job: Job) -> Job:
@@ -225,7 +209,7 @@ def _resumed(job: Job) -> Job:
 
 
 def _learning_rate(rate: float, run: RunArguments, global_batch: int) -> tuple[float, str]:
-    """Return the learning rate for the effective batch, and the words that say it."""
+    """Return the learning rate for the effective batch, and a description of it."""
     if run.scale_lr == "none" or run.base_batch_size is None:
         return rate, f"learning rate {rate:g}"
     scaling = LearningRate(base=rate, base_batch=run.base_batch_size, batch=global_batch)
@@ -240,29 +224,16 @@ def _fit_deepspeed(request: Request, values: dict[str, Any]) -> list[str]:
     """Fit the launcher's DeepSpeed config to the run, and return what was changed in it.
 
     Raises:
-        UsageError: it says otherwise than the flags.
+        UsageError: it contradicts the flags.
     """
     config = checked_deepspeed_config()
-    _refuse_contradictions(
-        values,
-        gradient_accumulation_steps=config.get("gradient_accumulation_steps"),
-        per_device_train_batch_size=config.get("train_micro_batch_size_per_gpu"),
-        max_grad_norm=config.get("gradient_clipping"),
-        bf16=config.get("bf16", {}).get("enabled"),
-        fp16=config.get("fp16", {}).get("enabled"),
-    )
-    return use_deepspeed_config(
-        config,
-        parameters=request.model.parameters,
-        hidden_size=request.model.hidden_size,
-        adapters=not request.own.method.is_full,
-        gradient_clipping=float(values["max_grad_norm"] or 0),
-        rehearsal=request.launch.rehearsal,
-    )
-
-
-def _refuse_contradictions(values: dict[str, Any], **of_config: Any) -> None:
-    """Raise UsageError for what the launcher's files say otherwise than the flags, all of it."""
+    of_config = {
+        "gradient_accumulation_steps": config.get("gradient_accumulation_steps"),
+        "per_device_train_batch_size": config.get("train_micro_batch_size_per_gpu"),
+        "max_grad_norm": config.get("gradient_clipping"),
+        "bf16": config.get("bf16", {}).get("enabled"),
+        "fp16": config.get("fp16", {}).get("enabled"),
+    }
     contradictions = [
         f"--{flag} is {values[flag]!r} and the launcher's config says {value!r} for it"
         for flag, value in of_config.items()
@@ -272,6 +243,14 @@ def _refuse_contradictions(values: dict[str, Any], **of_config: Any) -> None:
         raise UsageError(
             f'{"; ".join(contradictions)}. Write "auto" there, or pass the same value.'
         )
+    return use_deepspeed_config(
+        config,
+        parameters=request.model.parameters,
+        hidden_size=request.model.hidden_size,
+        adapters=not request.own.method.is_full,
+        gradient_clipping=float(values["max_grad_norm"] or 0),
+        rehearsal=request.launch.rehearsal,
+    )
 
 
 def _same(of_config: Any, of_flag: Any) -> bool:
