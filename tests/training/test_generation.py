@@ -12,9 +12,9 @@ from toolkit.engines.prepared import Prepared
 from toolkit.measuring.attestation import Requested
 from toolkit.measuring.recorder import Recorder
 from toolkit.strategies import get_strategy
+from toolkit.training.before_and_after import NEW_TOKENS, Samples, continuations
 from toolkit.training.generation import generation_config_of, stop_tokens, turn_end
 from toolkit.training.model import build_model
-from toolkit.training.samples import NEW_TOKENS, Samples, continuations
 from toolkit.training.saving import save_model
 
 PHI = (

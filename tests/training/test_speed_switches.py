@@ -22,11 +22,11 @@ from toolkit.errors import UsageError
 from toolkit.measuring.peak import PeakLedger
 from toolkit.strategies import STRATEGIES
 from toolkit.training.arguments import own_arguments, training_values
+from toolkit.training.before_and_after import continuations
 from toolkit.training.evaluation import loss_and_tokens
 from toolkit.training.loop import ddp_options
 from toolkit.training.model import build_model
 from toolkit.training.precision import asked_precision, with_precision
-from toolkit.training.samples import continuations
 from toolkit.training.speed import Speed
 from toolkit.training.speed.layers import CHECKPOINTING, SAVED_PRODUCTS, checkpoint_layers
 from toolkit.training.speed.lean_batches import (

@@ -208,7 +208,8 @@ def own_arguments(argv: Sequence[str]) -> OwnArguments:
     Raises:
         UsageError: one of our flags has a bad value, or the file of arguments can't be read.
     """
-    flags = _flags_of_file(argv[0]) if _is_one_file(argv) else list(argv)
+    is_file = len(argv) == 1 and Path(argv[0]).suffix in {".json", ".yaml", ".yml"}
+    flags = _flags_of_file(argv[0]) if is_file else list(argv)
     if {"-h", "--help"} & set(flags):
         _full_parser().print_help()
         raise SystemExit(0)
@@ -230,7 +231,9 @@ def training_values(own: OwnArguments) -> dict[str, Any]:
     from transformers.training_args import TrainingArguments
 
     parser = _Parser(cast("Any", TrainingArguments), **_PARSER_OPTIONS)
-    _let_stand_alone(parser, "resume_from_checkpoint", LAST)
+    # --resume_from_checkpoint may be passed without a value.
+    resume = next(a for a in parser._actions if a.dest == "resume_from_checkpoint")
+    resume.nargs, resume.const = "?", LAST
     # None stands for "not passed".
     unset = dict.fromkeys((*DEPENDENT_DEFAULTS, "num_train_epochs", "save_steps"))
     parser.set_defaults(**OUR_DEFAULTS | unset)
@@ -288,12 +291,6 @@ class _Parser(HfArgumentParser):
         raise UsageError(f"{message[:1].upper()}{message[1:]}.")
 
 
-def _let_stand_alone(parser: HfArgumentParser, flag: str, meaning: str) -> None:
-    """Let a flag of one value be passed without one."""
-    action = next(action for action in parser._actions if action.dest == flag)
-    action.nargs, action.const = "?", meaning
-
-
 # An abbreviation that one parser took could be the other one's flag.
 _PARSER_OPTIONS: dict[str, Any] = {"allow_abbrev": False, "add_help": False}
 
@@ -305,10 +302,6 @@ def _full_parser() -> HfArgumentParser:
     parser = _Parser(kinds, prog="toolkit.train", allow_abbrev=False)
     parser.set_defaults(**OUR_DEFAULTS | DEPENDENT_DEFAULTS)
     return parser
-
-
-def _is_one_file(argv: Sequence[str]) -> bool:
-    return len(argv) == 1 and Path(argv[0]).suffix in {".json", ".yaml", ".yml"}
 
 
 def _flags_of_file(path: str) -> list[str]:

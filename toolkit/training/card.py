@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from toolkit.configs.requested import CUSTOM
+from toolkit.data.flags import plain_value
 from toolkit.escaping import code, one_line, shell_line
 from toolkit.files import write_text
 from toolkit.records.fields import Evaluated
 from toolkit.strategies import COMPUTE_DTYPES
-from toolkit.training.flags import plain_value
 from toolkit.training.method_arguments import MethodArguments
 from toolkit.training.model import BUILT_IN_MODEL
 from toolkit.training.speed.layers import CHECKPOINTING
@@ -346,8 +346,10 @@ def _command(described: Mapping[str, Any], num_processes: int) -> str | None:
     lines = [
         f"accelerate launch --config_file accelerate_configs/{described['strategy']}.yaml",
         f"--num_processes {num_processes} -m toolkit.train",
-        *(f"--{name} {_written(value)}" for name, value in flags.items()),
     ]
+    for name, value in flags.items():
+        words = value if isinstance(value, list) else [value]
+        lines.append(f"--{name} {shell_line(map(str, words))}")
     return " \\\n  ".join(lines)
 
 
@@ -373,7 +375,3 @@ def _speed_flags(on: Mapping[str, Any]) -> dict[str, Any]:
         flags |= {"compile_blocks": True, "compile_backend": on["compile_blocks"]["backend"]}
     usual = asdict(SpeedArguments())
     return {name: value for name, value in flags.items() if value != usual.get(name)}
-
-
-def _written(value: Any) -> str:
-    return shell_line(map(str, value if isinstance(value, list) else [value]))

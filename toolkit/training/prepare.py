@@ -99,22 +99,12 @@ def prepare(
 
 def _under(request: Request, strategy: Strategy) -> dict[str, Any]:
     """Return the fields of a record's `training` that may differ between strategies."""
-    values = request.values[strategy.name]
-    speed = _speed_under(request, strategy)
-    return {
-        "optimizer": plain_value(values["optim"]),
-        "activation_checkpointing": bool(checkpoints_by_flag(values) or speed.checkpoints_all),
-        "speed": speed.facts(_as_arguments(values)),
-    }
-
-
-def _speed_under(request: Request, strategy: Strategy) -> Speed:
-    """Return the switches for speed as a rank will have them, put on the model's skeleton.
-
-    So a switch that a rank would refuse is refused here.
-    """
-    switches = request.own.speed
-    speed = Speed(switches, _as_arguments(request.values[strategy.name]))
+    values, switches = request.values[strategy.name], request.own.speed
+    # Made in earnest, `TrainingArguments` would start a process group.
+    stand_in = SimpleNamespace(**dict.fromkeys(TRAINER_SWITCHES) | values)
+    args = cast("TrainingArguments", stand_in)
+    speed = Speed(switches, args)
+    # Switches are tried on the model's skeleton: what a rank would refuse is refused here.
     on_model = (
         switches.chunked_loss
         or switches.uses_lean_masks
@@ -129,12 +119,11 @@ def _speed_under(request: Request, strategy: Strategy) -> Speed:
         speed.on["ddp_bucket_view"] = True
     if switches.prefetched_layers and strategy.sharding == "rows":
         speed.on["fsdp_prefetch"] = switches.prefetched_layers
-    return speed
-
-
-def _as_arguments(values: dict[str, Any]) -> TrainingArguments:
-    """Stand in for `TrainingArguments`, which would start a process group when they are made."""
-    return cast("TrainingArguments", SimpleNamespace(**dict.fromkeys(TRAINER_SWITCHES) | values))
+    return {
+        "optimizer": plain_value(values["optim"]),
+        "activation_checkpointing": bool(checkpoints_by_flag(values) or speed.checkpoints_all),
+        "speed": speed.facts(args),
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -90,10 +90,6 @@ class Launch:
     """Whether the launcher's config can't choose another precision than the flags do."""
 
     @property
-    def in_rank(self) -> bool:
-        return self.environ is not None
-
-    @property
     def data_parallel_size(self) -> int | None:
         """The ranks that read rows of their own, under the strategy that has the most of them."""
         if self.num_processes is None:
@@ -203,7 +199,7 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
     _refuse_under(launch, lambda strategy: _check_optimizer(values[strategy.name], strategy))
     trackers = asked_trackers(common["report_to"], engine=own.run.engine)
     resume = None
-    if launch.in_rank:
+    if launch.environ is not None:  # in a rank
         check_output_folder(Path(common["output_dir"]), own.method, trackers)
         resume = asked_checkpoint(common)
         _check_evidence_folders(own.run)

@@ -1,7 +1,7 @@
-"""The folder of a run: nothing of somebody else's is written over there, and one run works in it.
+"""The folder of a run: other files in it are never overwritten, and one run at a time works there.
 
-What a run left in its folder is its own by the mark in the folder's lock file. A checkpoint has a
-manifest, and is one without that mark too: checkpoints may be copied to other places alone.
+Files of an earlier run are known by the mark in the folder's lock file, checkpoints by their
+manifests too: they may be copied to other places alone.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from toolkit.records.manifests import Damaged, read_manifest
 def check_names(
     folder: Path, names: Sequence[str], *, flag: str, checkpoints: bool = False
 ) -> None:
-    """Raise UsageError for every name that a run would write and that is not a run's own.
+    """Raise UsageError for every name that a run would write and that no run has left there.
 
     Args:
         folder: It need not exist.
-        names: What the run writes; those of folders end with a slash.
-        flag: What named the folder.
-        checkpoints: Whether it writes checkpoints, too.
+        names: Files and folders that the run writes; folders end with a slash.
+        flag: The flag that named the folder.
+        checkpoints: Whether the run writes checkpoints, too.
     """
     there = sorted(os.listdir(folder)) if folder.is_dir() else []
     if checkpoints:
@@ -44,7 +44,10 @@ def check_names(
     if not can_be_marked(folder, "run"):
         foreign.append(LOCK_FILE)
     if foreign:
-        listed = ", ".join(_shown(folder, name) for name in foreign)
+        listed = ", ".join(
+            f"{name} (a symbolic link)" if (folder / name).is_symlink() else name
+            for name in foreign
+        )
         raise UsageError(
             f"{flag} {folder} holds what no run of the toolkit has left there, and this one would "
             f"write over it: {listed}. Move it away, or name another folder."
@@ -102,7 +105,3 @@ def _is_checkpoint(folder: Path) -> bool:
     except UsageError:
         return True  # of another toolkit's, which is refused by that name
     return True
-
-
-def _shown(folder: Path, name: str) -> str:
-    return f"{name} (a symbolic link)" if (folder / name).is_symlink() else name
