@@ -294,6 +294,7 @@ def become(args: list[str], imported: Imported) -> NoReturn:
         sys.path[:] = [*dict.fromkeys([*filter(None, entries), *imported.search_path])]
         for name, value in imported.variables.items():
             os.environ.setdefault(name, value)
+        code = 0
         if args[:3] == [sys.executable, "-m", supervised.__name__]:
             # Its parent is the warm process, which sends SIGTERM when the asking one is gone.
             rest = [str(os.getppid()), *args[4:]]
@@ -301,10 +302,12 @@ def become(args: list[str], imported: Imported) -> NoReturn:
         else:
             if args[: len(LAUNCHER)] == LAUNCHER:
                 fork_ranks(imported)
-            code = run_python(args[1:])
+            run_python(args[1:])
         leave(code)
     except SystemExit as error:
-        leave(exit_code(error))
+        if not isinstance(error.code, int | None):
+            print(error.code, file=sys.stderr)  # noqa: T201
+        leave(error.code if isinstance(error.code, int) else int(error.code is not None))
     except BaseException:
         traceback.print_exc()
         leave(1)
@@ -400,8 +403,8 @@ def begin_anew() -> None:
         torch.default_generator.seed()
 
 
-def run_python(words: list[str]) -> int:
-    """Run the module or script of `python WORDS`, and return the exit code."""
+def run_python(words: list[str]) -> None:
+    """Run the module or script of `python WORDS`; an exit code comes as SystemExit."""
     begin_anew()
     while words[0] == "-u":
         words = words[1:]
@@ -429,18 +432,7 @@ def run_python(words: list[str]) -> int:
         sys.argv = list(words)
         if not sys.flags.safe_path:
             sys.path.insert(0, str(Path(words[0]).resolve().parent))
-    try:
-        exec(code, module.__dict__)
-    except SystemExit as error:
-        return exit_code(error)
-    return 0
-
-
-def exit_code(error: SystemExit) -> int:
-    if isinstance(error.code, int) or error.code is None:
-        return error.code or 0
-    print(error.code, file=sys.stderr)  # noqa: T201
-    return 1
+    exec(code, module.__dict__)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import errno
 import os
 import stat
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
@@ -24,20 +25,23 @@ _MOST_BYTES: Final = 100
 """More than any mark has."""
 
 
+@dataclass(frozen=True, slots=True)
 class FolderLock:
     """A folder that belongs to this process until it ends, or releases it."""
 
-    def __init__(self, number: int, made: Sequence[Path]) -> None:
-        self._number = number
-        self._made = made
+    number: int
+    """File descriptor of the lock file."""
+
+    made: Sequence[Path]
+    """Files and folders that were not there before."""
 
     def release(self) -> None:
         """Let others work in the folder. Its mark stays."""
-        os.close(self._number)
+        os.close(self.number)
 
     def undo(self) -> None:
         """Restore the folder as it was before it was locked; remove it if it was not there."""
-        _remove(self._made)
+        _remove(self.made)
         self.release()
 
     def __enter__(self) -> FolderLock:
@@ -82,13 +86,24 @@ def can_be_marked(folder: Path, worker: Worker) -> bool:
 
 def _take(path: Path, worker: Worker) -> int:
     """Open, lock and mark the lock file."""
+    import fcntl
+
     # O_NONBLOCK: the open must not wait for a reader, if it is a pipe.
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     number = os.open(path, flags, 0o666)
     try:
         if not stat.S_ISREG(os.fstat(number).st_mode):
             raise _not_ours(path, worker)
-        _lock(number, path, worker)
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"Another {worker} is working in {path.parent}. Wait for it, or choose another "
+                "folder."
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
         mark = os.read(number, _MOST_BYTES)
         if mark not in (b"", _mark(worker)):
             raise _not_ours(path, worker)
@@ -98,20 +113,6 @@ def _take(path: Path, worker: Worker) -> int:
         os.close(number)
         raise
     return number
-
-
-def _lock(number: int, path: Path, worker: Worker) -> None:
-    import fcntl
-
-    try:
-        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UsageError(
-            f"Another {worker} is working in {path.parent}. Wait for it, or choose another folder."
-        ) from None
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
 
 
 def _read_mark(path: Path) -> bytes | None:

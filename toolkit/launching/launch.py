@@ -281,12 +281,7 @@ class Follower:
 
 
 def launch_environment(extra: Mapping[str, str], *, loopback: bool) -> dict[str, str]:
-    """Return the variables of a launch, but for the folder of its status files.
-
-    Args:
-        extra: Variables on top of this process's own.
-        loopback: As in `run`.
-    """
+    """Return the variables of a launch, but for the folder of its status files."""
     environment = python_environment() | {
         PACKAGE_FOLDER: str(package_folder()),
         "PYTHONUNBUFFERED": "1",

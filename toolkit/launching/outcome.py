@@ -121,8 +121,10 @@ def _verdict(ending: Ending, lines: list[str]) -> tuple[OutcomeStatus, str | Non
     for status in ending.statuses:
         if status.state == "preempted" and status.error is not None:
             return "failed", status.error.message
-    if _launcher_was_killed(ending):
-        name = _signal_name((ending.returncode or 0) - 128)
+    has_failed = any(status.state in get_args(Failure) for status in ending.statuses)
+    signal_number = (ending.returncode or 0) - 128
+    if signal_number > 0 and not has_failed and not _exit_codes(ending):
+        name = _signal_name(signal_number)
         return "failed", f"The launcher was killed ({name}), and its ranks with it."
     if failures:
         return min(failures, key=lambda failure: failure[0])[1]
@@ -151,7 +153,8 @@ Verdict = tuple[OutcomeStatus, str]
 
 def _failures(ending: Ending) -> list[tuple[Order, Verdict]]:
     codes = _exit_codes(ending)
-    first = _first_pid(ending.lines)
+    matches = (ELASTIC_FIRST.search(line) for line in ending.lines)
+    first = next((int(match[1]) for match in matches if match), None)
     failures: list[tuple[Order, Verdict]] = []
     for status in ending.statuses:
         code = codes.get(status.pid)
@@ -170,11 +173,6 @@ def _failures(ending: Ending) -> list[tuple[Order, Verdict]]:
             if status.state == "finished" and codes.get(status.pid, 0) not in (0, -signal.SIGTERM)
         ]
     return failures
-
-
-def _launcher_was_killed(ending: Ending) -> bool:
-    failed = any(status.state in get_args(Failure) for status in ending.statuses)
-    return not failed and not _exit_codes(ending) and (ending.returncode or 0) > 128
 
 
 def _error_verdict(status: RankStatus) -> Verdict:
@@ -247,11 +245,6 @@ def _exit_codes(ending: Ending) -> dict[int, int]:
         for status in ending.statuses:
             codes.setdefault(status.pid, 0)
     return codes
-
-
-def _first_pid(lines: Iterable[str]) -> int | None:
-    matches = (ELASTIC_FIRST.search(line) for line in lines)
-    return next((int(match[1]) for match in matches if match), None)
 
 
 def _last_meaningful(lines: list[str]) -> str:

@@ -16,6 +16,7 @@ import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache
+from operator import itemgetter
 from types import UnionType
 from typing import Annotated, Any, Final, Literal, NamedTuple, TypedDict, Union, cast
 
@@ -90,10 +91,6 @@ class Field(NamedTuple):
     """Names with dots between: `memory.peak_bytes`."""
 
     fact: Fact
-
-
-def of_rank_0(values: Sequence[Any]) -> Any:
-    return values[0]
 
 
 def _held(column: str, *, csv: str = "{name}", missing: str = NO_STEP) -> Fact:
@@ -343,7 +340,7 @@ class Measured(TypedDict):
             "seconds",
             "warm-up",
             "saving",
-            merge=of_rank_0,
+            merge=itemgetter(0),  # rank 0 saves
             missing="nothing was saved while the run was recorded",
         ),
     ]

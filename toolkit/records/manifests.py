@@ -47,13 +47,7 @@ class Damaged(ValueError):
 
 
 def write_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]], **facts: Any) -> None:
-    """Write the manifest of a folder whose files are on the disk.
-
-    Args:
-        folder: Where the files lie.
-        files: The results of `entry`, by name.
-        **facts: Further values, of JSON's types.
-    """
+    """Write the manifest of a folder whose files are on the disk, of entries by name."""
     # The hash is of the text on the disk, from which secrets are removed.
     content = redacted({**facts, "schema": SCHEMA, "files": dict(files)})
     write_json(folder / MANIFEST, content | {_HASH: _hash_of(content)})
