@@ -65,11 +65,9 @@ def without_links(path: str, flags: int) -> int:
 
 
 def check_takes_files(folder: Path, *, flag: str) -> None:
-    """Raise UsageError where a folder cannot be made, or takes no files; nothing is written.
+    """Raise UsageError, with the flag that named it, where a folder cannot be made or written to.
 
-    Args:
-        folder: It need not exist.
-        flag: The flag that named it.
+    Nothing is written, and the folder need not exist.
     """
     places = (folder, *folder.absolute().parents)
     place = next(place for place in places if os.path.lexists(place))

@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,6 @@ def main() -> None:
     quiet()
     from toolkit.measuring.attestation import Refused
 
-    code = 0
     rehearsal = False
     try:
         run_script = _script(sys.argv[1:])
@@ -87,31 +87,19 @@ def main() -> None:
             from toolkit.measuring.foreign import watch
 
             with watch(rehearsal=rehearsal):
-                _run(run_script)
+                run_script()
     except UsageError as error:
-        code = told(2, str(error))
+        raise SystemExit(print_reason(2, str(error))) from None
     except Refused as error:
-        code = told(3, f"refused: {error}")
-    if code:
-        raise SystemExit(code)
+        raise SystemExit(print_reason(3, f"refused: {error}")) from None
     if rehearsal:
         leave()
 
 
-def _run(script: Callable[[], object]) -> None:
-    """Run the script; one that leaves by `sys.exit(0)` has ended well."""
-    _spawn_without_current_folder()
-    try:
-        script()
-    except SystemExit as error:
-        if error.code not in (None, 0):
-            raise
-
-
-def told(code: int, text: str) -> int:
+def print_reason(code: int, reason: str) -> int:
     """Print on rank 0 why all ranks leave, and return the exit code."""
     if rank() == 0:
-        print(f"toolkit: {one_line(redact(text))}", file=sys.stderr, flush=True)  # noqa: T201
+        print(f"toolkit: {one_line(redact(reason))}", file=sys.stderr, flush=True)  # noqa: T201
     else:
         # The launcher ends all ranks when the first one leaves: rank 0 must have printed by then.
         time.sleep(RANK_0_SPEAKS_SECONDS)
@@ -131,31 +119,34 @@ def _spawn_without_current_folder() -> None:
     module._args_from_interpreter_flags = lambda: [*original(), "-P"]
 
 
-def _script(arguments: list[str]) -> Callable[[], object]:
+def _script(arguments: list[str]) -> Callable[[], None]:
     """Return the call that runs the script as `python SCRIPT` or `python -m MODULE` would."""
-    if arguments[:1] == ["-m"]:
-        name = arguments[1] if len(arguments) > 1 else ""
-        if not _is_module(name):
-            raise UsageError(f"There is no module {name!r} to rehearse. {USAGE}")
-
-        def run_module() -> object:
-            sys.argv = arguments[1:]
-            put_behind_library(str(Path.cwd()))
-            return runpy.run_module(name, run_name="__main__", alter_sys=True)
-
-        return run_module
     if not arguments:
         raise UsageError(f"Name the script to rehearse. {USAGE}")
-    script = Path(arguments[0])
-    if not script.is_file():
-        raise UsageError(f"There is no script {script} here ({Path.cwd()}). {USAGE}")
+    if arguments[0] == "-m":
+        words, folder = arguments[1:], Path.cwd()
+        name = words[0] if words else ""
+        if not _is_module(name):
+            raise UsageError(f"There is no module {name!r} to rehearse. {USAGE}")
+        start = partial(runpy.run_module, name, run_name="__main__", alter_sys=True)
+    else:
+        words, script = arguments, Path(arguments[0])
+        if not script.is_file():
+            raise UsageError(f"There is no script {script} here ({Path.cwd()}). {USAGE}")
+        folder = script.parent.resolve()
+        start = partial(runpy.run_path, str(script), run_name="__main__")
 
-    def run_path() -> object:
-        sys.argv = arguments
-        put_behind_library(str(script.parent.resolve()))
-        return runpy.run_path(str(script), run_name="__main__")
+    def run() -> None:
+        _spawn_without_current_folder()
+        sys.argv = words
+        put_behind_library(str(folder))
+        try:
+            start()
+        except SystemExit as error:
+            if error.code not in (None, 0):  # with 0 the script has ended well
+                raise
 
-    return run_path
+    return run
 
 
 def _is_module(name: str) -> bool:

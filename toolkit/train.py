@@ -19,7 +19,7 @@ from toolkit.launching.python import check_package_folder
 from toolkit.launching.ranks import leave, quiet, rank
 from toolkit.launching.status import STATUS_DIR, StatusFile, guard, status_folder
 from toolkit.redaction import redact, redact_output, redacted_words
-from toolkit.rehearse import die_with_launcher, told
+from toolkit.rehearse import die_with_launcher, print_reason
 
 if TYPE_CHECKING:
     from toolkit.training.job import Job
@@ -47,13 +47,13 @@ def main() -> None:
         sys.argv[1:] = redacted_words(argv)  # trackers keep the command line of a run
         _train(argv, refused_by=Refused)
     except UsageError as error:
-        code = told(EXIT_USAGE, str(error))
+        code = print_reason(EXIT_USAGE, str(error))
     except Refused as error:
-        code = told(EXIT_REFUSED, f"refused: {error}")
+        code = print_reason(EXIT_REFUSED, f"refused: {error}")
     except Preempted as error:
-        code = told(EXIT_PREEMPTED, str(error))
+        code = print_reason(EXIT_PREEMPTED, str(error))
     except GuardError as error:
-        code = told(EXIT_FAILED, f"stopped by a guard: {error}")
+        code = print_reason(EXIT_FAILED, f"stopped by a guard: {error}")
     except Exception:
         sys.stderr.write(redact(traceback.format_exc()))
         code = EXIT_FAILED

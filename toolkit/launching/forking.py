@@ -148,15 +148,11 @@ def fork(
     new_session: bool = False,
     tied: bool = False,
 ) -> Fork:
-    """Request a process.
+    """Request a process; arguments and variables are those of `subprocess.Popen`.
 
     Args:
         connection: Leads to the loop that forks.
-        args: The command, as `subprocess.Popen` takes it.
-        environment: All of its variables.
         streams: File descriptors for its standard streams.
-        folder: Where it starts; None for the current folder.
-        new_session: Whether it leads a session of its own.
         tied: Whether it gets SIGTERM when this process ends.
 
     Raises:
@@ -247,13 +243,8 @@ def start(
 ) -> subprocess.Popen[bytes] | Fork:
     """Start a Python in a session of its own, without input: forked where one serves, else cold.
 
-    Args:
-        command: Begins with this Python.
-        environment: All of its variables.
-        stdout: File descriptor.
-        stderr: File descriptor.
-        on_cold: Gets the reason where there is a warm process and it could not serve.
-        folder: Where it starts; None for the current folder.
+    The command begins with this Python; `on_cold` gets the reason where a warm process could not
+    serve.
     """
     with open(os.devnull, "rb") as no_input:
         if SOCKET in environment:

@@ -166,11 +166,8 @@ def guard(
     """Keep `status` true around a rank's main: running, then finished, or the error it ended with.
 
     A rank that leaves with exit code 0 before its end stays `running`, so that the launcher, which
-    sees it gone, can name it. A failure that the body recorded by itself is left as it is.
-
-    Args:
-        status: The rank's file.
-        refused_by: Exceptions that mean a refused run rather than a failed one.
+    sees it gone, can name it. A failure that the body recorded by itself is left as it is. The
+    exceptions in `refused_by` mean a refused run rather than a failed one.
     """
     status.running()
     try:

@@ -27,9 +27,7 @@ from toolkit.redaction import longest_secret, redact
 def supervised(command: Sequence[str], *, redacting: bool = False) -> list[str]:
     """Return `command` as one that leaves no process when it, or this process, ends.
 
-    Args:
-        command: The command to run.
-        redacting: Take secrets out of its output; its stderr becomes part of its stdout.
+    With `redacting`, its stderr becomes part of its stdout, and secrets are taken out of both.
     """
     options = [REDACTING] if redacting else []
     here = [sys.executable, "-m", "toolkit.launching.supervised", str(os.getpid())]
@@ -49,10 +47,8 @@ DRAIN_SECONDS = 5.0
 def main(arguments: list[str], run: Callable[[list[str]], None] | None = None) -> int:
     """Run a command to its end, and return the exit code; a signal to stop raises SystemExit.
 
-    Args:
-        arguments: Those of the command line.
-        run: Called with the command in the process that is to become it; if it returns, the
-            command is executed.
+    `run` is called with the command in the process that is to become it; if it returns, the command
+    is executed.
     """
     parent, command = int(arguments[0]), arguments[1:]
     redacting = command[:1] == [REDACTING]

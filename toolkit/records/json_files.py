@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
@@ -67,7 +68,8 @@ def read_json(path: Path) -> Any:
     """
     try:
         text = path.read_text(encoding="utf-8")
-        return _decoded(json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant))
+        content = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
+        return _mapped(content, _decoded)
     except FileNotFoundError:
         raise LostError(f"{path} does not exist.") from None
     except OSError as error:
@@ -81,7 +83,7 @@ def read_json(path: Path) -> Any:
 
 def write_json(path: Path, data: Any, *, private: bool = False) -> None:
     """Write `data` as strict JSON without secrets, as `write_text` does."""
-    text = json.dumps(_encoded(redacted(data)), indent=2, allow_nan=False) + "\n"
+    text = json.dumps(_mapped(redacted(data), _encoded), indent=2, allow_nan=False) + "\n"
     write_text(path, text, private=private)
 
 
@@ -96,25 +98,24 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
 
 
-def _encoded(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, dict):
-        items = cast("dict[Any, Any]", value).items()
-        return {str(key): _encoded(item) for key, item in items}
-    if isinstance(value, (list, tuple)):
-        return [_encoded(item) for item in cast("list[Any]", value)]
-    return value
+def _encoded(leaf: Any) -> Any:
+    if isinstance(leaf, float) and not math.isfinite(leaf):
+        return "NaN" if math.isnan(leaf) else "Infinity" if leaf > 0 else "-Infinity"
+    return leaf
 
 
-def _decoded(value: Any, *, levels: int = MOST_LEVELS) -> Any:
+def _decoded(leaf: Any) -> Any:
+    return NOT_FINITE.get(leaf, leaf) if isinstance(leaf, str) else leaf
+
+
+def _mapped(value: Any, change: Callable[[Any], Any], *, levels: int = MOST_LEVELS) -> Any:
+    """Return a copy of a JSON value, with what is no object and no list changed."""
     if not levels:
         raise ValueError(f"more than {MOST_LEVELS} levels")
-    if isinstance(value, str):
-        return NOT_FINITE.get(value, value)
     if isinstance(value, dict):
-        items = cast("dict[str, Any]", value).items()
-        return {key: _decoded(item, levels=levels - 1) for key, item in items}
-    if isinstance(value, list):
-        return [_decoded(item, levels=levels - 1) for item in cast("list[Any]", value)]
-    return value
+        items = cast("dict[Any, Any]", value).items()
+        return {str(key): _mapped(item, change, levels=levels - 1) for key, item in items}
+    if isinstance(value, (list, tuple)):
+        items = cast("list[Any]", value)
+        return [_mapped(item, change, levels=levels - 1) for item in items]
+    return change(value)

@@ -64,14 +64,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if (folder / MANIFEST).is_symlink():
             raise UsageError(f"{folder / MANIFEST} is a link.")
         manifest = read_json(folder / MANIFEST)
+        if not isinstance(manifest, dict):
+            raise UsageError("it is no JSON object")
+        content = cast("dict[str, Any]", manifest)
+        if type(content.get("schema")) is not int or content["schema"] < SCHEMA:
+            raise UsageError(f"its schema is not {SCHEMA}")
     except (UsageError, OSError) as error:
         raise Damaged(f"{folder} has no manifest that can be read: {error}") from None
-    if not isinstance(manifest, dict):
-        raise Damaged(f"{folder} has no manifest that can be read: it is no JSON object")
-    content = cast("dict[str, Any]", manifest)
-    schema, written = content.get("schema"), content.pop(_HASH, None)
-    if type(schema) is not int or schema < SCHEMA:
-        raise Damaged(f"{folder} has no manifest that can be read: its schema is not {SCHEMA}")
+    written = content.pop(_HASH, None)
     # Before anything else: a later format may be hashed in another way.
     for name, known in (("schema", SCHEMA), ("format", FORMAT)):
         number = content.get(name)
