@@ -55,8 +55,7 @@ StrategyName = Annotated[
 ]
 NUM_PROCESSES = ("--num-processes", "--num_processes")
 TrainFlags = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[-- FLAGS]", help="Flags of toolkit.train, after --."),
+    list[str] | None, typer.Argument(metavar="[-- FLAGS]", help="Flags of toolkit.train, after --.")
 ]
 
 ModelName = Annotated[
@@ -248,8 +247,7 @@ def compare(
         ),
     ] = None,
     cold: Annotated[
-        bool,
-        typer.Option("--cold", help="Start each rank as a new Python, instead of forking it."),
+        bool, typer.Option("--cold", help="Start each rank as a new Python, instead of forking it.")
     ] = False,
     train_flags: TrainFlags = None,
     **options: Any,
@@ -283,9 +281,8 @@ def compare(
 
 @app.command(
     epilog=_examples(
-        "toolkit prepare",
-        "toolkit prepare -- --train_file my.jsonl --max_length 1024",
-    ),
+        "toolkit prepare", "toolkit prepare -- --train_file my.jsonl --max_length 1024"
+    )
 )
 def prepare(
     num_processes: Annotated[
@@ -355,7 +352,7 @@ def report(
     epilog=_examples(
         "toolkit plan 7b --gpus 2 --gpu A100-80",
         "toolkit plan 1.5b --gpu L4 --strategy ddp,zero3 --seq 4096 --explain",
-    ),
+    )
 )
 @_with_options_of(PlanOptions)
 def plan(
@@ -404,7 +401,7 @@ def plan(
     epilog=_examples(
         "toolkit recommend 7b --gpu L4 --gpus 2",
         "toolkit recommend 1.5b --gpu A100-80 --goal memory --method lora",
-    ),
+    )
 )
 @_with_options_of(RecommendOptions)
 def recommend(
@@ -456,17 +453,13 @@ def main() -> None:
         if sentence is None:
             raise
         print(f"toolkit: {sentence}", file=sys.stderr)  # noqa: T201
-        _print_the_rest()
+        try:
+            sys.stdout.flush()
+        except OSError:
+            # Python would try once more at its end, and leave with another status.
+            with contextlib.suppress(OSError):
+                sys.stdout.close()
         raise SystemExit(1 if is_full_disk(error) else 2) from None
-
-
-def _print_the_rest() -> None:
-    try:
-        sys.stdout.flush()
-    except OSError:
-        # Python would try once more at its end, and leave with another status.
-        with contextlib.suppress(OSError):
-            sys.stdout.close()
 
 
 if __name__ == "__main__":

@@ -50,9 +50,6 @@ ANCESTORS: Final = {
 }
 """`nvmlGpuTopologyLevel_t`: the nearest place where the ways of two GPUs meet."""
 
-COMMITTED: Final = ("toolkit", "accelerate_configs", "deepspeed_configs")
-"""Folders of a checkout whose files decide a run."""
-
 DISTRIBUTIONS: Final = {"pynvml": "nvidia-ml-py"}
 """Packages whose module has another name."""
 
@@ -238,17 +235,13 @@ def missing_for(strategy: Strategy) -> str | None:
             "NVMe offload is compiled at first use: install a C++ compiler and this Python's "
             "headers (g++ and python3-dev on Debian), and run again"
         )
-    if gpus() and not _has_cuda_compiler():
+    cuda = Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda")
+    if gpus() and not (shutil.which("nvcc") or (cuda / "bin" / "nvcc").is_file()):
         return (
             "NVMe offload is compiled with CUDA's compiler where there is a GPU: install the CUDA "
             "toolkit of torch's version, or set CUDA_HOME to it, and run again"
         )
     return None
-
-
-def _has_cuda_compiler() -> bool:
-    home = os.environ.get("CUDA_HOME") or "/usr/local/cuda"
-    return shutil.which("nvcc") is not None or (Path(home) / "bin" / "nvcc").is_file()
 
 
 def memory_bytes() -> int:
@@ -286,7 +279,8 @@ def commit() -> str | None:
     if not (root / ".git").exists() or project.get("name") != "toolkit":
         return None
     head = _git(root, "rev-parse", "HEAD")
-    changed = _git(root, "status", "--porcelain", "--", *COMMITTED)
+    deciding = ("toolkit", "accelerate_configs", "deepspeed_configs")
+    changed = _git(root, "status", "--porcelain", "--", *deciding)
     if head is None or changed is None:
         return None
     return f"{head}+changes" if changed else head

@@ -22,20 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from toolkit.configs.requested import (
-    LAUNCHER,
-    asks_for_deepspeed,
-    check_left_over,
-    read_deepspeed_config,
-    requested_strategy,
-    shown,
-)
-from toolkit.engines.deepspeed_config import (
-    checked_deepspeed_config,
-    fit_configs_of_scripts,
-    say_builds,
-    use_deepspeed_config,
-)
+from toolkit.configs import requested
+from toolkit.engines import deepspeed_config
 from toolkit.engines.on_cpu import patch_accelerate, patch_transformers
 from toolkit.environment import check_installed
 from toolkit.errors import UsageError
@@ -81,9 +69,9 @@ def main() -> None:
         with guard(status, refused_by=(Refused,)) if status else contextlib.nullcontext():
             check_package_folder()
             rehearsal = rehearse_if_needed()
-            if not rehearsal and asks_for_deepspeed(os.environ):
+            if not rehearsal and requested.asks_for_deepspeed(os.environ):
                 check_installed("deepspeed")
-                say_builds(read_deepspeed_config(os.environ))
+                deepspeed_config.say_builds(requested.read_deepspeed_config(os.environ))
             from toolkit.measuring.foreign import watch
 
             with watch(rehearsal=rehearsal):
@@ -179,7 +167,7 @@ def rehearse_if_needed() -> bool:
     """
     import torch
 
-    check_left_over(os.environ)
+    requested.check_left_over(os.environ)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     gpus = torch.accelerator.device_count()
     if gpus >= ranks:
@@ -200,21 +188,23 @@ def rehearse_if_needed() -> bool:
     on_one_machine = os.environ.get("WORLD_SIZE", "1") == str(ranks)
     if on_one_machine and "lo" in {name for _, name in socket.if_nameindex()}:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if asks_for_deepspeed(os.environ):
-        use_deepspeed_config(checked_deepspeed_config(), rehearsal=True)
+    if requested.asks_for_deepspeed(os.environ):
+        deepspeed_config.use_deepspeed_config(
+            deepspeed_config.checked_deepspeed_config(), rehearsal=True
+        )
     patch_accelerate()
     patch_transformers()
     if importlib.util.find_spec("deepspeed") is not None:
-        fit_configs_of_scripts()
+        deepspeed_config.fit_configs_of_scripts()
     return True
 
 
 def _of_strategy() -> str:
     """Name the strategy that the launcher's config requests; nothing where it has mistakes."""
     with contextlib.suppress(UsageError):
-        strategy = requested_strategy(os.environ)
-        if LAUNCHER in os.environ:
-            return f" of {shown(strategy)}"
+        strategy = requested.requested_strategy(os.environ)
+        if requested.LAUNCHER in os.environ:
+            return f" of {requested.shown(strategy)}"
     return ""
 
 

@@ -55,10 +55,7 @@ IMPORTED: Final = (
     "toolkit.measuring.foreign",
 )
 
-NO_THREADS: Final = {
-    "OPENBLAS_NUM_THREADS": "1",
-    "JE_ARROW_MALLOC_CONF": "background_thread:false",
-}
+NO_THREADS: Final = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 """Variables under which numpy and pyarrow start no thread when they are imported."""
 
 NO_CUDA: Final = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from toolkit.launching import launch
+from toolkit.launching import launch, processes
 from toolkit.launching.launch import launch_command, run, shown_command
 from toolkit.launching.processes import is_alive
 
@@ -247,7 +247,7 @@ def test_a_rank_that_finishes_between_two_looks_is_not_gone(ranks, tmp_path, mon
             time.sleep(0.01)
         return False
 
-    monkeypatch.setattr(launch, "is_alive", look_late)
+    monkeypatch.setattr(processes, "is_alive", look_late)
     command = ranks("""
 with guard(status):
     status.running(1)

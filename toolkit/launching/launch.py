@@ -19,17 +19,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from toolkit.files import new_file
+from toolkit.launching import processes
 from toolkit.launching.forking import COLD, Fork, start
 from toolkit.launching.outcome import PORT_TAKEN, Ending, Outcome, judge
-from toolkit.launching.processes import (
-    find_process,
-    is_alive,
-    is_stopped,
-    kill,
-    kill_descendants,
-    out_of_memory_kills,
-    stop_signals,
-)
 from toolkit.launching.python import PACKAGE_FOLDER, package_folder, python_environment
 from toolkit.launching.ranks import LAUNCHER_PID
 from toolkit.launching.status import (
@@ -171,7 +163,7 @@ class Follower:
         for old in status_dir.glob("*rank-*"):
             old.unlink()
 
-        kills = out_of_memory_kills()
+        kills = processes.out_of_memory_kills()
         with new_file(self.folder / "stdout.log", private=True) as log:
             supervisor = start(
                 supervised(self.command, redacting=True),
@@ -187,7 +179,7 @@ class Follower:
                 stopped = [
                     status.rank
                     for status in self.statuses
-                    if timed_out and is_stopped(status.pid, started=status.started)
+                    if timed_out and processes.is_stopped(status.pid, started=status.started)
                 ]
             finally:
                 self._end(supervisor)
@@ -203,7 +195,7 @@ class Follower:
             timed_out=timed_out,
             stopped=stopped,
             num_processes=self.num_processes,
-            out_of_memory_kills=out_of_memory_kills() - kills,
+            out_of_memory_kills=processes.out_of_memory_kills() - kills,
             seconds=time.monotonic() - self.started,
             timeout=self.timeout,
         )
@@ -240,7 +232,7 @@ class Follower:
     def _note_gone(self) -> None:
         now = time.monotonic()
         for status in self.statuses:
-            if status.state != "running" or is_alive(status.pid, started=status.started):
+            if status.state != "running" or processes.is_alive(status.pid, started=status.started):
                 continue
             # It may have written its last status after the reading and before the look at it.
             last = read_status(self.folder / "status" / f"rank-{status.rank}.json")
@@ -257,12 +249,15 @@ class Follower:
     def _end(self, supervisor: subprocess.Popen[bytes] | Fork) -> None:
         if supervisor.poll() is None:
             # Ranks first: torchelastic then sees them all dead, and prints how each one ended.
-            ranks = [find_process(status.pid, started=status.started) for status in self.statuses]
-            kill([process for process in ranks if process])
+            ranks = [
+                processes.find_process(status.pid, started=status.started)
+                for status in self.statuses
+            ]
+            processes.kill([process for process in ranks if process])
             with contextlib.suppress(subprocess.TimeoutExpired):
                 supervisor.wait(2 if ranks else 0)
         if supervisor.poll() is None:
-            kill_descendants(supervisor.pid)
+            processes.kill_descendants(supervisor.pid)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 supervisor.wait(2)
         supervisor.kill()
@@ -311,7 +306,7 @@ def _signals_as_exit() -> Generator[None]:
     in_main_thread = threading.current_thread() is threading.main_thread()
     ours = [
         number
-        for number in stop_signals()
+        for number in processes.stop_signals()
         if in_main_thread and signal.getsignal(number) is signal.SIG_DFL
     ]
     for number in ours:

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 IMPORTED_AT = time.monotonic()
+KILL_SECONDS = 10.0
 
 CONTROL_GROUPS = Path("/proc/self/cgroup")
 CONTROLLERS = Path("/sys/fs/cgroup")
@@ -90,19 +91,16 @@ def kill(processes: list[psutil.Process]) -> None:
             process.kill()
 
 
-def kill_descendants(pid: int, *, seconds: float = 10.0) -> list[psutil.Process]:
-    """Kill everything below `pid`, again until nothing new appears; return what would not die.
+def kill_descendants(pid: int) -> None:
+    """Kill everything below `pid`, again until nothing new appears.
 
-    A process that sleeps inside the kernel cannot be killed: after `seconds` it is given up.
+    A process that sleeps inside the kernel cannot be killed: after a while it is given up.
     """
-    end = time.monotonic() + seconds
+    end = time.monotonic() + KILL_SECONDS
     # In a loop: a process may start another one between the listing and its end.
-    while living := descendants(pid):
-        if time.monotonic() > end:
-            return living
+    while (living := descendants(pid)) and time.monotonic() < end:
         kill(living)
         time.sleep(0.02)
-    return []
 
 
 def out_of_memory_kills() -> int:

@@ -82,8 +82,7 @@ class Compute(TypedDict):
 
     tflops_per_gpu: Annotated[float, Fact("TFLOP/s", "speed", "TFLOP/s a GPU")]
     mfu: Annotated[
-        float | None,
-        Fact("share", "speed", "MFU", null_means="the peak of its GPU is not known"),
+        float | None, Fact("share", "speed", "MFU", null_means="the peak of its GPU is not known")
     ]
     """Model FLOPs utilisation; null where the GPU's peak is not known."""
 
