@@ -132,9 +132,7 @@ def close_nvml() -> None:
 def serve(requests: socket.socket, imported: Imported) -> NoReturn:
     """Fork a process for each request and tell how each ended, for ever.
 
-    Args:
-        requests: A listening socket, or one through which connections are passed.
-        imported: What the forked processes go on with.
+    Requests come through a listening socket, or through one that connections are passed through.
     """
     waker, woken = socket.socketpair()
     for end in (waker, woken, requests):

@@ -5,11 +5,11 @@ import sys
 import pytest
 
 from toolkit.errors import UsageError
+from toolkit.launching.outcome import Ending, judge
 from toolkit.launching.status import (
     RankError,
     RankStatus,
     StatusFile,
-    first_failure,
     guard,
     read_statuses,
     status_folder,
@@ -143,19 +143,19 @@ def test_a_failure_that_the_body_recorded_stands(tmp_path):
 def test_an_earlier_echo_ranks_behind_the_original(type_, message):
     echo = failed(0, 1.0, type_, message)
     original = failed(1, 2.0, "ValueError", "the flux is off")
-    assert first_failure([echo, original]) == original
-    assert first_failure([echo]) == echo
+    assert judge(Ending(statuses=[echo, original])).reason.startswith("rank 1 failed at step 3: V")
+    assert judge(Ending(statuses=[echo])).reason.startswith(f"rank 0 failed at step 3: {type_}")
 
 
 def test_among_originals_the_earliest_counts():
     late, early = failed(0, 2.0, "ValueError"), failed(1, 1.0, "UsageError", state="usage")
-    assert first_failure([late, early]) == early
+    assert judge(Ending(statuses=[late, early])).status == "usage"
 
 
-def test_without_a_failure_there_is_no_first(tmp_path):
+def test_a_rank_that_runs_or_has_finished_has_not_failed(tmp_path):
     StatusFile(tmp_path, 0).finished()
     StatusFile(tmp_path, 1).running()
-    assert first_failure(read_statuses(tmp_path)) is None
+    assert not any(status.has_failed for status in read_statuses(tmp_path))
 
 
 def test_a_rank_tells_its_peak_in_its_first_steps_and_when_it_fails_and_reads_it_never_between(

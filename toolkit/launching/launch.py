@@ -27,7 +27,6 @@ from toolkit.launching.ranks import LAUNCHER_PID
 from toolkit.launching.status import (
     STATUS_DIR,
     RankStatus,
-    first_failure,
     read_status,
     read_statuses,
 )
@@ -218,7 +217,8 @@ class Follower:
                 return False
 
             now = time.monotonic()
-            if give_up is None and (self.gone or first_failure(self.statuses)):
+            has_failed = any(status.has_failed for status in self.statuses)
+            if give_up is None and (self.gone or has_failed):
                 give_up = now + GRACE_SECONDS
             if give_up is None and self._all_finished():
                 give_up = now + EXIT_SECONDS

@@ -6,10 +6,10 @@ import re
 import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 from toolkit.errors import GuardError
-from toolkit.launching.status import Failure, RankStatus
+from toolkit.launching.status import RankStatus
 
 OutcomeStatus = Literal["ok", "failed", "oom", "timeout", "refused", "usage"]
 
@@ -121,9 +121,9 @@ def _verdict(ending: Ending, lines: list[str]) -> tuple[OutcomeStatus, str | Non
     for status in ending.statuses:
         if status.state == "preempted" and status.error is not None:
             return "failed", status.error.message
-    has_failed = any(status.state in get_args(Failure) for status in ending.statuses)
     signal_number = (ending.returncode or 0) - 128
-    if signal_number > 0 and not has_failed and not _exit_codes(ending):
+    has_reason = any(status.has_failed for status in ending.statuses) or _exit_codes(ending)
+    if signal_number > 0 and not has_reason:
         name = _signal_name(signal_number)
         return "failed", f"The launcher was killed ({name}), and its ranks with it."
     if failures:
@@ -158,7 +158,7 @@ def _failures(ending: Ending) -> list[tuple[Order, Verdict]]:
     failures: list[tuple[Order, Verdict]] = []
     for status in ending.statuses:
         code = codes.get(status.pid)
-        if status.state in get_args(Failure):
+        if status.has_failed:
             order = (int(status.only_echoes), status.time, False)
             failures.append((order, _error_verdict(status)))
         elif status.rank in ending.gone:

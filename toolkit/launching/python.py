@@ -21,7 +21,9 @@ def python_environment() -> dict[str, str]:
     environment = os.environ | {"PYTHONSAFEPATH": "1"}
     # An empty entry would be the current folder.
     folders = [folder for folder in environment.pop("PYTHONPATH", "").split(os.pathsep) if folder]
-    if not _is_installed():
+    # In front of the standard library, what is installed could shadow it.
+    installed = [*site.getsitepackages(), site.getusersitepackages()]
+    if Path(ROOT).resolve() not in [Path(folder).resolve() for folder in installed]:
         folders = [ROOT, *(folder for folder in folders if folder != ROOT)]
     # Accelerate adds the current folder for ranks under DeepSpeed: these go before it.
     paths = sysconfig.get_paths()
@@ -44,9 +46,3 @@ def check_package_folder() -> None:
             f"in {launchers}. Install one of the two alone, or remove the folder of the other from "
             "PYTHONPATH."
         )
-
-
-def _is_installed() -> bool:
-    # In front of the standard library, what is installed could shadow it.
-    folders = [*site.getsitepackages(), site.getusersitepackages()]
-    return Path(ROOT).resolve() in [Path(folder).resolve() for folder in folders]

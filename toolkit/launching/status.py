@@ -11,7 +11,7 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -90,6 +90,10 @@ class RankStatus:
     error: RankError | None = None
     peak_bytes: int | None = None
     """Most memory that it has held on its device, in a rehearsal on the host, as far as known."""
+
+    @property
+    def has_failed(self) -> bool:
+        return self.state in get_args(Failure)
 
     @property
     def only_echoes(self) -> bool:
@@ -225,9 +229,3 @@ def read_status(path: Path) -> RankStatus | None:
         )
     except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
         return None  # the ranks' own code may write anything there
-
-
-def first_failure(statuses: Iterable[RankStatus]) -> RankStatus | None:
-    """Return the original error: the earliest, with every echo behind every error of its own."""
-    failures = [status for status in statuses if status.state in get_args(Failure)]
-    return min(failures, key=lambda status: (status.only_echoes, status.time), default=None)

@@ -1,9 +1,8 @@
 """Fields: every measured value of a run, declared once.
 
-The TypedDicts here are the schema of what `record.json` and a row of `results.json` share. The
-`Fact` beside a field's type says the rest: its unit, how the ranks' values become one, why it is
-null, and where it is shown. Merging (`measuring.merging`), rows, `results.csv`, tables of a report
-and `toolkit report A B` are made from these declarations.
+The TypedDicts here are the schema of what `record.json` and a row of `results.json` share. Merging
+(`measuring.merging`), rows, `results.csv`, tables of a report and `toolkit report A B` are made
+from the `Fact` beside a field's type.
 
 A new column is its measurement (in `measuring.recorder`) and one field of `Measured`.
 """
@@ -28,24 +27,15 @@ Size = Annotated[float, Least(0)]
 
 FromOne = Annotated[int, Least(1)]
 
-Unit = Literal[
-    "bytes",
-    "seconds",
-    "tokens/s",
-    "TFLOP/s",
-    "share",
-    "hours",
-    "dollars",
-    "loss",
-    "gap",
-    "count",
-    "text",
-    "step seconds",
-    "difference",
-    "interval",
-]
-"""What a value is counted in, and so how a report prints it (`report.words.in_unit`). Values of the
-last three have fields of their own: `StepSeconds`, `Difference` and `Ends`."""
+Compound = Literal["step seconds", "difference", "interval"]
+"""Units of values that have fields of their own: `StepSeconds`, `Difference` and `Ends`."""
+
+Unit = (
+    Literal["bytes", "seconds", "tokens/s", "TFLOP/s", "share", "hours", "dollars", "loss", "gap"]
+    | Literal["count", "text"]
+    | Compound
+)
+"""What a value is counted in, and so how a report prints it (`report.words.in_unit`)."""
 
 Table = Literal["speed", "memory", "peak", "agreement", "time", "warm-up"]
 """A section of the report whose columns come from these declarations."""

@@ -29,12 +29,7 @@ def mismatches(value: Any, kind: Any, where: str = "") -> Iterator[str]:
     """Yield a phrase for each part of a value that is not of its declared type.
 
     Fields that are not declared are passed over. A TypedDict or Literal within an `Annotated` is a
-    second type that the value must have.
-
-    Args:
-        value: As JSON gives it.
-        kind: A type annotation, usually a TypedDict.
-        where: Names the value within the file.
+    second type that the value must have. `where` names the value within the file.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     container = dict if typing.is_typeddict(kind) else origin
