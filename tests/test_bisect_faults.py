@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from fault_runs import start, write_model
 
-from toolkit.comparing.bisect.finding import Bisection, bisect
-from toolkit.comparing.bisect.render import StepResult, as_lines
+from toolkit.comparing.bisect.finding import Bisection, StepResult, as_lines, bisect
 from toolkit.comparing.bisect.run_pair import TracedRun
 from toolkit.records.evidence import read_evidence
 from toolkit.records.record import read_record

@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from toolkit import cli, engines, environment
-from toolkit.comparing.run.batches import processes_for
+from toolkit.comparing.run.plan import processes_for
 from toolkit.configs.accelerate import num_processes_problem
 from toolkit.configs.deepspeed import deepspeed_config
 from toolkit.configs.optimizers import optimizer_problem

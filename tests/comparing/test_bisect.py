@@ -11,8 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from toolkit.comparing.bisect import running
-from toolkit.comparing.bisect.finding import ROUNDINGS, bisect
-from toolkit.comparing.bisect.render import StepResult, as_lines, as_page
+from toolkit.comparing.bisect.finding import ROUNDINGS, StepResult, as_lines, as_page, bisect
 from toolkit.comparing.bisect.run_pair import TracedRun
 from toolkit.comparing.bisect.running import bisect_runs
 from toolkit.comparing.bisect.selection import step_of_gates

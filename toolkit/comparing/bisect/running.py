@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from toolkit import environment
-from toolkit.comparing.bisect.finding import bisect
+from toolkit.comparing.bisect.finding import StepResult, as_json, as_lines, as_page, bisect
 from toolkit.comparing.bisect.links import BEFORE
-from toolkit.comparing.bisect.render import StepResult, as_json, as_lines, as_page
 from toolkit.comparing.bisect.run_pair import TracedRun
 from toolkit.comparing.bisect.selection import select_runs, step_of_gates
 from toolkit.comparing.report.terminal import print_line

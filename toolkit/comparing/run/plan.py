@@ -1,23 +1,21 @@
 """The plan of a comparison: the list of runs, all of one training, made from the user's options.
 
-Nothing is started or written here. The global batch, the order of the rows and the number of
-optimizer steps are fixed; a rank's share of a step follows from the number of processes.
+Nothing is started or written here. The global batch, the order of its rows and the number of
+optimizer steps are the same for every run. Without a scale, each strategy splits the batch over its
+own processes, and `single` reads the micro-batches of the ranks one after the other. Under a scale
+the micro-batch is that of the largest count for all, and fewer processes accumulate more of them:
+kernels and activations of a rank stay the same, and only the number of ranks is compared.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
 from toolkit.comparing.report.names import both_engines, without_engine
-from toolkit.comparing.run.batches import (
-    cannot_have,
-    check_batch,
-    check_scaled_batch,
-    processes_for,
-)
 from toolkit.comparing.run.options import CompareOptions, Engine, check_train_flags, flags_in
 from toolkit.configs.optimizers import DEFAULT, missing_package, optimizer_problem
 from toolkit.configs.requested import check_left_over
@@ -192,8 +190,6 @@ def _counts(strategy: Strategy, options: CompareOptions) -> list[int]:
 
 
 def _run(strategy: Strategy, engine: Engine, processes: int, options: CompareOptions) -> Run:
-    # Under a scale, as on one process, the micro-batch is that of the largest count, and fewer
-    # ranks read one after the other what more of them read side by side.
     one_size = bool(options.scale) or not strategy.is_distributed
     all_micro_batches = options.gradient_accumulation_steps * (
         options.processes if one_size else processes
@@ -244,3 +240,94 @@ def _reason_to_skip(run: Run, gpus: int, rehearsal: bool) -> str | None:
             "CUDA_VISIBLE_DEVICES= in front of toolkit compare to rehearse all runs on the CPU"
         )
     return None
+
+
+def processes_for(strategy: Strategy, usual: int) -> int:
+    """Return the number of processes of a strategy where `usual` is that of the others.
+
+    Raises:
+        UsageError: they do not make the strategy's groups.
+    """
+    if not strategy.is_distributed:
+        return 1
+    if strategy.replicas == 1:
+        return usual
+    # Each group needs two ranks at least, or it would shard nothing.
+    processes = max(usual, strategy.num_processes)
+    if processes % strategy.replicas:
+        raise UsageError(
+            f"{strategy.name} has {strategy.replicas} groups of equal size, which "
+            f"{processes} processes do not make. Choose --num_processes "
+            f"{processes + strategy.replicas - processes % strategy.replicas}, or leave it out."
+        )
+    return processes
+
+
+def cannot_have(strategy: Strategy, processes: int) -> str | None:
+    """Return why a strategy cannot run as so many processes, or None."""
+    if strategy.replicas == 1:
+        return None
+    if processes % strategy.replicas == 0 and processes >= strategy.num_processes:
+        return None
+    return (
+        f"it has {strategy.replicas} groups of equal size and needs {strategy.num_processes} "
+        f"processes or more, which {processes} do not make"
+    )
+
+
+def check_batch(batch: int, accumulation: int, counts: Sequence[int]) -> None:
+    """Raise UsageError unless the batch divides by each of `counts`, sorted, and says what would.
+
+    Every run has `accumulation` micro-batches.
+    """
+    shares = [processes * accumulation for processes in counts]
+    if all(batch % share == 0 for share in shares):
+        return
+    # The advice: all numbers of accumulation steps that fit this batch.
+    steps = [
+        count
+        for count in range(1, batch + 1)
+        if all(batch % (processes * count) == 0 for processes in counts)
+    ]
+    raise UsageError(
+        f"A global batch of {batch} rows does not divide by {' and by '.join(map(str, counts))} "
+        f"processes x {accumulation} accumulation steps. "
+        f"{_instead(batch, math.lcm(*shares), steps)}."
+    )
+
+
+def check_scaled_batch(batch: int, accumulation: int, counts: Sequence[int]) -> None:
+    """Raise UsageError unless each of `counts`, sorted, reads whole micro-batches of one size."""
+    most = counts[-1]
+
+    def fits(steps: int) -> bool:
+        return all(most * steps % processes == 0 for processes in counts)
+
+    if fits(accumulation) and batch % (most * accumulation) == 0:
+        return
+    steps = [s for s in range(1, batch // most + 1) if fits(s) and batch % (most * s) == 0]
+    problem = (
+        f"A global batch of {batch} rows does not make micro-batches of one size for "
+        f"{', '.join(map(str, counts[:-1]))} and {most} processes, with {accumulation} "
+        f"accumulation steps at {most}."
+    )
+    if fits(accumulation):
+        raise UsageError(f"{problem} {_instead(batch, most * accumulation, steps)}.")
+    if steps:
+        raise UsageError(f"{problem} Use --gradient_accumulation_steps {_either(steps)}.")
+    unit = math.lcm(*counts)
+    raise UsageError(
+        f"{problem} Use --gradient_accumulation_steps {unit // most} with a --global_batch_size "
+        f"that is a multiple of {unit}, or counts of --scale that divide {most}."
+    )
+
+
+def _instead(batch: int, unit: int, steps: Sequence[int]) -> str:
+    below = batch // unit * unit
+    sizes = [size for size in (below, below + unit) if size]
+    text = f"Use --global_batch_size {_either(sizes)} (a multiple of {unit})"
+    return f"{text}, or --gradient_accumulation_steps {_either(steps)}" if steps else text
+
+
+def _either(values: Sequence[int]) -> str:
+    return " or ".join(map(str, values))

@@ -47,31 +47,25 @@ OUT_OF_MEMORY: Final = (
     "more: zero3, fsdp, zero3_offload, fsdp_offload."
 )
 
-FIXES: Final[tuple[tuple[str, str], ...]] = (
-    (
-        r"libaio",
-        "Install libaio's headers (libaio-dev on Debian and Ubuntu), then run again.",
+FIXES: Final = {
+    r"libaio": "Install libaio's headers (libaio-dev on Debian and Ubuntu), then run again.",
+    r"Python\.h: No such file": (
+        "Install this Python's headers (python3-dev on Debian and Ubuntu), then run again."
     ),
-    (
-        r"Python\.h: No such file",
-        "Install this Python's headers (python3-dev on Debian and Ubuntu), then run again.",
-    ),
-    (
-        r"CUDA_HOME|nvcc.*not found|[Cc]uda.*does not match the version.*compile",
+    r"CUDA_HOME|nvcc.*not found|[Cc]uda.*does not match the version.*compile": (
         "DeepSpeed compiles its NVMe offload with CUDA's own compiler: install the CUDA toolkit of "
-        "torch's version, or choose a strategy without NVMe.",
+        "torch's version, or choose a strategy without NVMe."
     ),
-    (r"No space left on device|Errno 28", "Free disk space, or choose another --output."),
-    (
-        r"[Aa]ddress already in use|EADDRINUSE",
-        "Another program took the port; the same command with the same --output tries again.",
+    r"No space left on device|Errno 28": "Free disk space, or choose another --output.",
+    r"[Aa]ddress already in use|EADDRINUSE": (
+        "Another program took the port; the same command with the same --output tries again."
     ),
-    (r"No module named '(\w+)", "A package is missing: run `pip install .` again."),
-    (
-        r"[Cc]onnection.*(huggingface|hf\.co)|(huggingface|hf\.co).*(offline|resolve|connect)",
-        "The Hub cannot be reached: name a local folder or file, or go online once.",
+    r"No module named '(\w+)": "A package is missing: run `pip install .` again.",
+    r"[Cc]onnection.*(huggingface|hf\.co)|(huggingface|hf\.co).*(offline|resolve|connect)": (
+        "The Hub cannot be reached: name a local folder or file, or go online once."
     ),
-)
+}
+"""Advice by the pattern of an error, in the order in which they are tried."""
 
 
 def build_row(
@@ -246,7 +240,7 @@ def _known_fix(failure: FailedStart, *, timeout: float) -> str | None:
             )
         case _:
             text = "\n".join([failure.reason, *failure.outcome.tail])
-            return next((fix for pattern, fix in FIXES if re.search(pattern, text)), None)
+            return next((fix for pattern, fix in FIXES.items() if re.search(pattern, text)), None)
 
 
 def _add_cost(row: Row, dollars_per_hour: float | None) -> None:
