@@ -26,8 +26,6 @@ from toolkit.records.json_files import SCHEMA
 
 LinkVerdict = Literal["equal", "within", "differs", "unknown"]
 
-ONE_STEP: Final = "No other step was looked at: --at STEP looks at another one."
-
 ROUNDINGS: Final = 3.0
 """How many times the measured rounding of the first run still counts as rounding.
 
@@ -228,7 +226,9 @@ def as_lines(result: StepResult) -> list[str]:
     lines += [f"  {note}" for note in bisection.notes]
     first, parted = bisection.first, bisection.parted_before
     if first is None:
-        return [*lines, "Nothing differs beyond its limit.", ONE_STEP, *result.advice]
+        lines.append("Nothing differs beyond its limit.")
+        lines.append("No other step was looked at: --at STEP looks at another one.")
+        return [*lines, *result.advice]
     lines.append(f"The first difference: {first.link}: {first.words}.")
     if first is parted:
         lines.append(f"Step {pair.step} itself, begun with equal weights, adds nothing to it.")

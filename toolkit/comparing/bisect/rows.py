@@ -80,8 +80,7 @@ def batch(pair: RunPair) -> LinkGap | str:
 
 def row_losses(pair: RunPair) -> LinkGap | str:
     """Return the largest difference in the loss of one row, per token."""
-    worst, sentence = 0.0, ""
-    compared = False
+    worst, sentence, compared = 0.0, "", False
     for key, own_row, other_row in _common_rows(pair):
         ours, theirs = own_row.loss_per_token, other_row.loss_per_token
         if ours is None or theirs is None:
@@ -141,18 +140,15 @@ def notes(pair: RunPair) -> Iterator[str]:
 
 
 def _rows_of_pair(pair: RunPair) -> tuple[Rows, Rows]:
-    by_id = all(_has_ids(run.evidence) for run in pair.runs)
-    ours, theirs = (_rows_of(run.evidence, by_id=by_id) for run in pair.runs)
-    return ours, theirs
-
-
-def _has_ids(evidence: Evidence) -> bool:
-    return all(
+    by_id = all(
         row["sample_id"] is not None
-        for batches in evidence["ranks"]
+        for run in pair.runs
+        for batches in run.evidence["ranks"]
         for micro_batch in batches
         for row in micro_batch["rows"]
     )
+    ours, theirs = (_rows_of(run.evidence, by_id=by_id) for run in pair.runs)
+    return ours, theirs
 
 
 def _rows_of(evidence: Evidence, *, by_id: bool) -> Rows:
@@ -175,11 +171,10 @@ def _token_weight(micro_batch: MicroBatch, *, num_processes: int) -> float | Non
     The loss that backward went through, by the summed loss of the tokens: any division, by tokens,
     micro-batches or processes, wherever it was made, is in it.
     """
-    losses = [row["loss"] for row in micro_batch["rows"]]
-    if micro_batch["applied"] is None or not losses or None in losses:
-        return None
-    summed = sum(loss for loss in losses if loss is not None)
-    if not summed:
+    rows = micro_batch["rows"]
+    losses = [loss for row in rows if (loss := row["loss"]) is not None]
+    summed = sum(losses)
+    if micro_batch["applied"] is None or len(losses) < len(rows) or not summed:
         return None
     return micro_batch["applied"] * micro_batch["loss"] / summed / num_processes
 

@@ -13,8 +13,6 @@ from toolkit.records.record import Record
 from toolkit.records.results import Compute, Cost, Row
 from toolkit.strategies import SHORT_DTYPES
 
-NO_GPU: Final = "a rehearsal used no GPU"
-NO_PEAK: Final = "a rehearsal: a CPU has no rated peak here"
 NO_CONVENTION: Final = (
     "by the convention every weight has a gradient, and this run made those of adapters alone"
 )
@@ -31,7 +29,7 @@ def compute_of(
     `tokens_per_second` are those of all GPUs together, on packed rows of `max_length` tokens.
     """
     if record["rehearsal"]:
-        return None, {"compute": NO_PEAK}
+        return None, {"compute": "a rehearsal: a CPU has no rated peak here"}
     if tokens_per_second is None:
         why = record["not_measured"].get("tokens_per_second", "tokens/s were not measured")
         return None, {"compute": why}
@@ -60,7 +58,7 @@ def cost_of(row: Row, dollars_per_hour: float | None) -> tuple[Cost | None, dict
     """Return what one start of a run cost, and why what is missing in it is."""
     num_processes, seconds = row["num_processes"], row["seconds"]
     if row["rehearsal"]:
-        return None, {"cost": NO_GPU}
+        return None, {"cost": "a rehearsal used no GPU"}
     if seconds is None:
         return None, {"cost": "how long it took was not measured"}
     hours = num_processes * seconds / 3600

@@ -28,7 +28,7 @@ from toolkit.comparing.run.noise import noise_of
 from toolkit.comparing.run.options import CompareOptions
 from toolkit.comparing.run.plan import ComparisonPlan, Run
 from toolkit.comparing.run.preparing import prepare
-from toolkit.comparing.run.rows import add_judgement, bisect_command, build_row, facts_in
+from toolkit.comparing.run.rows import add_judgement, bisect_command, build_row
 from toolkit.configs import ConfigOptions
 from toolkit.configs.files import render_configs
 from toolkit.errors import UsageError
@@ -49,7 +49,7 @@ class Comparison:
     plan: ComparisonPlan
     options: CompareOptions
     environment: dict[str, Any]
-    """Facts about this machine, as `environment.snapshot` returns them."""
+    """SharedFacts about this machine, as `environment.snapshot` returns them."""
 
     rows: dict[str, Row] = field(default_factory=dict[str, Row])
     finished: dict[str, list[Finished]] = field(default_factory=dict[str, list[Finished]])
@@ -89,12 +89,6 @@ class Comparison:
             for run in self.plan.runs
             if run.skipped is None
         )
-
-    def swap_folder(self, run_folder: Path) -> Path:
-        """Return where this start alone may keep states on disk; it is removed after the run."""
-        if self.options.nvme_path is None:
-            return run_folder / "nvme"
-        return self.options.nvme_path.absolute() / f"{self.folder.name}-{run_folder.name}"
 
     def expected(self) -> Expected:
         """Return how long the outstanding runs take."""
@@ -171,7 +165,10 @@ class Comparison:
         records = [start.record for starts in self.finished.values() for start in starts]
         # Under fp16 runs skip their first steps until the loss scale fits, each its own number.
         first = first_common_step(records) if self.options.precision == "fp16" else 1
-        facts = self.facts or facts_in(self.finished)
+        facts = self.facts
+        if facts is None and records:
+            model, training = records[0]["model"], records[0]["training"]
+            facts = SharedFacts(model=model, training=training, by_strategy={})
         for planned in self.planned():
             starts = self.finished.get(planned.name, [])
             failure = self.failures.get(planned.name)

@@ -29,9 +29,6 @@ from toolkit.records.results import RESULTS_FILE, Spec, Status, read_results
 SPEC_FILE: Final = "spec.json"
 COMMAND_FILE: Final = "command.txt"
 
-START: Final = re.compile(r"(.+)-\d+")
-"""Name of the folder of a start: that of its run, and a number."""
-
 
 @dataclass(slots=True, kw_only=True)
 class Finished:
@@ -167,7 +164,7 @@ def check_output(folder: Path, runs: Iterable[Run], *, rehearsal: bool) -> None:
 def run_names(folder: Path) -> list[str]:
     """Return the names of the runs that were started in a folder."""
     starts = (path.parent.name for path in folder.glob(f"*/{SPEC_FILE}"))
-    return sorted({match[1] for name in starts if (match := START.fullmatch(name))})
+    return sorted({match[1] for name in starts if (match := re.fullmatch(r"(.+)-\d+", name))})
 
 
 def why_lost(folder: Path) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, cast
@@ -260,14 +260,6 @@ def add_judgement(row: Row, judgement: Judgement) -> None:
         broken["name"] = row["name"]
     if row["broken"] and row["status"] == "ok":
         row["reason"] = " ".join(map(broken_sentence, row["broken"]))
-
-
-def facts_in(starts: Mapping[str, Sequence[Finished]]) -> SharedFacts | None:
-    """Return what any run with a record tells of model and training."""
-    record = next((finished[0].record for finished in starts.values() if finished), None)
-    if record is None:
-        return None
-    return SharedFacts(model=record["model"], training=record["training"], by_strategy={})
 
 
 def _run_facts(planned: Run, facts: SharedFacts) -> RunFacts:

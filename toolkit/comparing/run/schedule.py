@@ -170,9 +170,6 @@ class RunQueue:
     comparison: Comparison
     progress: ProgressLines
 
-    def shown_name(self, run: Run) -> str:
-        return self.comparison.plan.shown_name(run)
-
     def run_all(self) -> None:
         comparison, repeats = self.comparison, self.comparison.options.repeats
         for planned in comparison.plan.runs:
@@ -201,12 +198,13 @@ class RunQueue:
     def take_over(self, planned: Run) -> None:
         """Take over the starts that an earlier command of this comparison finished."""
         starts, problems = read_starts(self.comparison.folder, planned.name)
+        name = self.comparison.plan.shown_name(planned)
         if starts:
             self.comparison.finished[planned.name] = starts
-            names = ", ".join(short_path(start.folder) for start in starts)
-            self.progress.say(f"{self.shown_name(planned)} is finished already, in {names}.")
+            folders = ", ".join(short_path(start.folder) for start in starts)
+            self.progress.say(f"{name} is finished already, in {folders}.")
         for problem in problems:
-            self.progress.say(f"A start of {self.shown_name(planned)} does not count: {problem}")
+            self.progress.say(f"A start of {name} does not count: {problem}")
 
     def take(self, turn: Turn) -> None:
         """Start a run, unless it is skipped or has been started so often before."""
@@ -232,7 +230,7 @@ class RunQueue:
         if following is None or (waiting and waiting[0].run.name == following.name):
             return waiting
         reason = comparison.rows[last.name]["reason"]
-        failed, candidate = map(self.shown_name, (last, following))
+        failed, candidate = map(comparison.plan.shown_name, (last, following))
         self.progress.say(f"{failed} cannot be the control ({reason}); {candidate} is next.")
         others = [turn for turn in waiting if turn != Turn(following, 1)]
         if following not in comparison.plan.runs:

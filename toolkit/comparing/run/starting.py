@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from toolkit.comparing.run.comparison import Comparison
 from toolkit.comparing.run.folders import COMMAND_FILE, SPEC_FILE, FailedStart, Finished
@@ -24,8 +24,6 @@ from toolkit.launching.outcome import Outcome
 from toolkit.records.json_files import write_json
 from toolkit.records.record import read_record
 from toolkit.records.results import Status
-
-TRAIN_MODULE: Final = ("-m", "toolkit.train")
 
 
 def start_run(
@@ -47,7 +45,10 @@ def start_run(
         repeat: From 1.
         evidence_flags: No part of what decides the run.
     """
-    swap_folder = comparison.swap_folder(folder)
+    # This start alone may keep states there, and they are removed after it.
+    swap_folder, disk = folder / "nvme", comparison.options.nvme_path
+    if disk is not None:
+        swap_folder = disk.absolute() / f"{comparison.folder.name}-{folder.name}"
     command, variables = write_run(
         replace(planned, flags=(*planned.flags, *evidence_flags)),
         folder,
@@ -93,7 +94,7 @@ def write_run(
         variables["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0].strip()
     # Accelerate overwrites the variable with what the file of `single` pins, unless told `all`.
     command = launch_command(
-        files.accelerate, [*TRAIN_MODULE, *flags], gpu_ids="all" if single else None
+        files.accelerate, ["-m", "toolkit.train", *flags], gpu_ids="all" if single else None
     )
     words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
     line = " ".join([*words, shell_line(shown_command(command))])

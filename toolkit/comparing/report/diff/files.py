@@ -34,11 +34,7 @@ from toolkit.files import write_text
 from toolkit.records.results import Row
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-MARKDOWN_FILE: Final = "side-by-side.md"
-PAGE_FILE: Final = "side-by-side.html"
-CSV_FILE: Final = "side-by-side.csv"
+    from rich.console import Console, RenderableType
 
 TEMPLATE: Final = Path(__file__).with_name("diff.html.jinja")
 
@@ -54,9 +50,9 @@ def side_by_side(before: Path, after: Path, *, to: Path | None, console: Console
     if to is None:
         return
     made = {
-        MARKDOWN_FILE: render_markdown(diff),
-        PAGE_FILE: render_page(diff),
-        CSV_FILE: render_csv(diff),
+        "side-by-side.md": render_markdown(diff),
+        "side-by-side.html": render_page(diff),
+        "side-by-side.csv": render_csv(diff),
     }
     try:
         to.mkdir(parents=True, exist_ok=True)
@@ -77,22 +73,22 @@ def show(diff: Diff, *, console: Console) -> None:
     from rich.text import Text
 
     diff = for_readers(diff)
-    for line in (*map(named, diff.sides), ""):
-        console.print(Text(line), highlight=False)
-    console.print(Text(verdict(diff), style="bold"), highlight=False)
+    shown: list[RenderableType] = [Text(named(side)) for side in diff.sides]
+    shown += [Text(""), Text(verdict(diff), style="bold")]
     for title, section in sections(diff).items():
-        console.print(Text(f"\n{title}"), highlight=False)
+        shown.append(Text(f"\n{title}"))
         if section.text:
-            console.print(Text(section.text), highlight=False)
+            shown.append(Text(section.text))
         if section.rows:
             table = Table(box=SIMPLE_HEAD, pad_edge=False)
             for number, column in enumerate(section.header):
                 table.add_column(column, no_wrap=number == 0, overflow="fold")
             for row in section.rows:
                 table.add_row(*map(Text, row))
-            console.print(table)
-        for note in section.notes:
-            console.print(Text(note), highlight=False)
+            shown.append(table)
+        shown += map(Text, section.notes)
+    for part in shown:
+        console.print(part, highlight=False)
 
 
 def named(side: Side) -> str:

@@ -47,8 +47,6 @@ SAME_TRAINING: Final = (
 
 NOT_RECORDED: Final = "not recorded"
 
-ONE_REHEARSED: Final = "one side is a rehearsal on the CPU, the other ran on GPUs"
-
 Verdict = Literal["faster", "slower", "near", "unknown"]
 
 Table = Literal["speed", "memory", "losses"]
@@ -66,10 +64,6 @@ class Side:
     @property
     def rehearsal(self) -> bool:
         return self.results["rehearsal"]
-
-    @property
-    def fixed(self) -> dict[str, Any]:
-        return self.results["fixed"]
 
 
 class Pair(NamedTuple):
@@ -138,7 +132,9 @@ class Diff:
     @property
     def speeds_reason(self) -> str | None:
         """Why speeds and peaks are not compared in any run."""
-        return ONE_REHEARSED if self.a.rehearsal != self.b.rehearsal else None
+        if self.a.rehearsal == self.b.rehearsal:
+            return None
+        return "one side is a rehearsal on the CPU, the other ran on GPUs"
 
     @property
     def counted(self) -> bool:
@@ -258,13 +254,14 @@ def combined_noise(a: Side, b: Side) -> tuple[float | None, str | None]:
 
 def other_training(a: Side, b: Side) -> Refusal | None:
     """Return why losses of the two must not be compared, None where they may be."""
-    unknown = [name for name in SAME_TRAINING if name not in a.fixed or name not in b.fixed]
+    fixed = [side.results["fixed"] for side in (a, b)]
+    unknown = [name for name in SAME_TRAINING if not all(name in facts for facts in fixed)]
     differing = [
-        name for name in SAME_TRAINING if name not in unknown and a.fixed[name] != b.fixed[name]
+        name for name in SAME_TRAINING if name not in unknown and fixed[0][name] != fixed[1][name]
     ]
     names = ", ".join(differing or unknown)
     values = "; ".join(
-        f"{name} is {recorded(a.fixed, name)} in A, {recorded(b.fixed, name)} in B"
+        f"{name} is {recorded(fixed[0], name)} in A, {recorded(fixed[1], name)} in B"
         for name in differing or unknown
     )
     if differing:
@@ -291,7 +288,7 @@ def summary(value: Any) -> str:
 def circumstances(side: Side) -> dict[str, Any]:
     """Everything about a comparison that is no result, in one level."""
     results = side.results
-    values: dict[str, Any] = dict(side.fixed)
+    values: dict[str, Any] = dict(results["fixed"])
     for name, value in results["environment"].items():
         if name == "versions" and isinstance(value, dict):
             versions = cast("dict[str, Any]", value)
@@ -310,9 +307,9 @@ def speed_ratio(diff: Diff, pair: Pair) -> tuple[float | None, str | None]:
     """Return B's tokens/s as a multiple of A's, or None and why."""
     if diff.speeds_reason:
         return None, diff.speeds_reason
-    a, b = pair.a["tokens_per_second"], pair.b["tokens_per_second"]
-    if not a or not b:
-        return None, why_missing(pair, (bool(a), bool(b)), ("tokens_per_second",) * 2)
+    a, b = values = [row["tokens_per_second"] or None for row in pair]
+    if a is None or b is None:
+        return None, why_missing(pair, values, _is("tokens_per_second"))
     return b / a, None
 
 
@@ -329,9 +326,9 @@ def loss_difference(diff: Diff, pair: Pair) -> tuple[LossDifference | None, str 
     """Return the largest difference between two runs' losses, step by step, or None and why."""
     if diff.other_training:
         return None, diff.other_training.sentence
-    a, b = pair.a["losses"], pair.b["losses"]
-    if not a or not b:
-        return None, why_missing(pair, (bool(a), bool(b)), ("losses",) * 2)
+    a, b = values = [row["losses"] or None for row in pair]
+    if a is None or b is None:
+        return None, why_missing(pair, values, _is("losses"))
     if len(a) != len(b):
         return None, f"A has losses of {len(a)} steps, B of {len(b)}"
     batches = [_global_batch(row) for row in pair]
@@ -354,17 +351,15 @@ def _apart(a: float, b: float) -> float:
     return 0.0 if repr(a) == repr(b) else math.inf
 
 
-def why_missing(pair: Pair, there: Sequence[bool], fields: Sequence[str]) -> str:
-    """Say why a value is missing on either side, and on which unless it is the same on both.
+def why_missing(pair: Pair, values: Sequence[Any], field: Callable[[Row], str]) -> str:
+    """Say why a value is None on either side, and on which unless it is the same on both.
 
-    Args:
-        there: Whether A has it, and B.
-        fields: Where `not_measured` has the reason, of A and of B.
+    `field` returns where `not_measured` has the reason of a row.
     """
     reasons = {
-        letter: reason_for(row, field)
-        for letter, row, known, field in zip(SIDES, pair, there, fields, strict=True)
-        if not known
+        letter: reason_for(row, field(row))
+        for letter, row, value in zip(SIDES, pair, values, strict=True)
+        if value is None
     }
     if len(set(reasons.values())) == 1 < len(reasons):
         return next(iter(reasons.values()))

@@ -78,22 +78,16 @@ def differences(diff: Diff) -> Section:
 def speed(diff: Diff) -> Section:
     tokens, *others = diff.quantities("speed")
 
-    def ratio(pair: Pair) -> tuple[str, str | None]:
-        value, reason = speed_ratio(diff, pair)
-        return (NOT_AVAILABLE, reason) if value is None else (f"{value:.3f}", None)
-
-    def meaning(pair: Pair) -> tuple[str, str | None]:
-        value, reason = speed_ratio(diff, pair)
-        if value is None:
-            return NOT_AVAILABLE, reason
-        return MEANINGS[speed_verdict(diff, value)], None
+    def cell(words: Callable[[float], str], pair: Pair) -> tuple[str, str | None]:
+        ratio, reason = speed_ratio(diff, pair)
+        return (NOT_AVAILABLE, reason) if ratio is None else (words(ratio), None)
 
     columns = [
         Column("status A", lambda pair: (status_of(pair.a), None)),
         Column("status B", lambda pair: (status_of(pair.b), None)),
         *_on_both(tokens),
-        Column("B / A", ratio),
-        Column("which means", meaning),
+        Column("B / A", partial(cell, "{:.3f}".format)),
+        Column("which means", partial(cell, lambda ratio: MEANINGS[speed_verdict(diff, ratio)])),
         *(column for quantity in others for column in _on_both(quantity)),
     ]
     return _table(diff, columns, text=noise_sentence(diff))
@@ -265,10 +259,9 @@ def _change(quantity: Quantity, refused: str | None) -> Column:
     def cell(pair: Pair) -> tuple[str, str | None]:
         if refused:
             return NOT_AVAILABLE, refused
-        before, after = (quantity.read(row) for row in pair)
-        if before is None or after is None:
-            known = (before is not None, after is not None)
-            return NOT_AVAILABLE, why_missing(pair, known, [quantity.field(row) for row in pair])
+        before, after = values = [quantity.read(row) for row in pair]
+        if None in values:
+            return NOT_AVAILABLE, why_missing(pair, values, quantity.field)
         return ("equal" if before == after else _signed(after - before, before)), None
 
     return Column(f"{quantity.name} B - A", cell)
