@@ -139,5 +139,5 @@ def test_comparisons_of_other_methods_are_other_trainings(full_results):
         Side(letter=letter, folder=letter, results=r)
         for letter, r in zip("AB", (one, other), strict=True)
     ]
-    assert [side.fixed["method"] for side in sides] == ["lora, rank 4", "full"]
+    assert [side.results["fixed"]["method"] for side in sides] == ["lora, rank 4", "full"]
     assert "method" in SAME_TRAINING

@@ -374,5 +374,4 @@ def _relative(value: float, reference: float) -> float:
 
 def _largest(gaps: Iterable[float]) -> float:
     """Return the largest absolute value, or NaN where one of them is: `max` would lose it."""
-    sizes = [abs(gap) for gap in gaps]
-    return math.nan if any(math.isnan(size) for size in sizes) else max(sizes)
+    return max(map(abs, gaps), key=lambda size: (math.isnan(size), size))

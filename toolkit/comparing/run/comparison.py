@@ -26,7 +26,7 @@ from toolkit.comparing.run.folders import (
 )
 from toolkit.comparing.run.noise import noise_of
 from toolkit.comparing.run.options import CompareOptions
-from toolkit.comparing.run.plan import ComparisonPlan, Run
+from toolkit.comparing.run.plan import ComparisonPlan, Run, fixed_by
 from toolkit.comparing.run.preparing import prepare
 from toolkit.comparing.run.rows import add_judgement, bisect_command, build_row
 from toolkit.configs import ConfigOptions
@@ -226,7 +226,7 @@ class Comparison:
             complete=complete and all(name in self.rows for name in order),
             rehearsal=self.plan.rehearsal,
             precision=self.options.precision,
-            fixed=self.plan.fixed | self._facts(),
+            fixed=fixed_by(self.options) | self._facts(),
             noise=noise,
             dollars_per_hour=self.options.dollars_per_hour,
             not_measured=self.unknown | ({} if why_not is None else {"noise": why_not}),

@@ -83,7 +83,8 @@ def read_starts(folder: Path, name: str) -> tuple[list[Finished], list[str]]:
         if not (attempt / RECORD_FILE).exists():
             continue
         try:
-            read_spec(attempt)  # without its settings it may be a start of another training
+            # Without its settings it may be a start of another training.
+            read_as(attempt / SPEC_FILE, Spec)
             record = read_record(attempt)
         except UsageError as error:
             problems.append(str(error))
@@ -93,19 +94,10 @@ def read_starts(folder: Path, name: str) -> tuple[list[Finished], list[str]]:
     return finished, problems
 
 
-def read_spec(attempt: Path) -> Spec:
-    """Read the settings of a start.
-
-    Raises:
-        UsageError: the file is missing, damaged, or of a newer schema.
-    """
-    return read_as(attempt / SPEC_FILE, Spec)
-
-
 def spec_at(attempt: Path) -> Spec | None:
     """Return the settings of a start; None where they cannot be read."""
     try:
-        return read_spec(attempt)
+        return read_as(attempt / SPEC_FILE, Spec)
     except UsageError:
         return None
 

@@ -87,12 +87,9 @@ class ComparisonPlan:
     notes: tuple[str, ...]
     """Sentences for the user before the first run."""
 
-    fixed: dict[str, Any]
-    """Settings that are the same in every run, as reports show them."""
-
     def shown_name(self, run: Run) -> str:
         """Return a run's name as readers see it: with its engine only where both run."""
-        if both_engines(other.engine for other in self.runs):
+        if both_engines(planned.engine for planned in self.runs):
             return run.name
         return without_engine(run.name, strategy=run.strategy.name, engine=run.engine)
 
@@ -157,7 +154,6 @@ def build_plan(
         ),
         rehearsal=rehearsal,
         notes=tuple(notes),
-        fixed=fixed_by(options),
     )
 
 
@@ -173,13 +169,9 @@ def fixed_by(options: CompareOptions) -> dict[str, Any]:
 
 def _with_control(names: Sequence[str]) -> tuple[list[Strategy], list[str]]:
     """Return the strategies with the control first, and the notes for the user about it."""
-    strategies = [get_strategy(name) for name in dict.fromkeys(names)]
-    if strategies[0].name == "single":
-        return strategies, []
-    others = [strategy for strategy in strategies if strategy.name != "single"]
+    strategies = [get_strategy(name) for name in dict.fromkeys(["single", *names])]
     note = "single is added: it is the control that the others are compared with."
-    listed = len(others) < len(strategies)
-    return [get_strategy("single"), *others], [] if listed else [note]
+    return strategies, [] if "single" in names else [note]
 
 
 def _counts(strategy: Strategy, options: CompareOptions) -> list[int]:

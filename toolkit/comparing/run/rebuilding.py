@@ -23,7 +23,7 @@ from toolkit.comparing.run.folders import (
     why_lost,
 )
 from toolkit.comparing.run.options import OWNED_FLAGS, CompareOptions, flags_in
-from toolkit.comparing.run.plan import CONTROLS, ComparisonPlan, Run, fixed_by
+from toolkit.comparing.run.plan import CONTROLS, ComparisonPlan, Run
 from toolkit.comparing.run.starting import end_of
 from toolkit.errors import UsageError
 from toolkit.launching.outcome import TAIL_LINES, Ending, Outcome, judge
@@ -103,7 +103,6 @@ def rebuilt(folder: Path) -> Comparison:
             ),
             rehearsal=shared[0].rehearsal,
             notes=(),
-            fixed=fixed_by(options),
         ),
         options=options,
         environment=environments[0] if environments else {},
