@@ -1,14 +1,12 @@
 """The first link in which two runs differ, from the evidence that each kept of one step.
 
-A step is a chain: weights, rows, losses, their weights in the gradient, gradients, clipping, rate,
-settings, update. A fault in one link shows in all that follow, so the first to differ beyond its
-limit is the cause, and the rest are consequences. A later step begins with the weights of the
-first run in both: the gap that earlier steps left between the weights is a link by itself, and no
-cause of a difference in the step, but for the optimizer's states, which are each run's own.
+A step is a chain, and a fault in one link shows in all that follow: the first to differ beyond its
+limit is the cause, the rest are consequences. A later step begins with the first run's weights in
+both: the gap that earlier steps left between the weights is a link by itself, and no cause of a
+difference in the step, but for the optimizer's states, which stay each run's own.
 
-Under bf16 and fp16 two sound runs differ by rounding: how much is measured, by the first run once
-more in fp32, of the same step. Where fp16 skipped the step that fp32 made, it cannot be, and wider
-fixed limits hold.
+Under bf16 and fp16 the rounding of sound runs is measured, by the first run once more in fp32.
+Where fp16 skipped the step that fp32 made, it cannot be, and wider fixed limits hold.
 """
 
 from __future__ import annotations
@@ -86,13 +84,13 @@ class Bisection:
 
 
 def bisect(
-    reference: TracedRun, other: TracedRun, *, in_fp32: TracedRun | None = None
+    reference: TracedRun, second: TracedRun, *, in_fp32: TracedRun | None = None
 ) -> Bisection:
     """Compare two runs link by link, in the order of cause and effect.
 
     Args:
         reference: Usually `single`.
-        other: Compared with the reference.
+        second: Compared with the reference.
         in_fp32: The reference again in fp32, from which its rounding is measured; unused, with a
             note, where its evidence is of another step.
 
@@ -100,25 +98,25 @@ def bisect(
         UsageError: the two are evidence of different steps.
         WeightsError: a file of tensors can't be read.
     """
-    pair = RunPair(reference=reference, other=other)
-    other_step = other.evidence["step"]
-    if pair.step != other_step:
+    pair = RunPair(reference=reference, second=second)
+    second_step = second.evidence["step"]
+    if pair.step != second_step:
         raise UsageError(
-            f"{reference.name} first updated in step {pair.step} and {other.name} in step "
-            f"{other_step}: fp16 skipped the others, so they have no step in common. Compare them "
+            f"{reference.name} first updated in step {pair.step} and {second.name} in step "
+            f"{second_step}: fp16 skipped the others, so they have no step in common. Compare them "
             "with --precision bf16 or no."
         )
     notes = list(rows.notes(pair))
     if pair.shares_weights:
         notes.insert(
             0,
-            f"both were trained from the start to step {pair.step - 1}; {other.name} then took the "
-            f"weights of {reference.name}, so that step {pair.step} begins equal but for the "
+            f"both were trained from the start to step {pair.step - 1}; {second.name} then took "
+            f"the weights of {reference.name}, so that step {pair.step} begins equal but for the "
             "optimizer's states",
         )
     rounding_pair = None
     if in_fp32 is not None and in_fp32.evidence["step"] == pair.step:
-        rounding_pair = RunPair(reference=reference, other=in_fp32)
+        rounding_pair = RunPair(reference=reference, second=in_fp32)
     elif in_fp32 is not None:
         notes.append(
             f"what rounding does was not measured: {in_fp32.name} first updated in step "

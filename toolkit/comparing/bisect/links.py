@@ -41,8 +41,8 @@ def _clipping(pair: RunPair) -> LinkGap | str:
             f"{_number(norm)} for a norm of {gradient_norm:.6g} (limit "
             f"{_number(clipping['limit'])}, gradients multiplied by {factor:.4g}) in {run.name}"
         )
-    reference, other = factors
-    factor_gap = abs(other / reference - 1) if reference else math.inf
+    reference, second = factors
+    factor_gap = abs(second / reference - 1) if reference else math.inf
     words = f"clipping took {' and '.join(descriptions)}"
     for name, factor, beside in zip(pair.names, factors, reversed(factors), strict=True):
         # The other one shrank its gradients, so this one had a reason to as well.
@@ -62,9 +62,9 @@ def _rates(field: Literal["learning_rate", "next_learning_rate"], pair: RunPair)
         gap = divided(abs(other_rate - own_rate), abs(own_rate))
         if gap > worst:
             worst = gap
-            reference, other = pair.names
+            reference, second = pair.names
             sentence = (
-                f"{own_rate:.6g} in {reference}, {other_rate:.6g} in {other}, for {parameter}"
+                f"{own_rate:.6g} in {reference}, {other_rate:.6g} in {second}, for {parameter}"
             )
     rates = sorted({_number(group[field]) for group in ours.values()})
     return LinkGap(value=worst, differs=sentence, equal=", ".join(rates))
@@ -72,20 +72,20 @@ def _rates(field: Literal["learning_rate", "next_learning_rate"], pair: RunPair)
 
 def _optimizer_settings(pair: RunPair) -> LinkGap:
     """Count the differences in the optimizer's class and in its settings of each parameter."""
-    reference, other = pair.names
+    reference, second = pair.names
     classes = [run.evidence["optimizer"]["name"] for run in pair.runs]
     problems: list[str] = []
     if classes[0] != classes[1] and not SAME_RULE.issuperset(classes):
-        problems.append(f"{reference} steps with {classes[0]}, {other} with {classes[1]}")
+        problems.append(f"{reference} steps with {classes[0]}, {second} with {classes[1]}")
     ours, theirs = (_groups_by_parameter(run.evidence) for run in pair.runs)
     differing: dict[str, list[str]] = {}
     # Each backend groups parameters in its own way, so settings are compared by parameter.
     for parameter in ours.keys() & theirs.keys():
-        own, others = ours[parameter]["settings"], theirs[parameter]["settings"]
+        settings, compared = ours[parameter]["settings"], theirs[parameter]["settings"]
         # Optimizers of one rule may have further settings, such as `fused`.
-        for key in own.keys() & others.keys():
-            if own[key] != others[key]:
-                text = f"{key} is {own[key]} in {reference} and {others[key]} in {other}"
+        for key in settings.keys() & compared.keys():
+            if settings[key] != compared[key]:
+                text = f"{key} is {settings[key]} in {reference} and {compared[key]} in {second}"
                 differing.setdefault(text, []).append(parameter)
     problems += [
         f"{text}, for {counted(len(parameters), 'parameter')}, {min(parameters)} among them"
@@ -102,11 +102,11 @@ def _optimizer_settings(pair: RunPair) -> LinkGap:
 
 def _next_loss(pair: RunPair) -> LinkGap | str:
     """Return the difference in the loss of the step after, which begins with the new weights."""
-    ours, theirs = pair.reference.next_loss, pair.other.next_loss
+    ours, theirs = pair.reference.next_loss, pair.second.next_loss
     if ours is None or theirs is None:
         return "the step after was not trained"
-    reference, other = pair.names
-    words = f"it is {ours:.6f} in {reference} and {theirs:.6f} in {other}"
+    reference, second = pair.names
+    words = f"it is {ours:.6f} in {reference} and {theirs:.6f} in {second}"
     return LinkGap(value=abs(theirs - ours), differs=words)
 
 

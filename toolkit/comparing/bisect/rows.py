@@ -51,16 +51,16 @@ def batch(pair: RunPair) -> LinkGap | str:
     own_counts, other_counts = (
         Counter({key: len(placed) for key, placed in rows.items()}) for rows in (ours, theirs)
     )
-    reference, other = pair.names
+    reference, second = pair.names
     problems: list[str] = []
     extra = sorted((other_counts - own_counts).keys(), key=str)
     if repeated := [key for key in extra if key in ours or other_counts[key] > 1]:
-        problems.append(_read_repeatedly(repeated, theirs, name=other))
+        problems.append(_read_repeatedly(repeated, theirs, name=second))
     if alone := [key for key in extra if key not in ours]:
-        problems.append(f"{_first_of(alone)} is read by {other} and not by {reference}")
+        problems.append(f"{_first_of(alone)} is read by {second} and not by {reference}")
     if missing := sorted((own_counts - other_counts).keys(), key=str):
         often = "less often" if missing[0] in theirs else "not"
-        problems.append(f"{_first_of(missing)} is read by {reference} and {often} by {other}")
+        problems.append(f"{_first_of(missing)} is read by {reference} and {often} by {second}")
     for position, content in enumerate(("tokens", "labels")):
         changed = [
             key
@@ -91,7 +91,7 @@ def row_losses(pair: RunPair) -> LinkGap | str:
             worst = gap
             sentence = (
                 f"row {key} has a loss of {ours:.6f} a token in {pair.reference.name} and "
-                f"{theirs:.6f} in {pair.other.name}, from the same tokens: forward computes "
+                f"{theirs:.6f} in {pair.second.name}, from the same tokens: forward computes "
                 "something else"
             )
     return LinkGap(value=worst, differs=sentence) if compared else "the model gave no logits"
@@ -108,20 +108,20 @@ def loss_weighting(pair: RunPair) -> LinkGap | str:
         return "the model gave no loss, or no logits to read the loss of each row from"
     key, ratio = max(ratios.items(), key=lambda item: abs(item[1] - 1))
     low, high = min(ratios.values()), max(ratios.values())
-    reference, other = pair.names
+    reference, second = pair.names
     if high - low <= SCALE_TOLERANCE * abs(low):
         words = (
-            f"every token counts {ratio:.3g} times as much in {other} as in {reference}"
+            f"every token counts {ratio:.3g} times as much in {second} as in {reference}"
             f"{explain_factor(ratio, pair)}"
         )
-    elif _averages_batches(pair.other.evidence):
+    elif _averages_batches(pair.second.evidence):
         words = (
-            f"{other} averages its micro-batches by themselves, however many tokens each has: "
+            f"{second} averages its micro-batches by themselves, however many tokens each has: "
             f"a token counts {low:.3g} to {high:.3g} times as much as in {reference}"
         )
     else:
         words = (
-            f"a token of row {key} counts {ratio:.3g} times as much in {other} as in "
+            f"a token of row {key} counts {ratio:.3g} times as much in {second} as in "
             f"{reference}; over all rows {low:.3g} to {high:.3g} times"
         )
     return LinkGap(value=abs(ratio - 1), differs=words)
@@ -129,14 +129,14 @@ def loss_weighting(pair: RunPair) -> LinkGap | str:
 
 def notes(pair: RunPair) -> Iterator[str]:
     """Yield differences that are no fault: the sum over a step has no order."""
-    reference, other = pair.names
+    reference, second = pair.names
     own_grouping, other_grouping = (_grouping(run.evidence) for run in pair.runs)
     if own_grouping != other_grouping:
-        yield f"the rows are read by {reference} as {own_grouping}, by {other} as {other_grouping}"
+        yield f"the rows are read by {reference} as {own_grouping}, by {second} as {other_grouping}"
     own_order, other_order = (_order(rows) for rows in _rows_of_pair(pair))
     # Other rows, not another order, are a finding of `batch`.
     if own_order != other_order and Counter(own_order) == Counter(other_order):
-        yield f"the same rows are read in another order by {other}, within the step"
+        yield f"the same rows are read in another order by {second}, within the step"
 
 
 def _rows_of_pair(pair: RunPair) -> tuple[Rows, Rows]:

@@ -33,15 +33,15 @@ class RunPair:
     """Two runs to compare."""
 
     reference: TracedRun
-    other: TracedRun
+    second: TracedRun
 
     @property
     def runs(self) -> tuple[TracedRun, TracedRun]:
-        return self.reference, self.other
+        return self.reference, self.second
 
     @property
     def names(self) -> tuple[str, str]:
-        return self.reference.name, self.other.name
+        return self.reference.name, self.second.name
 
     @property
     def step(self) -> int:
@@ -54,7 +54,7 @@ class RunPair:
     @property
     def shares_weights(self) -> bool:
         """Whether the second run began the step with the weights of the first."""
-        return self.other.evidence["given"]
+        return self.second.evidence["given"]
 
     @property
     def starting_weights(self) -> tuple[Weights, Weights]:
@@ -68,7 +68,7 @@ class RunPair:
         Raises:
             WeightsError: one cannot be read.
         """
-        return read_tensors(self.reference.folder / name), read_tensors(self.other.folder / name)
+        return read_tensors(self.reference.folder / name), read_tensors(self.second.folder / name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ def counted(number: int, noun: str) -> str:
 
 def explain_factor(factor: float, pair: RunPair) -> str:
     """Say which numbers of the second run make the factor; an empty text where none does."""
-    evidence = pair.other.evidence
+    evidence = pair.second.evidence
     processes, steps = evidence["num_processes"], max(map(len, evidence["ranks"]))
     candidates = (
         ("the number of processes", processes),

@@ -136,8 +136,8 @@ def _compare_step(
         problem = f"{name}: {last.status}: {last.reason}"
     else:
         try:
-            reference, other, *in_fp32 = [_load(name, end) for name, end in ends.items()]
-            bisection = bisect(reference, other, in_fp32=in_fp32[0] if in_fp32 else None)
+            reference, second, *in_fp32 = [_load(name, end) for name, end in ends.items()]
+            bisection = bisect(reference, second, in_fp32=in_fp32[0] if in_fp32 else None)
             return StepResult(runs=ends, bisection=bisection)
         except (WeightsError, UsageError) as error:
             problem = str(error)

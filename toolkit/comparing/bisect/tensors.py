@@ -25,13 +25,13 @@ NOTHING_IN_COMMON: Final = "they train no tensor in common"
 def trained_parameters(pair: RunPair) -> LinkGap:
     """Count the tensors that only one of the two trains."""
     ours, theirs = pair.tensors(BEFORE_FILE)
-    reference, other = pair.names
+    reference, second = pair.names
     problems = [
         f"{alone[0]} (the first of {len(alone)}) is trained by {trains} and not by {lacks}, where "
         "it is frozen or no part of the model"
         for alone, trains, lacks in (
-            ([name for name in ours if name not in theirs], reference, other),
-            ([name for name in theirs if name not in ours], other, reference),
+            ([name for name in ours if name not in theirs], reference, second),
+            ([name for name in theirs if name not in ours], second, reference),
         )
         if alone
     ]
@@ -166,7 +166,7 @@ def _gap_or_fault(
 
 def _missing_tensor(distance: Distance, pair: RunPair) -> LinkGap:
     words = (
-        f"only one of {pair.reference.name} and {pair.other.name} has {distance.missing[0]} "
+        f"only one of {pair.reference.name} and {pair.second.name} has {distance.missing[0]} "
         f"(the first of {len(distance.missing)})"
     )
     return LinkGap(value=math.inf, is_fault=True, differs=words)

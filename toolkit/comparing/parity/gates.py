@@ -1,8 +1,7 @@
 """Parity: is a run the same training as the control?
 
-Pure functions over two records and two folders of final weights. Loss alone is blind: doubled
-gradients under Adam with clipping move it by less than rounding does. So gradient norms before
-clipping, the weights that came out, and the rows that went in are judged beside it.
+Loss alone is blind: doubled gradients under Adam with clipping move it by less than rounding does.
+So gradient norms before clipping, the final weights and the rows that were read are judged too.
 
 A new gate is one entry of `GATES` and its judge; a gap of its own is a field of `results.Judged`.
 """

@@ -98,15 +98,7 @@ class Comparison:
         """Fill the caches and check the flags once, in a process of its own; return the facts."""
         seconds = self.expected().preparing_seconds
         with waiting("Preparing model and data", seconds=seconds, console=console):
-            first = self.plan.runs[0]
-            running = (run for run in self.plan.runs if run.skipped is None)
-            facts = prepare(
-                first.flags,
-                num_processes=first.num_processes,
-                strategies=list(dict.fromkeys(run.strategy.name for run in running)),
-                rehearsal=self.plan.rehearsal,
-                console=console,
-            )
+            facts = prepare(self.plan, console)
         self.facts = facts_of(facts)
         dropout = words.dropout_in_words(self.facts["training"])
         if dropout is not None:

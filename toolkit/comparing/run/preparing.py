@@ -7,10 +7,10 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from toolkit.comparing.report.terminal import plain, print_line
+from toolkit.comparing.run.plan import ComparisonPlan
 from toolkit.errors import UsageError
 from toolkit.launching.forking import COLD, start
 from toolkit.launching.launch import launch_environment
@@ -24,28 +24,21 @@ PREPARE: Final = (sys.executable, "-m", "toolkit.training.prepare")
 PROGRESS_BAR: Final = re.compile(r"\d+%\|")
 
 
-def prepare(
-    flags: Sequence[str],
-    *,
-    num_processes: int,
-    strategies: Sequence[str],
-    rehearsal: bool,
-    console: Console,
-) -> dict[str, Any]:
-    """Run `toolkit.training.prepare` with the flags of a run and return its facts.
-
-    Args:
-        flags: Those of `toolkit.train`.
-        num_processes: Of that run: with them the flags say how many rows it takes.
-        strategies: All that will run with such flags.
-        rehearsal: Whether the runs are hidden from the GPUs.
-        console: Gets the lines of the process.
+def prepare(plan: ComparisonPlan, console: Console) -> dict[str, Any]:
+    """Run `toolkit.training.prepare` with the flags of the first run and return its facts.
 
     Raises:
         UsageError: the flags, the model or the data are not usable, under one strategy at least.
+        PrepareError: it failed otherwise.
     """
-    command = [*PREPARE, f"--num_processes={num_processes}", f"--strategies={','.join(strategies)}"]
-    if rehearsal:
+    first = plan.runs[0]
+    strategies = dict.fromkeys(run.strategy.name for run in plan.runs if run.skipped is None)
+    command = [
+        *PREPARE,
+        f"--num_processes={first.num_processes}",  # with the flags: how many rows a run takes
+        f"--strategies={','.join(strategies)}",
+    ]
+    if plan.rehearsal:
         command.append("--rehearsal")
     last = ""
     # Its lines are shown as they come; the facts, on stdout, are read at its end.
@@ -53,8 +46,8 @@ def prepare(
     with tempfile.TemporaryFile() as answer, open(reader, errors="replace") as lines:
         try:
             process = start(
-                supervised([*command, *flags]),
-                environment=run_environment(rehearsal=rehearsal),
+                supervised([*command, *first.flags]),
+                environment=run_environment(rehearsal=plan.rehearsal),
                 stdout=answer.fileno(),
                 stderr=writer,
                 on_cold=lambda reason: print_line(f"toolkit: {COLD}{reason}", console=console),

@@ -1,9 +1,8 @@
 """Compare: one model under many strategies, one fresh process group after another.
 
 Every finished run is on disk before the next one starts, results and report included, so an
-interruption loses no measurement, and the same command with the same output goes on there. With
-repeats every run is started several times, in rounds whose order is rotated, so that a drift over
-the hours falls on all alike.
+interruption loses no measurement. Repeats are started in rounds whose order is rotated, so that a
+drift over the hours falls on all runs alike.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Two comparisons, run by run: which of their values can be compared, and how they differ.
 
-Runs are matched by strategy, engine and number of processes. A number stands against another only
-where both measure the same: losses of one training on the same data, speeds of one kind of device.
-Where they don't, the reason does.
+Runs are matched by strategy, engine and number of processes. Losses are compared only of one
+training on the same data, speeds only of one kind of device; else the reason stands there.
 """
 
 from __future__ import annotations
@@ -175,9 +174,8 @@ def _is(field: str) -> Callable[[Row], str]:
 
 def payload(row: Row) -> int | None:
     """Return the payload of all collectives of one optimizer step, in bytes."""
-    if row["traffic"] is None:
-        return None
-    return sum(call["payload_bytes"] for call in row["traffic"]["collectives"])
+    calls = row["traffic"] and row["traffic"]["collectives"]
+    return None if calls is None else sum(call["payload_bytes"] for call in calls)
 
 
 MEDIAN_STEP: Final = Quantity(
@@ -204,7 +202,13 @@ def match(before: Path, after: Path) -> Diff:
         Side(letter, clean(str(folder)), results)
         for letter, folder, results in zip(SIDES, (before, after), read, strict=True)
     )
-    rows = [{_key(row): row for row in side.results["runs"]} for side in (a, b)]
+    rows = [
+        {
+            (row["strategy"], row["engine"], row["num_processes"]): row
+            for row in side.results["runs"]
+        }
+        for side in (a, b)
+    ]
     noise, noise_reason = combined_noise(a, b)
     return Diff(
         a=a,
@@ -228,10 +232,6 @@ def for_readers(diff: Diff) -> Diff:
     only_a, only_b = (tuple(map(renamed, rows)) for rows in diff.only)
     pairs = tuple(Pair(renamed(pair.a), renamed(pair.b)) for pair in diff.pairs)
     return replace(diff, pairs=pairs, only=(only_a, only_b))
-
-
-def _key(row: Row) -> tuple[str, str, int]:
-    return row["strategy"], row["engine"], row["num_processes"]
 
 
 def combined_noise(a: Side, b: Side) -> tuple[float | None, str | None]:

@@ -1,7 +1,4 @@
-"""Two comparisons side by side: tables as plain text, and the verdict over them.
-
-What differs between the two is listed first, since that is what the rest has to be read by.
-"""
+"""Two comparisons side by side: tables as plain text, and the verdict over them."""
 
 from __future__ import annotations
 
@@ -45,6 +42,7 @@ class Column:
 
 def sections(diff: Diff) -> dict[str, Section]:
     """Return the parts of the page by title, in reading order."""
+    # The rest is read in the light of what differs.
     made = {"What differs": differences(diff)}
     if diff.pairs:
         made["Speed"] = speed(diff)
