@@ -111,11 +111,9 @@ def divided(part: float, total: float) -> float:
 def compare_tensors(
     first: Weights, second: Weights, *, since: Origins = (None, None), slack: float = 0.0
 ) -> Distance:
-    """Compare the tensors that both runs have.
+    """Compare the tensors that both runs have; the first run is the reference.
 
     Args:
-        first: The reference.
-        second: Compared with it.
         since: Subtracted first, one from each: the change since then is compared.
         slack: Relative difference of an element that does not count as `beyond`.
 

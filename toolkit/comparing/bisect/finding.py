@@ -89,8 +89,6 @@ def bisect(
     """Compare two runs link by link, in the order of cause and effect.
 
     Args:
-        reference: Usually `single`.
-        second: Compared with the reference.
         in_fp32: The reference again in fp32, from which its rounding is measured; unused, with a
             note, where its evidence is of another step.
 

@@ -55,7 +55,6 @@ def bisect_runs(
         names: `strategy` or `strategy-engine` each; the first is the reference.
         options: Those of a comparison, whose strategies are not used. Where its output is the
             folder of one, the files go into a folder below it.
-        console: Gets the lines for the user.
         at: The step to look at; None: the first at which a gate of that comparison broke, and
             where there is none, the first that updates.
 

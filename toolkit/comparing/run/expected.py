@@ -79,13 +79,7 @@ class Expected:
 
 
 def expected(options: CompareOptions, *, starts: int, rehearsal: bool) -> Expected:
-    """Return how long a comparison is expected to take.
-
-    Args:
-        options: Those of the comparison.
-        starts: Runs to be started, repeats counted.
-        rehearsal: Whether they run on the CPU.
-    """
+    """Return how long a comparison takes in which so many runs are to be started."""
     usual = CompareOptions()
     built_in = OTHER_INPUTS.isdisjoint(flag_names(options.train_flags))
     cached = all(any(cache_root().glob(f"{name}-*/")) for name in BUILT_IN)
@@ -160,12 +154,9 @@ def waiting(text: str, *, seconds: float | None, console: Console) -> Generator[
 
 
 def bar(text: str, *, share: float | None, width: int) -> Table:
-    """Return a line for a live display: words and a bar.
+    """Return a line of `width` characters for a live display: a bar, and words beside it.
 
-    Args:
-        text: Stands beside the bar.
-        share: Part of it that is full, 0 to 1; None where that is not known.
-        width: Characters of the line.
+    `share` is the part of the bar that is full, 0 to 1; None where that is not known.
     """
     from rich.progress_bar import ProgressBar
     from rich.table import Table

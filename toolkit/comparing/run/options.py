@@ -21,29 +21,26 @@ KEEPS_FINAL: Final = "every run starts at step 1 and keeps its final weights onl
 CONFIGURED: Final = "the strategy's own config file says it; name the strategy with --strategies"
 
 OWNED_FLAGS: Final = {
-    "per_device_train_batch_size": "derived from compare's own --global_batch_size",
-    "auto_find_batch_size": "derived from compare's own --global_batch_size",
-    "gradient_accumulation_steps": (
-        "compare has its own --gradient_accumulation_steps, in front of the --"
-    ),
-    "output_dir": "compare has its own --output",
-    "engine": "compare has its own --engine, in front of the --",
-    "strategy": "compare has its own --strategies",
-    "max_steps": "compare has its own --max_steps, in front of the --",
+    **{
+        name: f"compare has its own --{name}, in front of the --"
+        for name in ("engine", "max_steps", "gradient_accumulation_steps", "throughput_steps")
+    },
     "max_train_steps": "compare has its own --max_steps, in front of the --",
     "num_train_epochs": "a comparison counts steps; compare has its own --max_steps",
+    "per_device_train_batch_size": "derived from compare's own --global_batch_size",
+    "auto_find_batch_size": "derived from compare's own --global_batch_size",
+    "output_dir": "compare has its own --output",
+    "strategy": "compare has its own --strategies",
     "bf16": "compare has its own --precision",
     "fp16": "compare has its own --precision",
     "tf32": "a comparison keeps TF32 off, or its gates would not hold; there is --precision bf16",
     "dropout": "a comparison sets it to 0, or its gates would not hold; toolkit.train keeps it",
-    "throughput_steps": "compare has its own --throughput_steps, in front of the --",
     "dtype": "a comparison loads fp32 weights everywhere; compare has its own --precision",
     "resume_from_checkpoint": f"{KEEPS_FINAL}; give the same --output to resume the comparison",
-    "deepspeed": CONFIGURED,
-    "fsdp": CONFIGURED,
-    "fsdp_config": CONFIGURED,
-    "parallelism_config": CONFIGURED,
-    "accelerator_config": CONFIGURED,
+    **dict.fromkeys(
+        ("deepspeed", "fsdp", "fsdp_config", "parallelism_config", "accelerator_config"),
+        CONFIGURED,
+    ),
     "ddp_backend": CONFIGURED,
     "evidence": "toolkit compare --bisect sets it",
     "evidence_step": "toolkit compare --bisect has its own --at",

@@ -50,11 +50,9 @@ class ProgressLines:
         """Print a line about the whole comparison."""
         print_line(text, console=self.console)
 
-    def start(
-        self, run: Run, position: int, total: int, *, repeat: int = 1, repeats: int = 1
-    ) -> None:
+    def start(self, run: Run, position: int, total: int, repeat: str = "") -> None:
         """Show that a run begins, the `position`-th of `total`, and which of its repeats it is."""
-        which = f", repeat {repeat} of {repeats}" if repeats > 1 else ""
+        which = f", {repeat}" if repeat else ""
         processes = "1 process" if run.num_processes == 1 else f"{run.num_processes} processes"
         self.label = f"[{position}/{total}] {self.shown_name(run)}{which}"
         self.left.start(position, total)
@@ -102,12 +100,10 @@ class LiveTable(ProgressLines):
         self.started = 0.0
         self.steps = 0
 
-    def start(
-        self, run: Run, position: int, total: int, *, repeat: int = 1, repeats: int = 1
-    ) -> None:
+    def start(self, run: Run, position: int, total: int, repeat: str = "") -> None:
         self.current, self.last_line, self.steps = run, "", 0
         self.left.start(position, total)
-        self.repeat = f"repeat {repeat} of {repeats}, " if repeats > 1 else ""
+        self.repeat = f"{repeat}, " if repeat else ""
         self.started = time.monotonic()
         # The cells of an earlier repeat stay on the screen.
         _, _, row = self.states.get(run.name, (run, "", None))

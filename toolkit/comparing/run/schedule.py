@@ -183,7 +183,8 @@ class RunQueue:
             planned = turn.run
             position += 1
             total = position + len(waiting)
-            self.progress.start(planned, position, total, repeat=turn.repeat, repeats=repeats)
+            repeat = f"repeat {turn.repeat} of {repeats}" if repeats > 1 else ""
+            self.progress.start(planned, position, total, repeat)
             self.take(turn)
             # All rows anew: with a control just finished, the runs before it can be judged too.
             comparison.make_rows()

@@ -37,13 +37,7 @@ def start_run(
 ) -> Finished | FailedStart:
     """Run `planned` in the new `folder` until it ends, and return how it ended.
 
-    Args:
-        comparison: Says how long it may take, and where it may keep states on disk.
-        planned: The run.
-        folder: Made here; gets everything that the run leaves.
-        progress: Gets its lines and steps.
-        repeat: From 1.
-        evidence_flags: No part of what decides the run.
+    Its lines and steps go to `progress`. `evidence_flags` are no part of what decides the run.
     """
     # This start alone may keep states there, and they are removed after it.
     swap_folder, disk = folder / "nvme", comparison.options.nvme_path
