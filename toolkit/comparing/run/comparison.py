@@ -49,7 +49,7 @@ class Comparison:
     plan: ComparisonPlan
     options: CompareOptions
     environment: dict[str, Any]
-    """SharedFacts about this machine, as `environment.snapshot` returns them."""
+    """Facts about this machine, as `environment.snapshot` returns them."""
 
     rows: dict[str, Row] = field(default_factory=dict[str, Row])
     finished: dict[str, list[Finished]] = field(default_factory=dict[str, list[Finished]])
