@@ -1,12 +1,23 @@
 import json
 import shlex
+from types import SimpleNamespace
 
 import pytest
 
 from toolkit.errors import UsageError
+from toolkit.planning import recommend as module
 from toolkit.planning.plan import plan
-from toolkit.planning.recommend import SAME_SPEED, SHARDED, WHOLE, LearningRate, recommend
+from toolkit.planning.recommend import (
+    SAME_SPEED,
+    SHARDED,
+    WHOLE,
+    LearningRate,
+    rank,
+    recommend,
+)
 from toolkit.planning.render.recommendations import write_recommendation
+from toolkit.planning.terms import Interval
+from toolkit.strategies import STRATEGIES
 
 GRID = [
     (model, gpu, gpus)
@@ -245,3 +256,83 @@ def test_a_recommendation_is_plain_data_and_escaped_html(answers):
         assert data["schema"] == 1
         assert (data["choice"] is None) != (data["closest"] is None)
         assert "<script" not in found._repr_html_()
+
+
+# The order of what fits
+
+
+def candidate(name, rate, *, checkpointing="none", margin=0, low=0, high=0):
+    """Return what `rank` looks at."""
+    return SimpleNamespace(
+        job=SimpleNamespace(strategy=STRATEGIES[name], checkpointing=checkpointing),
+        tokens_per_second=rate,
+        verdict=SimpleNamespace(worst_margin_bytes=margin, needed=Interval(low, high)),
+    )
+
+
+def names(candidates, goal="speed"):
+    return [ranked.job.strategy.name for ranked in rank(candidates, goal)]
+
+
+def test_what_is_as_fast_as_the_estimate_can_tell_goes_to_the_simpler():
+    fastest, close, apart = (
+        candidate("zero3", 1000),
+        candidate("fsdp", 851),
+        candidate("zero2", 849),
+    )
+    assert names([fastest, close, apart]) == ["fsdp", "zero3", "zero2"]
+    assert names([fastest, apart]) == ["zero3", "zero2"]
+
+
+def test_of_what_is_slower_the_faster_comes_first_however_simple():
+    slow = [candidate("zero1", 300), candidate("zero2", 400), candidate("fsdp_hybrid", 500)]
+    assert names([candidate("zero3", 1000), *slow]) == ["zero3", "fsdp_hybrid", "zero2", "zero1"]
+
+
+def test_whole_and_without_checkpointing_comes_before_whatever_is_faster():
+    assert names([candidate("zero3", 1000), candidate("ddp", 100)]) == ["ddp", "zero3"]
+    again = candidate("ddp", 100, checkpointing="full")
+    assert names([candidate("zero3", 1000), again]) == ["zero3", "ddp"]
+
+
+def test_of_a_strategy_the_fastest_stands_and_of_equals_the_one_with_most_room():
+    some, most = candidate("fsdp", 500, margin=1), candidate("fsdp", 500, margin=2)
+    (best,) = rank([candidate("fsdp", 499, margin=9), some, most], "speed")
+    assert best is most
+
+
+def test_the_goal_of_memory_ranks_by_the_upper_end():
+    wide = candidate("zero3", 900, low=1, high=30)
+    narrow = candidate("fsdp", 100, low=20, high=29)
+    assert names([wide, narrow], "memory") == ["fsdp", "zero3"]
+
+
+def test_a_rate_is_the_geometric_mean_of_its_ends(answers):
+    choice = answers["7b", "A100-80", 8].choice
+    rate = choice.speed.tokens_per_second
+    assert rate.low < rate.high
+    assert choice.tokens_per_second == pytest.approx((rate.low * rate.high) ** 0.5)
+
+
+@pytest.mark.parametrize(("gpus", "nodes"), [(8, 1), (16, 2), (32, 4)])
+def test_the_ram_that_is_assumed_is_that_of_a_node_with_its_own_gpus(gpus, nodes):
+    found = recommend("7b", gpu="L4", gpus=gpus, nodes=nodes, global_batch=32)
+    room = found.choice.room
+    assert room.host_bytes == 2 * room.gpu_bytes * 8
+
+
+def test_replicas_in_one_node_are_not_looked_at(monkeypatch):
+    seen = []
+    look = module._under
+
+    def under(strategy, *rest):
+        seen.append(strategy.name)
+        return look(strategy, *rest)
+
+    monkeypatch.setattr(module, "_under", under)
+    recommend("13b", gpu="A100-80", gpus=8, global_batch=32)
+    assert "fsdp" in seen
+    assert "fsdp_hybrid" not in seen
+    seen.clear()
+    recommend("13b", gpu="A100-80", gpus=16, nodes=2, global_batch=32)
+    assert "fsdp_hybrid" in seen
