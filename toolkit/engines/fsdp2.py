@@ -110,11 +110,17 @@ class FSDP2(Backend):
     def _units(self) -> list[Any]:
         return [module for module in self._model.modules() if isinstance(module, FSDPModule)]
 
-    def _fsdp_parameters(self) -> Iterator[Any]:
+    def _groups(self) -> Iterator[Any]:
+        """Yield what `fully_shard` keeps of each unit that has parameters."""
         for unit in self._units():
+            # One a unit, as Accelerate 1.15 shards: the list of several is not in torch 2.11.
             group = unit._get_fsdp_state()._fsdp_param_group
             if group is not None:
-                yield from group.fsdp_params
+                yield group
+
+    def _fsdp_parameters(self) -> Iterator[Any]:
+        for group in self._groups():
+            yield from group.fsdp_params
 
     # One parameter whole
 
@@ -144,9 +150,9 @@ class FSDP2(Backend):
         finally:
             for unit in self._units():
                 unit.reshard()
-                for group in unit._get_fsdp_state()._fsdp_param_groups:
-                    group._post_forward_indices.clear()
-                    group.comm_ctx.post_forward_order.clear()
+            for group in self._groups():
+                group._post_forward_indices.clear()
+                group.comm_ctx.post_forward_order.clear()
 
     def waiting_units(self) -> Iterator[torch.nn.Module]:
         for unit in self._units():
