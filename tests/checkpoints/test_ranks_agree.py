@@ -9,17 +9,18 @@ import pytest
 from toolkit.checkpoints.committing import committing
 
 RANK = """
-import json, sys
+import json, os, sys
 from pathlib import Path
 import torch
 from toolkit.checkpoints.resume_request import ResumeRequest
 from toolkit.checkpoints.resuming import find_checkpoint
 from toolkit.errors import UsageError
-rank, folder, facts = int(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
+rank, facts = int(sys.argv[1]), json.loads(sys.argv[3])
+os.chdir(sys.argv[2])
 store = torch.distributed.FileStore(sys.argv[4], 2)
 torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
 try:
-    print(find_checkpoint(ResumeRequest(folder), facts).step)
+    print(find_checkpoint(ResumeRequest(Path()), facts).step)
 except UsageError as error:
     print(error)
 torch.distributed.barrier()
@@ -62,7 +63,7 @@ def test_what_one_rank_has_otherwise_is_refused_by_both(tmp_path, second, said):
 
 
 def test_two_machines_with_folders_of_their_own_do_not_mix_two_checkpoints(tmp_path):
-    """Each is whole, under a path that is the same on both: a link stands for the machine."""
+    """Each is whole, under a path that is the same on both: here, a relative one."""
     for rank, content in enumerate([b"of one training", b"of another one"]):
         write_checkpoint(tmp_path / str(rank) / "checkpoint-4", content=content)
     folders = [tmp_path / "0", tmp_path / "1"]

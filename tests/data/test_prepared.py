@@ -263,7 +263,7 @@ def test_a_data_set_of_the_hub_is_read_through_datasets(
 
 def test_the_built_in_data_are_signatures_and_docstrings(cache):
     rows = standard_library_texts()
-    assert rows.column_names == ["prompt", "completion"]
+    assert all(list(row) == ["prompt", "completion"] for row in rows)
     assert len(rows) > 2000
     commonprefix = next(row for row in rows if row["prompt"] == "def commonprefix(m):\n")
     assert commonprefix["completion"].startswith("Given a list of pathnames")
