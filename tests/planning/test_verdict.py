@@ -57,6 +57,12 @@ def test_one_row_or_token_more_than_the_largest_no_longer_fits(job, gib, strateg
     assert tokens == 0 or fits(replace(job, sequence=tokens), room(gib))
 
 
+def test_the_longest_row_is_found_whatever_a_config_says_of_positions(job):
+    model = replace(job.model, max_positions=10**12)
+    tokens = longest_sequence(replace(job, model=model), room(40))
+    assert tokens == longest_sequence(job, room(40)) > 1024
+
+
 def test_remedies_come_in_the_order_of_their_cost_and_each_saves_memory():
     job = PlannedJob(
         model=shape_from_count("7b"), strategy=STRATEGIES["ddp"], batch=4, accumulation=2

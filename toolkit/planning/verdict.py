@@ -106,4 +106,8 @@ def longest_sequence(job: PlannedJob, room: Room) -> int:
 
 def _largest(holds: Callable[[int], bool], most: int) -> int:
     """Return the largest of 1..most that holds; above one that does not, none does."""
-    return bisect_left(range(1, most + 1), True, key=lambda number: not holds(number))
+    bound = 1
+    while bound <= most and holds(bound):  # few rows fit mostly, and most may be beyond any job
+        bound *= 2
+    numbers = range(1, min(bound, most + 1))
+    return bisect_left(numbers, True, lo=bound // 2, key=lambda number: not holds(number))
