@@ -15,6 +15,8 @@ from toolkit.planning.terms import CATEGORIES
 from toolkit.strategies import STRATEGIES
 
 GIB = 2**30
+TERM_KEYS = ("category", "name", "bytes", "place", "phases", "formula", "inputs")
+"""Of a term in schema 1."""
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +77,16 @@ def test_json_holds_every_term_with_its_formula(found):
     for row, known in zip(data["rows"], found.rows, strict=True):
         assert len(row["memory"]["terms"]) == len(known.memory.terms) > 5
         assert all(term["formula"] for term in row["memory"]["terms"])
+        assert {tuple(term) for term in row["memory"]["terms"]} == {TERM_KEYS}
         assert row["memory"]["total"]["high"] == known.memory.total.high
         assert row["memory"]["states"]["optimizer"]["gpu"] == known.memory.states.optimizer.gpu
         assert row["cost"]["dollars"]["high"] > row["cost"]["dollars"]["low"] > 0
         assert row["verdict"]["answer"] == known.verdict.answer
+
+
+def test_a_dictionary_holds_what_json_would_give_back(found):
+    terms = found.to_dict()["rows"][0]["memory"]["terms"]
+    assert terms == json.loads(json.dumps(terms))
 
 
 def test_json_says_why_something_is_null():

@@ -106,7 +106,11 @@ def _memory(memory: MemoryEstimate) -> dict[str, Any]:
         "peak_phase": memory.peak_phase,
         "states": asdict(memory.states),
         "by_category": {name: asdict(value) for name, value in memory.by_category().items()},
-        "terms": [asdict(term) for term in memory.terms],
+        "terms": [
+            {key: value for key, value in asdict(term).items() if key != "lasting"}
+            | {"phases": list(term.phases)}
+            for term in memory.terms
+        ],
     }
 
 
