@@ -196,6 +196,13 @@ def test_users_add_their_own(tmp_path, file, text):
     assert gpu("l4", file=tmp_path / file) == gpu("l4")
 
 
+@pytest.mark.parametrize("rate", [0, "none", 15.7])
+def test_a_bf16_rate_of_a_gpu_without_bf16_is_ignored(tmp_path, rate):
+    file = tmp_path / "own.json"
+    file.write_text(json.dumps(OWN | {"compute_capability": "7.5", "bf16_tflops": rate}))
+    assert gpu("RTX 3060", file=file).bf16_flops is None
+
+
 def test_an_own_entry_goes_before_a_built_in_one(tmp_path):
     file = tmp_path / "own.json"
     file.write_text(json.dumps(OWN | {"name": "L4"}))

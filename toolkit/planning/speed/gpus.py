@@ -92,7 +92,8 @@ class Gpu:
 def gpu(name: str, *, file: Path | None = None) -> Gpu:
     """Return the GPU called `name`: `l4`, `RTX 4090`, or as torch has it, `NVIDIA A100-SXM4-80GB`.
 
-    GPUs of a JSON or YAML file go before built-in ones of the same name.
+    Case and vendor don't matter. GPUs of a JSON or YAML file go before built-in ones of the same
+    name.
 
     Raises:
         UsageError: no such GPU, several that it could be, or a broken file.
@@ -200,7 +201,7 @@ def _parse(file: Path) -> object:
 def _entry(entry: object, file: Path) -> Gpu:
     if not isinstance(entry, dict):
         raise UsageError(f"{file}: {entry!r} is no GPU, which is a mapping with a name and more.")
-    values = cast("dict[str, Any]", entry)
+    values: dict[str, Any] = cast("dict[str, Any]", entry)
     allowed = {*_REQUIRED, *_NUMBERS, *_TEXTS, *_LISTS}
     name = values.get("name")
     if not isinstance(name, str) or not _word(name):
@@ -214,8 +215,9 @@ def _entry(entry: object, file: Path) -> Gpu:
         if values.get(key) is None:
             raise UsageError(f"{where}: {key} is missing.")
     capability = _capability(values["compute_capability"], where)
-    has_bf16 = capability >= (8, 0)
-    if has_bf16 and values.get("bf16_tflops") is None:
+    if capability < (8, 0):
+        values = {**values, "bf16_tflops": None}  # such GPUs have none, whatever the file says
+    elif values.get("bf16_tflops") is None:
         raise UsageError(f"{where}: bf16_tflops is missing; from compute capability 8.0 it is due.")
 
     def check(key: str, expected: str, fits: Callable[[Any], bool]) -> Any:
@@ -230,8 +232,6 @@ def _entry(entry: object, file: Path) -> Gpu:
         number = check(key, expected, partial(_is_number, most=most))
         fields[field] = None if number is None else float(number) * unit
     fields["memory_bytes"] = int(values["memory_mib"]) * MIB
-    if not has_bf16:
-        fields["bf16_flops"] = None
     fields["pcie_bandwidth"] = _pcie(values["pcie"], where)
     for key in _TEXTS:
         fields[key] = check(key, "a text", lambda value: isinstance(value, str)) or ""
