@@ -123,6 +123,21 @@ def test_offloads_keep_nothing_of_the_states_on_the_gpu_but_what_stays_gathered(
     assert zero2.total.gpu == zero2.parameters.gpu
 
 
+def test_zero_3_that_offloads_parameters_alone_steps_on_the_gpu():
+    on_gpu = job("zero3", precision="bf16")
+    alone = replace(on_gpu, strategy=replace(on_gpu.strategy, offload_parameters="cpu"))
+    states, expected = state_bytes(alone), state_bytes(on_gpu)
+    assert states.master == expected.master
+    assert states.gradients == expected.gradients
+    assert states.optimizer == expected.optimizer
+
+
+def test_a_bucket_size_that_is_no_number_is_named_though_nothing_is_planned_with_it():
+    broken = {"zero_optimization": {"stage": 2, "allgather_bucket_size": "large"}}
+    with pytest.raises(UsageError, match="allgather_bucket_size .* is 'large'"):
+        state_bytes(job("zero2", deepspeed=broken))
+
+
 def test_nvme_takes_states_in_pieces_and_parameters_past_a_billion():
     large = state_bytes(job("zero3_nvme", model=LARGE, precision="bf16"))
     elements = weights_of(job("ddp", model=LARGE)).decayed.partitioned(2)

@@ -114,7 +114,7 @@ def state_bytes(job: PlannedJob, rank: int = 0) -> StateBytes:
             )
     parameters = held * size + _frozen_bytes(job, weights)
     gradients, gathered = graded * size, persistent_bytes(job)
-    if not strategy.offloads:
+    if strategy.offload_optimizer == "none":
         paged = optimizers.is_paged(optimizer)
         return StateBytes(
             parameters=Held(gpu=parameters + gathered),

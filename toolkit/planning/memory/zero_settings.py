@@ -100,6 +100,8 @@ def _settings(config: Mapping[str, Any], model: ModelShape) -> ZeroSettings:
         name: _elements(zero, key, default, model.hidden_size)
         for name, (key, default) in _SIZES.items()
     }
+    # Not planned with, but a mistake in it is still named.
+    _elements(zero, "allgather_bucket_size", 500_000_000, model.hidden_size)
     sizes["max_live"] = max(sizes["max_live"], sizes["max_reuse"])
     masters = bool(bf16.get("bf16_master_weights_and_grads"))
     states = masters and bool(bf16.get("bf16_optimizer_states"))
