@@ -75,7 +75,7 @@ def _with_options_of(declared: type[Any]) -> Callable[[Callable[..., None]], Cal
                 field.name,
                 inspect.Parameter.KEYWORD_ONLY,
                 annotation=Annotated[
-                    types[field.name].__origin__, typer.Option(*flag.names, help=flag.help)
+                    get_args(types[field.name])[0], typer.Option(*flag.names, help=flag.help)
                 ],
                 default=inspect.Parameter.empty if field.default is MISSING else field.default,
             )
@@ -326,15 +326,15 @@ def report(
     ] = False,
 ) -> None:
     """Make a comparison's reports again, or set two comparisons side by side."""
+    if second is None and to is not None:
+        raise UsageError("--to is for two comparisons; the reports of one stand in its own folder.")
+    if second is not None and png:
+        raise UsageError("--png is for one comparison. Name one folder, or leave --png out.")
     from rich.console import Console
 
     from toolkit.comparing.report import remake
     from toolkit.comparing.run.rebuilding import restore
 
-    if second is None and to is not None:
-        raise UsageError("--to is for two comparisons; the reports of one stand in its own folder.")
-    if second is not None and png:
-        raise UsageError("--png is for one comparison. Name one folder, or leave --png out.")
     console = Console()
     restore(folder, console=console)
     if second is not None:

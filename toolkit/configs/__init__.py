@@ -17,13 +17,23 @@ class ConfigOptions:
     """Settings of a file beyond its strategy; None leaves them to the strategy or to the run."""
 
     num_processes: int | None = None
+    """Ranks in all."""
+
     precision: str | None = None
+    """One of `PRECISIONS`."""
+
     gradient_accumulation_steps: int | None = None
+    """Micro-batches per optimizer step."""
+
     gradient_clipping: float | None = None
+    """Largest gradient norm, 0 for none."""
+
     offload_device: Device | None = None
     """Where DeepSpeed puts what the strategy offloads."""
 
     nvme_path: Path | None = None
+    """Folder for offloads to NVMe."""
+
     decoder_layer: str | None = None
     """FSDP2: the class to wrap; None lets the model's `_no_split_modules` decide."""
 

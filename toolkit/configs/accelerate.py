@@ -13,7 +13,9 @@ from toolkit.strategies import Strategy, refuse_backend
 def accelerate_config(
     strategy: Strategy, options: ConfigOptions, deepspeed_json: Path | None
 ) -> dict[str, Any]:
-    """Return the contents of the YAML file for one strategy, which names DeepSpeed's JSON.
+    """Return the contents of one strategy's YAML.
+
+    A DeepSpeed strategy's names `deepspeed_json`, the path of its JSON.
 
     Raises:
         UsageError: the number of processes doesn't suit the strategy, or a path is missing.
@@ -41,10 +43,12 @@ def accelerate_config(
             distributed_type = "FSDP"
             sections = port | mixed | {"fsdp_config": _fsdp_section(strategy, options)}
             if strategy.replicas > 1:
-                mesh = {"dp_replicate": strategy.replicas}
-                mesh |= {"dp_shard": processes // strategy.replicas, "tp": 1, "cp": 1, "sp": 1}
                 sections["parallelism_config"] = {
-                    f"parallelism_config_{name}_size": size for name, size in mesh.items()
+                    "parallelism_config_dp_replicate_size": strategy.replicas,
+                    "parallelism_config_dp_shard_size": processes // strategy.replicas,
+                    "parallelism_config_tp_size": 1,
+                    "parallelism_config_cp_size": 1,
+                    "parallelism_config_sp_size": 1,
                 }
         case _:
             refuse_backend(strategy.backend, strategy, "The generator of config files")

@@ -4,7 +4,8 @@ Everything that belongs to the run is `auto`. Everything else that DeepSpeed cou
 is written, because its defaults moved between releases: clipping 0 -> 1.0 in 0.19.3,
 `bf16.check_grad_overflow` in 0.19.3, `pin_memory` by 0.19.5.
 
-The file fits any model on any machine; the run knows both, and fits it to them.
+The file fits any model on any machine. A run knows both: `fit_to_run` changes the file for them,
+and the record names each change.
 """
 
 from __future__ import annotations
@@ -108,6 +109,7 @@ def _zero_section(strategy: Strategy) -> dict[str, Any]:
 
 
 def _add_offloads(config: dict[str, Any], strategy: Strategy, options: ConfigOptions) -> None:
+    """Add the sections of offloads to `config`, in place."""
     devices: dict[str, Device] = {
         "offload_optimizer": strategy.offload_optimizer,
         "offload_param": strategy.offload_parameters,

@@ -115,17 +115,16 @@ def cached_configs(strategy: Strategy) -> ConfigFiles:
 
 def _check_options(strategy: Strategy, options: ConfigOptions) -> None:
     """Raise UsageError for every option that no file of the strategy has a place for."""
-    misplaced: dict[str, object] = {}
+    misplaced: list[tuple[object, str]] = []
     if not strategy.reads_deepspeed_json:
         in_json = "stands in DeepSpeed's file only: tell it to the training script"
-        misplaced = {
-            f"--accumulation {in_json}": options.gradient_accumulation_steps,
-            f"--clipping {in_json}": options.gradient_clipping,
-            "--offload-device is DeepSpeed's: use fsdp_offload, or a strategy of ZeRO's": (
-                options.offload_device
-            ),
-        }
+        elsewhere = "--offload-device is DeepSpeed's: use fsdp_offload, or a strategy of ZeRO's"
+        misplaced = [
+            (options.gradient_accumulation_steps, f"--accumulation {in_json}"),
+            (options.gradient_clipping, f"--clipping {in_json}"),
+            (options.offload_device, elsewhere),
+        ]
     if strategy.sharding != "rows":
-        misplaced["--layer is FSDP's: leave it out"] = options.decoder_layer
-    if findings := [finding for finding, value in misplaced.items() if value is not None]:
+        misplaced.append((options.decoder_layer, "--layer is FSDP's: leave it out"))
+    if findings := [finding for value, finding in misplaced if value is not None]:
         raise UsageError(f"{strategy.name}: {'; '.join(findings)}.")

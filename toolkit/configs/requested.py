@@ -89,9 +89,14 @@ def agreed_strategy(
 
 
 def check_left_over(environ: Mapping[str, str], *, launched: bool = True) -> None:
-    """Refuse switches in the environment that no launcher of this run has set: by name.
+    """Refuse switches in the environment that no launcher of this run has set.
 
-    Without `launched` they are those of a process about to launch ranks, where none may stand.
+    Args:
+        environ: Of a rank, or of the process that is about to launch some.
+        launched: Whether it is a rank's, where a launcher may have set the switch.
+
+    Raises:
+        UsageError: names each.
     """
     left = [
         name
@@ -114,8 +119,8 @@ def known_strategy(strategy: Strategy) -> Strategy:
 
 def same_features(first: Strategy, second: Strategy) -> bool:
     """Whether two strategies ask for the same, whatever they are called."""
-    called = {"name": second.name, "summary": second.summary}
-    return replace(first, **called, num_processes=second.num_processes) == second
+    names = {"name": second.name, "summary": second.summary}
+    return replace(first, **names, num_processes=second.num_processes) == second
 
 
 def shown(strategy: Strategy) -> str:
@@ -310,6 +315,7 @@ def _check_supported(environ: Mapping[str, str]) -> None:
 
 
 def _refuse(unsupported: list[str], library: str) -> None:
+    """Raise UsageError if a config asks for something that no strategy does."""
     if unsupported:
         raise UsageError(
             f"The {library} config asks for {' and '.join(unsupported)}. No strategy of the "
@@ -353,8 +359,8 @@ def deepspeed_strategy(config: Mapping[str, Any]) -> Strategy:
 
     def device(name: str) -> Device:
         section: dict[str, Any] = zero.get(name) or {}
-        device = section.get("device")
-        return device if device in ("cpu", "nvme") else "none"
+        place = section.get("device")
+        return place if place in ("cpu", "nvme") else "none"
 
     try:
         stage = int(zero.get("stage", 0))
