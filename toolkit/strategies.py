@@ -167,12 +167,8 @@ def refuse_backend(backend: Never, strategy: Strategy, refuser: str) -> NoReturn
     """End a `match` on `strategy.backend` that has a case for every backend.
 
     Its argument is `Never`, as that of `typing.assert_never`: with a backend added to `Backend`,
-    pyright reports each `match` that has no case for it.
-
-    Args:
-        backend: What no case caught.
-        strategy: The strategy it belongs to.
-        refuser: Who does not know the backend, as the subject of a sentence: `The planner`.
+    pyright reports each `match` that has no case for it. `refuser` is who does not know the
+    backend, as the subject of a sentence: `The planner`.
 
     Raises:
         UsageError: always.

@@ -165,9 +165,9 @@ def plan(model: str | Path | ModelShape, options: PlanOptions) -> Plan:
     shape = model if isinstance(model, ModelShape) else resolve_model(model)
     gpu = options.gpu
     if isinstance(gpu, str):
-        from toolkit.planning.speed import gpus as known
+        from toolkit.planning.speed.gpus import gpu as find_gpu
 
-        gpu = known.gpu(gpu, file=options.gpu_file)
+        gpu = find_gpu(gpu, file=options.gpu_file)
     notes: list[str] = []
     precision = _precision(options.precision, gpu, notes)
     sequence = _sequence(options.sequence, shape, notes)

@@ -155,8 +155,9 @@ def recommend(model: str | Path | ModelShape, options: RecommendOptions) -> Reco
     without_optimizer: dict[str, None] = {}
     methods = METHODS if options.method is None else (options.method,)
     for names, method in _in_turn(methods, options.host_gib is not None):
-        strategies = [STRATEGIES[name] for name in names if _pays(STRATEGIES[name], row.job)]
-        for strategy in strategies:
+        for strategy in (STRATEGIES[name] for name in names):
+            if strategy.replicas > 1 and row.job.nodes == 1:
+                continue  # replicas in one node only cost memory
             if optimizer_problem(OPTIM_FLAGS[options.optimizer], strategy):
                 without_optimizer[strategy.name] = None
             elif num_processes_problem(strategy, gpus) is None:
@@ -204,11 +205,6 @@ def _in_turn(methods: Sequence[Method], host_known: bool) -> list[tuple[Sequence
     if host_known:
         return [(names, method) for method in methods for names in (on_gpus, OFFLOADED)]
     return [(names, method) for names in (on_gpus, OFFLOADED) for method in methods]
-
-
-def _pays(strategy: Strategy, job: PlannedJob) -> bool:
-    """Whether replicas, if any, lie on different nodes: in one node they only cost memory."""
-    return strategy.replicas == 1 or job.nodes > 1
 
 
 def _under(strategy: Strategy, method: Method, base: Candidate, rows: int) -> Iterator[Candidate]:
@@ -352,10 +348,11 @@ def _leanest_by_strategy(looked_at: Sequence[Candidate]) -> dict[tuple[str, str]
     """Return how much each strategy and each method misses at best; those that fit are omitted."""
     best: dict[tuple[str, str], Candidate] = {}
     for candidate in looked_at:
+        margin = candidate.verdict.worst_margin_bytes
         for name in (candidate.job.strategy.name, ""):
             key = (candidate.job.method, name)
-            nearest = (best.get(key, candidate), candidate)
-            best[key] = max(nearest, key=lambda near: near.verdict.worst_margin_bytes)
+            if key not in best or margin > best[key].verdict.worst_margin_bytes:
+                best[key] = candidate
     return {key: _short(candidate) for key, candidate in best.items() if not candidate.fits}
 
 

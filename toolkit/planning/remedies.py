@@ -98,13 +98,13 @@ def _remedy(made: Sequence[Changed], room: Room) -> Remedy:
     )
 
 
-def _setting(name: str, cost: str, field: str, *enough: str) -> Change:
-    """Return a change of one option to the first of the values that are `enough`."""
+def _setting(name: str, cost: str, field: str, value: str, *stronger: str) -> Change:
+    """Return a change that sets one option to `value`, unless it has that or a stronger one."""
 
     def change(job: PlannedJob, room: Room) -> Changed | None:
-        if getattr(job, field) in enough:
+        if getattr(job, field) in (value, *stronger):
             return None
-        return Changed(name, cost, replace(job, **{field: enough[0]}))
+        return Changed(name, cost, replace(job, **{field: value}))
 
     return change
 

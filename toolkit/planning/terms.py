@@ -62,6 +62,7 @@ class Interval:
         return Interval(self.low * factor.low, self.high * factor.high)
 
     def __truediv__(self, divisor: Interval) -> Interval:
+        """Divide positive intervals: the lowest quotient is of the highest divisor."""
         return Interval(self.low / divisor.high, self.high / divisor.low)
 
     def times(self, factor: float) -> Interval:

@@ -41,7 +41,6 @@ class Activations:
 
 
 def activations_of(job: PlannedJob) -> Activations:
-    """Return the activations of `job`."""
     model, tokens = job.model, job.micro_tokens
     loss = loss_bytes(job)
     layer = layer_bytes(
@@ -78,11 +77,8 @@ def activations_of(job: PlannedJob) -> Activations:
 def activation_terms(job: PlannedJob, parts: Activations, *, ends_full: bool) -> Iterator[Term]:
     """Yield the terms of the phases in which activations live.
 
-    Args:
-        job: What is trained.
-        parts: Its activations.
-        ends_full: Backward needs the most at its end, with all gradients and one layer's
-            activations, and not at its beginning with all activations.
+    With `ends_full` backward needs the most at its end, with all gradients and one layer's
+    activations, and not at its beginning with all activations.
     """
     tokens, loss = job.micro_tokens, parts.loss
     kept_term = Term(
@@ -146,9 +142,7 @@ def activation_terms(job: PlannedJob, parts: Activations, *, ends_full: bool) ->
 def cast_weights(job: PlannedJob, *, ends_full: bool) -> Iterator[Term]:
     """Yield autocast's copies of fp32 weights, which the graph holds until backward has used them.
 
-    Args:
-        job: What is trained.
-        ends_full: As in `activation_terms`: by the end of backward all of them are gone.
+    With `ends_full`, as in `activation_terms`, all of them are gone by the end of backward.
     """
     model, regime = job.model, regime_of(job)
     head = max(

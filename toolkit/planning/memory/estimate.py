@@ -314,8 +314,8 @@ def _gradient_terms(
         yield gradients
     if job.strategy.sharding == "whole" and job.method == "full":
         yield from _new_gradients(job, gradients, ends_full=ends_full)
-    late = job.strategy.shards_at_the_step
-    if late and (job.sums_up or ends_full):
+    at_step = job.strategy.shards_at_the_step
+    if at_step and (job.sums_up or ends_full):
         yield replace(
             gradients,
             name="whole gradients, until they are reduced",
@@ -323,7 +323,7 @@ def _gradient_terms(
             formula="size * trained parameters",
             phases=RUNNING if job.sums_up else ("backward",),
         )
-    in_flat_buffer = job.strategy.sharding == "flat" and not (late or job.strategy.offloads)
+    in_flat_buffer = job.strategy.sharding == "flat" and not (at_step or job.strategy.offloads)
     if in_flat_buffer and (job.sums_up or not ends_full):
         # The rank's part has a buffer from its first gradient on, in which these lie.
         new = Interval(0, states.gradients.gpu)

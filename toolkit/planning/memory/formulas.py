@@ -19,7 +19,10 @@ ZERO_STAGES = ("ddp", "zero1", "zero2", "zero3")
 
 
 def zero_bytes(stage: str, parameters: float, ranks: int, *, mixed: bool) -> float:
-    """Return the bytes of one rank's model states, as courses and the ZeRO paper work them out."""
+    """Return the bytes of one rank's model states, as courses and the ZeRO paper work them out.
+
+    The 4 and 8 times less of ZeRO-1 and 2 are its limits for many ranks, in mixed precision.
+    """
     return parameters * sum(
         size / (ranks if divided else 1) for size, divided in _parts(stage, mixed=mixed)
     )
@@ -52,7 +55,9 @@ def compare_with_formula(job: PlannedJob) -> FormulaComparison:
 
     Course figures are those of full training with Adam in the job's precision.
     """
-    stage, mixed = _stage(job), job.precision != "no"
+    strategy, mixed = job.strategy, job.precision != "no"
+    shards = (strategy.shards_optimizer, strategy.shards_gradients, strategy.shards_parameters)
+    stage = ZERO_STAGES[sum(shards)]
     course = zero_bytes(stage, job.model.parameters, job.shards, mixed=mixed)
     states, buckets = most_loaded(job).total, _lasting_buckets(job)
     implementation = states.in_memory + states.nvme + buckets
@@ -71,25 +76,13 @@ def compare_with_formula(job: PlannedJob) -> FormulaComparison:
     )
 
 
-def _stage(job: PlannedJob) -> str:
-    """Return the course's name for the sharding of a strategy."""
-    match job.strategy.sharding:
-        case "whole":
-            return "ddp"
-        case "flat":
-            return f"zero{job.strategy.zero_stage}"
-        case "tensors" | "rows":
-            return "zero3"
-
-
 def _by_part(job: PlannedJob, stage: str, *, mixed: bool) -> dict[str, float]:
     """Return the bytes of each part, in whole elements, less those of the formula."""
     strategy, size, parameters = job.strategy, trained_size(job), job.model.parameters
     share = parameters / job.shards
-    (weight, gradient, optimizer), (held, graded, stepped) = zip(
-        *((size, share if divided else parameters) for size, divided in _parts(stage, mixed=mixed)),
-        strict=True,
-    )
+    parts = _parts(stage, mixed=mixed)
+    weight, gradient, optimizer = (part for part, _ in parts)
+    held, graded, stepped = (share if divided else parameters for _, divided in parts)
     differences: dict[str, float] = {f"weights held in {size} bytes": (size - weight) * held}
     if strategy.shards_at_the_step:
         # At the step each rank has only its part left; the whole was there in backward.

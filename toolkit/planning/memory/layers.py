@@ -49,14 +49,10 @@ def regime_of(job: PlannedJob) -> Regime:
 def layer_bytes(
     model: ModelShape, regime: Regime, sequence: int, *, fused: bool, adapters: int = 0
 ) -> LayerBytes:
-    """Return what the widest layer of a model keeps for each token of a row.
+    """Return what the widest layer of a model keeps for each token of a row of `sequence` tokens.
 
-    Args:
-        model: The model.
-        regime: In which dtypes it runs.
-        sequence: Tokens of a row.
-        fused: Attention runs in a kernel that never holds the scores, where the class can.
-        adapters: Rank of LoRA's matrices, 0 for training in full.
+    With `fused` attention runs in a kernel that never holds the scores, where the class can.
+    `adapters` is the rank of LoRA's matrices, 0 for training in full.
     """
     tape = LayerTape(model=model, regime=regime, trains=not adapters, adapters=adapters)
     start = Value(model.hidden_size, tape.entering)

@@ -25,10 +25,7 @@ CODE_BOOKS = 2 * 256 * 4
 def of_tensors(optimizer: Optimizer, tensors: Tensors, size: int) -> int:
     """Bytes of the states of whole tensors.
 
-    Args:
-        optimizer: Which one.
-        tensors: What it steps on.
-        size: Bytes of an element of a parameter; torch's states take its dtype.
+    `size` is that of a parameter's element: torch's states take its dtype.
     """
     if optimizer == "adafactor":
         return size * sum(_factored(tensor.shape) for tensor in tensors.listed)
@@ -80,9 +77,7 @@ def formula_of(optimizer: Optimizer) -> str:
 def moved_bytes(optimizer: Optimizer, size: int) -> float:
     """Return the bytes of states that one step reads and writes, for each element stepped on.
 
-    Args:
-        optimizer: Which one.
-        size: Bytes of an element of a parameter.
+    `size` is that of a parameter's element.
     """
     match optimizer:
         case "adamw" | "adamw_fused" | "paged_adamw" | "adafactor":

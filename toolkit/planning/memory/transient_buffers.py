@@ -208,7 +208,7 @@ def _zero12(job: PlannedJob, weights: Weights, settings: ZeroSettings) -> Iterat
         yield product(
             "buckets",
             "a buffer for gradients to and from the host",
-            {"ends": 2 if job.on_cpu else 1, "size": size, "largest tensor": largest},
+            {"buffers": 2 if job.on_cpu else 1, "size": size, "largest tensor": largest},
         )
 
 

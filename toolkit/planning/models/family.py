@@ -67,7 +67,7 @@ def attention(
 ) -> ModelParts:
     """Separate projections of queries, keys and values, then the one back.
 
-    `order` is that in which the class registers them, so that of `model.parameters()`.
+    `order`: as the class registers them, which is the order of `model.parameters()`.
     """
     return (
         *(
@@ -182,7 +182,10 @@ def defaults(
     tied: bool = False,
     **more: Default,
 ) -> dict[str, Default]:
-    """Return the defaults of a config class, which has none for None; most don't tie the head."""
+    """Return the defaults of a config class; None where it has no default.
+
+    Most don't tie the head.
+    """
     widths = {
         "vocab": vocab,
         "hidden": hidden,

@@ -50,7 +50,7 @@ def plot_plan(plan: Plan, file: Path) -> None:
         left, right = figure.subplots(1, 2, width_ratios=(3, 2))
         _by_strategy(left, plan)
         _by_gpus(right, plan)
-        figure.suptitle(heading(plan), fontsize=8)
+        figure.suptitle(heading(plan), fontsize=10, wrap=True)
         try:
             figure.savefig(
                 file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None

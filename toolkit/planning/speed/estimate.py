@@ -117,6 +117,8 @@ def estimate_speed(
 def cost(speed: PlannedSpeed, tokens: int, dollars_per_hour: float | None) -> PlannedCost:
     """Return the hours and the price of so many tokens, rounded up to whole optimizer steps.
 
+    `dollars_per_hour` is the price of one GPU.
+
     Raises:
         UsageError: there are no tokens.
     """

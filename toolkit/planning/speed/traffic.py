@@ -24,7 +24,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Literal
+from typing import Any, Literal
 
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.states import FLAT_ALIGNMENT
@@ -181,14 +181,14 @@ def _zero3(job: PlannedJob) -> tuple[Collective, ...]:
         ranks=job.gpus,
     )
     first, again = gathered_if(trains_base=job.method == "full")
-    persistent = _persistent(job.model, settings.persistence_threshold, job.gpus)
+    parts = (weights.trained, weights.frozen, weights.packed)
+    persistent = sum(part.at_most(settings.persistence_threshold, job.gpus) for part in parts)
     gathered = first + again
     gradients = weights.trained.partitioned(job.gpus) * job.gpus
     if job.method != "full":
         # Adapters of a few thousand elements persist like norms; the others come and go with the
         # layers that they stand in, like 4-bit weights.
         small = weights.trained.at_most(settings.persistence_threshold, job.gpus)
-        persistent += small
         _, as_trained = gathered_if(trains_base=True)
         gathered += round((gradients - small) * (1 + as_trained / first))
         gathered -= round(_packed_savings(job, weights.packed) * (1 + again / first))
@@ -240,6 +240,7 @@ def _zero3(job: PlannedJob) -> tuple[Collective, ...]:
 def _zero_gradients(
     job: PlannedJob, kind: Kind, elements: int, *, times: int, formula: str
 ) -> Collective:
+    """Return the collective that reduces gradients under ZeRO."""
     # The weights' own dtype, unless a file names another by one of three names (DeepSpeed 0.19,
     # runtime/config.py, `get_communication_data_type`).
     named = None if job.deepspeed is None else job.deepspeed.get("communication_data_type")
@@ -276,12 +277,11 @@ def _fsdp(job: PlannedJob) -> tuple[Collective, ...]:
     gathers = 2 if job.strategy.gathers_again else 1
     per_node = job.gpus // job.nodes
     units = job.model.layers + 2
-    inside = partial(
-        Collective,
-        ranks=shards,
-        nodes=max(1, -(-shards // per_node)),
-        rings=max(1, per_node // shards) if shards > per_node else 1,
-    )
+    inside: dict[str, Any] = {
+        "ranks": shards,
+        "nodes": max(1, -(-shards // per_node)),
+        "rings": max(1, per_node // shards) if shards > per_node else 1,
+    }
     reduced = 4 if job.reduce_in_fp32 else size
     reduce = partial(
         Collective,
@@ -291,7 +291,7 @@ def _fsdp(job: PlannedJob) -> tuple[Collective, ...]:
         calls=units,
     )
     in_shards = (
-        inside(
+        Collective(
             kind="all_gather",
             purpose="parameters",
             elements=once + again * gathers,
@@ -310,13 +310,14 @@ def _fsdp(job: PlannedJob) -> tuple[Collective, ...]:
                 "size": base_size,
                 "micro-batches": job.accumulation,
             },
+            **inside,
         ),
         reduce(
             kind="reduce_scatter",
             elements=gradients,
             formula="trained * size, once a step, rows padded to the shards",
             inputs={"trained": gradients, "size": reduced, "shards": shards},
-            **inside.keywords,
+            **inside,
         ),
     )
     norm = replace(
@@ -390,13 +391,6 @@ def _fsdp_units(model: ModelShape, shards: int) -> tuple[int, int]:
         else:
             once += padded
     return once, again
-
-
-@lru_cache(maxsize=512)
-def _persistent(model: ModelShape, threshold: int, ranks: int) -> int:
-    """Padded elements of the model's own tensors that are never released."""
-    sizes = (tensor.elements for tensor in model.tensors)
-    return sum(_padded(size, ranks) for size in sizes if size <= threshold)
 
 
 @lru_cache(maxsize=512)

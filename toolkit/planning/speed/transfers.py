@@ -119,14 +119,14 @@ def _offloading(
     size = trained_size(job)
     down, up = _copied_bytes(job, elements, size)
     copying = Interval.exactly(down + up) / rates.HOST_COPY_SHARE.times(gpu.pcie_bandwidth)
-    hidden = Interval(micro.low * job.accumulation * rates.OVERLAP.high, 0)
+    hidden = micro.low * job.accumulation * rates.OVERLAP.high
     # DeepSpeed brings an optimizer for CPUs; FSDP2 steps with whatever the job asks for.
     unfused = job.strategy.sharding == "rows" and job.optimizer == "adamw"
     passes = rates.UNFUSED_ON_CPU if unfused else Interval.exactly(1)
     terms = [
         SpeedTerm(
             name="copies to and from the host",
-            seconds=copying.less(hidden),
+            seconds=Interval(max(0, copying.low - hidden), copying.high),
             formula="bytes / (PCIe bandwidth * share); at best beside the computing",
             inputs={
                 "bytes to the host": down,
