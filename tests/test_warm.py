@@ -193,6 +193,27 @@ def test_a_process_that_holds_a_gpu_s_file_is_told_from_one_that_does_not(tmp_pa
     assert not warm.on_gpu()
 
 
+def test_a_script_that_exits_leaves_its_open_files_whole(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        "def main():\n"
+        "    file = open(sys.argv[1], 'w')\n"
+        "    file.write('whole')\n"
+        "    raise SystemExit(7)\n"
+        "main()\n"
+    )
+    forked = (
+        "import sys\n"
+        "from toolkit import warm\n"
+        "imported = warm.Imported(search_path=(*sys.path,), variables={}, files=frozenset())\n"
+        "warm.become([sys.executable, *sys.argv[1:]], imported)\n"
+    )
+    command = [sys.executable, "-c", forked, str(script), str(tmp_path / "written"), "-" * 4000]
+    assert subprocess.run(command, check=False).returncode == 7
+    assert (tmp_path / "written").read_text() == "whole"
+
+
 def test_every_variable_but_those_of_one_launch_is_part_of_the_key():
     base = {"PATH": "/bin", "HF_HUB_OFFLINE": "1"}
     assert key_of(base) == key_of(base | {"TOOLKIT_STATUS_DIR": "/somewhere"})

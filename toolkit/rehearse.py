@@ -61,6 +61,7 @@ def main() -> None:
     quiet()
     from toolkit.measuring.attestation import Refused
 
+    code = 0
     rehearsal = False
     try:
         run_script = _script(sys.argv[1:])
@@ -77,9 +78,11 @@ def main() -> None:
             with watch(rehearsal=rehearsal):
                 run_script()
     except UsageError as error:
-        raise SystemExit(print_reason(2, str(error))) from None
+        code = print_reason(2, str(error))
     except Refused as error:
-        raise SystemExit(print_reason(3, f"refused: {error}")) from None
+        code = print_reason(3, f"refused: {error}")
+    if code:
+        raise SystemExit(code)
     if rehearsal:
         leave()
 

@@ -254,9 +254,9 @@ def tell_ends(running: dict[int, socket.socket]) -> list[socket.socket]:
     return ended
 
 
-def answer(connection: socket.socket, answer: dict[str, Any]) -> None:
+def answer(connection: socket.socket, content: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):  # the process that asked may be gone
-        connection.sendall(json.dumps(answer).encode() + b"\n")
+        connection.sendall(json.dumps(content).encode() + b"\n")
 
 
 def why_unfit() -> str | None:
@@ -283,13 +283,13 @@ def on_gpu() -> bool:
 
 def become(args: list[str], imported: Imported) -> NoReturn:
     """Go on as a Python that was started with these arguments, supervisor or rank."""
+    code = 0
     try:
         show_as(args)
         entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         sys.path[:] = [*dict.fromkeys([*filter(None, entries), *imported.search_path])]
         for name, value in imported.variables.items():
             os.environ.setdefault(name, value)
-        code = 0
         if args[:3] == [sys.executable, "-m", supervised.__name__]:
             # Its parent is the warm process, which sends SIGTERM when the asking one is gone.
             rest = [str(os.getppid()), *args[4:]]
@@ -298,14 +298,15 @@ def become(args: list[str], imported: Imported) -> NoReturn:
             if args[: len(LAUNCHER)] == LAUNCHER:
                 fork_ranks(imported)
             run_python(args[1:])
-        leave(code)
     except SystemExit as error:
         if not isinstance(error.code, int | None):
             print(error.code, file=sys.stderr)  # noqa: T201
-        leave(error.code if isinstance(error.code, int) else int(error.code is not None))
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:
         traceback.print_exc()
-        leave(1)
+        code = 1
+    # Not within `except`: the error's frames may hold files that are not flushed yet.
+    leave(code)
 
 
 def become_python(command: list[str], imported: Imported) -> None:
