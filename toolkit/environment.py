@@ -326,7 +326,7 @@ def _driver_facts() -> dict[str, Any]:
                 asdict(gpu) | {"pcie": _answer(nvml, _pcie, nvml, handle)}
                 for gpu, handle in zip(gpus(), handles, strict=True)
             ]
-            driver = nvml and _answer(nvml, nvml.nvmlSystemGetDriverVersion)
+            driver = None if nvml is None else _answer(nvml, nvml.nvmlSystemGetDriverVersion)
             return {"gpus": cards, "interconnect": interconnect(), "driver": driver}
     except UsageError as error:
         return {"gpus": None, "interconnect": None, "driver": f"not known: {error}"}

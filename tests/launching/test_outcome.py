@@ -44,7 +44,8 @@ def test_a_kill_that_the_kernel_counted_is_out_of_memory():
         "returncode": 1,
     }
     assert judge(Ending(**ending, out_of_memory_kills=1)).status == "oom"
-    assert judge(Ending(**ending, out_of_memory_kills=0)).status == "failed"
+    for unseen in (0, None):
+        assert judge(Ending(**ending, out_of_memory_kills=unseen)).status == "failed"
     assert judge(Ending(**ending)).status == "failed"
 
 

@@ -56,7 +56,7 @@ class WarmError(RuntimeError):
 
 
 def why_cold(error: OSError | WarmError) -> str:
-    """Return a phrase on an error of `fork`, or on the way to it."""
+    """Return why a launch starts cold, from an error of `fork` or of the connection to it."""
     return str(error) if isinstance(error, WarmError) else f"no warm process answers: {error}"
 
 
@@ -148,11 +148,13 @@ def fork(
     new_session: bool = False,
     tied: bool = False,
 ) -> Fork:
-    """Request a process; arguments and variables are those of `subprocess.Popen`.
+    """Request a process; `args` are those of `subprocess.Popen`.
 
     Args:
         connection: Leads to the loop that forks.
+        environment: All of its variables.
         streams: File descriptors for its standard streams.
+        folder: Where it starts; None for the current folder.
         tied: Whether it gets SIGTERM when this process ends.
 
     Raises:
@@ -174,11 +176,7 @@ def fork(
 
 def passed_signals() -> set[signal.Signals]:
     """Return the signals that a process inherits as ignored, where its parent ignores them."""
-    return {
-        number
-        for number in signal.Signals
-        if number not in (signal.SIGKILL, signal.SIGSTOP, *IGNORED_BY_PYTHON)
-    }
+    return {*signal.Signals} - {signal.SIGKILL, signal.SIGSTOP, *IGNORED_BY_PYTHON}
 
 
 def is_ignored(number: signal.Signals) -> bool:
@@ -243,8 +241,8 @@ def start(
 ) -> subprocess.Popen[bytes] | Fork:
     """Start a Python in a session of its own, without input: forked where one serves, else cold.
 
-    The command begins with this Python; `on_cold` gets the reason where a warm process could not
-    serve.
+    The command begins with this Python; `environment` and `folder` are those of `fork`, and
+    `on_cold` gets the reason where a warm process could not serve.
     """
     with open(os.devnull, "rb") as no_input:
         if SOCKET in environment:

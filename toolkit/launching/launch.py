@@ -24,12 +24,7 @@ from toolkit.launching.forking import COLD, Fork, start
 from toolkit.launching.outcome import PORT_TAKEN, Ending, Outcome, judge
 from toolkit.launching.python import PACKAGE_FOLDER, package_folder, python_environment
 from toolkit.launching.ranks import LAUNCHER_PID
-from toolkit.launching.status import (
-    STATUS_DIR,
-    RankStatus,
-    read_status,
-    read_statuses,
-)
+from toolkit.launching.status import STATUS_DIR, RankStatus, read_status, read_statuses
 from toolkit.launching.supervised import supervised
 from toolkit.redaction import redacted_words
 
@@ -162,7 +157,7 @@ class Follower:
         for old in status_dir.glob("*rank-*"):
             old.unlink()
 
-        kills = processes.out_of_memory_kills()
+        before = processes.out_of_memory_kills()
         with new_file(self.folder / "stdout.log", private=True) as log:
             supervisor = start(
                 supervised(self.command, redacting=True),
@@ -186,6 +181,7 @@ class Follower:
             self._read_lines(log)
             if self.rest:
                 self._take_line(self.rest)
+        after = processes.out_of_memory_kills()
         return Ending(
             statuses=self.statuses,
             gone=self.gone,
@@ -194,7 +190,7 @@ class Follower:
             timed_out=timed_out,
             stopped=stopped,
             num_processes=self.num_processes,
-            out_of_memory_kills=processes.out_of_memory_kills() - kills,
+            out_of_memory_kills=None if before is None or after is None else after - before,
             seconds=time.monotonic() - self.started,
             timeout=self.timeout,
         )
@@ -276,7 +272,10 @@ class Follower:
 
 
 def launch_environment(extra: Mapping[str, str], *, loopback: bool) -> dict[str, str]:
-    """Return the variables of a launch, but for the folder of its status files."""
+    """Return the variables of a launch, `extra` on top of this process's own.
+
+    The folder of its status files is left out; `loopback` is that of `run`.
+    """
     environment = python_environment() | {
         PACKAGE_FOLDER: str(package_folder()),
         "PYTHONUNBUFFERED": "1",
@@ -292,10 +291,9 @@ def launch_environment(extra: Mapping[str, str], *, loopback: bool) -> dict[str,
 
 def _lost_the_port(outcome: Outcome, ending: Ending) -> bool:
     """Whether another process took the port between its choice and its use."""
-    started = any(status.step for status in ending.statuses)
     return (
         outcome.status == "failed"
-        and not started
+        and not any(status.step for status in ending.statuses)
         and any(PORT_TAKEN.search(line) for line in ending.lines)
     )
 

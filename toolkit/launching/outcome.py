@@ -71,7 +71,7 @@ class Ending:
     """Ranks that were stopped (SIGSTOP) when the time was up."""
 
     num_processes: int | None = None
-    out_of_memory_kills: int = 0
+    out_of_memory_kills: int | None = None
     """Processes of our control group that the kernel's out-of-memory killer ended meanwhile."""
 
     seconds: float | None = 0.0
@@ -86,7 +86,8 @@ def judge(ending: Ending) -> Outcome:
     """
     lines = without_launcher_noise(ending.lines)
     status, reason = _verdict(ending, lines)
-    ranks = out_of_memory(ending.statuses)
+    errors = {s.rank: str(s.error) for s in ending.statuses if s.error}
+    ranks = [rank for rank, error in errors.items() if OUT_OF_MEMORY.search(error)]
     if status == "oom" and len(ranks) > 1:
         listed = f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
         reason = f"ranks {listed} ran out of memory; {reason}"
@@ -97,11 +98,6 @@ def judge(ending: Ending) -> Outcome:
         seconds=ending.seconds,
         statuses=ending.statuses,
     )
-
-
-def out_of_memory(statuses: Iterable[RankStatus]) -> list[int]:
-    """Return the ranks whose own error says that they ran out of memory."""
-    return [s.rank for s in statuses if s.error and OUT_OF_MEMORY.search(str(s.error))]
 
 
 def without_launcher_noise(lines: Iterable[str]) -> list[str]:
@@ -159,7 +155,8 @@ def _failures(ending: Ending) -> list[tuple[Order, Verdict]]:
     for status in ending.statuses:
         code = codes.get(status.pid)
         if status.has_failed:
-            order = (int(status.only_echoes), status.time, False)
+            is_echo = status.error is not None and status.error.is_echo
+            order = (int(is_echo), status.time, False)
             failures.append((order, _error_verdict(status)))
         elif status.rank in ending.gone:
             order = (int(code == -signal.SIGTERM), ending.gone[status.rank], status.pid != first)

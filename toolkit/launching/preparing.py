@@ -35,15 +35,12 @@ def prepare_once(flags: Sequence[str], *, num_processes: int | None = None) -> d
 def described(facts: Mapping[str, Any]) -> list[str]:
     """Return lines that say what is in the cache now."""
     data = facts["data"]
-    model = facts["model"]
-    lines = [("model", model["name"]), ("data", f"{data['name']} ({data['format']})")]
+    lines = [("model", facts["model"]["name"]), ("data", f"{data['name']} ({data['format']})")]
     lines += _rows(data)
     if data["template"] is not None:
         lines.append(("chat template", data["template"]["name"]))
-    lines.append(("learned", data["loss_on"]))
-    lines.append(("packing", data["packing"]))
-    if facts["validation"] is not None:
-        validation = facts["validation"]
+    lines += [("learned", data["loss_on"]), ("packing", data["packing"])]
+    if (validation := facts["validation"]) is not None:
         lines.append(("validation", validation["name"]))
         lines += [(f"  {name}", text) for name, text in _rows(validation)]
         lines.append(("  cache", validation["folder"]))

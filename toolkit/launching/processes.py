@@ -94,7 +94,7 @@ def kill(processes: list[psutil.Process]) -> None:
 def kill_descendants(pid: int) -> None:
     """Kill everything below `pid`, again until nothing new appears.
 
-    A process that sleeps inside the kernel cannot be killed: after a while it is given up.
+    A process that sleeps inside the kernel cannot be killed: after `KILL_SECONDS` it is given up.
     """
     end = time.monotonic() + KILL_SECONDS
     # In a loop: a process may start another one between the listing and its end.
@@ -103,15 +103,15 @@ def kill_descendants(pid: int) -> None:
         time.sleep(0.02)
 
 
-def out_of_memory_kills() -> int:
+def out_of_memory_kills() -> int | None:
     """Return how many processes of our control group the kernel's out-of-memory killer has ended.
 
-    0 where the system does not tell.
+    None where the system does not tell.
     """
     try:
         groups = CONTROL_GROUPS.read_text().splitlines()
     except OSError:
-        return 0
+        return None
     for line in groups:
         _, controllers, path = line.split(":", 2)
         below = path.strip("/")
@@ -124,7 +124,7 @@ def out_of_memory_kills() -> int:
         with contextlib.suppress(OSError):
             if match := re.search(r"^oom_kill (\d+)$", counters.read_text(), re.MULTILINE):
                 return int(match[1])
-    return 0
+    return None
 
 
 def _is_over(process: psutil.Process) -> bool:

@@ -64,8 +64,8 @@ class RankError:
     @property
     def is_echo(self) -> bool:
         """Whether it only means that another rank is gone."""
-        texts = self.message.lower()
-        return self.type in ECHO_TYPES or any(echo in texts for echo in ECHO_TEXTS)
+        text = self.message.lower()
+        return self.type in ECHO_TYPES or any(echo in text for echo in ECHO_TEXTS)
 
     def __str__(self) -> str:
         return f"{self.type}: {self.message}" if self.message else self.type
@@ -94,10 +94,6 @@ class RankStatus:
     @property
     def has_failed(self) -> bool:
         return self.state in get_args(Failure)
-
-    @property
-    def only_echoes(self) -> bool:
-        return self.error is not None and self.error.is_echo
 
 
 class StatusFile:
@@ -150,7 +146,7 @@ class StatusFile:
             "time": time.time(),  # of day, for people
             "monotonic": time.monotonic(),
             "started": start_of(os.getpid()),
-            "error": error and asdict(error),
+            "error": None if error is None else asdict(error),
             "peak_bytes": self._peak_bytes,
         }
         # Not waiting for the disk: it is written anew every step.
