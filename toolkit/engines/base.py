@@ -7,12 +7,12 @@ overrides what it does otherwise.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -66,7 +66,7 @@ class Traits:
     """Further facts of the attestation that no other backend has."""
 
 
-class Backend(Protocol):
+class Backend(ABC):
     """One prepared model, as its backend holds it. Every rank has its own.
 
     It holds nothing but the model that `Accelerator.prepare` returned, so it may be made anew
@@ -77,17 +77,14 @@ class Backend(Protocol):
     steps_in_backward: bool = False
     """Whether the optimizer steps within the last backward, as DeepSpeed's does."""
 
-    _model: Any
-
     def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
+        self._model: Any = model
 
     # What engaged
 
-    @property
+    @abstractmethod
     def gathers_in_forward(self) -> bool:
         """Whether ranks wait for each other's parameters within forward."""
-        return any(is_partitioned(p) or is_spread(p) for p in self._model.parameters())
 
     @abstractmethod
     def engaged(self, accelerator: Accelerator) -> dict[str, Any]:
@@ -266,7 +263,7 @@ class Backend(Protocol):
 
     def prefetch(self, *, ahead: int) -> int:
         """Have each layer gather those of the next `ahead`; return how many layers do."""
-        return 0
+        return 0  # none of ZeRO-3's either, which prefetches by its trace
 
     # Checkpoints
 
@@ -275,10 +272,10 @@ class Backend(Protocol):
         trained = (local(p.detach()) for p in self._model.parameters() if p.requires_grad)
         return storage_bytes([*states_held(prepared.optimizer), *trained]) // self.replicas()
 
-    def write_together(self, folder: Path, prepared: Prepared, *, step: int) -> None:
+    def write_together(self, folder: Path, prepared: Prepared, *, step: int) -> None:  # noqa: B027
         """Write the part of a checkpoint that all ranks write together; a collective."""
 
-    def write_alone(self, folder: Path, prepared: Prepared) -> None:
+    def write_alone(self, folder: Path, prepared: Prepared) -> None:  # noqa: B027
         """Write the part of a checkpoint that this rank writes by itself."""
 
     @abstractmethod
@@ -293,7 +290,7 @@ class Backend(Protocol):
         """Return what the engine leaves out of its own files, for this rank's; None for nothing."""
         return None
 
-    def restore_left_out(self, left_out: dict[str, Any] | None) -> None:
+    def restore_left_out(self, left_out: dict[str, Any] | None) -> None:  # noqa: B027
         """Put back what `left_out` returned, after `read`."""
 
     def trainer_saves_whole(self) -> bool:

@@ -12,14 +12,9 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.engines.base import Backend, Traits
-from toolkit.engines.optimizers import (
-    optimizer_of,
-)
+from toolkit.engines.optimizers import optimizer_of
 from toolkit.engines.prepared import Prepared, amp_precision, split_by, world_size
-from toolkit.engines.tensors import (
-    is_spread,
-    state_tensors,
-)
+from toolkit.engines.tensors import is_spread, state_tensors
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -40,6 +35,9 @@ class Replicated(Backend):
     Those of DDP's buckets that are no views belong to C++, where `gradients_underway` cannot see
     them.
     """
+
+    def gathers_in_forward(self) -> bool:
+        return False
 
     def engaged(self, accelerator: Accelerator) -> dict[str, Any]:
         # Tensor parallelism leaves DTensors in a model without a wrapper.

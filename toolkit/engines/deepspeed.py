@@ -79,6 +79,9 @@ class DeepSpeed(Backend):
         """The optimizer of ZeRO, around the one that steps."""
         return self._model.optimizer
 
+    def gathers_in_forward(self) -> bool:
+        return any(map(is_partitioned, self._model.parameters()))
+
     def engaged(self, accelerator: Accelerator) -> dict[str, Any]:
         engine, zero = self._model, self._zero
         states_on_cpu = any(getattr(zero, n, False) for n in ("offload_optimizer", "cpu_offload"))

@@ -12,16 +12,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import distribute_tensor
 
 from toolkit.engines.base import Backend, Traits
-from toolkit.engines.optimizers import (
-    optimizer_of,
-)
+from toolkit.engines.optimizers import optimizer_of
 from toolkit.engines.prepared import Prepared, amp_precision, split_by
-from toolkit.engines.tensors import (
-    is_spread,
-    local,
-    state_tensors,
-    tensors_in,
-)
+from toolkit.engines.tensors import is_spread, local, state_tensors, tensors_in
 from toolkit.strategies import Strategy
 
 if TYPE_CHECKING:
@@ -31,16 +24,22 @@ SHARDS: Final = "sharded"
 
 
 def traits_of(strategy: Strategy) -> Traits:
-    facts = {"reshard_after_forward": strategy.reshard_after_forward, "layers_wrapped": True}
-    wrapper, reduces = "FSDPModule", "computed dtype"
-    return Traits(distributed_type="FSDP", wrapper=wrapper, reduces=reduces, facts=facts)
+    return Traits(
+        distributed_type="FSDP",
+        wrapper="FSDPModule",
+        reduces="computed dtype",
+        facts={"reshard_after_forward": strategy.reshard_after_forward, "layers_wrapped": True},
+    )
 
 
 class FSDP2(Backend):
     """A model whose layers, and itself, `fully_shard` has made `FSDPModule`s."""
 
+    def gathers_in_forward(self) -> bool:
+        return True
+
     def engaged(self, accelerator: Accelerator) -> dict[str, Any]:
-        policy = _group_of(self._model).offload_policy
+        policy = next(_groups(self._model)).offload_policy
         place = "cpu" if isinstance(policy, CPUOffloadPolicy) else "none"
         facts: dict[str, Any] = {
             "wrapper": "FSDPModule",
@@ -61,7 +60,9 @@ class FSDP2(Backend):
         blocks = [unit for unit in self._units() if unit is not self._model]
         if not blocks:
             return None
-        return any(_group_of(block).post_forward_mesh_info is not None for block in blocks)
+        return any(
+            group.post_forward_mesh_info is not None for block in blocks for group in _groups(block)
+        )
 
     def _layers_wrapped(self) -> bool | None:
         """Whether every decoder layer is a unit of its own; None of a model that names no layers.
@@ -110,16 +111,8 @@ class FSDP2(Backend):
     def _units(self) -> list[Any]:
         return [module for module in self._model.modules() if isinstance(module, FSDPModule)]
 
-    def _groups(self) -> Iterator[Any]:
-        """Yield what `fully_shard` keeps of each unit that has parameters."""
-        for unit in self._units():
-            # One a unit, as Accelerate 1.15 shards: the list of several is not in torch 2.11.
-            group = unit._get_fsdp_state()._fsdp_param_group
-            if group is not None:
-                yield group
-
     def _fsdp_parameters(self) -> Iterator[Any]:
-        for group in self._groups():
+        for group in _groups(self._model):
             yield from group.fsdp_params
 
     # One parameter whole
@@ -150,7 +143,7 @@ class FSDP2(Backend):
         finally:
             for unit in self._units():
                 unit.reshard()
-            for group in self._groups():
+            for group in _groups(self._model):
                 group._post_forward_indices.clear()
                 group.comm_ctx.post_forward_order.clear()
 
@@ -203,11 +196,11 @@ def class_of(model: torch.nn.Module) -> type[Any]:
     return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
 
 
-def _group_of(module: Any) -> Any:
-    """Return what `fully_shard` keeps of the first unit in a module that has parameters."""
-    for candidate in module.modules():
-        if isinstance(candidate, FSDPModule):
-            group = candidate._get_fsdp_state()._fsdp_param_group
+def _groups(module: Any) -> Iterator[Any]:
+    """Yield what `fully_shard` keeps of each unit in a module that has parameters."""
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            # One a unit, as Accelerate 1.15 shards: the list of several is not in torch 2.11.
+            group = unit._get_fsdp_state()._fsdp_param_group
             if group is not None:
-                return group
-    raise AssertionError("an FSDP module without parameters")
+                yield group

@@ -14,7 +14,7 @@ import pickle
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
@@ -27,6 +27,17 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from toolkit.errors import UsageError
 
 LIST = ".metadata"
+
+METADATA_TYPES: Final = {
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "_MEM_FORMAT_ENCODING",
+}
 
 
 def write_shards(folder: Path, states: dict[str, Any]) -> None:
@@ -116,8 +127,7 @@ class _Unpickler(pickle.Unpickler):
 def _is_expected(module: str, name: str) -> bool:
     """Whether a name is a type that stands in the list of shards of torch 2.11 to 2.15."""
     if module == metadata.__name__:
-        is_public_type = name in metadata.__all__ and isinstance(vars(metadata)[name], type)
-        return is_public_type or name == "_MEM_FORMAT_ENCODING"
+        return name in METADATA_TYPES and isinstance(vars(metadata).get(name), type)
     if module == "torch":
         return name == "Size" or isinstance(vars(torch).get(name), torch.dtype)
     return (module, name) in {

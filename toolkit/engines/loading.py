@@ -11,7 +11,7 @@ from toolkit.engines.tensors import is_partitioned
 
 
 def loads_on_rank_0(model: Any) -> bool:
-    """Whether ranks other than 0 have no weights of their own before `Accelerator.prepare`.
+    """Whether ranks other than 0 have no weights of their own yet, or only a part of rank 0's.
 
     ZeRO-3 hands out rank 0's while it loads, and FSDP's RAM-efficient loading leaves the others on
     the meta device or uninitialised until the model is wrapped.

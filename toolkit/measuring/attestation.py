@@ -27,7 +27,6 @@ from toolkit.strategies import COMPUTE_DTYPES, Strategy
 FRACTION_TOLERANCE = 0.05
 """Padding and dimensions that don't divide move a rank's share by less than this."""
 
-
 MAY_BE_UNKNOWN = {
     "layers_wrapped",  # a model that doesn't name its layers
     "gradient_clipping",  # before the first step, but for DeepSpeed
@@ -197,20 +196,15 @@ def engaged_after(model: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def _state_shapes(shape: torch.Size) -> tuple[torch.Size, ...]:
-    """Return the shapes of states that stand for a whole parameter.
-
-    That is its own, and those of the rows and columns that Adafactor keeps of a matrix.
-    """
+    """Return a parameter's shape, and those of the rows and columns that Adafactor keeps of it."""
     return (shape, shape[:-1], shape[:-2] + shape[-1:]) if len(shape) > 1 else (shape,)
 
 
 def _settings(groups: list[tuple[dict[str, Any], list[Any]]]) -> dict[str, Any]:
     """Return what an optimizer's groups hold: of each setting every value, smallest first."""
     stepped = [settings for settings, parameters in groups if parameters]
-    held = {
-        # A schedule keeps beside the rate what it began with.
-        "learning_rate": [group.get("initial_lr", group.get("lr")) for group in stepped],
-    }
+    # A schedule keeps beside the rate what it began with.
+    held = {"learning_rate": [group.get("initial_lr", group.get("lr")) for group in stepped]}
     for name in ("weight_decay", "betas", "eps"):
         held[name] = [group.get(name) for group in stepped]
     return {

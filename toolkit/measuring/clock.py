@@ -45,7 +45,7 @@ class Clock:
         """Follow what `Accelerator.prepare` returned, from now on."""
         self.start_seconds = age_seconds()
         backend = backend_of(model)
-        self._forward_is_alone = not backend.gathers_in_forward
+        self._forward_is_alone = not backend.gathers_in_forward()
         hook = model.register_forward_pre_hook(self._forward_begins, prepend=True)
         self._hooks.callback(hook.remove)
         self._hooks.callback(model.register_forward_hook(self._forward_ends).remove)

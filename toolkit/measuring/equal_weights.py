@@ -78,7 +78,7 @@ def check_replicas(guards: Guards, model: Any, *, step: int) -> None:
     sums = {name: (piece, checksum(tensor)) for name, tensor, piece in backend_of(model).pieces()}
     pieces = _digest([(name, piece) for name, (piece, _) in sums.items()])
     digests: list[tuple[int, int]] = gather_objects((pieces, _digest(list(sums.items()))))
-    if len(set(digests)) == len({pieces for pieces, _ in digests}):
+    if len(set(digests)) == len({held for held, _ in digests}):
         return
     of_ranks: list[dict[str, tuple[Any, int]]] = gather_objects(sums)
     names = list(dict.fromkeys(name for sums in of_ranks for name in sums))

@@ -107,7 +107,8 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
 def _agreed(plugins: dict[str, Any], launched: Mapping[str, str]) -> Strategy:
     """Return what is to engage, by the plugins that the script gave its Accelerator.
 
-    `launched` holds the environment variables from before the script began.
+    `plugins` are as `strategy_of_plugins` takes them; `launched` holds the environment variables
+    from before the script began.
 
     Raises:
         UsageError: the launcher's config and the script ask for different things.

@@ -13,8 +13,6 @@ from typing import Any, Final
 
 import torch
 
-from toolkit.engines.backend import backend_of
-
 NO_STEP: Final = "no optimizer step that updates was seen from its beginning"
 
 
@@ -36,12 +34,6 @@ class Squares:
             name: float(square) / copies / self.scale**2 for name, square, copies in self.parts
         }
         return {"step": self.step, "squares": squares}
-
-
-@torch.no_grad()
-def squares_of(model: Any, *, step: int, scale: float) -> Squares:
-    """Take the squares of a wrapped model's gradients, between backward and the optimizer step."""
-    return Squares(step=step, scale=scale, parts=list(backend_of(model).gradient_squares()))
 
 
 def merged(ranks: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:

@@ -25,7 +25,6 @@ def merge(
     """Merge what `Recorder` recorded on each rank, in their order.
 
     Args:
-        ranks: As `Recorder` gathers them.
         throughput_steps: How many of the last steps were packed rows, there for the clock alone.
         probed: Steps that carried ledgers, from 1: they are slower, and not timed.
     """

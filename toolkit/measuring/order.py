@@ -37,7 +37,7 @@ class OrderWatch:
             GuardError: on every rank when two would train the same rows, unless guards only warn.
         """
         if same := same_parts(loader):
-            guards.report("data order", f"{same}.", SAME_ADVICE, step=0)
+            guards.report("data order", same, SAME_ADVICE, step=0)
         shard = getattr(loader, "batch_sampler", None)
         inner = getattr(shard, "batch_sampler", None)
         if not hasattr(shard, "process_index") or inner is None:
@@ -83,11 +83,7 @@ class _WatchedSampler(BatchSampler):
 
 
 def same_parts(loader: Any) -> str | None:
-    """Say which ranks would train the same rows as another one; every rank calls it.
-
-    Returns:
-        A sentence without its full stop, None if none does.
-    """
+    """Return a sentence on two ranks that would train the same rows, or None; a collective."""
     shard = getattr(loader, "batch_sampler", None)
     parts = gather_objects(
         (getattr(shard, "process_index", None), getattr(shard, "num_processes", None))
@@ -95,9 +91,7 @@ def same_parts(loader: Any) -> str | None:
     # Ranks that share rows on purpose (tensor parallelism) know of fewer parts than ranks.
     if any(part is None or count != len(parts) for part, count in parts):
         return None
-    first: dict[int, int] = {}
-    for rank, (part, _) in enumerate(parts):
-        if part in first:
-            return f"Rank {rank} trains the rows of rank {first[part]}"
-        first[part] = rank
+    for rank, part in enumerate(parts):
+        if (first := parts.index(part)) < rank:
+            return f"Rank {rank} trains the rows of rank {first}."
     return None

@@ -61,6 +61,7 @@ class PeakLedger(CountingMode):
         """
         self._storages, self._fullest = Storages(device), None
         self._micro_batches = []
+        self._phase = None
         backend = backend_of(model)
         self._look_at_states = lambda: self._learn_states(backend, optimizer)
         self._storages.meet(backend.parameters_held(), "parameters")
@@ -152,6 +153,8 @@ class PeakLedger(CountingMode):
     # What tells the phases
 
     def _begin(self, phase: Phase) -> None:
+        if not self.running:  # a hook that could not be taken off
+            return
         self._storages.settle()
         self._phase = phase
         self._look_at_states()

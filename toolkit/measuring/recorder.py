@@ -105,7 +105,10 @@ class Recorder:
             equal_weights.check_loaded(self.heartbeat.guards, model)
 
     def reads(self, loader: Any) -> None:
-        """Watch in which order a loader, as `Accelerator.prepare` returned it, gives out rows."""
+        """Watch in which order a loader, as `Accelerator.prepare` returned it, gives out rows.
+
+        A `GuardError` means that two ranks would train the same rows.
+        """
         if self.heartbeat is not None:
             self._hooks.callback(self._order.watch(loader, self.heartbeat.guards))
 
@@ -423,7 +426,8 @@ class Recorder:
         """Keep the gradients of the first step that updates: those of the last that was tried."""
         if self._model is not None:
             step = len(self._steps) + 1
-            self._gradients = gradients.squares_of(self._model, step=step, scale=scale)
+            parts = list(backend_of(self._model).gradient_squares())
+            self._gradients = gradients.Squares(step=step, scale=scale, parts=parts)
 
     def _after_first(self, model: Any, optimizer: Any) -> None:
         self.engaged |= attestation.engaged_after(model, optimizer)
