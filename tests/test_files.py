@@ -23,34 +23,37 @@ def victim(tmp_path):
     assert file.read_text() == "mine"
 
 
-def plant(victim, folder, *names):
-    """Put links to the victim where a draft could be written, by today's names and older ones."""
-    folder.mkdir(exist_ok=True)
-    pid = os.getpid()
-    for name in names:
-        for draft in (f".{name}.{pid}-0.tmp", f".{name}.{pid}.tmp", f".{name}.{pid}"):
-            (folder / draft).symlink_to(victim)
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("record.json", lambda folder: write_json(folder / "record.json", {"a": 1})),
+        ("note", lambda folder: write_text(folder / "note", "new")),
+        ("rank-0.json", lambda folder: StatusFile(folder, 0).running(1)),
+        ("zero2.json", lambda folder: write_configs(get_strategy("zero2"), folder)),
+        ("zero2.yaml", lambda folder: write_configs(get_strategy("zero2"), folder)),
+    ],
+)
+def test_a_link_that_is_planted_where_a_draft_goes_is_refused(
+    tmp_path, victim, monkeypatch, name, write
+):
+    monkeypatch.setattr(os, "urandom", lambda count: b"\0" * count)  # no chance: it was guessed
+    draft = tmp_path / "out" / f".{name}.{'00' * 8}.tmp"
+    draft.parent.mkdir()
+    draft.symlink_to(victim)
+    with pytest.raises((FileExistsError, UsageError), match="File exists"):
+        write(draft.parent)
+    assert draft.is_symlink()
+    assert not (draft.parent / name).exists()
 
 
-def links_in(folder):
-    return sum(path.is_symlink() for path in folder.iterdir())
-
-
-def test_a_planted_link_is_not_followed_by_any_draft(tmp_path, victim):
-    folder = tmp_path / "out"
-    plant(victim, folder, "record.json", "note", "zero2.json", "zero2.yaml", "rank-0.json")
-    plant(victim, folder, "rank-0")
-    planted = links_in(folder)
-    write_json(folder / "record.json", {"a": 1})
-    write_text(folder / "note", "new")
-    StatusFile(folder, 0).running(1)
-    files = write_configs(get_strategy("zero2"), folder)
-    for path in (folder / "record.json", folder / "note", folder / "rank-0.json"):
-        assert path.is_file()
-        assert not path.is_symlink()
-    assert files.accelerate.stat().st_size
-    assert links_in(folder) == planted
-    assert len(list(folder.iterdir())) == planted + 5
+def test_a_draft_has_a_name_by_chance_and_none_is_left(tmp_path, monkeypatch):
+    drafts = []
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda a, b: (drafts.append(a), replace(a, b)))
+    for _ in range(2):
+        write_text(tmp_path / "note", "new")
+    assert len(set(drafts)) == 2
+    assert os.listdir(tmp_path) == ["note"]
 
 
 def test_a_file_that_is_a_link_is_replaced_itself(tmp_path, victim):

@@ -65,7 +65,7 @@ def without_links(path: str, flags: int) -> int:
 
 
 def check_takes_files(folder: Path, *, flag: str) -> None:
-    """Raise UsageError, with the flag that named it, where a folder cannot be made or written to.
+    """Raise UsageError where a folder, which `flag` named, cannot be made or written to.
 
     Nothing is written, and the folder need not exist.
     """

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import math
 import statistics
-import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache
 from operator import itemgetter
-from types import UnionType
-from typing import Annotated, Any, Final, Literal, NamedTuple, TypedDict, Union, cast
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypedDict, cast, is_typeddict
 
-from toolkit.records.shapes import Least
+from toolkit.records.shapes import Least, choices_of, hints_of
 
 Count = Annotated[int, Least(0)]
 Size = Annotated[float, Least(0)]
@@ -27,14 +25,23 @@ Size = Annotated[float, Least(0)]
 
 FromOne = Annotated[int, Least(1)]
 
-Compound = Literal["step seconds", "difference", "interval"]
-"""Units of values that have fields of their own: `StepSeconds`, `Difference` and `Ends`."""
-
-Unit = (
-    Literal["bytes", "seconds", "tokens/s", "TFLOP/s", "share", "hours", "dollars", "loss", "gap"]
-    | Literal["count", "text"]
-    | Compound
-)
+Unit = Literal[
+    "bytes",
+    "seconds",
+    "tokens/s",
+    "TFLOP/s",
+    "share",
+    "hours",
+    "dollars",
+    "loss",
+    "gap",
+    "count",
+    "text",
+    # Of values that have fields of their own: `StepSeconds`, `Difference` and `Ends`.
+    "step seconds",
+    "difference",
+    "interval",
+]
 """What a value is counted in, and so how a report prints it (`report.words.in_unit`)."""
 
 Table = Literal["speed", "memory", "peak", "agreement", "time", "warm-up"]
@@ -381,20 +388,13 @@ def spread_of(seconds: Sequence[float]) -> StepSeconds | None:
 
 
 def _walk(kind: Any, path: str, around: str) -> Iterator[Field]:
-    for name, declared in typing.get_type_hints(kind, include_extras=True).items():
+    for name, declared in hints_of(kind).items():
         csv = ""
         for fact in getattr(declared, "__metadata__", ()):
             if isinstance(fact, Fact):
                 csv = (fact.csv or "").format(name=name, around=around)
                 yield Field(f"{path}{name}", replace(fact, csv=csv or None))
-        if typing.get_origin(declared) is Annotated:
-            declared = typing.get_args(declared)[0]
         # A list has its values more than once: none of them is the run's own.
-        choices = (
-            typing.get_args(declared)
-            if typing.get_origin(declared) in (Union, UnionType)
-            else (declared,)
-        )
-        for inner in choices:
-            if typing.is_typeddict(inner):
+        for inner in choices_of(declared):
+            if is_typeddict(inner):
                 yield from _walk(inner, f"{path}{name}.", csv)

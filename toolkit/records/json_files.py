@@ -82,7 +82,11 @@ def read_json(path: Path) -> Any:
 
 
 def write_json(path: Path, data: Any, *, private: bool = False) -> None:
-    """Write `data` as strict JSON without secrets, as `write_text` does."""
+    """Write `data` as strict JSON without secrets, as `write_text` does.
+
+    Raises:
+        ValueError: it has more than `MOST_LEVELS` levels, which `read_json` would refuse.
+    """
     text = json.dumps(_mapped(redacted(data), _encoded), indent=2, allow_nan=False) + "\n"
     write_text(path, text, private=private)
 

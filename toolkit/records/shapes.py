@@ -7,12 +7,23 @@ behind that asks again whether a field is there and of its type.
 from __future__ import annotations
 
 import math
-import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, Final, Literal, NotRequired, Union, cast
+from typing import (
+    Annotated,
+    Any,
+    Final,
+    Literal,
+    NotRequired,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 MOST_WHOLE: Final = 2**63
 """Whole numbers end before it: a larger one overflows when it is turned into a float."""
@@ -31,14 +42,14 @@ def mismatches(value: Any, kind: Any, where: str = "") -> Iterator[str]:
     Fields that are not declared are passed over. A TypedDict or Literal within an `Annotated` is a
     second type that the value must have. `where` names the value within the file.
     """
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    container = dict if typing.is_typeddict(kind) else origin
+    origin, arguments = get_origin(kind), get_args(kind)
+    container = dict if is_typeddict(kind) else origin
     if kind is Any:
         return
     if origin in (Annotated, NotRequired):
         yield from mismatches(value, arguments[0], where)
         for second in getattr(kind, "__metadata__", ()):
-            if typing.is_typeddict(second) or typing.get_origin(second) is Literal:
+            if is_typeddict(second) or get_origin(second) is Literal:
                 yield from mismatches(value, second, where)
             elif isinstance(second, Least) and not _is_at_least(value, second.value):
                 yield _wrong(value, where)
@@ -52,7 +63,7 @@ def mismatches(value: Any, kind: Any, where: str = "") -> Iterator[str]:
         yield _wrong(value, where)
     elif container is list:
         yield from _items(cast("list[Any]", value), arguments[0], where)
-    elif typing.is_typeddict(kind):
+    elif is_typeddict(kind):
         yield from _fields(cast("dict[str, Any]", value), kind, where)
     else:
         for name, item in cast("dict[str, Any]", value).items():
@@ -60,17 +71,23 @@ def mismatches(value: Any, kind: Any, where: str = "") -> Iterator[str]:
 
 
 def _fields(content: dict[str, Any], kind: Any, where: str) -> Iterator[str]:
-    for name, declared in _hints(kind).items():
+    for name, declared in hints_of(kind).items():
         path = f"{where}.{name}" if where else name
         if name in content:
             yield from mismatches(content[name], declared, path)
-        elif kind.__total__ and typing.get_origin(declared) is not NotRequired:
+        elif kind.__total__ and get_origin(declared) is not NotRequired:
             yield f"{path!r} is missing"
 
 
 @cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return typing.get_type_hints(kind, include_extras=True)
+def hints_of(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
+
+
+def choices_of(kind: Any) -> tuple[Any, ...]:
+    """Return the types of a union, or the one type, without what is annotated beside them."""
+    plain = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    return get_args(plain) if get_origin(plain) in (Union, UnionType) else (plain,)
 
 
 def _union(value: Any, kinds: tuple[Any, ...], where: str) -> Iterator[str]:
