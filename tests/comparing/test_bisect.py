@@ -20,6 +20,7 @@ from toolkit.comparing.run.options import CompareOptions
 from toolkit.comparing.run.plan import build_plan, fixed_by
 from toolkit.comparing.run.rows import bisect_command
 from toolkit.comparing.run.schedule import INTERRUPTED
+from toolkit.comparing.weights import WeightsError
 from toolkit.errors import UsageError
 from toolkit.records.evidence import (
     AFTER_FILE,
@@ -160,6 +161,14 @@ def test_an_initial_weight_is_named_with_its_difference(side):
         "initial weights",
         "up.weight differs by up to 5.0e-01 (2 tensors of 3 do, the first is norm.weight)",
     )
+
+
+def test_evidence_without_a_tensor_is_named_by_its_files(side):
+    one, other = side("one", before={}), side("other", before={})
+    with pytest.raises(
+        WeightsError, match=rf"{one.folder}/.* and {other.folder}/.* hold no tensor"
+    ):
+        first(one, other)
 
 
 def test_a_tensor_that_one_side_does_not_train_is_named_with_that_side(side):

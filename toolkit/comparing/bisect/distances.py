@@ -57,7 +57,9 @@ class Distance:
 
     @property
     def total(self) -> Sums:
-        return Sums(*map(sum, zip(*(tensor.sums for tensor in self.tensors), strict=True)))
+        """Sums over all tensors."""
+        columns = zip(*(tensor.sums for tensor in self.tensors), strict=True)
+        return Sums(*(sum(column) for column in columns))
 
     @property
     def norm(self) -> float:
@@ -118,10 +120,8 @@ def compare_tensors(
         slack: Relative difference of an element that does not count as `beyond`.
 
     Raises:
-        WeightsError: neither has a tensor, or one has another shape in the second.
+        WeightsError: a tensor has another shape in the second.
     """
-    if not first and not second:
-        raise WeightsError("neither of the two files holds a tensor")
     return Distance(
         tensors=tuple(
             _compare_tensor(name, (first, second), since, slack) for name in first if name in second
@@ -140,8 +140,12 @@ def _compare_tensor(
     pieces = (_pieces(name, *tensors) for tensors in zip(weights, origins, strict=True))
     for a, b in zip(*pieces, strict=True):
         gap = b - a
-        products = (a**2, b**2, a * b, gap**2)
-        sums = Sums(*(s + float(array.sum()) for s, array in zip(sums, products, strict=True)))
+        sums = Sums(
+            first=sums.first + float((a**2).sum()),
+            second=sums.second + float((b**2).sum()),
+            product=sums.product + float((a * b).sum()),
+            gap=sums.gap + float((gap**2).sum()),
+        )
         biggest = float(abs(gap).max())
         # `max` would drop a NaN that comes second.
         largest = biggest if math.isnan(biggest) else max(largest, biggest)

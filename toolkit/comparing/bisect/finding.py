@@ -122,7 +122,9 @@ def bisect(
         )
     findings: list[Finding] = []
     parted = 0.0
-    for link in LINKS if pair.shares_weights else [link for link in LINKS if link is not BEFORE]:
+    for link in LINKS:
+        if link is BEFORE and not pair.shares_weights:
+            continue
         finding = _compare_link(link, pair, rounding_pair, parted)
         findings.append(finding)
         if link is BEFORE:  # stands before every link that it may excuse
@@ -278,11 +280,6 @@ def as_page(result: StepResult) -> str:
         text += [*result.problem, ""]
     else:
         first = bisection.first
-        # The words of a finding name every verdict but a difference.
-        cells = [
-            (finding.link, f"{'differs: ' * (finding.verdict == 'differs')}{finding.words}")
-            for finding in bisection.findings
-        ]
         text += [
             "Nothing differs beyond its limit."
             if first is None
@@ -290,7 +287,7 @@ def as_page(result: StepResult) -> str:
             "",
             "| link | found |",
             "|---|---|",
-            *(f"| {link} | {words.replace('|', '/')} |" for link, words in cells),
+            *(f"| {finding.link} | {_cell(finding)} |" for finding in bisection.findings),
             "",
             *(f"- {note}" for note in (*bisection.notes, *result.advice)),
             "",
@@ -298,3 +295,9 @@ def as_page(result: StepResult) -> str:
     for name, end in result.runs.items():
         text += [f"{name}:", "", "```sh", command_at(end.folder) or "", "```", ""]
     return "\n".join(text)
+
+
+def _cell(finding: Finding) -> str:
+    words = finding.words.replace("|", "/")
+    # The words of a finding name every verdict but a difference.
+    return f"differs: {words}" if finding.verdict == "differs" else words

@@ -16,8 +16,9 @@ from typing import Final, Literal
 
 from toolkit.comparing.bisect import rows, tensors
 from toolkit.comparing.bisect.distances import divided
-from toolkit.comparing.bisect.run_pair import LinkGap, RunPair, counted, percent, scientific
+from toolkit.comparing.bisect.run_pair import LinkGap, RunPair, counted, percent
 from toolkit.comparing.parity.gates import limit_of
+from toolkit.comparing.report.words import gap
 from toolkit.records.evidence import Evidence, Group
 
 SAME_RULE: Final = frozenset({"AdamW", "DeepSpeedCPUAdam", "FusedAdam"})
@@ -59,9 +60,9 @@ def _rates(field: Literal["learning_rate", "next_learning_rate"], pair: RunPair)
         own_rate, other_rate = ours[parameter][field], theirs[parameter][field]
         if own_rate is None or other_rate is None:
             return "it was not seen"
-        gap = divided(abs(other_rate - own_rate), abs(own_rate))
-        if gap > worst:
-            worst = gap
+        difference = divided(abs(other_rate - own_rate), abs(own_rate))
+        if difference > worst:
+            worst = difference
             reference, second = pair.names
             sentence = (
                 f"{own_rate:.6g} in {reference}, {other_rate:.6g} in {second}, for {parameter}"
@@ -141,7 +142,7 @@ class Link:
     drift: float = 0.0
     """Factor on the gap between the weights before the step, up to which the link may differ."""
 
-    as_text: Callable[[float], str] = scientific
+    as_text: Callable[[float], str] = gap
 
 
 BEFORE: Final = Link(

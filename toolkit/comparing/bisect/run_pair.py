@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.comparing.bisect.distances import SCALE_TOLERANCE
-from toolkit.comparing.report.words import share
-from toolkit.comparing.weights import Weights, read_tensors
+from toolkit.comparing.report.words import gap, share
+from toolkit.comparing.weights import Weights, WeightsError, read_tensors
 from toolkit.records.evidence import BEFORE_FILE, Evidence
 
 
@@ -30,8 +30,6 @@ class TracedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPair:
-    """Two runs to compare."""
-
     reference: TracedRun
     second: TracedRun
 
@@ -66,9 +64,13 @@ class RunPair:
         """Open both runs' evidence file of that name.
 
         Raises:
-            WeightsError: one cannot be read.
+            WeightsError: one cannot be read, or neither holds a tensor.
         """
-        return read_tensors(self.reference.folder / name), read_tensors(self.second.folder / name)
+        files = self.reference.folder / name, self.second.folder / name
+        ours, theirs = map(read_tensors, files)
+        if not ours and not theirs:
+            raise WeightsError(f"{files[0]} and {files[1]} hold no tensor")
+        return ours, theirs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +92,7 @@ class LinkGap:
 
 def percent(value: float) -> str:
     """Return a share in percent, or a small one in powers of ten."""
-    return share(value) if value >= 1e-3 else scientific(value)
-
-
-def scientific(value: float) -> str:
-    return f"{value:.1e}"
+    return share(value) if value >= 1e-3 else gap(value)
 
 
 def counted(number: int, noun: str) -> str:

@@ -25,7 +25,7 @@ FP16_STEPS: Final = 24
 def select_runs(
     names: tuple[str, str], options: CompareOptions, step: int | None
 ) -> tuple[ComparisonPlan, dict[str, Run]]:
-    """Return the plan and the runs to train by name; the first run in fp32 comes last.
+    """Return the plan and the runs to train by folder name; the first run in fp32 comes last.
 
     Args:
         names: `strategy` or `strategy-engine` each; the first is the reference.

@@ -88,8 +88,8 @@ def gradients(pair: RunPair) -> LinkGap:
             f"; every tensor is {scale:.3g} times {pair.reference.name}'s: a scale"
             f"{explain_factor(scale, pair)}"
         )
-    tensors = "gradients: not synchronised"
-    return _gap_or_fault(distance.relative, words, pair, "gradients_agree", tensors)
+    problem = "gradients: not synchronised"
+    return _gap_or_fault(distance.relative, words, pair, "gradients_agree", problem)
 
 
 def update(pair: RunPair) -> LinkGap:
@@ -103,8 +103,8 @@ def update(pair: RunPair) -> LinkGap:
     )
     if scale := distance.scale:
         words += f"; it is {scale:.3g} times {pair.reference.name}'s"
-    tensors = "weights after the step"
-    return _gap_or_fault(distance.relative, words, pair, "weights_agree", tensors)
+    problem = "weights after the step"
+    return _gap_or_fault(distance.relative, words, pair, "weights_agree", problem)
 
 
 def saved_weights(pair: RunPair) -> LinkGap | str:
@@ -155,12 +155,12 @@ def _gap_or_fault(
     words: str,
     pair: RunPair,
     field: Literal["before_agree", "gradients_agree", "weights_agree"],
-    tensors: str,
+    problem: str,
 ) -> LinkGap:
     """Return a gap, which is a fault where the ranks of a run hold different tensors."""
     name = next((run.name for run in pair.runs if run.evidence[field] is False), None)
     if name is not None:
-        words = f"the ranks of {name} hold different {tensors}; {words}"
+        words = f"the ranks of {name} hold different {problem}; {words}"
     return LinkGap(value=value, differs=words, is_fault=name is not None)
 
 
