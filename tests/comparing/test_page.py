@@ -173,6 +173,22 @@ def test_results_in_which_little_was_counted_make_a_page(bare_results, rehearsal
     assert not {"speed", "scaling"} & set(page.ids)
 
 
+def test_traffic_names_every_purpose_even_of_one_process(full_results):
+    results = full_results()
+    results["runs"] = [row for row in results["runs"] if row["num_processes"] == 1]
+    assert keys_of(figure_of(results, "traffic"))[:3] == ["parameters", "gradients", "all other"]
+
+
+def test_scaled_runs_without_a_speed_are_all_that_the_figure_of_scaling_is_about(full_results):
+    results = full_results(rehearsal=False)
+    for row in results["runs"]:
+        row["tokens_per_second"] = None
+        row["not_measured"]["tokens_per_second"] = "no packed rows were asked for"
+    assert figure_of(results, "scaling").notes == [
+        "Not drawn for any run: no packed rows were asked for"
+    ]
+
+
 def test_without_a_prediction_it_is_said_why(full_results):
     results = full_results()
     for row in results["runs"]:

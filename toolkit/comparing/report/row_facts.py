@@ -31,7 +31,6 @@ def control_row(results: Results) -> Row | None:
 
 
 def control_name(results: Results) -> str | None:
-    """Return the control's name, None where there is none."""
     control = results["control"]
     return None if control is None else control["name"]
 
@@ -147,15 +146,13 @@ def reason_for(row: Row, field: str, *, otherwise: str | None = None) -> str:
 def predicted_peak(row: Row, *, counted: bool = False) -> tuple[int, int] | None:
     """Return both ends of the peak that the planner expects, bytes on the device.
 
-    Args:
-        counted: Of the tensors alone, in the step that was counted.
+    `counted` is that of the tensors alone, in the step that was counted.
     """
     ends = row["predicted"]["counted_bytes" if counted else "peak_bytes"]
     return (ends["low"], ends["high"]) if ends else None
 
 
 def why_not_predicted(row: Row) -> str:
-    """Return why the planner says nothing of a run."""
     return row["predicted"]["reason"] or "the step that was counted read no rows of tokens"
 
 

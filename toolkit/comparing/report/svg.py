@@ -71,8 +71,7 @@ def drawing(name: str) -> Generator[None]:
 def inline(figure: Any, *, name: str, title: str) -> str:
     """Return the figure as an `<svg>` for a page, named for those who cannot see it.
 
-    Args:
-        name: Put before every id, since a page has many figures and one space of ids.
+    `name` is put before every id, since a page has many figures and one space of ids.
     """
     stream = io.StringIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))

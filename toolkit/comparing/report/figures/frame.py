@@ -25,7 +25,7 @@ class Key(NamedTuple):
 
     text: str
     colour: str
-    """Of CSS."""
+    """As CSS writes it."""
 
     kind: Mark
 
@@ -38,6 +38,9 @@ class ReportFigure:
     name: str
     title: str
     caption: str
+    rows: Sequence[Row] | None = None
+    """The runs that it is about; None for all."""
+
     svg: str | None = None
     keys: list[Key] = field(default_factory=list[Key])
     missing: dict[tuple[str, str], list[str]] = field(
@@ -60,7 +63,7 @@ class ReportFigure:
 
     @contextmanager
     def canvas(self, height: float, *, layout: str | None = "constrained") -> Generator[Any]:
-        """Yield an empty figure of matplotlib, `height` in inches; it ends as this one's SVG."""
+        """Yield an empty matplotlib figure, `height` in inches, and keep it as `svg` at the end."""
         with drawing(self.name):
             from matplotlib.figure import Figure
 
@@ -70,7 +73,7 @@ class ReportFigure:
 
     @property
     def notes(self) -> list[str]:
-        runs = len(self.results["runs"])
+        runs = len(self.results["runs"] if self.rows is None else self.rows)
         return [
             f"{part} for {'any run' if len(names) == runs else ', '.join(names)}: {reason}"
             for (part, reason), names in self.missing.items()

@@ -83,10 +83,14 @@ def _draw(
                 _curve(lowest, row, [max(gap, floor) for gap in values], figure.results, width=0.9)
             lowest.set_yscale("log")
             lowest.set_ylim(bottom=floor)
-            lowest.yaxis.set_major_formatter("{:.0e}".format)
+            lowest.yaxis.set_major_formatter(_power_of_ten)
             lowest.set_ylabel("gap")
         lowest.set_xlabel("optimizer step")
         lowest.xaxis.get_major_locator().set_params(integer=True)
+
+
+def _power_of_ten(value: float, _: object) -> str:
+    return f"{value:.0e}"
 
 
 def _curve(axes: Any, row: Row, values: Sequence[float], results: Results, *, width: float) -> None:

@@ -24,7 +24,8 @@ from toolkit.records.results import Results
 STATE_COLOURS: Final[Mapping[str, str]] = dict(
     zip(("parameters", "fp32 master weights", "gradients", "optimizer states"), PARTS, strict=False)
 )
-PEAK_COLOURS: Final = {**STATE_COLOURS, **dict(zip(PEAK_CATEGORIES[4:], PARTS[4:], strict=True))}
+PEAK_NAMES: Final = (*STATE_COLOURS, *PEAK_CATEGORIES[len(STATE_COLOURS) :])
+PEAK_COLOURS: Final = dict(zip(PEAK_NAMES, PARTS, strict=True))
 TRAFFIC_COLOURS: Final = {MOVED[0]: PARTS[0], MOVED[1]: PARTS[2], f"all {OTHER}": PARTS[5]}
 
 DEVICE: Final = (
@@ -109,21 +110,27 @@ def bytes_by_purpose(results: Results) -> ReportFigure:
         if tick is None:
             figure.lacks(row, "No tick", why_not_predicted(row))
         bars.append(Bar(row=row, parts=[moved[purpose] for purpose in (*MOVED, OTHER)], tick=tick))
-    return _drawn(figure, bars, TRAFFIC_COLOURS, of_one="none: one process")
+    return _drawn(figure, bars, TRAFFIC_COLOURS, of_one="none: one process", every_key=True)
 
 
 def _drawn(
-    figure: ReportFigure, bars: Sequence[Bar], colours: Mapping[str, str], *, of_one: str = "none"
+    figure: ReportFigure,
+    bars: Sequence[Bar],
+    colours: Mapping[str, str],
+    *,
+    of_one: str = "none",
+    every_key: bool = False,
 ) -> ReportFigure:
     """Draw bars of bytes, each with its sum, and name the parts that any of them has.
 
     Args:
         of_one: What stands at a bar of one process that has no length.
+        every_key: Whether parts that no bar has are named too.
     """
     if not bars:
         return figure
     for number, (name, colour) in enumerate(colours.items()):
-        if any(bar.parts[number] for bar in bars):
+        if every_key or any(bar.parts[number] for bar in bars):
             figure.add_key(name, colour, "area")
     if any(bar.peak is not None for bar in bars):
         figure.add_key("peak on the device", INK, "diamond")

@@ -87,7 +87,7 @@ def _draw_points(figure: ReportFigure, points: Sequence[Point], held: str) -> No
         axes.set_ylim(0.0, fastest)
         axes.set_xlabel(f"{held}, {unit}")
         axes.set_ylabel("tokens/s")
-        axes.yaxis.set_major_formatter("{:,.0f}".format)
+        axes.yaxis.set_major_formatter("{x:,.0f}")
         wanted = [point.speed / fastest for point in points]
         places = _spread(wanted, apart=0.155 / (height - 0.56))
         for point, place in zip(points, places, strict=True):
@@ -142,6 +142,7 @@ def scaling(results: Results) -> ReportFigure | None:
         results=results,
         name="scaling",
         title="Speed-up over the number of processes",
+        rows=[run.row for run in runs],
         caption=(
             f"Tokens a second as a multiple of the base's ({', '.join(bases) or 'none'}), with "
             "the same rows in each optimizer step; the dashed line is as many times the speed as "
