@@ -8,6 +8,9 @@ import sys
 import pytest
 from rich.console import Console
 
+from toolkit.comparing.run.comparison import Comparison
+from toolkit.comparing.run.options import CompareOptions
+from toolkit.comparing.run.plan import build_plan
 from toolkit.comparing.run.rebuilding import rebuilt, restore
 from toolkit.errors import UsageError
 from toolkit.launching.status import StatusFile
@@ -60,6 +63,17 @@ def test_lost_results_are_made_again_and_what_was_there_is_kept(run_folders, con
     assert restored(run_folders) == ""
 
 
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_what_is_fixed_stays_the_same_when_results_are_made_again(tmp_path, precision):
+    options = CompareOptions(precision=precision, train_flags=("--seed", "7", "--weight_decay=0.1"))
+    plan = build_plan(options, gpus=2, missing=lambda _: None)
+    for run in plan.runs:
+        (tmp_path / f"{run.name}-1").mkdir()
+        write_json(tmp_path / f"{run.name}-1" / "spec.json", run.spec(rehearsal=plan.rehearsal))
+    live = Comparison(folder=tmp_path, plan=plan, options=options, environment={})
+    assert rebuilt(tmp_path).results()["fixed"] == live.results()["fixed"]
+
+
 def test_a_second_damage_does_not_overwrite_the_first(run_folders):
     for content in ("first", "second"):
         (run_folders / "results.json").write_text(content)
@@ -100,6 +114,17 @@ def test_a_run_that_failed_has_its_last_words_from_its_ranks_and_its_log(run_fol
     assert row["tail"][-1] == "the last line"
     assert (row["seconds"], row["cost"]) == (None, None)
     assert row["not_measured"]["seconds"].startswith("oom: ")
+
+
+def test_a_known_fix_is_found_above_the_last_lines_that_are_shown(run_folders):
+    failed = run_folders / "ddp-trainer-1"
+    (failed / "record.json").unlink()
+    lines = ["OSError: [Errno 28] No space left on device", *map(str, range(40))]
+    (failed / "stdout.log").write_text("\n".join(lines))
+    restored(run_folders)
+    row = read_results(run_folders)["runs"][1]
+    assert row["fix"].startswith("Free disk space")
+    assert row["tail"] == lines[-30:]
 
 
 def test_a_run_that_was_killed_has_no_end_that_is_known(run_folders):

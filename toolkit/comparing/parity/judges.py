@@ -220,7 +220,8 @@ def _compare_weights(case: Case) -> WeightGap:
     """Return how far the final weights are from the control's.
 
     Raises:
-        WeightsError: the two cannot be compared.
+        WeightsError: the two cannot be compared: the gate stays open.
+        _OtherTrainingError: the run is another training: the gate breaks.
     """
     record, control = case.record, case.control
     if control["final"] is None:
@@ -374,4 +375,5 @@ def _relative(value: float, reference: float) -> float:
 
 def _largest(gaps: Iterable[float]) -> float:
     """Return the largest absolute value, or NaN where one of them is: `max` would lose it."""
+    # A NaN sorts last.
     return max(map(abs, gaps), key=lambda size: (math.isnan(size), size))

@@ -60,7 +60,8 @@ class Comparison:
     judgements: dict[tuple[Path, Path, int], Judgement] = field(
         default_factory=dict[tuple[Path, Path, int], Judgement]
     )
-    """By the folders of a start and of the control's, and the first step that is compared."""
+    """Keyed by the folder of a start, that of the control's start, and the first step that is
+    compared."""
 
     unknown: dict[str, str] = field(default_factory=dict[str, str])
     """Fields that could not be made again when the results were lost, with the reasons."""
@@ -157,6 +158,7 @@ class Comparison:
         records = [start.record for starts in self.finished.values() for start in starts]
         # Under fp16 runs skip their first steps until the loss scale fits, each its own number.
         first = first_common_step(records) if self.options.precision == "fp16" else 1
+        # Without a preparation the record of any run tells model and training.
         facts = self.facts
         if facts is None and records:
             model, training = records[0]["model"], records[0]["training"]

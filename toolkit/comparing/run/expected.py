@@ -79,7 +79,7 @@ class Expected:
 
 
 def expected(options: CompareOptions, *, starts: int, rehearsal: bool) -> Expected:
-    """Return how long a comparison takes in which so many runs are to be started."""
+    """Return the expected time of a comparison with `starts` runs to start, repeats counted."""
     usual = CompareOptions()
     built_in = OTHER_INPUTS.isdisjoint(flag_names(options.train_flags))
     cached = all(any(cache_root().glob(f"{name}-*/")) for name in BUILT_IN)

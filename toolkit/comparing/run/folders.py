@@ -80,7 +80,8 @@ def read_starts(folder: Path, name: str) -> tuple[list[Finished], list[str]]:
     finished: list[Finished] = []
     problems: list[str] = []
     for attempt in attempts(folder, name):
-        if not (attempt / RECORD_FILE).exists():
+        # Unlike `Path.exists` it raises nothing for a folder that may not be entered.
+        if not os.path.exists(attempt / RECORD_FILE):
             continue
         try:
             # Without its settings it may be a start of another training.
@@ -198,6 +199,7 @@ def new_folder(wanted: Path) -> Path:
 
 
 def _numbered(name: str) -> Iterator[str]:
+    """Yield `name`, `name-2`, `name-3` and so on."""
     return itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
 
 

@@ -1,8 +1,8 @@
 """Noise: the difference in speed below which two runs of the same thing are not told apart.
 
-Where runs were started several times it is the spread of their starts. Of one start each there is
-only the spread of its steps, which knows nothing of what changes from one start to the next:
-placement, clocks, neighbours.
+Measured in the comparison itself. Where runs were started several times it is the spread of their
+starts. Of one start each there is only the spread of its steps, which knows nothing of what changes
+from one start to the next: placement, clocks, neighbours.
 """
 
 from __future__ import annotations

@@ -100,8 +100,8 @@ def build_plan(
     """Turn the user's options into runs.
 
     Args:
-        options: Of the comparison.
-        gpus: How many this machine shows.
+        options: The options of the comparison.
+        gpus: GPUs that this machine shows.
         missing: Returns why the machine cannot run a strategy, or None.
 
     Raises:
@@ -182,6 +182,8 @@ def _counts(strategy: Strategy, options: CompareOptions) -> list[int]:
 
 
 def _run(strategy: Strategy, engine: Engine, processes: int, options: CompareOptions) -> Run:
+    # Micro-batches of one size: fewer processes read one after the other what the ranks of other
+    # runs read side by side.
     one_size = bool(options.scale) or not strategy.is_distributed
     all_micro_batches = options.gradient_accumulation_steps * (
         options.processes if one_size else processes

@@ -35,7 +35,8 @@ def prepare(plan: ComparisonPlan, console: Console) -> dict[str, Any]:
     strategies = dict.fromkeys(run.strategy.name for run in plan.runs if run.skipped is None)
     command = [
         *PREPARE,
-        f"--num_processes={first.num_processes}",  # with the flags: how many rows a run takes
+        # Together with the flags it tells how many rows a run takes.
+        f"--num_processes={first.num_processes}",
         f"--strategies={','.join(strategies)}",
     ]
     if plan.rehearsal:

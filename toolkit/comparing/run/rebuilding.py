@@ -26,7 +26,7 @@ from toolkit.comparing.run.options import OWNED_FLAGS, CompareOptions, flags_in
 from toolkit.comparing.run.plan import CONTROLS, ComparisonPlan, Run
 from toolkit.comparing.run.starting import end_of
 from toolkit.errors import UsageError
-from toolkit.launching.outcome import TAIL_LINES, Ending, Outcome, judge
+from toolkit.launching.outcome import Ending, Outcome, judge
 from toolkit.launching.status import read_statuses
 from toolkit.records.record import read_record
 from toolkit.strategies import STRATEGIES, get_strategy
@@ -68,7 +68,7 @@ class StartedRun(NamedTuple):
 
     @property
     def training(self) -> tuple[Any, ...]:
-        """What all runs of a comparison share."""
+        """As far as its flags tell: steps, precision, rows of a batch, the user's flags."""
         options = self.options
         steps = (options.max_steps, options.throughput_steps)
         return options.precision, *steps, options.train_flags, self.rehearsal
@@ -204,7 +204,7 @@ def _outcome(start: Path, num_processes: int) -> Outcome:
                 seconds=None,
             )
         )
-    ok = Outcome(status="ok", reason=None, tail=lines[-TAIL_LINES:], seconds=None, statuses=[])
+    ok = Outcome(status="ok", reason=None, tail=lines, seconds=None, statuses=[])
     try:
         read_record(start)
     except UsageError as error:

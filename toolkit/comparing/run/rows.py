@@ -20,7 +20,7 @@ from toolkit.comparing.run.folders import FailedStart, Finished, command_at
 from toolkit.comparing.run.options import CompareOptions
 from toolkit.comparing.run.plan import Run
 from toolkit.escaping import shell_line
-from toolkit.launching.outcome import shorten
+from toolkit.launching.outcome import TAIL_LINES, shorten
 from toolkit.records.fields import Measured, spread_of
 from toolkit.records.results import (
     Achieved,
@@ -218,7 +218,7 @@ def _add_failure(row: Row, failure: FailedStart, options: CompareOptions) -> Non
         )
         for status in failure.outcome.statuses
     ]
-    row["tail"] = failure.outcome.tail
+    row["tail"] = failure.outcome.tail[-TAIL_LINES:]
     row["fix"] = _known_fix(failure, timeout=options.timeout)
 
 

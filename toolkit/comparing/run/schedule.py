@@ -1,8 +1,9 @@
 """Compare: one model under many strategies, one fresh process group after another.
 
 Every finished run is on disk before the next one starts, results and report included, so an
-interruption loses no measurement. Repeats are started in rounds whose order is rotated, so that a
-drift over the hours falls on all runs alike.
+interruption loses no measurement, and the same command with the same --output goes on from there.
+Repeats are started in rounds whose order is rotated, so that a drift over the hours falls on all
+runs alike.
 """
 
 from __future__ import annotations

@@ -37,7 +37,8 @@ def start_run(
 ) -> Finished | FailedStart:
     """Run `planned` in the new `folder` until it ends, and return how it ended.
 
-    Its lines and steps go to `progress`. `evidence_flags` are no part of what decides the run.
+    Its lines and steps go to `progress`. `repeat` is the number of the start among those of the
+    run, from 1. `evidence_flags` are no part of what decides the run.
     """
     # This start alone may keep states there, and they are removed after it.
     swap_folder, disk = folder / "nvme", comparison.options.nvme_path
