@@ -11,12 +11,13 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from toolkit import environment
-from toolkit.comparing.predicted import STATES, job_of, predicted_states
+from toolkit.comparing.predicted import STATES, job_of
 from toolkit.comparing.report.sections.traffic import difference_in_words
 from toolkit.data.arguments import DataArguments
 from toolkit.data.prepared import prepare_data, prepare_validation
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import estimate_memory
+from toolkit.planning.memory.states import state_bytes
 from toolkit.planning.models.architectures import shape_from_config
 from toolkit.planning.speed.traffic import collectives, textbook
 from toolkit.records.record import FILLER_ID, read_record
@@ -273,11 +274,13 @@ def test_the_planner_predicts_the_states_of_every_rank_to_the_byte(usual, others
                 continue
             record = read_record(folder / f"{row['strategy']}-{row['engine']}-1")
             counted = [{name: rank["memory"][name] for name in STATES} for rank in row["per_rank"]]
-            assert predicted_states(record) == counted, row["strategy"]
+            job = job_of(record)
+            predicted = [state_bytes(job, rank["rank"]).counted() for rank in record["per_rank"]]
+            assert predicted == counted, row["strategy"]
             exact = dict.fromkeys((*STATES, "counted_bytes", "traffic_bytes"), 0)
             assert row["predicted"]["errors"] == exact, row["strategy"]
             # Buffers don't hide what is sharded: the states of a model this size are more.
-            estimate = estimate_memory(job_of(record))
+            estimate = estimate_memory(job)
             held = estimate.states.total
             reduced_in = sum(t.bytes.high for t in estimate.terms if "reduced in" in t.name)
             assert held.in_memory + held.nvme > 2 * reduced_in, row["strategy"]

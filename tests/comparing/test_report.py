@@ -5,7 +5,7 @@ import re
 import pytest
 from rich.console import Console
 
-from toolkit.comparing.report.runs_table import COLUMNS, cells, runs_table
+from toolkit.comparing.report.runs_table import cells, runs_table
 from toolkit.comparing.report.verdict import REHEARSAL, verdict
 from toolkit.comparing.report.write import print_report, render_markdown, write_report
 from toolkit.records.json_files import write_json
@@ -62,10 +62,10 @@ def test_one_missing_value_has_its_own_reason(make_results, make_row):
     assert not any("n/a" in note for note in runs_table(make_results(row)).notes)
 
 
-def test_every_column_is_there_for_every_row(make_results, make_row):
+def test_no_cell_of_any_row_is_empty(make_results, make_row):
     results = make_results(make_row())
     for row in results["runs"]:
-        assert set(cells(row, results["control"])) == set(COLUMNS)
+        assert all(cells(row, results["control"]).values())
     assert cells(results["runs"][0], results["control"])["gap"] == "control"
 
 

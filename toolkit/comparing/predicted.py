@@ -52,8 +52,7 @@ def predict(record: Record, *, room_bytes: int | None = None) -> Prediction:
     the counted one is of the very step that was counted, with the rows that it had.
 
     Args:
-        record: The run.
-        room_bytes: Memory of the smallest device that it had.
+        room_bytes: Memory of the smallest device that the run had.
     """
     prediction = expect(record, room_bytes=room_bytes)
     memory, peak = prediction["memory"], prediction["peak_bytes"]
@@ -117,12 +116,6 @@ def facts_of(prepared: dict[str, Any]) -> SharedFacts:
         training=prepared["training"] | {"max_length": prepared["data"]["max_length"]},
         by_strategy=prepared["by_strategy"],
     )
-
-
-def predicted_states(record: Record) -> list[dict[str, int]]:
-    """Return the state bytes of every rank, in the order of `per_rank`."""
-    job = job_of(record)
-    return [state_bytes(job, rank["rank"]).counted() for rank in record["per_rank"]]
 
 
 def job_of(run: RunFacts | Record) -> PlannedJob:

@@ -191,7 +191,7 @@ def _is_tied_copy(name: str, common: set[str], weights: Weights) -> bool:
         return False
     return any(
         (shared.shape, shared.dtype) == (tensor.shape, tensor.dtype) and _equal(tensor, shared)
-        for shared in map(weights.__getitem__, common)
+        for shared in (weights[other] for other in common)
     )
 
 

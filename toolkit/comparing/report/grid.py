@@ -14,8 +14,6 @@ from toolkit.records.results import Control, Row
 
 
 class Section(NamedTuple):
-    """A part of the report."""
-
     text: str
     header: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()

@@ -41,10 +41,7 @@ def write_reports(folder: Path) -> list[Path]:
 def remake(folder: Path, *, console: Console, show_speed: bool = False) -> None:
     """Print the table and write every report again.
 
-    Args:
-        folder: Of the comparison.
-        console: Where the table goes.
-        show_speed: Show the speeds of a rehearsal in it too.
+    `show_speed` shows the speeds of a rehearsal in the table too.
 
     Raises:
         UsageError: the folder holds no comparison.

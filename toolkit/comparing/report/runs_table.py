@@ -42,18 +42,6 @@ from toolkit.comparing.report.words import (
 from toolkit.records.fields import NO_PRICE, value_at
 from toolkit.records.results import Control, Results, Row
 
-COLUMNS: Final = (
-    "strategy",
-    "engine",
-    "status",
-    "tokens/s",
-    "step time",
-    "states",
-    "peak memory",
-    "final loss",
-    "gap",
-)
-
 MEASURED: Final = ("states", "peak memory", "final loss", "gap")
 
 EVALUATED: Final = ("eval loss", "perplexity")
@@ -70,7 +58,10 @@ BEYOND_STATES: Final = {
     "activations": "activations",
     "other": "buffers and temporaries",
 }
-"""What is alive at the fullest moment beyond the states, by the category that it is counted in."""
+"""What is alive at the fullest moment beyond the states, by the category that it is counted in.
+
+Its order is that of `PEAK_CATEGORIES`: of stacked bars and of columns in `results.csv`.
+"""
 
 
 def cells(row: Row, control: Control | None, *, counted: bool = False) -> dict[str, str]:
@@ -103,7 +94,6 @@ def runs_table(results: Results, *, speed: bool | None = None) -> Section:
     """Return the main table; the engine is a column where both ran, as are unlike processes.
 
     Args:
-        results: Of the comparison.
         speed: Whether it shows speeds; None: only where they are those of GPUs.
     """
     runs, base, counted = results["runs"], baseline(results), counts_peaks(results)

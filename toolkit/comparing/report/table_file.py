@@ -147,9 +147,10 @@ def _peak_parts(row: Row) -> dict[str, int | None]:
 
 def _sent(row: Row) -> dict[str, Any]:
     traffic = row["traffic"]
+    moved = None if traffic is None else moved_by_purpose(traffic)
     return {
         **{
-            f"sent_{purpose}_bytes": traffic and moved_by_purpose(traffic)[purpose]
+            f"sent_{purpose}_bytes": None if moved is None else moved[purpose]
             for purpose in (*MOVED, OTHER)
         },
         "sent_wire_bytes": traffic and wire_bytes(traffic),

@@ -80,13 +80,9 @@ def _width(column: Sequence[str]) -> int:
 
 
 def _fitting(widths: Sequence[int], *, first: int, width: int, space: int) -> list[list[int]]:
-    """Deal the columns out to tables that fit; each begins with the first columns.
+    """Deal the columns out to tables that fit; the `first`, which name the run, begin each.
 
-    Args:
-        widths: Letters of each column.
-        first: How many columns name the run.
-        width: Letters of a line.
-        space: Letters between two columns.
+    Widths are letters, as is the space between two columns.
     """
     naming = list(range(first))
     dealt: list[list[int]] = [[*naming]]

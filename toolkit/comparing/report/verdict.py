@@ -30,8 +30,8 @@ REHEARSAL: Final = (
 )
 
 
-class Finding(NamedTuple):
-    """What the runs show of one question, in two lengths; both empty where they show nothing."""
+class Conclusion(NamedTuple):
+    """An answer from the runs to one question, short and long; both empty where there is none."""
 
     clause: str
     """Part of the verdict."""
@@ -40,7 +40,7 @@ class Finding(NamedTuple):
     """With the numbers."""
 
 
-NOTHING: Final = Finding("", "")
+NOTHING: Final = Conclusion("", "")
 
 
 def verdict(results: Results) -> str:
@@ -60,7 +60,8 @@ def verdict(results: Results) -> str:
         if not results["rehearsal"]:
             clauses.append(_speed(good, results["noise"]).clause)
         clauses.append(_memory(good, results).clause)
-    *before, last = [clause for clause in clauses if clause] or [""]
+    clauses = [clause for clause in clauses if clause]
+    *before, last = clauses or [""]
     if not last and not results["complete"]:
         return "Not finished yet: the control ran to its end, the other runs are outstanding."
     if not last:
@@ -74,30 +75,30 @@ def verdict(results: Results) -> str:
     return f"{text}."
 
 
-def _agreement(good: Sequence[Row], results: Results) -> Finding:
+def _agreement(good: Sequence[Row], results: Results) -> Conclusion:
     """Say whether the runs trained the same model, and how near they came to the control."""
     broken, control = [row for row in good if row["broken"]], control_name(results)
     if broken:
         names = _names(broken, "{}")
-        return Finding(
+        return Conclusion(
             f"{names} did not train the model that {control or 'the control'} trained, so their "
             "numbers must not be compared",
             f"{names} did not train as the control did: {broken_sentence(broken[0]['broken'][0])}",
         )
     if control is None:
         reason = "there is no control"
-        return Finding(f"no run could be judged, {reason}", f"No run could be judged: {reason}.")
+        return Conclusion(f"no run could be judged, {reason}", f"No run could be judged: {reason}.")
     others = [row for row in good if not is_control(row, results["control"])]
     if not others:
         return NOTHING
     judged = [row for row in others if row["gates"]]
     if not judged:
-        text = f"o run could be judged against {control}"
-        return Finding(f"n{text}", f"N{text}.")
+        text = f"run could be judged against {control}"
+        return Conclusion(f"no {text}", f"No {text}.")
     return _judged(judged, [row for row in others if not row["gates"]], control)
 
 
-def _judged(judged: Sequence[Row], unjudged: Sequence[Row], control: str) -> Finding:
+def _judged(judged: Sequence[Row], unjudged: Sequence[Row], control: str) -> Conclusion:
     """Say of runs whose gates held which were judged, and which gap to the control is largest."""
     names, runs = gate_names(judged), len(judged) + 1
     missing = sorted({gate for row in judged for gate in names if gate not in row["gates"]})
@@ -111,13 +112,13 @@ def _judged(judged: Sequence[Row], unjudged: Sequence[Row], control: str) -> Fin
     gap = "" if largest is None else f" (largest loss gap {largest[0]:.1e}, {largest[1]})"
     others = "1 other run" if len(judged) == 1 else f"{len(judged)} other runs"
     which = f"every gate that was judged held{except_for}" if missing else "every gate held"
-    return Finding(
+    return Conclusion(
         f"{count} runs trained the same model{except_for}",
         f"{others} trained as {control} did, {which}{gap}." + _names(unjudged, " {} not judged."),
     )
 
 
-def _speed(good: Sequence[Row], noise: Noise | None) -> Finding:
+def _speed(good: Sequence[Row], noise: Noise | None) -> Conclusion:
     """Name the fastest run, and with it those that the noise does not tell from it."""
     speeds = sorted(
         (
@@ -131,7 +132,7 @@ def _speed(good: Sequence[Row], noise: Noise | None) -> Finding:
         return NOTHING
     (most, best), (after, second) = speeds[:2]
     if noise is None:
-        return Finding(
+        return Conclusion(
             f"{best['name']} had the most tokens a second, which may be chance",
             f"{best['name']} had the most tokens/s ({most:,.0f}), {second['name']} came next "
             f"({after:,.0f}); how far such a difference means anything was not measured.",
@@ -139,16 +140,16 @@ def _speed(good: Sequence[Row], noise: Noise | None) -> Finding:
     near = [(speed, row) for speed, row in speeds if most - speed <= noise["share"] * speed]
     if len(near) == 1:
         clause = f"{best['name']} was the fastest"
-        return Finding(clause, f"{clause} ({most:,.0f} tokens/s).")
+        return Conclusion(clause, f"{clause} ({most:,.0f} tokens/s).")
     clause = f"{listed([row for _, row in near])} were the fastest, too near to tell apart"
-    return Finding(
+    return Conclusion(
         clause,
         f"{clause} ({near[-1][0]:,.0f} to {most:,.0f} tokens/s; a difference under "
         f"{share(noise['share'])} means nothing).",
     )
 
 
-def _memory(good: Sequence[Row], results: Results) -> Finding:
+def _memory(good: Sequence[Row], results: Results) -> Conclusion:
     """Name the run with the least memory, beside DDP or the run with the most."""
     compared, read = good, peak_of
     if not results["rehearsal"]:
@@ -177,7 +178,7 @@ def _memory(good: Sequence[Row], results: Results) -> Finding:
     if size(base[0]) != size(least):
         most, largest = base
     saved = share((most - least) / most)
-    return Finding(
+    return Conclusion(
         f"{row['name']} needed the least memory: {size(least)} {unit}, {saved} less than "
         f"{largest['name']}",
         text,
@@ -187,9 +188,12 @@ def _memory(good: Sequence[Row], results: Results) -> Finding:
 def findings(results: Results) -> str:
     """Say in a few sentences what the verdict rests on; empty where no run came to its end."""
     good = measured(results)
-    facts = [_agreement(good, results), _memory(good, results)] if good else []
-    if good and not results["rehearsal"]:
-        facts.insert(1, _speed(good, results["noise"]))
+    if not good:
+        return ""
+    facts = [_agreement(good, results)]
+    if not results["rehearsal"]:
+        facts.append(_speed(good, results["noise"]))
+    facts.append(_memory(good, results))
     return " ".join(fact.sentence for fact in facts if fact.sentence)
 
 

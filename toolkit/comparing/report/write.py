@@ -78,6 +78,9 @@ def render_markdown(results: Results) -> str:
         escaped(findings(results)),
         section_text(runs_table(results)),
     ]
+    commands = [row["command"] for row in results["runs"] if row["command"] is not None]
+    ends = [text for failure in failures(results) for text in _failure(failure)]
+    missing = [escaped(line) for line in not_measured(results)]
     for part in parts(results):
         blocks += [f"## {part.title}", section_text(part.section)]
     blocks += [
@@ -86,9 +89,11 @@ def render_markdown(results: Results) -> str:
         "## Environment",
         _facts(results["environment"]),
         "## Commands",
-        _commands(results),
-        *_failures(results),
-        *_missing(results),
+        fenced("\n".join(commands), language="sh") if commands else "No run was started.",
+        "## Failures" if ends else "",
+        *ends,
+        "## Not measured" if missing else "",
+        bullets(missing),
         "## Limits",
         bullets([escaped(line) for line in limits(results)]),
     ]
@@ -122,16 +127,6 @@ def _facts(recorded: Mapping[str, Any]) -> str:
     return bullets(lines) or "Nothing was recorded."
 
 
-def _commands(results: Results) -> str:
-    lines = [row["command"] for row in results["runs"] if row["command"] is not None]
-    return fenced("\n".join(lines), language="sh") if lines else "No run was started."
-
-
-def _failures(results: Results) -> list[str]:
-    blocks = [text for failure in failures(results) for text in _failure(failure)]
-    return ["## Failures", *blocks] if blocks else []
-
-
 def _failure(failure: Failure) -> list[str]:
     blocks = [
         f"### {escaped(failure.name)}: {escaped(failure.status)}",
@@ -144,8 +139,3 @@ def _failure(failure: Failure) -> list[str]:
         f"The whole log: {code(failure.log)}" if failure.log else "",
     ]
     return [block for block in blocks if block]
-
-
-def _missing(results: Results) -> list[str]:
-    lines = not_measured(results)
-    return ["## Not measured", bullets([escaped(line) for line in lines])] if lines else []

@@ -1,7 +1,8 @@
 """Two comparisons, run by run: which of their values can be compared, and how they differ.
 
 Runs are matched by strategy, engine and number of processes. Losses are compared only of one
-training on the same data, speeds only of one kind of device; else the reason stands there.
+training on the same data, speeds only of one kind of device; where they are not, the report gives
+the reason.
 """
 
 from __future__ import annotations
@@ -272,7 +273,6 @@ def other_training(a: Side, b: Side) -> Refusal | None:
 
 
 def recorded(values: dict[str, Any], name: str) -> str:
-    """Return a recorded value in words."""
     return summary(values[name]) if name in values else NOT_RECORDED
 
 
@@ -307,7 +307,8 @@ def speed_ratio(diff: Diff, pair: Pair) -> tuple[float | None, str | None]:
     """Return B's tokens/s as a multiple of A's, or None and why."""
     if diff.speeds_reason:
         return None, diff.speeds_reason
-    a, b = values = [row["tokens_per_second"] or None for row in pair]
+    values = [row["tokens_per_second"] or None for row in pair]
+    a, b = values
     if a is None or b is None:
         return None, why_missing(pair, values, _is("tokens_per_second"))
     return b / a, None
@@ -326,7 +327,8 @@ def loss_difference(diff: Diff, pair: Pair) -> tuple[LossDifference | None, str 
     """Return the largest difference between two runs' losses, step by step, or None and why."""
     if diff.other_training:
         return None, diff.other_training.sentence
-    a, b = values = [row["losses"] or None for row in pair]
+    values = [row["losses"] or None for row in pair]
+    a, b = values
     if a is None or b is None:
         return None, why_missing(pair, values, _is("losses"))
     if len(a) != len(b):

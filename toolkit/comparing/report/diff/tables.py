@@ -76,16 +76,19 @@ def differences(diff: Diff) -> Section:
 def speed(diff: Diff) -> Section:
     tokens, *others = diff.quantities("speed")
 
-    def cell(words: Callable[[float], str], pair: Pair) -> tuple[str, str | None]:
+    def cell(in_words: Callable[[float], str], pair: Pair) -> tuple[str, str | None]:
         ratio, reason = speed_ratio(diff, pair)
-        return (NOT_AVAILABLE, reason) if ratio is None else (words(ratio), None)
+        return (NOT_AVAILABLE, reason) if ratio is None else (in_words(ratio), None)
+
+    def meaning(ratio: float) -> str:
+        return MEANINGS[speed_verdict(diff, ratio)]
 
     columns = [
         Column("status A", lambda pair: (status_of(pair.a), None)),
         Column("status B", lambda pair: (status_of(pair.b), None)),
         *_on_both(tokens),
         Column("B / A", partial(cell, "{:.3f}".format)),
-        Column("which means", partial(cell, lambda ratio: MEANINGS[speed_verdict(diff, ratio)])),
+        Column("which means", partial(cell, meaning)),
         *(column for quantity in others for column in _on_both(quantity)),
     ]
     return _table(diff, columns, text=noise_sentence(diff))
@@ -257,7 +260,8 @@ def _change(quantity: Quantity, refused: str | None) -> Column:
     def cell(pair: Pair) -> tuple[str, str | None]:
         if refused:
             return NOT_AVAILABLE, refused
-        before, after = values = [quantity.read(row) for row in pair]
+        values = [quantity.read(row) for row in pair]
+        before, after = values
         if None in values:
             return NOT_AVAILABLE, why_missing(pair, values, quantity.field)
         return ("equal" if before == after else _signed(after - before, before)), None

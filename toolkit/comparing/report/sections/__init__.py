@@ -16,7 +16,7 @@ from toolkit.records.results import Results
 FOLDED: Final = ("collectives", "other-collectives", "samples")
 """Parts that a page shows only when the reader opens them."""
 
-TWO_NAMES: Final = (*FOLDED, "scaling")
+TWO_NAMES: Final = ("collectives", "other-collectives", "samples", "scaling")
 """Parts whose lines are named by two columns, not one."""
 
 

@@ -71,22 +71,19 @@ def _ranks(ends: Sequence[RankEnd], *, rehearsal: bool) -> Section:
         ]
         for end in ends
     ]
-    notes = [_which_ran_out(ends), *_how_uneven(ends)]
+    notes: list[str] = []
+    if spent := [str(end["rank"]) for end in ends if ran_out(end)]:
+        count = f"{len(spent)} of {len(ends)} that left word"
+        notes.append(f"Out of memory: rank {', '.join(spent)}; {count}.")
+    notes += _how_uneven(ends)
     if unknown := [str(end["rank"]) for end in ends if end["peak_bytes"] is None]:
         notes.append(f"{NOT_AVAILABLE}: rank {', '.join(unknown)} did not tell its peak")
-    return Section("", header, rows, [note for note in notes if note])
+    return Section("", header, rows, notes)
 
 
 def ran_out(end: RankEnd) -> bool:
     """Whether a rank's own last words are that it ran out of memory."""
     return end["error"] is not None and OUT_OF_MEMORY.search(end["error"]) is not None
-
-
-def _which_ran_out(ends: Sequence[RankEnd]) -> str:
-    spent = [str(end["rank"]) for end in ends if ran_out(end)]
-    if not spent:
-        return ""
-    return f"Out of memory: rank {', '.join(spent)}; {len(spent)} of {len(ends)} that left word."
 
 
 def _how_uneven(ends: Sequence[RankEnd]) -> list[str]:
