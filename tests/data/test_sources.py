@@ -198,6 +198,10 @@ def test_flags_that_name_no_validation_rows(options, says):
         DataArguments(**options)
 
 
+def test_an_empty_value_names_no_validation_rows():
+    assert not DataArguments(validation_file="").has_validation
+
+
 def test_a_percentage_that_leaves_nothing_is_told(tmp_path, cache):
     path = write_rows(tmp_path / "rows.jsonl", numbered(3))
     arguments = DataArguments(train_file=path, validation_split_percentage=0.001)

@@ -56,7 +56,7 @@ class DataArguments:
 
     @property
     def has_validation(self) -> bool:
-        return bool(self.validation_flags)
+        return any(getattr(self, flag[2:]) for flag in self.validation_flags)
 
     def __post_init__(self) -> None:
         if self.dataset_name is not None and self.train_file is not None:
@@ -86,7 +86,7 @@ class DataArguments:
                 f"--validation_split_percentage {percentage:g}: use a number between 0 and 100."
             )
         limit = self.max_eval_samples
-        if limit is not None and (limit < 1 or not self.has_validation):
+        if limit is not None and (limit < 1 or not self.validation_flags):
             raise UsageError(
                 f"--max_eval_samples {limit} needs to be 1 or more, and rows to "
                 "evaluate on: --validation_file, --validation_split or "

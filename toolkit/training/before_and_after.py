@@ -42,8 +42,6 @@ class BeforeAndAfter(Observer):
     Args:
         plan: Rows, prompts and schedule.
         collate: Makes a padded batch of rows.
-        tokenizer: Of the model.
-        recorder: Of the run.
         checkpoint: The checkpoint that the run goes on from, with the results before it.
     """
 
@@ -78,7 +76,7 @@ class BeforeAndAfter(Observer):
             )
             self.samples = samples.results
             self._observers.append(samples)
-        if checkpoint is not None:
+        if checkpoint is not None and self._observers:
             self._read_so_far(checkpoint)
 
     def prepared(self, prepared: Prepared) -> None:
