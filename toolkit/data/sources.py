@@ -48,12 +48,10 @@ def training_source(arguments: DataArguments, *, limit: int | None = None) -> So
         return _file_source(Path(arguments.train_file), "--train_file", limit)
     if arguments.dataset_name is not None:
         return _hub_source(arguments, arguments.dataset_split, limit)
-    from datasets import Dataset
-
     return Source(
         name=BUILT_IN_DATA,
         identity=standard_library_hash(),
-        load=lambda _: Dataset.from_list(standard_library_texts()),
+        load=_load_built_in,
         python=platform.python_version(),
     )
 
@@ -102,6 +100,12 @@ def check_file(path: Path, *, flag: str) -> None:
         )
     if not path.stat().st_size:
         raise UsageError(f"{path} is empty: zero training rows. Pass a file with rows.")
+
+
+def _load_built_in(_: Path) -> Dataset:
+    from datasets import Dataset
+
+    return Dataset.from_list(standard_library_texts())
 
 
 def _file_source(path: Path, flag: str, limit: int | None) -> Source:

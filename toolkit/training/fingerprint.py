@@ -57,10 +57,9 @@ def facts_of_trainer(trainer: Any, strategy: Any) -> dict[str, Any]:
     """
     args, rows, model = trainer.args, trainer.train_dataset, trainer.model
     config = getattr(model, "config", None)
-    to_dict = getattr(config, "to_dict", None)  # not every model of a user's own has one
-    shape = to_dict() if to_dict is not None else {}
-    for name in ("transformers_version", "_name_or_path", "use_cache"):
-        shape.pop(name, None)
+    to_dict = getattr(config, "to_dict", dict)  # not every model of a user's own has one
+    of_versions = ("transformers_version", "_name_or_path", "use_cache")
+    shape = {name: value for name, value in to_dict().items() if name not in of_versions}
     facts = {
         "backend": strategy.backend,
         "zero_stage": strategy.zero_stage,
