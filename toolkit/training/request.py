@@ -215,7 +215,11 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
         ),
     )
     model = _checked_model(own)
-    data, validation = _checked_rows(own, model, launch, common)
+    tokenizer, trust = resolve_tokenizer(own.model), own.model.trust_remote_code
+    ranks = launch.data_parallel_size
+    fetched = None if ranks is None else rows_needed(common, num_processes=ranks)
+    data = prepare_data(own.data, tokenizer, trust_remote_code=trust, rows_needed=fetched)
+    check_vocabulary(model, data)
     precision = asked_precision(common)
     check_model(own.speed, model.path)
     method = checked_method(own.method, own.model, model, precision=precision)
@@ -223,6 +227,11 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
         _refuse_under(
             launch, lambda strategy: check_strategy(method, strategy, precision=precision)
         )
+    validation = None
+    if own.run.evidence is None:  # a run that keeps evidence is not evaluated
+        validation = prepare_validation(own.data, tokenizer, trust_remote_code=trust)
+    if validation is not None:
+        check_vocabulary(model, validation)
     notes += method.notes()
     return Request(
         own=own,
@@ -356,20 +365,3 @@ def _checked_model(own: OwnArguments) -> ModelFacts:
     if not own.model.is_built_in:  # the cache has checked the built-in one
         check_loadable(model.path, trust_remote_code=trust)
     return model
-
-
-def _checked_rows(
-    own: OwnArguments, model: ModelFacts, launch: Launch, values: Mapping[str, Any]
-) -> tuple[PreparedData, PreparedData | None]:
-    """Tokenise the rows to train and to evaluate on, and check that they fit the model."""
-    tokenizer, trust = resolve_tokenizer(own.model), own.model.trust_remote_code
-    ranks = launch.data_parallel_size
-    fetched = None if ranks is None else rows_needed(values, num_processes=ranks)
-    data = prepare_data(own.data, tokenizer, trust_remote_code=trust, rows_needed=fetched)
-    check_vocabulary(model, data)
-    if own.run.evidence is not None:  # such a run is not evaluated
-        return data, None
-    validation = prepare_validation(own.data, tokenizer, trust_remote_code=trust)
-    if validation is not None:
-        check_vocabulary(model, validation)
-    return data, validation
