@@ -116,6 +116,11 @@ def test_the_card_of_a_run_says_what_was_trained_how_and_what_came_of_it():
         assert line in text.splitlines(), line
     assert "/home" not in text
     assert "FOLDER" in text
+    rows = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ")]
+    order = ["method", "data", "rows of data", "strategy", "engine", "processes", "precision"]
+    order += ["optimizer steps", "rows of a step", "longest row", "learning rate", "optimizer"]
+    first = rows.index("method")
+    assert rows[first : first + len(order)] == order
 
 
 def test_rows_are_said_to_be_held_out_only_where_the_training_left_them_out():

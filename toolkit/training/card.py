@@ -175,7 +175,6 @@ def card_of_run(
 
     Args:
         described: The part of its record that is known before the first step.
-        num_processes: Ranks.
         evaluation: Results of its evaluations so far.
         losses: Of its first and its last step.
         resumed: Its first step was not the first of the training.
@@ -196,15 +195,15 @@ def card_of_run(
             "method": "all weights" if training["method"] == "full" else adapters,
             "data": shown_name(data["name"]),
             "rows of data": f"{data['rows']:,}",
-            "engine": described["engine"],
-            "longest row": f"{training['max_length']} tokens",
         }
         | _settings(
             training,
             strategy=described["strategy"],
+            engine=described["engine"],
             precision=described["precision"],
             processes=num_processes,
             rows_of_a_step=rows_of_a_step,
+            longest_row=f"{training['max_length']} tokens",
         ),
         evaluation=tuple(evaluation),
         **_outer_losses(losses, resumed=resumed),
@@ -264,14 +263,18 @@ def _settings(
     precision: str,
     processes: int,
     rows_of_a_step: object,
+    engine: str | None = None,
+    longest_row: str | None = None,
 ) -> dict[str, object]:
-    """Return the rows of the table of settings that every card has."""
-    return {
+    """Return the rows of the table of settings; None: not of this card."""
+    rows = {
         "strategy": strategy,
+        "engine": engine,
         "processes": processes,
         "precision": "fp32" if precision == "no" else precision,
         "optimizer steps": training["max_steps"],
         "rows of a step": rows_of_a_step,
+        "longest row": longest_row,
         "learning rate": f"{training['learning_rate']:g}, "
         f"{plain_value(training['lr_scheduler_type'])}",
         "optimizer": plain_value(training["optimizer"]),
@@ -279,6 +282,7 @@ def _settings(
         "largest gradient norm": f"{training['max_grad_norm']:g}",
         "seed": training["seed"],
     }
+    return {name: value for name, value in rows.items() if value is not None}
 
 
 def _outer_losses(losses: tuple[float, float] | None, *, resumed: bool) -> dict[str, Any]:
