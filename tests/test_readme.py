@@ -242,7 +242,7 @@ def test_every_flag_in_the_text_exists():
 
     from toolkit.training.arguments import OWN
 
-    kinds = [*OWN, TrainingArguments]
+    kinds = [*OWN.values(), TrainingArguments]
     known = {f"--{name}" for kind in kinds for name in kind.__dataclass_fields__}
     root = typer.main.get_command(app)
     verbs = [*root.commands.values(), *root.commands["configs"].commands.values()]

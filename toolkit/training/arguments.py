@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast, get_type_hints
 
 import psutil
 import yaml
@@ -141,7 +141,7 @@ class GuardArguments:
             raise UsageError(f"--guard_grad_norm {self.guard_grad_norm:g}: use more than 1, or 0.")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OwnArguments:
     """Every flag of ours, and those left for `TrainingArguments`."""
 
@@ -154,15 +154,10 @@ class OwnArguments:
     rest: list[str]
 
 
-OWN: tuple[Any, ...] = (
-    ModelArguments,
-    DataArguments,
-    RunArguments,
-    MethodArguments,
-    SpeedArguments,
-    GuardArguments,
-)
-"""The classes of our flags, in the order of the fields of `OwnArguments`."""
+OWN: dict[str, Any] = {
+    name: kind for name, kind in get_type_hints(OwnArguments).items() if name != "rest"
+}
+"""The classes of our flags, by their fields in `OwnArguments`."""
 
 OUR_DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 4,
@@ -213,10 +208,10 @@ def own_arguments(argv: Sequence[str]) -> OwnArguments:
     if {"-h", "--help"} & set(flags):
         _full_parser().print_help()
         raise SystemExit(0)
-    parsed: Any = _Parser(OWN, **_PARSER_OPTIONS).parse_args_into_dataclasses(
+    parsed: Any = _Parser(tuple(OWN.values()), **_PARSER_OPTIONS).parse_args_into_dataclasses(
         flags, return_remaining_strings=True, look_for_args_file=False
     )
-    return OwnArguments(*parsed)
+    return OwnArguments(**dict(zip((*OWN, "rest"), parsed, strict=True)))
 
 
 def training_values(own: OwnArguments) -> dict[str, Any]:
@@ -298,7 +293,7 @@ _PARSER_OPTIONS: dict[str, Any] = {"allow_abbrev": False, "add_help": False}
 def _full_parser() -> HfArgumentParser:
     from transformers.training_args import TrainingArguments
 
-    kinds: tuple[Any, ...] = (*OWN, TrainingArguments)
+    kinds: tuple[Any, ...] = (*OWN.values(), TrainingArguments)
     parser = _Parser(kinds, prog="toolkit.train", allow_abbrev=False)
     parser.set_defaults(**OUR_DEFAULTS | DEPENDENT_DEFAULTS)
     return parser
@@ -358,7 +353,7 @@ def _unknown_sentence(unknown: list[str]) -> str:
     flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
     if not flags:
         return f"{unknown[0]!r} belongs to no flag. Write flags as --name value."
-    kinds = (*OWN, TrainingArguments)
+    kinds = (*OWN.values(), TrainingArguments)
     known = [entry.name for kind in kinds for entry in fields(kind) if entry.init]
     close = difflib.get_close_matches(flags[0].lstrip("-").replace("-", "_"), known, n=1)
     hint = f" Did you mean --{close[0]}?" if close else " See --help for those there are."

@@ -118,9 +118,7 @@ def check_speed(
     """Refuse switches that don't go together with other requests, all of them at once.
 
     Args:
-        arguments: Our flags.
         values: Those of `TrainingArguments`.
-        strategy: Of the launch.
         evidence: Whether the run keeps the evidence of a step.
         on_gpu: Whether this is no rehearsal.
         config_checkpoints: Whether the launcher's FSDP section asks for activation checkpointing.
@@ -133,36 +131,34 @@ def check_speed(
     compiles = arguments.compile_blocks
     # Under `single`, the control of every comparison, both flags are accepted without effect.
     several = strategy.is_distributed
-    conflicts = {
-        "--use_liger_kernel needs a GPU; --loss_impl chunked runs everywhere": (
-            uses_liger and not on_gpu
-        ),
-        "--use_liger_kernel needs liger-kernel: pip install liger-kernel": (
-            uses_liger and on_gpu and find_spec("liger_kernel") is None
-        ),
-        "--checkpoint_layers and --activation_checkpointing both choose layers: pass one": (
-            layers and by_flag
-        ),
-        "fsdp_activation_checkpointing: true of the Accelerate config and a flag would both "
-        "checkpoint the layers: leave one of them out": config_checkpoints and (layers or by_flag),
-        "--compile_blocks and --torch_compile both compile the layers: pass one": (
-            compiles and values.get("torch_compile")
-        ),
-        "--evidence looks into the layers, which --compile_blocks compiles away": (
-            compiles and evidence
-        ),
-        "--compile_blocks gains nothing under ZeRO-3: DeepSpeed's hooks in every module of a layer "
-        "are compiled anew for each until torch gives up (recompile_limit), and runs the layers as "
-        "they are": compiles and strategy.sharding == "tensors",
-        f"--ddp_bucket_view is for ddp, and this is {strategy.name}": (
-            arguments.ddp_bucket_view and several and not strategy.reduces_in_buckets
-        ),
-        f"--fsdp_prefetch is for FSDP2, and this is {strategy.name}": (
-            arguments.fsdp_prefetch and several and strategy.sharding != "rows"
-        ),
-    }
     messages = no_chunked_loss(values) if arguments.loss_impl == "chunked" else []
-    messages += [message for message, applies in conflicts.items() if applies]
+    if uses_liger and not on_gpu:
+        messages.append("--use_liger_kernel needs a GPU; --loss_impl chunked runs everywhere")
+    if uses_liger and on_gpu and find_spec("liger_kernel") is None:
+        messages.append("--use_liger_kernel needs liger-kernel: pip install liger-kernel")
+    if layers and by_flag:
+        messages.append(
+            "--checkpoint_layers and --activation_checkpointing both choose layers: pass one"
+        )
+    if config_checkpoints and (layers or by_flag):
+        messages.append(
+            "fsdp_activation_checkpointing: true of the Accelerate config and a flag would both "
+            "checkpoint the layers: leave one of them out"
+        )
+    if compiles and values.get("torch_compile"):
+        messages.append("--compile_blocks and --torch_compile both compile the layers: pass one")
+    if compiles and evidence:
+        messages.append("--evidence looks into the layers, which --compile_blocks compiles away")
+    if compiles and strategy.sharding == "tensors":
+        messages.append(
+            "--compile_blocks gains nothing under ZeRO-3: DeepSpeed's hooks in every module of a "
+            "layer are compiled anew for each until torch gives up (recompile_limit), and runs the "
+            "layers as they are"
+        )
+    if arguments.ddp_bucket_view and several and not strategy.reduces_in_buckets:
+        messages.append(f"--ddp_bucket_view is for ddp, and this is {strategy.name}")
+    if arguments.fsdp_prefetch and several and strategy.sharding != "rows":
+        messages.append(f"--fsdp_prefetch is for FSDP2, and this is {strategy.name}")
     if messages:
         raise UsageError(f"{'; '.join(messages)}.")
 
@@ -177,7 +173,8 @@ def no_chunked_loss(values: Mapping[str, Any]) -> list[str]:
 
 
 def checkpoints_by_flag(values: Mapping[str, Any]) -> bool:
-    """Whether `TrainingArguments` checkpoint every layer; transformers 5.23 renamed the flag."""
+    """Whether `TrainingArguments` checkpoint every layer."""
+    # transformers 5.23 renamed `gradient_checkpointing`, and keeps the old name as an alias.
     return bool(values.get("activation_checkpointing") or values.get("gradient_checkpointing"))
 
 
