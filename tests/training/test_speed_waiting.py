@@ -28,7 +28,7 @@ ANSWERS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "at
 NOT_OF_THE_DEVICE = (
     "torch/optim/",  # counts its steps in tensors on the CPU, wherever it computes
     "lean_batches.py",  # a batch is made on the CPU
-    "data/collation.py",
+    "data/order.py",
     "torch/utils/data/",
     "measuring/heartbeat.py",  # reads the step before, of which a copy lies in the host's memory
 )

@@ -80,13 +80,13 @@ def check_evaluation(values: Mapping[str, Any], data: DataArguments) -> None:
         UsageError: there are no rows to evaluate on, or a flag would not be obeyed.
     """
     every = values.get("eval_steps")
-    needy = [f"--{name}" for name in _NEEDS_ROWS if is_on(values.get(name))]
+    evaluation_flags = [f"--{name}" for name in _NEEDS_ROWS if is_on(values.get(name))]
     if every is not None:  # it switches the strategy on by itself
-        needy = ["--eval_steps"]
-    if needy and not data.has_validation:
+        evaluation_flags = ["--eval_steps"]
+    if evaluation_flags and not data.has_validation:
         raise UsageError(
-            f"{', '.join(needy)}: there are no rows to evaluate on. Pass --validation_file, "
-            "--validation_split or --validation_split_percentage."
+            f"{', '.join(evaluation_flags)}: there are no rows to evaluate on. Pass "
+            "--validation_file, --validation_split or --validation_split_percentage."
         )
     ignored = [f"--{name}" for name in _NOT_OBEYED if is_on(values.get(name))]
     if ignored:

@@ -132,7 +132,8 @@ def checked_job(argv: list[str]) -> Job:
     )
     samples, left_out = own.run.sample_prompts, None
     if own.run.evidence is not None:  # such a run has no validation rows either
-        samples, left_out = 0, evaluation_plan.left_out_with_evidence(own.data, samples=samples)
+        left_out = evaluation_plan.left_out_with_evidence(own.data, samples=samples)
+        samples = 0
     evaluation = evaluation_plan.planned_evaluation(
         values,
         samples=samples,

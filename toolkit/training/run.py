@@ -145,7 +145,8 @@ class SaveAtTheEnd(Observer):
                 resumed=self.recorder.steps_before > 0,
                 dataset_name=job.own.data.dataset_name,
             )
-            for name in ("final", "merged") if job.own.method.merge else ("final",):
+            names = ["final", "merged"] if job.own.method.merge else ["final"]
+            for name in names:
                 save_model(
                     engine.accelerator,
                     engine.model,

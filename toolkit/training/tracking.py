@@ -55,7 +55,9 @@ WANDB_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 
 
 def asked_trackers(report_to: str | Sequence[str] | None, *, engine: str) -> list[str]:
-    """Return the trackers that `--report_to` names; `all`: those of `TRACKERS` that are installed.
+    """Return the trackers that `--report_to` names for an engine, `trainer` or `loop`.
+
+    `all` means those of `TRACKERS` that are installed, and `none` means no tracker.
 
     Raises:
         UsageError: a name is unknown to the engine, its package is missing, or WANDB_MODE asks for
@@ -71,7 +73,8 @@ def asked_trackers(report_to: str | Sequence[str] | None, *, engine: str) -> lis
         if not names:
             raise UsageError(_missing_sentence("all", TRACKERS))
     package_of: dict[str, str | None] = {name: name for name in TRACKERS}
-    package_of |= TRAINERS_OWN if engine == "trainer" else {}
+    if engine == "trainer":
+        package_of |= TRAINERS_OWN
     if unknown := [name for name in names if name not in package_of]:
         raise UsageError(
             f"--report_to {' '.join(unknown)}: --engine {engine} reports to "
