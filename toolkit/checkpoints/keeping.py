@@ -141,8 +141,10 @@ def _save_together(
 ) -> None:
     """Write one draft by all ranks, and put it in place as a whole; a collective.
 
-    What stands in its place and was not committed here is kept aside. `facts` are those that a run
-    must have in common to resume from it; `writers` add files to the draft, on rank 0.
+    What stands in its place and was not committed here is kept aside. `folder` lies on a file
+    system that all ranks share, `step` counts the optimizer steps that are done, `facts` are those
+    that a run must have in common to resume from it, and `writers` add files to the draft, on
+    rank 0.
 
     Raises:
         SaveError: on every rank, when it does not fit on the disk or any could not write its part;
@@ -169,6 +171,11 @@ def _save_together(
         for write in writers if accelerator.is_main_process else ():
             write(draft)
 
+    def entries_of_share() -> dict[str, dict[str, Any]]:
+        sizes = {name: {"bytes": (draft / name).stat().st_size} for name in file_names(draft)}
+        names = shares(sizes, ranks=accelerator.num_processes)[accelerator.process_index]
+        return {name: entry(draft, name) for name in names}
+
     needed = sum(gather_objects(backend.checkpoint_bytes(prepared)))
     missing = _on_every_rank(folder, lambda: room_missing(folder, needed))[0]  # rank 0 looked
     if missing is not None:
@@ -184,7 +191,7 @@ def _save_together(
             who = f"rank {accelerator.process_index}"
             raise SaveError(f"{folder} was not saved. {who}: {in_words(error, folder)}") from error
         _on_every_rank(folder, write_parts)
-        for of_rank in _on_every_rank(folder, lambda: _entries(draft, accelerator)):
+        for of_rank in _on_every_rank(folder, entries_of_share):
             entries |= of_rank
         commit = undo.pop_all()
     _on_every_rank(folder, commit.close)
@@ -206,10 +213,3 @@ def _on_every_rank(folder: Path, act: Callable[[], Any]) -> list[Any]:
     if failures:
         raise SaveError(f"{folder} was not saved. {'; '.join(failures)}")
     return list(values)
-
-
-def _entries(draft: Path, accelerator: Any) -> dict[str, dict[str, Any]]:
-    """Sync and hash this rank's share of the files."""
-    sizes = {name: {"bytes": (draft / name).stat().st_size} for name in file_names(draft)}
-    names = shares(sizes, ranks=accelerator.num_processes)[accelerator.process_index]
-    return {name: entry(draft, name) for name in names}

@@ -91,7 +91,12 @@ class Evaluation(Observer):
             values = {"eval_loss": loss, "eval_perplexity": result["perplexity"]}
             self.recorder.logged(step, **values)
             engine.report(step, values)
-            engine.accelerator.print(f"toolkit: {evaluated_sentence(result)}", flush=True)
+            when = f"after step {step}" if step else "before the first step"
+            engine.accelerator.print(
+                f"toolkit: evaluation {when}: loss {loss:.6f}, perplexity {perplexity(loss):.2f} "
+                f"({tokens:,} tokens of {len(self.rows):,} rows, {result['seconds']:.1f} s)",
+                flush=True,
+            )
 
 
 def loss_and_tokens(
@@ -109,7 +114,6 @@ def loss_and_tokens(
     positions to project is for a model that has the chunked loss (`LeanCollator`), and takes it.
 
     Args:
-        accelerator: The Accelerator that prepared the model.
         model: The wrapped model.
         rows: `input_ids`, `labels` and `sample_id`, the same on every rank.
         collate: Makes a padded batch of them.
@@ -165,11 +169,3 @@ def perplexity(loss: float) -> float:
         return math.exp(loss)
     except OverflowError:
         return math.inf
-
-
-def evaluated_sentence(result: Evaluated) -> str:
-    when = f"after step {result['step']}" if result["step"] else "before the first step"
-    return (
-        f"evaluation {when}: loss {result['loss']:.6f}, perplexity {result['perplexity']:.2f} "
-        f"({result['tokens']:,} tokens of {result['rows']:,} rows, {result['seconds']:.1f} s)"
-    )

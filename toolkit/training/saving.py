@@ -76,7 +76,6 @@ def save_model(
     `stage3_gather_16bit_weights_on_model_save`; this depends on neither.
 
     Args:
-        accelerator: The Accelerator that prepared the model.
         model: The wrapped model.
         folder: Where the model goes, as `committing` puts it there.
         merge: Of a model with adapters, save an ordinary one with these in its weights. Without it
@@ -99,7 +98,9 @@ def save_model(
     else:
         gathered = whole_weights(accelerator, model, unwrapped, trained_only=is_adapter)
         weights = gathered
-    needed = 0 if merge else _least_bytes(unwrapped, trained_only=is_adapter)
+    saved = (p for p in unwrapped.parameters() if p.requires_grad or not is_adapter)
+    # At least: the weights in the dtype that they are trained in.
+    needed = 0 if merge else sum(elements_of(p) * p.element_size() for p in saved)
     error: str | None = None
     if accelerator.is_main_process:
         try:
@@ -127,22 +128,14 @@ def save_model(
 def _finite(weights: Weights, unwrapped: Any) -> Weights:
     """Yield the weights of a model, after a look at all but its buffers.
 
-    Around the iterator that gathers, not in it: when this one ends, others still wait in that one.
+    Buffers may hold -inf, as masks do. It stands around the iterator that gathers, not in it: when
+    this one ends, others still wait in that one.
     """
     buffers = {plain_name(name) for name, _ in unwrapped.named_buffers()}
     for name, tensor in weights:
         if tensor is not None and name not in buffers and not is_finite(tensor):
             raise SaveError(NOT_FINITE.format(names=name))
         yield name, tensor
-
-
-def _least_bytes(unwrapped: Any, *, trained_only: bool) -> int:
-    """Return the bytes of the weights in the dtype that they are trained in."""
-    return sum(
-        elements_of(parameter) * parameter.element_size()
-        for parameter in unwrapped.parameters()
-        if parameter.requires_grad or not trained_only
-    )
 
 
 def _write_card(card: Card, draft: Path, folder: Path) -> None:

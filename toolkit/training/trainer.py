@@ -151,6 +151,7 @@ class ToolkitTrainer(Trainer):
             )
         keep_texts_apart(self.model)
         self.recorder = recorder or _recorder_for(self.args, self.model, guards)
+        # Without `every`: the Trainer's own flow decides when it saves.
         self.keeper = keeper or Keeper(
             output_dir=output_dir_of(self.args),
             facts=facts_of_trainer(self, _strategy_of(self.args)),
@@ -179,20 +180,16 @@ class ToolkitTrainer(Trainer):
             check_names, output_dir_of(self.args), (RECORD_FILE, STEPS_FILE), flag="output_dir"
         )
         with held(output_dir_of(self.args), check) as lock:
-            resumed = self._requested_checkpoint(resume_from_checkpoint)
+            request = None
+            if resume_from_checkpoint is not None and resume_from_checkpoint is not False:
+                name = LAST if resume_from_checkpoint is True else resume_from_checkpoint
+                values = {"output_dir": self.args.output_dir, "resume_from_checkpoint": str(name)}
+                request = asked_checkpoint(values)
+            resumed = None if request is None else find_checkpoint(request, self.keeper.facts)
         with lock or nullcontext():
             output = self.train_from(resumed, **kwargs)
             self.finish_record()
         return output
-
-    def _requested_checkpoint(self, resume: str | bool | None) -> Resumed | None:
-        """Return the checkpoint to go on from, whole and of this training on every rank."""
-        if resume is None or resume is False:
-            return None
-        name = LAST if resume is True else str(resume)
-        values = {"output_dir": self.args.output_dir, "resume_from_checkpoint": name}
-        request = asked_checkpoint(values)
-        return None if request is None else find_checkpoint(request, self.keeper.facts)
 
     def train_from(self, resumed: Resumed | None, **kwargs: Any) -> Any:
         """Train from a checkpoint that all ranks have found whole, and write no record."""
