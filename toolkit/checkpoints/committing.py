@@ -110,6 +110,8 @@ def follow_umask(folder: Path) -> None:
 def check(folder: Path) -> dict[str, Any]:
     """Return the manifest of a committed folder, after reading every byte that it lists.
 
+    Other files in the folder are ignored.
+
     Raises:
         Damaged: naming the first file that is missing, cut off or changed.
     """
@@ -146,7 +148,10 @@ def remove_drafts(folder: Path) -> None:
 
 
 def remove_own(folder: Path, *, name: Path | None = None) -> None:
-    """Remove a committed folder, once `name`; other files in it are kept aside."""
+    """Remove a committed folder; other files in it are kept aside.
+
+    `name` is its path before it was moved here.
+    """
     _remove_committed(folder)
     if os.path.lexists(folder):
         keep_aside(folder, name=name)
@@ -161,7 +166,10 @@ def _remove_committed(folder: Path) -> None:
 
 
 def keep_aside(path: Path, *, name: Path | None = None) -> None:
-    """Rename an entry, once `name`, that is in the way and not the toolkit's; tell the user."""
+    """Rename an entry that is in the way and not the toolkit's; tell the user.
+
+    `name` is its path before it was moved here.
+    """
     before = name or path
     target = _free_name(before, f"{before.name}.{KEPT}-{{}}")
     path.rename(target)

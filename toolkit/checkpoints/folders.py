@@ -17,7 +17,7 @@ from toolkit.launching.ranks import say
 from toolkit.records.manifests import is_real_folder
 
 KIND: Final = "checkpoint"
-"""In the manifest of a checkpoint."""
+"""The value of `kind` in the manifest of a checkpoint."""
 
 
 def checkpoint_folder(output_dir: Path, step: int) -> Path:

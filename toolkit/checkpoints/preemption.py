@@ -79,8 +79,8 @@ class Preemption:
             self._asked_at = time.monotonic()
             self._ask_to_stop()
         if os.getppid() != self._launcher:
-            # Its launcher is gone: nothing else would end a rank that hangs. As torchelastic does.
-            signal.alarm(30)
+            # The launcher is gone: nothing else would end a rank that hangs.
+            signal.alarm(30)  # seconds, as many as torchelastic gives its ranks
 
 
 def _signals() -> list[signal.Signals]:

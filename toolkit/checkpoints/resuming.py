@@ -1,4 +1,4 @@
-"""From a request to resume to a checkpoint that every rank finds whole, and into a training."""
+"""Checkpoints to resume from: those that every rank finds whole and of this very training."""
 
 from __future__ import annotations
 

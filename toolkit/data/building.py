@@ -114,7 +114,7 @@ class Build:
         template: Template | None,
         folder: Path,
     ) -> tuple[Dataset, Tally]:
-        """Return the chosen rows, whose numbers are `numbers`, as token ids."""
+        """Return the chosen rows as token ids, and the counts of their tokenisation."""
         tally = Tally()
         # A stream of texts is cut where a row is full, so no text has to be cut before.
         length = sys.maxsize if self._packing == "fixed" else self.arguments.max_length

@@ -34,4 +34,5 @@ def plain_value(value: Any) -> str:
 
 
 def is_on(value: Any) -> bool:
+    """Whether a flag's value switches something on."""
     return plain_value(value) not in SWITCHED_OFF

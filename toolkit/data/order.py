@@ -49,8 +49,9 @@ def training_rows(
     First the rows of `steps` optimizer steps, one seeded permutation an epoch, then the packed
     rows of `throughput_steps` more. When W ranks take every W-th batch, as Accelerate deals
     them, a step holds the same rows for every W. Where the rows of an epoch don't fill its last
-    step, fillers do, one ignored `pad_token_id` each: each row is trained once an epoch, and a loss
-    that is divided by the tokens of the step stays right.
+    step, fillers do: rows of one ignored `pad_token_id`, which `has_fillers` and the gates know by
+    their `sample_id`, FILLER_ID. So each row is trained once an epoch, and a loss that is divided
+    by the tokens of the step stays right.
 
     Raises:
         UsageError: one step takes more rows than there are.

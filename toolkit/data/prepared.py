@@ -116,8 +116,8 @@ def prepare_data(
         arguments: Source, format, template, mask and packing.
         tokenizer: The folder of the tokenizer.
         trust_remote_code: Run code that comes with the tokenizer.
-        rows_needed: Rows to stream without `--max_train_samples`, where it is known. They are
-            counted before packing and before rows are left out, so a run may begin again.
+        rows_needed: Rows to stream where `--max_train_samples` is not passed; None: not known. They
+            are counted before packing and before rows are left out, so a run may begin again.
 
     Raises:
         UsageError: the data can't be found or read, have unknown columns, don't fit the template,

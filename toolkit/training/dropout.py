@@ -118,7 +118,7 @@ def difference(accelerator: Any, model: Any) -> str | None:
     in_fp32 = (
         next(unwrapped.parameters()).dtype == torch.float32 and accelerator.mixed_precision == "no"
     )
-    # A share of the logits: on a GPU kernels may add in another order each time.
+    # The largest difference relative to the logits' norm: GPU kernels may add in another order.
     tolerance = 1e-4 if in_fp32 else 2e-2
     apart = float((first - second).norm() / max(first.norm(), second.norm()))
     if apart <= tolerance:

@@ -52,7 +52,6 @@ def train_loop(
         args: The Trainer's arguments; this loop obeys those that concern training.
         dataset: Rows in the order in which they are trained.
         collate: Makes a padded batch with `labels` and `sample_id`.
-        recorder: Records the run.
         scheduled_steps: Steps until the learning rate has decayed.
         observers: Called when the training is prepared and after each of its steps.
         resumed: The checkpoint to go on from.
@@ -180,7 +179,10 @@ def _optimizer_step(
     args: TrainingArguments,
     recorder: Recorder,
 ) -> tuple[torch.Tensor, Any]:
-    """Run an optimizer step; return this rank's share of the loss, and the norm before clipping."""
+    """Run an optimizer step.
+
+    Returns this rank's share of the loss, and the gradient norm before clipping.
+    """
     backend = backend_of(model)
     ranks = backend.data_parallel_size()
     supervised = [(batch["labels"][:, 1:] != IGNORED).sum() for batch in window]

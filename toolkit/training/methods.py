@@ -87,7 +87,7 @@ def checked_method(
     *,
     precision: str,
 ) -> Method:
-    """Return the method for a model, computed with in `precision`: `no` (fp32), `bf16` or `fp16`.
+    """Return the method for a model that computes in `precision`: `no` (fp32), `bf16` or `fp16`.
 
     Raises:
         UsageError: the method doesn't fit the model, or the dtypes don't fit each other.

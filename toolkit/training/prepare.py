@@ -100,7 +100,7 @@ def prepare(
 def _under(request: Request, strategy: Strategy) -> dict[str, Any]:
     """Return the fields of a record's `training` that may differ between strategies."""
     values, switches = request.values[strategy.name], request.own.speed
-    # Made in earnest, `TrainingArguments` would start a process group.
+    # The real `TrainingArguments` would start a process group.
     stand_in = SimpleNamespace(**dict.fromkeys(TRAINER_SWITCHES) | values)
     args = cast("TrainingArguments", stand_in)
     speed = Speed(switches, args)

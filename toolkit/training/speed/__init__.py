@@ -105,7 +105,11 @@ class Speed(Observer):
             self.on["fsdp_prefetch"] = ahead
 
     def facts(self, args: TrainingArguments) -> dict[str, Any]:
-        """Return the record's `speed`."""
+        """Return the record's `speed`.
+
+        Every switch that is on, the Trainer's own too, and those that `--tuned` left out, with the
+        reason.
+        """
         of_trainer = {name: getattr(args, name) for name in TRAINER_SWITCHES if getattr(args, name)}
         on = self.on | of_trainer
         return {"tuned": self.arguments.tuned, "on": on, "left_out": self.left_out}

@@ -82,6 +82,8 @@ def checked_head(model: PreTrainedModel) -> tuple[torch.nn.Linear, LogitsOf]:
 def use_chunked_loss(model: PreTrainedModel, *, chunk_tokens: int) -> None:
     """Have the model return the chunked loss, and no logits, wherever it is given labels.
 
+    Without labels it returns logits as before.
+
     Raises:
         UsageError: the model is none that this is proven for.
     """

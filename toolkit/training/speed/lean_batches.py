@@ -56,7 +56,7 @@ def check_lean_masks(model: PreTrainedModel) -> None:
     """Check that no part of the model's loss depends on the padding on the right.
 
     Raises:
-        UsageError: as `check_proven`.
+        UsageError: `check_proven` refuses the model.
     """
     risk = "its tokens might see the padding after them"
     check_proven(model, "--lean_masks", risk=risk, off="--lean_masks false")
@@ -66,7 +66,8 @@ def check_proven(model: PreTrainedModel, flag: str, *, risk: str, off: str) -> N
     """Check that a switch is proven for a model, and that the model adds no loss of its routers.
 
     Raises:
-        UsageError: with the `risk` in other models, and `off`, the flag without the switch.
+        UsageError: it names the flag, the `risk` in a model that is not proven, and `off`, the flag
+            that leaves the switch off.
     """
     name = type(model).__name__
     # Code from the Hub can have the class name of one of transformers' models.
