@@ -26,7 +26,7 @@ def steep_model(tmp_path_factory, launch_environment):
     tokenizer.save_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(start)
     with torch.no_grad():
-        model.model.norm.weight.mul_(40)
+        model.model.norm.weight.mul_(16)
     model.save_pretrained(folder)
     return folder
 
@@ -72,7 +72,7 @@ def test_fp16_skips_what_overflows_and_moves_no_schedule_on(toolkit, tmp_path, s
         skipped, rates = record["skipped_steps"], record["learning_rates"]
         assert skipped, f"{name}: no step overflowed, so the scale was never in use"
         assert skipped == list(range(1, len(skipped) + 1))
-        assert len(skipped) < STEPS - 2
+        assert len(skipped) <= STEPS - 2
         # The schedule begins with the first step that updates.
         assert len(set(rates[: len(skipped) + 1])) == 1, (name, rates)
         assert len(set(rates[len(skipped) :])) == STEPS - len(skipped), (name, rates)
