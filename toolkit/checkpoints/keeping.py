@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
@@ -188,6 +189,8 @@ def _save_together(
         except UsageError:
             raise
         except Exception as error:  # other ranks may be stuck in theirs, and could not be told
+            # Rank 0 may have removed the draft while this rank wrote into it.
+            shutil.rmtree(draft, ignore_errors=True)
             who = f"rank {accelerator.process_index}"
             raise SaveError(f"{folder} was not saved. {who}: {in_words(error, folder)}") from error
         _on_every_rank(folder, write_parts)
