@@ -124,13 +124,13 @@ def main() -> None:
         seed, faults = args.seed, drawn(rooms, args.places, args.seed)
     else:
         seed, earlier = read(args.again)
-        finished = [outcome for outcome in earlier if outcome.caught_by or outcome.reason]
-        faults = [
-            place
-            for outcome in earlier
-            if not (outcome.caught_by or outcome.reason)
-            for place in in_todays_code(outcome.fault, rooms)
-        ]
+        faults = []
+        for outcome in earlier:
+            settled = outcome.caught_by or outcome.reason
+            places_now = [] if settled else in_todays_code(outcome.fault, rooms)
+            faults += places_now
+            if not places_now:  # a survivor whose code is gone was never caught: it stays one
+                finished.append(outcome)
     if args.list:
         for fault in faults:
             print(sentence(fault))
@@ -140,6 +140,7 @@ def main() -> None:
         finished.append(outcome)
         print(f"{outcome.caught_by or 'SURVIVED'}: {sentence(outcome.fault)}", flush=True)
         write(args.out, seed, finished)
+    write(args.out, seed, finished)
     caught, counted = share(finished)
     print(f"{caught} of {counted} caught, equivalent ones left out; see {args.out / 'faults.md'}")
     sys.exit(0 if caught >= 0.9 * counted else 1)
@@ -353,7 +354,11 @@ class Copy:
                 path.write_bytes(source)
             if caught_by is None:
                 stages = stages[1:]
-            elif "::" in caught_by and self.failing([caught_by]):
+                continue
+            again = self.failing([caught_by] if "::" in caught_by else stages[0])
+            if again is not None and "::" not in caught_by:
+                raise SystemExit(f"{caught_by}, without a fault, too: mend {stages[0]} first")
+            if again is not None:
                 self.broken.add(caught_by)
                 caught_by = None
         return Outcome(fault=fault, caught_by=caught_by, seconds=time.monotonic() - begin)
