@@ -10,7 +10,8 @@ that train with the room's code (RANKS). A test that also fails without the faul
 
 Writes `faults.json` and `faults.md`. A survivor that changes nothing anybody could notice is
 equivalent: its reason goes into faults.json by hand, and `--again` takes the reasons over, runs
-the other survivors again on the code of today, and writes both files anew.
+the other survivors again on the code of today, and writes both files anew. It also goes on with a
+run that was stopped.
 """
 
 from __future__ import annotations
@@ -105,6 +106,8 @@ class Outcome:
     fault: Fault
     caught_by: str | None
     seconds: float
+    """0 where its tests were not run yet."""
+
     reason: str = ""
     """Why a survivor is equivalent."""
 
@@ -119,7 +122,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/deliberate_faults"))
     args = parser.parse_args()
     rooms = places()
-    finished: list[Outcome] = []
+    outcomes: dict[Fault, Outcome] = {}
     if args.again is None:
         seed, faults = args.seed, drawn(rooms, args.places, args.seed)
     else:
@@ -130,18 +133,19 @@ def main() -> None:
             places_now = [] if settled else in_todays_code(outcome.fault, rooms)
             faults += places_now
             if not places_now:  # a survivor whose code is gone was never caught: it stays one
-                finished.append(outcome)
+                outcomes[outcome.fault] = outcome
+    outcomes |= {fault: Outcome(fault=fault, caught_by=None, seconds=0) for fault in faults}
     if args.list:
         for fault in faults:
             print(sentence(fault))
         return
     args.out.mkdir(parents=True, exist_ok=True)
     for outcome in judged(faults, jobs=args.jobs):
-        finished.append(outcome)
+        outcomes[outcome.fault] = outcome
         print(f"{outcome.caught_by or 'SURVIVED'}: {sentence(outcome.fault)}", flush=True)
-        write(args.out, seed, finished)
-    write(args.out, seed, finished)
-    caught, counted = share(finished)
+        write(args.out, seed, list(outcomes.values()))
+    write(args.out, seed, list(outcomes.values()))
+    caught, counted = share(list(outcomes.values()))
     print(f"{caught} of {counted} caught, equivalent ones left out; see {args.out / 'faults.md'}")
     sys.exit(0 if caught >= 0.9 * counted else 1)
 
@@ -491,10 +495,15 @@ def write(folder: Path, seed: int, outcomes: Sequence[Outcome]) -> None:
     ):
         lines += ["", f"## {title}", ""]
         lines += [
-            f"- `{sentence(outcome.fault)}`: {outcome.reason or outcome.caught_by or 'not noticed'}"
+            f"- `{sentence(outcome.fault)}`: {fate(outcome)}"
             for outcome in sorted(chosen, key=lambda o: (o.fault.path, o.fault.line))
         ]
     (folder / "faults.md").write_text("\n".join(lines) + "\n")
+
+
+def fate(outcome: Outcome) -> str:
+    missed = "not noticed" if outcome.seconds else "not run yet"
+    return outcome.reason or outcome.caught_by or missed
 
 
 if __name__ == "__main__":
