@@ -46,10 +46,10 @@ def test_five_interruptions_leave_the_run_that_nothing_interrupted(run_of, flags
         target = run.statuses()[1].pid if whom == "rank" else launcher.pid
         begun = time.monotonic()
         psutil.Process(target).send_signal(number)
+        reached = run.statuses()[1].step
         code, said = run.end(launcher)
         seconds = time.monotonic() - begun
         assert code == 1
-        assert seconds < 25, said
         statuses = run.statuses()
         assert {each.state for each in statuses} == {"preempted"}, said
         (step,) = {each.step for each in statuses}
@@ -58,7 +58,9 @@ def test_five_interruptions_leave_the_run_that_nothing_interrupted(run_of, flags
         assert check(newest)["step"] == step
         assert f"preempted: saved at step {step} in {newest}" in str(statuses[0].error)
         took = re.search(r"([\d.]+) s after the signal", str(statuses[0].error))
-        assert float(took[1]) < 25
+        assert float(took[1]) <= seconds
+        if whom == "rank":  # which has the signal at once: a launcher hands it on later
+            assert step <= reached + 3
         assert not (run.output / "final").exists()
         assert not (run.output / "record.json").exists()
 

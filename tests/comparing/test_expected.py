@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -116,13 +117,12 @@ def test_a_bar_is_shown_on_a_terminal_alone():
 def test_a_first_run_says_at_once_what_it_does(tmp_path):
     env = os.environ | {"TOOLKIT_CACHE": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "toolkit.cli", "compare", "--strategies", "single"]
-    started = time.monotonic()
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, cwd=tmp_path
     ) as process:
         line = process.stdout.readline()
-        seconds = time.monotonic() - started
+        used = psutil.Process(process.pid).cpu_times()
         process.terminate()
         process.stdout.read()
     assert line.startswith("The first time here: importing libraries")
-    assert seconds < 10  # two, where nothing else runs
+    assert used.user + used.system < 10  # CPU seconds: a busy machine stretches the clock

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import quote
 
 import numpy as np
@@ -30,6 +31,7 @@ from toolkit.comparing.run import preparing, schedule, starting
 from toolkit.comparing.run.options import CompareOptions
 from toolkit.comparing.run.schedule import compare
 from toolkit.errors import UsageError
+from toolkit.launching import launch
 from toolkit.launching.forking import SOCKET
 from toolkit.records.results import read_results
 
@@ -270,8 +272,13 @@ def test_each_way_to_fail_is_told_apart(world):
     assert "left no record" in no_record["reason"]
 
 
-def test_a_run_that_takes_too_long_is_ended(world):
-    assert world.compare("single", "ddp", runs={"ddp": "wait"}, timeout=1.5) == 1
+def test_a_run_that_takes_too_long_is_ended(world, monkeypatch):
+    def seconds_that_passed():
+        return time.monotonic() + (1000 if world.started.exists() else 0)
+
+    clock = SimpleNamespace(monotonic=seconds_that_passed, sleep=time.sleep)
+    monkeypatch.setattr(launch, "time", clock)
+    assert world.compare("single", "ddp", runs={"ddp": "wait"}, timeout=1000) == 1
     row = world.results()["runs"][1]
     assert row["status"] == "timeout"
     assert "--timeout" in row["fix"]

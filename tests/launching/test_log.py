@@ -2,8 +2,8 @@
 
 import subprocess
 import sys
-import time
 
+import psutil
 import pytest
 
 from toolkit.launching.launch import run
@@ -70,7 +70,7 @@ def test_a_line_without_end_goes_on_and_a_secret_at_the_cut_does_not(log_of, tmp
 
 
 def test_a_flood_arrives_whole_and_holds_no_one_up_for_long(log_of):
-    begun = time.monotonic()
+    begun = cpu_seconds()
     log = log_of(
         "line = b'{step} tokens/s 123.4, loss 2.5, a length of words ' + b'x' * 50\n"
         "for number in range(100_000):\n"
@@ -78,7 +78,13 @@ def test_a_flood_arrives_whole_and_holds_no_one_up_for_long(log_of):
     )
     lines = log.splitlines()
     assert [int(line.split()[0]) for line in lines] == list(range(100_000))
-    assert time.monotonic() - begun < 45
+    assert cpu_seconds() - begun < 45
+
+
+def cpu_seconds():
+    """Of this process and the children that have ended."""
+    used = psutil.Process().cpu_times()
+    return used.user + used.system + used.children_user + used.children_system
 
 
 def test_the_log_is_replaced_and_no_link_is_followed(log_of, tmp_path):

@@ -423,10 +423,10 @@ REFUSED = [
 
 @pytest.mark.parametrize(("base", "change", "words"), REFUSED, ids=lambda value: None)
 def test_a_broken_config_is_refused_in_a_sentence_that_names_key_and_value(base, change, words):
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(UsageError) as refusal:
         shape_from_config({**base, **change}, name="some/model")
-    assert time.perf_counter() - start < 5, "it was built before it was refused"
+    assert time.process_time() - start < 5, "it was built before it was refused"
     said = str(refusal.value)
     assert words in said
     assert said.startswith("some/model")
@@ -454,9 +454,9 @@ def test_no_value_of_any_key_leads_to_another_error_or_to_a_long_wait(model_type
     base = dict(text_config(entry_of(REPRESENTATIVES[model_type]).config))
     family = FAMILIES[model_type]
     keys = {*base, *family.keys.values(), *family.flags, *family.dropout, *family.aliases.values()}
-    start = time.perf_counter()
+    start = time.process_time()
     for key in keys | {"architectures", "quantization_config", "text_config"}:
         for value in JUNK:
             with suppress(UsageError):
                 assert shape_from_config({**base, key: value}, name="m").parameters > 0
-    assert time.perf_counter() - start < 60
+    assert time.process_time() - start < 60

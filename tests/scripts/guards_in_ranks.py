@@ -389,14 +389,12 @@ def main():
         folder.mkdir(parents=True, exist_ok=True)
         WHAT.clear()
         WHAT.update(error=None, step=None)
-        begun = time.perf_counter()
         try:
             RUNS[name](folder)
         except GuardError as error:
             WHAT["error"] = str(error)
         except Exception:
             WHAT["crash"] = traceback.format_exc()
-        WHAT["seconds"] = time.perf_counter() - begun
         (folder / f"rank-{RANK}.json").write_text(json.dumps(WHAT))
         torch.distributed.barrier()
         GradientState._reset_state()
