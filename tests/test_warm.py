@@ -56,19 +56,27 @@ BY_CHANCE |= OF_IMPORTS | {"TOOLKIT_STATUS_DIR", SOCKET, "TORCHELASTIC_USE_AGENT
 
 
 @pytest.fixture
-def hangup():
-    """Set what this process does with SIGHUP: under `nohup` it is ignored."""
-    before = signal.getsignal(signal.SIGHUP)
-    yield lambda handler: signal.signal(signal.SIGHUP, handler)
-    signal.signal(signal.SIGHUP, before)
+def ignore():
+    """Ignore these signals, as under `nohup` or in a shell's background, and no other."""
+    numbers = (signal.SIGHUP, signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in numbers}
+
+    def only(ignored):
+        for number in numbers:
+            handler = signal.SIG_IGN if number in ignored else signal.SIG_DFL
+            signal.signal(number, handler)
+
+    yield only
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "handler"),
-    [("ddp", signal.SIG_IGN), ("zero2", signal.SIG_DFL), ("single", signal.SIG_IGN)],
+    ("strategy", "ignored"),
+    [("ddp", [signal.SIGHUP]), ("zero2", []), ("single", [signal.SIGHUP, signal.SIGINT])],
 )
-def test_a_script_finds_itself_in_the_same_place(start, tmp_path, hangup, strategy, handler):
-    hangup(handler)
+def test_a_script_finds_itself_in_the_same_place(start, tmp_path, ignore, strategy, ignored):
+    ignore(ignored)
     seen, drawn = {}, []
     for kind in ("warm", "cold"):
         folder = tmp_path / kind
