@@ -85,7 +85,7 @@ RANKS = {
     "training": ("tests/test_train.py", "tests/test_methods.py", "tests/test_speed_in_ranks.py",
                  "tests/test_every_strategy.py", "tests/checkpoints/test_exact_resuming.py"),
     "top": ("tests/test_cli.py", "tests/test_environment.py", "tests/test_rehearse.py",
-            "tests/test_names_and_secrets.py", "tests/test_warm.py"),
+            "tests/test_names_and_secrets.py", "tests/test_warm.py", "tests/test_search_path.py"),
 }  # fmt: skip
 """Tests that run the code of a room together with the others', most often in ranks."""
 
