@@ -1,6 +1,7 @@
 """The table of GPUs: what it says, what it is called, and how others are added."""
 
 import json
+import re
 
 import pytest
 
@@ -25,6 +26,25 @@ ASKED_FOR = [
     "H100",
     "H200",
     "B200",
+    "A30",
+    "A40",
+    "L40",
+    "H20",
+    "H800",
+    "B300",
+    "RTX 3060",
+    "RTX 3060 Ti",
+    "RTX 3070",
+    "RTX 3080-10GB",
+    "RTX 3080-12GB",
+    "RTX 4060 Ti-16GB",
+    "RTX 4070",
+    "RTX 4070 Ti Super",
+    "RTX 4080",
+    "RTX 5060 Ti-16GB",
+    "RTX 5070",
+    "RTX 5070 Ti",
+    "RTX 5080",
 ]
 
 
@@ -58,10 +78,38 @@ def test_every_entry_is_sourced_and_hangs_together(card):
         ("H100", 989e12),
         ("H100 PCIe", 756e12),
         ("A100-80GB", 312e12),
+        ("A30", 165e12),
+        ("A40", 149.7e12),
+        ("L40", 181e12),
+        ("B300", 2250e12),
     ],
 )
 def test_rates_are_without_sparsity(name, dense):
     assert gpu(name).flops("bf16") == gpu(name).flops("fp16") == dense
+
+
+@pytest.mark.parametrize(
+    "card",
+    # GeForce cards have four digits; workstation cards, with a full rate, have not.
+    [
+        card
+        for card in GPUS.values()
+        if re.match(r"RTX \d{4}", card.name) and "Ada" not in card.name
+    ],
+    ids=lambda card: card.name,
+)
+def test_a_geforce_card_halves_its_rate_with_fp32_sums(card):
+    assert card.fp16_flops / card.fp32_flops == pytest.approx(2, rel=0.01)
+    assert card.nvlink_bandwidth is None
+
+
+@pytest.mark.parametrize(
+    ("name", "total"),
+    # GiB on the box: what is seen of it is less, but no tenth less.
+    [("RTX 3060", 12), ("RTX 3070", 8), ("RTX 4080", 16), ("RTX 5070", 12), ("RTX 5080", 16)],
+)
+def test_a_card_without_a_message_has_a_little_less_than_its_box_says(name, total):
+    assert 0.9 * total < gpu(name).memory_bytes / GIB < 0.98 * total
 
 
 @pytest.mark.parametrize(
@@ -77,6 +125,8 @@ def test_rates_are_without_sparsity(name, dense):
         ("B200", 178.35),
         ("V100-32GB", 31.73),
         ("A100-40GB", 39.38),
+        ("A30", 23.50),
+        ("L40", 44.40),
     ],
 )
 def test_memory_is_less_than_torch_has_seen_and_not_much_less(name, seen):
@@ -105,6 +155,16 @@ def test_memory_is_less_than_torch_has_seen_and_not_much_less(name, seen):
         "NVIDIA RTX 6000 Ada Generation": "RTX 6000 Ada",
         "NVIDIA GH200 480GB": "GH200-96GB",
         "NVIDIA B200": "B200",
+        "NVIDIA B300 SXM6 AC": "B300",
+        "NVIDIA GeForce RTX 3060": "RTX 3060",
+        "NVIDIA GeForce RTX 3060 Ti": "RTX 3060 Ti",
+        "NVIDIA GeForce RTX 4070 Ti SUPER": "RTX 4070 Ti Super",
+        "rtx 4060 ti 16gb": "RTX 4060 Ti-16GB",
+        "5070ti": "RTX 5070 Ti",
+        "5070": "RTX 5070",
+        "h20": "H20",
+        "a40": "A40",
+        "L40": "L40",
     }.items(),
 )
 def test_names_are_found_as_people_and_drivers_write_them(asked, name):
@@ -120,7 +180,12 @@ def test_no_name_means_two_gpus():
 
 @pytest.mark.parametrize(
     ("asked", "named"),
-    [("a100", ["A100-40GB", "A100-80GB", "A100-80GB PCIe"]), ("v100", ["V100-16GB", "V100-32GB"])],
+    [
+        ("a100", ["A100-40GB", "A100-80GB", "A100-80GB PCIe"]),
+        ("v100", ["V100-16GB", "V100-32GB"]),
+        ("NVIDIA GeForce RTX 3080", ["RTX 3080-10GB", "RTX 3080-12GB"]),
+        ("3080", ["RTX 3080-10GB", "RTX 3080-12GB"]),
+    ],
 )
 def test_an_ambiguous_name_is_refused_with_all_that_it_could_be(asked, named):
     with pytest.raises(UsageError) as refusal:
@@ -128,7 +193,7 @@ def test_an_ambiguous_name_is_refused_with_all_that_it_could_be(asked, named):
     assert all(name in str(refusal.value) for name in named)
 
 
-@pytest.mark.parametrize("asked", ["L40", "A1000", "mi300x", "", "   ", "🙂", "x" * 10_000])
+@pytest.mark.parametrize("asked", ["L40X", "A1000", "mi300x", "", "   ", "🙂", "x" * 10_000])
 def test_an_unknown_gpu_is_refused_in_two_sentences(asked):
     with pytest.raises(UsageError, match="There is no GPU") as refusal:
         gpu(asked)
@@ -138,7 +203,12 @@ def test_an_unknown_gpu_is_refused_in_two_sentences(asked):
 
 def test_a_close_name_is_proposed():
     with pytest.raises(UsageError, match="Did you mean L40S"):
-        gpu("L40")
+        gpu("L40SX")
+
+
+def test_a_card_of_two_sizes_is_proposed_with_the_size_that_the_table_has():
+    with pytest.raises(UsageError, match=r"Did you mean RTX 4060 Ti-16GB\?"):
+        gpu("NVIDIA GeForce RTX 4060 Ti")
 
 
 def test_native_bf16_starts_with_ampere():

@@ -3,7 +3,8 @@
 Rates are dense, in FLOP/s, with fp32 accumulation, which is what torch asks for; datasheets of the
 Ada and Hopper generations print twice as much, with sparsity. Memory is what torch sees of a card
 and not what is printed on its box: the smallest total that a published out-of-memory message names
-for it, less the 0.005 GiB that two decimals can hide. The CUDA context is not taken off.
+for it, less the 0.005 GiB that two decimals can hide; without one, nvidia-smi's total less what
+torch does not see of a card of the same generation. The CUDA context is not taken off.
 """
 
 from __future__ import annotations
@@ -104,11 +105,13 @@ def gpu(name: str, *, file: Path | None = None) -> Gpu:
     wanted = _word(name)
     if wanted in by_word:
         return by_word[wanted]
-    family = [entry.name for entry in table.values() if _word(entry.name).startswith(wanted)]
+    starts = (wanted, f"rtx{wanted}")
+    family = [entry.name for entry in table.values() if _word(entry.name).startswith(starts)]
     if wanted and len(family) > 1:
         raise UsageError(f"{name!r} could be any of {', '.join(family)}: name one of them.")
     close = difflib.get_close_matches(wanted, by_word, n=3, cutoff=0.5)
-    hint = " or ".join(dict.fromkeys(by_word[word].name for word in close))
+    similar = dict.fromkeys(by_word[word].name for word in close)
+    hint = " or ".join(family if wanted and family else similar)
     raise UsageError(
         f"There is no GPU {name[:60]!r} in the table."
         + (f" Did you mean {hint}?" if hint else f" It has {', '.join(table)}.")
