@@ -172,6 +172,9 @@ def test_guards_that_warn_let_the_run_end_without_a_checkpoint_of_it(ranks):
             assert all(loss != loss for loss in losses[BAD_STEP - 1 :])
         kept = {path.name for path in (ranks["folder"] / name).glob("checkpoint-*")}
         assert kept == {"checkpoint-5", "checkpoint-10"}
+        first, second = (seen["printed"] for seen in ranks[name])
+        assert first.count(f"toolkit: warning: {warning['text']}") == 1
+        assert "warning" not in second
 
 
 def test_an_exploding_gradient_norm_stops_all_ranks(ranks):

@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -161,6 +162,17 @@ def test_explain_prints_each_formula_with_its_inputs(found):
         for one in collectives(row.job):
             assert f"{one.kind} of {one.purpose}: " in text
     assert text.count("model states by the course's formula") == len(found.rows)
+
+
+def test_explain_says_where_a_term_lies_and_when_it_is_not_at_the_peak():
+    offloaded = plan("7b", strategies="zero3_offload")
+    (row,) = offloaded.rows
+    text = printed(plans.explain, offloaded, width=400)
+    for term in row.memory.terms:
+        place = "" if term.place == "gpu" else f" [{term.place}]"
+        lines = re.findall(rf"{re.escape(f'{term.category}: {term.name}{place}: ')}.*", text)
+        alive = row.memory.peak_phase in term.phases
+        assert any(("not at the peak" not in line) is alive for line in lines), term
 
 
 def test_a_plan_without_a_gpu_says_what_a_gpu_would_add():

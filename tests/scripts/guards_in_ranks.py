@@ -5,6 +5,8 @@
 Each NAME is a key of RUNS; what a rank saw is left in OUTPUT/NAME/rank-<rank>.json.
 """
 
+import contextlib
+import io
 import json
 import math
 import os
@@ -389,12 +391,15 @@ def main():
         folder.mkdir(parents=True, exist_ok=True)
         WHAT.clear()
         WHAT.update(error=None, step=None)
+        printed = io.StringIO()
         try:
-            RUNS[name](folder)
+            with contextlib.redirect_stdout(printed):
+                RUNS[name](folder)
         except GuardError as error:
             WHAT["error"] = str(error)
         except Exception:
             WHAT["crash"] = traceback.format_exc()
+        WHAT["printed"] = printed.getvalue()
         (folder / f"rank-{RANK}.json").write_text(json.dumps(WHAT))
         torch.distributed.barrier()
         GradientState._reset_state()
