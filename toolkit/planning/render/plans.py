@@ -136,7 +136,7 @@ def explain(plan: Plan, console: Console) -> None:
     for row in plan.rows:
         console.rule(row.strategy.name)
         console.print(f"peak: {PEAKS[row.memory.peak_phase]}", highlight=False)
-        write = partial(console.print, highlight=False, soft_wrap=True)
+        write = partial(console.print, highlight=False, soft_wrap=True, markup=False)
         for term in row.memory.terms:
             write(_explained(term, row.memory.peak_phase))
         for line in _beside_the_course(row.job):
