@@ -193,7 +193,8 @@ def test_no_link_is_followed_whatever_it_stands_for(
 
 
 @pytest.mark.parametrize(
-    "name", ["../../victim.txt", "{root}/victim.txt", "deep/../../../victim.txt", "", ".", "a//b"]
+    "name",
+    ["../../victim.txt", "{root}/victim.txt", "deep/../../../victim.txt", "", ".", "a//b", "a\0b"],
 )
 def test_a_manifest_names_nothing_outside_of_its_folder(tmp_path, name):
     (tmp_path / "victim.txt").write_text("precious")
