@@ -53,7 +53,7 @@ def python_m(*words, folder, path, **options):
 
 
 @pytest.mark.parametrize(
-    "words", [("toolkit.configs", "out"), ("toolkit.cli", "plan", "7b", "--gpu", "L4")], ids=str
+    "words", [("toolkit.configs", "out"), ("toolkit.cli", "plan", "0.5b", "--gpu", "L4")], ids=str
 )
 def test_a_module_of_ours_takes_nothing_from_the_current_folder(words, tmp_path):
     write_shadows(tmp_path, *SHADOWS)

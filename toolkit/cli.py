@@ -351,7 +351,7 @@ def report(
 @app.command(
     epilog=_examples(
         "toolkit plan 7b --gpus 2 --gpu A100-80",
-        "toolkit plan 1.5b --gpu L4 --strategy ddp,zero3 --seq 4096 --explain",
+        "toolkit plan 1.5b --gpu L4 --strategy zero3,fsdp --method lora --explain",
     )
 )
 @_with_options_of(PlanOptions)
@@ -374,7 +374,7 @@ def plan(
     plot: Annotated[Path | None, typer.Option(help="Draw into this .svg or .png.")] = None,
     **options: Any,
 ) -> None:
-    """Will it fit, how fast, at what cost: before a GPU is rented."""
+    """Will it fit, how fast, at what cost: before a GPU is rented. Exit 1 where nothing fits."""
     from toolkit.planning.plan import plan as make_plan
 
     if every and strategy is not None:
@@ -386,15 +386,17 @@ def plan(
         answer.plot(plot)
     if as_json:
         _print_json(answer.to_dict())
-        return
-    from rich.console import Console
+    else:
+        from rich.console import Console
 
-    from toolkit.planning.render import plans
+        from toolkit.planning.render import plans
 
-    console = Console()
-    plans.show_plan(answer, console)
-    if explain:
-        plans.explain(answer, console)
+        console = Console()
+        plans.show_plan(answer, console)
+        if explain:
+            plans.explain(answer, console)
+    if answer.nothing_fits:
+        raise typer.Exit(1)
 
 
 @app.command(
@@ -412,22 +414,26 @@ def recommend(
     as_json: AsJson = False,
     **options: Any,
 ) -> None:
-    """Which strategy, with reasons, and the files to launch it."""
+    """Which strategy, with reasons, and the files to launch it. Exit 1 where nothing fits."""
     from toolkit.planning.recommend import recommend as make_recommendation
     from toolkit.planning.render import recommendations
 
     answer = make_recommendation(model, **options)
     command = None
-    if write is not None:
+    if write is not None and answer.choice is not None:
         command = shlex.join(recommendations.write_recommendation(answer, write))
     if as_json:
         _print_json(answer.to_dict() | {"command": command})
-        return
-    from rich.console import Console
+    else:
+        from rich.console import Console
 
-    recommendations.show_recommendation(answer, Console())
-    if command is not None:
-        typer.echo(command)
+        recommendations.show_recommendation(answer, Console())
+        if command is not None:
+            typer.echo(command)
+    if answer.choice is None:
+        if write is not None:
+            typer.echo(f"Nothing fits, so nothing was written to {write}.", err=True)
+        raise typer.Exit(1)
 
 
 def _print_json(value: object) -> None:

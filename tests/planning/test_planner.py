@@ -7,7 +7,9 @@ from io import StringIO
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from toolkit.cli import app
 from toolkit.errors import UsageError
 from toolkit.planning.plan import plan
 from toolkit.planning.render import plans
@@ -257,7 +259,10 @@ def test_the_command_answers_without_torch_and_with_status_2_for_a_mistake(tmp_p
         "heavy = {'torch', 'transformers', 'numpy', 'matplotlib', 'huggingface_hub'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )
-    for words in (["plan", "7b", "--gpus", "2"], ["plan", "7b", "--gpu", "L4", "--all", "--json"]):
+    for words in (
+        ["plan", "7b", "--gpus", "2"],
+        ["plan", "0.5b", "--gpu", "L4", "--all", "--json"],
+    ):
         done = subprocess.run(
             [sys.executable, "-c", script, *words], capture_output=True, text=True, check=False
         )
@@ -271,3 +276,26 @@ def test_the_command_answers_without_torch_and_with_status_2_for_a_mistake(tmp_p
     )
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("json_flag", [[], ["--json"]], ids=["text", "json"])
+@pytest.mark.parametrize(
+    ("words", "answers", "code"),
+    [
+        ("Qwen/Qwen2.5-0.5B --gpu L4 --strategy ddp,zero3", {"tight", "fits"}, 0),
+        ("Qwen/Qwen2.5-0.5B --gpu L4 --strategy ddp", {"tight"}, 0),
+        ("7b --gpu L4 --strategy ddp,zero3", {"does not fit"}, 1),
+        ("7b --strategy ddp,zero3", {None}, 0),
+    ],
+    ids=["fits", "tight", "nothing", "no-gpu"],
+)
+def test_the_exit_code_is_1_where_nothing_fits_and_the_answer_is_printed(
+    words, answers, code, json_flag
+):
+    result = CliRunner().invoke(app, ["plan", *words.split(), *json_flag], catch_exceptions=False)
+    assert result.exit_code == code
+    if not json_flag:
+        assert "ddp " in result.stdout
+        return
+    rows = json.loads(result.stdout)["rows"]
+    assert {row["verdict"] and row["verdict"]["answer"] for row in rows} == answers

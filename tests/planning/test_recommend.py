@@ -3,7 +3,9 @@ import shlex
 from types import SimpleNamespace
 
 import pytest
+from typer.testing import CliRunner
 
+from toolkit.cli import app
 from toolkit.errors import UsageError
 from toolkit.planning import recommend as module
 from toolkit.planning.plan import plan
@@ -336,3 +338,20 @@ def test_replicas_in_one_node_are_not_looked_at(monkeypatch):
     seen.clear()
     recommend("13b", gpu="A100-80", gpus=16, nodes=2, global_batch=32)
     assert "fsdp_hybrid" in seen
+
+
+@pytest.mark.parametrize("json_flag", [[], ["--json"]], ids=["text", "json"])
+def test_where_nothing_fits_the_answer_is_printed_nothing_written_and_the_exit_code_is_1(
+    json_flag, tmp_path
+):
+    words = ["recommend", "405b", "--gpu", "T4", "--write", str(tmp_path / "files"), *json_flag]
+    result = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert result.exit_code == 1
+    assert "nothing was written" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+    if not json_flag:
+        assert "misses the least" in result.stdout
+        return
+    answer = json.loads(result.stdout)
+    assert answer["choice"] is answer["command"] is None
+    assert answer["closest"]["verdict"]["answer"] != "fits"

@@ -134,6 +134,12 @@ class Plan(Rendered):
         reason = self.left_out.get(strategy, "it was not asked for")
         raise UsageError(f"The plan has no row for {strategy}: {reason}.")
 
+    @property
+    def nothing_fits(self) -> bool:
+        """Whether no row fits, not even tightly; False without a GPU, where no row is judged."""
+        answers = [row.verdict.answer for row in self.rows if row.verdict is not None]
+        return bool(answers) and set(answers) == {"does not fit"}
+
     def cost(self, row: PlanRow) -> PlannedCost | None:
         """Return the hours and the price of all tokens; None where speed or tokens aren't known."""
         if row.speed is None or self.tokens is None:
