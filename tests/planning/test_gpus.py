@@ -67,6 +67,8 @@ def test_every_entry_is_sourced_and_hangs_together(card):
         assert card.nvlink_bandwidth > card.pcie_bandwidth
     assert card.pcie_bandwidth < card.memory_bandwidth
     assert card.dollars_per_hour is None
+    assert card.network_source
+    assert 10e9 / 8 <= card.network_bandwidth.low <= card.network_bandwidth.high <= 8 * 800e9 / 8
 
 
 @pytest.mark.parametrize(
@@ -263,7 +265,16 @@ def test_users_add_their_own(tmp_path, file, text):
     assert added.pcie_bandwidth == pytest.approx(31.5e9, rel=0.001)
     assert added.nvlink_bandwidth is None
     assert added.dollars_per_hour == 0.1
+    assert added.network_bandwidth is None
     assert gpu("l4", file=tmp_path / file) == gpu("l4")
+
+
+@pytest.mark.parametrize(("value", "ends"), [(40, (5e9, 5e9)), ([10, 100], (1.25e9, 12.5e9))])
+def test_a_network_is_a_number_or_two_ends(tmp_path, value, ends):
+    file = tmp_path / "own.json"
+    file.write_text(json.dumps(OWN | {"network_gbps": value}))
+    network = gpu("RTX 3060", file=file).network_bandwidth
+    assert (network.low, network.high) == ends
 
 
 @pytest.mark.parametrize("rate", [0, "none", 15.7])
@@ -296,6 +307,11 @@ BROKEN = [
     ("pcie", "9.0 x16"),
     ("pcie", 4),
     ("matmul_share", 1.5),
+    ("network_gbps", 0),
+    ("network_gbps", [100]),
+    ("network_gbps", [100, 10]),
+    ("network_gbps", ["10", "100"]),
+    ("network_source", 3200),
     ("dollars_per_hour", -2),
     ("nvlink_gb_per_second", {"a": 1}),
     ("aliases", "3060"),

@@ -233,6 +233,9 @@ def test_a_notebook_sees_a_table_and_no_markup_of_a_users(tmp_path):
         ({"gpu": "L5"}, "L5"),
         ({"gpus": 0}, "gpus is 0"),
         ({"gpus": 3, "nodes": 2}, "3 GPUs don't spread evenly over 2 nodes"),
+        ({"nodes": 0}, "nodes is 0"),
+        ({"gpus": 512, "nodes": 2}, "a node has at most 16"),
+        ({"gpus": 11}, "11 GPUs don't fill nodes"),
         ({"batch": -1}, "batch is -1"),
         ({"sequence": 10**12}, "sequence is"),
         ({"strategies": "zero4"}, "zero4"),
@@ -299,3 +302,30 @@ def test_the_exit_code_is_1_where_nothing_fits_and_the_answer_is_printed(
         return
     rows = json.loads(result.stdout)["rows"]
     assert {row["verdict"] and row["verdict"]["answer"] for row in rows} == answers
+
+
+def test_many_gpus_without_nodes_are_planned_as_nodes_of_eight_and_a_note_says_so():
+    answer = plan("7b", gpu="H100", gpus=512, strategies="fsdp")
+    assert answer.row("fsdp").job.nodes == 64
+    assert any("64 nodes of 8" in note for note in answer.notes)
+    given = plan("7b", gpu="H100", gpus=512, nodes=64, strategies="fsdp")
+    assert not any("nodes of" in note for note in given.notes)
+    assert given.row("fsdp").speed == answer.row("fsdp").speed
+
+
+def test_an_assumed_network_is_told_on_the_page_and_in_json():
+    answer = plan("7b", gpu="H100", gpus=16, strategies="fsdp")
+    speed = answer.to_dict()["rows"][0]["speed"]
+    assert speed["internode_assumed"] is True
+    assert speed["internode_bytes_per_second"] == {"low": 400e9, "high": 400e9}
+    assert "3,200 Gb/s" in answer._repr_html_()
+    own = plan("7b", gpu="H100", gpus=16, strategies="fsdp", internode_gbps=100)
+    assert own.to_dict()["rows"][0]["speed"]["internode_assumed"] is False
+    assert "3,200 Gb/s" not in own._repr_html_()
+
+
+def test_twice_as_many_gpus_again_and_again_spread_evenly_over_nodes():
+    row = plan("30b", gpu="A100-80", gpus=5, strategies="fsdp").row("fsdp")
+    more = next(remedy.job for remedy in row.remedies if " GPUs" in remedy.name)
+    assert more.gpus > 10
+    assert more.gpus == 5 * more.nodes

@@ -355,3 +355,11 @@ def test_where_nothing_fits_the_answer_is_printed_nothing_written_and_the_exit_c
     answer = json.loads(result.stdout)
     assert answer["choice"] is answer["command"] is None
     assert answer["closest"]["verdict"]["answer"] != "fits"
+
+
+def test_a_recommendation_for_many_gpus_names_nodes_and_network_that_it_assumes():
+    answer = recommend("7b", gpu="H100", gpus=16, global_batch=32)
+    assert answer.choice.job.nodes == 2
+    reasons = " ".join(answer.reasons)
+    assert "2 nodes of 8" in reasons
+    assert "3,200 Gb/s" in reasons

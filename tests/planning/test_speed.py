@@ -1,12 +1,13 @@
 """Predicted throughput against public measurements, and what the terms of a step must do."""
 
 import dataclasses
+import re
 
 import pytest
 from shapes_for_tests import llama
 
 from toolkit.errors import UsageError
-from toolkit.planning.job import PlannedJob
+from toolkit.planning.job import PlannedJob, nodes_for
 from toolkit.planning.models.families import FAMILIES
 from toolkit.planning.models.shape import ModelShape, Tensor
 from toolkit.planning.speed.estimate import cost, estimate_speed
@@ -422,9 +423,72 @@ def test_the_network_between_nodes_matters_and_is_asked_for():
     job = small("fsdp", gpus=16, nodes=2, model=LLAMA2_7B)
     slow, fast = (seconds(job, internode_bytes_per_second=rate) for rate in (3e9, 200e9))
     assert slower(slow, fast)
-    assert "10 Gb/s" in " ".join(estimate_speed(job, gpu("h100")).notes)
     assert estimate_speed(small(), gpu("h100")).notes == ()
     assert "not known" in " ".join(estimate_speed(small(), gpu("l4")).notes)
+
+
+def test_without_a_network_a_usual_one_is_assumed_and_named():
+    job = small("fsdp", gpus=16, nodes=2, model=LLAMA2_7B)
+    h100 = gpu("h100")
+    assumed = estimate_speed(job, h100)
+    given = estimate_speed(job, h100, internode_bytes_per_second=400e9)
+    assert assumed.step_seconds == given.step_seconds
+    assert (assumed.internode_assumed, given.internode_assumed) == (True, False)
+    assert assumed.internode_bytes_per_second == given.internode_bytes_per_second
+    (note,) = assumed.notes
+    assert "3,200 Gb/s" in note
+    assert "--internode-gbps" in note
+    assert given.notes == ()
+
+
+def test_where_clouds_differ_both_ends_are_assumed():
+    job = small("fsdp", gpus=16, nodes=2, model=LLAMA2_7B)
+    l4 = gpu("l4")
+    network = l4.network_bandwidth
+    assumed, slow, fast = (
+        estimate_speed(job, l4, internode_bytes_per_second=rate)
+        for rate in (None, network.low, network.high)
+    )
+    assert network.low < network.high
+    assert assumed.step_seconds.low == fast.step_seconds.low
+    assert assumed.step_seconds.high == slow.step_seconds.high
+    assert "10 to 100 Gb/s" in " ".join(assumed.notes)
+
+
+def test_a_gpu_without_a_known_network_spans_all_of_them():
+    card = dataclasses.replace(gpu("h100"), network_bandwidth=None)
+    job = small("fsdp", gpus=16, nodes=2, model=LLAMA2_7B)
+    unknown = estimate_speed(job, card)
+    assert unknown.internode_assumed
+    assert "not known" in " ".join(unknown.notes)
+    assert unknown.step_seconds.high > estimate_speed(job, gpu("h100")).step_seconds.high
+
+
+def test_one_node_has_no_network_between_nodes():
+    speed = estimate_speed(small(), gpu("h100"))
+    assert speed.internode_bytes_per_second is None
+    assert not speed.internode_assumed
+
+
+@pytest.mark.parametrize(("gpus", "nodes"), [(8, 1), (9, 3), (12, 2), (16, 2), (20, 4), (512, 64)])
+def test_gpus_fill_the_fewest_nodes_of_eight_that_hold_them_evenly(gpus, nodes):
+    assert nodes_for(gpus) == nodes
+
+
+@pytest.mark.parametrize("gpus", [11, 13, 121, 1009])
+def test_gpus_that_fill_no_nodes_evenly_are_refused_with_a_count_that_does(gpus):
+    with pytest.raises(UsageError, match=f"{gpus} GPUs don't fill .*, or give --nodes") as refusal:
+        nodes_for(gpus)
+    below, above = map(int, re.findall(r"Choose (\d+) or (\d+)", str(refusal.value))[0])
+    assert below < gpus < above
+    assert nodes_for(below) * 8 == below
+    assert nodes_for(gpus, gpus) == gpus
+
+
+def test_a_node_with_more_gpus_than_machines_have_is_refused():
+    assert nodes_for(32, 2) == 2
+    with pytest.raises(UsageError, match="256 in each.* at most 16.* --nodes 64"):
+        nodes_for(512, 2)
 
 
 def test_half_of_a_hybrids_traffic_stays_inside_its_nodes():

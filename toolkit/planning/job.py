@@ -14,6 +14,13 @@ from toolkit.strategies import Strategy, refuse_backend
 MOST_GPUS = 100_000
 MOST_TOKENS = 100_000_000
 
+GPUS_PER_NODE = 8
+"""Of a node if the number of nodes is left out: HGX and DGX machines, and the largest that clouds
+list of nearly every GPU."""
+
+MOST_GPUS_PER_NODE = 16
+"""Of the largest machines: DGX-2, AWS's p2.16xlarge, Google's a2-megagpu-16g."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedJob(JobOptions):
@@ -21,6 +28,7 @@ class PlannedJob(JobOptions):
 
     model: ModelShape
     strategy: Strategy
+    nodes: int = 1
     sequence: int = 2048
     precision: Precision = "bf16"
     checkpointing: Checkpointing = "none"
@@ -134,3 +142,29 @@ class PlannedJob(JobOptions):
     def step_tokens(self) -> int:
         """Tokens of one optimizer step on all GPUs."""
         return self.micro_tokens * self.accumulation * self.gpus
+
+
+def nodes_for(gpus: int, nodes: int | None = None) -> int:
+    """Return how many nodes the GPUs are spread over: `nodes`, else the fewest that hold them.
+
+    Raises:
+        UsageError: no machine holds so many GPUs, or no few nodes of 2 to 8 hold them evenly.
+    """
+    if nodes is not None:
+        if nodes > 0 and gpus > nodes * MOST_GPUS_PER_NODE:
+            raise UsageError(
+                f"{gpus} GPUs on {nodes} node{'s' if nodes > 1 else ''} are {gpus / nodes:g} in "
+                f"each, and a node has at most {MOST_GPUS_PER_NODE}. Choose nodes of "
+                f"{GPUS_PER_NODE}, with --nodes {-(-gpus // GPUS_PER_NODE)}, or leave --nodes out."
+            )
+        return nodes
+    if gpus <= GPUS_PER_NODE:
+        return 1
+    for per_node in range(GPUS_PER_NODE, 1, -1):
+        if gpus % per_node == 0:
+            return gpus // per_node
+    below = gpus // GPUS_PER_NODE * GPUS_PER_NODE
+    raise UsageError(
+        f"{gpus} GPUs don't fill nodes of 2 to {GPUS_PER_NODE} GPUs evenly. "
+        f"Choose {below} or {below + GPUS_PER_NODE} of them, or give --nodes."
+    )

@@ -59,7 +59,9 @@ class Flag:
 
 
 Gpus = Annotated[int, Flag("GPUs in all, one rank each.")]
-Nodes = Annotated[int, Flag("Machines that the GPUs are spread over.")]
+Nodes = Annotated[
+    int | None, Flag("Machines that the GPUs are spread over; of up to 8 GPUs if left out.")
+]
 GpuName = Flag("L4, A100-80, H100, ...; or one of --gpu-file.")
 GpuFile = Annotated[Path | None, Flag("JSON or YAML with further GPUs.")]
 Sequence = Annotated[
@@ -68,7 +70,9 @@ Sequence = Annotated[
 MixedPrecision = Annotated[Precision | None, Flag("bf16 if left out, fp16 on GPUs without it.")]
 StatesOf = Annotated[Optimizer, Flag("Whose states are kept.")]
 HostGib = Annotated[float | None, Flag("RAM of a node, for offloads.")]
-Network = Annotated[float | None, Flag("Network of a node, in Gbit/s.")]
+Network = Annotated[
+    float | None, Flag("Network of a node, in Gbit/s; what is usual for the GPU if left out.")
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +80,9 @@ class JobOptions:
     """What is trained, and how: the options that a job of the planner keeps."""
 
     gpus: Gpus = 2
-    nodes: Nodes = 1
+    nodes: Nodes = None
+    """None takes as few nodes as hold the GPUs evenly, at most 8 in each."""
+
     method: Annotated[Method, Flag("What is trained.")] = "full"
     lora_rank: Annotated[int, Flag("Rank of the adapters.")] = 16
     """Of those on every linear layer but the head (peft's `all-linear`)."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.configs.accelerate import check_num_processes
 from toolkit.errors import UsageError
-from toolkit.planning.job import PlannedJob
+from toolkit.planning.job import MOST_GPUS, PlannedJob, nodes_for
 from toolkit.planning.memory.estimate import MemoryEstimate, estimate_memory
 from toolkit.planning.models.resolve import resolve_model
 from toolkit.planning.models.shape import ModelShape
@@ -140,6 +140,12 @@ class Plan(Rendered):
         answers = [row.verdict.answer for row in self.rows if row.verdict is not None]
         return bool(answers) and set(answers) == {"does not fit"}
 
+    @property
+    def all_notes(self) -> tuple[str, ...]:
+        """The notes of the plan and those of its rows' speeds, each once."""
+        of_speed = [note for row in self.rows if row.speed is not None for note in row.speed.notes]
+        return tuple(dict.fromkeys((*self.notes, *of_speed)))
+
     def cost(self, row: PlanRow) -> PlannedCost | None:
         """Return the hours and the price of all tokens; None where speed or tokens aren't known."""
         if row.speed is None or self.tokens is None:
@@ -189,12 +195,13 @@ def plan(model: str | Path | ModelShape, options: PlanOptions) -> Plan:
     strategies = _strategies(options.strategies)
     values: dict[str, Any] = {f.name: getattr(options, f.name) for f in fields(JobOptions)}
     values |= {"sequence": sequence, "precision": precision}
+    values["nodes"] = _nodes(options, notes)
     values["checkpointing"] = "full" if options.checkpointing else "none"
     start = STRATEGIES["single" if options.gpus == 1 else "ddp"]
     base = PlannedJob(model=shape, strategy=start, **values)
     for strategy in strategies:
         try:
-            gpus, nodes = (options.gpus, options.nodes) if strategy.is_distributed else (1, 1)
+            gpus, nodes = (base.gpus, base.nodes) if strategy.is_distributed else (1, 1)
             check_num_processes(strategy, gpus)
             job = replace(base, strategy=strategy, gpus=gpus, nodes=nodes)
         except UsageError as error:
@@ -230,6 +237,18 @@ def _precision(requested: Precision | None, gpu: Gpu | None, notes: list[str]) -
         raise UsageError(f"{gpu.name} has no bf16 of its own. Plan it in fp16.")
     notes.append(f"{gpu.name} has no bf16: planned in fp16, with loss scaling")
     return "fp16"
+
+
+def _nodes(options: PlanOptions, notes: list[str]) -> int:
+    gpus = options.gpus
+    if isinstance(gpus, bool) or not 1 <= gpus <= MOST_GPUS:
+        return 1  # the job refuses such a count
+    nodes = nodes_for(gpus, options.nodes)
+    if options.nodes is None and nodes > 1:
+        notes.append(
+            f"{gpus} GPUs are planned as {nodes} nodes of {gpus // nodes}: give --nodes for others"
+        )
+    return nodes
 
 
 def _sequence(requested: int | None, shape: ModelShape, notes: list[str]) -> int:

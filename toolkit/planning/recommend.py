@@ -143,7 +143,7 @@ def recommend(model: str | Path | ModelShape, options: RecommendOptions) -> Reco
         raise UsageError("A recommendation needs a GPU: name one.")
     host_bytes = row.room.host_bytes
     if host_bytes is None:
-        host_bytes = HOST_PER_GPU_BYTE * row.room.gpu_bytes * (gpus // options.nodes)
+        host_bytes = HOST_PER_GPU_BYTE * row.room.gpu_bytes * (gpus // row.job.nodes)
     base = Candidate(
         job=row.job,
         gpu=row.gpu,
@@ -171,6 +171,7 @@ def recommend(model: str | Path | ModelShape, options: RecommendOptions) -> Reco
         closest = max(candidates, key=lambda candidate: candidate.verdict.worst_margin_bytes)
     reasons = [_on_one_gpu(base), *_reasons(choice, closest, ranked, candidates, options.goal)]
     reasons += start.notes
+    reasons += (choice or closest or base).speed.notes
     if without_optimizer:
         reasons.append(
             f"{options.optimizer} cannot step under {', '.join(without_optimizer)}: these were "

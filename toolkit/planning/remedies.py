@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from toolkit.planning.job import PlannedJob
+from toolkit.planning.job import GPUS_PER_NODE, PlannedJob
 from toolkit.planning.memory.estimate import estimate_memory
 from toolkit.planning.verdict import Room, Verdict, fits, judge, largest_batch
 from toolkit.strategies import STRATEGIES
@@ -14,7 +14,6 @@ from toolkit.strategies import STRATEGIES
 STAGES = ("ddp", "zero1", "zero2", "zero3", "fsdp")
 OFFLOADS = ("zero2_offload", "fsdp_offload", "zero3_offload")
 MOST_GPUS = 1024
-GPUS_PER_NODE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,12 +145,14 @@ def _more_gpus(job: PlannedJob, room: Room) -> Changed | None:
     """Return the fewest GPUs, doubled until the job fits; its parameters are then sharded."""
     strategy = job.strategy if job.strategy.shards_parameters else STRATEGIES["fsdp"]
     per_node = max(GPUS_PER_NODE, job.gpus // job.nodes)
-    gpus = job.gpus * 2
+    gpus, nodes = job.gpus * 2, job.nodes
     while gpus <= MOST_GPUS:
+        if gpus // nodes > per_node:
+            nodes *= 2
         changed = replace(
             job,
             gpus=gpus,
-            nodes=max(job.nodes, -(-gpus // per_node)),
+            nodes=nodes,
             strategy=strategy,
             accumulation=max(1, job.accumulation * job.gpus // gpus),
         )

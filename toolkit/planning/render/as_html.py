@@ -24,7 +24,7 @@ def _plan(plan: Plan) -> str:
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in _cells(row)) + "</tr>"
         for row in plan.rows
     )
-    notes = "".join(f"<p>{escape(note)}</p>" for note in (*plan.notes, *plan.left_out.values()))
+    notes = "".join(f"<p>{escape(note)}</p>" for note in (*plan.all_notes, *plan.left_out.values()))
     title = escape(f"{plan.model.name}: {plan.model.parameters:,} parameters")
     on = "" if plan.gpu is None else escape(f" on {plan.gpu.name}")
     return (

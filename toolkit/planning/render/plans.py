@@ -67,8 +67,7 @@ def show_plan(plan: Plan, console: Console) -> None:
         show_row(plan, plan.rows[0], console)
     for name, reason in plan.left_out.items():
         console.print(f"{name} is left out: {reason}", highlight=False)
-    of_speed = [note for row in plan.rows if row.speed is not None for note in row.speed.notes]
-    for note in dict.fromkeys((*plan.notes, *of_speed)):
+    for note in plan.all_notes:
         console.print(f"note: {note}", highlight=False)
     if plan.gpu is None:
         console.print("Name a GPU (--gpu L4) for verdict, speed and cost.", highlight=False)

@@ -39,6 +39,12 @@ class PlannedSpeed:
     mfu: Interval
     """Model FLOPs utilisation: `model_flops_per_token` achieved, as a share of the dense rate."""
 
+    internode_bytes_per_second: Interval | None = None
+    """Of a node's network cards together, in one direction; None inside one node."""
+
+    internode_assumed: bool = False
+    """Whether it is what machines with this GPU usually have, since none was given."""
+
     convention: str = CONVENTION
     notes: tuple[str, ...] = ()
 
@@ -57,19 +63,13 @@ def estimate_speed(
 ) -> PlannedSpeed:
     """Return how fast `job` trains on `job.gpus` GPUs of this kind.
 
-    The bandwidth between nodes is that of a node's network cards together, in one direction.
+    The bandwidth between nodes is that of a node's network cards together, in one direction;
+    without one, the table's for the GPU is assumed, and a note says so.
 
     Raises:
         UsageError: the GPU can't compute in the job's precision, or the bandwidth is no bandwidth.
     """
-    network = rates.UNKNOWN_NETWORK
-    if internode_bytes_per_second is not None:
-        if not 0 < internode_bytes_per_second < math.inf:
-            raise UsageError(
-                f"The bandwidth between nodes is {internode_bytes_per_second!r}. It is bytes per "
-                "second of a node, above 0."
-            )
-        network = Interval.exactly(internode_bytes_per_second)
+    network, assumption = _network(gpu, internode_bytes_per_second)
     # Where precision isn't mixed, the dtype of the weights is computed in.
     rate = gpu.flops(job.precision if job.precision != "no" else SHORT_DTYPES[job.dtype])
     once = computing(job, gpu, rate)
@@ -90,12 +90,8 @@ def estimate_speed(
     step = total(terms)
     per_token = model_flops(job.model, job.sequence)
     share = job.step_tokens * per_token / (job.gpus * rate)
-    notes: list[str] = []
-    if job.nodes > 1 and internode_bytes_per_second is None:
-        notes.append(
-            "The network between the nodes is not known: from 10 Gb/s Ethernet to eight cards of "
-            "400 Gb/s in each."
-        )
+    between_nodes = job.nodes > 1
+    notes = [assumption] if between_nodes and assumption else []
     if gpu.matmul_share is None or "matmul_share" in gpu.unchecked:
         notes.append(
             f"What large products reach of the rate of a {gpu.name} is not known: the interval is "
@@ -110,7 +106,33 @@ def estimate_speed(
         tokens_per_second=Interval(job.step_tokens / step.high, job.step_tokens / step.low),
         model_flops_per_token=per_token,
         mfu=Interval(share / step.high, share / step.low),
+        internode_bytes_per_second=network if between_nodes else None,
+        internode_assumed=between_nodes and bool(assumption),
         notes=tuple(notes),
+    )
+
+
+def _network(gpu: Gpu, bytes_per_second: float | None) -> tuple[Interval, str]:
+    """Return the bandwidth of a node's network, and what is assumed about it, if anything is."""
+    if bytes_per_second is not None:
+        if not 0 < bytes_per_second < math.inf:
+            raise UsageError(
+                f"The bandwidth between nodes is {bytes_per_second!r}. It is bytes per second of "
+                "a node, above 0."
+            )
+        return Interval.exactly(bytes_per_second), ""
+    give = "Give the real one with --internode-gbps."
+    usual = gpu.network_bandwidth
+    if usual is None:
+        return rates.UNKNOWN_NETWORK, (
+            "The network between the nodes is not known: from 10 Gb/s Ethernet to eight cards of "
+            f"400 Gb/s in each. {give}"
+        )
+    low, high = (f"{end * 8 / 1e9:,.0f}" for end in (usual.low, usual.high))
+    rate = low if low == high else f"{low} to {high}"
+    why = f" ({gpu.network_source})" if gpu.network_source else ""
+    return usual, (
+        f"A network of {rate} Gb/s a node is assumed, which is usual with {gpu.name}{why}. {give}"
     )
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from toolkit.errors import UsageError
+from toolkit.planning.terms import Interval
 
 MIB = 1 << 20
 TERA = 1e12
@@ -51,6 +52,10 @@ class Gpu:
     pcie_bandwidth: float
     """Bytes per second in one direction."""
 
+    network_bandwidth: Interval | None = None
+    """Bytes per second of a usual node's network cards together, in one direction; an interval
+    where clouds differ, None where it is not known."""
+
     watts: float | None = None
     matmul_share: float | None = None
     """Share of the dense rate that the best shape of a large product reaches, where known."""
@@ -59,6 +64,7 @@ class Gpu:
     source: str = ""
     memory_source: str = ""
     matmul_source: str = ""
+    network_source: str = ""
     unchecked: tuple[str, ...] = ()
     """Keys of the table whose value no second source confirms."""
 
@@ -158,7 +164,9 @@ _NUMBERS = {
 }
 """Of each number of an entry: the field of a `Gpu`, its unit, and the most that is believed."""
 
-_TEXTS = ("source", "memory_source", "matmul_source")
+MOST_NETWORK_GBPS = 1e6
+
+_TEXTS = ("source", "memory_source", "matmul_source", "network_source")
 _LISTS = ("aliases", "unchecked")
 
 
@@ -205,7 +213,7 @@ def _entry(entry: object, file: Path) -> Gpu:
     if not isinstance(entry, dict):
         raise UsageError(f"{file}: {entry!r} is no GPU, which is a mapping with a name and more.")
     values: dict[str, Any] = cast("dict[str, Any]", entry)
-    allowed = {*_REQUIRED, *_NUMBERS, *_TEXTS, *_LISTS}
+    allowed = {*_REQUIRED, *_NUMBERS, *_TEXTS, *_LISTS, "network_gbps"}
     name = values.get("name")
     if not isinstance(name, str) or not _word(name):
         raise UsageError(f"{file}: name is {name!r}. It is the GPU's name.")
@@ -223,7 +231,7 @@ def _entry(entry: object, file: Path) -> Gpu:
     elif values.get("bf16_tflops") is None:
         raise UsageError(f"{where}: bf16_tflops is missing; from compute capability 8.0 it is due.")
 
-    def check(key: str, expected: str, fits: Callable[[Any], bool]) -> Any:
+    def check(key: str, expected: str, fits: Callable[[Any], object]) -> Any:
         value = values.get(key)
         if value is not None and not fits(value):
             raise UsageError(f"{where}: {key} is {value!r}. It is {expected}.")
@@ -236,6 +244,10 @@ def _entry(entry: object, file: Path) -> Gpu:
         fields[field] = None if number is None else float(number) * unit
     fields["memory_bytes"] = int(values["memory_mib"]) * MIB
     fields["pcie_bandwidth"] = _pcie(values["pcie"], where)
+    network = check("network_gbps", "Gbit/s above 0, or a list of the least and the most", _ends)
+    if network is not None:
+        low, high = (end * GIGA / 8 for end in _ends(network))
+        fields["network_bandwidth"] = Interval(low, high)
     for key in _TEXTS:
         fields[key] = check(key, "a text", lambda value: isinstance(value, str)) or ""
     for key in _LISTS:
@@ -245,6 +257,13 @@ def _entry(entry: object, file: Path) -> Gpu:
 
 def _is_number(value: object, most: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= most
+
+
+def _ends(value: object) -> list[float]:
+    """Return the least and the most of a number or of a list of two; empty where it is neither."""
+    ends = cast("list[float]", value) if isinstance(value, list) else [cast("float", value)] * 2
+    right = len(ends) == 2 and all(_is_number(end, MOST_NETWORK_GBPS) for end in ends)
+    return ends if right and ends[0] <= ends[1] else []
 
 
 def _is_texts(value: object) -> bool:

@@ -127,8 +127,8 @@ NETWORK_SHARE = Interval(0.6, 0.94)
 0.85 on average with 3 nodes of 8 A100 on 4 HDR links (NVIDIA/nccl-tests#119)."""
 
 UNKNOWN_NETWORK = Interval(1.25e9, 400e9)
-"""Bytes per second of a node in one direction, if not known: 10 Gb/s Ethernet to eight 400 Gb/s
-cards."""
+"""Bytes per second of a node in one direction, if the table has none for the GPU: 10 Gb/s Ethernet
+to eight 400 Gb/s cards."""
 
 HOST_BANDWIDTH = Interval(12e9, 130e9)
 """Bytes per second that a fused CPU optimizer moves on a whole node. Two busy x86 cores moved the
