@@ -51,7 +51,7 @@ def computing(job: PlannedJob, gpu: Gpu, rate: float) -> list[SpeedTerm]:
     tokens = job.micro_tokens
     share = matmul_share(gpu)
     eager = job.attention == "eager"
-    generation = max(min(gpu.compute_capability[0], 9), 7)
+    generation = max(min(gpu.compute_capability[0], 10), 7)
     attention_share = rates.EAGER_SHARE if eager else rates.FLASH_SHARE[generation]
     formula = "FLOPs / (dense rate * share of it)"
     products = (
