@@ -39,7 +39,7 @@ def test_the_margin_is_what_is_left_at_the_upper_end(job):
 
 def test_a_node_with_too_little_ram_is_no_fit_however_large_the_gpu():
     job = PlannedJob(model=shape_from_count("1b"), strategy=STRATEGIES["zero3_offload"])
-    assert judge(estimate_memory(job), room(10_000)).answer == "fits"
+    assert judge(estimate_memory(job), room(10_000)).answer == "fits with RAM"
     assert judge(estimate_memory(job), room(10_000, host=1)).answer == "does not fit"
     assert judge(estimate_memory(job), room(10_000, host=10_000)).answer == "fits"
 
@@ -85,10 +85,10 @@ def test_changes_made_together_fit_and_none_of_them_is_idle():
     job = PlannedJob(
         model=shape_from_count("7b"), strategy=STRATEGIES["ddp"], batch=4, accumulation=2
     )
-    found = together(job, room(20))
+    found = together(job, room(20, host=1000))
     assert found is not None
     assert found.verdict.answer == "fits"
-    assert fits(found.job, room(20))
+    assert fits(found.job, room(20, host=1000))
     parts = found.name.split(" + ")
     assert 1 < len(parts) < len(CHANGES)
     assert "LoRA" not in parts
@@ -114,3 +114,25 @@ def test_a_variant_of_a_strategy_has_the_remedies_of_what_it_shards():
     assert [remedy.name for remedy in remedies(variant, room(22))] == [
         remedy.name for remedy in remedies(job, room(22))
     ]
+
+
+def test_ram_that_is_not_known_is_a_condition_in_whole_gib(job):
+    offloaded = replace(job, strategy=STRATEGIES["zero3_offload"])
+    memory = estimate_memory(offloaded)
+    verdict = judge(memory, room(10_000))
+    gib = int(verdict.words.replace(",", "").split()[5])
+    assert verdict.fits
+    assert verdict.words == f"fits if each node has {gib:,} GiB of RAM"
+    assert judge(memory, room(10_000, host=gib)).answer == "fits"
+    assert judge(memory, room(10_000, host=gib - 1)).answer != "fits"
+    assert judge(memory, room(memory.total.low / GIB + 0.01)).answer == "tight"
+    assert judge(estimate_memory(job), room(10_000)).answer == "fits"
+    assert largest_batch(offloaded, room(10_000)) >= 1
+
+
+def test_changes_without_a_condition_on_ram_go_before_an_offload():
+    job = PlannedJob(model=shape_from_count("7b"), strategy=STRATEGIES["ddp"], batch=4)
+    assert together(job, room(22)).verdict.answer == "fits"
+    assert together(job, room(22, host=2000)).job.strategy.offloads
+    lean = replace(job, strategy=STRATEGIES["zero3_offload"])
+    assert together(lean, room(14)).verdict.answer == "fits with RAM"

@@ -155,7 +155,7 @@ class RecommendOptions:
     """None takes the one that is asked for here."""
 
     host_gib: HostGib = None
-    """RAM of one node in GiB; None assumes twice the memory of its GPUs."""
+    """RAM of one node in GiB; None: the RAM that an offload needs is a condition of its verdict."""
 
     internode_gbps: Network = None
     gpu_file: GpuFile = None

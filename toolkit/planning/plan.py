@@ -75,7 +75,7 @@ class PlanRow:
     @cached_property
     def remedies(self) -> list[Remedy]:
         """The changes that would help, the cheapest first; empty where it fits."""
-        if self.room is None or self.verdict is None or self.verdict.answer == "fits":
+        if self.room is None or self.verdict is None or self.verdict.fits:
             return []
         from toolkit.planning.remedies import remedies
 
@@ -84,7 +84,7 @@ class PlanRow:
     @cached_property
     def together(self) -> Remedy | None:
         """The changes that make it fit together; None where it fits, or nothing helps."""
-        if self.room is None or self.verdict is None or self.verdict.answer == "fits":
+        if self.room is None or self.verdict is None or self.verdict.fits:
             return None
         from toolkit.planning.remedies import together
 

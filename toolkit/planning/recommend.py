@@ -1,7 +1,8 @@
 """Which strategy: a search over what fits, under the global batch that was asked for.
 
 The tree that people walk by hand (does it fit on one GPU? on all of them whole? how much is
-missing?) becomes a search with reasons. What only may fit is never recommended.
+missing?) becomes a search with reasons. What only may fit is never recommended; what needs RAM on a
+node whose RAM is not known comes after all that does not, and its verdict states the condition.
 """
 
 from __future__ import annotations
@@ -48,11 +49,6 @@ SAME_SPEED = 0.85
 """Share of the best rate down to which candidates are not told apart: the intervals of the estimate
 are several times as wide."""
 
-HOST_PER_GPU_BYTE = 2
-"""RAM of a node per byte of its GPUs' memory, if not known: the least of the machine types of
-AWS (g5.12xlarge 192 GiB beside 4 x 24, p4d 1152 beside 8 x 40) and Google (g2-standard-24 96 GiB
-beside 2 x 24, a2-ultragpu-2g 340 beside 2 x 80), from their public lists."""
-
 MOST_ROWS = 64
 """Of a micro-batch: what fits beyond it makes no GPU faster."""
 
@@ -82,7 +78,7 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        return self.verdict.answer == "fits"
+        return self.verdict.fits
 
     @property
     def tokens_per_second(self) -> float:
@@ -141,13 +137,10 @@ def recommend(model: str | Path | ModelShape, options: RecommendOptions) -> Reco
     row = start.rows[0]
     if row.gpu is None or row.room is None:
         raise UsageError("A recommendation needs a GPU: name one.")
-    host_bytes = row.room.host_bytes
-    if host_bytes is None:
-        host_bytes = HOST_PER_GPU_BYTE * row.room.gpu_bytes * (gpus // row.job.nodes)
     base = Candidate(
         job=row.job,
         gpu=row.gpu,
-        room=replace(row.room, host_bytes=host_bytes),
+        room=row.room,
         internode_bytes_per_second=row.internode_bytes_per_second,
     )
     ranked: list[Candidate] = []
@@ -162,7 +155,9 @@ def recommend(model: str | Path | ModelShape, options: RecommendOptions) -> Reco
                 without_optimizer[strategy.name] = None
             elif num_processes_problem(strategy, gpus) is None:
                 candidates += _under(strategy, method, base, global_batch // gpus)
-        ranked = rank([candidate for candidate in candidates if candidate.fits], options.goal)
+        fitting = [candidate for candidate in candidates if candidate.fits]
+        unconditional = [c for c in fitting if c.verdict.answer == "fits"]
+        ranked = rank(unconditional or fitting, options.goal)
         if ranked:
             break
     choice = ranked[0] if ranked else None
@@ -179,8 +174,8 @@ def recommend(model: str | Path | ModelShape, options: RecommendOptions) -> Reco
         )
     if options.host_gib is None and any(c.job.strategy.offloads for c in candidates):
         reasons.append(
-            f"{host_bytes / GIB:.0f} GiB of RAM a node are assumed, twice the memory of its "
-            "GPUs: say what there is with --host-gib."
+            "The RAM of a node is not known, so an offload fits only under a condition: name the "
+            "RAM with --host-gib."
         )
     return Recommendation(
         model=start.model,
@@ -200,7 +195,7 @@ def _in_turn(methods: Sequence[Method], host_known: bool) -> list[tuple[Sequence
     """Return the strategies and methods to look at, until something fits.
 
     A whole model in host RAM is trained before adapters on the GPU, where that RAM is known; else
-    it comes last, since the amount of RAM is assumed.
+    it comes last, since it fits under a condition alone.
     """
     on_gpus = WHOLE + SHARDED
     if host_known:

@@ -54,13 +54,21 @@ def together(job: PlannedJob, room: Room) -> Remedy | None:
     """Return the cheapest changes that make a job fit when they are made together.
 
     They are added in the order of their cost until it fits, and then each is taken back that
-    turns out not to be needed.
+    turns out not to be needed. Where a node's RAM is not known, an offload is the last resort.
 
     Returns:
         None where all of them are not enough.
     """
+    if room.host_bytes is None:
+        without_offload = [change for change in CHANGES if change is not _offload]
+        if remedy := _cheapest(without_offload, job, room):
+            return remedy
+    return _cheapest(CHANGES, job, room)
+
+
+def _cheapest(changes: Sequence[Change], job: PlannedJob, room: Room) -> Remedy | None:
     chosen: list[Change] = []
-    for change in CHANGES:
+    for change in changes:
         made = _after([*chosen, change], job, room)
         if len(made) == len(chosen):
             continue
@@ -169,7 +177,7 @@ def _first_that_fits(job: PlannedJob, names: Sequence[str], room: Room) -> Plann
     jobs = [replace(job, strategy=STRATEGIES[name]) for name in names]
     judged = [(changed, judge(estimate_memory(changed), room)) for changed in jobs]
     leanest, _ = min(judged, key=lambda pair: pair[1].needed.high)
-    return next((changed for changed, verdict in judged if verdict.answer == "fits"), leanest)
+    return next((changed for changed, verdict in judged if verdict.fits), leanest)
 
 
 CHANGES: tuple[Change, ...] = (

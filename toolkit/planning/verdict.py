@@ -1,11 +1,13 @@
 """Whether a job fits, by how much, and the largest batch and row that fit.
 
 The answer is cautious: `fits` needs the upper end of the estimate to be under what the GPU has
-for use. Between the ends it is `tight`, which a run may survive or not.
+for use. Between the ends it is `tight`, which a run may survive or not. A job that fits the GPU and
+needs RAM on a node whose RAM is not known `fits with RAM`: under a condition, which is stated.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,9 +15,9 @@ from typing import Literal
 
 from toolkit.planning.job import MOST_TOKENS, PlannedJob
 from toolkit.planning.memory.estimate import MemoryEstimate, estimate_memory
-from toolkit.planning.terms import Interval
+from toolkit.planning.terms import GIB, Interval
 
-Answer = Literal["fits", "tight", "does not fit"]
+Answer = Literal["fits", "fits with RAM", "tight", "does not fit"]
 
 MOST_BATCH = 4096
 """Where the search for the largest batch ends: more rows make no GPU faster."""
@@ -37,6 +39,18 @@ class Verdict:
 
     host_bytes: int | None = None
     """RAM of each node, None where it is not known."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits for sure, perhaps under a condition on the RAM of a node."""
+        return self.answer in ("fits", "fits with RAM")
+
+    @property
+    def words(self) -> str:
+        """The answer, with the GiB of RAM that it depends on, rounded up."""
+        if self.answer != "fits with RAM":
+            return self.answer
+        return f"fits if each node has {math.ceil(self.host_needed.high / GIB):,} GiB of RAM"
 
     @property
     def margin_bytes(self) -> float:
@@ -76,8 +90,11 @@ def judge(memory: MemoryEstimate, room: Room) -> Verdict:
     if room.host_bytes is not None:
         over_low |= host.low > room.host_bytes
         over_high |= host.high > room.host_bytes
+    fitting: Answer = "fits"
+    if room.host_bytes is None and host.high > 0:
+        fitting = "fits with RAM"
     return Verdict(
-        answer="does not fit" if over_low else "tight" if over_high else "fits",
+        answer="does not fit" if over_low else "tight" if over_high else fitting,
         needed=needed,
         usable_bytes=room.gpu_bytes,
         host_needed=host,
@@ -86,8 +103,8 @@ def judge(memory: MemoryEstimate, room: Room) -> Verdict:
 
 
 def fits(job: PlannedJob, room: Room) -> bool:
-    """Whether a job fits for sure."""
-    return judge(estimate_memory(job), room).answer == "fits"
+    """Whether a job fits for sure, given enough RAM where a node's RAM is not known."""
+    return judge(estimate_memory(job), room).fits
 
 
 def largest_batch(job: PlannedJob, room: Room) -> int:

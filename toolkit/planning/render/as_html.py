@@ -39,7 +39,7 @@ def _cells(row: PlanRow) -> tuple[str, ...]:
         row.strategy.name,
         str(row.job.gpus),
         gib_span(row.memory.total),
-        "no GPU named" if verdict is None else verdict.answer,
+        "no GPU named" if verdict is None else verdict.words,
         "no GPU named" if verdict is None else f"{verdict.margin_bytes / GIB:+.1f}",
         "no GPU named" if speed is None else span(speed.step_seconds),
         "no GPU named" if speed is None else span(speed.tokens_per_second),

@@ -47,7 +47,12 @@ PEAKS: dict[Phase, str] = {
     "step": "while the optimizer steps",
 }
 
-ANSWER_STYLES = {"fits": "green", "tight": "yellow", "does not fit": "red"}
+ANSWER_STYLES = {
+    "fits": "green",
+    "fits with RAM": "yellow",
+    "tight": "yellow",
+    "does not fit": "red",
+}
 
 
 def show_plan(plan: Plan, console: Console) -> None:
@@ -78,9 +83,11 @@ def show_row(plan: Plan, row: PlanRow, console: Console) -> None:
     write = partial(console.print, highlight=False, soft_wrap=True)
     if row.verdict is not None:
         write(verdict_sentence(row.verdict))
+        conditional = row.verdict.answer == "fits with RAM"
+        sure = "With that RAM, for sure" if conditional else "For sure"
         write(
-            f"For sure fits a batch of up to {row.largest_batch} x {row.job.sequence:,} tokens, or "
-            f"of {row.job.batch} x up to {row.longest_sequence:,}."
+            f"{sure} fits a batch of up to {row.largest_batch} x {row.job.sequence:,} tokens, "
+            f"or of {row.job.batch} x up to {row.longest_sequence:,}."
             if row.largest_batch or row.longest_sequence
             else "For sure fits no batch at all."
         )
@@ -110,7 +117,7 @@ def verdict_sentence(verdict: Verdict) -> str:
     """Return whether it fits, and by how much."""
     usable = verdict.usable_bytes / GIB
     sentence = (
-        f"{verdict.answer}: a GPU needs {gib_span(verdict.needed)} of {usable:.2f} GiB, "
+        f"{verdict.words}: a GPU needs {gib_span(verdict.needed)} of {usable:.2f} GiB, "
         f"{_spare(verdict.margin_bytes)} at the upper end."
     )
     if verdict.host_needed.high > 0:
@@ -127,7 +134,7 @@ def _spare(margin: float) -> str:
 
 def remedy_sentence(remedy: Remedy) -> str:
     needed = gib_span(remedy.verdict.needed)
-    return f"{remedy.name}: {remedy.verdict.answer}, {needed} GiB. Costs: {remedy.cost}."
+    return f"{remedy.name}: {remedy.verdict.words}, {needed} GiB. Costs: {remedy.cost}."
 
 
 def explain(plan: Plan, console: Console) -> None:

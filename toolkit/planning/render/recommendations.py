@@ -36,7 +36,9 @@ def show_recommendation(answer: Recommendation, console: Console) -> None:
         write(f"- {reason}")
     for place, candidate in enumerate(answer.runners_up, 2):
         needed = gib_span(candidate.verdict.needed)
-        write(f"{place}. {describe_job(candidate.job)}: {needed} GiB, {pace(candidate)}")
+        told = f"{place}. {describe_job(candidate.job)}: {needed} GiB, {pace(candidate)}"
+        conditional = candidate.verdict.answer == "fits with RAM"
+        write(f"{told}, {candidate.verdict.words}" if conditional else told)
     write(learning_rate_sentence(answer.learning_rate))
 
 
