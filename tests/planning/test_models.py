@@ -240,6 +240,32 @@ def test_a_missing_model_names_close_ones_and_the_ways_out(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("typo", "meant"),
+    [
+        ("meta-llama/Llama-3-8B", "meta-llama/Meta-Llama-3-8B"),
+        ("meta-llama/Meta-Lama-3-8B", "meta-llama/Meta-Llama-3-8B"),
+        ("meta-llama/Lama-3.1-8B", "meta-llama/Llama-3.1-8B"),
+        ("Qwen/Qwen25-7B", "Qwen/Qwen2.5-7B"),
+        ("qwen/qwen3-14b-instruct", "Qwen/Qwen3-14B-Base"),
+        ("google/gema-2-9b", "google/gemma-2-9b"),
+        ("google/gema-3-4b", "google/gemma-3-4b-it"),
+        ("mistralai/Mistal-7B-v0.1", "mistralai/Mistral-7B-v0.1"),
+        ("mistralai/Mistral-7B-v0.2", "mistralai/Mistral-7B-Instruct-v0.2"),
+        ("mistralai/Mistal-7B-v0.3", "mistralai/Mistral-7B-v0.3"),
+    ],
+)
+def test_a_typo_is_answered_with_the_size_and_the_version_that_it_names(typo, meant):
+    assert f"Did you mean {meant}" in refused(typo)
+
+
+def test_another_size_or_version_is_suggested_after_the_same():
+    hint = refused("meta-llama/Llama-3-8B").partition("Did you mean ")[2].partition("?")[0]
+    first, *others = hint.split(" or ")
+    assert first == "meta-llama/Meta-Llama-3-8B"
+    assert all("8B" in other for other in others)
+
+
+@pytest.mark.parametrize(
     "name",
     ["", " ", "a\nb", "a\0b", "x" * 10_000, "x" * 300, "a/b/c", "a//b", "b", "7q", "é/è", "-7b"],
     ids=repr,

@@ -148,15 +148,8 @@ def _read(path: Path) -> Any:
 
 
 def _not_found(name: str) -> UsageError:
-    # Needed for a mistake only.
-    import difflib
-
     hub = _HUB_NAME.fullmatch(name) and len(name) <= _LONGEST_NAME
-    ids = [known for entry in well_known() for known in entry.ids]
-    names = {known.lower().rpartition("/")[2]: known for known in reversed(ids)}
-    names |= {known.lower(): known for known in ids}
-    close = difflib.get_close_matches(name.lower()[:_LONGEST_NAME], names, n=3, cutoff=0.7)
-    near = list(dict.fromkeys(names[match] for match in close))
+    near = _nearest(name.lower()[:_LONGEST_NAME])
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
     fetch = f"fetch its config (hf download {name} config.json), " if hub and "/" in name else ""
     return UsageError(
@@ -164,6 +157,45 @@ def _not_found(name: str) -> UsageError:
         f"cache ({hub_cache()}), nothing in the table of well-known models.{hint} You can {fetch}"
         "give the folder of a model, or a parameter count such as 7b."
     )
+
+
+def _nearest(name: str) -> list[str]:
+    """Return up to three well-known ids like a lower-case name, the most probable first.
+
+    Of the names that are spelled alike, those of the same size come first, then those of the same
+    version, and then those with the fewest other letters.
+    """
+    # Needed for a mistake only.
+    import difflib
+
+    sizes, versions = _numbers(name)
+    ranked: list[tuple[bool, int, float, str]] = []
+    for known in (known for entry in well_known() for known in entry.ids):
+        full = known.lower()
+        likeness = max(
+            difflib.SequenceMatcher(None, name, spelled).ratio()
+            for spelled in (full, full.rpartition("/")[2])
+        )
+        if likeness < _ALIKE:
+            continue
+        its_sizes, its_versions = _numbers(full)
+        other_version = (
+            0 if versions == its_versions else 1 if versions[:1] == its_versions[:1] else 2
+        )
+        ranked.append((bool(sizes) and sizes != its_sizes, other_version, -likeness, known))
+    return [known for *_, known in sorted(ranked)[:3]]
+
+
+_ALIKE = 0.7
+"""Share of equal letters (difflib's ratio) from which a name may be a typo of another."""
+
+_SIZE = re.compile(r"(?:\d+x)?\d+(?:\.\d+)?[bm](?![a-z0-9])")
+
+
+def _numbers(name: str) -> tuple[list[str], list[str]]:
+    """Return the sizes (`8b`, `8x7b`) in a name, and its other numbers, of which 3.1 is 3 and 1."""
+    last = name.rpartition("/")[2]
+    return _SIZE.findall(last), re.findall(r"\d+", _SIZE.sub("", last))
 
 
 FEWEST_PARAMETERS, MOST_PARAMETERS = 10**6, 10**13
