@@ -139,6 +139,15 @@ def test_hours_and_dollars_stand_in_the_table_once_tokens_are_given(found):
     assert header.split()[-2:] == ["hours", "dollars"]
 
 
+def test_columns_that_need_words_are_explained_where_they_stand(found):
+    text = printed(plans.show_plan, found)
+    assert "rows: the largest micro-batch" in text
+    assert "RAM GiB: needed on each node" in text
+    without_gpu = printed(plans.show_plan, plan("7b"))
+    assert "rows: " not in without_gpu
+    assert "RAM GiB:" not in without_gpu
+
+
 def test_ram_that_is_missing_is_the_margin_that_is_shown():
     (row,) = plan("7b", gpu="A100-80", strategies="zero3_offload", host_gib=64).rows
     assert row.verdict.answer == "does not fit"

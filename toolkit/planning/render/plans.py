@@ -65,6 +65,12 @@ def show_plan(plan: Plan, console: Console) -> None:
     console.width = max(console_width, console.measure(table, options=wide).maximum)
     console.print(table)
     console.width = console_width
+    if explained := "; ".join(
+        f"{header}: {meaning}"
+        for header, meaning in _MEANINGS.items()
+        if header in [column.header for column in table.columns]
+    ):
+        console.print(explained, highlight=False, soft_wrap=True)
     for bar in bars(plan):
         console.print(bar, no_wrap=True, highlight=False)
     console.print(_legend(plan), highlight=False)
@@ -262,7 +268,14 @@ _HEADERS: dict[str, Literal["left", "right"]] = {
     "hours": "right",
     "dollars": "right",
 }
-"""`rows`: the largest micro-batch that fits for sure; RAM and NVMe are those of one node."""
+
+_MEANINGS = {
+    "margin": "GiB left at the upper end, of the GPU or of RAM, the smaller",
+    "rows": "the largest micro-batch that fits for sure",
+    "RAM GiB": "needed on each node",
+    "NVMe GiB": "needed on each node",
+}
+"""Explanations of columns whose headings are too short, printed below a table that has them."""
 
 
 def _cells(plan: Plan, row: PlanRow) -> dict[str, Text | str]:
