@@ -12,7 +12,12 @@ from toolkit.planning.job import PlannedJob, nodes_for
 from toolkit.planning.models.families import FAMILIES
 from toolkit.planning.models.shape import ModelShape, Tensor
 from toolkit.planning.speed.estimate import cost, estimate_speed
-from toolkit.planning.speed.flops import attention_flops, linear_flops, model_flops
+from toolkit.planning.speed.flops import (
+    attention_flops,
+    linear_flops,
+    model_flops,
+    multiplied_parameters,
+)
 from toolkit.planning.speed.gpus import gpu
 from toolkit.strategies import STRATEGIES
 
@@ -437,6 +442,17 @@ def test_few_tokens_wait_for_launches():
     )
     assert busy["waiting for launches"].low == 0
     assert idle["waiting for launches"].low > 0
+
+
+def test_few_tokens_are_no_faster_than_their_weights_cross_memory():
+    # With 16 tokens a product of an L4 waits for memory: 2 bytes a weight in each of 3 passes.
+    short, long = (small(gpus=1, strategy="single", batch=1, sequence=n) for n in (16, 2048))
+    crossing = 3 * 2 * multiplied_parameters(TINY_LLAMA) / (0.92 * 300e9)
+    assert estimate_speed(short, gpu("l4")).step_seconds.low >= crossing
+    terms = dict_of(estimate_speed(short, gpu("l4")))
+    together = terms["products with weights"].low + terms["reading weights"].low
+    assert together == pytest.approx(crossing)
+    assert dict_of(estimate_speed(long, gpu("l4")))["reading weights"].low == 0
 
 
 def test_the_network_between_nodes_matters_and_is_asked_for():

@@ -80,11 +80,14 @@ def computing(job: PlannedJob, gpu: Gpu, rate: float) -> list[SpeedTerm]:
     if eager:
         heads = job.model.layers * job.model.heads
         moved["attention scores"] = rates.SCORE_BYTES.times(heads * tokens * job.sequence)
+    at_least = {"reading weights": _least_fetching(job, gpu, rate, share.high)}
     for name, amount in moved.items():
+        seconds = amount / rates.MEMORY_SHARE.times(gpu.memory_bandwidth)
+        least = at_least.get(name, 0.0)
         terms.append(
             SpeedTerm(
                 name=name,
-                seconds=amount / rates.MEMORY_SHARE.times(gpu.memory_bandwidth),
+                seconds=Interval(max(seconds.low, least), max(seconds.high, least)),
                 formula="bytes moved / (memory bandwidth * share of it)",
                 inputs={
                     "bytes": shown(amount),
@@ -96,11 +99,23 @@ def computing(job: PlannedJob, gpu: Gpu, rate: float) -> list[SpeedTerm]:
     return [*terms, _launching(job, total(terms))]
 
 
+def _least_fetching(job: PlannedJob, gpu: Gpu, rate: float, best_share: float) -> float:
+    """Return the seconds that products of few tokens take at least beyond their FLOPs.
+
+    A product is no faster than its weight crosses memory once. In each pass a weight takes 2 FLOPs
+    of each token.
+    """
+    flops = linear_flops(job)
+    crossing = flops / 2 * rates.OPERAND_BYTES / (rates.MEMORY_SHARE.high * gpu.memory_bandwidth)
+    return max(0.0, crossing - job.micro_tokens * flops / (best_share * rate))
+
+
 def _launching(job: PlannedJob, busy: Interval) -> SpeedTerm:
     """Return the time that a micro-batch waits for the host to launch every layer's kernels."""
     passes = (4 / 3 if job.checkpointing == "full" else 1) * job.model.layers
-    most = passes * (1 if job.method == "full" else rates.LORA_LAUNCHES)
-    launch = Interval(rates.LAUNCH_SECONDS.low * passes, rates.LAUNCH_SECONDS.high * most)
+    launch = rates.LAUNCH_SECONDS.times(
+        passes * (1 if job.method == "full" else rates.LORA_LAUNCHES)
+    )
     return SpeedTerm(
         name="waiting for launches",
         seconds=launch.less(busy),

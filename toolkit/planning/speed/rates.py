@@ -75,8 +75,9 @@ CHUNKED_LOGIT_BYTES = Interval(4, 16)
 """The same in a fused head and loss, whose chunks partly stay in cache."""
 
 WEIGHT_BYTES = Interval(0, 26)
-"""Per trained weight and micro-batch. Reading it is part of its product's time at best; at worst it
-is cast to 16 bits, read twice, and its gradient cast and added in fp32: 6 + 4 + 16."""
+"""Per trained weight and micro-batch. Reading it is part of its product's time at best, unless few
+tokens leave the product less time than its weight takes to cross memory; at worst it is cast to 16
+bits, read twice, and its gradient cast and added in fp32: 6 + 4 + 16."""
 
 FROZEN_BYTES = Interval(0, 6)
 """Per frozen weight and micro-batch: read in forward, backward and when recomputed."""
@@ -86,13 +87,17 @@ DEQUANTISED_BYTES = Interval(2.5, 10)
 tells: 7B LoRA with nf4 takes 79 ms more than without for two passes on an A100, 9.5 bytes a weight
 (Lightning-AI/litgpt, tutorials/resource-tables.md)."""
 
+OPERAND_BYTES = 2
+"""The least of a weight as an operand of a product: 16 bits, to which 4-bit ones are raised."""
+
 LAUNCH_SECONDS = Interval(0.4e-3, 3e-3)
 """Host time to launch one layer's kernels, forward and backward; a step is never shorter. Some
 hundred kernels at 4 microseconds at best; LitGPT's tables have 2.8 ms a layer where the GPU has
 little to do (adapter training of 3B and 7B, same page)."""
 
 LORA_LAUNCHES = 1.6
-"""As often with adapters on its linear layers: 4.4 ms (LoRA) to 2.8 ms (Adapter) on that page."""
+"""As often with adapters on its linear layers: 4.4 ms (LoRA) to 2.8 ms (Adapter) on that page; and
+255 operators a layer to 152, counted in a Llama under autocast (transformers 5.23, peft 0.21)."""
 
 OPTIMIZER_PASSES = Interval(1, 2.8)
 """A fused AdamW goes through its operands once; torch's foreach goes through them for each of its
