@@ -8,7 +8,14 @@ import pytest
 from transformers import TrainingArguments
 
 from toolkit.errors import UsageError
-from toolkit.training.arguments import own_arguments, training_arguments, training_values
+from toolkit.training.arguments import (
+    RunArguments,
+    own_arguments,
+    training_arguments,
+    training_values,
+)
+from toolkit.training.method_arguments import MethodArguments
+from toolkit.training.speed_arguments import SpeedArguments
 from toolkit.training.value_checks import BOUNDS
 
 MODEL_FOLDER = ["--model_name_or_path", "some/folder"]
@@ -325,3 +332,24 @@ def test_a_rule_for_the_learning_rate_and_its_batch_need_each_other(flags):
 def test_a_rule_that_is_not_there_is_named():
     with pytest.raises(UsageError, match="scale_lr"):
         own_arguments(("--scale_lr", "cubic", "--base_batch_size", "8"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "least", "others"),
+    [
+        (RunArguments, "sample_prompts", 0, {}),
+        (RunArguments, "throughput_steps", 0, {}),
+        (RunArguments, "evidence_step", 1, {"evidence": "a"}),
+        (RunArguments, "base_batch_size", 1, {"scale_lr": "linear"}),
+        (SpeedArguments, "loss_chunk_tokens", 1, {"loss_impl": "chunked"}),
+        (SpeedArguments, "fsdp_prefetch", 0, {}),
+        (MethodArguments, "lora_r", 1, {"method": "lora"}),
+        (MethodArguments, "lora_alpha", 1, {"method": "lora"}),
+        (MethodArguments, "lora_dropout", 0, {"method": "lora"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_least_value_of_a_flag_is_taken_and_one_less_refused(kind, name, least, others):
+    assert getattr(kind(**others, **{name: least}), name) == least
+    with pytest.raises(UsageError, match=f"--{name} {least - 1}: use {least} or more"):
+        kind(**others, **{name: least - 1})

@@ -48,7 +48,7 @@ def restore(folder: Path, *, console: Console) -> None:
     Raises:
         UsageError: they may not be read, or are of a newer toolkit.
     """
-    if not folder.is_dir() or not run_names(folder) or why_lost(folder) is None:
+    if not run_names(folder) or why_lost(folder) is None:
         return
     comparison = rebuilt(folder.absolute())
     with comparison.lock() as warnings:
