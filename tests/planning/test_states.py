@@ -5,13 +5,18 @@ tests/test_every_strategy.py holds them against real runs.
 
 from dataclasses import replace
 
+import bitsandbytes
 import pytest
+import torch
 from shapes_for_tests import gpt2, llama
+from transformers import Adafactor
 
 from toolkit.errors import UsageError
 from toolkit.planning.job import PlannedJob
+from toolkit.planning.memory import optimizers
 from toolkit.planning.memory.states import Held, most_loaded, state_bytes
-from toolkit.planning.memory.weights import weights_of
+from toolkit.planning.memory.weights import Tensors, weights_of
+from toolkit.planning.models.shape import Tensor
 from toolkit.strategies import STRATEGIES
 
 SMALL = llama(hidden=192, intermediate=768, vocab=1024)
@@ -211,3 +216,27 @@ def test_the_planner_and_the_loop_leave_the_same_names_out_of_decay():
     from toolkit.training.loop import NO_DECAY
 
     assert _UNDECAYED.pattern == "|".join(NO_DECAY)
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "adamw", "adafactor", "sgd_momentum"])
+def test_states_of_an_optimizer_are_those_that_it_makes(name):
+    shapes = [(40,), (4095,), (4096,), (4097,), (65, 67), (3, 50, 41)]
+    parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+    makers = {
+        "adamw_8bit": bitsandbytes.optim.AdamW8bit,
+        "adamw": torch.optim.AdamW,
+        "adafactor": lambda made: Adafactor(made, relative_step=True),
+        "sgd_momentum": lambda made: torch.optim.SGD(made, lr=0.1, momentum=0.9),
+    }
+    optimizer = makers[name](parameters)
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    held = {
+        tensor.untyped_storage().data_ptr(): tensor.numel() * tensor.element_size()
+        for states in optimizer.state.values()
+        for tensor in states.values()
+        if isinstance(tensor, torch.Tensor)
+    }
+    tensors = Tensors(tuple(Tensor(f"{n}", shape, "linear") for n, shape in enumerate(shapes)))
+    assert optimizers.of_tensors(name, tensors, 4) == sum(held.values())
