@@ -111,13 +111,13 @@ def is_turned(layer: Any) -> bool:
 
 
 def adapter_config(model: Any) -> Any | None:
-    """Return the config of a model's active adapter; None of a model without one."""
+    """Return the config of a model's active adapter, or None if the model has no adapter."""
     configs = getattr(model, "peft_config", None)
     return configs[_active(model)] if configs else None
 
 
 def has_lora(model: Any) -> bool:
-    """Whether a model has LoRA adapters: the toolkit's, or those of a user's `PeftModel`."""
+    """Whether a model has LoRA adapters, from the toolkit or from a user's `PeftModel`."""
     config = adapter_config(model)
     return config is not None and str(getattr(config.peft_type, "value", "")) == "LORA"
 
@@ -147,7 +147,7 @@ def write_adapter(
         tokenizer.save_pretrained(folder)
     if model.can_generate():
         generation = generation_config_of(model, tokenizer)
-        if generation is not model.generation_config:  # that of the base would not stop
+        if generation is not model.generation_config:  # the base's config would not stop
             generation.save_pretrained(folder)
     PeftConfig.from_pretrained(str(folder))
 
@@ -178,7 +178,7 @@ def _by_peft_names(
     """Return the trained weights under the names that peft loads them by."""
     from peft import PeftModel, get_peft_model_state_dict
 
-    # Left to choose, peft 0.21 looks into the base model for embeddings to save along.
+    # By default, peft 0.21 also searches the base model for embeddings to save.
     named = get_peft_model_state_dict(
         model, state_dict=weights, adapter_name=_active(model), save_embedding_layers=False
     )

@@ -1,7 +1,7 @@
-"""The flags of `toolkit.train`: ours, beside those of `transformers.TrainingArguments`.
+"""The flags of `toolkit.train`: our own flags, and the flags of `transformers.TrainingArguments`.
 
-Ours are read without importing torch, so that a mistake in them is found before anything
-starts. `TrainingArguments` is made last: making it may start the process group.
+Our flags are read without importing torch, so that a mistake is found before any process starts.
+`TrainingArguments` is made last: making it may start the process group.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelArguments:
-    """Which model is fine-tuned, and how its weights are loaded."""
+    """The model to fine-tune, and how to load its weights."""
 
     model_name_or_path: str | None = flag(
         None, "Folder or Hub name of a causal LM; none: the built-in small Llama."
@@ -47,8 +47,8 @@ class ModelArguments:
     tokenizer_name: str | None = flag(
         None, "Folder or Hub name of the tokenizer; none: the model's own."
     )
-    # transformers 5 loads the dtype that the checkpoint was saved in, often bf16, and optimizer
-    # states in bf16 make backends unequal: the dtype is always said.
+    # transformers 5 loads weights in the checkpoint's dtype, often bf16. Optimizer states in bf16
+    # make backends unequal, so the dtype is always given explicitly.
     dtype: Literal["float32", "bfloat16", "float16"] | None = flag(
         None,
         "The dtype that the weights are loaded in; none: float32, and with lora and "
@@ -66,7 +66,7 @@ class ModelArguments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunArguments:
-    """How the run goes."""
+    """Settings of the run."""
 
     engine: Literal["trainer", "loop"] = flag("trainer", "The HF Trainer, or the Accelerate loop.")
     strategy: str | None = flag(
@@ -120,7 +120,7 @@ class RunArguments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardArguments:
-    """What is watched in every step, and what happens when one goes wrong."""
+    """Checks that run in every step, and the reaction to a failed check."""
 
     guards: Literal["stop", "warn", "off"] = flag(
         "stop",
@@ -143,7 +143,7 @@ class GuardArguments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnArguments:
-    """Every flag of ours, and those left for `TrainingArguments`."""
+    """All our flags, and the remaining flags for `TrainingArguments`."""
 
     model: ModelArguments
     data: DataArguments
@@ -166,7 +166,7 @@ OUR_DEFAULTS: dict[str, Any] = {
     "report_to": "none",
     # The Trainer's filter logs a loss that is not finite as 0.0.
     "logging_nan_inf_filter": False,
-    # Left to the Trainer this is True, a search through the graph in every step.
+    # The Trainer's default is True, which searches the graph in every step.
     "ddp_find_unused_parameters": False,
     "remove_unused_columns": False,
     "optim": "adamw_torch",
@@ -175,7 +175,7 @@ OUR_DEFAULTS: dict[str, Any] = {
     # The rows come in the order they are trained in.
     "train_sampling_strategy": "sequential",
 }
-"""What differs from `TrainingArguments`, or must not move with it, whatever the run."""
+"""Our defaults for every run, where they differ from `TrainingArguments` or must stay fixed."""
 
 DEFAULT_MAX_STEPS = 20
 
@@ -189,7 +189,7 @@ DEPENDENT_DEFAULTS: dict[str, str] = {
     "dataloader_pin_memory": "with a GPU",
     "disable_tqdm": "without a terminal",
 }
-"""Flags whose defaults depend on other flags or the machine, with their words in `--help`."""
+"""Flags whose defaults depend on other flags or the machine, and the `--help` text for each."""
 
 ALIASES = {"max_train_steps": "max_steps", "num_warmup_steps": "warmup_steps"}
 """Names that HF's scripts without a Trainer use."""
@@ -300,7 +300,7 @@ def _full_parser() -> HfArgumentParser:
 
 
 def _flags_of_file(path: str) -> list[str]:
-    """Return the flags that say what the file of arguments says."""
+    """Return the contents of the file of arguments as command-line flags."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -329,9 +329,9 @@ def _flags_of_file(path: str) -> list[str]:
 
 
 def _canonical(rest: Sequence[str]) -> list[str]:
-    """Return flags under their own names; of `--report_to` one value, with commas.
+    """Return flags under their canonical names; join the values of `--report_to` with commas.
 
-    Its type is a name or a list, of which transformers' parser takes one name.
+    `--report_to` takes a name or a list, and transformers' parser accepts only one name.
     """
     flags: list[str] = []
     for word in rest:

@@ -105,9 +105,9 @@ class BeforeAndAfter(Observer):
         return measured | results | {"validation": self._data, "not_measured": not_measured}
 
     def _read_so_far(self, folder: Path) -> None:
-        """Take over the results before the checkpoint that are of the same rows and prompts."""
+        """Load results from before the checkpoint, if they have the same rows and prompts."""
         file = folder / SO_FAR
-        if not file.exists():  # saved by a run that evaluated nothing
+        if not file.exists():  # saved by a run without evaluation
             return
         so_far = json.loads(file.read_text(encoding="utf-8"))
         if so_far["rows"] == self._rows_hash:
@@ -168,7 +168,7 @@ class Samples(Observer):
 def continuations(
     accelerator: Any, model: Any, prompts: Sequence[Sequence[int]], tokenizer: Any
 ) -> list[str]:
-    """Return what the model continues each prompt with, in at most `NEW_TOKENS` tokens.
+    """Return the model's continuation of each prompt, at most `NEW_TOKENS` tokens long.
 
     A collective: every rank calls it with the same prompts, as token ids.
 
@@ -184,7 +184,7 @@ def continuations(
         "use_cache": True,
         "pad_token_id": tokenizer.pad_token_id,
         "eos_token_id": stop_tokens(unwrapped, tokenizer) or None,
-        # Ranks may round differently; one that is done runs on until all are.
+        # Ranks may round differently; a rank that is done continues until all are done.
         "synced_gpus": accelerator.num_processes > 1,
     }
     # Where positions are learned there may be few of them.

@@ -1,8 +1,8 @@
 """The model card: `README.md` of a saved model, from facts that were known when it was saved.
 
-Nothing in it is guessed. It names a license where the base model's own card does, and a data set
-where it is one of the Hub's; it never holds paths of this machine or secrets. A card that a user
-wrote, or took over by removing the toolkit's marker, is left alone.
+No fact in it is guessed. It names a license if the base model's own card does, and a data set if it
+is on the Hub. It never holds paths of this machine or secrets. A card that a user wrote, or took
+over by removing the toolkit's marker, is left alone.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HUB_NAME: Final = re.compile(r"[\w-][\w.-]*(?:/[\w-][\w.-]*)?")
 """The form of a name on the Hub; a folder here can have the same."""
 
 SNAPSHOT: Final = re.compile(r"/snapshots/([0-9a-f]{40})/?$")
-"""How the folder of a model from the Hub ends: with its commit."""
+"""The end of a Hub model's folder path, which holds its commit."""
 
 PATHS: Final = ("dataset_name", "train_file", "validation_file", "chat_template")
 """Flags for data whose values may be paths of this machine."""
@@ -61,7 +61,7 @@ USUAL: Final = {
     "tf32": False,
     "activation_checkpointing": False,
 }
-"""Fields of a record's `training` whose flags are in it unless they have this value."""
+"""Fields of a record's `training` whose flags a command omits at this value."""
 
 FLAG_OF: Final = {"optimizer": "optim", "activation_checkpointing": CHECKPOINTING}
 """Flags whose field in a record has another name."""
@@ -75,7 +75,7 @@ class Card:
     """Name or folder of the model that training began with."""
 
     base_folder: str | None = None
-    """Its local folder, whose own card may name a license."""
+    """Local folder of the base model; the card in it may name a license."""
 
     datasets: tuple[str, ...] = ()
     """Names of data sets on the Hub."""
@@ -129,7 +129,7 @@ class Card:
         Args:
             is_adapter: Adapters were saved, not a whole model.
             has_generation_config: A `generation_config.json` lies beside them; peft reads none.
-            date: Of the save; None: today, in UTC.
+            date: Date of the save; None: today, in UTC.
         """
         from huggingface_hub import ModelCard, ModelCardData
 
@@ -158,7 +158,7 @@ class Card:
             training=[(_cell(name), _cell(str(value))) for name, value in self.training.items()],
             date=date or datetime.datetime.now(datetime.UTC).date().isoformat(),
         )
-        # Parts that are left out leave their blank lines.
+        # Omitted parts leave blank lines behind.
         return re.sub(r"\n{3,}", "\n\n", str(card)).rstrip() + "\n"
 
 
@@ -174,9 +174,9 @@ def card_of_run(
     """Return the card of a run of `toolkit.train`.
 
     Args:
-        described: The part of its record that is known before the first step.
+        described: The part of the run's record that is known before the first step.
         evaluation: Results of its evaluations so far.
-        losses: Of its first and its last step.
+        losses: Losses of the first and the last step.
         resumed: Its first step was not the first of the training.
         dataset_name: The value of `--dataset_name`.
     """
@@ -266,7 +266,7 @@ def _settings(
     engine: str | None = None,
     longest_row: str | None = None,
 ) -> dict[str, object]:
-    """Return the rows of the table of settings; None: not of this card."""
+    """Return the rows of the table of settings; a row with the value None is omitted."""
     rows = {
         "strategy": strategy,
         "engine": engine,
@@ -286,7 +286,7 @@ def _settings(
 
 
 def _outer_losses(losses: tuple[float, float] | None, *, resumed: bool) -> dict[str, Any]:
-    """Return a card's losses; the first step of a resumed run is not the training's."""
+    """Return a card's losses; a resumed run lacks the first step of the training."""
     first, final = losses or (None, None)
     return {"first_loss": None if resumed else first, "final_loss": final}
 
@@ -297,13 +297,13 @@ def _cell(text: str) -> str:
 
 
 def hub_name_of(name: str) -> str | None:
-    """Return a name that is one of the Hub's; None for a folder, a file or anything else."""
+    """Return the name if it is a Hub name; None for a folder, a file or anything else."""
     is_name = HUB_NAME.fullmatch(name) is not None and not Path(name).exists()
     return name if is_name else None
 
 
 def shown_name(name: str) -> str:
-    """Return a name for others to read, on one line: of a path its last part."""
+    """Return a name for publication, on one line: a path is cut to its last part."""
     if hub_name_of(name) is not None or "/" not in name:
         return one_line(name)
     return one_line(Path(name).name) or "a folder"
@@ -312,8 +312,8 @@ def shown_name(name: str) -> str:
 def _command(described: Mapping[str, Any], num_processes: int) -> str | None:
     """Return the training as a command; None for a config file that is not the toolkit's.
 
-    It comes from the record, not from the words that were typed: those name folders of this
-    machine, and leave out what `--tuned` switched on, which another version may switch otherwise.
+    The command comes from the record, not from the typed command. The typed one names folders of
+    this machine and omits the switches of `--tuned`, which may differ in another version.
     """
     if described["strategy"] == CUSTOM:
         return None
@@ -323,7 +323,7 @@ def _command(described: Mapping[str, Any], num_processes: int) -> str | None:
     usual_dtype = "float32" if training["method"] == "full" else COMPUTE_DTYPES[precision]
     usual: dict[str, Any] = {"dtype": usual_dtype} | USUAL
     if "checkpoint_layers" in speed:
-        # Where that is all layers, the record says `activation_checkpointing` as well.
+        # If that is all layers, the record also has `activation_checkpointing`.
         del usual["activation_checkpointing"]
     flags = {
         **_model_flags(described["model"]),
@@ -369,7 +369,7 @@ def _model_flags(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _speed_flags(on: Mapping[str, Any]) -> dict[str, Any]:
-    """Return each switch that was on as its own flag; `--tuned` may mean others one day."""
+    """Return each active switch as its own flag; `--tuned` may change in later versions."""
     flags = dict(on)
     if "lean_masks" in on:
         flags["lean_masks"] = True

@@ -1,7 +1,7 @@
-"""Dropout, set to 0 where two runs are compared, and a look for other random numbers in a forward.
+"""Dropout, set to 0 when runs are compared, and a check for other randomness in a forward.
 
-Each run draws masks of its own, so with dropout no two of them are the same training. What is saved
-has the model's own values again.
+Each run draws its own dropout masks, so two runs with dropout are different trainings. A saved
+model has the original dropout values again.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from toolkit.measuring.recorder import Recorder
 from toolkit.training.observers import Observer
 
 OF_OTHER_HEADS: Final = ("classifier", "summary_")
-"""Beginnings of the names that a causal LM does not use."""
+"""Prefixes of dropout settings that a causal LM does not use."""
 
 OWN_VALUES: Final = "_toolkit_own_dropout"
-"""The attribute of a model that keeps what its configs held."""
+"""The model attribute that keeps the original dropout values of its configs."""
 
 
 def dropout_facts(
@@ -57,7 +57,7 @@ def turn_off(model: Any) -> None:
 
 @contextmanager
 def own_values(model: Any) -> Iterator[None]:
-    """Let a model's config hold what it held before `turn_off`, while it is written."""
+    """Restore the config's values from before `turn_off` while the model is written."""
     settings = getattr(model, OWN_VALUES, [])
     _set(settings, off=False)
     try:
@@ -89,7 +89,7 @@ class RandomForwards(Observer):
 
     def __init__(self, recorder: Recorder) -> None:
         self.difference: str | None = None
-        """A sentence that says how far they differ; None where they are equal."""
+        """A sentence with the difference between the forwards; None if they are equal."""
 
         self._recorder = recorder
 
@@ -105,7 +105,7 @@ def difference(accelerator: Any, model: Any) -> str | None:
     """
     ids = torch.arange(16, device=accelerator.device).unsqueeze(0)
     unwrapped = accelerator.unwrap_model(model)
-    # What is compiled is compiled for the rows of training, and not for these.
+    # Compiled layers are compiled for the shape of training rows, not for these rows.
     with between_steps(accelerator, model), torch.compiler.set_stance("force_eager"):
         for module in unwrapped.modules():
             module.training = True
@@ -114,7 +114,7 @@ def difference(accelerator: Any, model: Any) -> str | None:
             for _ in range(2)
         )
     if torch.equal(first, second) or not first.isfinite().all():
-        return None  # numbers that are not finite are for the gates to tell
+        return None  # the gates report numbers that are not finite
     in_fp32 = (
         next(unwrapped.parameters()).dtype == torch.float32 and accelerator.mixed_precision == "no"
     )

@@ -1,9 +1,9 @@
 """Evaluation: loss and perplexity by tokens, before, during and after training.
 
-The losses of all tokens that are predicted are summed in float64 over every batch and rank, and
-divided once by their number. Every row counts exactly once for any number of ranks, so the loss
-is the same under every strategy but for rounding. It is the plain cross-entropy in fp32: what a
-model adds to its training loss (of its experts' routers, say) is not in it.
+The losses of all predicted tokens are summed in float64 over every batch and rank, and divided once
+by their number. Every row counts exactly once for any number of ranks, so the loss is the same
+under every strategy except for rounding. It is the plain cross-entropy in fp32, without the extra
+terms of a training loss (such as the loss of expert routers).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from toolkit.training.observers import Observer
 from toolkit.training.speed.lean_batches import POSITIONS
 
 CHUNK: Final = 1024
-"""Positions whose fp32 logits the loss is taken of at a time.
+"""Number of positions whose fp32 logits are computed at once for the loss.
 
-That is beside the logits of the whole batch, which the model returns: in fp32 as well where
-Accelerate converts what it returns, under DDP and FSDP2 in bf16 and fp16. With the chunked loss
-nobody holds the logits of more than `--loss_chunk_tokens`, as in training.
+The model also returns the logits of the whole batch. Those are in fp32 too if Accelerate converts
+the model's outputs (DDP and FSDP2 in bf16 and fp16). With the chunked loss, at most the logits of
+`--loss_chunk_tokens` tokens are in memory, as in training.
 """
 
 
@@ -42,7 +42,7 @@ class Evaluation(Observer):
     """Evaluates before the first step, when its schedule says so, and after the last step."""
 
     rows: Any
-    """Each counts once; `validation_rows` fills them up to whole batches."""
+    """Rows to evaluate on. Each counts once; `validation_rows` fills up the last batches."""
 
     collate: Callable[[list[Any]], dict[str, torch.Tensor]]
     batch_rows: int
@@ -51,7 +51,7 @@ class Evaluation(Observer):
     schedule: Schedule
     recorder: Recorder
     pad_token_id: int = 0
-    """Of the rows that fill the last batches."""
+    """Padding token of the rows that fill the last batches."""
 
     results: list[Evaluated] = field(default_factory=list)
 
@@ -143,7 +143,7 @@ def loss_and_tokens(
 
 
 def _chunked_sums(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return what `_sums` does, of a model that has the chunked loss: it sums in fp32 by batch."""
+    """Return the result of `_sums` for a model with the chunked loss, summed in fp32 by batch."""
     loss = model(**batch, num_items_in_batch=1).loss  # undivided, thus the sum
     return torch.stack([loss.double(), (batch["labels"][:, 1:] != IGNORED).sum().double()])
 

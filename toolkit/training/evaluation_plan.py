@@ -1,7 +1,7 @@
-"""What is evaluated, when, and which prompts are continued, from the flags; all of it checked.
+"""The plan of evaluation: its rows, steps and sample prompts, from checked flags.
 
-The names are those of `TrainingArguments`. Evaluated is before the first step and after the last,
-and in between as `--eval_strategy` and `--eval_steps` say.
+The flags have the names of `TrainingArguments`. The model is evaluated before the first step and
+after the last, and in between as `--eval_strategy` and `--eval_steps` say.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 SAMPLES: Final = 2
-"""Prompts that are continued by default where there are rows to evaluate on."""
+"""Default number of sample prompts if there are rows to evaluate on."""
 
 LONGEST_PROMPT: Final = 256
-"""Tokens; of a longer prompt the end is taken."""
+"""Most tokens of a prompt; a longer prompt is cut to its end."""
 
 _NEEDS_ROWS: Final = ("eval_strategy", "do_eval", "eval_on_start")
 
@@ -38,16 +38,16 @@ _NOT_OBEYED: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Steps after which is evaluated."""
+    """The steps after which the model is evaluated."""
 
     last: int
-    """Of the training; packed rows come after it."""
+    """Last step of the training; steps on packed rows come after it."""
 
     every: int | None = None
-    """Steps from one to the next in between; None: there is none in between."""
+    """Steps between two evaluations; None: no evaluation during training."""
 
     delay: float = 0
-    """Steps without any at the beginning."""
+    """Steps without an evaluation at the beginning."""
 
     def due(self, step: int) -> bool:
         if step >= self.last:
@@ -57,10 +57,10 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationPlan:
-    """What is evaluated and sampled besides training."""
+    """The evaluations and samples of a training."""
 
     rows: Dataset | None
-    """None: nothing is evaluated."""
+    """Rows to evaluate on; None: no evaluation."""
 
     data: dict[str, Any] | None
     """The facts of the rows for the record."""
@@ -81,7 +81,7 @@ def check_evaluation(values: Mapping[str, Any], data: DataArguments) -> None:
     """
     every = values.get("eval_steps")
     evaluation_flags = [f"--{name}" for name in _NEEDS_ROWS if is_on(values.get(name))]
-    if every is not None:  # it switches the strategy on by itself
+    if every is not None:  # `--eval_steps` alone switches the strategy on
         evaluation_flags = ["--eval_steps"]
     if evaluation_flags and not data.has_validation:
         raise UsageError(
@@ -110,7 +110,7 @@ def schedule(values: Mapping[str, Any], *, steps: int, steps_per_epoch: int) -> 
         return Schedule(last=steps, every=steps_per_epoch, delay=delay * steps_per_epoch)
     if strategy == "no":
         return Schedule(last=steps)
-    # As in the Trainer: without a number it is that of the log, and below 1 a part of all steps.
+    # As in the Trainer: the default is `logging_steps`; below 1 it is a share of all steps.
     every = values.get("eval_steps") or values["logging_steps"]
     return Schedule(
         last=steps, every=math.ceil(every * steps) if every < 1 else int(every), delay=delay
@@ -118,10 +118,10 @@ def schedule(values: Mapping[str, Any], *, steps: int, steps_per_epoch: int) -> 
 
 
 def prompts_of(rows: Dataset, count: int) -> list[list[int]]:
-    """Return the token ids of the first prompts of the rows, each another.
+    """Return the token ids of the first `count` different prompts in the rows.
 
-    A prompt is what stands before the first learned token: of a chat all that its template puts
-    before the first reply. Of a text that is learned as a whole it is the first half.
+    A prompt is the tokens before the first learned token; in a chat, everything that the template
+    puts before the first reply. For a text that is learned as a whole, it is the first half.
     """
     prompts: list[list[int]] = []
     for row in cast("Iterable[Mapping[str, Any]]", rows):
@@ -154,12 +154,12 @@ def planned_evaluation(
     steps: int,
     global_batch: int,
 ) -> EvaluationPlan:
-    """Return what is evaluated and sampled besides training.
+    """Return the evaluations and samples of a training.
 
     Args:
         values: Of `TrainingArguments`.
         samples: The number of prompts; None: the default.
-        training: The rows that are trained on, which the prompts are from where no others are.
+        training: The training rows; they supply the prompts if there are no other rows.
         validation: The rows to evaluate on.
         steps: Optimizer steps of the training.
         global_batch: Rows of an optimizer step.

@@ -1,4 +1,4 @@
-"""Fingerprints: what decides the next step of a training, and must be the same when it resumes."""
+"""Fingerprints: facts that decide the next training step, and must be equal on resuming."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SAME_NAME: Final = (
 
 
 def facts_of_job(job: Job) -> dict[str, Any]:
-    """Return everything that decides what the next step of a job computes, by name."""
+    """Return every fact that influences the next step of a job, by name."""
     args, own, request = job.args, job.own, job.request
     data = request.data.facts()
     facts = {
@@ -51,13 +51,13 @@ def facts_of_job(job: Job) -> dict[str, Any]:
 
 
 def facts_of_trainer(trainer: Any, strategy: Any) -> dict[str, Any]:
-    """Return what is known of a training in a script of the user's own.
+    """Return the known facts of a training in a user's own script.
 
-    Rows that are neither the first nor the last, and hyperparameters, may change unseen.
+    A change of hyperparameters, or of rows other than the first and the last, is not detected.
     """
     args, rows, model = trainer.args, trainer.train_dataset, trainer.model
     config = getattr(model, "config", None)
-    to_dict = getattr(config, "to_dict", dict)  # not every model of a user's own has one
+    to_dict = getattr(config, "to_dict", dict)  # a user's own model may lack it
     of_versions = ("transformers_version", "_name_or_path", "use_cache")
     shape = {name: value for name, value in to_dict().items() if name not in of_versions}
     facts = {
@@ -78,7 +78,7 @@ def facts_of_trainer(trainer: Any, strategy: Any) -> dict[str, Any]:
 
 
 def _ends_of(rows: Any) -> str | None:
-    """Return a hash of the first and the last row of a data set that is not made as it is read."""
+    """Return a hash of the first and last row of a data set, None for a stream."""
     # Without the library no rows are of its class, and it may not be installed.
     library = sys.modules.get("datasets")
     if library is None or not isinstance(rows, library.Dataset) or not len(rows):
@@ -87,7 +87,7 @@ def _ends_of(rows: Any) -> str | None:
 
 
 def _plain(facts: dict[str, Any]) -> dict[str, Any]:
-    """As the manifest gives them back."""
+    """Return the facts as they are read back from the manifest."""
     return redacted(json.loads(json.dumps(facts, default=str)))
 
 

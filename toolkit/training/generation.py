@@ -1,7 +1,7 @@
-"""How a trained model ends what it generates: with the token that its turns were trained to end in.
+"""The end of generation: a trained model stops at the token that ends its training turns.
 
-A chat template may end turns with another token than the one that the model's own configuration
-stops at; a model that was trained on it would write the user's next turn as well.
+A chat template may end turns with a different token than the stop token in the model's own
+configuration. A model trained on it would then also write the user's next turn.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _ANSWER = "A7z"
 def turn_end(tokenizer: Any) -> int | None:
     """Return the token that ends the assistant's turns in the tokenizer's chat template.
 
-    It is found in a rendered chat: the first token of its own behind what the assistant said.
-    None where there is no template, or its turns end in ordinary text.
+    It is found in a rendered chat, as the first special token after the assistant's words. None if
+    there is no template, or if its turns end in ordinary text.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         return None
@@ -30,7 +30,7 @@ def turn_end(tokenizer: Any) -> int | None:
     ]
     try:
         text = tokenizer.apply_chat_template(chat, tokenize=False)
-    except (TemplateError, TypeError, ValueError):  # it may ask for more than this chat has
+    except (TemplateError, TypeError, ValueError):  # it may need more than this chat has
         return None
     behind = text.rpartition(_ANSWER)[2].lstrip()
     ids = tokenizer.encode(behind, add_special_tokens=False) if behind else []
@@ -51,7 +51,7 @@ def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
 def generation_config_of(model: Any, tokenizer: Any) -> Any:
     """Return the generation config to be saved with a model: its own, stopping at turns' ends.
 
-    One that stops there already is returned as it is.
+    A config that already stops there is returned unchanged.
     """
     config = model.generation_config
     if turn_end(tokenizer) is None:

@@ -1,8 +1,8 @@
-"""The loss of rows that train nothing, which has to be 0.
+"""The loss of rows without a token to learn, which has to be 0.
 
-The last steps of an epoch may hold micro-batches without a token to learn. Their loss is 0 where it
-is divided by the tokens of the whole step, and NaN where a model divides by those of the
-micro-batch, whatever it is told; some take `num_items_in_batch` and don't look at it.
+The last steps of an epoch may hold micro-batches without a token to learn. Their loss is 0 if it is
+divided by the tokens of the whole step. It is NaN if a model always divides by the tokens of the
+micro-batch; some models accept `num_items_in_batch` and ignore it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from toolkit.training.methods import skeleton
 
 
 def check_idle_loss(job: Job, model: torch.nn.Module) -> None:
-    """Refuse a model that would learn from rows that train nothing, or break by them.
+    """Refuse a model that would learn from, or fail on, rows without a token to learn.
 
     Raises:
         UsageError: there are such rows, and their loss is not 0.
@@ -31,7 +31,7 @@ def check_idle_loss(job: Job, model: torch.nn.Module) -> None:
         model = skeleton(job.request.model.path, trust_remote_code=job.own.model.trust_remote_code)
     loss = idle_loss(model, job.args.device)
     if job.args.device.type == "cuda":
-        torch.cuda.empty_cache()  # no peak of the run is to hold it
+        torch.cuda.empty_cache()  # keeps this memory out of the run's peak
     if loss != 0:
         raise UsageError(
             f"The rows don't fill whole steps of {job.global_batch_size}, and the loss of "
@@ -43,7 +43,7 @@ def check_idle_loss(job: Job, model: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def idle_loss(model: torch.nn.Module, device: torch.device) -> float:
-    """Return the loss of a row of two tokens, neither to be learned, in a step that has one.
+    """Return the loss of a row of two ignored tokens, in a step with one token to learn.
 
     The loss then depends on no weight, so zeros stand in for them all: the model may still lie on
     another device, be sharded by `zero.Init` or, as on FSDP's other ranks, be empty. No collective;

@@ -1,4 +1,4 @@
-"""One rank's training, with everything that can be wrong before it checked."""
+"""One rank's training, after all checks that are possible before it starts."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Job:
 
     request: Request
     args: TrainingArguments
-    """Those of the Trainer, which both engines obey."""
+    """Arguments of the Trainer, which both engines obey."""
 
     rows: Dataset
-    """In the order of training: the ragged rows of `steps`, then the packed ones."""
+    """Rows in training order: the ragged rows of `steps`, then the packed rows."""
 
     steps: int
     """Optimizer steps on ragged rows; the learning rate has decayed after them."""
@@ -131,7 +131,7 @@ def checked_job(argv: list[str]) -> Job:
         f"{micro_batches} micro-batches = {global_batch} rows; {of_rate}"
     )
     samples, left_out = own.run.sample_prompts, None
-    if own.run.evidence is not None:  # such a run has no validation rows either
+    if own.run.evidence is not None:  # a run with evidence has no validation rows either
         left_out = evaluation_plan.left_out_with_evidence(own.data, samples=samples)
         samples = 0
     evaluation = evaluation_plan.planned_evaluation(
@@ -149,11 +149,11 @@ def checked_job(argv: list[str]) -> Job:
         check_fillers(rows, global_batch, of="--label_smoothing_factor")
     args = training_arguments(values | {"learning_rate": rate})
     args.max_steps = steps + own.run.throughput_steps
-    # The schedule stays that of all steps; the step after the evidence shows what came of it.
+    # The schedule stays that of all steps; the step after the evidence shows its effect.
     if own.run.evidence_step is not None:
         args.max_steps = min(steps, own.run.evidence_step + 1)
     args.eval_strategy = IntervalStrategy.NO  # the plan's observer evaluates, in either engine
-    # The platform asks for Kubeflow, not the user: transformers adds it to whatever was asked.
+    # The platform asks for Kubeflow, not the user: transformers adds it to any request.
     trackers = request.trackers
     args.report_to = [*trackers, *({"kubeflow"} & set(args.report_to or ()) - set(trackers))]
     job = Job(
@@ -166,7 +166,7 @@ def checked_job(argv: list[str]) -> Job:
         evaluation=evaluation,
         deepspeed_changes=deepspeed_changes,
     )
-    _ = args.device  # the ranks can talk to each other from here on
+    _ = args.device  # starts the process group: ranks can communicate from here on
     folder = Path(values["output_dir"])
     # Looking for a checkpoint tidies the folder: no other run may be working in it.
     with held(folder, partial(check_output_folder, folder, own.method, trackers)):
@@ -176,7 +176,7 @@ def checked_job(argv: list[str]) -> Job:
 def check_fillers(rows: Dataset, global_batch: int, *, of: str) -> None:
     """Refuse a mean over the tokens of each micro-batch where one may hold none to learn.
 
-    `of` names what takes such a mean, as the subject of a sentence.
+    `of` names the option that takes such a mean, as the subject of a sentence.
 
     Raises:
         UsageError: the rows don't fill whole steps, so fillers stand among them.
@@ -222,7 +222,7 @@ def _learning_rate(rate: float, run: RunArguments, global_batch: int) -> tuple[f
 
 
 def _fit_deepspeed(request: Request, values: dict[str, Any]) -> list[str]:
-    """Fit the launcher's DeepSpeed config to the run, and return what was changed in it.
+    """Fit the launcher's DeepSpeed config to the run, and return the changes as sentences.
 
     Raises:
         UsageError: it contradicts the flags.

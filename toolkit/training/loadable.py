@@ -1,8 +1,8 @@
 """Checks that a folder holds a causal LM, with the weights that its config describes.
 
-`from_pretrained` builds the model of the config, drops weights that have no place in it, and draws
-those that are missing at random: a model with fewer layers or another head trains without an error.
-Names and shapes are compared before anything is loaded, on the meta device.
+`from_pretrained` builds the model of the config, drops weights that have no place in it, and
+initializes missing weights at random: a model with fewer layers or another head trains without an
+error. Names and shapes are compared before any weight is loaded, on the meta device.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def count_parameters(folder: Path) -> int | None:
 
 
 def _wrong_in(config: Any) -> str | None:
-    """Return the first type in a config that the toolkit could not read; None: all are right."""
+    """Name the first config field of a type that the toolkit can't read; None: all are right."""
     if not isinstance(config, dict):
         return "it holds no object."
     for name in ("text_config", "quantization_config", "auto_map"):
@@ -148,9 +148,9 @@ def _refuse_other_tasks(folder: Path, config: PreTrainedConfig, trust_remote_cod
     task = next((task for end, task in TASKS.items() if (name or "").endswith(end)), None)
     if config.is_encoder_decoder:
         task = "an encoder-decoder"
-    # A name of the base model is accepted: whether there is a head, its weights show. Generators of
-    # text from images and text are causal LMs, and names that transformers does not have are older
-    # ones of the same family.
+    # A name of the base model is accepted: the weights show whether there is a head. Generators of
+    # text from images and text are causal LMs. Names that transformers does not know are older
+    # names in the same family.
     accepted = {causal, modeling_auto.MODEL_MAPPING_NAMES.get(family)}
     is_other = hasattr(transformers, name or "") and name not in accepted
     if causal is None or task or (is_other and not str(name).endswith("ForConditionalGeneration")):
@@ -163,7 +163,7 @@ def _refuse_other_tasks(folder: Path, config: PreTrainedConfig, trust_remote_cod
 
 
 def _refuse_looking_ahead(folder: Path, config: PreTrainedConfig) -> None:
-    """Raise UsageError for a model whose attention sees the tokens that it is to predict."""
+    """Raise UsageError for a model whose attention sees the tokens it has to predict."""
     from transformers.models.auto import modeling_auto
 
     text = config.get_text_config(decoder=True)
@@ -189,7 +189,7 @@ def _refuse_looking_ahead(folder: Path, config: PreTrainedConfig) -> None:
 
 
 def _matched(folder: Path, trust_remote_code: bool) -> tuple[PreTrainedModel, Mapping[str, Any]]:
-    """Return the model without its weights, and how their names and shapes match the files'."""
+    """Return the model without weights, and how its names and shapes match the files."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -200,7 +200,7 @@ def _matched(folder: Path, trust_remote_code: bool) -> tuple[PreTrainedModel, Ma
     logging.disable_progress_bar()
     try:
         with outside_of_engines():
-            # A pair with `output_loading_info`; transformers 5.23 annotates a model alone.
+            # Returns a pair with `output_loading_info`; transformers 5.23 annotates only a model.
             matched: Any = AutoModelForCausalLM.from_pretrained(
                 str(folder),
                 dtype="auto",
@@ -227,7 +227,7 @@ def _findings(model: PreTrainedModel, report: Mapping[str, Any]) -> Iterator[str
     ]
     if reshaped:
         yield f"{_listed(reshaped)} have another shape"
-    # The files of a base model have its names without the prefix that it has in this one.
+    # The files of a base model lack the prefix that its weights have in this model.
     names |= {name.removeprefix(f"{model.base_model_prefix}.") for name in names}
     left_out = sorted(_left_out(report["unexpected_keys"], names))
     if left_out:
@@ -237,8 +237,8 @@ def _findings(model: PreTrainedModel, report: Mapping[str, Any]) -> Iterator[str
 def _left_out(unexpected: Sequence[str], names: set[str]) -> Iterator[str]:
     """Yield weights of the files that should be in this model and are not.
 
-    Those of layers like its own, and those of a module that it has. Heads for other tasks, buffers
-    of older versions and layers of another kind should not.
+    These are weights of layers like its own, and of a module that it has. Heads for other tasks,
+    buffers of older versions and layers of another kind are rightly left out.
     """
     patterns = {_NUMBER.sub("*", name) for name in names}
     modules = {name.rpartition(".")[0] for name in names}

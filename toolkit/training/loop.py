@@ -60,8 +60,8 @@ def train_loop(
     accelerator = Accelerator(
         mixed_precision=args.mixed_precision,
         deepspeed_plugin=args.deepspeed_plugin,
-        # A window is drawn whole before its first micro-batch is trained. By default the end of the
-        # data, known by then, would make each micro-batch of the last one a step of its own.
+        # A window's batches are all read before its first is trained. By default, the end of the
+        # data, which is then known, would make each micro-batch of the last window its own step.
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=args.gradient_accumulation_steps, sync_with_dataloader=False
         ),
@@ -117,14 +117,14 @@ def train_loop(
                 f"{args.per_device_train_batch_size}, {args.gradient_accumulation_steps} a step."
             )
         read = skipped_steps * args.gradient_accumulation_steps
-        # Rows before the step are not read: their batches are left out of the sampler's.
+        # Rows before the step are not read: the sampler skips their batches.
         unread: Any = accelerator.skip_first_batches(loader, read) if read else loader
-        unread.set_epoch(epoch)  # of Accelerate's own kind of loader
+        unread.set_epoch(epoch)  # a method of Accelerate's loaders
         batches = iter(unread)
         skipped_steps = 0
         while step < args.max_steps and (window := take(batches, accelerator, recorder)):
             if resumed is not None and step == first:
-                # Not before: the loader has drawn a number, which it drew long ago in that run.
+                # Only now: the loader has drawn a number that the saved run drew at its start.
                 read_random_state(resumed.folder, accelerator)
             loss, norm = _optimizer_step(accelerator, wrapped, optimizer, window, args, recorder)
             step += 1
@@ -136,7 +136,7 @@ def train_loop(
                 scheduler.step()
             recorder.step_done(learning_rate=learning_rate, skipped=skipped)
             if step % args.logging_steps == 0 and step <= scheduled_steps:
-                # Like the Trainer's, of all steps since the last that was logged.
+                # Like the Trainer, the mean over all steps since the last log.
                 mean = _mean_over_ranks(accelerator, unlogged / (step - logged))
                 unlogged.zero_()
                 logged = step
@@ -192,9 +192,9 @@ def _optimizer_step(
         ids = batch.pop("sample_id", None)
         with accelerator.accumulate(model):
             loss = model(**batch, num_items_in_batch=items).loss
-            # The ranks' gradients are averaged, so each counts as many times as there are ranks.
+            # Gradients are averaged over the ranks, so the loss is multiplied by their number.
             loss = loss * ranks
-            # The token count has divided by the accumulation steps already.
+            # Dividing by the token count already covers the accumulation steps.
             backend.backward(accelerator, loss, micro_batches=len(window))
             tokens = batch["input_ids"].numel()
             recorder.micro_batch(loss, tokens=tokens, supervised=count, sample_ids=ids)
@@ -207,13 +207,13 @@ def _optimizer_step(
     return total, norm
 
 
-# Functions of their own, so that no tensor of theirs lives on into a step whose memory is counted.
+# Separate functions, so that their tensors are freed before a step whose memory is counted.
 
 
 def _sum_over_ranks(accelerator: Accelerator, count: torch.Tensor, *, readers: int) -> torch.Tensor:
     """Sum a count of each rank's batch over the ranks that read rows of their own: `readers`."""
     of_all: Any = accelerator.reduce(count.to(accelerator.device), "sum")
-    # Ranks that share one batch have all counted it. Without any, the device has nothing to divide.
+    # All ranks that share one batch have counted it. Without sharing, no division is needed.
     copies = accelerator.num_processes // readers
     return of_all if copies == 1 else of_all // copies
 
@@ -226,7 +226,7 @@ def _mean_over_ranks(accelerator: Accelerator, value: torch.Tensor) -> float:
 def take(
     batches: Any, accelerator: Accelerator, recorder: Recorder
 ) -> list[dict[str, torch.Tensor]]:
-    """Return the micro-batches of one optimizer step; none where the data end within it."""
+    """Return the micro-batches of one optimizer step; empty if the data end within the step."""
     steps = accelerator.gradient_accumulation_steps
     with recorder.waiting_for_data():
         window = list(itertools.islice(batches, steps))

@@ -1,4 +1,4 @@
-"""The flags that say what of the model is trained: all of it, or adapters beside frozen weights.
+"""The flags of the training method: the whole model, or adapters beside frozen weights.
 
 Read without importing torch, like the other flags of `toolkit.train`.
 """
@@ -17,7 +17,7 @@ ALL_LINEAR = "all-linear"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodArguments:
-    """What is trained, and what is written at the end."""
+    """The weights to train, and the files to write at the end."""
 
     method: Literal["full", "lora", "qlora"] = flag(
         "full",
@@ -26,7 +26,7 @@ class MethodArguments:
     )
     lora_r: int = flag(16, "Rank of the adapters.")
     lora_alpha: int = flag(32, "What the adapters add is scaled by this over the rank.")
-    # Dropout draws differ from strategy to strategy, and so would the losses.
+    # Dropout masks differ from strategy to strategy, and so would the losses.
     lora_dropout: float = flag(0.0, "Share of the adapters' inputs that is dropped.")
     lora_target_modules: list[str] = flag(
         [ALL_LINEAR], "Names of the linear layers with adapters; all-linear: all but the head"
@@ -57,7 +57,7 @@ class MethodArguments:
         return self.method == "full"
 
     def facts(self) -> dict[str, Any]:
-        """The fields of a record's `training`; those of adapters are null where there are none."""
+        """The fields of a record's `training`; adapter fields are null without adapters."""
         return {
             name: None if self.is_full and name.startswith("lora_") else value
             for name, value in asdict(self).items()

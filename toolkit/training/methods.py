@@ -45,7 +45,7 @@ class Method:
     """Names of the layers with adapters."""
 
     trained_parameters: int | None
-    """None where a model that is trained whole has no safetensors to count."""
+    """Number of trained parameters; None if a fully trained model has no safetensors files."""
 
     base_model: str
     """The model that a saved adapter names: a Hub name, or an absolute path."""
@@ -93,8 +93,8 @@ def checked_method(
         UsageError: the method doesn't fit the model, or the dtypes don't fit each other.
     """
     folder, computed = Path(facts.path), COMPUTE_DTYPES[precision]
-    # Weights that are trained step in fp32; frozen ones take no step, and are computed with as
-    # they are.
+    # Trained weights take steps in fp32. Frozen weights take no step, so they are loaded in the
+    # dtype of the computation.
     dtype = model.dtype or ("float32" if arguments.is_full else computed)
     _refuse_quantised(folder)
     layers: dict[str, int] = {}
@@ -118,7 +118,7 @@ def checked_method(
                 )
             check_bitsandbytes()
     name = model.model_name_or_path
-    # Else it was a Hub name, and the folder is a snapshot in the Hub's cache of this machine.
+    # Otherwise it is a Hub name, and the folder is a snapshot in this machine's Hub cache.
     is_local = name is None or Path(name).expanduser().is_dir()
     return Method(
         arguments=arguments,
@@ -190,7 +190,7 @@ def adapted_layers(model: PreTrainedModel, arguments: MethodArguments) -> dict[s
 
 
 def fused_share(model: PreTrainedModel) -> float:
-    """Return the part of the weights beside embeddings and head that fused experts hold, 0 to 1.
+    """Return the share of fused experts in the weights without embeddings and head, 0 to 1.
 
     transformers 5.23 keeps the matrices of all experts of a layer in tensors of three dimensions.
     """
@@ -235,7 +235,7 @@ def _matches(name: str, target: str) -> bool:
 
 
 def _refuse_unknown(model: PreTrainedModel, linear: Mapping[str, Any], targets: list[str]) -> None:
-    """Raise UsageError for targets that are no linear layer, all of them, with similar names."""
+    """Raise UsageError naming all targets that are no linear layer, with similar names."""
     known = sorted({name.rpartition(".")[2] for name in linear})
     head = model.get_output_embeddings()
     findings: list[str] = []

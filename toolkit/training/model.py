@@ -31,12 +31,12 @@ _RECIPE = 2
 """Part of the cached folder's name: raise it with any change to the model or its tokenizer."""
 
 NEEDED = {"--model_name_or_path": "config.json", "--tokenizer_name": "tokenizer*"}
-"""The file that a folder has to hold for each of these flags."""
+"""For each flag, the file that its folder must hold."""
 
 _SEED = 20
-# Sizes are multiples of 64: bitsandbytes 0.50 quantizes other rows wrongly on a CPU.
-# Wide, with few words: on short rows its states outweigh its activations, as those of models do
-# that need sharding, so that a rehearsal shows the order of memory that strategies have on GPUs.
+# Sizes are multiples of 64: bitsandbytes 0.50 quantizes other rows wrongly on a CPU. Wide, with a
+# small vocabulary: on short rows its states outweigh its activations, as in models that need
+# sharding. So a rehearsal ranks the strategies by memory as GPUs do.
 _SHAPE: dict[str, Any] = {
     "vocab_size": 1024,
     "hidden_size": 192,
@@ -234,7 +234,7 @@ def _download(flag: str, name: str, *, revision: str) -> str:
         folder = fetch([*_SMALL_FILES, *(["*.safetensors"] if weights else [])])
         if weights and not any(folder.glob("*.safetensors")):
             folder = fetch(["*.bin"])
-    # Not found, gated, offline and a malformed name have no narrower common base.
+    # The errors for not found, gated, offline and malformed names have no closer common base.
     except (OSError, ValueError) as error:
         raise UsageError(
             f"{flag} {name} is no folder here, and the Hub does not give it: {sentence_of(error)} "

@@ -1,4 +1,4 @@
-"""Observers: what is called beside a training, in either engine: evaluation, checkpoints, saving.
+"""Observers: objects that both engines call during training, for evaluation, checkpoints, saving.
 
 Engines call them in the order in which they are listed, on every rank and outside of every timed
 step, so an observer may run collectives; an exception in one ends the run.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Observer(Protocol):
-    """Does nothing by itself; a subclass overrides what it needs."""
+    """Base class with empty methods; a subclass overrides the methods it needs."""
 
     def prepared(self, prepared: Prepared) -> None:
         """Act after the recorder has attested what engaged, before the first step."""
@@ -35,14 +35,14 @@ class TrainerEvents(TrainerCallback):
 
     trainer: ToolkitTrainer
     observers: Sequence[Observer]
-    """In the order in which they are called."""
+    """Observers in calling order."""
 
     keeper: Keeper | None
-    """Decides when to save, whatever the Trainer's own flow decides; None leaves it to that."""
+    """Decides when to save, overriding the Trainer's own flow; None leaves it to the Trainer."""
 
     last_log: int | None
-    """The last step that is logged; None: all are. A log waits for the GPU, and so would the steps
-    that are timed."""
+    """The last step that is logged; None: all are. A log waits for the GPU, which would slow down
+    the timed steps."""
 
     _learning_rate = 0.0
 
@@ -55,7 +55,7 @@ class TrainerEvents(TrainerCallback):
             observer.prepared(prepared)
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        # The scheduler moves on before the step ends.
+        # The scheduler advances before the step ends.
         optimizer: Any = self.trainer.optimizer
         self._learning_rate = float(optimizer.param_groups[0]["lr"])
 
@@ -87,6 +87,6 @@ class TrainerEvents(TrainerCallback):
 
     def _report(self, _: int, values: dict[str, float]) -> None:
         should_log = self.trainer.control.should_log
-        self.trainer.log(values)  # it knows the step itself
-        # A log is taken for that of the step, whose loss would then not be logged.
+        self.trainer.log(values)  # the Trainer adds the step itself
+        # The Trainer takes any log for the log of the step, and would not log the step's loss.
         self.trainer.control.should_log = should_log

@@ -1,6 +1,6 @@
-"""The precision of a run: that of its flags, else that of the launcher's config.
+"""The precision of a run: from its flags, else from the launcher's config.
 
-The bundled configs name none. Two that differ are refused.
+The bundled configs name no precision. A conflict between flags and config is refused.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def asked_precision(values: Mapping[str, Any]) -> str:
 
 
 def launchers_precision(environ: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return the precision that the launcher's config names and where it does, None for none.
+    """Return the precision in the launcher's config and its place; None without one.
 
-    `mixed_precision: no` names none: Accelerate's own questionnaire writes it everywhere.
+    `mixed_precision: no` doesn't count: Accelerate's own questionnaire always writes it.
     """
     yaml = environ.get("ACCELERATE_MIXED_PRECISION") or "no"
     if yaml != "no":
@@ -71,7 +71,7 @@ def launchers_precision(environ: Mapping[str, str]) -> tuple[str, str] | None:
 def switched(rest: Sequence[str], name: str) -> bool | None:
     """Return the value of the last `--name` in flags that are not parsed yet, None without one.
 
-    A flag that stands alone is true.
+    A flag without a value is true.
     """
     on = None
     for word, after in zip_longest(rest, rest[1:], fillvalue="--"):

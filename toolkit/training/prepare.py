@@ -1,9 +1,9 @@
-"""Everything that should happen once before a launch: `python -m toolkit.training.prepare`.
+"""Preparation that should happen once before a launch: `python -m toolkit.training.prepare`.
 
-Takes the flags of `toolkit.train`, the `--num_processes` of the launch, and of a comparison all its
-`--strategies`, which get the same flags. Builds or downloads the model, reads and tokenises the
-data, those kept for validation too, and finds the mistakes that would otherwise be found by every
-rank of every run. Prints one line of JSON; what goes on meanwhile goes to stderr.
+Takes the flags of `toolkit.train`, the `--num_processes` of the launch, and for a comparison all
+its `--strategies`, which get the same flags. Builds or downloads the model, reads and tokenises the
+data (validation rows too), and finds mistakes that every rank of every run would otherwise find.
+Prints one line of JSON on stdout, and progress on stderr.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SAME_NAME: Final = (
     "learning_rate",
     "seed",
 )
-"""Fields of the answer's `training` that have the name of their flag."""
+"""Fields of the answer's `training` that are named like their flags."""
 
 
 def prepare(
@@ -56,14 +56,14 @@ def prepare(
     strategies: Sequence[str] = (),
     rehearsal: bool = False,
 ) -> dict[str, Any]:
-    """Fill the caches for a run with these flags, and return what is known of it.
+    """Fill the caches for a run with these flags, and return its known facts.
 
     Args:
         argv: The flags of `toolkit.train`.
         num_processes: Ranks of the launch to come, which `--streaming` fetches rows for; None: not
             known.
-        strategies: Of a comparison, all that get these flags. What differs between them is under
-            `by_strategy`; the rest of the answer is of the first.
+        strategies: All strategies of a comparison with these flags. Facts that differ between them
+            are under `by_strategy`; the rest of the answer is for the first strategy.
         rehearsal: Whether the runs are hidden from the GPUs.
 
     Raises:
@@ -104,7 +104,7 @@ def _under(request: Request, strategy: Strategy) -> dict[str, Any]:
     stand_in = SimpleNamespace(**dict.fromkeys(TRAINER_SWITCHES) | values)
     args = cast("TrainingArguments", stand_in)
     speed = Speed(switches, args)
-    # Switches are tried on the model's skeleton: what a rank would refuse is refused here.
+    # Switches are tried on the model's skeleton, to refuse here what a rank would refuse.
     on_model = (
         switches.chunked_loss
         or switches.uses_lean_masks
@@ -137,9 +137,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("toolkit").setLevel(logging.INFO)
     quiet()
     if not sys.stderr.isatty():
-        disable_progress_bar()  # where nobody watches, each update is a line
+        disable_progress_bar()  # without a terminal, each update would be a line
     try:
-        # Whatever libraries print, stdout holds the one line.
+        # Output of libraries must not mix with the one line on stdout.
         with contextlib.redirect_stdout(sys.stderr):
             facts = prepare(
                 flags,

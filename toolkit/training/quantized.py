@@ -43,9 +43,9 @@ def in_4_bits(storage: str) -> Any:
     """Return transformers' config for loading weights as NF4, with quantised scales.
 
     Args:
-        storage: The dtype that packed weights are stored in, and computed with. A floating one,
-            since FSDP2 and ZeRO-3 shard no others; that of the computation, since both cast every
-            floating tensor to it, which would destroy packed weights of another dtype.
+        storage: The dtype that packed weights are stored in, and computed with. It is floating,
+            since FSDP2 and ZeRO-3 shard no others. It is the dtype of the computation, since both
+            cast every floating tensor to it, which would destroy packed weights of another dtype.
     """
     from transformers import BitsAndBytesConfig
 

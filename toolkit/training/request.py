@@ -1,8 +1,8 @@
-"""What is requested of a run: flags, launcher's environment, model and data, checked in one order.
+"""The request for a run: flags, launcher's environment, model and data, checked in one order.
 
-A rank, `toolkit prepare` and a comparison before its first run ask here, so that a mistake is
-named in the same words wherever it is found first. Nothing is written before all of it fits, but
-for the caches of model and data.
+A rank, `toolkit prepare` and a comparison before its first run make these checks, so a mistake gets
+the same message wherever it is found first. Except for the caches of model and data, no file is
+written before all checks pass.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ from toolkit.training.tracking import asked_trackers, names_of_trackers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """The launch that a request is for: the one that started this rank, or one to come."""
+    """The launch of a request: the launch that started this rank, or a future one."""
 
     strategies: tuple[Strategy, ...]
-    """A rank has one; a comparison has all that get the same flags; `toolkit prepare` may have
-    none, for its launcher is still to be chosen."""
+    """One in a rank; in a comparison, all strategies with the same flags. `toolkit prepare` may
+    have none, because its launcher is not chosen yet."""
 
     num_processes: int | None
-    """None: not known."""
+    """Number of ranks; None: not known."""
 
     rehearsal: bool
     """Whether its ranks are hidden from the GPUs."""
@@ -91,7 +91,7 @@ class Launch:
 
     @property
     def data_parallel_size(self) -> int | None:
-        """The ranks that read rows of their own, under the strategy that has the most of them."""
+        """The number of ranks that read their own rows, under the strategy with the most."""
         if self.num_processes is None:
             return None
         sizes = [strategy.data_parallel_size(self.num_processes) for strategy in self.strategies]
@@ -100,12 +100,12 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What was asked for and found, all of it checked."""
+    """The requested settings and the model and data found for them, all checked."""
 
     own: OwnArguments
     launch: Launch
     values: dict[str, dict[str, Any]]
-    """The values of `TrainingArguments` by strategy, with those that `--tuned` sets."""
+    """The values of `TrainingArguments` by strategy, including the values set by `--tuned`."""
 
     trackers: list[str]
     resume: ResumeRequest | None
@@ -114,11 +114,11 @@ class Request:
     model: ModelFacts
     data: PreparedData
     validation: PreparedData | None
-    """The rows to evaluate on; None where none were asked for, or the run is taken apart."""
+    """The rows to evaluate on; None if none were requested, or the run keeps evidence."""
 
     method: Method
     notes: list[str]
-    """Sentences for the user: what was taken from the launcher's config or left out, and why."""
+    """Sentences for the user: settings taken from the launcher's config or left out, and why."""
 
     @property
     def model_name(self) -> str:
@@ -158,15 +158,15 @@ def checked_flags(argv: Sequence[str]) -> OwnArguments:
 
 
 def this_launch(run: RunArguments) -> Launch:
-    """Return the launch that started this rank; where it has too few GPUs, its rehearsal begins.
+    """Return the launch that started this rank; begin its rehearsal if it has too few GPUs.
 
     Raises:
-        UsageError: the launcher's config asks for what is not done here, or not for `--strategy`.
+        UsageError: the launcher's config asks for something unsupported, or not `--strategy`.
     """
-    # First of all: looking at the defaults of `TrainingArguments` already wakes CUDA.
+    # This comes first: reading the defaults of `TrainingArguments` already wakes CUDA.
     rehearsal = rehearse_if_needed()
     if asks_for_deepspeed(os.environ):
-        checked_deepspeed_config()  # names all its mistakes; what follows stops at the first
+        checked_deepspeed_config()  # names all its mistakes; later checks stop at the first
     strategy, ranks = _launched_strategy(run.strategy), requested_processes(os.environ)
     if not rehearsal and rank() == 0:
         on_gpus = "1 rank on a GPU" if ranks == 1 else f"{ranks} ranks on a GPU each"
@@ -177,18 +177,18 @@ def this_launch(run: RunArguments) -> Launch:
 
 
 def check_request(own: OwnArguments, launch: Launch) -> Request:
-    """Check what the flags ask of a launch, from what is quick to look at to model and data.
+    """Check the request of the flags for a launch: quick checks first, then model and data.
 
     Args:
         own: As `checked_flags` returned them.
         launch: In a rank the folders that the run writes to are checked as well.
 
     Raises:
-        UsageError: it can't go well under at least one of the strategies; nothing was written.
+        UsageError: it would fail under at least one of the strategies; nothing was written.
     """
     environ: Mapping[str, str] = {} if launch.environ is None else launch.environ
     passed, notes = with_precision(own.rest, environ)
-    # Without a strategy the flags are read as those of the control.
+    # Without a strategy, the flags are read as for the control, `single`.
     strategies = launch.strategies or (STRATEGIES["single"],)
     values = {
         strategy.name: training_values(replace(own, rest=own.speed.with_flags(passed, strategy)))
@@ -248,10 +248,10 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
 
 
 def check_output_folder(folder: Path, method: MethodArguments, trackers: Sequence[str]) -> None:
-    """Check that a folder takes the files of a run, and that none of them replaces another's.
+    """Check that a run can write its files to a folder without replacing other files.
 
     Raises:
-        UsageError: it can't be written, or holds what is not this run's own.
+        UsageError: it can't be written, or holds files that are not the run's own.
     """
     names = ["final/", STEPS_FILE, RECORD_FILE, *names_of_trackers(trackers)]
     if not os.environ.get(STATUS_DIR):
@@ -267,7 +267,7 @@ def check_output_folder(folder: Path, method: MethodArguments, trackers: Sequenc
 
 
 def _launched_strategy(name: str | None) -> Strategy:
-    """Return the strategy of the launcher's config, held against `--strategy`."""
+    """Return the strategy of the launcher's config, after comparing it with `--strategy`."""
     launched = requested_strategy(os.environ)
     if name is None:
         return launched
@@ -290,7 +290,7 @@ def _check_dataset(name: str) -> None:
 
 
 def _refuse_under(launch: Launch, check: Callable[[Strategy], object]) -> None:
-    """Make a check under every strategy, and raise one UsageError for all that don't pass it."""
+    """Make a check under every strategy, and raise one UsageError for all that fail it."""
     several = len(launch.strategies) > 1
     same_flags = " All strategies of a comparison get the same flags." if several else ""
     _refuse_all([partial(check, strategy) for strategy in launch.strategies], same_flags)
@@ -309,7 +309,7 @@ def _refuse_all(checks: Sequence[Callable[[], object]], advice: str = "") -> Non
 
 
 def _refuse_ignored_flags(values: Mapping[str, Any], own: OwnArguments) -> None:
-    """Raise UsageError for flags that are taken here and would not be obeyed, all of them."""
+    """Raise UsageError naming all flags that are accepted but would be ignored."""
     check_evaluation(values, own.data)
     check_no_cache(values, packing=own.data.packing)
     ignored = ["save_only_model", "ignore_data_skip", "enable_jit_checkpoint"]
@@ -362,6 +362,6 @@ def _checked_model(own: OwnArguments) -> ModelFacts:
     check_length(model, own.data.max_length)
     if own.data.packing == "best_fit":
         check_borders(model.path, attention=own.model.attn_implementation, trust_remote_code=trust)
-    if not own.model.is_built_in:  # the cache has checked the built-in one
+    if not own.model.is_built_in:  # the cache has checked the built-in model
         check_loadable(model.path, trust_remote_code=trust)
     return model

@@ -41,16 +41,16 @@ from toolkit.training.trainer import ToolkitTrainer
 Collate = Callable[[list[Any]], dict[str, torch.Tensor]]
 
 _kept_until_exit: Final[list[object]] = []
-"""What holds the process group when training is over, kept until the process leaves. Without it
-DDP's reducer ends gloo's threads while it holds the lock of Python's interpreter, and for that one
-of them may be waiting: both then wait for ever (torch 2.13, `~ProcessGroupGloo`)."""
+"""Holders of the process group when training is over, kept until the process leaves. Otherwise
+DDP's reducer ends gloo's threads while it holds the lock of Python's interpreter. If one of them
+waits for that lock, both wait for ever (torch 2.13, `~ProcessGroupGloo`)."""
 
 
 def train(job: Job, status: StatusFile) -> None:
     """Load the model, train it, save it, and write the record.
 
     Raises:
-        Refused: what engaged is not what was asked.
+        Refused: the engaged settings are not the requested ones.
     """
     gc.enable()
     own, output_dir = job.own, job.output_dir
@@ -95,14 +95,14 @@ def train(job: Job, status: StatusFile) -> None:
         observers: list[Observer] = [speed, *forwards, results, saving]
         with _preemptible(keeper, status):
             _train_under_engine(job, model, collate, recorder, observers, keeper)
-        # A run whose evidence is of a later step ends before its packed rows.
+        # A run that keeps evidence of a later step ends before its packed rows.
         packed = own.run.throughput_steps if own.run.evidence_step is None else 0
         measured = results.with_results(recorder.finish(throughput_steps=packed))
         measured["random_forward"] = forwards[0].difference if forwards else None
         if measured["warm_up"] is not None:
             measured["warm_up"]["cache_seconds"] = check_seconds()
     except Refused as error:
-        if rank() == 0 and job.resumed is None:  # a record would close a folder of checkpoints
+        if rank() == 0 and job.resumed is None:  # a record would mark the checkpoints as done
             refused = described(job, speed) | {"final": None} | recorder.refused(error)
             write_json(output_dir / RECORD_FILE, refused)
         raise
@@ -128,7 +128,7 @@ class SaveAtTheEnd(Observer):
         self._engine = prepared
         resumed, last_step = self.job.resumed, self.job.last_step
         if resumed is not None and resumed.step == last_step:
-            self.step_done(last_step)  # the run before ended within this save, or after it
+            self.step_done(last_step)  # the earlier run ended during this save, or after it
 
     def step_done(self, step: int) -> None:
         job, engine = self.job, self._engine
@@ -200,9 +200,9 @@ def _train_under_engine(
 
 
 def _keeper_of(job: Job, recorder: Recorder) -> Keeper:
-    """Return what saves a job's checkpoints, and tell the recorder where the run begins."""
+    """Return the keeper of a job's checkpoints, and tell the recorder where the run begins."""
     heartbeat = recorder.heartbeat
-    # A run that died before its first checkpoint begins again, and none of its steps holds.
+    # A run that died before its first checkpoint begins again, and its steps don't count.
     recorder.resumed_after(0 if job.resumed is None else job.resumed.step)
     keeper = Keeper(
         output_dir=job.output_dir,
@@ -219,7 +219,7 @@ def _keeper_of(job: Job, recorder: Recorder) -> Keeper:
         preemption=None if heartbeat is None else Preemption(heartbeat.ask_to_stop),
         newest=None if job.resumed is None else job.resumed.folder,
     )
-    if heartbeat is not None:  # a guard that stops the run names none that this one passed over
+    if heartbeat is not None:  # a guard's message must not name a checkpoint that was skipped
         heartbeat.guards.last_checkpoint = lambda: keeper.newest
     return keeper
 
@@ -228,7 +228,7 @@ def _keeper_of(job: Job, recorder: Recorder) -> Keeper:
 def _preemptible(keeper: Keeper, status: StatusFile) -> Generator[None]:
     """Save and leave on SIGTERM or SIGHUP, and let the status file say so; every rank enters it.
 
-    Without guards no heartbeat carries the agreement, and a signal ends the process at once.
+    Without guards there is no heartbeat to agree on a step, and a signal ends the process at once.
 
     Raises:
         Preempted: on every rank.

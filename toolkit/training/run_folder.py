@@ -1,7 +1,6 @@
 """The folder of a run: other files in it are never overwritten, and one run at a time works there.
-
-Files of an earlier run are known by the mark in the folder's lock file, checkpoints by their
-manifests too: they may be copied to other places alone.
+Files of an earlier run are known by the mark in the folder's lock file. Checkpoints are also known
+by their manifests, because they may be copied to other places without that file.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from toolkit.records.manifests import Damaged, read_manifest
 def check_names(
     folder: Path, names: Sequence[str], *, flag: str, checkpoints: bool = False
 ) -> None:
-    """Raise UsageError for every name that a run would write and that no run has left there.
+    """Raise UsageError for all files that a run would overwrite and that no run has written.
 
     Args:
         folder: It need not exist.
@@ -56,16 +55,16 @@ def check_names(
 
 @contextmanager
 def held(folder: Path, check: Callable[[], None]) -> Generator[FolderLock | None]:
-    """Have rank 0 lock the folder, for longer than the body; every rank enters it.
+    """Have rank 0 lock the folder until the process ends; every rank enters the context.
 
     When the body raises a UsageError, the folder is left as it was.
 
     Args:
         folder: Made if it is not there.
-        check: Raises UsageError for what is wrong with it; called on rank 0 at the last moment.
+        check: Raises UsageError if the folder is unfit; called on rank 0 at the last moment.
 
     Yields:
-        The lock, on rank 0: it goes with the process.
+        The lock, on rank 0; it is released when the process ends.
 
     Raises:
         UsageError: on every rank, when the folder is not for this run.
@@ -89,7 +88,7 @@ def held(folder: Path, check: Callable[[], None]) -> Generator[FolderLock | None
 
 
 def _is_free(path: Path, name: str, *, marked: bool) -> bool:
-    """Whether the run may write there: there is nothing, or what an earlier run has left."""
+    """Whether the run may write there: the path is free, or an earlier run wrote it."""
     if not os.path.lexists(path):
         return True
     if path.is_symlink() or not (path.is_dir() if name.endswith("/") else path.is_file()):
@@ -103,5 +102,5 @@ def _is_checkpoint(folder: Path) -> bool:
     except Damaged:
         return False
     except UsageError:
-        return True  # of another toolkit's, which is refused by that name
+        return True  # written by another version of the toolkit, which is refused as such
     return True

@@ -1,4 +1,4 @@
-"""The record of a run of `toolkit.train`: its recorder, and what is known before its first step."""
+"""The record of a run of `toolkit.train`: its recorder, and the facts before its first step."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _SAME_NAME: Final = (
     "max_grad_norm",
     "weight_decay",
 )
-"""Fields of a record's `training` that have the name of their flag."""
+"""Fields of a record's `training` that are named like their flags."""
 
 
 def recorder_of(job: Job, status: StatusFile, speed: Speed) -> Recorder:
-    """Return what measures a run, and refuses it unless what engages is what the job asks for."""
+    """Return the recorder of a run; it refuses the run unless the job's request engages."""
     args, own = job.args, job.own
     requested = Requested(
         strategy=job.strategy,
@@ -124,12 +124,12 @@ def described(job: Job, speed: Speed) -> dict[str, Any]:
 
 
 def optimizer_settings(args: TrainingArguments) -> dict[str, Any]:
-    """Return what the optimizer's groups must hold at the first step.
+    """Return the settings that the optimizer's groups must have at the first step.
 
-    The settings of AdamW alone are named: other rules have other names for theirs.
+    Only AdamW's settings are named: other optimizers name theirs differently.
     """
     settings: dict[str, Any] = {"weight_decay": args.weight_decay}
-    # A scheduler of DeepSpeed's writes into the groups and keeps nothing of the rate before it.
+    # A DeepSpeed scheduler writes into the groups and does not keep the earlier rate.
     plugin = args.deepspeed_plugin
     if plugin is None or "scheduler" not in plugin.deepspeed_config:
         settings["learning_rate"] = args.learning_rate
@@ -149,7 +149,7 @@ def _checkpoints_all_layers(job: Job, speed: Speed) -> bool:
 
 
 def _optimizer_classes(strategy: Strategy, optim: str) -> tuple[str, ...] | None:
-    """Return the classes that an optimizer may have; None: those of this one are not known."""
+    """Return the classes that an optimizer may have; None: not known for this optimizer."""
     if optim not in ADAMW:
         return None
     swapped = strategy.reads_deepspeed_json and strategy.offload_optimizer != "none"

@@ -1,7 +1,7 @@
-"""One folder at the end that `from_pretrained` loads, under every strategy.
+"""The saved model: one folder that `from_pretrained` loads, under every strategy.
 
-The weights come one by one, each whole, whatever shards them, and rank 0 holds no more of them than
-one file takes. What is written is read again and compared before the folder is put in place.
+The weights are gathered one by one, each whole, and rank 0 holds at most those of one file. Written
+files are read again and compared before the folder is put in place.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from toolkit.training.generation import generation_config_of
 logger = logging.getLogger(__name__)
 
 SHARD_BYTES: Final = 4 << 30
-"""Of one file of weights."""
+"""Largest size of one file of weights."""
 
 INDEX_FILE: Final = "model.safetensors.index.json"
 
@@ -52,7 +52,7 @@ OBSOLETE: Final = (
 """Weights of an earlier save, which transformers would load in place of or beside the new ones."""
 
 BASE: Final = ".base_layer."
-"""In the names of what stood in an adapted layer before its adapter."""
+"""Part of the names of an adapted layer's original weights."""
 
 Weights = Iterator[tuple[str, torch.Tensor | None]]
 """Whole weights by name, on the CPU of rank 0 and None on the others."""
@@ -78,8 +78,8 @@ def save_model(
     Args:
         model: The wrapped model.
         folder: Where the model goes, as `committing` puts it there.
-        merge: Of a model with adapters, save an ordinary one with these in its weights. Without it
-            the adapters alone are saved, as peft loads them.
+        merge: Merge adapters into the weights and save an ordinary model. Otherwise only the
+            adapters are saved, as peft loads them.
         tokenizer: Saved along, with its chat template, so that the folder is complete.
         shard_bytes: The largest file of weights, unless one layer is larger.
         card: Written to `README.md` by rank 0.
@@ -87,19 +87,19 @@ def save_model(
 
     Raises:
         SaveError: on every rank, when weights are not finite, the disk is too small, rank 0 could
-            not write, or the files don't load, or not as the weights that were gathered.
+            not write, or the files don't load or differ from the gathered weights.
     """
     unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
     is_adapter = not merge and adapter_config(unwrapped) is not None
     if merge:
         gathered = _weights_to_merge(unwrapped, backend_of(model), accelerator.is_main_process)
-        # Merging may fail, and gathering goes on all the same: other ranks are in it.
+        # If merging fails, gathering still goes on, because other ranks take part in it.
         weights = ((name, merged()) for name, merged in gathered)
     else:
         gathered = whole_weights(accelerator, model, unwrapped, trained_only=is_adapter)
         weights = gathered
     saved = (p for p in unwrapped.parameters() if p.requires_grad or not is_adapter)
-    # At least: the weights in the dtype that they are trained in.
+    # A lower bound: the weights in the dtype that they are trained in.
     needed = 0 if merge else sum(elements_of(p) * p.element_size() for p in saved)
     error: str | None = None
     if accelerator.is_main_process:
@@ -114,22 +114,22 @@ def save_model(
                     _write_model(unwrapped, finite, draft, tokenizer, shard_bytes)
                 if card is not None:
                     _write_card(card, draft, folder)
-        except Exception as failure:  # the other ranks wait: whatever it is, they must hear of it
+        except Exception as failure:  # the other ranks wait: they must hear of any error
             is_worded = isinstance(failure, SaveError)
             reason = str(failure) if is_worded else in_words(failure, folder)
             error = f"{folder} was not saved: {reason}"
     for _ in gathered:
-        pass  # the other ranks, and rank 0 where it could not go on, only take part
+        pass  # the other ranks, and rank 0 after an error, only take part
     for message in gather_objects(error):
         if message is not None:
             raise SaveError(message)
 
 
 def _finite(weights: Weights, unwrapped: Any) -> Weights:
-    """Yield the weights of a model, after a look at all but its buffers.
+    """Yield the weights of a model, after checking all but its buffers.
 
-    Buffers may hold -inf, as masks do. It stands around the iterator that gathers, not in it: when
-    this one ends, others still wait in that one.
+    Buffers may hold -inf, as masks do. This check wraps the gathering iterator: when the check ends
+    early, other ranks still wait in the gathering.
     """
     buffers = {plain_name(name) for name, _ in unwrapped.named_buffers()}
     for name, tensor in weights:
@@ -141,7 +141,7 @@ def _finite(weights: Weights, unwrapped: Any) -> Weights:
 def _write_card(card: Card, draft: Path, folder: Path) -> None:
     try:
         card.write(draft, folder)
-    except Exception as failure:  # whatever it is, no model is lost for want of its card
+    except Exception as failure:  # no error of the card may cost the model
         logger.warning("%s has no model card: %s", folder, sentence_of(failure))
 
 
@@ -165,7 +165,7 @@ def _write_model(
             tokenizer.save_pretrained(folder)
         file = folder / "config.json"
         written = json.loads(file.read_text(encoding="utf-8"))
-        # The weights may have been packed when they were loaded, and are not any more.
+        # The weights may have been packed when loaded, and are now unpacked.
         if written.pop("quantization_config", None) is not None:
             file.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
         check_loads(folder, class_of(model))
@@ -176,8 +176,8 @@ def whole_weights(
 ) -> Weights:
     """Yield every weight by name, whole and on the CPU; a collective, and None but on rank 0.
 
-    A weight that stands under two names comes once. In mixed precision it is what the optimizer
-    steps on: DeepSpeed's fp32 masters, where its parameters are a copy of 16 bits.
+    A weight with two names comes once. In mixed precision it is the weight that the optimizer steps
+    on: DeepSpeed's fp32 masters, where its parameters are 16-bit copies.
     """
     main, backend = accelerator.is_main_process, backend_of(model)
     for name, parameter in unwrapped.named_parameters():
@@ -199,7 +199,7 @@ def _weights_to_merge(
 ) -> Iterator[tuple[str, Callable[[], torch.Tensor | None]]]:
     """Yield every weight of a model with adapters by its name in an ordinary one; a collective.
 
-    Gathered one at a time, and given as a function that adds the weight's adapter on rank 0.
+    Weights are gathered one at a time. Each comes as a function that adds its adapter on rank 0.
     """
     layers = dict(adapted_modules(unwrapped))
     adapters = {
@@ -229,10 +229,10 @@ def _merged(
     a: torch.Tensor | None = None,
     b: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """Return a weight with what its adapter adds, worked out in fp32.
+    """Return a weight plus the product of its adapter, computed in fp32.
 
-    In the dtype that the weight was loaded in. What was in 4 bits is unpacked first: the sum is
-    that of the weights that were trained beside, not of those that were packed.
+    The result has the dtype that the weight was loaded in. A 4-bit weight is unpacked first: the
+    adapter was trained beside these unpacked values, not beside the original ones.
     """
     if weight is None or a is None or b is None:
         return weight
@@ -262,7 +262,7 @@ def full_state_dict(accelerator: Any, model: Any) -> dict[str, torch.Tensor]:
 def _write_weights(model: Any, weights: Weights, folder: Path, limit: int) -> str:
     """Write the weights in files of at most `limit` bytes, and return the dtype that most have.
 
-    Files end where layers do: some families store as one what the model has as several.
+    A file holds whole layers: some families store several of the model's weights as one.
     """
     files: list[dict[str, int]] = []
     dtypes = Counter[torch.dtype]()
@@ -314,7 +314,7 @@ def check_loads(folder: Path, kind: Any) -> None:
     """Have transformers match the files' names and shapes with the model's, without reading them.
 
     Raises:
-        SaveError: naming the first thing that is missing, left over or of another shape.
+        SaveError: naming the first weight that is missing, left over or of another shape.
     """
     _, report = kind.from_pretrained(
         folder, dtype="auto", device_map="meta", output_loading_info=True

@@ -1,4 +1,4 @@
-"""The flags of what makes training faster, or smaller, at an equal loss: each one alone, or all."""
+"""The flags for faster or smaller training at an equal loss, one by one or all at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYERS = r"none|all|selective|every:[1-9]\d*|[1-9]\d*"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedArguments:
-    """What is switched on; a switch that was not passed is as `--tuned` says."""
+    """The switches; without its own flag, a switch follows `--tuned`."""
 
     tuned: bool = flag(
         False,
@@ -89,16 +89,16 @@ class SpeedArguments:
         return int(self.tuned) if self.fsdp_prefetch is None else self.fsdp_prefetch
 
     def with_flags(self, rest: Sequence[str], strategy: Strategy) -> list[str]:
-        """Return the flags for `TrainingArguments`, and those of its flags that are tuned.
+        """Return the flags for `TrainingArguments`, with the tuned ones added.
 
         Args:
-            rest: What was passed for `TrainingArguments`, with the precision of the run.
-            strategy: What the launcher asks for.
+            rest: The passed flags for `TrainingArguments`, with the precision of the run.
+            strategy: The strategy of the launcher's config.
         """
         ours = {"logging_steps": "10"}
-        # DeepSpeed has optimizers of its own. In fp16 torch's GradScaler (2.13) leaves it to a
-        # fused one not to step after an overflow, so Accelerate doesn't know of it, and the
-        # learning rate would go on where it waits for others.
+        # DeepSpeed has its own optimizers. In fp16, torch's GradScaler (2.13) lets a fused
+        # optimizer itself skip the step after an overflow. Accelerate doesn't notice, so the
+        # learning rate would advance, while with other optimizers it waits.
         if not strategy.reads_deepspeed_json and not switched(rest, "fp16"):
             ours["optim"] = "adamw_torch_fused"
         passed = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in rest}
@@ -118,9 +118,9 @@ def check_speed(
     """Refuse switches that don't go together with other requests, all of them at once.
 
     Args:
-        values: Those of `TrainingArguments`.
+        values: Values of `TrainingArguments`.
         evidence: Whether the run keeps the evidence of a step.
-        on_gpu: Whether this is no rehearsal.
+        on_gpu: Whether the run is on GPUs, not a rehearsal.
         config_checkpoints: Whether the launcher's FSDP section asks for activation checkpointing.
 
     Raises:
@@ -129,7 +129,7 @@ def check_speed(
     uses_liger = bool(values.get("use_liger_kernel"))
     layers, by_flag = arguments.checkpoint_layers != "none", checkpoints_by_flag(values)
     compiles = arguments.compile_blocks
-    # Under `single`, the control of every comparison, both flags are accepted without effect.
+    # `single`, the control of every comparison, accepts both flags without effect.
     several = strategy.is_distributed
     messages = no_chunked_loss(values) if arguments.loss_impl == "chunked" else []
     if uses_liger and not on_gpu:
@@ -182,8 +182,8 @@ def check_model(arguments: SpeedArguments, folder: str | Path) -> None:
     """Check by its config.json that the model in `folder` takes the switches of explicit flags.
 
     Raises:
-        UsageError: a switch is not proven for the model, or not with its routers' loss, or it has
-            fewer layers than are chosen.
+        UsageError: a switch is not proven for the model or for its routers' loss, or the model has
+            fewer layers than chosen.
     """
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     name = next(iter(config.get("architectures") or []), "a model without a named architecture")

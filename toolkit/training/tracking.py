@@ -37,18 +37,18 @@ TRAINERS_OWN = {
     "neptune": "neptune",
     "swanlab": "swanlab",
 }
-"""Others that the Trainer has a callback for (transformers 5.23), and the package of each."""
+"""Other trackers with a Trainer callback (transformers 5.23), and the package of each."""
 
 KEPT_LOCAL = {
     "tensorboard": ("TENSORBOARD_LOGGING_DIR", "{folder}/tensorboard", "tensorboard/"),
-    # Into the folder `wandb`, of itself.
+    # wandb creates the folder `wandb` in it by itself.
     "wandb": ("WANDB_DIR", "{folder}", "wandb/"),
     "trackio": ("TRACKIO_DIR", "{folder}/trackio", "trackio/"),
     # A folder of files, its older form, is refused since mlflow 3.17.
     "mlflow": ("MLFLOW_TRACKING_URI", "sqlite:///{folder}/mlflow.db", "mlflow.db"),
 }
-"""The variable that says where a tracker writes, its value for an output folder, and the name of
-the file or folder that is written there."""
+"""The variable for a tracker's folder, its value for an output folder, and the name of the file or
+folder that is written there."""
 
 WANDB_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 """wandb's own servers: a key of the older one is used for the newer, too."""
@@ -61,7 +61,7 @@ def asked_trackers(report_to: str | Sequence[str] | None, *, engine: str) -> lis
 
     Raises:
         UsageError: a name is unknown to the engine, its package is missing, or WANDB_MODE asks for
-            wandb's server and there is no key.
+            wandb's server without a key.
     """
     names = list(dict.fromkeys([report_to] if isinstance(report_to, str) else report_to or ()))
     if not set(names) - {"none"}:
@@ -101,7 +101,7 @@ def names_of_trackers(names: Sequence[str]) -> list[str]:
 def keep_local(names: Sequence[str], output_dir: Path) -> list[str]:
     """Have trackers write into the output folder, and wandb log offline without an account.
 
-    By environment variables of this process, those that the user has not set. To be called before
+    Sets environment variables of this process, unless the user has set them. Must be called before
     a tracker is imported. Returns notes for the user.
     """
     folder = output_dir.resolve()
@@ -139,14 +139,14 @@ def _installed(package: str | None) -> bool:
     if package is None:
         return True
     names = ("tensorboard", "tensorboardX") if package == "tensorboard" else (package,)
-    # Without an origin it is a mere folder of that name, such as wandb's own `./wandb`.
+    # Without an origin it is only a folder of that name, such as wandb's own `./wandb`.
     return any(spec is not None and spec.origin is not None for spec in map(find_spec, names))
 
 
 def _has_wandb_account() -> bool:
-    """Whether wandb can log in by itself, or its settings say that it need not.
+    """Whether wandb can log in without a question, or its settings need no login.
 
-    As wandb 0.31 does it (`sdk/lib/wbauth`): its public functions ask the user for a key.
+    Follows wandb 0.31 (`sdk/lib/wbauth`), because its public functions ask the user for a key.
     """
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True

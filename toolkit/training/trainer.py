@@ -1,4 +1,4 @@
-"""`ToolkitTrainer`: the HF Trainer, with a record of what engaged and a model at the end."""
+"""`ToolkitTrainer`: the HF Trainer with attestation, a record and a loadable saved model."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class TokenMean:
         self._sums = torch.zeros(2, dtype=torch.float64, device=self._accelerator.device)
 
     def leave_out_repeats(self, inputs: dict[str, Any]) -> None:
-        """Ignore the labels of rows that stand in the last batches only to fill them."""
+        """Ignore the labels of rows that only fill up the last batches."""
         state, labels = self._accelerator.gradient_state, inputs.get("labels")
         if not isinstance(labels, torch.Tensor) or not self._accelerator.even_batches:
             return
@@ -82,8 +82,8 @@ class TokenMean:
 
         Args:
             loss: Divided by `items`.
-            labels: (B, T); anything else is no batch of tokens, and left out.
-            items: None: the loss was divided by the batch's own tokens.
+            labels: (B, T); any other shape is no batch of tokens, and is left out.
+            items: Divisor of the loss; None: the loss was divided by the batch's own tokens.
         """
         if not isinstance(labels, torch.Tensor) or labels.dim() != 2:
             return
@@ -91,7 +91,7 @@ class TokenMean:
             shifted = labels[..., 1:] if self._trainer._loss_shifts_labels else labels
             weight = (shifted != IGNORED).sum()
         else:
-            # Those of all ranks, whose loss is multiplied by their number in turn.
+            # Tokens of all ranks; in turn, the loss is multiplied by the number of ranks.
             together = self._trainer.args.average_tokens_across_devices
             weight = torch.as_tensor(items) / (self._accelerator.num_processes if together else 1)
         weight = weight.to(self._sums)
@@ -99,7 +99,7 @@ class TokenMean:
         self._sums += torch.stack([summed, weight])
 
     def put_into(self, metrics: dict[str, float], prefix: str) -> None:
-        """Put loss and perplexity in the place of the Trainer's loss; every rank calls it."""
+        """Replace the Trainer's loss with loss and perplexity by tokens; every rank calls it."""
         total, tokens = self._accelerator.reduce(self._sums, "sum").tolist()
         if tokens:
             metrics[f"{prefix}_loss"] = total / tokens
@@ -107,7 +107,7 @@ class TokenMean:
 
 
 class ToolkitTrainer(Trainer):
-    """Takes what `transformers.Trainer` takes.
+    """`transformers.Trainer` with a record; takes the same arguments and those below.
 
     It refuses to run as a silent `nn.DataParallel`, attests the backend before and after the
     first step, writes `record.json` into `output_dir`, and saves a model that `from_pretrained`
@@ -117,13 +117,13 @@ class ToolkitTrainer(Trainer):
         recorder: Records the run; None makes one from the launcher's environment.
         keeper: Saves the checkpoints; None makes one from the arguments.
         observers: Called when the training is prepared and after each of its steps.
-        scheduled_steps: Steps until the learning rate has decayed, where steps that are only timed
-            follow, and are not logged; None: all.
+        scheduled_steps: Steps until the learning rate has decayed; later steps are only timed, and
+            not logged. None: all steps.
         ddp_bucket_view: Under DDP, have gradients be views of its buckets: 4 bytes a parameter
             less in fp32.
-        guards: What follows when a loss is not finite, a gradient norm explodes, or ranks have
-            other weights or another data order: `stop` all ranks with a `GuardError`, `warn`, or
-            `off`. A recorder that is passed brings its own.
+        guards: The reaction when a loss is not finite, a gradient norm explodes, or ranks differ in
+            weights or data order: `stop` all ranks with a `GuardError`, `warn`, or `off`. A
+            recorder that is passed brings its own guards.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class ToolkitTrainer(Trainer):
         self._ddp_bucket_view = ddp_bucket_view  # read while the Trainer is made
         self._scheduled_steps = scheduled_steps
         super().__init__(*args, **kwargs)
-        # It would log a loss that is not finite as 0.0.
+        # This filter would log a loss that is not finite as 0.0.
         self.args.logging_nan_inf_filter = False
         if self.args.parallel_mode == ParallelMode.NOT_DISTRIBUTED:
             raise UsageError(
@@ -192,7 +192,7 @@ class ToolkitTrainer(Trainer):
         return output
 
     def train_from(self, resumed: Resumed | None, **kwargs: Any) -> Any:
-        """Train from a checkpoint that all ranks have found whole, and write no record."""
+        """Train from a checkpoint that all ranks have verified, and write no record."""
         self._resumed = resumed
         folder = None if resumed is None else str(resumed.folder)
         if resumed is not None:
@@ -204,7 +204,7 @@ class ToolkitTrainer(Trainer):
             self.recorder.close()
 
     def finish_record(self) -> None:
-        """Gather what the ranks recorded, and write `record.json`; every rank calls it."""
+        """Gather the records of all ranks, and write `record.json`; every rank calls it."""
         described = {"schema": SCHEMA, "engine": "trainer", "status": "ok", "reason": None}
         described |= {"resumed": None if self._resumed is None else self._resumed.facts()}
         self.record = described | self.recorder.finish()
@@ -218,7 +218,7 @@ class ToolkitTrainer(Trainer):
     def prepared(
         self, *, report: Callable[[int, dict[str, float]], None] = lambda step, values: None
     ) -> Prepared:
-        """Return what the training is done with, once everything is wrapped."""
+        """Return the wrapped objects of the training."""
         return Prepared(
             accelerator=self.accelerator,
             model=self.model_wrapped,
@@ -238,7 +238,7 @@ class ToolkitTrainer(Trainer):
         return loss
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
-        # It counts tokens over all ranks as well, which is no waiting for data.
+        # This method also counts tokens over all ranks, which is no waiting for data.
         return super().get_batch_samples(self._timed(epoch_iterator), *args, **kwargs)
 
     def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -250,7 +250,7 @@ class ToolkitTrainer(Trainer):
             yield batch
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        # No argument of the Trainer's leads there (transformers 5.23).
+        # The Trainer has no argument for these options (transformers 5.23).
         built = super()._build_accelerator_args(**kwargs)
         for handler in built["kwargs_handlers"]:
             if isinstance(handler, DistributedDataParallelKwargs):
@@ -260,7 +260,7 @@ class ToolkitTrainer(Trainer):
     def evaluation_loop(
         self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
     ) -> EvalLoopOutput:
-        """Evaluate by tokens, each row once; a training that goes on notices nothing of it."""
+        """Evaluate by tokens, each row once, without an effect on later training steps."""
         self._token_mean = mean = TokenMean(self)
         try:
             with self.recorder.aside(), ExitStack() as stack:
@@ -305,9 +305,9 @@ class ToolkitTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole model, loadable with `from_pretrained`; every rank calls it.
 
-        What has no `from_pretrained` of transformers' is left to the stock Trainer, and so are
-        checkpoints of the model alone (`save_only_model`), but for ZeRO-3 without
-        `stage3_gather_16bit_weights_on_model_save`: there the Trainer 5.23 saves none.
+        The stock Trainer saves models without transformers' `from_pretrained`, and checkpoints of
+        the model alone (`save_only_model`). The exception is ZeRO-3 without
+        `stage3_gather_16bit_weights_on_model_save`, where the Trainer 5.23 saves no weights.
         """
         if _internal_call:
             if not backend_of(cast("torch.nn.Module", self.model_wrapped)).trainer_saves_whole():
@@ -334,14 +334,14 @@ class ToolkitTrainer(Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
-        # It pickles the arguments, the token for the Hub among them (transformers 5.23).
+        # The Trainer's method pickles the arguments with the Hub token (transformers 5.23).
         token, self.args.hub_token = self.args.hub_token, None
         try:
             super()._save(*args, **kwargs)
         finally:
             self.args.hub_token = token
 
-    # Checkpoints: the methods below put the toolkit's in the place of the Trainer's (5.23).
+    # Checkpoints: the methods below replace the Trainer's checkpoints (5.23) with the toolkit's.
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         # Transformers 5.23 has no hook before it; every rank comes here.
@@ -355,12 +355,12 @@ class ToolkitTrainer(Trainer):
             super()._save_checkpoint(model, trial)
 
     def _keep_checkpoint(self, output_dir: Path) -> None:
-        """Do what `Trainer._save_checkpoint` does, as one commit, unless a step was spoiled."""
+        """Save as `Trainer._save_checkpoint` does, but as one commit, unless a step was spoiled."""
         state = self.state
         self.store_flos()
         best_before = state.best_model_checkpoint
         best = checkpoint_folder(output_dir, state.best_global_step or 0)
-        # The best one may be the one that is being saved.
+        # The best checkpoint may be the one that is being saved.
         if state.best_global_step and (
             best.is_dir() or state.best_global_step == state.global_step
         ):
@@ -401,7 +401,7 @@ class ToolkitTrainer(Trainer):
             return super()._prepare_for_training(
                 max_steps, train_dataloader, resume_from_checkpoint
             )
-        # It would load by itself, and DeepSpeed's part not as it was saved.
+        # The Trainer would load the checkpoint itself, and DeepSpeed's part wrongly.
         everything = super()._prepare_for_training(max_steps, train_dataloader, None)
         read_states(self._resumed.folder, self.prepared(), step=self._resumed.step)
         return everything
@@ -431,14 +431,14 @@ def _recorder_for(args: TrainingArguments, model: Any, guards: Choice) -> Record
         accumulation_dtype=accumulation_dtype(deepspeed.deepspeed_config)
         if deepspeed is not None and args.deepspeed
         else requested_accumulation_dtype(os.environ),
-        # The model may have been given some by its own call.
+        # The model's own methods may have switched checkpointing on for some layers.
         activation_checkpointing=bool(
             args.gradient_checkpointing
             or (args.fsdp_plugin_args or {}).get("activation_checkpointing")
             or requests_checkpointing(os.environ)
         )
         or None,
-        # The Trainer itself shortens the last window of an epoch; only DeepSpeed has its own say.
+        # The Trainer itself shortens the last window of an epoch; only DeepSpeed counts its own.
         gradient_accumulation_steps=None if deepspeed is None else args.gradient_accumulation_steps,
     )
     return Recorder(
@@ -453,12 +453,12 @@ def _strategy_of(args: TrainingArguments) -> Strategy:
     """Return the strategy of `TrainingArguments` themselves, or else of the launcher's config.
 
     Raises:
-        UsageError: they ask for different things.
+        UsageError: arguments and config ask for different strategies.
     """
     # A plugin in the arguments may also come from the launcher's config, which then names it.
     deepspeed = args.deepspeed_plugin if args.deepspeed else None
     fsdp = None
-    if args.fsdp_plugin_args is not None:  # the Trainer makes its Accelerator with it
+    if args.fsdp_plugin_args is not None:  # the Trainer passes it to its Accelerator
         fsdp = FullyShardedDataParallelPlugin(**cast("dict[str, Any]", args.fsdp_plugin_args))
     named = "--deepspeed" if deepspeed else "--fsdp" if fsdp else ""
     of_script = strategy_of_plugins(deepspeed, fsdp, args.parallelism_config)

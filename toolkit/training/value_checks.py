@@ -17,7 +17,7 @@ from toolkit.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The numbers that a flag takes; a number that is not finite is in none of them."""
+    """The range of a flag's number; a number that is not finite is never in range."""
 
     words: str
     hold: Callable[[float], bool]
@@ -73,10 +73,10 @@ LAUNCHERS: Final = ("deepspeed", "fsdp", "fsdp_config", "parallelism_config")
 
 
 def check_values(values: Mapping[str, Any]) -> None:
-    """Check the values of `TrainingArguments` as flags gave them; None stands for "not passed".
+    """Check the values of `TrainingArguments` from flags; None means "not passed".
 
     Raises:
-        UsageError: numbers make no sense, or flags ask for what is not done here. All are named.
+        UsageError: numbers are out of range, or flags are not supported here. All are named.
     """
     problems = [
         f"--{name} {_shown(value)}: use {bounds.words}"

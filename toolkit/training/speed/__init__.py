@@ -37,34 +37,34 @@ TRAINER_SWITCHES = ("use_liger_kernel", "torch_compile", "ddp_bucket_cap_mb", "d
 
 
 class Speed(Observer):
-    """Switches on what a run asks for: in the model, in its batches, and in its wrapper.
+    """Turns on the requested switches: in the model, in its batches, and in its wrapper.
 
-    What the Trainer's arguments ask of the loss comes before what `--tuned` does.
+    The Trainer's arguments for the loss take precedence over `--tuned`.
     """
 
     def __init__(self, arguments: SpeedArguments, args: TrainingArguments | None = None) -> None:
         self.arguments = arguments
         self._against_chunked_loss = [] if args is None else no_chunked_loss(vars(args))
-        """Reasons why other flags leave no place for the chunked loss."""
+        """Reasons why other flags exclude the chunked loss."""
 
         self.checkpoints_all = False
         """Whether every layer is computed again in backward, from its inputs alone."""
 
         self.on: dict[str, Any] = {}
-        """Every switch that took hold, and how far."""
+        """Every active switch, and its extent."""
 
         self.left_out: dict[str, str] = {}
-        """Switches of `--tuned` that did not take hold, with the reason."""
+        """Inactive switches of `--tuned`, each with the reason."""
 
     def apply(self, model: Any, *, loop: TrainingArguments | None = None) -> None:
-        """Switch on what belongs to the model, before anything wraps it.
+        """Turn on the switches of the model, before it is wrapped.
 
         Args:
             model: As loaded, with its adapters if it has some.
-            loop: The Trainer's arguments where no Trainer is there to obey them.
+            loop: The Trainer's arguments in the loop, where no Trainer obeys them.
 
         Raises:
-            UsageError: the model can't do what a switch of its own flag asks for.
+            UsageError: the model can't support a switch that was requested by its own flag.
         """
         arguments, inner = self.arguments, unwrap_peft_model(model)
         if loop is not None and loop.use_liger_kernel:
@@ -82,9 +82,9 @@ class Speed(Observer):
         if arguments.uses_lean_masks and self._can("lean_masks", check_lean_masks, inner):
             if unasked := takes_masks_as_given(inner):
                 spare_the_device(inner)
-            # Windows and eager attention need masks that transformers makes, and asks for.
+            # Windows and eager attention need masks, which transformers makes on request.
             self.on["lean_masks"] = "no mask asked for" if unasked else "padding is not masked"
-        # Last: torch.compile traces what the layers do by now.
+        # Last, because torch.compile traces the layers with all other switches on.
         if arguments.compile_blocks:
             compiled = compile_blocks(inner, backend=arguments.compile_backend)
             self.on["compile_blocks"] = {"layers": compiled, "backend": arguments.compile_backend}
@@ -107,8 +107,8 @@ class Speed(Observer):
     def facts(self, args: TrainingArguments) -> dict[str, Any]:
         """Return the record's `speed`.
 
-        Every switch that is on, the Trainer's own too, and those that `--tuned` left out, with the
-        reason.
+        It has every active switch, including the Trainer's own, and the switches that `--tuned`
+        left out, with the reason.
         """
         of_trainer = {name: getattr(args, name) for name in TRAINER_SWITCHES if getattr(args, name)}
         on = self.on | of_trainer
@@ -123,7 +123,7 @@ class Speed(Observer):
         """Whether the model passes the check of a switch.
 
         Raises:
-            UsageError: it does not, and the switch was asked for by its own flag.
+            UsageError: it does not, and the switch was requested by its own flag.
         """
         try:
             check(model)

@@ -1,8 +1,8 @@
 """Cross-entropy straight from hidden states: the logits of a few tokens at a time.
 
-The loss and its gradients are those of the whole logits. Where gradients are wanted they are made
-along with the loss, as each chunk's logits are there anyway, so the head is needed in forward only
-and nothing is computed twice.
+The loss and its gradients equal those of the whole logits. If gradients are needed, they are
+computed with the loss, from the same logits of each chunk. So the head is needed only in forward,
+and no product is computed twice.
 
 torch's `linear_cross_entropy`, in chunks from 2.13 on, was measured beside this one
 (benchmarks/results/2026-11-23-chunked-loss.md) and does not take its place: its loss has the dtype
@@ -32,7 +32,7 @@ _LOSS_ONLY = {"labels", "shift_labels", "num_items_in_batch", "logits_to_keep", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitsOf:
-    """The steps of a family of models from the product of hidden states and head to its logits."""
+    """A model family's operations from the product of hidden states and head to the logits."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -60,10 +60,10 @@ def checked_head(model: PreTrainedModel) -> tuple[torch.nn.Linear, LogitsOf]:
     """Return the model's head, and the steps from its product to the logits.
 
     Raises:
-        UsageError: the model is none that this is proven for, or its head is no plain matrix.
+        UsageError: the chunked loss is not proven for the model, or its head is no plain matrix.
     """
     name, config, head = type(model).__name__, model.config, model.get_output_embeddings()
-    # What comes between the hidden states and the loss is each family's own (transformers 5.23).
+    # The operations between hidden states and loss differ by family (transformers 5.23).
     risk = "what it does between its hidden states and its loss might be left out"
     check_proven(model, "--loss_impl chunked", risk=risk, off="--loss_impl full")
     # Not a subclass: an adapter on the head, or a quantised one, computes more than a product.
@@ -85,7 +85,7 @@ def use_chunked_loss(model: PreTrainedModel, *, chunk_tokens: int) -> None:
     Without labels it returns logits as before.
 
     Raises:
-        UsageError: the model is none that this is proven for.
+        UsageError: the chunked loss is not proven for the model.
     """
     head, logits_of = checked_head(model)
     # Functions, not methods of this model: a copy of it has to compute with its own weights.
@@ -130,7 +130,7 @@ def use_chunked_loss(model: PreTrainedModel, *, chunk_tokens: int) -> None:
             loss=loss, logits=None, past_key_values=getattr(outputs, "past_key_values", None)
         )
 
-    # The Trainer reads from it which columns of the data, and which arguments, the model takes.
+    # The Trainer reads the model's data columns and arguments from the signature.
     forward.__signature__ = signature  # type: ignore[attr-defined]  # of functions, undeclared
     head.forward = MethodType(head_forward, head)
     model.forward = MethodType(forward, model)  # bound: Accelerate looks for its `__func__`
@@ -142,10 +142,10 @@ def _rows(
     shifted: torch.Tensor | None,
     positions: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the hidden states that predict something, [tokens, hidden size], and their targets.
+    """Return the hidden states that predict a target, [tokens, hidden size], and the targets.
 
-    Where the batch doesn't name their positions, all are taken: to find them would wait for the
-    GPU.
+    If the batch doesn't name their positions, all are taken, because finding them would wait for
+    the GPU.
     """
     states = hidden.reshape(-1, hidden.shape[-1])
     if shifted is None:
@@ -172,11 +172,11 @@ def chunked_cross_entropy(
     Args:
         hidden: [tokens, hidden size].
         weight: [vocabulary, hidden size], whole: gathered by now if it is sharded.
-        targets: [tokens]; `IGNORED` ones count for nothing.
+        targets: [tokens]; `IGNORED` targets don't count.
         bias: [vocabulary].
         items: Divides the sum of the losses; None divides by the targets that count.
         chunk_tokens: Tokens whose logits are held at once.
-        logits_of: From the product to the logits; None: the product is the logits.
+        logits_of: Turns the product into logits; None: the product is the logits.
     """
     device = hidden.device.type
     computed_in = (
@@ -197,8 +197,8 @@ def chunked_cross_entropy(
 class _SummedLoss(torch.autograd.Function):
     """The sum of the tokens' losses.
 
-    Gradients are kept undivided, in fp32 where chunks add up, until backward brings the factor:
-    with fp16, what loss scaling saves from vanishing is not lost before.
+    Gradients are kept undivided, in fp32 where chunks add up, until backward brings the factor.
+    With fp16, small gradients that loss scaling protects are thus not lost before it.
     """
 
     @staticmethod
@@ -213,7 +213,7 @@ class _SummedLoss(torch.autograd.Function):
         computed_in: torch.dtype,
         differentiates: bool,
     ) -> torch.Tensor:
-        # Within `forward` autograd is off: whether it was on has to be passed in.
+        # Autograd is off within `forward`, so its earlier state has to be passed in.
         wanted = [differentiates and needed for needed in ctx.needs_input_grad[:3]]
         for_hidden = torch.empty_like(hidden) if wanted[0] else None
         for_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
@@ -261,7 +261,7 @@ def _of_chunk(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the summed loss of some tokens, and its gradient for their product, in fp32."""
     counted = targets != IGNORED
-    indices = targets.clamp(min=0).unsqueeze(1)  # IGNORED is no place in the vocabulary
+    indices = targets.clamp(min=0).unsqueeze(1)  # IGNORED is no index in the vocabulary
     logits = logits_of(product)
     norms = logits.logsumexp(1)
     losses = norms - logits.gather(1, indices).squeeze(1)

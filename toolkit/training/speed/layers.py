@@ -21,7 +21,7 @@ CHECKPOINTING = (
     if hasattr(PreTrainedModel, "activation_checkpointing_enable")
     else "gradient_checkpointing"
 )
-"""transformers' name for it: 5.23 warns of the older one, and 5.17 knows no other."""
+"""transformers' name of the flag: 5.23 warns of the older name, and 5.17 knows no other."""
 
 _aten: Any = torch.ops.aten
 
@@ -38,17 +38,17 @@ SAVED_PRODUCTS = frozenset(
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
     }
 )
-"""Operations whose results `selective` saves: products take most of the time, and the rest between
-them most of the memory."""
+"""Operations whose results `selective` saves. Products take most of the time, and the operations
+between them most of the memory."""
 
 
 def checkpoint_layers(model: PreTrainedModel, chosen: str) -> list[int]:
     """Switch activation checkpointing on for the layers of `--checkpoint_layers chosen`.
 
-    Returns their numbers. Nothing has wrapped the model yet.
+    Returns the numbers of the layers. The model must not be wrapped yet.
 
     Raises:
-        UsageError: the model can't, or has fewer layers.
+        UsageError: the model doesn't support it, or has fewer layers.
     """
     if chosen == "none":
         return []
@@ -64,7 +64,7 @@ def checkpoint_layers(model: PreTrainedModel, chosen: str) -> list[int]:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_products)
     _enable(model, options=options)
     for number, layer in enumerate(layers):
-        # transformers 5.23 knows `every_n_layers` only, and marks layers as this does.
+        # transformers 5.23 has only `every_n_layers`, and marks layers in the same way.
         layer.gradient_checkpointing = number in numbers
     return sorted(numbers)
 
@@ -110,13 +110,13 @@ def _numbers(chosen: str, layers: int) -> set[int]:
 
 
 def compile_blocks(model: PreTrainedModel, *, backend: str) -> int:
-    """Have `torch.compile` take each layer by itself at its first call; return how many.
+    """Have `torch.compile` compile each layer separately at its first call; return their number.
 
-    In place, before anything wraps the model: names of parameters stay, a layer's class is still
-    what a wrapping policy looks for, and hooks that come later still run.
+    In place, before the model is wrapped: parameter names stay, a wrapping policy still finds the
+    class of a layer, and hooks that are added later still run.
 
     Raises:
-        UsageError: torch has no such backend, or the model no layers that are known as such.
+        UsageError: torch has no such backend, or the model has no known layers.
     """
     known: list[str] = torch.compiler.list_backends(exclude_tags=None)  # type: ignore[arg-type]  # None: all of them
     if backend not in known:
@@ -127,8 +127,8 @@ def compile_blocks(model: PreTrainedModel, *, backend: str) -> int:
             f"--compile_blocks finds no layers in {type(model).__name__}. Leave it out, or pass "
             "--torch_compile true with --engine trainer, which compiles the whole model."
         )
-    # Else what a checkpointed layer did in forward is done once more in backward
-    # (as accelerate 1.15 sets it for its own regional compilation).
+    # Otherwise side effects of a checkpointed layer's forward happen again in backward (accelerate
+    # 1.15 sets the same for its own regional compilation).
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     # Within DDP's forward torch splits the graph of a layer by the buckets, and a layer that is
     # compiled anew in backward is not split: torch 2.11 then refuses a checkpointed layer.

@@ -1,8 +1,8 @@
 """Batches that never wait for the GPU: their padding and positions are examined on the CPU.
 
-transformers asks in every forward whether any token is padding, and waits for the GPU's answer.
-Padding on the right needs no mask: attention looks back only, so no token sees it, and no loss
-counts it but that of routers (`check_lean_masks`).
+transformers checks in every forward whether any token is padding, and waits for the GPU's answer.
+Padding on the right needs no mask: attention only looks back, so no token sees it, and only a loss
+of routers counts it (`check_lean_masks`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from toolkit.data.tokens import IGNORED
 from toolkit.errors import UsageError
 
 POSITIONS = "supervised_positions"
-"""Key of a batch: the positions, in all rows one after another, whose next token is learned."""
+"""Key of a batch: the positions in the concatenated rows whose next token is learned."""
 
 UNASKED = "sdpa_unasked"
-"""transformers' name for its own `sdpa`, for which it makes no masks."""
+"""Name under which transformers runs its own `sdpa` without making masks."""
 
 Collate = Callable[[Sequence[Mapping[str, Any]]], dict[str, torch.Tensor]]
 
@@ -70,10 +70,10 @@ def check_proven(model: PreTrainedModel, flag: str, *, risk: str, off: str) -> N
             that leaves the switch off.
     """
     name = type(model).__name__
-    # Code from the Hub can have the class name of one of transformers' models.
+    # A model with code from the Hub can share its class name with a transformers model.
     if name not in PROVEN_MODELS or not type(model).__module__.startswith("transformers."):
         raise UsageError(f"{flag} is not proven for {name}: {risk}. Pass {off}.")
-    # It counts every token that no mask leaves out, and the chunked loss is without it.
+    # The routers' loss counts every unmasked token, and the chunked loss lacks it.
     if getattr(model.config, "output_router_logits", False):
         raise UsageError(
             f"{flag} would change the routers' loss that output_router_logits asks of {name}. "
@@ -107,7 +107,7 @@ def spare_the_device(model: PreTrainedModel) -> None:
 def _begins(decoder: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
     masked = kwargs.get("attention_mask") is not None
     if masked or kwargs.get("past_key_values") is not None:
-        return None  # generation, say, whose rows are padded on the left
+        return None  # for example generation, whose rows are padded on the left
     positions = kwargs.get("position_ids")
     if positions is not None:
         return args, kwargs | {"attention_mask": block_causal_mask(positions)}
