@@ -338,3 +338,17 @@ def test_twice_as_many_gpus_again_and_again_spread_evenly_over_nodes():
     more = next(remedy.job for remedy in row.remedies if " GPUs" in remedy.name)
     assert more.gpus > 10
     assert more.gpus == 5 * more.nodes
+
+
+def test_gradients_reduced_in_fp32_send_twice_the_bytes_under_fsdp_alone():
+    def sent(*flags):
+        words = ["plan", "1b", "--strategy", "ddp,fsdp", "--json", *flags]
+        rows = json.loads(CliRunner().invoke(app, words, catch_exceptions=False).stdout)["rows"]
+        return [
+            sum(c["payload_bytes"] for c in row["traffic"] if "gradients" in c["purpose"])
+            for row in rows
+        ]
+
+    (ddp, fsdp), (same, raised) = sent(), sent("--reduce-in-fp32")
+    assert (same, raised) == (ddp, 2 * fsdp)
+    assert fsdp > 0

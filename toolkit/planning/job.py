@@ -62,10 +62,6 @@ class PlannedJob(JobOptions):
     gradient_as_bucket_view: bool = False
     """DDP: gradients live in the buckets. The Trainer has no argument for it and leaves it off."""
 
-    reduce_in_fp32: bool = False
-    """FSDP: gradients are raised to fp32 before they are reduced. Accelerate reduces in what is
-    computed in; torchtitan and transformers' own FSDP in fp32."""
-
     deepspeed: Mapping[str, Any] | None = None
     """Contents of a DeepSpeed JSON to plan with; None is the bundled one, fitted as a run fits it.
     """

@@ -112,6 +112,12 @@ class JobOptions:
     ] = False
     """The head and the cross-entropy are fused and run in chunks (Liger and the like)."""
 
+    reduce_in_fp32: Annotated[
+        bool, Flag("FSDP: gradients reduced in fp32.", ("--reduce-in-fp32",))
+    ] = False
+    """FSDP: gradients are raised to fp32 before they are reduced. Accelerate reduces in what is
+    computed in; torchtitan and transformers' own FSDP in fp32."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(JobOptions):
