@@ -22,7 +22,7 @@ STATES: Final = ("parameters_bytes", "master_bytes", "gradients_bytes", "optimiz
 MOVED: Final = ("parameters", "gradients")
 
 OPTIMIZERS: Final = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw_fused"}
-"""From `--optim` to the planner's names; what the tests have held against counts."""
+"""From `--optim` to the planner's names; the tests compare these predictions with counts."""
 
 
 class RunFacts(TypedDict):
@@ -45,11 +45,11 @@ class SharedFacts(TypedDict):
 
 
 def predict(record: Record, *, room_bytes: int | None = None) -> Prediction:
-    """Return the prediction for a run, and how far it is from what was measured.
+    """Return the prediction for a run, and how far it is from the measurement.
 
-    Memory is that of the rank that holds the most, as in the record. Peaks are intervals; the error
-    of one is the distance to the nearer end, 0 inside. That of the device has none in a rehearsal;
-    the counted one is of the very step that was counted, with the rows that it had.
+    Memory is that of the rank that holds the most, as in the record. Peaks are intervals; an error
+    is the distance to the nearer end, 0 inside. In a rehearsal the device's peak has no error. The
+    counted peak is predicted for the step that was counted, with the rows of that step.
 
     Args:
         room_bytes: Memory of the smallest device that the run had.
@@ -78,7 +78,7 @@ def predict(record: Record, *, room_bytes: int | None = None) -> Prediction:
 
 
 def expect(run: RunFacts | Record, *, room_bytes: int | None = None) -> Prediction:
-    """Return the prediction for a run, with nothing beside it."""
+    """Return the prediction for a run, without a comparison with measurements."""
     try:
         job = job_of(run)
         estimate = estimate_memory(job)
@@ -122,8 +122,8 @@ def job_of(run: RunFacts | Record) -> PlannedJob:
     """Return the planner's job for a run.
 
     Raises:
-        UsageError: the run has something that the planner doesn't know, or the model's config.json
-            is not there any more.
+        UsageError: the planner doesn't know a part of the run, or the model's config.json no longer
+            exists.
     """
     training = run["training"]
     if run["strategy"] not in STRATEGIES:
@@ -133,7 +133,7 @@ def job_of(run: RunFacts | Record) -> PlannedJob:
     path = run["model"]["path"]
     if path is None:
         raise UsageError("not predicted: the run names no folder of the model")
-    # Texts of a record, which the planner's types know as literals.
+    # The planner declares these texts of a record as literals.
     literals: dict[str, Any] = {
         "precision": run["precision"],
         "optimizer": OPTIMIZERS[training["optimizer"]],
@@ -189,17 +189,17 @@ def _method_of(precision: str, training: dict[str, Any]) -> dict[str, Any]:
             "not predicted: the planner loads frozen weights in what is computed in, and this run "
             f"in {dtype}"
         )
-    # They are not raised to fp32: all strategies of a comparison train beside the same weights.
+    # Not raised to fp32: all strategies of a comparison use the same frozen weights.
     return {"method": method, "lora_rank": training["lora_r"], "raises_frozen": False}
 
 
 def _share(predicted: int, counted: int) -> float:
-    """Return the error as a share of what was counted; of the prediction where that is 0."""
+    """Return the error as a share of the counted value; of the prediction if the count is 0."""
     return (predicted - counted) / (counted or predicted or 1)
 
 
 def _beyond(expected: Ends, measured: int) -> int:
-    """Return how far a measurement is outside of an interval: the prediction less the measured."""
+    """Return the distance of a measurement from an interval: the nearer end less the measured."""
     if measured < expected["low"]:
         return expected["low"] - measured
     return min(0, expected["high"] - measured)

@@ -38,16 +38,16 @@ NUMPY_TYPES: Final = {
 SINGLE_FILES: Final = ("model.safetensors", "adapter_model.safetensors")
 
 PIECE: Final = 1 << 22
-"""Numbers that are held in float64 at once."""
+"""Number of values that are held in float64 at once."""
 
 
 class WeightsError(ValueError):
-    """Weights that cannot be read, or that are not those of the same model."""
+    """Weights that cannot be read, or that belong to another model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """Where one tensor lies."""
+    """The place of one tensor in a file."""
 
     file: Path
     dtype: str
@@ -79,10 +79,10 @@ Weights = dict[str, StoredTensor]
 def open_weights(folder: Path) -> Weights:
     """Find every tensor of the model in `folder`, in one file or in several with an index.
 
-    Of adapters these alone: the weights beside them are not trained. `folder` may be a file, too.
+    Of an adapter run, only the adapters, which alone are trained. `folder` may also be a file.
 
     Raises:
-        WeightsError: no safetensors there, or a file that is torn.
+        WeightsError: no safetensors there, or a truncated file.
     """
     if folder.is_file():
         return read_tensors(folder)
@@ -105,23 +105,23 @@ def open_weights(folder: Path) -> Weights:
 
 
 class WeightGap(NamedTuple):
-    """How far a run ended from the control."""
+    """Distances of the final weights of a run from the control's."""
 
     share: float
     """||w - w_control|| / ||w_control - w_start|| over all tensors together."""
 
     difference: Difference
-    """Of one element, absolute."""
+    """Largest absolute difference of one element."""
 
 
 def weight_gap(folder: Path, control: Path, start: Path) -> WeightGap:
-    """Return how far the weights of a run are from the control's, all together and at most.
+    """Return the distance of a run's weights from the control's: over all, and the largest one.
 
-    Measured against the way the control went, not against its own length: at a small learning
-    rate a model is nearly all start, and a run without weight decay would pass.
+    The unit is the control's update, not the norm of its weights: at a small learning rate the
+    weights hardly change, and a run without weight decay would pass.
 
     Raises:
-        WeightsError: not the same tensors, or nothing to divide by.
+        WeightsError: the tensors are not the same, or the divisor is 0.
     """
     run, reference, origin = map(open_weights, (folder, control, start))
     names = _same_names(run, reference)
@@ -142,7 +142,7 @@ def weight_gap(folder: Path, control: Path, start: Path) -> WeightGap:
             apart += float((gap**2).sum())
             moved += float(((theirs - first) ** 2).sum())
             largest = float(abs(gap).max())
-            # A NaN is larger than everything: nothing that follows it is.
+            # A NaN counts as the largest; no later value replaces it.
             if not largest <= difference["value"] and not math.isnan(difference["value"]):
                 difference = Difference(value=largest, tensor=name)
     if moved == 0.0:
@@ -204,7 +204,7 @@ def read_tensors(file: Path) -> Weights:
     """Find every tensor in one safetensors file.
 
     Raises:
-        WeightsError: the file is missing or torn, or holds numbers of a kind not compared.
+        WeightsError: the file is missing or truncated, or has a dtype that is not compared.
     """
     header, start, size = _header(file)
     weights: Weights = {}
@@ -232,7 +232,7 @@ class _Entry(TypedDict):
 
 
 def _header(file: Path) -> tuple[dict[str, _Entry], int, int]:
-    """Return what a file says of its tensors, where their bytes start, and how long it is."""
+    """Return the entries of a file's tensors, the offset of their bytes, and the file's length."""
     try:
         with file.open("rb") as opened:
             size = os.fstat(opened.fileno()).st_size

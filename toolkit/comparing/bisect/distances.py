@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SCALE_TOLERANCE: Final = 0.01
-"""Relative difference of two factors that still count as one."""
+"""Relative difference up to which two factors count as equal."""
 
 SAME_DIRECTION: Final = 0.05
-"""Share of the difference that may be left once a mere scale is taken out."""
+"""Share of the difference that may remain after a common factor is removed."""
 
 Origins = tuple[Weights, Weights] | tuple[None, None]
 
@@ -26,17 +26,17 @@ class Sums(NamedTuple):
     """Sums over the elements of two tensors a and b, in float64."""
 
     first: float = 0.0
-    """Of a^2."""
+    """Sum of a^2."""
 
     second: float = 0.0
     product: float = 0.0
     gap: float = 0.0
-    """Of (b - a)^2."""
+    """Sum of (b - a)^2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDistance:
-    """Two tensors of one name."""
+    """Distance between two tensors of one name."""
 
     name: str
     sums: Sums
@@ -49,11 +49,11 @@ class TensorDistance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distance:
-    """All tensors of two runs."""
+    """Distances between all tensors of two runs."""
 
     tensors: tuple[TensorDistance, ...]
     missing: tuple[str, ...]
-    """Names that only one of the two has."""
+    """Names of tensors that only one of the two runs has."""
 
     @property
     def total(self) -> Sums:
@@ -68,12 +68,12 @@ class Distance:
 
     @property
     def relative(self) -> float:
-        """||b - a|| / ||a||; NaN where either holds one."""
+        """||b - a|| / ||a||; NaN where either contains a NaN."""
         return divided(self.norm, math.sqrt(self.total.first))
 
     @property
     def worst(self) -> TensorDistance:
-        """The tensor that makes the most of the distance."""
+        """The tensor that contributes the most to the distance."""
         return max(self.tensors, key=lambda tensor: _nan_as_infinity(tensor.sums.gap))
 
     @property
@@ -88,7 +88,7 @@ class Distance:
 
     @property
     def scale(self) -> float | None:
-        """How many times the second is the first, where that is nearly all of the difference.
+        """Factor from the first to the second, where it explains nearly all of the difference.
 
         None for a factor of 1.
         """
@@ -104,7 +104,7 @@ class Distance:
 
 
 def divided(part: float, total: float) -> float:
-    """Return a share; that of nothing is infinite, unless the part is nothing as well."""
+    """Return `part / total`; if the total is 0, infinity, or 0 for a part of 0."""
     if total:
         return part / total
     return math.inf if part else 0.0
@@ -116,11 +116,11 @@ def compare_tensors(
     """Compare the tensors that both runs have; the first run is the reference.
 
     Args:
-        since: Subtracted first, one from each: the change since then is compared.
-        slack: Relative difference of an element that does not count as `beyond`.
+        since: Subtracted first, one from each run, so that the changes since then are compared.
+        slack: Relative difference of an element up to which it does not count as `beyond`.
 
     Raises:
-        WeightsError: a tensor has another shape in the second.
+        WeightsError: a tensor has another shape in the second run.
     """
     return Distance(
         tensors=tuple(
@@ -147,9 +147,9 @@ def _compare_tensor(
             gap=sums.gap + float((gap**2).sum()),
         )
         biggest = float(abs(gap).max())
-        # `max` would drop a NaN that comes second.
+        # `max` would drop a NaN in second place.
         largest = biggest if math.isnan(biggest) else max(largest, biggest)
-        # Negated, so that a NaN is beyond.
+        # Negated, so that a NaN counts as beyond.
         beyond += int((~(abs(gap) <= slack * abs(a))).sum())
     return TensorDistance(name=name, sums=sums, largest=largest, beyond=beyond)
 

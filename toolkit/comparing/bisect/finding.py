@@ -1,12 +1,12 @@
-"""The first link in which two runs differ, from the evidence that each kept of one step.
+"""The first link in which two runs differ, from the evidence of one step of each.
 
-A step is a chain, and a fault in one link shows in all that follow: the first to differ beyond its
-limit is the cause, the rest are consequences. A later step begins with the first run's weights in
-both: the gap that earlier steps left between the weights is a link by itself, and no cause of a
-difference in the step, but for the optimizer's states, which stay each run's own.
+A step is a chain, and a fault in one link shows in all later links: the first link that differs
+beyond its limit is the cause, the others are consequences. Both runs begin a later step with the
+first run's weights, so the gap between the weights that earlier steps left is a separate link. It
+causes no difference in the step, except through the optimizer states, which each run keeps.
 
-Under bf16 and fp16 the rounding of sound runs is measured, by the first run once more in fp32.
-Where fp16 skipped the step that fp32 made, it cannot be, and wider fixed limits hold.
+Under bf16 and fp16 the rounding of sound runs is measured: the first run is repeated in fp32. If
+fp16 skipped the step that fp32 made, rounding is not measured, and wider fixed limits apply.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from toolkit.records.json_files import SCHEMA
 LinkVerdict = Literal["equal", "within", "differs", "unknown"]
 
 ROUNDINGS: Final = 3.0
-"""How many times the measured rounding of the first run still counts as rounding.
+"""Multiple of the first run's measured rounding up to which a difference counts as rounding.
 
 Backends round in different places. Clean runs in bf16 reach 1.1 roundings of `single` in the loss
 of a row, 0.8 in the gradients and 0.95 in the update.
@@ -40,19 +40,19 @@ class Finding:
     verdict: LinkVerdict
     words: str
     value: float | None = None
-    """How far apart, in the link's own measure."""
+    """Distance between the runs, in the link's own measure."""
 
     limit: float | None = None
     rounding: float | None = None
-    """How far rounding alone moves the first run, in the same measure."""
+    """Distance that rounding alone causes in the first run, in the same measure."""
 
     carries: bool = False
-    """Whether what earlier steps left in the optimizer shows in the link."""
+    """Whether optimizer states of earlier steps affect the link."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bisection:
-    """Two runs, link by link."""
+    """Two runs, compared link by link."""
 
     pair: RunPair
     findings: tuple[Finding, ...]
@@ -60,17 +60,17 @@ class Bisection:
 
     @property
     def first(self) -> Finding | None:
-        """The first that differs beyond its limit by itself."""
+        """The first finding that differs beyond its limit and is no consequence of another."""
         differing = self._differing
         if differing and differing[0].link == BEFORE.name:
-            # The step began with equal weights all the same.
+            # The step itself began with equal weights.
             in_step = (finding for finding in differing[1:] if not finding.carries)
             return next(in_step, differing[0])
         return differing[0] if differing else None
 
     @property
     def parted_before(self) -> Finding | None:
-        """The finding that the two were apart before the step; None where they were not."""
+        """The finding that the weights differed before the step; None where they did not."""
         return next((finding for finding in self._differing if finding.link == BEFORE.name), None)
 
     @property
@@ -89,11 +89,11 @@ def bisect(
     """Compare two runs link by link, in the order of cause and effect.
 
     Args:
-        in_fp32: The reference again in fp32, from which its rounding is measured; unused, with a
-            note, where its evidence is of another step.
+        in_fp32: The reference repeated in fp32, to measure its rounding; unused, with a note, where
+            its evidence is of another step.
 
     Raises:
-        UsageError: the two are evidence of different steps.
+        UsageError: the evidence of the two runs is of different steps.
         WeightsError: a file of tensors can't be read.
     """
     pair = RunPair(reference=reference, second=second)
@@ -127,7 +127,7 @@ def bisect(
             continue
         finding = _compare_link(link, pair, rounding_pair, parted)
         findings.append(finding)
-        if link is BEFORE:  # stands before every link that it may excuse
+        if link is BEFORE:  # comes before all links whose difference it may explain
             parted = finding.value or 0.0
     return Bisection(pair=pair, findings=tuple(findings), notes=tuple(notes))
 
@@ -139,7 +139,7 @@ def _compare_link(
 
     Args:
         rounding_pair: The first run and itself in fp32, where its rounding can be measured.
-        parted: How far apart the weights were before the step.
+        parted: Distance between the weights before the step.
     """
     gap = link.compare(pair)
     if isinstance(gap, str):
@@ -155,7 +155,7 @@ def _compare_link(
         limit = max(limit, link.low_precision_limit or 0.0)
         if rounding is None:
             limit = max(limit, link.unmeasured_limit or 0.0)
-    # Negated, so that a NaN differs.
+    # Negated, so that a NaN counts as a difference.
     differs = gap.is_fault or not gap.value <= limit
     verdict: LinkVerdict = "differs" if differs else "within" if gap.value else "equal"
     if differs:
@@ -180,7 +180,7 @@ def _compare_link(
 def _explain_rounding(
     link: Link, gap: LinkGap, rounding: float, pair: RunPair, *, differs: bool
 ) -> str:
-    """Say what part rounding has in a difference."""
+    """Say how much of a difference is due to rounding."""
     measured = (
         f"; rounding to {pair.precision} alone moves {pair.reference.name} by "
         f"{link.as_text(rounding)}, against itself in fp32: "
@@ -197,20 +197,20 @@ class StepResult:
     """One step of the runs, compared."""
 
     runs: dict[str, Finished | FailedStart]
-    """How each run ended, by the name of its folder without the step."""
+    """End of each run, by the name of its folder without the step."""
 
     bisection: Bisection | None
     problem: Sequence[str] = ()
-    """Why nothing was compared."""
+    """Reason why the runs were not compared; empty where they were."""
 
     advice: Sequence[str] = ()
-    """Where to look next."""
+    """Advice on the next step to look at."""
 
     interrupted: bool = False
 
 
 def as_lines(result: StepResult) -> list[str]:
-    """Return the lines that a user reads: the links, the first difference, what follows."""
+    """Return the lines for the user: the links, the first difference, its consequences."""
     bisection = result.bisection
     if bisection is None:
         return [*result.problem]
@@ -239,7 +239,7 @@ def as_lines(result: StepResult) -> list[str]:
 
 
 def as_json(result: StepResult) -> dict[str, Any]:
-    """Return what `bisect.json` holds of runs and findings; `problem` says why there are none."""
+    """Return runs and findings for `bisect.json`; `problem` gives the reason if there are none."""
     bisection = result.bisection
     first = bisection and bisection.first
     return {
@@ -299,5 +299,5 @@ def as_page(result: StepResult) -> str:
 
 def _cell(finding: Finding) -> str:
     words = finding.words.replace("|", "/")
-    # The words of a finding name every verdict but a difference.
+    # The words of a finding name each verdict, except a difference.
     return f"differs: {words}" if finding.verdict == "differs" else words

@@ -1,9 +1,9 @@
 """The links of one optimizer step, each with its measure, its limit and its words.
 
-A link's comparison gives one number, 0 for equal, with the sentence for a difference; or the
-reason why the link cannot be compared. Limits are for fp32: the number in the comment beside a
-limit is what clean runs of every strategy reach against `single` in a rehearsal, each under one
-engine at least.
+The comparison of a link returns one number, 0 for equal, with the sentence for a difference, or the
+reason why the link cannot be compared. Limits are for fp32. The number in the comment at a limit is
+the largest that clean runs of all strategies reach against `single` in a rehearsal, each under at
+least one engine.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from toolkit.comparing.report.words import gap
 from toolkit.records.evidence import Evidence, Group
 
 SAME_RULE: Final = frozenset({"AdamW", "DeepSpeedCPUAdam", "FusedAdam"})
-"""Optimizers that are AdamW by another name, as long as their settings say so."""
+"""Optimizers that compute AdamW under another name, as long as their settings agree."""
 
 
 def _clipping(pair: RunPair) -> LinkGap | str:
-    """Return how far apart the runs are in the clipping factor, or in the norm that decided it."""
+    """Return the difference in the clipping factor, or in the norm that determined it."""
     factors: list[float] = []
     norm_gaps: list[float] = []
     descriptions: list[str] = []
@@ -46,7 +46,7 @@ def _clipping(pair: RunPair) -> LinkGap | str:
     factor_gap = abs(second / reference - 1) if reference else math.inf
     words = f"clipping took {' and '.join(descriptions)}"
     for name, factor, beside in zip(pair.names, factors, reversed(factors), strict=True):
-        # The other one shrank its gradients, so this one had a reason to as well.
+        # The other run clipped its gradients, so this one should have clipped too.
         if beside < 0.999 and math.isclose(factor, 1.0, rel_tol=1e-6):
             words += f": {name} does not clip"
     return LinkGap(value=max([factor_gap, *norm_gaps]), differs=words)
@@ -83,7 +83,7 @@ def _optimizer_settings(pair: RunPair) -> LinkGap:
     # Each backend groups parameters in its own way, so settings are compared by parameter.
     for parameter in ours.keys() & theirs.keys():
         settings, compared = ours[parameter]["settings"], theirs[parameter]["settings"]
-        # Optimizers of one rule may have further settings, such as `fused`.
+        # Optimizers with the same rule may have further settings, such as `fused`.
         for key in settings.keys() & compared.keys():
             if settings[key] != compared[key]:
                 text = f"{key} is {settings[key]} in {reference} and {compared[key]} in {second}"
@@ -102,7 +102,7 @@ def _optimizer_settings(pair: RunPair) -> LinkGap:
 
 
 def _next_loss(pair: RunPair) -> LinkGap | str:
-    """Return the difference in the loss of the step after, which begins with the new weights."""
+    """Return the difference in the loss of the next step, which begins with the new weights."""
     ours, theirs = pair.reference.next_loss, pair.second.next_loss
     if ours is None or theirs is None:
         return "the step after was not trained"
@@ -128,19 +128,19 @@ class Link:
     compare: Callable[[RunPair], LinkGap | str]
     limit: float = 0.0
     low_precision_limit: float | None = None
-    """Limit under bf16 and fp16, where it is known without measuring."""
+    """Limit under bf16 and fp16, where it is known without a measurement."""
 
     unmeasured_limit: float | None = None
-    """Limit under bf16 and fp16, where rounding moves the link and could not be measured."""
+    """Limit under bf16 and fp16, where rounding affects the link but could not be measured."""
 
     rounds: bool = True
-    """Whether rounding moves the link, so that its part is measured."""
+    """Whether rounding affects the link, so that it is measured."""
 
     carries: bool = False
-    """Whether what earlier steps left in the optimizer shows in the link."""
+    """Whether optimizer states of earlier steps affect the link."""
 
     drift: float = 0.0
-    """Factor on the gap between the weights before the step, up to which the link may differ."""
+    """Allowed difference of the link, as a multiple of the gap between the weights before."""
 
     as_text: Callable[[float], str] = gap
 
@@ -154,12 +154,12 @@ BEFORE: Final = Link(
     rounds=False,
     as_text=percent,
 )
-"""Of a later step, which the second run begins with the weights of the first."""
+"""Link of later steps only, which the second run begins with the weights of the first."""
 
 
 LINKS: Final = (
     Link(name="trained parameters", compare=tensors.trained_parameters, rounds=False),
-    # All load one checkpoint: 0.
+    # 0: all runs load one checkpoint.
     Link(name="initial weights", compare=tensors.initial_weights, rounds=False),
     BEFORE,
     Link(name="batch", compare=rows.batch, rounds=False),
@@ -194,7 +194,7 @@ LINKS: Final = (
     Link(name="learning rate", compare=partial(_rates, "learning_rate"), limit=1e-9, rounds=False),
     Link(name="optimizer settings", compare=_optimizer_settings, rounds=False),
     # 1.1e-5: Adam's first step divides a gradient by its own size, tiny ones included. Autocast:
-    # 3e-2 and 0.11. With states of their own in step 6: three times as far as the weights before.
+    # 3e-2 and 0.11. In step 6, with each run's own states: three times the gap of the weights.
     Link(
         name="update",
         compare=tensors.update,
@@ -218,7 +218,7 @@ LINKS: Final = (
         low_precision_limit=7e-2,
         carries=True,
     ),
-    # What is saved is read again and compared before it counts as saved: 0.
+    # 0: each saved file is read again and compared before it counts as saved.
     Link(name="saved weights", compare=tensors.saved_weights, rounds=False),
 )
-"""In the order of cause and effect."""
+"""All links, in the order of cause and effect."""

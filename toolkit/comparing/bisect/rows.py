@@ -1,6 +1,6 @@
-"""The rows of a step: which were read, what forward makes of them, and what each counts for.
+"""The rows of a step: which were read, their losses in forward, and their weights in the gradient.
 
-Rows are compared whichever rank and micro-batch read them.
+Rows are compared independently of the rank and micro-batch that read them.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ Key = int | str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedRow:
-    """One row, and where it was read."""
+    """One row, with the rank and micro-batch that read it."""
 
     row: RowRead
     rank: int
     batch: int
-    """Micro-batch of that rank, from 1."""
+    """Number of the micro-batch on that rank, from 1."""
 
     weight: float | None
-    """What one of its tokens counts for in the averaged gradient."""
+    """Weight of one of its tokens in the averaged gradient."""
 
     @property
     def hashes(self) -> tuple[str, str]:
@@ -35,7 +35,7 @@ class PlacedRow:
 
     @property
     def loss_per_token(self) -> float | None:
-        """None where the model gave no logits, or no token of the row is trained on."""
+        """Mean loss of a token; None without logits, or without a token that is trained on."""
         loss, supervised = self.row["loss"], self.row["supervised"]
         return None if loss is None or not supervised else loss / supervised
 
@@ -44,7 +44,7 @@ Rows = dict[Key, list[PlacedRow]]
 
 
 def batch(pair: RunPair) -> LinkGap | str:
-    """Count the kinds of rows that only one run read, read more often, or read otherwise."""
+    """Count the kinds of difference in the rows: missing, repeated, other tokens or labels."""
     ours, theirs = _rows_of_pair(pair)
     if not ours or not theirs:
         return "the model was not given input_ids and labels"
@@ -98,7 +98,7 @@ def row_losses(pair: RunPair) -> LinkGap | str:
 
 
 def loss_weighting(pair: RunPair) -> LinkGap | str:
-    """Return the largest relative difference in what a token counts for in the gradient."""
+    """Return the largest relative difference in the weight of a token in the gradient."""
     ratios = {
         key: other_row.weight / own_row.weight
         for key, own_row, other_row in _common_rows(pair)
@@ -128,13 +128,13 @@ def loss_weighting(pair: RunPair) -> LinkGap | str:
 
 
 def notes(pair: RunPair) -> Iterator[str]:
-    """Yield differences that are no fault: the sum over a step has no order."""
+    """Yield differences that are no fault, since a sum over the rows of a step has no order."""
     reference, second = pair.names
     own_grouping, other_grouping = (_grouping(run.evidence) for run in pair.runs)
     if own_grouping != other_grouping:
         yield f"the rows are read by {reference} as {own_grouping}, by {second} as {other_grouping}"
     own_order, other_order = (_order(rows) for rows in _rows_of_pair(pair))
-    # Other rows, not another order, are a finding of `batch`.
+    # Different rows are a finding of `batch`; only their order is noted here.
     if own_order != other_order and Counter(own_order) == Counter(other_order):
         yield f"the same rows are read in another order by {second}, within the step"
 
@@ -159,17 +159,17 @@ def _rows_of(evidence: Evidence, *, by_id: bool) -> Rows:
             weight = _token_weight(micro_batch, num_processes=evidence["num_processes"])
             for row in micro_batch["rows"]:
                 sample_id = row["sample_id"]
-                # Twelve hex digits of the hash tell the rows of a step apart.
+                # Twelve hex digits of the hash suffice to distinguish the rows of a step.
                 key = sample_id if by_id and sample_id is not None else row["tokens"][:12]
                 rows[key].append(PlacedRow(row=row, rank=rank, batch=number, weight=weight))
     return dict(rows)
 
 
 def _token_weight(micro_batch: MicroBatch, *, num_processes: int) -> float | None:
-    """Return what one token of a micro-batch counts for in the gradient averaged over the ranks.
+    """Return the weight of one token of a micro-batch in the gradient averaged over the ranks.
 
-    The loss that backward went through, by the summed loss of the tokens: any division, by tokens,
-    micro-batches or processes, wherever it was made, is in it.
+    This is the loss passed to backward, divided by the summed loss of the tokens. It includes each
+    division by tokens, micro-batches or processes, at any place in the code.
     """
     rows = micro_batch["rows"]
     losses = [loss for row in rows if (loss := row["loss"]) is not None]
@@ -183,14 +183,14 @@ def _common_rows(pair: RunPair) -> Iterator[tuple[Key, PlacedRow, PlacedRow]]:
     """Yield the rows that both runs read with the same tokens and labels."""
     ours, theirs = _rows_of_pair(pair)
     for key in ours.keys() & theirs.keys():
-        # A row that one of them read more often is told of by `batch`.
+        # `batch` reports a row that one of the runs read more often.
         for own_row, other_row in zip(ours[key], theirs[key], strict=False):
             if own_row.hashes == other_row.hashes:
                 yield key, own_row, other_row
 
 
 def _grouping(evidence: Evidence) -> str:
-    """Say in how many micro-batches the rows were read."""
+    """Describe the micro-batches in which the rows were read."""
     counts = [len(batches) for batches in evidence["ranks"]]
     ranks = counted(len(counts), "rank")
     if len(set(counts)) > 1:
@@ -199,7 +199,7 @@ def _grouping(evidence: Evidence) -> str:
 
 
 def _order(rows: Rows) -> list[Key]:
-    """Return the keys in the order of the micro-batches, the ranks of each side by side."""
+    """Return the keys in the order of the micro-batches, and of the ranks within each of them."""
     placed = [(row.batch, row.rank, key) for key, copies in rows.items() for row in copies]
     return [key for *_, key in sorted(placed, key=lambda entry: entry[:2])]
 
@@ -219,7 +219,7 @@ def _read_repeatedly(keys: Sequence[Key], rows: Rows, *, name: str) -> str:
 
 
 def _averages_batches(evidence: Evidence) -> bool:
-    """Whether a run gives each micro-batch the same weight, however many tokens it holds."""
+    """Whether a run gives each micro-batch the same weight, for any number of tokens."""
     weights = [
         (_token_weight(micro_batch, num_processes=evidence["num_processes"]) or 0.0) * tokens
         for batches in evidence["ranks"]

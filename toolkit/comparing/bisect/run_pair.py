@@ -1,4 +1,4 @@
-"""The two runs of a bisection, side by side, and what one comparison of them gives."""
+"""The two runs of a bisection, and the result of comparing them in one link."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toolkit.records.evidence import BEFORE_FILE, Evidence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedRun:
-    """A run that kept evidence of one of its steps."""
+    """A run that saved evidence of one of its steps."""
 
     name: str
     folder: Path
@@ -22,10 +22,10 @@ class TracedRun:
 
     evidence: Evidence
     next_loss: float | None = None
-    """Loss of the step after; None where there was none."""
+    """Loss of the next step; None where there was none."""
 
     final: Path | None = None
-    """Folder of the model that it saved; None where it saved none."""
+    """Folder of the saved model; None where the run saved none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +56,15 @@ class RunPair:
 
     @property
     def starting_weights(self) -> tuple[Weights, Weights]:
-        """The weights that the step began with, where both train the same tensors."""
+        """The weights at the beginning of the step, where both runs train the same tensors."""
         ours, theirs = self.tensors(BEFORE_FILE)
         return ours, ours if self.shares_weights else theirs
 
     def tensors(self, name: str) -> tuple[Weights, Weights]:
-        """Open both runs' evidence file of that name.
+        """Open the evidence file of this name of both runs.
 
         Raises:
-            WeightsError: one cannot be read, or neither holds a tensor.
+            WeightsError: a file cannot be read, or neither holds a tensor.
         """
         files = self.reference.folder / name, self.second.folder / name
         ours, theirs = map(read_tensors, files)
@@ -75,19 +75,19 @@ class RunPair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkGap:
-    """How far two runs are apart in one link of the step."""
+    """Difference between two runs in one link of the step."""
 
     value: float
-    """0 for equal, in the link's own measure."""
+    """Size of the difference in the link's own measure; 0 for equal."""
 
     differs: str = ""
     """The sentence for a difference beyond the limit."""
 
     equal: str = ""
-    """What is added to `equal`."""
+    """Words that are added to `equal`."""
 
     is_fault: bool = False
-    """Whether it counts as beyond the limit whatever the value."""
+    """Whether the difference counts as beyond the limit for any value."""
 
 
 def percent(value: float) -> str:
@@ -100,7 +100,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def explain_factor(factor: float, pair: RunPair) -> str:
-    """Say which numbers of the second run make the factor; an empty text where none does."""
+    """Say which numbers of the second run explain the factor; an empty text where none does."""
     evidence = pair.second.evidence
     processes, steps = evidence["num_processes"], max(map(len, evidence["ranks"]))
     candidates = (

@@ -1,8 +1,8 @@
 """`toolkit compare --bisect A B`: train one step of both runs, and name the first difference.
 
-The runs are those that a comparison would make, through the same plan, files and launcher. Each
-trains up to the step that is kept as evidence, the first if no other is asked for, and one step
-more under the traffic ledger. A later step begins with the first run's weights in all of them.
+The runs are planned, configured and launched as in a comparison. Each trains up to the step that is
+saved as evidence, the first by default, and one step more under the traffic ledger. All runs begin
+a later step with the first run's weights.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ EVIDENCE_FOLDER: Final = "evidence"
 def bisect_runs(
     names: tuple[str, str], options: CompareOptions, *, console: Console, at: int | None = None
 ) -> int:
-    """Train a step of both runs, say what differs first, and return the exit code.
+    """Train a step of both runs, report the first difference, and return the exit code.
 
-    0 when nothing differs beyond its limit, 1 when something does or a run failed, 130 when it was
-    interrupted.
+    0 when no link differs beyond its limit, 1 when one does or a run failed, 130 when the bisection
+    was interrupted.
 
     Args:
         names: `strategy` or `strategy-engine` each; the first is the reference.
-        options: Those of a comparison, whose strategies are not used. Where its output is the
-            folder of one, the files go into a folder below it.
-        at: The step to look at; None: the first at which a gate of that comparison broke, and
-            where there is none, the first that updates.
+        options: Options of a comparison; their strategies are not used. If the output is the folder
+            of a comparison, the files go into a folder below it.
+        at: The step to compare; None for the first step at which a gate of that comparison broke,
+            or without one the first step that updates.
 
     Raises:
-        UsageError: a mistake in the options; nothing has been written.
+        UsageError: a mistake in the options; no file has been written.
     """
     learn(options.train_flags)
     plan, runs = select_runs(names, options, at)
@@ -84,7 +84,7 @@ def bisect_runs(
     comparison.check_configs()
 
     def run_prepared(_: object) -> int:
-        # A folder that the user did not name may be there from another bisection.
+        # A folder that the user did not name may be left from another bisection.
         if options.output is None or compared is not None:
             comparison.folder = new_folder(comparison.folder)
         with lock_folder(comparison.folder, "comparison"):
@@ -101,9 +101,9 @@ def bisect_runs(
 def _look(
     comparison: Comparison, runs: Mapping[str, Run], at: int | None, progress: ProgressLines
 ) -> StepResult:
-    """Compare a step; and the one before it, where nothing but the weights before it differs.
+    """Compare a step, and also the one before it if only the weights before the step differ.
 
-    An update that goes wrong shows in the gates of the step after it.
+    A faulty update shows in the gates of the next step.
     """
     result = _compare_step(comparison, runs, at, progress)
     first = None if result.bisection is None else result.bisection.first
@@ -128,7 +128,7 @@ def _look(
 def _compare_step(
     comparison: Comparison, runs: Mapping[str, Run], at: int | None, progress: ProgressLines
 ) -> StepResult:
-    """Train the step in all runs and compare it, or say why it can't be compared."""
+    """Train the step in all runs and compare it, or give the reason why it can't be compared."""
     ends = _start_all(comparison, runs, at, progress)
     name, last = [*ends.items()][-1]
     if isinstance(last, FailedStart):
@@ -146,7 +146,7 @@ def _compare_step(
 def _start_all(
     comparison: Comparison, runs: Mapping[str, Run], at: int | None, progress: ProgressLines
 ) -> dict[str, Finished | FailedStart]:
-    """Run them in order, and none after one that failed; the first gives the others its weights."""
+    """Start the runs in order until one fails; the first gives the others its weights."""
     ends: dict[str, Finished | FailedStart] = {}
     reference = None
     for position, (name, run) in enumerate(runs.items(), 1):
@@ -158,7 +158,7 @@ def _start_all(
         if at is not None:
             flags += ["--evidence_step", str(at)]
             if at > 1 and reference is not None:
-                # So a fault of earlier steps is told from one that acts in this step.
+                # This separates a fault of earlier steps from a fault in this step.
                 flags += ["--evidence_weights", str(reference / EVIDENCE_FOLDER)]
         ends[name] = start_run(comparison, run, folder, progress=progress, evidence_flags=flags)
         if isinstance(ends[name], FailedStart):
@@ -171,7 +171,7 @@ def _load(name: str, end: Finished | FailedStart) -> TracedRun:
     """Read the evidence of a run that ended well.
 
     Raises:
-        UsageError: there is none, it is damaged, or a newer toolkit wrote it.
+        UsageError: the evidence is missing or damaged, or a newer toolkit wrote it.
     """
     record, folder = end.record, end.folder / EVIDENCE_FOLDER
     assert record is not None

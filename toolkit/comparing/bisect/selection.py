@@ -1,4 +1,4 @@
-"""The two runs to bisect, as a comparison would plan them, and the step to look at."""
+"""The two runs to bisect, as a comparison would plan them, and the step to compare."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from toolkit.strategies import get_strategy
 
 STEPS: Final = 2
 FP16_STEPS: Final = 24
-"""The loss scale may overflow in as many first steps as it has powers of two."""
+"""Most first steps that fp16 may skip: the loss scale can overflow once for each power of two."""
 
 
 def select_runs(
@@ -29,11 +29,11 @@ def select_runs(
 
     Args:
         names: `strategy` or `strategy-engine` each; the first is the reference.
-        options: Those of the comparison; its strategies are not used.
-        step: The step to look at; None for the first that updates.
+        options: Options of the comparison; their strategies are not used.
+        step: The step to compare; None for the first that updates.
 
     Raises:
-        UsageError: they are one run, cannot run here, or do not reach the step.
+        UsageError: both names are one run, or the runs cannot start here or do not reach the step.
     """
     if options.scale or options.repeats > 1:
         raise UsageError("--bisect trains one step once: leave --scale and --repeats out.")
@@ -50,7 +50,7 @@ def select_runs(
         options,
         strategies=[strategy for strategy, _ in sides],
         engine="both",
-        # A later step needs the learning rates of the whole training; the run ends after it anyway.
+        # A later step needs the learning rates of the whole training; the run still ends after it.
         max_steps=first_steps if step is None else options.max_steps,
         throughput_steps=0,
     )
@@ -88,9 +88,9 @@ def _strategy_and_engine(name: str, options: CompareOptions) -> tuple[str, Engin
 def step_of_gates(
     results: Results, runs: Sequence[Run], options: CompareOptions, *, folder: Path
 ) -> tuple[int | None, str]:
-    """Return the first step at which a gate of the runs broke, and the sentence that says so.
+    """Return the first step at which a gate of the runs broke, and a sentence about it.
 
-    The step is None where no gate of the two broke.
+    The step is None where no gate of the two runs broke.
 
     Raises:
         UsageError: the comparison lacks one of the runs, or was of another training.

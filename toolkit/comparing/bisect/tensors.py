@@ -17,13 +17,13 @@ from toolkit.records.evidence import (
 )
 
 ROUNDING: Final = {"no": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-10}
-"""Share of itself that a weight may lose when it is rounded; DeepSpeed starts from rounded ones."""
+"""Largest relative rounding error of a weight; DeepSpeed starts from rounded weights."""
 
 NOTHING_IN_COMMON: Final = "they train no tensor in common"
 
 
 def trained_parameters(pair: RunPair) -> LinkGap:
-    """Count the tensors that only one of the two trains."""
+    """Count the tensors that only one of the two runs trains."""
     ours, theirs = pair.tensors(BEFORE_FILE)
     reference, second = pair.names
     problems = [
@@ -44,7 +44,7 @@ def trained_parameters(pair: RunPair) -> LinkGap:
 
 def initial_weights(pair: RunPair) -> LinkGap | str:
     """Return the largest difference of one weight before the first step."""
-    # Of a first step, the weights before it are the initial ones.
+    # In the first step, the weights before it are the initial ones.
     initial = pair.tensors(INITIAL_FILE if pair.shares_weights else BEFORE_FILE)
     distance = compare_tensors(*initial, slack=ROUNDING[pair.precision])
     if not distance.tensors:
@@ -57,16 +57,16 @@ def initial_weights(pair: RunPair) -> LinkGap | str:
 
 
 def weights_before(pair: RunPair) -> LinkGap | str:
-    """Return ||w - w_ref|| before the step, by the way that w_ref has gone since the start.
+    """Return ||w - w_ref|| / ||w_ref - w_start|| before the step.
 
-    The weights are those that the runs' own steps left, whatever the step then began with.
+    The weights are the results of each run's own steps, not those that the step then began with.
     """
     before = pair.tensors(BEFORE_FILE)
     apart = compare_tensors(*before)
     if not apart.tensors:
         return NOTHING_IN_COMMON
     moved = compare_tensors(read_tensors(pair.reference.folder / INITIAL_FILE), before[0])
-    # By the way gone, as the weights gate measures: a long training may part further than a short.
+    # Relative to the update so far, as in the weights gate: a long training may differ by more.
     share = divided(apart.norm, moved.norm)
     words = (
         f"steps 1 to {pair.step - 1} left them apart by {percent(share)} of "
@@ -108,7 +108,7 @@ def update(pair: RunPair) -> LinkGap:
 
 
 def saved_weights(pair: RunPair) -> LinkGap | str:
-    """Return the largest difference of one weight between what a run held and what it saved."""
+    """Return the largest difference between a weight that a run held and the saved weight."""
     largest = 0.0
     problems: list[str] = []
     unknown: list[str] = []
@@ -130,7 +130,7 @@ def saved_weights(pair: RunPair) -> LinkGap | str:
         if lost := len(held) - len(distance.tensors):
             absent = next(name for name in distance.missing if name in held)
             text = f"{run.name} saved no {absent} ({counted(lost, 'tensor')} of {len(held)})"
-            # A further tensor in the file may hold it: some families store in parts what they fuse.
+            # A further tensor in the file may hold it: some families store fused tensors in parts.
             (unknown if len(distance.missing) > lost else problems).append(text)
     if unknown and not problems:
         return f"{'; '.join(unknown)}: it may stand there under another name"
@@ -143,7 +143,7 @@ def saved_weights(pair: RunPair) -> LinkGap | str:
 
 
 def _by_saved_name(weights: Weights) -> Weights:
-    """Take out of the names what peft 0.21 adds, to those in the model or to those in the file."""
+    """Remove the parts that peft 0.21 adds to the names, in the model or in the file."""
     return {
         name.removeprefix("base_model.model.").replace(".default.", "."): tensor
         for name, tensor in weights.items()
@@ -157,7 +157,7 @@ def _gap_or_fault(
     field: Literal["before_agree", "gradients_agree", "weights_agree"],
     problem: str,
 ) -> LinkGap:
-    """Return a gap, which is a fault where the ranks of a run hold different tensors."""
+    """Return a gap, marked as a fault where the ranks of a run hold different tensors."""
     name = next((run.name for run in pair.runs if run.evidence[field] is False), None)
     if name is not None:
         words = f"the ranks of {name} hold different {problem}; {words}"
@@ -173,7 +173,7 @@ def _missing_tensor(distance: Distance, pair: RunPair) -> LinkGap:
 
 
 def _largest_in_words(distance: Distance) -> str:
-    """Name the weight that is furthest apart, and count the tensors that hold any such."""
+    """Name the weight that differs most, and count the tensors beyond their slack."""
     others = f"{counted(len(distance.apart), 'tensor')} of {len(distance.tensors)} do"
     return (
         f"{distance.largest.name} differs by up to {distance.largest.largest:.1e} ({others}, the "

@@ -1,7 +1,7 @@
 """Parity: is a run the same training as the control?
 
-Loss alone is blind: doubled gradients under Adam with clipping move it by less than rounding does.
-So gradient norms before clipping, the final weights and the rows that were read are judged too.
+The loss alone is not enough: doubled gradients under Adam with clipping change it by less than
+rounding. So gradient norms before clipping, the final weights and the rows read are judged too.
 
 A new gate is one entry of `GATES` and its judge; a gap of its own is a field of `results.Judged`.
 """
@@ -25,27 +25,27 @@ from toolkit.strategies import STRATEGIES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """What must be the same in a run and in the control."""
+    """A property that must be the same in a run and in the control."""
 
     judge: Callable[[Case, Judgement], None]
     of: Literal["steps", "result", "rows"]
-    """What it looks at: each step, what the updates came to, or the rows that were read. Rows stay
-    comparable where the updates are not."""
+    """Subject of the gate: each step, the result of the updates, or the rows that were read. Rows
+    remain comparable where the updates are not."""
 
     limits: Mapping[str, float] | None = None
     """The largest distance from the control that counts as the same training, by precision."""
 
     words: str | None = None
-    """What it compares, for a report; `{}` stands for the limit."""
+    """Description of the comparison for a report; `{}` stands for the limit."""
 
     part_of: str | None = None
-    """The gate that it belongs to, where it is a second look of one."""
+    """The gate that this one belongs to, where it is a second check of it."""
 
     needs: Literal["evaluation"] | None = None
-    """The field of a row without which there is no such gate."""
+    """Field of a row that the gate needs."""
 
     judges_skips: bool = False
-    """Its judge itself leaves it open where the runs skipped different steps."""
+    """Its judge omits it where the runs skipped different steps, so the caller need not."""
 
 
 # Largest gaps of clean runs, in the order loss, gradient norm, a parameter's, weights:
@@ -101,9 +101,9 @@ def limit_of(gate: str, precision: str) -> float:
 
 
 def gate_names(rows: Sequence[Row] = (), *, optional: bool = False) -> list[str]:
-    """Return the gates that these runs could have held.
+    """Return the gates that apply to these runs.
 
-    With `optional`, those as well that need a field which no row has.
+    With `optional`, include gates that need a field which no row has.
     """
     return [
         name
@@ -114,7 +114,7 @@ def gate_names(rows: Sequence[Row] = (), *, optional: bool = False) -> list[str]
 
 
 def gates_in_words(precision: str) -> str:
-    """Return what the gates compare and their limits, as a list in a sentence."""
+    """Return the comparisons of the gates and their limits, as a list in a sentence."""
     texts = {
         name: gate.words.format(gate.limits[precision] if gate.limits else "")
         for name, gate in GATES.items()
@@ -132,8 +132,8 @@ def judge(
 ) -> Judgement:
     """Compare a run with the control.
 
-    The folders are those of the records, with the final weights below. Steps are compared from
-    `first_step` on, see `first_common_step`.
+    The folders hold the records, with the final weights below. Steps are compared from `first_step`
+    on, see `first_common_step`.
     """
     judgement = Judgement(strategy=record["strategy"], engine=record["engine"])
     other_update = _other_update(record, control)
@@ -153,10 +153,10 @@ def judge(
 
 
 def _leave_open(judgement: Judgement, case: Case, other_update: str | None) -> None:
-    """Take back the gates that cannot tell a fault from a difference that is none."""
+    """Omit the gates that cannot separate a fault from a legitimate difference."""
     record, control, first_step = case.record, case.control, case.first_step
     finite = all(map(math.isfinite, record["losses"]))
-    # A loss that is not finite is a fault whatever else differs.
+    # A loss that is not finite is a fault in any case.
     steps = _gates_of("steps") - (set() if finite else {"loss"})
     result = _gates_of("result")
     skipped = [{*record["skipped_steps"]}, {*control["skipped_steps"]}]
@@ -167,14 +167,14 @@ def _leave_open(judgement: Judgement, case: Case, other_update: str | None) -> N
         before = set(range(1, first_step))
         updated = any(before - steps_skipped for steps_skipped in skipped)
         _take_back(judgement, result | (steps if updated else set()), other_update)
-        if not judgement.broken:  # up to the first update all is well, which is no training
+        if not judgement.broken:  # steps up to the first update agree, which proves no training
             _take_back(judgement, _gates_of("steps"), other_update)
     elif (
         finite
         and skipped[0] != skipped[1]
         and first_step <= min(len(record["losses"]), GATED_STEPS)
     ):
-        # They leave other weights, which no gate can tell from a fault.
+        # Different skips give different weights, which no gate can separate from a fault.
         _take_back(
             judgement,
             {name for name in steps | result if not GATES[name].judges_skips},
@@ -183,10 +183,10 @@ def _leave_open(judgement: Judgement, case: Case, other_update: str | None) -> N
         )
     reason = randomness or other_update
     if reason is not None and judgement.gates == dict.fromkeys(_gates_of("rows"), True):
-        # The rows alone say nothing of what was trained on them.
+        # Equal rows alone do not show that the training was the same.
         _take_back(judgement, _gates_of("rows"), reason)
     if record["random_forward"] is not None and randomness is None:
-        # The control's forward is not random: the gates tell what comes of the run's.
+        # The control's forward is not random, so the gates show the effect of the run's randomness.
         judgement.notes.append(record["random_forward"])
 
 
@@ -195,7 +195,7 @@ def _gates_of(kind: Literal["steps", "result", "rows"]) -> set[str]:
 
 
 def _take_back(judgement: Judgement, gates: Set[str], reason: str) -> None:
-    """Omit these gates from the judgement, optional ones where they were judged."""
+    """Omit these gates from the judgement; optional ones only where they were judged."""
     for name in sorted(gates):
         if name in judgement.gates or GATES[name].needs is None:
             judgement.leave_open(name, reason)
@@ -203,7 +203,7 @@ def _take_back(judgement: Judgement, gates: Set[str], reason: str) -> None:
 
 
 def _other_update(record: Record, control: Record) -> str | None:
-    """Say why the first update already differs, though both runs are sound; None where it can't."""
+    """Say why the first update of two sound runs differs already; None where it must agree."""
     optimizer = record["training"]["optimizer"]
     zero = {name for name, strategy in STRATEGIES.items() if strategy.reads_deepspeed_json}
     if optimizer not in NOT_BY_ELEMENT or not zero & {record["strategy"], control["strategy"]}:
@@ -215,13 +215,13 @@ def _other_update(record: Record, control: Record) -> str | None:
 
 
 def unjudged(reason: str) -> Judgement:
-    """Return a judgement that leaves every gap and every gate open."""
+    """Return a judgement without any gap or gate, with the reason."""
     names = (*Judged.__annotations__, *(f"gates.{name}" for name in gate_names()))
     return Judgement(not_measured=dict.fromkeys(names, reason))
 
 
 def judge_control(record: Record) -> Judgement:
-    """Judge what can be said of the control by itself: its losses and its rows."""
+    """Judge the control by itself: its losses and its rows."""
     judgement = unjudged("this run is the control")
     judgement.strategy, judgement.engine = record["strategy"], record["engine"]
     losses, requested = record["losses"], record["training"]["max_steps"]
@@ -246,8 +246,8 @@ def judge_control(record: Record) -> Judgement:
 def first_common_step(records: Sequence[Record]) -> int:
     """Return the first step that no run skipped.
 
-    fp16 starts with a loss scale that overflows; until it has come down a run trains nothing,
-    and backends need not skip the same number of steps.
+    fp16 starts with a loss scale that overflows. A run does not train until the scale has come
+    down, and backends need not skip the same number of steps.
     """
     skipped = {step for record in records for step in record["skipped_steps"]}
     return next(step for step in itertools.count(1) if step not in skipped)

@@ -1,4 +1,4 @@
-"""What a judge gets and what it writes into: two runs, and the judgement on one of them."""
+"""Input and output of a judge: two runs, and the judgement on one of them."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from toolkit.records.record import Record
 from toolkit.records.results import Broken, Judged
 
 GATED_STEPS: Final = 20
-"""Gates end here: rounding grows with every step, and at 200 zero3 had drifted past them."""
+"""Last gated step: rounding grows with every step, and at step 200 zero3 exceeded the limits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A run beside the control, as a judge gets it."""
+    """A run and the control, as the input of a judge."""
 
     record: Record
     control: Record
     folder: Path
-    """Where the run's record lies; its final weights lie below."""
+    """Folder of the run's record; its final weights lie below."""
 
     control_folder: Path
     first_step: int = 1
-    """Steps are compared from here on, see `gates.first_common_step`."""
+    """First step that is compared, see `gates.first_common_step`."""
 
     last_step: int = GATED_STEPS
     """A difference after this step breaks no gate."""
 
     limit: float = math.nan
-    """Of the gate, in this precision; NaN, which nothing is within, for a gate without distance."""
+    """Limit of the gate in this precision; NaN, which no value is within, if it has no distance."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Judgement:
-    """How far a run is from the control, and which gates held."""
+    """Distances of a run from the control, and the gates that held."""
 
     strategy: str = ""
     engine: str = ""
@@ -101,10 +101,10 @@ def broken_sentence(broken: Broken) -> str:
 
 
 def combined(judgements: Sequence[Judgement]) -> Judgement:
-    """Return the judgement on a run from those on its starts.
+    """Return the judgement on a run from the judgements on its starts.
 
-    Gaps are those of the first start. A gate holds only if it held in each start in which it could
-    be judged; one that broke names its start where there are several.
+    Gaps are taken from the first start. A gate holds only if it held in each start in which it
+    could be judged. A broken gate names its start where there are several.
     """
     several = len(judgements) > 1
     gates: dict[str, bool] = {}

@@ -21,8 +21,8 @@ from toolkit.records.fields import Difference, Gap
 from toolkit.records.record import FILLER_ID, STARTING_ADAPTER, Record
 
 SMALL: Final = 1e-3
-"""Of the norm of all gradients together: below it a parameter's own may be rounding alone, as that
-of a key's bias is, which changes no output."""
+"""Share of the norm of all gradients together. Below it a parameter's own norm may be rounding
+alone, like that of a key's bias, which changes no output."""
 
 
 def judge_losses(case: Case, judgement: Judgement) -> None:
@@ -80,9 +80,9 @@ def _judge_steps(
     """Break a gate in the first gated step whose gap is beyond the limit, or hold it.
 
     Args:
-        values: Of the run, in each step.
+        values: Values of the run, one for each step.
         num_wanted: Steps that the control recorded.
-        gaps: By step, from 1; not negative.
+        gaps: Distances by step, from 1; not negative.
     """
     noun = {"loss": "loss", "grad_norm": "gradient norm"}[gate]
     if not gaps:
@@ -90,7 +90,7 @@ def _judge_steps(
     for step, gap in gaps.items():
         value = values[step - 1]
         finite = value is not None and math.isfinite(value)
-        # A loss that is not finite is a fault even where other updates are none.
+        # A loss that is not finite is a fault even where different updates are legitimate.
         last_step = GATED_STEPS if gate == "loss" and not finite else case.last_step
         if step <= last_step and not gap <= case.limit:
             missing = "missing or " if gate == "grad_norm" else ""
@@ -125,8 +125,8 @@ def _why_missing(record: Record, field: str) -> str:
 def judge_gradients(case: Case, judgement: Judgement) -> None:
     """Gate the gradient norm of each parameter in the first step that updates.
 
-    It is part of the gate of the gradient norms. One break of that gate is told: that of a
-    parameter where there is one, for it says where.
+    It is part of the gate of the gradient norms. One break of that gate is reported: the break of a
+    parameter if there is one, because it gives the place.
     """
     ours, theirs = case.record["gradients"], case.control["gradients"]
     if ours is None or theirs is None:
@@ -161,10 +161,10 @@ def judge_gradients(case: Case, judgement: Judgement) -> None:
 
 
 def gradient_distances(ours: dict[str, float], theirs: dict[str, float]) -> dict[str, float]:
-    """Return how far each parameter's norm is from the control's, as a share of the control's.
+    """Return each parameter's distance from the control's norm, as a share of the control's norm.
 
-    A small one is held against `SMALL` of all of them together. One that is missing counts as 0,
-    and one that is not finite is infinitely far.
+    For a small norm of the control, it is a share of `SMALL` times the norm of all gradients. A
+    missing norm counts as 0; a norm that is not finite has an infinite distance.
     """
     least = SMALL * math.hypot(*theirs.values())
     distances: dict[str, float] = {}
@@ -177,7 +177,7 @@ def gradient_distances(ours: dict[str, float], theirs: dict[str, float]) -> dict
 
 
 class _OtherTrainingError(ValueError):
-    """The run's weights are not those of the control's training, whatever their numbers."""
+    """The run's weights come from another training than the control's; values don't matter."""
 
 
 def judge_weights(case: Case, judgement: Judgement) -> None:
@@ -217,11 +217,11 @@ def judge_weights(case: Case, judgement: Judgement) -> None:
 
 
 def _compare_weights(case: Case) -> WeightGap:
-    """Return how far the final weights are from the control's.
+    """Return the distance of the final weights from the control's.
 
     Raises:
-        WeightsError: the two cannot be compared: the gate stays open.
-        _OtherTrainingError: the run is another training: the gate breaks.
+        WeightsError: the weights cannot be compared, so the gate is omitted.
+        _OtherTrainingError: the run is another training, so the gate breaks.
     """
     record, control = case.record, case.control
     if control["final"] is None:
@@ -244,7 +244,7 @@ def _compare_weights(case: Case) -> WeightGap:
         raise _OtherTrainingError(
             f"the run started from {record['model']['path']}, the control from {start}"
         )
-    # Adapters begin with random numbers of their own, which lie beside the record.
+    # Adapters start from random numbers, which are saved beside the record.
     full = control["training"]["method"] == "full"
     origin = Path(start) if full else case.control_folder / STARTING_ADAPTER
     if origin.is_file() and not same_weights(case.folder / STARTING_ADAPTER, origin):
@@ -253,7 +253,7 @@ def _compare_weights(case: Case) -> WeightGap:
 
 
 def judge_data(case: Case, judgement: Judgement) -> None:
-    """Gate the rows: the same in each global step, and no row on two ranks."""
+    """Gate the rows: the same rows in each global step, and no row on two ranks."""
     record, control = case.record, case.control
     ids, wanted = record["sample_ids"], control["sample_ids"]
     if not wanted:
@@ -292,7 +292,7 @@ def judge_data(case: Case, judgement: Judgement) -> None:
 def judge_evaluation(case: Case, judgement: Judgement) -> None:
     """Gate the losses of evaluations after up to `GATED_STEPS` steps, by absolute distance.
 
-    The gap is that of every evaluation that both have.
+    The gap covers every evaluation that both runs have.
     """
     control, limit = case.control, case.limit
     wanted = {evaluated["step"]: evaluated for evaluated in control["evaluation"] or []}
@@ -340,7 +340,7 @@ def judge_evaluation(case: Case, judgement: Judgement) -> None:
 
 
 def rank_problem(ranks: list[list[Any]], num_processes: int) -> str | None:
-    """Say what is wrong with the rows that the ranks read in one step; None for nothing."""
+    """Name the fault in the rows that the ranks read in one step; None where there is none."""
     if len(ranks) != num_processes:
         return f"rows of {len(ranks)} ranks were recorded, there are {num_processes}"
     if not any(ranks):
@@ -374,6 +374,6 @@ def _relative(value: float, reference: float) -> float:
 
 
 def _largest(gaps: Iterable[float]) -> float:
-    """Return the largest absolute value, or NaN where one of them is: `max` would lose it."""
+    """Return the largest absolute value, or NaN if one value is NaN, which `max` could lose."""
     # A NaN sorts last.
     return max(map(abs, gaps), key=lambda size: (math.isnan(size), size))

@@ -1,4 +1,4 @@
-"""Text of a picture, measured in pixels, so that it stays where it has room."""
+"""Text of a picture, measured in pixels so that it fits its place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from toolkit.escaping import one_line
 
 ELLIPSIS: Final = "…"
 LONGEST: Final = 1000
-"""Letters beyond which nobody reads; measuring them takes time."""
+"""Most letters of a text; longer ones are unreadable, and measuring them takes time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +59,8 @@ class Ruler:
         """Return the first size of a font at which `text` fits, and its lines there.
 
         Args:
-            sizes: Pixels of a font -> lines that there is room for, the largest font first. At the
-                last one the text is cut.
+            sizes: Pixels of a font -> number of lines that fit, the largest font first. At the last
+                size the text is cut.
         """
         pixels, lines = 0, [""]
         for pixels, most in sizes.items():

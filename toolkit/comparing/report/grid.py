@@ -1,4 +1,4 @@
-"""Tables of a report as plain text, before a page is made of them: every gap has its reason."""
+"""Tables of a report as plain text, before rendering: every empty cell has its reason."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Column:
 
     name: str
     cell: Callable[[Row], str | None]
-    """Returns None, or n/a, where there is nothing to show."""
+    """Returns None, or n/a, where the run has no value."""
 
     field: str
-    """Where `not_measured` has the reason."""
+    """Key under which `not_measured` has the reason."""
 
     otherwise: str | None = None
-    """What its being null says by itself."""
+    """Reason shown for a null that `not_measured` does not explain."""
 
 
 RUN: Final = "run"
@@ -43,7 +43,7 @@ def columns_of(table: Table, *, control: Control | None = None) -> list[Column]:
     """Return the columns of a table that are declared in `records`.
 
     Args:
-        control: The cells of its row say so instead of a distance from itself.
+        control: The cells of its row say `control` instead of a distance from itself.
     """
     return [
         Column(fact.column, partial(_shown, path, fact.unit, control), path, fact.null_means)
@@ -59,10 +59,10 @@ def _shown(path: str, unit: Unit, control: Control | None, row: Row) -> str:
 def grid(
     rows: Sequence[Row], columns: Sequence[Column], *, text: str = "", drop_empty: bool = False
 ) -> Section:
-    """Return a line for each run, and below why cells are `n/a`: the same reason once.
+    """Return a line for each run, and below the reasons of `n/a` cells, each reason once.
 
     Args:
-        drop_empty: Leave out the columns in which no run has anything.
+        drop_empty: Leave out columns in which no run has a value.
     """
     lines = {column: [column.cell(row) or NOT_AVAILABLE for row in rows] for column in columns}
     shown = [
@@ -90,12 +90,12 @@ def grid(
 def missing_lines(
     missing: Sequence[tuple[Row, str, str]], *, runs: int, columns: int = 0
 ) -> list[str]:
-    """Say why cells are `n/a`, the same reason once.
+    """Say why cells are `n/a`, each reason once.
 
     Args:
-        missing: Run, column and reason of each.
-        runs: Of the table: a reason that holds for all of them names none.
-        columns: Of the table, to say `all` for all of them; 0 to name them anyway.
+        missing: Run, column and reason of each cell.
+        runs: Number of runs in the table; a reason that holds for all of them names none.
+        columns: Number of columns in the table, to write `all`; 0 to name each column.
     """
     by_reason: dict[str, dict[str, list[str]]] = {}
     for row, column, reason in missing:

@@ -1,4 +1,4 @@
-"""GitHub markdown, with whatever a run or a user wrote as words and nothing else."""
+"""GitHub markdown, in which text from a run or a user is never markup."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SPECIAL: Final = re.compile(r"([\\`*\[\]|~#])")
 
 
 def section_text(section: Section) -> str:
-    """Return a section: its words, which are ours, its table and its notes."""
+    """Return a section: its text, which is the toolkit's and not escaped, its table and notes."""
     notes = bullets([escaped(note) for note in section.notes])
     return "\n\n".join(filter(None, (section.text, table(section.header, section.rows), notes)))
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table, empty without a row; no cell is."""
+    """Return a table, or an empty text without a row; no cell is empty."""
     if not rows:
         return ""
     lines = [
@@ -42,13 +42,13 @@ def bullets(lines: Sequence[str]) -> str:
 
 
 def escaped(text: str) -> str:
-    """Return `text` as words on one line, whatever is in it."""
+    """Return `text` as words on one line, with all markup escaped."""
     line = " ".join(plain(text).split())
     return SPECIAL.sub(r"\\\1", html.escape(line, quote=False))
 
 
 def fenced(text: str, *, language: str = "text") -> str:
-    """Return `text` in a fence that nothing inside it can close."""
+    """Return `text` in a fence that no text inside can close."""
     text = plain(text)
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)

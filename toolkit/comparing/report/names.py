@@ -23,7 +23,7 @@ def without_engine(name: str, *, strategy: str, engine: str) -> str:
 
 
 def for_readers(results: Results) -> Results:
-    """Return a copy with the names that readers see; made twice, it stays the same."""
+    """Return a copy with the names that readers see; a second call changes nothing more."""
     if both_engines(row["engine"] for row in results["runs"]):
         return results
     names = {row["name"]: _short(row) for row in results["runs"]}
@@ -42,7 +42,7 @@ def for_readers(results: Results) -> Results:
 
 
 def renamed(row: Row) -> Row:
-    """Return a run with the name that readers see where one engine ran."""
+    """Return a run with the name that readers see where only one engine ran."""
     name = _short(row)
     broken = [{**gate, "name": name} for gate in row["broken"]]
     return cast("Row", {**row, "name": name, "broken": broken})
@@ -53,7 +53,7 @@ def _short(row: Row) -> str:
 
 
 def _in_text(text: str, names: Mapping[str, str]) -> str:
-    """Return a text with names of runs made short; those of folders stay."""
+    """Return a text with names of runs shortened; names of folders stay."""
     for name, short in names.items():
         text = re.sub(rf"(?<![\w/.-]){re.escape(name)}(?![\w/.-])", lambda _, s=short: s, text)
     return text

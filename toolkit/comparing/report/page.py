@@ -1,7 +1,7 @@
 """`report.html`: one file that opens offline, on a phone too, in light and in dark.
 
-The template escapes whatever is put into it; figures alone come in as they are, from an XML writer
-that has escaped their text. The page forbids itself scripts and the network.
+The template escapes all inserted text. Only figures are inserted unescaped, since the XML writer
+has escaped their text. The page forbids scripts and network access.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EXPONENT: Final = re.compile(r"(\d[\d.]*e[+-]\d+)")
 
 
 def render_page(results: Results) -> str:
-    """Return the page; redacted results are what it should be given."""
+    """Return the page; the caller should pass redacted results."""
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
@@ -73,7 +73,7 @@ def render_page(results: Results) -> str:
 
 
 def _coded(text: str) -> str:
-    """Return our own words escaped, with code where they have backticks."""
+    """Return the toolkit's text escaped, with code where it has backticks."""
     from markupsafe import Markup
 
     pieces = text.split("`")
@@ -83,7 +83,7 @@ def _coded(text: str) -> str:
 
 
 def _whole(text: str) -> str:
-    """Return words escaped, in which no number breaks at its exponent's sign."""
+    """Return text escaped, in which no number breaks at its exponent's sign."""
     from markupsafe import Markup, escape
 
     pieces = [escape(piece) for piece in EXPONENT.split(text)]
@@ -92,7 +92,7 @@ def _whole(text: str) -> str:
 
 
 def _runs(results: Results) -> dict[str, Any]:
-    """Return the main table with the run's name in one column, and what each run is to it."""
+    """Return the main table with the run's name in one column, and the role of each run."""
     table = runs_table(results)
     status = list(table.header).index("status")
     between = [at for at, name in enumerate(table.header[:status]) if name == "processes"]

@@ -1,7 +1,7 @@
 """`report.png`: a comparison as one picture, for a chat or a slide.
 
-It is 1200 x 630 pixels, as chats show a link's picture, in the page's own light colours. Numbers
-and names come from `results.json` alone; whatever is longer than its place is cut.
+It is 1200 x 630 pixels, as chats show a link's picture, in the page's light colours. Numbers and
+names come from `results.json` alone; a text that is longer than its place is cut.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DPI: Final = 100
 
 MARGIN: Final = 36
 TOP: Final = 222
-"""Where the two cards begin, from above."""
+"""Upper edge of the two cards, from the top."""
 
 BOTTOM: Final = 576
 LEFT_CARD: Final = (MARGIN, 604)
@@ -50,11 +50,11 @@ RIGHT_CARD: Final = (628, WIDTH - MARGIN)
 PADDING: Final = 20
 
 VERDICT_SIZES: Final = {40: 3, 36: 3, 30: 4, 26: 5, 24: 5}
-"""Pixels of the verdict's font -> lines."""
+"""Pixels of the verdict's font -> number of lines."""
 
 MOST_BARS: Final = 12
 MOST_CURVES: Final = 8
-"""Curves that are named; all are drawn."""
+"""Most curves that are named; all are drawn."""
 
 SEEN: Final = 0.01
 """Share of the axis by which two curves must be apart to be seen as two."""
@@ -79,7 +79,7 @@ INSTEAD_OF_BAR: Final = {
     "oom": "out of memory",
     "timeout": "gave no answer in time",
 }
-"""By the status of a run; other statuses stand for themselves."""
+"""Text in place of a bar, by the status of a run; other statuses are shown as they are."""
 
 
 def write_picture(folder: Path) -> Path:
@@ -87,7 +87,7 @@ def write_picture(folder: Path) -> Path:
 
     Raises:
         UsageError: there are no results to read, or matplotlib is not installed.
-        OSError: the folder takes no files.
+        OSError: the folder is not writable.
     """
     check_installed("matplotlib")
     path = folder / PICTURE_FILE
@@ -96,7 +96,7 @@ def write_picture(folder: Path) -> Path:
 
 
 def render_picture(results: Results) -> bytes:
-    """Return the PNG; redacted results are what it should be given."""
+    """Return the PNG; the caller should pass redacted results."""
     results = for_readers(results)
     with drawing("picture"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -113,13 +113,13 @@ def render_picture(results: Results) -> bytes:
         _losses(sheet)
         _footer(sheet)
         stream = io.BytesIO()
-        # Without matplotlib's version in it, the same data give the same bytes.
+        # Without matplotlib's version in the file, the same data give the same bytes.
         figure.savefig(stream, format="png", dpi=DPI, metadata={"Software": None})
     return stream.getvalue()
 
 
 def page_colours() -> dict[str, str]:
-    """Return the page's light colours by the names that its style gives them."""
+    """Return the page's light colours by their names in its style."""
     style = STYLE.read_text(encoding="utf-8")
     light = style[: style.index("}")]
     return dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6,8})\b", light))
@@ -127,10 +127,10 @@ def page_colours() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sheet:
-    """The picture while it is drawn. Places are pixels from the upper left corner."""
+    """The picture while it is drawn. Positions are pixels from the upper left corner."""
 
     axes: Any
-    """Of matplotlib, as large as the picture; one of its units is a pixel."""
+    """matplotlib axes as large as the picture; one unit is a pixel."""
 
     ruler: Ruler
     colours: dict[str, str]
@@ -173,7 +173,7 @@ class Sheet:
 
 
 def _header(sheet: Sheet) -> None:
-    """The facts of the comparison in one muted line, and the verdict beneath."""
+    """Draw the facts of the comparison in one muted line, and the verdict beneath."""
     room = WIDTH - 2 * MARGIN
     sheet.text(MARGIN, 32, sheet.ruler.cut(_facts(sheet.results), 20, room), 20, colour="muted")
     size, lines = sheet.ruler.fit(verdict(sheet.results), VERDICT_SIZES, room, bold=True)
@@ -182,7 +182,7 @@ def _header(sheet: Sheet) -> None:
 
 
 def _facts(results: Results) -> str:
-    """Say what was compared and where, as far as the results know it."""
+    """Describe model, settings and machine of the comparison, as far as the results have them."""
     facts = ["toolkit compare"]
     model = results["fixed"].get("model")
     if model:
@@ -217,22 +217,22 @@ def _card(sheet: Sheet, card: tuple[int, int], title: str, below: str = "") -> N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarColumn:
-    """A number of every run, and its bar."""
+    """A column with a number and a bar for every run."""
 
     head: str
     colour: str
     read: Callable[[Row], int | None]
-    """Returns bytes."""
+    """Returns the bytes of a run."""
 
     thickness: float
-    """Of its bar, as a share of the line's height."""
+    """Thickness of a bar, as a share of the line's height."""
 
 
 STATES: Final = BarColumn(head="states", colour="part-0", read=states_of, thickness=0.34)
 
 
 def _columns(results: Results) -> list[BarColumn]:
-    """Return the states, and the peak where there is one: the device's or, rehearsed, counted."""
+    """Return columns for states and, if known, the peak: the device's, or rehearsed, the counted."""
     if results["rehearsal"] and not counts_peaks(results):
         return [STATES]
     read = counted_peak if results["rehearsal"] else peak_of
@@ -241,18 +241,18 @@ def _columns(results: Results) -> list[BarColumn]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarLayout:
-    """Where the lines of the memory card are, a line a run; places are pixels."""
+    """Layout of the memory card, one line per run; positions are pixels."""
 
     columns: list[BarColumn]
     top: float
     pitch: float
     font: float
     start: float
-    """Where bars begin."""
+    """Left edge of the bars."""
 
     per_byte: float
     divisor: int
-    """Bytes of the unit."""
+    """Bytes in the unit."""
 
     def middle(self, number: int) -> float:
         return self.top + (number + 0.5) * self.pitch
@@ -263,7 +263,7 @@ class BarLayout:
 
 
 def _memory(sheet: Sheet) -> None:
-    """Draw a line a run: its name, its bars, and what they come to."""
+    """Draw one line per run: its name, its bars, and their numbers."""
     runs, columns = sheet.results["runs"], _columns(sheet.results)
     sizes = [count for row in runs for bar in columns if (count := bar.read(row)) is not None]
     unit, divisor = unit_of(max(sizes, default=1))
@@ -312,7 +312,7 @@ def _heads(sheet: Sheet, layout: BarLayout) -> None:
 
 
 def _line(sheet: Sheet, layout: BarLayout, row: Row, number: int) -> None:
-    """Draw a run's bars and numbers, or why there are none."""
+    """Draw a run's bars and numbers, or the reason why there are none."""
     y = layout.middle(number)
     counts = [column.read(row) for column in layout.columns]
     if all(count is None for count in counts):
@@ -321,7 +321,7 @@ def _line(sheet: Sheet, layout: BarLayout, row: Row, number: int) -> None:
         colour = "muted" if row["status"] in ("ok", "skipped") else "bad"
         sheet.text(layout.start, y, words, layout.font, colour=colour)
         return
-    # The last bar is the thickest: those before it are drawn upon it.
+    # The last bar is the thickest, so the earlier ones are drawn on top of it.
     for place, column in reversed([*enumerate(layout.columns)]):
         count = counts[place]
         text = NOT_AVAILABLE if count is None else _short(count / layout.divisor)
@@ -332,7 +332,7 @@ def _line(sheet: Sheet, layout: BarLayout, row: Row, number: int) -> None:
 
 
 def _short(value: float) -> str:
-    """Return a number with three digits that count."""
+    """Return a number with three significant digits."""
     return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
 
@@ -342,7 +342,7 @@ def _nothing(sheet: Sheet, card: tuple[int, int], words: str) -> None:
 
 
 def _losses(sheet: Sheet) -> None:
-    """Draw the loss of each optimizer step, a curve a run."""
+    """Draw the loss of each optimizer step, one curve per run."""
     curves = [(row, losses) for row in sheet.results["runs"] if (losses := _finite(row))]
     bundles = _bundles([losses for _, losses in curves])
     _card(sheet, RIGHT_CARD, "Training loss", _gap(sheet, bundles))
@@ -375,13 +375,13 @@ def _losses(sheet: Sheet) -> None:
 
 
 def _finite(row: Row) -> list[float]:
-    """Return the losses with NaN for those that cannot be drawn; none where all are such."""
+    """Return the losses, with NaN for those that cannot be drawn; empty if none can."""
     losses = [loss if math.isfinite(loss) else math.nan for loss in row["losses"] or ()]
     return [] if all(map(math.isnan, losses)) else losses
 
 
 def _bundles(curves: list[list[float]]) -> list[list[int]]:
-    """Return the numbers of the curves in bundles of those that no eye could tell apart."""
+    """Return the numbers of the curves, grouped by curves that look the same."""
     drawn = [loss for losses in curves for loss in losses if math.isfinite(loss)]
     seen = SEEN * (max(drawn, default=0) - min(drawn, default=0))
     bundles: list[list[int]] = []
@@ -389,7 +389,7 @@ def _bundles(curves: list[list[float]]) -> list[list[int]]:
         for bundle in bundles:
             first = curves[bundle[0]]
             gaps = [abs(loss - its) for loss, its in zip(losses, first, strict=False)]
-            # A NaN is never within the limit, so that a curve with one stands alone.
+            # A NaN is never within the limit, so a curve with a NaN forms a group by itself.
             if len(first) == len(losses) and all(gap <= seen for gap in gaps):
                 bundle.append(number)
                 break
@@ -399,13 +399,13 @@ def _bundles(curves: list[list[float]]) -> list[list[int]]:
 
 
 def _dashes(bundle: list[int], number: int) -> tuple[float, tuple[float, float]]:
-    """Return dashes that leave room for those of the other curves: the colours take turns."""
+    """Return dashes with gaps for those of the other curves, so that the colours alternate."""
     others = len(bundle) - 1
     return (bundle.index(number) * -DASH, (DASH, others * DASH))
 
 
 def _gap(sheet: Sheet, bundles: list[list[int]]) -> str:
-    """Say how far the curves are apart, and why one that is drawn may not be seen alone."""
+    """Say how far the curves are apart, and why a curve may be hidden by others."""
     gaps = [gap["max"] for row in sheet.results["runs"] if (gap := row["loss_gap"]) is not None]
     words = ["curves coincide"] if len(bundles) == 1 and len(bundles[0]) > 1 else []
     if gaps and bundles:
@@ -414,7 +414,7 @@ def _gap(sheet: Sheet, bundles: list[list[int]]) -> str:
 
 
 def _legend(sheet: Sheet, rows: list[Row]) -> float:
-    """Name the curves in as many lines as they need, and return where the last one ends."""
+    """Name the curves in as many lines as needed, and return the lower end of the last line."""
     left, right, y = RIGHT_CARD[0] + PADDING, RIGHT_CARD[1] - PADDING, TOP + 92
     entries = [(row["name"], sheet.curve_colour(row)) for row in rows[:MOST_CURVES]]
     if len(rows) > MOST_CURVES:

@@ -1,7 +1,7 @@
-"""Presentable: a comparison without what must not leave the machine that made it.
+"""Redaction: remove the parts of a comparison that must not leave its machine.
 
-Reports are shown to others. Home folders become `~`, tokens and the values of environment variables
-go, and so does what a terminal or a browser would obey instead of show.
+Reports are shown to others. Home folders become `~`. Tokens and the values of environment variables
+are removed, and so are characters that a terminal or a browser would interpret instead of show.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from toolkit.records.results import Results
 from toolkit.redaction import REMOVED, VALUE, each_text, redact, redacted
 
 SETTINGS: Final = r"(?:CUDA|PYTORCH|TORCH|NCCL|GLOO|OMP|MKL)_"
-"""Variables that libraries name in their own advice (`try PYTORCH_CUDA_ALLOC_CONF=...`), and the
-one that the toolkit puts before a command."""
+"""Variables that libraries name in their advice (`try PYTORCH_CUDA_ALLOC_CONF=...`), and the one
+that the toolkit puts before a command."""
 
 TERMINAL: Final = re.compile(r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b.?")
 
@@ -27,8 +27,8 @@ HOMES: Final = re.compile(
     r"|[A-Za-z]:\\{1,2}Users\\{1,2}"
     r"(?:[^\\\s'\":;,]+(?: [^\\\s'\":;,]+){1,3}(?=\\)|[^\\\s'\":;,]+))"
 )
-"""Also below one folder (`/data/home/x`, `/c/Users/x`), but not below the host of a URL; a name on
-Windows has spaces where a backslash tells its end."""
+"""Home folders, also below one folder (`/data/home/x`, `/c/Users/x`), but not below the host of a
+URL. A name on Windows may have spaces if a backslash marks its end."""
 
 VARIABLES: Final = re.compile(rf"(\b(?!{SETTINGS})[A-Z][A-Z0-9]*_[A-Z0-9_]*=){VALUE}")
 
@@ -39,7 +39,7 @@ def redact_results(results: Results) -> Results:
 
 
 def clean(text: str) -> str:
-    """Return `text` without homes, secrets, values of variables and unseen characters."""
+    """Return `text` without home folders, secrets, values of variables and invisible characters."""
     return redact(_portable(text))
 
 

@@ -1,4 +1,4 @@
-"""Every report of a comparison, made from its `results.json` alone."""
+"""Rendering of every report of a comparison from its `results.json` alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write_reports(folder: Path) -> list[Path]:
 
     Raises:
         UsageError: there are no results to read.
-        OSError: the folder takes no files.
+        OSError: the folder is not writable.
     """
     results = redact_results(read_results(folder))
     made = {
@@ -54,7 +54,7 @@ def remake(folder: Path, *, console: Console, show_speed: bool = False) -> None:
 
 
 def remake_picture(folder: Path, *, console: Console) -> None:
-    """Write the comparison as one picture, and nothing else.
+    """Write only the picture of the comparison.
 
     Raises:
         UsageError: the folder holds no comparison, or matplotlib is not installed.
@@ -67,7 +67,7 @@ def comparison_in(folder: Path) -> Results:
     """Read the comparison that the user named.
 
     Raises:
-        UsageError: the folder holds none.
+        UsageError: the folder holds no comparison.
     """
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder. Name the folder of a comparison.")

@@ -1,4 +1,4 @@
-"""Facts of a row: its part in the comparison, its sums, and why a value of it is null."""
+"""Facts of a row: its role in the comparison, its sums, and the reasons for null values."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from toolkit.records.results import Control, Results, Row
 from toolkit.strategies import STRATEGIES
 
 BASELINE: Final = "ddp"
-"""The strategy whose speed is called 1, where it ran."""
+"""The strategy whose speed is 1 in the column of relative speeds, where it ran."""
 
 
 def listed(rows: Sequence[Row]) -> str:
-    """Return the names of one run or more: `ddp, zero1 and fsdp`."""
+    """Return the names of one or more runs as a list: `ddp, zero1 and fsdp`."""
     *before, last = (row["name"] for row in rows)
     return f"{', '.join(before)} and {last}" if before else last
 
@@ -36,9 +36,9 @@ def control_name(results: Results) -> str | None:
 
 
 def baseline(results: Results) -> Row | None:
-    """Return the run whose speed is called 1: DDP's, else the control's, else none.
+    """Return the run whose speed is set to 1: DDP's, else the control's, else None.
 
-    Of several of DDP's it is the first of those with the most processes.
+    Among several runs of DDP, it is the first of those with the most processes.
     """
     fast = [row for row in results["runs"] if row["tokens_per_second"]]
     parallel = [row for row in fast if row["strategy"] == BASELINE]
@@ -55,7 +55,7 @@ def ratio(row: Row, base: Row | None) -> float | None:
 
 
 def measured(results: Results) -> list[Row]:
-    """Return the runs that came to their end."""
+    """Return the runs that ended well."""
     return [row for row in results["runs"] if row["status"] == "ok"]
 
 
@@ -79,7 +79,7 @@ def states_of(row: Row | RankMemory) -> int | None:
 
 
 def peak_of(row: Row) -> int | None:
-    """Return the device's peak, in a rehearsal the host's."""
+    """Return the device's peak in bytes; in a rehearsal the host's."""
     memory = row["memory"]
     if memory is None:
         return None
@@ -97,12 +97,12 @@ def offloads(row: Row) -> bool:
 
 
 def host_in_peak(row: Row) -> bool:
-    """Whether the counted peak has offloaded states in it: the host is a rehearsal's device."""
+    """Whether the counted peak includes offloaded states: in a rehearsal the host is the device."""
     return row["rehearsal"] and offloads(row)
 
 
 def host_in_peak_lines(rows: Sequence[Row]) -> list[str]:
-    """Say whose counted peak would be smaller on a GPU; nothing where there is none."""
+    """Name the runs whose counted peak would be smaller on a GPU; no line without any."""
     names = dict.fromkeys(
         row["name"] for row in rows if counted_peak(row) is not None and host_in_peak(row)
     )
@@ -115,23 +115,23 @@ def host_in_peak_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def counts_peaks(results: Results) -> bool:
-    """Whether this is a rehearsal that counted what its tensors come to at their fullest."""
+    """Whether this is a rehearsal that counted its tensors at their fullest moment."""
     return results["rehearsal"] and any(row["peak"] for row in results["runs"])
 
 
 def peak_field(row: Row, *, counted: bool = False) -> str:
-    """Return the field that a run's peak is read from."""
+    """Return the field that holds a run's peak."""
     if counted:
         return "peak"
     return "memory.host_peak_bytes" if row["rehearsal"] else "memory.peak_bytes"
 
 
 def reason_for(row: Row, field: str, *, otherwise: str | None = None) -> str:
-    """Return why a run has no value there, from what it left under `not_measured`.
+    """Return the reason in `not_measured` why a run has no value in `field`.
 
     Args:
-        field: As there, with dots: `memory.peak_bytes`; what holds for `memory` holds for it too.
-        otherwise: What its being null says by itself.
+        field: Path with dots: `memory.peak_bytes`; a reason for `memory` holds for it too.
+        otherwise: Reason for a null that `not_measured` does not explain.
     """
     name = field
     while name:
@@ -146,7 +146,7 @@ def reason_for(row: Row, field: str, *, otherwise: str | None = None) -> str:
 def predicted_peak(row: Row, *, counted: bool = False) -> tuple[int, int] | None:
     """Return both ends of the peak that the planner expects, bytes on the device.
 
-    `counted` is that of the tensors alone, in the step that was counted.
+    With `counted`, it is the peak of the tensors alone, in the step that was counted.
     """
     ends = row["predicted"]["counted_bytes" if counted else "peak_bytes"]
     return (ends["low"], ends["high"]) if ends else None
@@ -157,7 +157,7 @@ def why_not_predicted(row: Row) -> str:
 
 
 def planner_word(row: Row) -> str:
-    """Say what the planner expected of a run's peak, and by how much that is more than it had."""
+    """Give the planner's expected peak of a run, and by how much it exceeds the memory."""
     peak = predicted_peak(row)
     if peak is None:
         return why_not_predicted(row)

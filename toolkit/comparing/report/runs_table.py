@@ -1,7 +1,7 @@
-"""The table of the runs, and the one beneath it of what their speed comes to.
+"""The table of the runs, and beneath it the table of their arithmetic and cost.
 
-Control and baseline are named; a strategy that ran out of memory keeps its row, with what the
-planner expected of it.
+Control and baseline are named. A strategy that ran out of memory keeps its row, with the planner's
+expectation.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from toolkit.records.results import Control, Results, Row
 MEASURED: Final = ("states", "peak memory", "final loss", "gap")
 
 EVALUATED: Final = ("eval loss", "perplexity")
-"""Columns of a comparison that evaluates: of each run's last evaluation."""
+"""Columns of a comparison that evaluates; they show each run's last evaluation."""
 
 NOTICEABLE: Final = 1.02
-"""A quotient of two sizes from which they are told apart."""
+"""Quotient of two sizes from which they count as different."""
 
 BEYOND_STATES: Final = {
     "parameters": "weights gathered for a moment",
@@ -58,23 +58,23 @@ BEYOND_STATES: Final = {
     "activations": "activations",
     "other": "buffers and temporaries",
 }
-"""What is alive at the fullest moment beyond the states, by the category that it is counted in.
+"""Tensors alive at the fullest moment beyond the states, by category.
 
-Its order is that of `PEAK_CATEGORIES`: of stacked bars and of columns in `results.csv`.
+The order is that of `PEAK_CATEGORIES`, of stacked bars and of columns in `results.csv`.
 """
 
 
 def cells(row: Row, control: Control | None, *, counted: bool = False) -> dict[str, str]:
-    """Return the table's cells of one run by column; none is empty.
+    """Return the table's cells of one run by column; no cell is empty.
 
     Args:
-        counted: The peak is that of the counted tensors, not the device's or the host's.
+        counted: Show the peak of the counted tensors, not that of the device or the host.
     """
     step = row["step_seconds"]
     gap = row["loss_gap"]
     held = counted_peak(row) if counted else peak_of(row)
     peak, expected = size(held), predicted_peak(row)
-    # The planner's is a device's: in a rehearsal it would stand among the peaks of a host.
+    # The planner's peak is of a device; a rehearsal shows peaks of the host.
     if held is None and row["status"] == "oom" and expected is not None and not row["rehearsal"]:
         peak = f"predicted {size_between(*expected)}"
     return {
@@ -91,10 +91,10 @@ def cells(row: Row, control: Control | None, *, counted: bool = False) -> dict[s
 
 
 def runs_table(results: Results, *, speed: bool | None = None) -> Section:
-    """Return the main table; the engine is a column where both ran, as are unlike processes.
+    """Return the main table; engine and number of processes are columns where they differ.
 
     Args:
-        speed: Whether it shows speeds; None: only where they are those of GPUs.
+        speed: Whether to show speeds; None to show them only for runs on GPUs.
     """
     runs, base, counted = results["runs"], baseline(results), counts_peaks(results)
     speed = not results["rehearsal"] if speed is None else speed
@@ -117,23 +117,23 @@ def runs_table(results: Results, *, speed: bool | None = None) -> Section:
         [
             *_table_notes(results, base if speed else None),
             *peaks_out_of_order(results),
-            # No `every run` here: the reader looks for a name.
+            # Name the runs rather than write `every run`: the reader looks for a name.
             *missing_lines(missing, runs=0, columns=len(measured)),
         ],
     )
 
 
 def _naming_columns(runs: Sequence[Row]) -> list[str]:
-    """Return the columns that tell the runs from each other."""
+    """Return the columns that identify the runs."""
     counts = {row["num_processes"] for row in runs if row["strategy"] != "single"}
     engines = ["engine"] if both_engines(row["engine"] for row in runs) else []
     return ["strategy", *engines, *(["processes"] if len(counts) > 1 else [])]
 
 
 def _measured_columns(results: Results, base: Row | None, *, speed: bool) -> dict[str, str | None]:
-    """Return the columns right of the status, and where `not_measured` has the reason of each.
+    """Return the columns right of the status, each with its key in `not_measured`.
 
-    None stands for the peak's, which depends on the run.
+    The key is None for the peak, whose field depends on the run.
     """
     columns: dict[str, str | None] = {}
     if speed:
@@ -162,7 +162,7 @@ def _all_cells(row: Row, results: Results, base: Row | None) -> dict[str, str]:
 
 
 def _table_notes(results: Results, base: Row | None) -> list[str]:
-    """Name control and baseline, what the column of the peak is, and what was predicted instead."""
+    """Return notes on control and baseline, the column of the peak, and predicted values in it."""
     lines: list[str] = []
     control, name, runs = results["control"], control_name(results), results["runs"]
     if control is not None and name is not None:
@@ -186,12 +186,12 @@ def _table_notes(results: Results, base: Row | None) -> list[str]:
 
 
 def peaks_out_of_order(results: Results) -> list[str]:
-    """Say of each run whose peak is above that of runs with larger states what makes it so."""
+    """Explain, for each run, a peak above that of runs with larger states."""
     read = counted_peak if counts_peaks(results) else peak_of
     sizes = [
         (row, states, peak)
         for row in measured(results)
-        # What is offloaded counts as states, and on a GPU not in the peak.
+        # Offloaded states count as states, but on a GPU they are not in the peak.
         if not offloads(row)
         and (states := states_of(row)) is not None
         and (peak := read(row)) is not None
@@ -212,7 +212,7 @@ def peaks_out_of_order(results: Results) -> list[str]:
 
 
 def _largest_extra(row: Row, lower: Row) -> str:
-    """Say in which category a run's peak exceeds its states by more than the other run's does."""
+    """Name the category beyond the states in which a run exceeds the other run most."""
     ours, theirs = _beyond_states(row), _beyond_states(lower)
     extras = {name: count - theirs.get(name, 0) for name, count in ours.items()}
     most = max(extras, key=lambda name: extras[name], default=None)
@@ -222,7 +222,7 @@ def _largest_extra(row: Row, lower: Row) -> str:
 
 
 def _beyond_states(row: Row) -> dict[str, int]:
-    """Return the bytes of the fullest moment that are no states, by category."""
+    """Return the bytes at the fullest moment that are not states, by category."""
     peak = row["peak"]
     if peak is None:
         return {}
@@ -237,7 +237,7 @@ def _times(row: Row, base: Row | None) -> str:
 
 
 def speed_and_cost(results: Results) -> Section | None:
-    """Return what the speed comes to in arithmetic and money; None where no run has any of it."""
+    """Return arithmetic and cost of the runs; None where no run has either."""
     runs, declared = results["runs"], columns_of("speed")
     if all(column.cell(row) == NOT_AVAILABLE for row in runs for column in declared):
         return None
@@ -251,7 +251,7 @@ def speed_and_cost(results: Results) -> Section | None:
 
 
 def _conventions(results: Results) -> list[str]:
-    """Say once how arithmetic was counted and what the price was."""
+    """Give the convention for counting arithmetic, and the price, once for all runs."""
     lines = [
         "Tokens/s counts all tokens of the packed rows, supervised tokens/s those that are "
         "trained on."

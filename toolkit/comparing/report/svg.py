@@ -1,7 +1,7 @@
-"""SVG: from a matplotlib figure to a part of a page, in the page's own colours.
+"""SVG: turn a matplotlib figure into a part of a page, in the page's colours.
 
-matplotlib knows no themes, so figures are drawn in colours that stand for others: each is replaced
-by the CSS variable that the page sets for light and for dark.
+matplotlib has no themes, so figures are drawn in placeholder colours. Each is replaced by the CSS
+variable that the page sets for light and for dark.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ FAINT: Final = "#010204"
 PAPER: Final = "#010205"
 
 SERIES: Final = tuple(f"#0102{number:02x}" for number in range(0x10, 0x18))
-"""Runs, told apart by hue."""
+"""Colours of runs, distinguished by hue."""
 
 PARTS: Final = tuple(f"#0102{number:02x}" for number in range(0x20, 0x26))
-"""Parts of a bar."""
+"""Colours of the parts of a bar."""
 
 VARIABLES: Final = {
     INK: "var(--ink)",
@@ -58,20 +58,20 @@ SETTINGS: Final[dict[str, Any]] = {
 
 @contextmanager
 def drawing(name: str) -> Generator[None]:
-    """Within, figures are drawn for the page: the same data give the same bytes."""
+    """Set up matplotlib to draw for the page, so that the same data give the same bytes."""
     import matplotlib as untyped
 
     settings = SETTINGS | {"svg.hashsalt": name}
     with cast("Any", untyped).rc_context(settings), warnings.catch_warnings():
-        # The reader's fonts count; those here only measure, and need not hold every letter.
+        # The page is shown in the reader's fonts; those here only measure and may lack letters.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         yield
 
 
 def inline(figure: Any, *, name: str, title: str) -> str:
-    """Return the figure as an `<svg>` for a page, named for those who cannot see it.
+    """Return the figure as an `<svg>` for a page, with a title for screen readers.
 
-    `name` is put before every id, since a page has many figures and one space of ids.
+    `name` is put before every id, since all figures of a page share one namespace of ids.
     """
     stream = io.StringIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -83,7 +83,7 @@ def inline(figure: Any, *, name: str, title: str) -> str:
         element.attrib.clear()
         element.attrib.update({key: _attribute(key, attributes[key], name) for key in attributes})
     for defs in root.findall("defs"):
-        for style in defs.findall("style"):  # it would hold for all of the page
+        for style in defs.findall("style"):  # it would apply to the whole page
             defs.remove(style)
     width, height = (float(text) for text in root.attrib["viewBox"].split()[2:])
     root.attrib.update({"role": "img", "aria-label": title, "width": f"{width:g}"})

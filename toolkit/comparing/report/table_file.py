@@ -1,7 +1,7 @@
-"""`results.csv`: one line a run, for a spreadsheet or a data frame.
+"""`results.csv`: one line per run, for a spreadsheet or a data frame.
 
-Numbers are plain, with their unit in the name of the column. What was not measured is empty there,
-and the last column says why.
+Numbers are plain, with their unit in the name of the column. A value that was not measured is
+empty, and the last column has the reason.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from toolkit.records.results import Results, Row
 TABLE_FILE: Final = "results.csv"
 
 IN_PARTS: Final = ("step seconds", "difference", "interval")
-"""Units of values whose own fields are the columns."""
+"""Units of values whose fields are separate columns."""
 
 FORMULA: Final = ("=", "+", "-", "@", "\t", "\r", "\n", "|", "%", "＝", "＋", "－", "＠")
-"""With these a spreadsheet takes a cell for something to compute."""
+"""First characters with which a spreadsheet takes a cell for a formula."""
 
 
 def render_table(results: Results) -> str:
@@ -49,7 +49,7 @@ def render_table(results: Results) -> str:
 
 
 def csv_cell(value: Any) -> Any:
-    """Return a value as a cell: a spreadsheet computes nothing of it, and a line stays a line."""
+    """Return a value as a cell, safe from formulas in a spreadsheet and without line breaks."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -105,7 +105,7 @@ def _declared(row: Row) -> dict[str, Any]:
 
 
 def _over_ranks(row: Row) -> dict[str, int | None]:
-    """Return least and most of any rank; of a run that failed, from their last status."""
+    """Return least and most of any rank; for a failed run, from the ranks' last status."""
     ranks = row["per_rank"] or []
     bytes_of = {
         "states": [states_of(rank) for rank in ranks],

@@ -1,4 +1,4 @@
-"""A terminal or a notebook: lines without control characters or secrets, and the main table."""
+"""Terminal and notebook output: lines without control characters or secrets, the main table."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ SHORT: Final = {
     "final loss": "loss",
     "gap to the control": "gap",
 }
-"""Headings for which there is a shorter word."""
+"""Shorter words for headings."""
 
 WIDEST: Final = 13
-"""Letters beyond which a cell breaks into lines, as does a heading: the longest strategy's name."""
+"""Letters beyond which cells and headings break into lines: the longest strategy's name."""
 
 
 def plain(text: str) -> str:
-    """Return `text` without what would move the cursor or colour the screen."""
+    """Return `text` without characters that would move the cursor or colour the screen."""
     return CONTROL_CHARACTERS.sub("", text)
 
 
@@ -43,7 +43,7 @@ def print_line(text: str, *, console: Console) -> None:
 
 
 def tables(section: Section, *, width: int) -> list[Table]:
-    """Return the table of the runs, continued below itself where `width` letters are too few."""
+    """Return the table of the runs, split into several where `width` letters are too few."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
@@ -73,16 +73,16 @@ def tables(section: Section, *, width: int) -> list[Table]:
 
 
 def _width(column: Sequence[str]) -> int:
-    """Return the letters that a column needs for no short cell and no word to break."""
+    """Return the letters that a column needs so that no short cell and no word breaks."""
     words = [word for cell in column for word in cell.split()]
     short = [cell for cell in column if len(cell) <= WIDEST]
     return min(max(map(len, [*words, *short]), default=1), WIDEST)
 
 
 def _fitting(widths: Sequence[int], *, first: int, width: int, space: int) -> list[list[int]]:
-    """Deal the columns out to tables that fit; the `first`, which name the run, begin each.
+    """Distribute the columns over tables that fit; the `first` ones, with the run, begin each.
 
-    Widths are letters, as is the space between two columns.
+    Widths and the space between two columns are numbers of letters.
     """
     naming = list(range(first))
     dealt: list[list[int]] = [[*naming]]

@@ -1,4 +1,4 @@
-"""The verdict, one sentence for who decides, and the findings behind it, from the data alone."""
+"""The verdict in one sentence, and the findings behind it, from the data alone."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ REHEARSAL: Final = (
 
 
 class Conclusion(NamedTuple):
-    """An answer from the runs to one question, short and long; both empty where there is none."""
+    """A short and a long answer from the runs to one question; both empty where there is none."""
 
     clause: str
     """Part of the verdict."""
 
     sentence: str
-    """With the numbers."""
+    """Sentence with the numbers."""
 
 
 NOTHING: Final = Conclusion("", "")
 
 
 def verdict(results: Results) -> str:
-    """Say in one sentence what came out."""
+    """Summarise the result in one sentence."""
     rows, good, bad = results["runs"], measured(results), failed(results)
     if not good:
         text = "No run came to its end" if rows else "No run has ended yet"
@@ -69,7 +69,7 @@ def verdict(results: Results) -> str:
     text = ", and ".join(filter(None, ("; ".join(before), last)))
     if not results["complete"]:
         return f"Not finished yet: {text}."
-    # The name of a run keeps its letters.
+    # The name of a run keeps its capitalisation.
     if text.startswith(("all ", "both ", "no ")):
         text = f"{text[0].upper()}{text[1:]}"
     return f"{text}."
@@ -99,7 +99,7 @@ def _agreement(good: Sequence[Row], results: Results) -> Conclusion:
 
 
 def _judged(judged: Sequence[Row], unjudged: Sequence[Row], control: str) -> Conclusion:
-    """Say of runs whose gates held which were judged, and which gap to the control is largest."""
+    """Name the judged runs whose gates held, and the largest gap to the control."""
     names, runs = gate_names(judged), len(judged) + 1
     missing = sorted({gate for row in judged for gate in names if gate not in row["gates"]})
     except_for = f" (not judged everywhere: {', '.join(missing)})" if missing else ""
@@ -119,7 +119,7 @@ def _judged(judged: Sequence[Row], unjudged: Sequence[Row], control: str) -> Con
 
 
 def _speed(good: Sequence[Row], noise: Noise | None) -> Conclusion:
-    """Name the fastest run, and with it those that the noise does not tell from it."""
+    """Name the fastest run, and the runs that differ from it by no more than the noise."""
     speeds = sorted(
         (
             (speed, row)
@@ -150,13 +150,13 @@ def _speed(good: Sequence[Row], noise: Noise | None) -> Conclusion:
 
 
 def _memory(good: Sequence[Row], results: Results) -> Conclusion:
-    """Name the run with the least memory, beside DDP or the run with the most."""
+    """Name the run with the least memory, compared with DDP or the run with the most."""
     compared, read = good, peak_of
     if not results["rehearsal"]:
         unit = "a GPU at its peak"
         text = "{} needed the least memory ({} at its peak), {} the most ({})."
     elif counts_peaks(results):
-        # With the host for a device, offload makes no peak smaller, as it would on a GPU.
+        # With the host as device, offload does not lower the peak, as it would on a GPU.
         compared, read = [row for row in good if not host_in_peak(row)], counted_peak
         unit = "a process at its peak"
         text = (
@@ -186,7 +186,7 @@ def _memory(good: Sequence[Row], results: Results) -> Conclusion:
 
 
 def findings(results: Results) -> str:
-    """Say in a few sentences what the verdict rests on; empty where no run came to its end."""
+    """Give the reasons for the verdict in a few sentences; empty where no run ended well."""
     good = measured(results)
     if not good:
         return ""
@@ -198,7 +198,7 @@ def findings(results: Results) -> str:
 
 
 def broken_lines(results: Results) -> list[str]:
-    """Return every gate that broke, with what helps to find out why."""
+    """Return every gate that broke, with advice on finding the cause."""
     return [
         broken_sentence(gate) + (f" What helps: {row['fix']}" if row["fix"] else "")
         for row in results["runs"]
@@ -207,7 +207,7 @@ def broken_lines(results: Results) -> list[str]:
 
 
 def unjudged_lines(results: Results) -> list[str]:
-    """Return the gates that runs were not judged by, one line for each reason."""
+    """Return the gates that were not judged, one line for each reason."""
     by_reason: dict[str, dict[str, list[str]]] = {}
     for row in results["runs"]:
         if row["status"] != "ok" or is_control(row, results["control"]):

@@ -1,4 +1,4 @@
-"""Values in words: what a number of the results is in print, with its unit; none is empty."""
+"""Values in words: printed form of the results' numbers, with units; no text is empty."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DROPOUT_DIFFERS: Final = (
 
 
 def size(count: int | None) -> str:
-    """Return bytes in GiB (2^30), or MiB where that would be nearly nothing; a few as they are."""
+    """Return bytes in GiB (2^30), below 0.1 GiB in MiB, below 0.1 MiB in bytes."""
     if count is None:
         return NOT_AVAILABLE
     if 0 < abs(count) < 2**20 / 10:
@@ -35,7 +35,7 @@ def size_between(low: int, high: int) -> str:
 
 
 def unit_of(largest: float) -> tuple[str, int]:
-    """Return name and bytes of the unit for sizes up to the largest."""
+    """Return name and bytes of the unit for sizes up to `largest`."""
     return ("GiB", 2**30) if largest / 2**30 >= 0.1 else ("MiB", 2**20)
 
 
@@ -46,7 +46,7 @@ def number(value: float | None, form: str) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Return a time in seconds to three places at most, one of a few milliseconds in these."""
+    """Return a time in seconds with at most three decimals, below 0.1 s in milliseconds."""
     if value is not None and 0 < abs(value) < 0.1:
         return f"{1000 * value:.1f} ms"
     if value is None or value < 10:
@@ -55,7 +55,7 @@ def seconds(value: float | None) -> str:
 
 
 def share(value: float | None) -> str:
-    """Return a share in percent, with a place after the point below ten of them."""
+    """Return a share in percent, with one decimal below 10%."""
     return number(value, "{:.0%}" if value is not None and abs(value) >= 0.1 else "{:.1%}")
 
 
@@ -94,12 +94,12 @@ _IN_UNIT: Final[dict[Unit, Callable[[Any], str]]] = {
 
 
 def in_unit(value: Any, unit: Unit) -> str:
-    """Return a value of a declared field as it is printed."""
+    """Return the printed form of a value of a declared field."""
     return NOT_AVAILABLE if value is None else _IN_UNIT[unit](value)
 
 
 def flat(value: Any) -> str:
-    """Return a recorded value in one line, whatever it holds."""
+    """Return a recorded value of any type in one line."""
     if isinstance(value, dict):
         items = facts(cast("dict[str, Any]", value))
         return ", ".join(f"{name} {shown}" for name, shown in items) or "none"
@@ -111,7 +111,7 @@ def flat(value: Any) -> str:
 
 
 def facts(recorded: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return names and values as they are shown."""
+    """Return names and values in their printed form."""
     return [
         (
             name.removesuffix("_bytes").replace("_", " "),
@@ -122,7 +122,7 @@ def facts(recorded: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def method_in_words(training: Mapping[str, Any]) -> str:
-    """Say what a record's `training` trains."""
+    """Name the method and its settings from a record's `training`."""
     method = training["method"]
     if method == "full":
         return "full"
@@ -141,7 +141,7 @@ def method_in_words(training: Mapping[str, Any]) -> str:
 
 
 def dropout_in_words(training: Mapping[str, Any]) -> str | None:
-    """Say which dropout was set to 0, from a record's `training`; None where there was none."""
+    """Say which dropout was set to 0, from a record's `training`; None without dropout."""
     probabilities: dict[str, float] = training["own_dropout"]
     if training["dropout"] != "off" or not probabilities:
         return None
@@ -150,9 +150,9 @@ def dropout_in_words(training: Mapping[str, Any]) -> str | None:
 
 
 def switches_in_words(trainings: Sequence[Mapping[str, Any]]) -> str:
-    """Say which switches for speed were on, from the `training` of a record of each run.
+    """Say which switches for speed were on, from the `training` of each run's record.
 
-    Some are for one backend alone: what was not on in every run says so.
+    Some are for one backend only, so a switch that was not on in every run says so.
     """
     switches: list[dict[str, Any]] = [training["speed"]["on"] for training in trainings]
     texts: list[str] = []

@@ -1,7 +1,7 @@
 """The report as text: GitHub markdown for a file, a table for a terminal.
 
-Made from `results.json` alone, so it can be made again on another machine, or by a newer
-toolkit. Whatever a run or a user wrote is escaped before it becomes part of a page.
+It is made from `results.json` alone, so another machine or a newer toolkit can make it again. Text
+from a run or a user is escaped before it becomes part of a page.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def write_report(folder: Path) -> Path:
 
 
 def print_report(results: Results, *, console: Console, show_speed: bool = False) -> None:
-    """Print the table, what is missing in it, and the verdict.
+    """Print the table, its missing values, and the verdict.
 
     Args:
-        results: Of the comparison.
-        console: Where to.
+        results: Results of the comparison.
+        console: Console to print to.
         show_speed: Show the speeds of a rehearsal too.
     """
     from rich.text import Text
@@ -101,17 +101,17 @@ def render_markdown(results: Results) -> str:
 
 
 ELSEWHERE: Final = ("gates", "memory", "peak", "traffic", "evaluation", "eval_loss_gap", "samples")
-"""Fields whose reasons stand below tables that are not made from declared columns alone."""
+"""Fields whose reasons are below tables that have more than declared columns."""
 
 
 def not_measured(results: Results) -> list[str]:
-    """Name what no table has named already."""
+    """Return missing fields and reasons that no table has given."""
     tables = {*get_args(Table)} - (set() if speed_and_cost(results) else {"speed"})
     named = {*ELSEWHERE, "tokens_per_second", "step_seconds", "spread"} | {
         path.partition(".")[0] for path, fact in fields_of(Row) if fact.table in tables
     }
     of_all = results["not_measured"].items()
-    # How large a difference in speed means something stands among the limits.
+    # The noise is part of the limits section.
     lines = [f"{field}: {reason}" for field, reason in of_all if field != "noise"]
     return lines + [
         f"{row['name']}, {field}: {reason}"

@@ -1,4 +1,4 @@
-"""What a run made of its GPUs: arithmetic achieved, hours used, money spent."""
+"""Use of the GPUs by a run: arithmetic achieved, hours used, money spent."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ NO_PRICE: Final = "no price was given: --dollars-per-hour"
 def compute_of(
     record: Record, tokens_per_second: float | None
 ) -> tuple[Compute | None, dict[str, str]]:
-    """Return the arithmetic of a run, and why what is missing in it is.
+    """Return the arithmetic of a run, and the reason for each missing value.
 
-    The FLOPs are those of the convention and not those that were executed: what checkpointing
-    computes again does not count. The peak is the dense one, of the precision that was computed in.
-    `tokens_per_second` are those of all GPUs together, on packed rows of `max_length` tokens.
+    FLOPs follow the convention and are not the executed ones: recomputation by checkpointing does
+    not count. The peak is the dense one of the compute precision. `tokens_per_second` is the sum
+    over all GPUs, on packed rows of `max_length` tokens.
     """
     if record["rehearsal"]:
         return None, {"compute": "a rehearsal: a CPU has no rated peak here"}
@@ -55,7 +55,7 @@ def compute_of(
 
 
 def cost_of(row: Row, dollars_per_hour: float | None) -> tuple[Cost | None, dict[str, str]]:
-    """Return what one start of a run cost, and why what is missing in it is."""
+    """Return the cost of one start of a run, and the reason for each missing value."""
     num_processes, seconds = row["num_processes"], row["seconds"]
     if row["rehearsal"]:
         return None, {"cost": "a rehearsal used no GPU"}
@@ -82,7 +82,7 @@ def gpus_of(environment: dict[str, Any], count: int) -> list[tuple[str, int]]:
 
 
 def room_of(environment: dict[str, Any], count: int) -> int | None:
-    """Return the memory of the smallest of the first `count` GPUs; None without any."""
+    """Return the memory of the smallest of the first `count` GPUs; None without a GPU."""
     return min((memory for _, memory in gpus_of(environment, count)), default=None)
 
 
@@ -90,7 +90,7 @@ def _peak_flops(name: str, record: Record) -> float:
     """Return the dense peak of the GPU that NVML calls `name`, in FLOP/s.
 
     Raises:
-        UsageError: it is not in the planner's table, or has no such rate.
+        UsageError: the GPU is not in the planner's table, or has no such rate.
     """
     device = gpu(name)
     training, precision = record["training"], record["precision"]

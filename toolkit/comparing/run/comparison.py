@@ -53,7 +53,7 @@ class Comparison:
 
     rows: dict[str, Row] = field(default_factory=dict[str, Row])
     finished: dict[str, list[Finished]] = field(default_factory=dict[str, list[Finished]])
-    """Good starts of each run that has one, in order."""
+    """Good starts by the name of their run, in order; runs without one are absent."""
 
     failures: dict[str, FailedStart] = field(default_factory=dict[str, FailedStart])
     facts: SharedFacts | None = None
@@ -64,10 +64,10 @@ class Comparison:
     compared."""
 
     unknown: dict[str, str] = field(default_factory=dict[str, str])
-    """Fields that could not be made again when the results were lost, with the reasons."""
+    """Fields that could not be restored when the results were lost, with the reasons."""
 
     def check_configs(self) -> None:
-        """Raise UsageError for what a config file of any run would refuse, before all of them."""
+        """Raise UsageError for a setting that a run's config file would refuse, before any run."""
         nvme = self.options.nvme_path
         if nvme is not None and not nvme.is_dir():
             raise UsageError(f"--nvme_path {nvme} is not a folder. Make it, or name another.")
@@ -84,7 +84,7 @@ class Comparison:
         return list({run.name: run for run in (*self.plan.runs, *self.plan.fallbacks)}.values())
 
     def outstanding(self) -> int:
-        """Return how many starts are still to be made."""
+        """Return the number of starts still to be made."""
         return sum(
             max(0, self.options.repeats - len(completed(self.folder, run.name)))
             for run in self.plan.runs
@@ -108,7 +108,7 @@ class Comparison:
 
     @contextlib.contextmanager
     def lock(self) -> Generator[list[str]]:
-        """Hold the folder alone, with results in it from the first moment on.
+        """Lock the folder for this process, and put a results file into it at once.
 
         Yields the warnings for the user about earlier results there that cannot be used.
         """
@@ -124,7 +124,7 @@ class Comparison:
             yield warnings
 
     def control(self) -> Control | None:
-        """Return the first candidate that ran to its end, and why it is not an earlier one."""
+        """Return the first candidate that ran to its end, and why no earlier one is the control."""
         passed: list[str] = []
         for candidate in self.plan.fallbacks:
             name = candidate.name
@@ -158,7 +158,7 @@ class Comparison:
         records = [start.record for starts in self.finished.values() for start in starts]
         # Under fp16 runs skip their first steps until the loss scale fits, each its own number.
         first = first_common_step(records) if self.options.precision == "fp16" else 1
-        # Without a preparation the record of any run tells model and training.
+        # Without a preparation, model and training are read from the record of any run.
         facts = self.facts
         if facts is None and records:
             model, training = records[0]["model"], records[0]["training"]
@@ -187,7 +187,7 @@ class Comparison:
             self.rows[planned.name] = row
 
     def _judge(self, start: Finished, control: Finished | None, first_step: int) -> Judgement:
-        """Judge a start, once: to read two sets of weights takes long."""
+        """Judge a start once only, since reading two sets of weights takes long."""
         if control is None:
             return unjudged("no control has run to its end")
         if start.folder == control.folder:
@@ -253,6 +253,6 @@ class Comparison:
         }
 
     def save(self, *, complete: bool = False) -> None:
-        """Write results and report as they are now."""
+        """Write the current results and report."""
         write_json(self.folder / RESULTS_FILE, self.results(complete=complete))
         write_report(self.folder)

@@ -16,25 +16,25 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 IMPORT_SECONDS: Final = 6.0
-"""To import, once, all that ranks import; measured on 2 CPU cores, like all of these."""
+"""Time to import the ranks' modules once; measured on 2 CPU cores, like all of these."""
 
 MAKE_SECONDS: Final = 4.0
-"""To make the built-in model and its data, on a machine that has not done so before."""
+"""Time to make the built-in model and its data, on a machine that has not done so before."""
 
 START_SECONDS: Final = 2.0
-"""Of a run beside its steps: its ranks begin, and its model is saved."""
+"""Time of a run outside its steps: its ranks begin, and its model is saved."""
 
 STEP_SECONDS: Final = 0.3
-"""Of an optimizer step of the built-in model in a rehearsal, the table's strategies together."""
+"""Mean time of an optimizer step of the built-in model in a rehearsal, over all strategies."""
 
 BUILT_IN: Final = ("small-llama", "standard-library")
-"""Beginnings of the cache folders of the built-in model and data."""
+"""Prefixes of the names of the cache folders of the built-in model and data."""
 
 OTHER_INPUTS: Final = frozenset({"model_name_or_path", "train_file", "dataset_name"})
 """Flags of `toolkit.train` that name another model or other data than the built-in ones."""
 
 INSTANT: Final = 0.5
-"""Seconds below which a run was not started: it is skipped, or was finished before."""
+"""Seconds below which a run counts as not started: it is skipped, or was finished before."""
 
 
 def about(seconds: float) -> str:
@@ -49,7 +49,7 @@ def about(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """How long the parts of a comparison take, as far as that is known."""
+    """Expected times of the parts of a comparison, as far as they are known."""
 
     runs: str
     """The outstanding runs in words."""
@@ -64,7 +64,7 @@ class Expected:
     """Seconds until the last run has ended; None where they are not known."""
 
     def sentence(self) -> str:
-        """Say what is done first, what then, and about how long it takes."""
+        """Describe the steps of the comparison in order, and about how long they take."""
         first = "Importing libraries, preparing model and data"
         if self.cold:
             first = (
@@ -86,7 +86,7 @@ def expected(options: CompareOptions, *, starts: int, rehearsal: bool) -> Expect
     cold = built_in and not cached
     preparing = IMPORT_SECONDS + (MAKE_SECONDS if cold else 0.0)
     steps = options.max_steps + options.throughput_steps
-    # The table holds for steps of the usual size alone.
+    # The table is valid only for steps of the usual size.
     timed = (
         rehearsal
         and not options.train_flags
@@ -110,7 +110,7 @@ class TimeLeft:
 
     clock: Callable[[], float] = time.monotonic
     seconds_of_runs: list[float] = field(default_factory=list[float])
-    """Of those so far that were started."""
+    """Durations of the runs that were started so far."""
 
     position: int = 0
     total: int = 0
@@ -121,12 +121,12 @@ class TimeLeft:
 
     def finish(self) -> None:
         seconds = self.clock() - self.started
-        # Runs that were not started would make the mean too short.
+        # Runs that were not started would lower the mean.
         if seconds >= INSTANT:
             self.seconds_of_runs.append(seconds)
 
     def words(self) -> str | None:
-        """Return how long is left after the last run that ended; None where it is not known."""
+        """Return the time left after the last run that ended; None where it is not known."""
         left = self.total - self.position
         if not left or not self.seconds_of_runs:
             return None
@@ -135,7 +135,7 @@ class TimeLeft:
 
 @contextmanager
 def waiting(text: str, *, seconds: float | None, console: Console) -> Generator[None]:
-    """Show a bar on a terminal while the context lasts; it is full after `seconds`."""
+    """Show a progress bar on a terminal while the context lasts; it is full after `seconds`."""
     if not console.is_terminal:
         yield
         return

@@ -1,8 +1,8 @@
-"""Folders: that of a comparison, and in it one for each start of a run.
+"""Folders: one for a comparison, and in it one for each start of a run.
 
-That of a start is `<name of the run>-<number>` and never written to again. Starts that left a good
-record are the repeats of the run, in the order of their numbers; one that failed only takes up a
-number.
+The folder of a start is `<name of the run>-<number>`; no later start writes into it. Starts that
+left a good record are the repeats of the run, in the order of their numbers. A failed start only
+takes up a number.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedStart:
-    """A start that came to no good end."""
+    """A start that failed."""
 
     status: Status
     reason: str
@@ -48,12 +48,12 @@ class FailedStart:
     outcome: Outcome
     record: Record | None
     repeat: int
-    """Which start of the run it would have been, from 1."""
+    """Number that this start would have had among the repeats of the run, from 1."""
 
 
 def attempts(folder: Path, name: str) -> list[Path]:
     """Return the folders of all starts of the run `name`, in the order of their numbers."""
-    # A full match: `zero2-trainer-x4-1` is no start of `zero2-trainer`.
+    # A full match, because `zero2-trainer-x4-1` is no start of `zero2-trainer`.
     pattern = re.compile(re.escape(name) + r"-(\d+)")
     numbered = [
         (int(match[1]), path)
@@ -76,15 +76,15 @@ def completed(folder: Path, name: str) -> list[Finished]:
 
 
 def read_starts(folder: Path, name: str) -> tuple[list[Finished], list[str]]:
-    """Return a run's starts with a good record, and why records of others cannot be read."""
+    """Return a run's starts with a good record, and why the other records cannot be read."""
     finished: list[Finished] = []
     problems: list[str] = []
     for attempt in attempts(folder, name):
-        # Unlike `Path.exists` it raises nothing for a folder that may not be entered.
+        # Unlike `Path.exists`, this does not raise for a folder without access rights.
         if not os.path.exists(attempt / RECORD_FILE):
             continue
         try:
-            # Without its settings it may be a start of another training.
+            # Without settings, the start may belong to another training.
             read_as(attempt / SPEC_FILE, Spec)
             record = read_record(attempt)
         except UsageError as error:
@@ -161,11 +161,11 @@ def run_names(folder: Path) -> list[str]:
 
 
 def why_lost(folder: Path) -> str | None:
-    """Return why the results have to be made again from the runs; None where they are whole.
+    """Return why the results must be rebuilt from the runs; None where they are complete.
 
     Raises:
-        UsageError: there are no runs to make them from; or the results may not be read, or are of
-            a newer toolkit.
+        UsageError: there are no runs to rebuild them from; or the results may not be read, or a
+            newer toolkit wrote them.
     """
     try:
         read_results(folder)
@@ -189,7 +189,7 @@ def put_aside(file: Path) -> str:
 
 
 def new_folder(wanted: Path) -> Path:
-    """Make a new folder, with a number behind its name where another process made it first."""
+    """Make a new folder, with a number after its name where another process made it first."""
     wanted.parent.mkdir(parents=True, exist_ok=True)
     for folder in map(wanted.with_name, _numbered(wanted.name)):
         with contextlib.suppress(FileExistsError):
@@ -204,5 +204,5 @@ def _numbered(name: str) -> Iterator[str]:
 
 
 def short_path(path: Path) -> str:
-    """Return a path relative to the current folder where it lies in it."""
+    """Return the path, relative if it lies in the current folder."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,8 +1,8 @@
-"""Noise: the difference in speed below which two runs of the same thing are not told apart.
+"""Noise: a smaller difference in speed may be chance, since equal runs differ as much.
 
-Measured in the comparison itself. Where runs were started several times it is the spread of their
-starts. Of one start each there is only the spread of its steps, which knows nothing of what changes
-from one start to the next: placement, clocks, neighbours.
+It is measured in the comparison itself. Where runs were started several times, it is the spread of
+their starts. With one start of each run, only the spread of its steps is known, which misses the
+changes from one start to the next: placement, clocks, other jobs on the machine.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ FEWEST_STEPS: Final = 3
 def noise_of(rows: Sequence[Row]) -> tuple[Noise | None, str | None]:
     """Return the noise of a comparison, or None and the reason.
 
-    Variances of the logarithm of tokens/s are pooled over the runs. Two runs of R starts each
-    differ by more than `share` in one comparison of twenty though nothing differs but chance.
+    Variances of the logarithm of tokens/s are pooled over the runs. By chance alone, two equal runs
+    of R starts each differ by more than `share` in one comparison of twenty.
     """
     good = [row for row in rows if row["status"] == "ok" and row["tokens_per_second"]]
     speeds = [
@@ -61,7 +61,7 @@ def _share(samples: Sequence[Sequence[float]], *, values: int) -> float:
 
 
 def student_quantile(probability: float, degrees: int) -> float:
-    """Return the value that Student's t stays below with a probability of 0.5 or more.
+    """Return the quantile of Student's t for a probability of 0.5 or more.
 
     Substituting t = sqrt(degrees) * tan(angle) leaves the smooth integrand cos(angle)^(degrees - 1)
     over a finite range, which is inverted by halving.
@@ -83,7 +83,7 @@ def student_quantile(probability: float, degrees: int) -> float:
 def _integral(angle: float, power: int, *, pieces: int = 400) -> float:
     """Integrate cos^power from 0 to `angle` by Simpson's rule.
 
-    Beyond 40 standard deviations of the peak, whose width is 1 / sqrt(power), nothing is left.
+    The integrand is negligible beyond 40 standard deviations of its peak, 1 / sqrt(power) wide.
     """
     end = min(angle, 40 / math.sqrt(power)) if power else angle
     width = end / pieces

@@ -48,7 +48,7 @@ OWNED_FLAGS: Final = {
     "local_rank": "the launcher sets it",
     "use_cpu": "set CUDA_VISIBLE_DEVICES= in front of toolkit compare to rehearse on the CPU",
 }
-"""Flags of `toolkit.train` that a comparison sets itself, and what to use in their place."""
+"""Flags of `toolkit.train` that a comparison sets itself, and the flags to use instead."""
 
 
 def _flag(name: str, help: str) -> Flag:
@@ -61,7 +61,7 @@ class CompareOptions:
     """Options of `toolkit compare`."""
 
     strategies: Sequence[str] = DEFAULT_STRATEGIES
-    """Names from the strategies table, in the order of the report."""
+    """Strategies by the names of the strategies table, in the order of the report."""
 
     engine: Annotated[
         Literal["trainer", "loop", "both"], Flag("The HF Trainer, the loop, or both.")
@@ -70,18 +70,18 @@ class CompareOptions:
     num_processes: Annotated[
         int | None, _flag("num_processes", "Ranks of every run; 2 if left out.")
     ] = None
-    """A strategy that needs more gets more."""
+    """Processes of each run; a strategy that needs more gets more."""
 
     scale: Sequence[int] = ()
-    """Numbers of processes: each distributed strategy runs once with every one of them. One process
-    is `single`."""
+    """Numbers of processes. Each distributed strategy runs once with each of them; one process is
+    `single`."""
 
     repeats: Annotated[int, Flag("Starts of every run.")] = 1
     precision: Annotated[Precision, Flag("Mixed precision of every run; no is fp32.")] = "no"
     output: Annotated[
         Path | None, Flag("Folder of the comparison. Given again, finished runs are kept.")
     ] = None
-    """`runs/<date-time>` when not given."""
+    """Folder of the comparison; `runs/<date-time>` by default."""
 
     global_batch_size: int = 8
     """Rows that go into one optimizer step, over all processes and accumulation steps."""
@@ -96,7 +96,7 @@ class CompareOptions:
     nvme_path: Annotated[Path | None, _flag("nvme_path", "Folder on a fast disk.")] = None
     dollars_per_hour: Annotated[float | None, _flag("dollars_per_hour", "Price of one GPU.")] = None
     show_speed: Annotated[bool, _flag("show_speed", "Show the speeds of a rehearsal, too.")] = False
-    """They say nothing about GPUs."""
+    """Speeds of a rehearsal do not predict the speeds on GPUs."""
 
     warm: bool = True
     """Fork the processes of all runs from one that has imported everything (on Linux)."""
@@ -145,7 +145,7 @@ class CompareOptions:
 
 
 def usual_rows(processes: int, accumulation: int) -> int:
-    """Return the rows of an optimizer step where none are given: at least one a micro-batch."""
+    """Return the default number of rows of an optimizer step: at least one per micro-batch."""
     return max(CompareOptions().global_batch_size, processes * accumulation)
 
 
@@ -153,7 +153,7 @@ def read_scale(text: str) -> tuple[int, ...]:
     """Return the numbers in `1,2,4`, ascending, each once.
 
     Raises:
-        UsageError: it holds something else.
+        UsageError: the text is not such a list.
     """
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words or not all(word.isdecimal() for word in words):
@@ -165,7 +165,7 @@ def check_train_flags(flags: Sequence[str]) -> None:
     """Refuse flags of `toolkit.train` that a comparison sets itself.
 
     Raises:
-        UsageError: names every such flag and what to use in its place.
+        UsageError: names every such flag and the flag to use instead.
     """
     findings: list[str] = []
     for name in flag_names(flags):

@@ -1,9 +1,9 @@
 """The plan of a comparison: the list of runs, all of one training, made from the user's options.
 
-Nothing is started or written here. The global batch, the order of its rows and the number of
-optimizer steps are the same for every run. Without a scale, each strategy splits the batch over its
-own processes, and `single` reads the micro-batches of the ranks one after the other. Under a scale
-the micro-batch is that of the largest count for all, and fewer processes accumulate more of them:
+This module starts no run and writes no file. The global batch, the order of its rows and the number
+of optimizer steps are the same for every run. Without a scale, each strategy splits the batch over
+its processes, and `single` reads the micro-batches of the ranks one after the other. Under a scale,
+all runs use the micro-batch of the largest count, and fewer processes accumulate more of them:
 kernels and activations of a rank stay the same, and only the number of ranks is compared.
 """
 
@@ -26,7 +26,7 @@ from toolkit.redaction import redacted, redacted_words
 from toolkit.strategies import STRATEGIES, Strategy, get_strategy
 
 CONTROLS: Final = ("single", "ddp", "zero1")
-"""The control is the first of these that runs to its end."""
+"""Candidates for the control, in order: it is the first that runs to its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Run:
     gradient_accumulation_steps: int
     precision: str
     flags: tuple[str, ...]
-    """Everything for `toolkit.train` but the output folder."""
+    """Flags for `toolkit.train`, except the output folder."""
 
     skipped: str | None = None
     """Why this machine cannot run it, with the fix."""
@@ -50,14 +50,14 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Name of the row; with a number behind it, of the folder of a start."""
+        """Name of the row; the folder of a start has a number after it."""
         usual = f"{self.strategy.name}-{self.engine}"
         return f"{usual}-x{self.num_processes}" if self.scaled else usual
 
     def spec(self, *, rehearsal: bool) -> dict[str, Any]:
         """Return the settings that decide the run; an equal spec makes it the same run.
 
-        Without secrets: a new token makes no other run.
+        Secrets are left out, so a new token does not make it another run.
         """
         spec = {
             "schema": SCHEMA,
@@ -76,19 +76,19 @@ class ComparisonPlan:
     """The runs of one comparison."""
 
     runs: tuple[Run, ...]
-    """In the order of the report. The first candidate for the control comes first."""
+    """Runs in the order of the report. The first candidate for the control comes first."""
 
     fallbacks: tuple[Run, ...]
     """Runs that become the control, in this order, where `single` cannot be it."""
 
     rehearsal: bool
-    """Whether every run is hidden from the GPUs: there are fewer than ranks."""
+    """Whether all runs stay on the CPU, because there are fewer GPUs than ranks."""
 
     notes: tuple[str, ...]
-    """Sentences for the user before the first run."""
+    """Sentences printed for the user before the first run."""
 
     def shown_name(self, run: Run) -> str:
-        """Return a run's name as readers see it: with its engine only where both run."""
+        """Return a run's name for readers: with its engine only where both engines run."""
         if both_engines(planned.engine for planned in self.runs):
             return run.name
         return without_engine(run.name, strategy=run.strategy.name, engine=run.engine)
@@ -101,12 +101,12 @@ def build_plan(
 
     Args:
         options: The options of the comparison.
-        gpus: GPUs that this machine shows.
+        gpus: Number of visible GPUs on this machine.
         missing: Returns why the machine cannot run a strategy, or None.
 
     Raises:
-        UsageError: an unknown strategy, a batch that does not divide, a flag that is compare's, or
-            a shell with a switch of Accelerate's that overrides every config file.
+        UsageError: an unknown strategy, a batch that does not divide, a flag that a comparison sets
+            itself, or an environment variable of Accelerate that overrides every config file.
     """
     # Such a switch would override the config files of all runs.
     check_left_over(os.environ, launched=False)
@@ -147,7 +147,7 @@ def build_plan(
         runs=tuple(
             run for strategy in strategies for engine in engines for run in runs(strategy, engine)
         ),
-        # Under a scale the smallest count, as the last for which there are too few GPUs.
+        # Under a scale the smallest count, which needs the fewest GPUs.
         fallbacks=tuple(
             runs(strategy, engines[0])[0]
             for strategy in (controls if distributed else controls[:1])
@@ -182,8 +182,8 @@ def _counts(strategy: Strategy, options: CompareOptions) -> list[int]:
 
 
 def _run(strategy: Strategy, engine: Engine, processes: int, options: CompareOptions) -> Run:
-    # Micro-batches of one size: fewer processes read one after the other what the ranks of other
-    # runs read side by side.
+    # Micro-batches have one size: fewer processes read them one after the other, while the ranks of
+    # other runs read them in parallel.
     one_size = bool(options.scale) or not strategy.is_distributed
     all_micro_batches = options.gradient_accumulation_steps * (
         options.processes if one_size else processes
@@ -197,9 +197,9 @@ def _run(strategy: Strategy, engine: Engine, processes: int, options: CompareOpt
         "per_device_train_batch_size": rows,
         "gradient_accumulation_steps": micro_batches,
         "throughput_steps": options.throughput_steps,
-        # Explicitly off: the Trainer turns it on by itself when it compiles.
+        # Explicitly off, because the Trainer turns it on when it compiles.
         "tf32": False,
-        # Ranks and strategies draw different masks: with dropout no run could be judged.
+        # With dropout no run could be judged: ranks and strategies draw different masks.
         "dropout": "off",
     }
     if options.precision != "no":
@@ -237,16 +237,16 @@ def _reason_to_skip(run: Run, gpus: int, rehearsal: bool) -> str | None:
 
 
 def processes_for(strategy: Strategy, usual: int) -> int:
-    """Return the number of processes of a strategy where `usual` is that of the others.
+    """Return the number of processes of a strategy; `usual` is the number of the others.
 
     Raises:
-        UsageError: they do not make the strategy's groups.
+        UsageError: the processes cannot be divided into the strategy's groups.
     """
     if not strategy.is_distributed:
         return 1
     if strategy.replicas == 1:
         return usual
-    # Each group needs two ranks at least, or it would shard nothing.
+    # A group of one rank would not shard.
     processes = max(usual, strategy.num_processes)
     if processes % strategy.replicas:
         raise UsageError(
@@ -258,7 +258,7 @@ def processes_for(strategy: Strategy, usual: int) -> int:
 
 
 def cannot_have(strategy: Strategy, processes: int) -> str | None:
-    """Return why a strategy cannot run as so many processes, or None."""
+    """Return why a strategy cannot run with this number of processes, or None."""
     if strategy.replicas == 1:
         return None
     if processes % strategy.replicas == 0 and processes >= strategy.num_processes:
@@ -270,14 +270,14 @@ def cannot_have(strategy: Strategy, processes: int) -> str | None:
 
 
 def check_batch(batch: int, accumulation: int, counts: Sequence[int]) -> None:
-    """Raise UsageError unless the batch divides by each of `counts`, sorted, and says what would.
+    """Raise UsageError, with advice, unless the batch divides by each of the sorted `counts`.
 
     Every run has `accumulation` micro-batches.
     """
     shares = [processes * accumulation for processes in counts]
     if all(batch % share == 0 for share in shares):
         return
-    # The advice: all numbers of accumulation steps that fit this batch.
+    # For the advice: all numbers of accumulation steps that fit this batch.
     steps = [
         count
         for count in range(1, batch + 1)
@@ -291,7 +291,7 @@ def check_batch(batch: int, accumulation: int, counts: Sequence[int]) -> None:
 
 
 def check_scaled_batch(batch: int, accumulation: int, counts: Sequence[int]) -> None:
-    """Raise UsageError unless each of `counts`, sorted, reads whole micro-batches of one size."""
+    """Raise UsageError unless each of the sorted `counts` reads whole, equal micro-batches."""
     most = counts[-1]
 
     def fits(steps: int) -> bool:

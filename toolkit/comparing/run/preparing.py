@@ -28,21 +28,21 @@ def prepare(plan: ComparisonPlan, console: Console) -> dict[str, Any]:
     """Run `toolkit.training.prepare` with the flags of the first run and return its facts.
 
     Raises:
-        UsageError: the flags, the model or the data are not usable, under one strategy at least.
-        PrepareError: it failed otherwise.
+        UsageError: the flags, the model or the data are not usable under at least one strategy.
+        PrepareError: the preparation failed for another reason.
     """
     first = plan.runs[0]
     strategies = dict.fromkeys(run.strategy.name for run in plan.runs if run.skipped is None)
     command = [
         *PREPARE,
-        # Together with the flags it tells how many rows a run takes.
+        # With the flags, this determines the number of rows that a run reads.
         f"--num_processes={first.num_processes}",
         f"--strategies={','.join(strategies)}",
     ]
     if plan.rehearsal:
         command.append("--rehearsal")
     last = ""
-    # Its lines are shown as they come; the facts, on stdout, are read at its end.
+    # Its messages are shown at once; the facts, on stdout, are read at its end.
     reader, writer = os.pipe()
     with tempfile.TemporaryFile() as answer, open(reader, errors="replace") as lines:
         try:
@@ -59,7 +59,7 @@ def prepare(plan: ComparisonPlan, console: Console) -> dict[str, Any]:
             for line in lines:
                 if not line.strip() or PROGRESS_BAR.search(line):
                     continue
-                # One line behind: the last one of all may be the error that is raised below.
+                # Printed one line late: the very last line may be the error that is raised below.
                 if last:
                     print_line(last, console=console)
                 last = line.strip()
@@ -80,7 +80,7 @@ def prepare(plan: ComparisonPlan, console: Console) -> dict[str, Any]:
 
 
 def run_environment(*, rehearsal: bool) -> dict[str, str]:
-    """Return the variables that all runs of a comparison share."""
+    """Return the environment variables that all runs of a comparison share."""
     return launch_environment({"CUDA_VISIBLE_DEVICES": ""} if rehearsal else {}, loopback=True)
 
 

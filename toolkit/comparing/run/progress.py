@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 STATUS_STYLES: Final = {"ok": "green", "skipped": "yellow", "waiting": "dim"}
 
 ANNOUNCEMENT: Final = re.compile(r"toolkit[.\w]*: ")
-"""Beginning of the lines of a run that are for the user, such as a build that takes a minute."""
+"""Prefix of a run's output lines for the user, such as the notice of a build of a minute."""
 
 SPEED: Final = ("tokens/s", "step time")
-"""Columns that say nothing about GPUs in a rehearsal."""
+"""Columns that are hidden in a rehearsal, where they do not predict the speed of GPUs."""
 
 QUIET_SECONDS: Final = 15.0
-"""How long a run may go on before its step is printed."""
+"""Time between two printed lines on the step of a run."""
 
 
 class ProgressLines:
@@ -44,14 +44,14 @@ class ProgressLines:
         self.left = TimeLeft()
         self.printed_at = 0.0
         self.printed: set[str] = set()
-        """Announcements of the current run."""
+        """Announcements of the current run that were printed."""
 
     def say(self, text: str) -> None:
         """Print a line about the whole comparison."""
         print_line(text, console=self.console)
 
     def start(self, run: Run, position: int, total: int, repeat: str = "") -> None:
-        """Show that a run begins, the `position`-th of `total`, and which of its repeats it is."""
+        """Show that a run begins, the `position`-th of `total`, with the number of its repeat."""
         which = f", {repeat}" if repeat else ""
         processes = "1 process" if run.num_processes == 1 else f"{run.num_processes} processes"
         self.label = f"[{position}/{total}] {self.shown_name(run)}{which}"
@@ -105,7 +105,7 @@ class LiveTable(ProgressLines):
         self.left.start(position, total)
         self.repeat = f"{repeat}, " if repeat else ""
         self.started = time.monotonic()
-        # The cells of an earlier repeat stay on the screen.
+        # Keep the cells of an earlier repeat on the screen.
         _, _, row = self.states.get(run.name, (run, "", None))
         self.states[run.name] = (run, "running", row)
 

@@ -1,7 +1,7 @@
-"""A comparison's results made again from its run folders, where `results.json` is lost.
+"""Rebuild a comparison's results from its run folders, where `results.json` is lost.
 
-Each start has its `spec.json`, which decided it, and what it left: its record, or the status files
-and the log of one that failed. What stands in none of them is named under `not_measured`.
+Each start has its settings in `spec.json`. It also has its record or, if it failed, status files
+and a log. Fields that none of these files holds are named under `not_measured`.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 LOG_BYTES: Final = 1 << 16
-"""From the end of a log: the lines that tell how a run ended."""
+"""Bytes read from the end of a log, where the lines on the end of the run are."""
 
 UNKNOWN: Final = "results.json was lost, and it was made again from the runs"
 
 
 def restore(folder: Path, *, console: Console) -> None:
-    """Make lost results again from the runs beside them, and say so.
+    """Rebuild lost results from the run folders beside them, and print a notice.
 
-    Does nothing where they are whole, or where `folder` holds no run.
+    Does nothing where the results are complete, or where `folder` holds no run.
 
     Raises:
-        UsageError: they may not be read, or are of a newer toolkit.
+        UsageError: the results may not be read, or a newer toolkit wrote them.
     """
     if not run_names(folder) or why_lost(folder) is None:
         return
@@ -58,27 +58,27 @@ def restore(folder: Path, *, console: Console) -> None:
 
 
 class StartedRun(NamedTuple):
-    """A run that was started, as its spec tells it."""
+    """A run that was started, with the settings from its spec."""
 
     run: Run
     options: CompareOptions
-    """Those of a comparison of this run alone."""
+    """Options of a comparison of this run alone."""
 
     rehearsal: bool
 
     @property
     def training(self) -> tuple[Any, ...]:
-        """As far as its flags tell: steps, precision, rows of a batch, the user's flags."""
+        """Settings known from its flags: steps, precision, rows of a batch, the user's flags."""
         options = self.options
         steps = (options.max_steps, options.throughput_steps)
         return options.precision, *steps, options.train_flags, self.rehearsal
 
 
 def rebuilt(folder: Path) -> Comparison:
-    """Return the comparison of the runs in `folder`, as far as they tell it.
+    """Return the comparison of the runs in `folder`, as far as their files describe it.
 
     Raises:
-        UsageError: none of them does.
+        UsageError: no run has readable settings.
     """
     all_started = [_read_started(folder, name) for name in run_names(folder)]
     readable = [started for started in all_started if started is not None]
@@ -118,19 +118,19 @@ def rebuilt(folder: Path) -> Comparison:
             **({} if finished else {"environment": UNKNOWN}),
         },
     )
-    # Whether there is a control is told by the rows of the candidates before it.
+    # The search for the control reads the rows of the candidates before it.
     comparison.make_rows()
     comparison.make_rows()
     return comparison
 
 
 def _read_started(folder: Path, name: str) -> StartedRun | None:
-    """Return the run of a name; None where no start of it has a spec that can be read."""
+    """Return the run of this name; None where no start of it has a readable spec."""
     spec = next((spec for start in attempts(folder, name) if (spec := spec_at(start))), None)
     if spec is None:
         return None
     flags, count = spec["flags"], spec["num_processes"]
-    # The flags that a comparison sets, each with a value, stand before the user's.
+    # The flags that a comparison sets, each with a value, come before the user's flags.
     end = 0
     while end < len(flags) and flags[end].removeprefix("--") in OWNED_FLAGS:
         end += 2
@@ -161,13 +161,13 @@ def _read_started(folder: Path, name: str) -> StartedRun | None:
 
 
 def _order(started: StartedRun) -> tuple[int, bool, int]:
-    """The control first; the user's own order is lost."""
+    """Return a sort key that puts the control first; the user's order is lost."""
     run = started.run
     return list(STRATEGIES).index(run.strategy.name), run.engine == "loop", run.num_processes
 
 
 def _options(shared: list[StartedRun], *, repeats: int) -> CompareOptions:
-    """Return options that make these runs, as far as anything asks for them again."""
+    """Return options that make these runs, as far as later code reads them."""
     runs = [started.run for started in shared]
     largest = max(runs, key=lambda run: run.num_processes)
     scale = sorted({run.num_processes for run in runs if run.scaled})
@@ -183,7 +183,7 @@ def _options(shared: list[StartedRun], *, repeats: int) -> CompareOptions:
 
 
 def _failure(folder: Path, run: Run, finished: list[Finished]) -> FailedStart | None:
-    """Return how the last start of a run failed; None where it came to a good end."""
+    """Return the failure of the last start of a run; None where it ended well."""
     last = attempts(folder, run.name)[-1]
     if finished and finished[-1].folder == last:
         return None
@@ -192,7 +192,7 @@ def _failure(folder: Path, run: Run, finished: list[Finished]) -> FailedStart | 
 
 
 def _outcome(start: Path, num_processes: int) -> Outcome:
-    """Say how a start ended, from its ranks' status files and the end of its log."""
+    """Return how a start ended, from its ranks' status files and the end of its log."""
     statuses, lines = read_statuses(start / "status"), _last_lines(start / "stdout.log")
     if statuses:
         return judge(

@@ -1,7 +1,7 @@
-"""Rows: what stands of one run in `results.json`, made from the records of its starts.
+"""Rows: the entry of each run in `results.json`, made from the records of its starts.
 
-A row is made anew whenever something about its run changes, so nothing in it is older than the
-records. What has no number has its reason in `not_measured`.
+A row is rebuilt whenever its run changes, so it is never older than the records. A value without a
+number has its reason in `not_measured`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from toolkit.records.results import (
 from toolkit.redaction import redacted_words
 
 FROM_THE_RECORD: Final = (*Measured.__annotations__, "losses", "memory", "per_rank", "attestation")
-"""Fields that a row has from the record of its first start."""
+"""Fields that a row takes from the record of its first start."""
 
 NULL_WITH_REASON: Final = (*FROM_THE_RECORD, *Judged.__annotations__, *Achieved.__annotations__)
 
@@ -78,10 +78,10 @@ def build_row(
     environment: dict[str, Any],
     facts: SharedFacts | None,
 ) -> Row:
-    """Return the row of a run as it is now.
+    """Return the current row of a run.
 
     Args:
-        starts: Those that came to a good end, in order.
+        starts: Starts that ended well, in order.
         failure: The last start, where it failed.
         facts: Model and training, for the prediction of a run without a record.
     """
@@ -108,7 +108,7 @@ def build_row(
 def bare_row(
     planned: Run, status: Status, reason: str, *, rehearsal: bool, folder: Path | None = None
 ) -> Row:
-    """Return a row in which nothing was measured."""
+    """Return a row without any measurement."""
     content: dict[str, Any] = {
         **dict.fromkeys(NULL_WITH_REASON),
         "name": planned.name,
@@ -159,7 +159,7 @@ def _measured_row(planned: Run, starts: Sequence[Finished], options: CompareOpti
 
 
 def _add_speed(row: Row, starts: Sequence[Finished]) -> None:
-    """Put medians of the speed over all starts of a run into its row, and how far they spread."""
+    """Add the medians of the speed over all starts of a run to its row, and their spread."""
     records = [start.record for start in starts]
     row["repeats"] = [
         Repeat(
@@ -192,7 +192,7 @@ def _add_speed(row: Row, starts: Sequence[Finished]) -> None:
 
 
 def _add_failure(row: Row, failure: FailedStart, options: CompareOptions) -> None:
-    """Put a start that failed into the row, which keeps what good starts measured."""
+    """Add a failed start to the row, which keeps the measurements of good starts."""
     row["status"] = failure.status
     row["reason"] = failure.reason
     if row["repeats"]:
@@ -223,7 +223,7 @@ def _add_failure(row: Row, failure: FailedStart, options: CompareOptions) -> Non
 
 
 def _known_fix(failure: FailedStart, *, timeout: float) -> str | None:
-    """Return what helps against a failure, or None where nothing is known."""
+    """Return the known fix for a failure, or None."""
     match failure.status:
         case "oom":
             return OUT_OF_MEMORY
@@ -250,7 +250,7 @@ def _add_cost(row: Row, dollars_per_hour: float | None) -> None:
 
 
 def add_judgement(row: Row, judgement: Judgement) -> None:
-    """Put into a row how far its run is from the control."""
+    """Add the distances of a run from the control to its row."""
     cast("dict[str, Any]", row).update(judgement.gaps)
     row["gates"] = judgement.gates
     row["broken"] = judgement.broken
@@ -279,14 +279,14 @@ def _run_facts(planned: Run, facts: SharedFacts) -> RunFacts:
 
 
 def bisect_command(row: Row, control: Control | None, options: CompareOptions) -> str | None:
-    """Return the command that bisects a row and its control; None where they are one run.
+    """Return the command that bisects a row and its control; None where both are the control's.
 
     It names the first step that broke a gate, unless that is the first of all.
     """
     if control is None or all(row[part] == control[part] for part in ("strategy", "engine")):
         return None
     at = first_broken_step(row["broken"], options.max_steps) if row["broken"] else 1
-    # Under a scale the numbers that make this very run, else those of the options.
+    # Under a scale, the numbers of this run; otherwise those of the options.
     scaled = bool(options.scale) and row["strategy"] != "single"
     accumulation = row["gradient_accumulation_steps"]
     flags: dict[str, Any] = {
@@ -309,7 +309,7 @@ def bisect_command(row: Row, control: Control | None, options: CompareOptions) -
     sides = [f"{run['strategy']}-{run['engine']}" for run in (control, row)]
     train_flags = ["--", *redacted_words(options.train_flags)] if options.train_flags else []
     command = shell_line(["toolkit", "compare", "--bisect", *sides, *words, *train_flags])
-    # Fewer ranks may find GPUs enough where all runs of the comparison did not.
+    # Hide the GPUs: there may be enough for these two runs, but not for the whole comparison.
     return f"CUDA_VISIBLE_DEVICES= {command}" if row["rehearsal"] else command
 
 

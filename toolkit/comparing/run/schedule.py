@@ -2,8 +2,8 @@
 
 Every finished run is on disk before the next one starts, results and report included, so an
 interruption loses no measurement, and the same command with the same --output goes on from there.
-Repeats are started in rounds whose order is rotated, so that a drift over the hours falls on all
-runs alike.
+Repeats are started in rounds whose order is rotated, so that a drift over the hours affects all
+runs equally.
 """
 
 from __future__ import annotations
@@ -47,17 +47,16 @@ INTERRUPTED: Final = 130
 def compare(options: CompareOptions, *, console: Console) -> int:
     """Run the comparison and return the exit code.
 
-    0 when every run ended well and every gate held (a run that was skipped for a true reason
-    takes nothing from that), 1 when a run failed, a gate broke or the disk is full, 130 when it was
-    interrupted.
+    0 when every run ended well or was skipped for a true reason, and every gate held; 1 when a run
+    failed, a gate broke or the disk is full; 130 when the comparison was interrupted.
 
     Raises:
-        UsageError: a mistake in the options; nothing has been written.
+        UsageError: a mistake in the options; no file has been written.
         OSError: the folder cannot be made.
     """
     learn(options.train_flags)
     plan = build_plan(options, gpus=len(environment.gpus()), missing=environment.missing_for)
-    # Absolute: ranks write into it, and their current folder may be another.
+    # Absolute, because ranks write into it and may have another current folder.
     folder = (options.output or Path("runs") / time.strftime("%Y%m%d-%H%M%S")).absolute()
     comparison = Comparison(
         folder=folder, plan=plan, options=options, environment=environment.snapshot()
@@ -76,8 +75,8 @@ def prepare_and_run(
 ) -> int:
     """Prepare model and data, run, and return the exit code: 1 where they can't be prepared.
 
-    `run` gets the facts about model and data: none where all runs are finished, so that nothing is
-    prepared. Processes that it starts are forked from a warm one.
+    `run` gets the facts about model and data; they are empty where all runs are finished and no
+    preparation is needed. Processes that it starts are forked from a warm one.
     """
     outstanding = comparison.outstanding()
     with (
@@ -135,7 +134,7 @@ def _goes_on(folder: Path) -> str:
 
 
 def exit_code(results: Results) -> int:
-    """0 when every run was ok or skipped and every gate held, else 1."""
+    """Return 0 when every run was ok or skipped and every gate held, else 1."""
     sound = all(
         row["status"] in ("ok", "skipped") and all(row["gates"].values()) for row in results["runs"]
     )
@@ -147,13 +146,13 @@ class Turn(NamedTuple):
 
     run: Run
     repeat: int
-    """From 1."""
+    """Number of the repeat, from 1."""
 
 
 def rounds(runs: Sequence[Run], repeats: int) -> list[Turn]:
-    """Return the order of all starts: each round begins one run later than the round before.
+    """Return the order of all starts; each round begins one run later than the previous round.
 
-    The first begins with the first candidate for the control, which the others are judged against.
+    The first round begins with the first candidate for the control, which all others need.
     """
     return [
         Turn(run, repeat + 1)
@@ -187,10 +186,10 @@ class RunQueue:
             repeat = f"repeat {turn.repeat} of {repeats}" if repeats > 1 else ""
             self.progress.start(planned, position, total, repeat)
             self.take(turn)
-            # All rows anew: with a control just finished, the runs before it can be judged too.
+            # Rebuild all rows: after the control has ended, the runs before it can be judged too.
             comparison.make_rows()
             if planned.name in comparison.failures:
-                # A run with one failed start is not ok, so its other repeats would decide nothing.
+                # A run with one failed start is not ok, whatever its other repeats give.
                 waiting = [later for later in waiting if later.run.name != planned.name]
             waiting = self.with_control(waiting, planned)
             comparison.save(complete=not waiting)

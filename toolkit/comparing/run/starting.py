@@ -35,12 +35,12 @@ def start_run(
     repeat: int = 1,
     evidence_flags: Sequence[str] = (),
 ) -> Finished | FailedStart:
-    """Run `planned` in the new `folder` until it ends, and return how it ended.
+    """Run `planned` in the new `folder` to its end, and return how it ended.
 
-    Its lines and steps go to `progress`. `repeat` is the number of the start among those of the
-    run, from 1. `evidence_flags` are no part of what decides the run.
+    Its lines and steps go to `progress`. `repeat` is the number of this start of the run, from 1.
+    `evidence_flags` are not part of the settings that identify the run.
     """
-    # This start alone may keep states there, and they are removed after it.
+    # Only this start keeps states there, and they are removed after it.
     swap_folder, disk = folder / "nvme", comparison.options.nvme_path
     if disk is not None:
         swap_folder = disk.absolute() / f"{comparison.folder.name}-{folder.name}"
@@ -62,7 +62,7 @@ def start_run(
             on_step=progress.step,
         )
     finally:
-        # It holds all optimizer states of the run, and the next run needs the room.
+        # The folder holds all optimizer states of the run, and the next run needs the space.
         shutil.rmtree(swap_folder, ignore_errors=True)
     return end_of(folder, outcome, repeat=repeat)
 
@@ -84,7 +84,7 @@ def write_run(
     if spec["rehearsal"]:
         variables["CUDA_VISIBLE_DEVICES"] = ""
     elif single:
-        # The first of the GPUs that the user shows, and that one alone.
+        # Only the first of the GPUs that the user made visible.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
         variables["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0].strip()
     # Accelerate overwrites the variable with what the file of `single` pins, unless told `all`.

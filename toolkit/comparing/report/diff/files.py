@@ -1,7 +1,7 @@
 """`toolkit report A B`: two comparisons side by side, in a terminal and as three files.
 
-The page is as careful as `report.html`: everything put into it is escaped, and it forbids itself
-scripts and the network.
+The page is as safe as `report.html`: all inserted text is escaped, and the page forbids scripts and
+network access.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ TEMPLATE: Final = Path(__file__).with_name("diff.html.jinja")
 
 
 def side_by_side(before: Path, after: Path, *, to: Path | None, console: Console) -> None:
-    """Print two comparisons side by side, and write the same into `to`.
+    """Print two comparisons side by side, and write the same to files in `to`.
 
     Raises:
-        UsageError: a folder holds no comparison, both are one, or `to` takes no files.
+        UsageError: a folder holds no comparison, both are the same, or `to` is not writable.
     """
     diff = match(before, after)
     show(diff, console=console)
@@ -92,24 +92,24 @@ def show(diff: Diff, *, console: Console) -> None:
 
 
 def named(side: Side) -> str:
-    """Return a side's letter, its comparison and where that lies."""
+    """Return a side's letter, its comparison and the folder of that."""
     return one_line(f"{side.letter}: {side.results.get('name', 'comparison')} ({side.folder})")
 
 
 def render_markdown(diff: Diff) -> str:
-    """Return both as GitHub markdown."""
+    """Return both comparisons as GitHub markdown."""
     diff = for_readers(diff)
     sides = bullets([escaped(named(side)) for side in diff.sides])
     blocks = ["# Side by side", sides, escaped(verdict(diff))]
     for title, section in sections(diff).items():
-        # `section_text` escapes all but the text, which quotes here what was recorded.
+        # `section_text` escapes all but the text, which quotes recorded values here.
         quoted = section._replace(text=escaped(section.text))
         blocks += [f"## {title}", section_text(quoted)]
     return "\n\n".join(filter(None, blocks)) + "\n"
 
 
 def render_page(diff: Diff) -> str:
-    """Return both as one HTML file."""
+    """Return both comparisons as one HTML file."""
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
@@ -130,7 +130,7 @@ def render_page(diff: Diff) -> str:
 
 
 def render_csv(diff: Diff) -> str:
-    """Return one line a run, those of one side included, as CSV with a header."""
+    """Return CSV with a header and one line per run, including runs of one side only."""
     lines = [_line(diff, pair.a, pair.b) for pair in diff.pairs]
     lines += [_line(diff, row, None) for row in diff.only[0]]
     lines += [_line(diff, None, row) for row in diff.only[1]]

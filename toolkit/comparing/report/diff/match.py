@@ -1,8 +1,8 @@
-"""Two comparisons, run by run: which of their values can be compared, and how they differ.
+"""Two comparisons, run by run: the values that can be compared, and their differences.
 
-Runs are matched by strategy, engine and number of processes. Losses are compared only of one
-training on the same data, speeds only of one kind of device; where they are not, the report gives
-the reason.
+Runs are matched by strategy, engine and number of processes. Losses are compared only for the same
+training on the same data, speeds only for the same kind of device. Otherwise the report gives the
+reason.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ SAME_TRAINING: Final = (
     "precision",
     "optimizer steps",
 )
-"""Of what was fixed: with another value it is another training, and losses are not compared."""
+"""Fixed settings that define the training: if one differs, losses are not compared."""
 
 NOT_RECORDED: Final = "not recorded"
 
 Verdict = Literal["faster", "slower", "near", "unknown"]
 
 Table = Literal["speed", "memory", "losses"]
-"""Tables of values that stand once for each side."""
+"""Tables that show each value once for each side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,22 +86,22 @@ class Quantity:
     unit: Unit
     read: Callable[[Row], Any]
     field: Callable[[Row], str]
-    """Returns where `not_measured` has the reason of a row."""
+    """Returns the key under which a row's `not_measured` has the reason."""
 
 
 class LossDifference(NamedTuple):
-    """The largest difference of two runs' losses in one step."""
+    """The largest difference between two runs' losses in one step."""
 
     value: float
     step: int
-    """From 1."""
+    """Number of the step, from 1."""
 
 
 class Refusal(NamedTuple):
-    """Why something is not compared."""
+    """Reason why values are not compared."""
 
     short: str
-    """For a cell."""
+    """Short text for a table cell."""
 
     sentence: str
 
@@ -114,16 +114,16 @@ class Diff:
     b: Side
     pairs: tuple[Pair, ...]
     only: tuple[tuple[Row, ...], tuple[Row, ...]]
-    """Runs that A alone has, and those that B alone has."""
+    """Runs that only A has, and runs that only B has."""
 
     noise: float | None
-    """Share of the slower run's tokens/s below which a difference means nothing."""
+    """Share of the slower run's tokens/s below which a difference may be chance."""
 
     noise_reason: str | None
-    """Why that is not known."""
+    """Reason why `noise` is not known."""
 
     other_training: Refusal | None
-    """Why losses are not compared in any run."""
+    """Reason why losses are not compared in any run."""
 
     @property
     def sides(self) -> tuple[Side, Side]:
@@ -131,7 +131,7 @@ class Diff:
 
     @property
     def speeds_reason(self) -> str | None:
-        """Why speeds and peaks are not compared in any run."""
+        """Reason why speeds and peaks are not compared in any run."""
         if self.a.rehearsal == self.b.rehearsal:
             return None
         return "one side is a rehearsal on the CPU, the other ran on GPUs"
@@ -148,7 +148,7 @@ class Diff:
         return Quantity("peak", "peak_bytes", "bytes", peak_of, peak_field)
 
     def quantities(self, table: Table) -> list[Quantity]:
-        """Return the values of a table: those that are declared, and those made from them."""
+        """Return the values of a table: the declared ones, and those computed from them."""
         declared = [
             Quantity(
                 fact.column,
@@ -194,7 +194,7 @@ def match(before: Path, after: Path) -> Diff:
     """Read two comparisons and match their runs.
 
     Raises:
-        UsageError: a folder holds no comparison, or both are one.
+        UsageError: a folder holds no comparison, or both are the same.
     """
     read = [redact_results(comparison_in(folder)) for folder in (before, after)]
     if before.resolve() == after.resolve():
@@ -226,7 +226,7 @@ def match(before: Path, after: Path) -> Diff:
 
 
 def for_readers(diff: Diff) -> Diff:
-    """Return the two with the names that readers see."""
+    """Return the two comparisons with the names that readers see."""
     rows = [*(row for pair in diff.pairs for row in pair), *diff.only[0], *diff.only[1]]
     if both_engines(row["engine"] for row in rows):
         return diff
@@ -236,10 +236,10 @@ def for_readers(diff: Diff) -> Diff:
 
 
 def combined_noise(a: Side, b: Side) -> tuple[float | None, str | None]:
-    """Return the share below which a difference in speed means nothing, or None and why.
+    """Return the share below which a difference in speed may be chance, or None and the reason.
 
-    Each side's share is that of two runs of its own; a run of A beside one of B has half of the
-    variance of either, on the logarithmic scale on which it was measured.
+    The share of each side is for two runs of that side. A run of A and a run of B each contribute
+    half of their side's variance, on the logarithmic scale of the measurement.
     """
     shares = [noise["share"] for side in (a, b) if (noise := side.results["noise"])]
     if len(shares) < len(SIDES):
@@ -254,7 +254,7 @@ def combined_noise(a: Side, b: Side) -> tuple[float | None, str | None]:
 
 
 def other_training(a: Side, b: Side) -> Refusal | None:
-    """Return why losses of the two must not be compared, None where they may be."""
+    """Return why losses of the two sides must not be compared; None where they may be."""
     fixed = [side.results["fixed"] for side in (a, b)]
     unknown = [name for name in SAME_TRAINING if not all(name in facts for facts in fixed)]
     differing = [
@@ -277,7 +277,7 @@ def recorded(values: dict[str, Any], name: str) -> str:
 
 
 def summary(value: Any) -> str:
-    """Return a recorded value in one line, equal members of a list counted."""
+    """Return a recorded value in one line, with equal members of a list counted."""
     if isinstance(value, list):
         texts = [flat(item) for item in cast("list[Any]", value)]
         runs = [(text, len(list(same))) for text, same in itertools.groupby(texts)]
@@ -286,7 +286,7 @@ def summary(value: Any) -> str:
 
 
 def circumstances(side: Side) -> dict[str, Any]:
-    """Everything about a comparison that is no result, in one level."""
+    """Return all recorded facts of a comparison except its results, in one level."""
     results = side.results
     values: dict[str, Any] = dict(results["fixed"])
     for name, value in results["environment"].items():
@@ -304,7 +304,7 @@ def circumstances(side: Side) -> dict[str, Any]:
 
 
 def speed_ratio(diff: Diff, pair: Pair) -> tuple[float | None, str | None]:
-    """Return B's tokens/s as a multiple of A's, or None and why."""
+    """Return B's tokens/s as a multiple of A's, or None and the reason."""
     if diff.speeds_reason:
         return None, diff.speeds_reason
     values = [row["tokens_per_second"] or None for row in pair]
@@ -315,7 +315,7 @@ def speed_ratio(diff: Diff, pair: Pair) -> tuple[float | None, str | None]:
 
 
 def speed_verdict(diff: Diff, ratio: float) -> Verdict:
-    """Say on which side of the noise a ratio of two speeds lies."""
+    """Say whether a ratio of two speeds is above, below or within the noise."""
     if diff.noise is None:
         return "unknown"
     if max(ratio, 1 / ratio) - 1 <= diff.noise:
@@ -324,7 +324,7 @@ def speed_verdict(diff: Diff, ratio: float) -> Verdict:
 
 
 def loss_difference(diff: Diff, pair: Pair) -> tuple[LossDifference | None, str | None]:
-    """Return the largest difference between two runs' losses, step by step, or None and why."""
+    """Return the largest difference between two runs' losses in a step, or None and the reason."""
     if diff.other_training:
         return None, diff.other_training.sentence
     values = [row["losses"] or None for row in pair]
@@ -347,16 +347,16 @@ def _global_batch(row: Row) -> int:
 
 
 def _apart(a: float, b: float) -> float:
-    """Return the distance of two losses; 0 for the same two that are not finite."""
+    """Return the distance of two losses; 0 for two equal ones that are not finite."""
     if math.isfinite(a) and math.isfinite(b):
         return abs(a - b)
     return 0.0 if repr(a) == repr(b) else math.inf
 
 
 def why_missing(pair: Pair, values: Sequence[Any], field: Callable[[Row], str]) -> str:
-    """Say why a value is None on either side, and on which unless it is the same on both.
+    """Say why a value is None, and on which side unless the reason is the same on both.
 
-    `field` returns where `not_measured` has the reason of a row.
+    `field` returns the key under which a row's `not_measured` has the reason.
     """
     reasons = {
         letter: reason_for(row, field(row))

@@ -1,4 +1,4 @@
-"""Two comparisons side by side: tables as plain text, and the verdict over them."""
+"""Two comparisons side by side: tables as plain text, and their verdict."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ MEANINGS: Final = {
 class Column:
     name: str
     cell: Callable[[Pair], tuple[str, str | None]]
-    """Returns the cell, and why it is `n/a`."""
+    """Returns the cell, and the reason if it is `n/a`."""
 
 
 def sections(diff: Diff) -> dict[str, Section]:
     """Return the parts of the page by title, in reading order."""
-    # The rest is read in the light of what differs.
+    # The differences come first, because the other sections depend on them.
     made = {"What differs": differences(diff)}
     if diff.pairs:
         made["Speed"] = speed(diff)
@@ -54,7 +54,7 @@ def sections(diff: Diff) -> dict[str, Section]:
 
 
 def differences(diff: Diff) -> Section:
-    """Return what was recorded of the two and is not the same."""
+    """Return the recorded facts that are not the same in both."""
     a, b = circumstances(diff.a), circumstances(diff.b)
     rows = [
         [name, recorded(a, name), recorded(b, name)]
@@ -142,7 +142,7 @@ def unmatched(diff: Diff) -> Section:
 
 
 def noise_sentence(diff: Diff) -> str:
-    """Say which difference in speed means something."""
+    """Say which difference in speed is larger than the noise."""
     if diff.speeds_reason:
         return f"Speeds are not compared: {diff.speeds_reason}."
     text = (
@@ -162,7 +162,7 @@ def noise_sentence(diff: Diff) -> str:
 
 
 def verdict(diff: Diff) -> str:
-    """Say in a few sentences what came out, from the data alone."""
+    """Summarise the result in a few sentences, from the data alone."""
     pairs = diff.pairs
     if not pairs:
         return "A and B have no run in common: none of the same strategy, engine and processes."
@@ -255,7 +255,7 @@ def _on_both(quantity: Quantity) -> list[Column]:
 
 
 def _change(quantity: Quantity, refused: str | None) -> Column:
-    """Return the column of the difference in bytes, or of why there is none."""
+    """Return the column of the difference in bytes, or of the reason why there is none."""
 
     def cell(pair: Pair) -> tuple[str, str | None]:
         if refused:
@@ -275,7 +275,7 @@ def _signed(change: int, before: int) -> str:
 
 
 def _table(diff: Diff, columns: Sequence[Column], *, text: str) -> Section:
-    """Return a line for each run on both sides, and below why cells are `n/a`."""
+    """Return a line for each run on both sides, and below the reasons of `n/a` cells."""
     several = len({pair.name for pair in diff.pairs}) < len(diff.pairs)
     missing: list[tuple[Row, str, str]] = []
     rows: list[list[str]] = []

@@ -1,4 +1,4 @@
-"""Figures of a comparison, each with what it shows, in which unit and how that was measured."""
+"""Figures of a comparison, each with its subject, its unit and the method of measurement."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from toolkit.records.results import Results
 
 
 def draw_all(results: Results) -> list[ReportFigure]:
-    """Return every figure that these results have something to say on, in reading order.
+    """Return every figure for which these results have data, in reading order.
 
-    Without matplotlib it is one that says so: a comparison that took hours still gets its reports.
+    Without matplotlib, one figure says so: a comparison that took hours still gets its reports.
     """
     if not is_installed("matplotlib"):
         caption = (

@@ -1,4 +1,4 @@
-"""Stacked bars: a line a run, its parts from the left, and what was predicted beside them."""
+"""Stacked bars: one line per run, its parts from the left, and the prediction beside them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from toolkit.records.results import Row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """One run's bar."""
+    """The bar of one run."""
 
     row: Row
     parts: Sequence[float]
-    """In the order of the colours; bytes or seconds."""
+    """Lengths of the parts in the order of the colours, in bytes or seconds."""
 
     tick: float | None = None
-    """What was predicted for all of it."""
+    """Prediction for the whole bar."""
 
     peak: int | None = None
-    """What the device had given out at most, where the figure shows it."""
+    """Most bytes allocated on the device, where the figure shows them."""
 
     @property
     def total(self) -> float:
@@ -32,12 +32,12 @@ class Bar:
 
     @property
     def interval(self) -> tuple[int, int] | None:
-        """Where the planner expects the peak."""
+        """The planner's interval for the peak."""
         return None if self.peak is None else predicted_peak(self.row)
 
     @property
     def end(self) -> float:
-        """The farthest right of anything that is drawn for it."""
+        """The right end of the bar and its marks."""
         return max(self.total, self.tick or 0, self.peak or 0, *(self.interval or ()))
 
 
@@ -50,7 +50,7 @@ def draw_bars(
     divisor: float = 1,
     text: Callable[[Bar], str],
 ) -> None:
-    """Draw a bar a run, with lengths in `unit` after division by `divisor`."""
+    """Draw one bar per run, with lengths in `unit` after division by `divisor`."""
     with figure.canvas(0.6 + 0.26 * len(bars)) as canvas:
         axes = canvas.subplots()
         for place, bar in enumerate(bars):

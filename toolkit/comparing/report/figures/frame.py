@@ -1,4 +1,4 @@
-"""What every figure has: its frame, its colours, its legend, and why something is not in it."""
+"""Common parts of all figures: frame, colours, legend, and the reasons for omitted runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from toolkit.comparing.report.svg import INK, SERIES, VARIABLES, drawing, inline
 from toolkit.records.results import Results, Row
 
 WIDTH: Final = 4.4
-"""Inches: the text of a figure is as large as the page's own on a phone."""
+"""Inches, such that the text of a figure is as large as the page's text on a phone."""
 
 LONGEST_NAME: Final = 26
 
@@ -25,37 +25,37 @@ class Key(NamedTuple):
 
     text: str
     colour: str
-    """As CSS writes it."""
+    """Colour in CSS notation."""
 
     kind: Mark
 
 
 @dataclass(slots=True, kw_only=True)
 class ReportFigure:
-    """A figure as the page takes it; without `svg` the notes say why there is nothing to draw."""
+    """A figure for the page; without `svg` the notes give the reason why it is empty."""
 
     results: Results
     name: str
     title: str
     caption: str
     rows: Sequence[Row] | None = None
-    """The runs that it is about; None for all."""
+    """Runs that the figure covers; None for all."""
 
     svg: str | None = None
     keys: list[Key] = field(default_factory=list[Key])
     missing: dict[tuple[str, str], list[str]] = field(
         default_factory=dict[tuple[str, str], list[str]]
     )
-    """What is missing and why -> the runs that lack it."""
+    """(missing value, reason) -> the runs that lack it."""
 
     instead: str = "Nothing to draw."
-    """What stands in the place of a figure without `svg`."""
+    """Text in place of a figure without `svg`."""
 
     def lacks(self, row: Row, part: str, reason: str) -> None:
         self.missing.setdefault((part, reason), []).append(row["name"])
 
     def omits(self, row: Row, field: str) -> None:
-        """Note that a run is not drawn, since it has no value in `field`."""
+        """Note that a run is not drawn because it has no value in `field`."""
         self.lacks(row, "Not drawn", reason_for(row, field))
 
     def add_key(self, text: str, colour: str, kind: Mark) -> None:
@@ -81,7 +81,7 @@ class ReportFigure:
 
 
 def colour_of(row: Row, results: Results) -> str:
-    """Return the colour of the run's strategy; the control's is the page's ink."""
+    """Return the colour of the run's strategy; the control has the page's text colour."""
     control = results["control"]
     others = dict.fromkeys(
         run["strategy"]
@@ -99,13 +99,13 @@ def style_of(row: Row) -> Any:
 
 
 def label_of(row: Row) -> str:
-    """Return the run's name, no longer than a figure has room for."""
+    """Return the run's name, shortened to the room in a figure."""
     name = " ".join(row["name"].split())
     return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
 
 
 def name_lines(axes: Any, rows: Sequence[Row]) -> None:
-    """Give every run a line of its own, from the top."""
+    """Give every run a separate line, from the top."""
     axes.set_yticks(range(len(rows)), [label_of(row) for row in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)

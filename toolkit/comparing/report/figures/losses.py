@@ -11,13 +11,13 @@ from toolkit.comparing.report.row_facts import control_row
 from toolkit.records.results import Results, Row
 
 MARKED: Final = 50
-"""Steps up to which each has a mark on its line."""
+"""Most steps for which the line has a mark at each step."""
 
 Curves = list[tuple[Row, list[float]]]
 
 
 def losses_and_gaps(results: Results) -> ReportFigure:
-    """The losses of every run in one frame, and their distance to the control beneath."""
+    """Draw the losses of all runs in one frame, and their distances to the control beneath."""
     control = control_row(results)
     name = "the control" if control is None else control["name"]
     figure = ReportFigure(
@@ -44,7 +44,7 @@ def losses_and_gaps(results: Results) -> ReportFigure:
         for row, losses in curves
         if base and row is not control
     ]
-    # A scale of powers of ten has no place for 0.
+    # A logarithmic scale has no 0.
     smallest = min(
         (gap for _, values in gaps for gap in values if math.isfinite(gap) and gap > 0),
         default=None,
@@ -54,7 +54,7 @@ def losses_and_gaps(results: Results) -> ReportFigure:
     elif smallest is None:
         figure.caption += f" Here no step of any run differs from {name} at all."
     _draw(figure, curves, gaps, smallest, control)
-    # Runs that differ in nothing but their processes look the same, and share a key.
+    # Runs that differ only in their processes have the same style and share a key.
     names: dict[tuple[str, bool], list[str]] = {}
     for row, _ in curves:
         name = row["name"] + (" (control)" if row is control else "")

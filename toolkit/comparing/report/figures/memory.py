@@ -1,4 +1,4 @@
-"""Figures of bytes: what ranks hold, at their fullest moment too, and what a step sends."""
+"""Figures of bytes: held by ranks, alive at their fullest moment, and sent in a step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DEVICE: Final = (
 
 
 def memory_by_category(results: Results) -> ReportFigure:
-    """A bar a run, of what its fullest rank holds; what was predicted as a tick."""
+    """Draw one bar per run: bytes that its fullest rank holds, with the prediction as a tick."""
     figure = ReportFigure(
         results=results,
         name="memory",
@@ -59,7 +59,7 @@ def memory_by_category(results: Results) -> ReportFigure:
 
 
 def fullest_moment(results: Results) -> ReportFigure | None:
-    """A bar a run, of all tensors at the fullest moment of a step; None without a run."""
+    """Draw one bar per run: all tensors at the fullest moment of a step; None without a run."""
     if not results["runs"]:
         return None
     figure = ReportFigure(
@@ -90,7 +90,7 @@ def fullest_moment(results: Results) -> ReportFigure | None:
 
 
 def bytes_by_purpose(results: Results) -> ReportFigure:
-    """A bar a run, of what its collectives carry in one step; what was predicted as a tick."""
+    """Draw one bar per run: payload of its collectives in a step, with the prediction as a tick."""
     figure = ReportFigure(
         results=results,
         name="traffic",
@@ -121,10 +121,10 @@ def _drawn(
     of_one: str = "none",
     every_key: bool = False,
 ) -> ReportFigure:
-    """Draw bars of bytes, each with its sum, and name the parts that any of them has.
+    """Draw bars of bytes, each with its sum, and name the parts that at least one bar has.
 
     Args:
-        of_one: What stands at a bar of one process that has no length.
+        of_one: Text at an empty bar of a run with one process.
         every_key: Whether parts that no bar has are named too.
     """
     if not bars:

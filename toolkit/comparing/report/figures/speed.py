@@ -28,14 +28,14 @@ from toolkit.records.results import Results, Row
 
 class Point(NamedTuple):
     held: int
-    """Bytes."""
+    """Memory in bytes."""
 
     speed: float
     row: Row
 
 
 def speed_and_memory(results: Results) -> ReportFigure:
-    """One point a run: tokens/s over the device's peak, in a rehearsal over counted tensors."""
+    """Draw one point per run: tokens/s over the device's peak, or in a rehearsal the counted."""
     slow = "The speed is a CPU's and says nothing about GPUs."
     if not results["rehearsal"]:
         held, field, read = "peak memory", "memory.peak_bytes", peak_of
@@ -133,7 +133,7 @@ def _spread(wanted: Sequence[float], *, apart: float) -> list[float]:
 
 
 def scaling(results: Results) -> ReportFigure | None:
-    """A line a strategy and engine: speed-up over processes; None where nothing was scaled."""
+    """Draw one line per strategy and engine: speed-up over processes; None without a scale."""
     runs = scaled_runs(results)
     if not runs:
         return None

@@ -1,4 +1,4 @@
-"""Figures of time: the spread of an optimizer step, and the phases that it is made of."""
+"""Figures of time: the spread of an optimizer step, and its phases."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PHASE_COLOURS: Final = (PARTS[2], PARTS[1], PARTS[0], PARTS[3], PARTS[5])
 
 
 def step_times(results: Results) -> ReportFigure:
-    """Median and 90th percentile of a step's time; of several starts the median of each."""
+    """Draw median and 90th percentile of a step's time; for several starts, the median of each."""
     figure = ReportFigure(
         results=results,
         name="steps",
@@ -72,14 +72,14 @@ def _draw_spans(figure: ReportFigure, spans: list[tuple[Row, float, float]]) -> 
 
 
 def _starts(row: Row) -> list[float]:
-    """Medians of the single starts."""
+    """Return the median of each start."""
     spreads = [repeat["step_seconds"] for repeat in row["repeats"]]
     medians = [spread["median"] for spread in spreads if spread is not None]
     return [median for median in medians if median is not None and finite(median)]
 
 
 def phases(results: Results) -> ReportFigure | None:
-    """A bar a run, of the medians of the phases of its steps; None without a run."""
+    """Draw one bar per run: medians of the phases of its steps; None without a run."""
     if not results["runs"]:
         return None
     figure = ReportFigure(

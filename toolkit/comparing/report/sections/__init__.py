@@ -1,4 +1,4 @@
-"""The parts of a report between its table and what was held fixed, in reading order."""
+"""The parts of a report between its table and the fixed settings, in reading order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FOLDED: Final = ("collectives", "other-collectives", "samples")
 """Parts that a page shows only when the reader opens them."""
 
 TWO_NAMES: Final = ("collectives", "other-collectives", "samples", "scaling")
-"""Parts whose lines are named by two columns, not one."""
+"""Parts whose lines are identified by two columns, not one."""
 
 
 class ReportPart(NamedTuple):
@@ -33,12 +33,12 @@ class ReportPart(NamedTuple):
 
     @property
     def names(self) -> int:
-        """Columns at the left that name the line."""
+        """Number of columns at the left that identify the line."""
         return 2 if self.id in TWO_NAMES else 1
 
 
 def parts(results: Results) -> list[ReportPart]:
-    """Return the parts that these results have something for."""
+    """Return the parts for which these results have data."""
     priced = any(row["cost"] for row in results["runs"])
     states, others = (collectives(results, of_states=of_states) for of_states in (True, False))
     sections: tuple[tuple[str, str, Section | None], ...] = (

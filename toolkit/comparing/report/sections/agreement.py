@@ -15,11 +15,11 @@ from toolkit.records.fields import Evaluated
 from toolkit.records.results import Control, Results, Row
 
 EMPTY: Final = "(nothing)"
-"""A continuation without any text."""
+"""Cell for a continuation without any text."""
 
 
 def agreement(results: Results) -> Section:
-    """Return the gaps of every run to the control, and whether its gates held."""
+    """Return the gaps between every run and the control, and whether its gates held."""
     runs, control = results["runs"], results["control"]
     text = (
         f"Gates over the first {GATED_STEPS} steps: {gates_in_words(results['precision'])}. The "
@@ -79,7 +79,7 @@ def evaluation(results: Results) -> Section | None:
 
 
 def samples(results: Results) -> Section | None:
-    """Return the continuations, those of runs that wrote the same in one line; None without any."""
+    """Return the continuations, equal ones of several runs in one line; None without any."""
     written_by = {row["name"]: row["samples"] for row in measured(results) if row["samples"]}
     if not written_by:
         return None

@@ -1,4 +1,4 @@
-"""Failures: how each run ended that did not come to its end, rank by rank."""
+"""Failures: how each failed run ended, rank by rank."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Failure(NamedTuple):
     status: str
     reason: str
     planned: str | None
-    """What the planner expected, of a run that ran out of memory."""
+    """The planner's expectation for a run that ran out of memory."""
 
     fix: str | None
     mismatches: Section | None
-    """What was asked beside what engaged, of a run that was refused."""
+    """Requested and effective settings of a run that was refused."""
 
     ranks: Section | None
     tail: str
@@ -59,7 +59,7 @@ def _mismatches(attestation: dict[str, Any]) -> Section:
 
 
 def _ranks(ends: Sequence[RankEnd], *, rehearsal: bool) -> Section:
-    """Return the last that each rank said, which ran out, and how unevenly they were filled."""
+    """Return each rank's last status, the ranks out of memory, and the spread of their memory."""
     header = ["rank", "state", "last step", "host peak" if rehearsal else "device peak", "error"]
     rows = [
         [
@@ -82,7 +82,7 @@ def _ranks(ends: Sequence[RankEnd], *, rehearsal: bool) -> Section:
 
 
 def ran_out(end: RankEnd) -> bool:
-    """Whether a rank's own last words are that it ran out of memory."""
+    """Whether a rank's last status reports that it ran out of memory."""
     return end["error"] is not None and OUT_OF_MEMORY.search(end["error"]) is not None
 
 

@@ -1,4 +1,4 @@
-"""Limits: what the numbers do not say, and below which difference they say nothing."""
+"""Limits: conclusions that the numbers do not support, and the size of the noise."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from toolkit.records.results import Results
 
 
 def limits(results: Results) -> list[str]:
-    """Return what the numbers do not say."""
+    """Return sentences on conclusions that the numbers do not support."""
     lines = [
         _noise(results),
         "Tokens/s is read from packed rows after warm-up, parity from ragged rows before them.",
@@ -28,7 +28,7 @@ def limits(results: Results) -> list[str]:
 
 
 def _noise(results: Results) -> str:
-    """Say which difference in speed means nothing, from what that is measured."""
+    """Say which difference in speed may be chance, and how that was measured."""
     noise = results["noise"]
     if noise is None:
         reason = results["not_measured"]["noise"]
@@ -49,7 +49,7 @@ def _noise(results: Results) -> str:
 
 
 def _starts(results: Results) -> list[int]:
-    """How often each run was started, as far as the speed of a start is known."""
+    """Return, for each run, the number of starts whose speed is known."""
     counts = [
         sum(1 for start in row["repeats"] if start["tokens_per_second"])
         for row in measured(results)

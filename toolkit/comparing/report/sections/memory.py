@@ -1,4 +1,4 @@
-"""Memory: what the fullest rank holds, when it is fullest, and how evenly ranks share it."""
+"""Memory: contents of the fullest rank, its fullest moment, and the spread over the ranks."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from toolkit.records.fields import Peak, RankMemory, value_at
 from toolkit.records.results import Results, Row
 
 UNPREDICTED: Final = ("peak reserved", "nvme", "host peak")
-"""Columns for which the planner has no figure."""
+"""Columns that the planner does not predict."""
 
 PEAK_CATEGORIES: Final = tuple(BEYOND_STATES)
-"""In the order in which they are stacked."""
+"""Categories in the order in which they are stacked."""
 
 
 def held(results: Results) -> Section:
-    """Return the bytes of every category that the fullest rank holds, beside the planner's."""
+    """Return the bytes of every category on the fullest rank, beside the planner's."""
     good = measured(results)
     if not good:
         return Section("No run was measured.")
@@ -70,7 +70,7 @@ def _predicted_sizes(row: Row, names: Sequence[str]) -> list[str]:
     for name in names:
         error = predicted["errors"].get(name)
         if name == "peak_bytes":
-            # Without an error no device had a peak, and the prediction would stand beside none.
+            # No error means that no device peak was measured to compare the prediction with.
             shown = NOT_AVAILABLE if error is None else in_unit(predicted["peak_bytes"], "interval")
         else:
             shown = size(value_at(predicted["memory"], name))
@@ -81,7 +81,7 @@ def _predicted_sizes(row: Row, names: Sequence[str]) -> list[str]:
 def not_predicted(
     good: Sequence[Row], field: Literal["memory", "counted_bytes", "traffic_bytes"]
 ) -> list[str]:
-    """Say why runs have no prediction of a field, the same reason once."""
+    """Say why runs have no prediction of a field, each reason once."""
     reasons: dict[str, list[str]] = {}
     for row in good:
         if row["predicted"][field] is None:
@@ -90,7 +90,7 @@ def not_predicted(
 
 
 def fullest(results: Results) -> Section | None:
-    """Return what the fullest moment of a step is made of; None without a run that ended well."""
+    """Return the parts of the fullest moment of a step; None without a run that ended well."""
     good = measured(results)
     if not good:
         return None
@@ -124,7 +124,7 @@ def fullest(results: Results) -> Section | None:
 
 
 def _expected(row: Row) -> str | None:
-    """Return what the planner expects of the counted step, and the error of that."""
+    """Return the planner's expectation for the counted step, with its error."""
     ends = predicted_peak(row, counted=True)
     if ends is None:
         return "not predicted" if row["peak"] else None
@@ -138,13 +138,13 @@ def _category(name: str, row: Row) -> str | None:
 
 
 def parts_of(peak: Peak) -> list[int]:
-    """Return the bytes in the order of `PEAK_CATEGORIES`; what is none of them counts as other."""
+    """Return the bytes in the order of `PEAK_CATEGORIES`; other categories count as `other`."""
     known = [peak["categories"].get(name, 0) for name in PEAK_CATEGORIES[:-1]]
     return [*known, sum(peak["categories"].values()) - sum(known)]
 
 
 def over_ranks(results: Results) -> Section:
-    """Return how evenly memory is spread: least and most of any rank."""
+    """Return the least and the most memory of any rank."""
     rows = [row for row in results["runs"] if len(row["per_rank"] or []) > 1]
     if not rows:
         return Section("No run of several ranks has a count for each of them.")

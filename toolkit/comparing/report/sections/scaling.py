@@ -1,4 +1,4 @@
-"""Scaling: what more processes bring, of the same strategy under the same engine."""
+"""Scaling: speed-up from more processes, of the same strategy under the same engine."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ CPU_CORES: Final = (
 
 
 class Scaled(NamedTuple):
-    """A run beside the one that it is measured against."""
+    """A run and the base run that it is compared with."""
 
     row: Row
     base: Row | None
-    """None where no run can be the base."""
+    """The base run; None where no run can be the base."""
 
     @property
     def speed_up(self) -> float | None:
@@ -57,7 +57,7 @@ def scaled_runs(results: Results) -> list[Scaled]:
 
 
 def scaling(results: Results) -> Section | None:
-    """Return speed-up and efficiency; None where every strategy ran with one number only."""
+    """Return speed-up and efficiency; None where each strategy ran with one number of processes."""
     runs = scaled_runs(results)
     if not runs:
         return None
@@ -92,6 +92,6 @@ def scaling(results: Results) -> Section | None:
 
 
 def _speed(row: Row) -> float | None:
-    """Tokens/s that one can divide by."""
+    """Return tokens/s as a valid divisor, else None."""
     speed = row["tokens_per_second"]
     return speed if speed and math.isfinite(speed) and speed > 0 else None

@@ -1,4 +1,4 @@
-"""Time: of an optimizer step and its phases, and of what comes before the clock counts."""
+"""Time of an optimizer step and its phases, and of the start before timing begins."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from toolkit.records.fields import Phases
 from toolkit.records.results import Results, Row
 
 PHASES: Final = tuple(Phases.__annotations__)
-"""In the order of a step."""
+"""Phases in the order of a step."""
 
 CPU_TIMES: Final = "A CPU's times: they say nothing about GPUs."
 
@@ -57,7 +57,7 @@ def _spread(row: Row) -> str | None:
 
 
 def warm_up(results: Results) -> Section | None:
-    """Return what a run takes before its clock counts, and to save; None without a run."""
+    """Return the time of a run before timing begins, and to save; None without a run."""
     good = measured(results)
     if not good:
         return None

@@ -1,4 +1,4 @@
-"""Traffic: what a rank sends in one optimizer step, beside the planner's and the papers'."""
+"""Traffic: bytes that a rank sends in an optimizer step, beside the planner's and the papers'."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from toolkit.strategies import STRATEGIES, Strategy
 OTHER: Final = "other"
 
 PADDING: Final = 1e-3
-"""Share below which a difference is that of tensors padded to the ranks."""
+"""Share below which a difference is due to padding of tensors to the number of ranks."""
 
 
 def moved_by_purpose(traffic: Traffic) -> Counter[str]:
@@ -30,12 +30,12 @@ def moved_by_purpose(traffic: Traffic) -> Counter[str]:
 
 
 def wire_bytes(traffic: Traffic) -> int:
-    """Return what one rank sends in all with the ring algorithm."""
+    """Return all bytes that one rank sends with the ring algorithm."""
     return round(sum(collective["wire_bytes"] for collective in traffic["collectives"]))
 
 
 def sent(results: Results) -> Section:
-    """Return the payload by purpose, what goes over the wire, and the difference to the papers."""
+    """Return the payload by purpose, the bytes on the wire, and the difference to the papers."""
     good = measured(results)
     rows = [_line(row, traffic) for row in good if (traffic := row["traffic"]) is not None]
     if not rows:
@@ -74,10 +74,10 @@ def _line(row: Row, traffic: Traffic) -> list[str]:
 
 
 def collectives(results: Results, *, of_states: bool) -> Section | None:
-    """Return every collective of one optimizer step, None where there is none.
+    """Return every collective of one optimizer step; None where there is none.
 
     Args:
-        of_states: Those of parameters and gradients, or all others.
+        of_states: Select the collectives of parameters and gradients, or all others.
     """
     rows = [
         [
@@ -109,12 +109,12 @@ def collectives(results: Results, *, of_states: bool) -> Section | None:
 
 
 def difference_in_words(row: Row) -> str:
-    """Return `equal`, or by how much a run is off the papers and what makes the difference.
+    """Return `equal`, or by how much a run differs from the papers and the cause.
 
     The papers' volume is `planning.speed.traffic.textbook`: 2 psi for data parallelism and
-    ZeRO-1/2, 3 psi where parameters are sharded, for a step of one micro-batch; norms, buffers and
-    counts are no part of it. The libraries' deviations are listed in that module; one is given as
-    a reason only where the counted bytes show it.
+    ZeRO-1/2, 3 psi where parameters are sharded, for a step of one micro-batch, without norms,
+    buffers and counts. That module lists the libraries' deviations; one is given as a cause only
+    where the counted bytes show it.
     """
     traffic = row["traffic"]
     if traffic is None:
