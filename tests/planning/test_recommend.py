@@ -138,6 +138,7 @@ def test_runners_up_are_two_other_strategies(answers):
 
 def test_learning_rates_after_the_two_rules():
     rate = LearningRate(base=2e-5, base_batch=16, batch=64)
+    assert (rate.by("linear"), rate.by("sqrt")) == (rate.linear, rate.square_root)
     assert rate.linear == pytest.approx(8e-5)
     assert rate.square_root == pytest.approx(4e-5)
 

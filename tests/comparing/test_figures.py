@@ -1,0 +1,142 @@
+"""Each figure draws every run that has its numbers, at the place of these numbers."""
+
+import pytest
+
+from toolkit.comparing.report.figures import draw_all, frame
+from toolkit.comparing.report.figures.speed import _spread
+
+GIB = 2**30
+
+
+@pytest.fixture
+def drawn(full_results, monkeypatch):
+    """The results, the runs that ended well, and the matplotlib figure of each name."""
+    figures = {}
+    monkeypatch.setattr(
+        frame, "inline", lambda figure, *, name, title: figures.update({name: figure})
+    )
+    results = full_results(rehearsal=False)
+    draw_all(results)
+    return results, [row for row in results["runs"] if row["status"] == "ok"], figures
+
+
+def lines(axes):
+    return [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines]
+
+
+def bars(axes, row):
+    """Return the widths of the bars on one line of a figure, which lie end to end."""
+    of_row = [bar for bar in axes.patches if round(bar.get_y() + bar.get_height() / 2) == row]
+    widths = [bar.get_width() for bar in of_row]
+    begins = [sum(widths[:place]) for place in range(len(widths))]
+    assert [bar.get_x() for bar in of_row] == pytest.approx(begins)
+    return widths
+
+
+def names(axes):
+    return [label.get_text() for label in axes.get_yticklabels()]
+
+
+def test_speed_stands_over_the_peak_with_the_name_beside_it(drawn):
+    _, rows, figures = drawn
+    (axes,) = figures["speed"].axes
+    assert lines(axes) == [
+        ([row["memory"]["peak_bytes"] / GIB], [row["tokens_per_second"]]) for row in rows
+    ]
+    assert [line.get_marker() for line in axes.lines] == [
+        "s" if row["engine"] == "loop" else "o" for row in rows
+    ]
+    assert [text.get_text() for text in axes.texts] == [row["name"] for row in rows]
+    assert [text.xy for text in axes.texts] == [(x[0], y[0]) for x, y in lines(axes)]
+    right, top = axes.get_xlim()[1], axes.get_ylim()[1]
+    assert all(x[0] < right and y[0] < top for x, y in lines(axes))
+
+
+def test_names_keep_their_order_and_distance_within_the_figure():
+    places = _spread([0.5, 0.5, 0.98, 0.1, 0.99], apart=0.1)
+    assert places == pytest.approx([0.5, 0.6, 0.9, 0.1, 1.0])
+    assert _spread([0.0, 0.02], apart=0.1) == pytest.approx([0.0, 0.1])
+    assert _spread([0.2, 0.9], apart=0.1) == [0.2, 0.9]
+
+
+@pytest.mark.parametrize(
+    ("figure", "parts"),
+    [
+        ("memory", ["parameters", "master", "gradients", "optimizer"]),
+        ("peak", ["parameters", "master", "gradients", "optimizer", "activations", "other"]),
+    ],
+)
+def test_bytes_are_bars_end_to_end_with_their_sum_beside_them(drawn, figure, parts):
+    _, rows, figures = drawn
+    (axes,) = figures[figure].axes
+    assert names(axes) == [row["name"] for row in rows]
+    for number, row in enumerate(rows):
+        if figure == "memory":
+            sizes = [row["memory"][f"{part}_bytes"] / GIB for part in parts]
+        else:
+            sizes = [row["peak"]["categories"][part] / GIB for part in parts]
+        assert bars(axes, number) == pytest.approx(sizes)
+        assert axes.texts[number].get_text() == f"{sum(sizes):.2f} GiB"
+    if figure == "peak":
+        given_out = [row["memory"]["peak_bytes"] / GIB for row in rows]
+        assert lines(axes) == [([x], [number]) for number, x in enumerate(given_out)]
+
+
+def test_traffic_is_bars_by_purpose(drawn):
+    _, rows, figures = drawn
+    (axes,) = figures["traffic"].axes
+    for number, row in enumerate(rows):
+        calls = row["traffic"]["collectives"]
+        sent = [
+            sum(call["payload_bytes"] for call in calls if call["purpose"] == purpose)
+            for purpose in ("parameters", "gradients")
+        ]
+        sent.append(sum(call["payload_bytes"] for call in calls) - sum(sent))
+        assert [width * GIB for width in bars(axes, number)] == pytest.approx(sent)
+
+
+def test_losses_are_drawn_from_step_1_and_gaps_below_them(drawn):
+    _, rows, figures = drawn
+    losses, gaps = figures["losses"].axes
+    steps = [1, 2, 3, 4]
+    assert lines(losses) == [(steps, row["losses"]) for row in rows]
+    control, *others = rows
+    least = gaps.get_ylim()[0]
+    for (x, y), row in zip(lines(gaps), others, strict=True):
+        assert x == steps
+        differences = [abs(a - b) for a, b in zip(row["losses"], control["losses"], strict=True)]
+        assert all(
+            gap == pytest.approx(value) if value else gap == min(y)
+            for gap, value in zip(y, differences, strict=True)
+        )
+        assert least <= min(y)
+
+
+def test_times_are_a_dot_at_the_median_and_a_bar_to_the_90th_percentile(drawn):
+    _, rows, figures = drawn
+    (axes,) = figures["steps"].axes
+    assert names(axes) == [row["name"] for row in rows]
+    for number, row in enumerate(rows):
+        median, p90 = row["step_seconds"]["median"], row["step_seconds"]["p90"]
+        assert ([median, p90], [number, number]) in lines(axes)
+        assert ([median], [number]) in lines(axes)
+
+
+def test_phases_are_bars_end_to_end(drawn):
+    _, rows, figures = drawn
+    (axes,) = figures["phases"].axes
+    for number, row in enumerate(rows):
+        medians = [row["phases"][name]["median"] for name in row["phases"]]
+        assert bars(axes, number) == pytest.approx(medians)
+        assert axes.texts[number].get_text() == f"{sum(medians):.3f} s"
+
+
+def test_speed_up_is_drawn_over_the_number_of_processes(drawn):
+    _, rows, figures = drawn
+    (axes,) = figures["scaling"].axes
+    control, *others = rows
+    speeds = {
+        row["name"]: row["tokens_per_second"] / control["tokens_per_second"] for row in others
+    }
+    ideal, fsdp = ([1, 4], [1, 4]), [1, speeds["fsdp-trainer-x2"], speeds["fsdp-trainer-x4"]]
+    assert lines(axes) == [ideal, ([1, 2, 4], pytest.approx(fsdp))]
