@@ -1,4 +1,4 @@
-"""The planner's prediction for a run, beside what the run counted; also for one that failed."""
+"""The planner's prediction for a run, also a failed one, beside the run's counted values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job of the planner: what is trained and how, as the formulas read it."""
+"""A job of the planner: model, method and settings of a training, as input of the formulas."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ MOST_GPUS = 100_000
 MOST_TOKENS = 100_000_000
 
 GPUS_PER_NODE = 8
-"""Of a node if the number of nodes is left out: HGX and DGX machines, and the largest that clouds
-list of nearly every GPU."""
+"""GPUs of a node if the number of nodes is left out, as in HGX and DGX machines and in the largest
+machines that clouds list for nearly every GPU."""
 
 MOST_GPUS_PER_NODE = 16
-"""Of the largest machines: DGX-2, AWS's p2.16xlarge, Google's a2-megagpu-16g."""
+"""GPUs of the largest machines: DGX-2, AWS's p2.16xlarge, Google's a2-megagpu-16g."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,46 +32,46 @@ class PlannedJob(JobOptions):
     sequence: int = 2048
     precision: Precision = "bf16"
     checkpointing: Checkpointing = "none"
-    """`full`: each decoder layer keeps its input alone and is computed again in backward.
-    `selective`: it keeps every second matrix product and the attention's output as well, which is
+    """`full`: each decoder layer keeps only its input and is computed again in backward.
+    `selective`: it also keeps every second matrix product and the attention's output, which is
     torchtitan's policy by operation."""
 
     loss_chunk_tokens: int | None = None
-    """Tokens of such a chunk, with the head's gradient gathered in fp32, as in `toolkit.train`;
-    None: as Liger does both."""
+    """Tokens in a chunk of a chunked loss, with the head's gradient accumulated in fp32, as in
+    `toolkit.train`. None: chunks and gradient as in Liger."""
 
     raises_logits: bool = True
     """Logits are raised to fp32 for the loss, as transformers does."""
 
     keeps_logits: bool = False
-    """The script holds on to a step's logits until the next step has its own. The Trainer and our
-    loop drop them before backward; a loop that writes `outputs = model(...)` doesn't."""
+    """The script keeps a step's logits until the next step has computed its logits. The Trainer and
+    our loop drop them before backward; a loop with `outputs = model(...)` doesn't."""
 
     raises_frozen: bool = True
-    """QLoRA: what is not in 4 bits is raised to fp32, as peft's `prepare_model_for_kbit_training`
-    does; trl does not call it where weights are sharded (sft_trainer.py)."""
+    """QLoRA: weights that are not in 4 bits are raised to fp32, as in peft's
+    `prepare_model_for_kbit_training`; trl skips it with sharded weights (sft_trainer.py)."""
 
     micro_batch: int | None = None
-    """Which of a step's micro-batches is looked at, from 1; None: one that finds the gradients of
-    another and is the last as well, which needs the most."""
+    """Number of the planned micro-batch in its step, from 1. None: a last micro-batch that adds to
+    the gradients of an earlier one, which needs the most memory."""
 
     on_cpu: bool = False
-    """A rehearsal: what is offloaded lies where the rest does, and AdamW steps tensor by tensor."""
+    """A rehearsal: offloaded states lie in the same memory, and AdamW steps tensor by tensor."""
 
     gradient_clipping: float = 1.0
     gradient_as_bucket_view: bool = False
-    """DDP: gradients live in the buckets. The Trainer has no argument for it and leaves it off."""
+    """DDP: gradients are views of the buckets. The Trainer has no argument for it: it stays off."""
 
     deepspeed: Mapping[str, Any] | None = None
-    """Contents of a DeepSpeed JSON to plan with; None is the bundled one, fitted as a run fits it.
+    """Contents of a DeepSpeed JSON to plan with; None for the bundled file, fitted as in a run.
     """
 
     zeroes_gradients: bool = False
-    """Gradients are filled with zeros after a step instead of let go: torch's way before 2.0."""
+    """Gradients are filled with zeros after a step, not freed; torch's default before 2.0."""
 
     zero_init: bool = True
-    """ZeRO-3: the model is built under `zero.Init`, as ours is, which also puts a linear layer in
-    place that does not hold on to gathered weights until backward."""
+    """ZeRO-3: the model is built under `zero.Init`, as in the toolkit. It also installs a linear
+    layer that does not keep gathered weights until backward."""
 
     def __post_init__(self) -> None:
         for name, most in (
@@ -111,17 +111,17 @@ class PlannedJob(JobOptions):
 
     @property
     def gradients_in_buckets(self) -> bool:
-        """Whether DDP's buckets are the gradients themselves, which then live as long as these."""
+        """Whether the gradients are views of DDP's buckets, and so live as long as the buckets."""
         return self.strategy.reduces_in_buckets and self.gradient_as_bucket_view
 
     @property
     def sums_up(self) -> bool:
-        """Whether an earlier micro-batch has left gradients to which others are added."""
+        """Whether gradients are added to those of an earlier micro-batch."""
         return self.accumulation > 1 and self.micro_batch != 1
 
     @property
     def ends_step(self) -> bool:
-        """Whether gradients are reduced, and stepped with, after this micro-batch."""
+        """Whether the gradients are reduced and the optimizer steps after this micro-batch."""
         return self.micro_batch in (None, self.accumulation)
 
     @property
@@ -141,7 +141,7 @@ class PlannedJob(JobOptions):
 
 
 def nodes_for(gpus: int, nodes: int | None = None) -> int:
-    """Return how many nodes the GPUs are spread over: `nodes`, else the fewest that hold them.
+    """Return the number of nodes of the GPUs: `nodes`, else the fewest that hold them.
 
     Raises:
         UsageError: no machine holds so many GPUs, or no few nodes of 2 to 8 hold them evenly.

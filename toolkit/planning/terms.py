@@ -1,4 +1,4 @@
-"""The words of an estimate: intervals, and terms that carry their formula and its inputs."""
+"""Types of an estimate: intervals, and terms with their formula and its inputs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ GIB = 2**30
 Place = Literal["gpu", "host", "nvme"]
 Phase = Literal["loss", "head", "backward", "step"]
 PHASES: tuple[Phase, ...] = ("loss", "head", "backward", "step")
-"""The moments at which a rank's memory can peak: when the loss is taken, while the head is played
-backwards, while the layers are, while the optimizer steps. A term counts in those in which it is
-alive."""
+"""Phases in which a rank's memory can peak: computing the loss, backward of the head, backward of
+the layers, and the optimizer's step. A term counts in the phases in which it is alive."""
 
 Category = Literal[
     "parameters",
@@ -33,12 +32,12 @@ Category = Literal[
 
 
 CATEGORIES: tuple[Category, ...] = get_args(Category)
-"""In the order in which they are stacked."""
+"""Categories in the order in which they are stacked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The least and the most that is to be expected."""
+    """The lower and the upper bound of an expected value."""
 
     low: float
     high: float
@@ -62,34 +61,34 @@ class Interval:
         return Interval(self.low * factor.low, self.high * factor.high)
 
     def __truediv__(self, divisor: Interval) -> Interval:
-        """Divide positive intervals: the lowest quotient is of the highest divisor."""
+        """Divide positive intervals; the lowest quotient has the highest divisor."""
         return Interval(self.low / divisor.high, self.high / divisor.low)
 
     def times(self, factor: float) -> Interval:
         return Interval(self.low * factor, self.high * factor)
 
     def less(self, hidden: Interval) -> Interval:
-        """Return both ends less those of `hidden`, and no less than 0."""
+        """Return both ends less the ends of `hidden`, and at least 0."""
         return Interval(max(0, self.low - hidden.low), max(0, self.high - hidden.high))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """One summand of an estimate, in bytes on the rank that holds the most."""
+    """One summand of an estimate, in bytes on the fullest rank."""
 
     category: Category
     name: str
-    """What it is, in a few words: `fp32 master partitions`."""
+    """Short description: `fp32 master partitions`."""
 
     bytes: Interval
     place: Place = "gpu"
     phases: tuple[Phase, ...] = PHASES
     formula: str
-    """With the names of its inputs: `4 * parameters / shards`."""
+    """Formula with the names of its inputs: `4 * parameters / shards`."""
 
     inputs: Mapping[str, float | str] = field(default_factory=dict[str, "float | str"])
     lasting: bool = False
-    """Whether it stays when a step is over, beside the states."""
+    """Whether the term stays after a step, beside the states."""
 
 
 def product(

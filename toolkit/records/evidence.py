@@ -1,7 +1,7 @@
-"""Evidence: what one optimizer step was made of and did, in files that outlive the run.
+"""Evidence: inputs and results of one optimizer step, in files that outlive the run.
 
-Written inside the ranks, compared without torch. The numbers stand in strict JSON, the tensors
-beside it in safetensors: whole, in fp32, whatever sharded them.
+The ranks write it, and it is compared without torch. Numbers are in strict JSON, tensors beside it
+in safetensors: whole and in fp32, also where a strategy sharded them.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from toolkit.records.json_files import LostError, read_as
 
 EVIDENCE_FILE: Final = "evidence.json"
 INITIAL_FILE: Final = "weights-initial.safetensors"
-"""Before the first step, where a later one is kept."""
+"""Weights before the first step, saved if the evidence is of a later step."""
 
 BEFORE_FILE: Final = "weights-before.safetensors"
-"""As the run's own steps had left them, whatever the step then began with."""
+"""Weights after the run's own previous steps, even if the step began with the reference's."""
 
 GRADIENTS_FILE: Final = "gradients.safetensors"
-"""Averaged over the ranks, before clipping."""
+"""Gradients averaged over the ranks, before clipping."""
 
 AFTER_FILE: Final = "weights-after.safetensors"
 HELD_FILE: Final = "weights-held.safetensors"
-"""When the final model was about to be saved."""
+"""Weights just before the final model was saved."""
 
 EVIDENCE_FILES: Final = (
     EVIDENCE_FILE,
@@ -48,33 +48,33 @@ class RowRead(TypedDict):
     """sha256 of its labels."""
 
     supervised: int
-    """Tokens that are trained on."""
+    """Number of tokens that are trained on."""
 
     loss: float | None
-    """Summed over those tokens, from the logits; null where the model gave none."""
+    """Loss summed over those tokens, from the logits; null where the model gave no logits."""
 
 
 class MicroBatch(TypedDict):
     rows: list[RowRead]
     loss: float
-    """As the model returned it."""
+    """Loss that the model returned."""
 
     applied: float | None
-    """What backward multiplied that loss with, fp16's loss scale taken out."""
+    """Factor on that loss in backward, without fp16's loss scale."""
 
     items: int | None
-    """Tokens that the model was told to divide by; null where it was told nothing."""
+    """Number of tokens passed to the model as divisor; null where none was passed."""
 
 
 class Clipping(TypedDict):
     norm: float | None
-    """What clipping took for the norm; null where nobody asked for one."""
+    """Norm that clipping used; null where no norm was computed."""
 
     limit: float | None
-    """0 for no limit; null where nobody clipped."""
+    """Limit of the norm, 0 for no limit; null where clipping did not run."""
 
     factor: float | None
-    """The norm that the optimizer stepped with, by that of the gradients kept."""
+    """Norm of the gradients that the optimizer used, divided by the norm of the saved ones."""
 
 
 class Group(TypedDict):
@@ -92,7 +92,7 @@ class Optimizer(TypedDict):
 
 
 class Evidence(TypedDict):
-    """One optimizer step: the one that was asked for, or the first of a run that updated."""
+    """One optimizer step: the requested one, or by default the first that updates."""
 
     schema: int
     strategy: str
@@ -100,23 +100,23 @@ class Evidence(TypedDict):
     precision: Annotated[str, Literal["no", "bf16", "fp16"]]
     num_processes: FromOne
     step: FromOne
-    """From 1; fp16 may have skipped some before it."""
+    """Number of the step, from 1; fp16 may have skipped steps before it."""
 
     given: bool
-    """Whether the step began with the weights that the reference had, not with the run's own."""
+    """Whether the step began with the reference's weights instead of the run's own."""
 
     ranks: list[list[MicroBatch]]
     gradient_norm: float
-    """Of the gradients kept."""
+    """Norm of the saved gradients."""
 
     gradients_agree: bool | None
-    """Whether ranks that each hold all gradients hold the same; null where none holds all."""
+    """Whether ranks that each hold all gradients hold equal ones; null where no rank does."""
 
     weights_agree: bool | None
-    """Likewise of the weights after the step."""
+    """The same for the weights after the step."""
 
     before_agree: bool | None
-    """Likewise of the run's own weights before the step."""
+    """The same for the run's own weights before the step."""
 
     clipping: Clipping
     optimizer: Optimizer
@@ -126,7 +126,7 @@ def read_evidence(folder: Path) -> Evidence:
     """Read the evidence in `folder`.
 
     Raises:
-        UsageError: there is none, it is damaged, or a newer toolkit wrote it.
+        UsageError: the evidence is missing or damaged, or a newer toolkit wrote it.
     """
     file = folder / EVIDENCE_FILE
     if not file.is_file():

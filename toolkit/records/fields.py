@@ -1,10 +1,10 @@
 """Fields: every measured value of a run, declared once.
 
-The TypedDicts here are the schema of what `record.json` and a row of `results.json` share. Merging
+The TypedDicts here are the schema shared by `record.json` and a row of `results.json`. Merging
 (`measuring.merging`), rows, `results.csv`, tables of a report and `toolkit report A B` are made
 from the `Fact` beside a field's type.
 
-A new column is its measurement (in `measuring.recorder`) and one field of `Measured`.
+A new column needs its measurement (in `measuring.recorder`) and one field of `Measured`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from toolkit.records.shapes import Least, choices_of, hints_of
 
 Count = Annotated[int, Least(0)]
 Size = Annotated[float, Least(0)]
-"""A time, a speed, a share: never below 0."""
+"""A time, a speed or a share; never below 0."""
 
 FromOne = Annotated[int, Least(1)]
 
@@ -37,12 +37,12 @@ Unit = Literal[
     "gap",
     "count",
     "text",
-    # Of values that have fields of their own: `StepSeconds`, `Difference` and `Ends`.
+    # Units of values that have several fields: `StepSeconds`, `Difference` and `Ends`.
     "step seconds",
     "difference",
     "interval",
 ]
-"""What a value is counted in, and so how a report prints it (`report.words.in_unit`)."""
+"""Unit of a value, which decides how a report prints it (`report.words.in_unit`)."""
 
 Table = Literal["speed", "memory", "peak", "agreement", "time", "warm-up"]
 """A section of the report whose columns come from these declarations."""
@@ -54,49 +54,49 @@ NO_PRICE: Final = "no price of a GPU was given"
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What there is to know of a measured value besides its type."""
+    """Metadata of a measured value besides its type."""
 
     unit: Unit
     table: Table | None = None
     column: str = ""
-    """Its heading in `table` and `diff`."""
+    """Heading of its column in `table` and `diff`."""
 
     _: KW_ONLY
     csv: str | None = "{name}"
-    """Column of `results.csv`, None for no column. `{name}` stands for the field's own name; in a
-    TypedDict that is the type of several fields, `{around}` for the `csv` of the field around. A
-    field with columns within is no column by itself."""
+    """Column of `results.csv`, None for no column. `{name}` stands for the field's name. In a
+    TypedDict that is the type of several fields, `{around}` stands for the `csv` of the outer
+    field. A field whose inner fields have columns has no column itself."""
 
     diff: Literal["speed", "memory", "losses"] | None = None
-    """Table of `toolkit report A B`, where it stands once for each side."""
+    """Table of `toolkit report A B`, which shows the value once for each side."""
 
     merge: Callable[[Sequence[Any]], Any] | None = None
-    """Makes one value of those that the ranks have; None where `measuring.merging` does it."""
+    """Merges the values of the ranks into one; None where `measuring.merging` does it."""
 
     missing: str | None = None
-    """Why the merged value is null where a rank has none. Without it null has a meaning of its own,
-    and the ranks that have a value decide."""
+    """Reason why the merged value is null where a rank has none. Without a reason, null is itself a
+    valid value, and only the ranks with a value are merged."""
 
     null_means: str | None = None
-    """What null says by itself."""
+    """Meaning of null, where it has one."""
 
 
 class Field(NamedTuple):
-    """A declared value, and its place in a record or a row."""
+    """A declared value, and its path in a record or a row."""
 
     path: str
-    """Names with dots between: `memory.peak_bytes`."""
+    """Names joined by dots: `memory.peak_bytes`."""
 
     fact: Fact
 
 
 def _held(column: str, *, csv: str = "{name}", missing: str = NO_STEP) -> Fact:
-    """Declare bytes of a rank's memory, of which a record has the fullest rank's."""
+    """Declare bytes of memory; a record has the value of the fullest rank."""
     return Fact("bytes", "memory", column, csv=csv, merge=max, missing=missing)
 
 
 def _slowest(column: str, *, null_means: str | None = None) -> Fact:
-    """Declare a time before the clock counts, of which a record has the slowest rank's."""
+    """Declare a time before timing begins; a record has the value of the slowest rank."""
     return Fact("seconds", "warm-up", column, merge=max, null_means=null_means)
 
 
@@ -107,7 +107,7 @@ class Gap(TypedDict):
     """Largest absolute difference."""
 
     mean: Annotated[float, Fact("gap", "agreement", "mean loss gap", csv="loss_gap_mean")]
-    """Mean signed difference: a steady drift shows here."""
+    """Mean signed difference, which shows a steady drift."""
 
 
 class Difference(TypedDict):
@@ -115,7 +115,7 @@ class Difference(TypedDict):
 
     value: Annotated[float, Fact("gap", csv="{around}")]
     tensor: Annotated[str, Fact("text", csv="{around}_tensor")]
-    """Name of the parameter that has it."""
+    """Name of the parameter with the largest difference."""
 
 
 class StepSeconds(TypedDict):
@@ -126,34 +126,34 @@ class StepSeconds(TypedDict):
 
 
 class Phases(TypedDict):
-    """Parts of one optimizer step, after warm-up; of each step the mean over the ranks."""
+    """Parts of one optimizer step, after warm-up; each step counts with its mean over the ranks."""
 
     data: Annotated[StepSeconds, Fact("step seconds", "time", "data")]
-    """Waiting for the rows, and moving them to the device."""
+    """Time of waiting for the rows and moving them to the device."""
 
     forward: Annotated[StepSeconds, Fact("step seconds", "time", "forward")]
-    """The loss included."""
+    """Time of forward, loss included."""
 
     backward: Annotated[StepSeconds, Fact("step seconds", "time", "backward")]
-    """With the collectives that it waits for."""
+    """Time of backward, with the collectives that it waits for."""
 
     optimizer: Annotated[StepSeconds, Fact("step seconds", "time", "optimizer")]
-    """Clipping, update, and what is gathered after it."""
+    """Time of clipping, update, and gathering after it."""
 
     other: Annotated[StepSeconds, Fact("step seconds", "time", "other")]
-    """The rest: counting tokens, scheduling, callbacks."""
+    """Remaining time: counting tokens, scheduling, callbacks."""
 
 
 class WarmUp(TypedDict):
-    """What a run takes before its clock counts; of each part the rank that took longest."""
+    """Time of a run before timing begins; each part is that of the slowest rank."""
 
     start_seconds: Annotated[float | None, _slowest("start")]
-    """From the start of the process to its first step: imports, model, wrapping."""
+    """Time from the start of the process to its first step: imports, model, wrapping."""
 
     build_seconds: Annotated[
         float | None, _slowest("of that building", null_means="it builds nothing")
     ]
-    """Of these: compiling or loading the C++ parts of DeepSpeed; null where it needs none."""
+    """Part of `start_seconds`: compiling or loading DeepSpeed's C++ code; null without any."""
 
     cache_seconds: Annotated[
         float | None,
@@ -164,55 +164,55 @@ class WarmUp(TypedDict):
             null_means="it reads no cache of the toolkit",
         ),
     ]
-    """Of these: reading the toolkit's own cache against its manifests, once for all ranks."""
+    """Part of `start_seconds`: reading the toolkit's cache against its manifests, once for all."""
 
     first_step_seconds: Annotated[float, Fact("seconds", "warm-up", "first step")]
     compile_seconds: Annotated[
         float | None, _slowest("compiling", null_means="it runs without torch.compile")
     ]
-    """torch.compile, in whatever step; null without it."""
+    """Time of torch.compile in any step; null without it."""
 
     steps: Annotated[int, Fact("count", "warm-up", "steps left out", csv="warm_up_steps")]
-    """Steps that are left out of every timing."""
+    """Number of steps that are left out of every timing."""
 
 
 class Memory(TypedDict):
-    """Bytes, counted from the tensors that a rank really holds."""
+    """Bytes, counted from the tensors that a rank holds."""
 
     parameters_bytes: Annotated[Count | None, _held("parameters")]
     master_bytes: Annotated[Count | None, _held("master")]
     gradients_bytes: Annotated[Count | None, _held("gradients")]
-    """At their peak, before the step."""
+    """Bytes of the gradients at their peak, before the step."""
 
     optimizer_bytes: Annotated[Count | None, _held("optimizer")]
     peak_bytes: Annotated[Count | None, _held("peak", csv="device_peak_bytes", missing=REHEARSED)]
-    """Most that the allocator had given out on the device; null in a rehearsal."""
+    """Most bytes allocated by torch's allocator on the device; null in a rehearsal."""
 
     peak_reserved_bytes: Annotated[
         Count | None, _held("peak reserved", csv="device_peak_reserved_bytes", missing=REHEARSED)
     ]
-    """Most that the allocator had taken from the device; null in a rehearsal."""
+    """Most bytes reserved by torch's allocator from the device; null in a rehearsal."""
 
     host_peak_bytes: Annotated[Count | None, _held("host peak")]
-    """With the pages that it shares with other processes."""
+    """Peak of the host, including pages that the rank shares with other processes."""
 
     host_shared_bytes: Annotated[Count | None, Fact("bytes", merge=max, missing=NO_STEP)]
-    """Of those, the pages of the process that it was forked from; 0 where it was started cold."""
+    """Part of the host's peak shared with the process it was forked from; 0 after a cold start."""
 
     nvme_bytes: Annotated[Count | None, _held("nvme")]
-    """In the files that DeepSpeed swaps to; 0 where it swaps nothing."""
+    """Bytes in the files that DeepSpeed swaps to; 0 without swapping."""
 
 
 class BatchShape(TypedDict):
-    """What one rank read for one forward."""
+    """Input of one forward on one rank."""
 
     rows: FromOne
     tokens: FromOne
-    """Of all rows, padding included."""
+    """Number of tokens of all rows, padding included."""
 
 
 class Peak(TypedDict):
-    """The fullest moment of one optimizer step, counted from the tensors that were alive."""
+    """The fullest moment of one optimizer step, counted from the live tensors."""
 
     phase: Annotated[str, Fact("text", "peak", "phase", csv="counted_peak_phase")]
     """`forward`, `backward` or `optimizer`."""
@@ -220,11 +220,11 @@ class Peak(TypedDict):
     step: Annotated[int, Fact("count", "peak", "step", csv=None)]
     total_bytes: Annotated[Count, Fact("bytes", "peak", "together", csv="counted_peak_bytes")]
     categories: dict[str, Count]
-    """Adds up to the total: `parameters` (gathered ones included), `master`, `gradients`,
-    `optimizer`, `activations` (what backward keeps), `other` (buffers, inputs, temporaries)."""
+    """Parts of the total: `parameters` (gathered ones included), `master`, `gradients`,
+    `optimizer`, `activations` (kept for backward), `other` (buffers, inputs, temporaries)."""
 
     micro_batches: list[BatchShape]
-    """Of the step, on that rank; none where it read no rows of tokens."""
+    """Micro-batches of the step on that rank; empty where it read no rows of tokens."""
 
 
 class RankMemory(TypedDict):
@@ -235,7 +235,7 @@ class RankMemory(TypedDict):
 
 
 class CountedCollective(TypedDict):
-    """Calls of one kind in one optimizer step, as one rank asked for them."""
+    """Calls of one kind by one rank in one optimizer step."""
 
     kind: str
     """`all_reduce`, `all_gather`, `reduce_scatter`, `broadcast`, ..."""
@@ -246,16 +246,16 @@ class CountedCollective(TypedDict):
 
     dtype: str
     ranks: FromOne
-    """In the group."""
+    """Number of ranks in the group."""
 
     calls: Count
     elements: Count
-    """Of the whole buffers, padding included: what an all-reduce takes, an all-gather gives, a
-    reduce-scatter takes."""
+    """Elements of the whole buffers, padding included: the input of an all-reduce or
+    reduce-scatter, the output of an all-gather."""
 
     payload_bytes: Count
     wire_bytes: Size
-    """What one rank sends with the ring algorithm."""
+    """Bytes that one rank sends with the ring algorithm."""
 
 
 class Traffic(TypedDict):
@@ -267,16 +267,16 @@ class Traffic(TypedDict):
     """The backend of the process group; null for one process."""
 
     collectives: list[CountedCollective]
-    """Of each row the most that any rank counted."""
+    """Collectives by row, each with the largest count of any rank."""
 
     sent_elements: Count
-    """Elements of parameters and gradients that a rank sends, N large."""
+    """Elements of parameters and gradients that a rank sends, for a large number of ranks N."""
 
     textbook_elements: Count
-    """The same by the papers, for a step of one micro-batch."""
+    """The same number by the papers' formulas, for a step of one micro-batch."""
 
     trained_elements: Count
-    """Of the model, padding left out."""
+    """Trained elements of the model, without padding."""
 
     all_elements: Count
 
@@ -288,10 +288,10 @@ class Evaluated(TypedDict):
     """One evaluation, over every validation row."""
 
     step: int
-    """Optimizer steps that came before it; 0: the model as it was loaded."""
+    """Optimizer steps before the evaluation; 0 for the model as loaded."""
 
     loss: float
-    """Nats a token that is predicted, over all of them together."""
+    """Mean loss over all predicted tokens, in nats per token."""
 
     perplexity: float
     """exp(loss)"""
@@ -302,32 +302,32 @@ class Evaluated(TypedDict):
 
 
 class Sample(TypedDict):
-    """What a model continues a prompt with, greedily."""
+    """A model's greedy continuation of a prompt."""
 
     prompt: str
     before: str | None
-    """Null where the run went on from a checkpoint that has no text for the prompt."""
+    """Text before training; null if the run resumed from a checkpoint without it."""
 
     after: str | None
 
 
 class Measured(TypedDict):
-    """What a run measures: the same fields in its record and in its row of a comparison."""
+    """Measurements of a run: the same fields in its record and in its row of a comparison."""
 
     grad_norms: list[float | None] | None
-    """Norms before clipping; null for a step, or as a whole, where none was measured."""
+    """Norms before clipping; null for a step, or for all steps, where none was measured."""
 
     final_loss: Annotated[float | None, Fact("loss", column="final loss", diff="losses")]
     tokens_per_second: Annotated[Size | None, Fact("tokens/s", column="tokens/s", diff="speed")]
-    """Of the packed rows, all ranks together; in a row the median over the repeats."""
+    """Speed on packed rows, summed over all ranks; in a row the median over the repeats."""
 
     supervised_tokens_per_second: Annotated[
         Size | None, Fact("tokens/s", "speed", "supervised tokens/s")
     ]
-    """Like `tokens_per_second`, of tokens that are trained on."""
+    """Like `tokens_per_second`, for the tokens that are trained on."""
 
     step_seconds: Annotated[StepSeconds | None, Fact("step seconds", csv="step")]
-    """In a row over the timed steps of all repeats."""
+    """Spread of the time of a step; in a row over the timed steps of all repeats."""
 
     phases: Phases | None
     warm_up: WarmUp | None
@@ -341,19 +341,19 @@ class Measured(TypedDict):
             missing="nothing was saved while the run was recorded",
         ),
     ]
-    """Gathering, writing and verifying the final model."""
+    """Time of gathering, writing and verifying the final model."""
 
     seconds: Annotated[
         Size | None, Fact("seconds", "warm-up", "whole run", csv="run_seconds", merge=max)
     ]
-    """From the start of the process to the end of its record."""
+    """Time from the start of the process to the end of its record."""
 
     peak: Peak | None
-    """Of the rank that held the most."""
+    """Fullest moment of the rank that held the most."""
 
     traffic: Traffic | None
     evaluation: list[Evaluated] | None
-    """In order; the first before training, the last after it."""
+    """Evaluations in order; the first before training, the last after it."""
 
     samples: list[Sample] | None
 
@@ -370,7 +370,7 @@ def fields_of(kind: Any) -> tuple[Field, ...]:
 
 
 def value_at(content: Any, path: str) -> Any:
-    """Return what stands at a path of a record or a row; None where any part of it is missing."""
+    """Return the value at a path of a record or a row; None where any part of it is missing."""
     value = content
     for name in path.split("."):
         value = cast("dict[str, Any]", value).get(name) if isinstance(value, dict) else None
@@ -378,7 +378,7 @@ def value_at(content: Any, path: str) -> Any:
 
 
 def spread_of(seconds: Sequence[float]) -> StepSeconds | None:
-    """Return the spread of steps that were timed; None of none."""
+    """Return the spread of the timed steps; None without a timed step."""
     if not seconds:
         return None
     ordered = sorted(seconds)
@@ -394,7 +394,7 @@ def _walk(kind: Any, path: str, around: str) -> Iterator[Field]:
             if isinstance(fact, Fact):
                 csv = (fact.csv or "").format(name=name, around=around)
                 yield Field(f"{path}{name}", replace(fact, csv=csv or None))
-        # A list has its values more than once: none of them is the run's own.
+        # A list holds several values, none of which is the run's single value.
         for inner in choices_of(declared):
             if is_typeddict(inner):
                 yield from _walk(inner, f"{path}{name}.", csv)

@@ -1,8 +1,8 @@
 """JSON files of the toolkit: strict JSON, checked against a TypedDict when it is read.
 
-JSON knows no non-finite float: one stands there as the string "NaN", "Infinity" or "-Infinity", and
-is read back as a float. Fields may be added, so what this version does not know is kept; a newer
-schema number is refused.
+JSON has no non-finite floats, so they are written as the strings "NaN", "Infinity" and "-Infinity"
+and read back as floats. Fields may be added, so unknown fields are kept; a newer schema number is
+refused.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Declared = TypeVar("Declared")
 NOT_FINITE: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 MOST_LEVELS: Final = 100
-"""Objects and lists within each other; what we write has some ten."""
+"""Most levels of nested objects and lists; the toolkit's files have about ten."""
 
 
 class LostError(UsageError):
-    """A file of ours that is missing, or whose content cannot be used.
+    """A file of the toolkit that is missing, or has unusable content.
 
-    Not one of a newer toolkit, nor one that may not be read: they are whole.
+    A file of a newer toolkit, or without read permission, raises another error: it is not damaged.
     """
 
 
@@ -74,7 +74,7 @@ def read_json(path: Path) -> Any:
         raise LostError(f"{path} does not exist.") from None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}.") from None
-    # Bytes that are no UTF-8 and whole numbers of thousands of digits are ValueErrors, too.
+    # Invalid UTF-8 and whole numbers of thousands of digits raise ValueError, too.
     except (ValueError, RecursionError) as error:
         raise LostError(
             f"{path} is not JSON ({error}). Was it cut off, or damaged? Put a whole copy there."
@@ -85,7 +85,7 @@ def write_json(path: Path, data: Any, *, private: bool = False) -> None:
     """Write `data` as strict JSON without secrets, as `write_text` does.
 
     Raises:
-        ValueError: it has more than `MOST_LEVELS` levels, which `read_json` would refuse.
+        ValueError: `data` has more than `MOST_LEVELS` levels, which `read_json` would refuse.
     """
     text = json.dumps(_mapped(redacted(data), _encoded), indent=2, allow_nan=False) + "\n"
     write_text(path, text, private=private)
@@ -113,7 +113,7 @@ def _decoded(leaf: Any) -> Any:
 
 
 def _mapped(value: Any, change: Callable[[Any], Any], *, levels: int = MOST_LEVELS) -> Any:
-    """Return a copy of a JSON value, with what is no object and no list changed."""
+    """Return a copy of a JSON value, with `change` applied to all except objects and lists."""
     if not levels:
         raise ValueError(f"more than {MOST_LEVELS} levels")
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
 """The manifest of a committed folder: its files by size and sha256, and facts about it.
 
 A manifest carries a hash of itself, so a changed fact is damage like a changed file. The names in
-it are relative and stay inside the folder, so no other file is read, written or removed by them.
+it are relative and stay inside the folder, so they cannot reach any other file.
 A manifest proves that a folder is unchanged, not who wrote it.
 """
 
@@ -24,13 +24,13 @@ MANIFEST: Final = "manifest.json"
 SCHEMA: Final = 2
 
 FORMAT: Final = 1
-"""Number of the layout of a checkpoint; raised when an older one can no longer be read."""
+"""Version of a checkpoint's layout; increased when older layouts can no longer be read."""
 
 TO_BE_EDITED: Final = frozenset({"README.md"})
-"""Files that users are invited to change, such as a model's card; a change is no damage."""
+"""Files that users may change, such as a model card; a change is no damage."""
 
 DRAFT_MARK: Final = ".toolkit-draft"
-"""An empty file in a folder that is still being written; it marks one that was left as ours."""
+"""Empty file in a folder that is still being written; it marks a leftover as the toolkit's."""
 
 _HASH: Final = "manifest_sha256"
 
@@ -47,17 +47,17 @@ class Damaged(ValueError):
 
 
 def write_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]], **facts: Any) -> None:
-    """Write the manifest of a folder whose files are on the disk, of entries by name."""
+    """Write the manifest of a folder with complete files; `files` has their entries by name."""
     # The hash is of the text on the disk, from which secrets are removed.
     content = redacted({**facts, "schema": SCHEMA, "files": dict(files)})
     write_json(folder / MANIFEST, content | {_HASH: _hash_of(content)})
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a committed folder, without a look at its files.
+    """Return the manifest of a committed folder, without checking its files.
 
     Raises:
-        Damaged: it is missing, torn or changed, or names files outside of the folder.
+        Damaged: the manifest is missing, cut off or changed, or names files outside the folder.
         UsageError: a newer toolkit wrote it.
     """
     try:
@@ -72,7 +72,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (UsageError, OSError) as error:
         raise Damaged(f"{folder} has no manifest that can be read: {error}") from None
     written = content.pop(_HASH, None)
-    # Before anything else: a later format may be hashed in another way.
+    # Checked first, because a later format may have another hash.
     for name, known in (("schema", SCHEMA), ("format", FORMAT)):
         number = content.get(name)
         if type(number) is int and number > known:
@@ -89,10 +89,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def check_file(folder: Path, name: str, wanted: Mapping[str, Any]) -> None:
-    """Read one file of a committed folder against its entry in the manifest.
+    """Check one file of a committed folder against its entry in the manifest.
 
     Raises:
-        Damaged: it is missing, cut off or changed.
+        Damaged: the file is missing, cut off or changed.
     """
     path = folder / name
     if not path.is_file():
@@ -112,13 +112,13 @@ def entry(folder: Path, name: str) -> dict[str, Any]:
 
 
 def file_names(folder: Path) -> list[str]:
-    """Return every file of a folder but the manifest and a draft's mark, relative to it, sorted."""
+    """Return sorted relative paths of a folder's files, except manifest and draft mark."""
     regular = (name for name, mode in contents(folder) if stat.S_ISREG(mode))
     return [name for name in regular if name not in (MANIFEST, DRAFT_MARK)]
 
 
 def contents(folder: Path) -> list[tuple[str, int]]:
-    """Return name and mode of all entries below a folder that are no folders, sorted.
+    """Return name and mode of all entries below a folder except folders, sorted.
 
     Links are returned as links and never followed.
     """
@@ -126,7 +126,7 @@ def contents(folder: Path) -> list[tuple[str, int]]:
 
 
 def remove_listed(folder: Path, names: Collection[str]) -> None:
-    """Remove those files of a folder and the folders that this empties, its manifest last.
+    """Remove the named files of a folder and the folders that become empty, the manifest last.
 
     All other entries stay, and so do files behind a link.
     """
@@ -136,7 +136,7 @@ def remove_listed(folder: Path, names: Collection[str]) -> None:
     for name in removed:
         (folder / name).unlink(missing_ok=True)
     emptied = {folder / parent for name in removed for parent in Path(name).parents} - {folder}
-    # The deepest first: a folder must be empty to go.
+    # Deepest first, since only an empty folder can be removed.
     for parent in sorted(emptied, key=lambda path: -len(path.parts)):
         remove_if_empty(parent)
     (folder / MANIFEST).unlink(missing_ok=True)
@@ -149,7 +149,7 @@ def remove_if_empty(folder: Path) -> None:
 
 
 def is_own(folder: Path, name: str) -> bool:
-    """Whether a name is that of a file in this very folder: no link, nor behind one."""
+    """Whether a name is a file of this folder itself: not a link, and not behind one."""
     parents = [folder / parent for parent in Path(name).parents]
     return not any(path.is_symlink() for path in (folder / name, *parents))
 
@@ -169,7 +169,7 @@ def is_real_folder(path: Path) -> bool:
 
 
 def _hash_of(content: Mapping[str, Any]) -> str:
-    # Numbers that are not finite are written by name (`json_files.write_json`).
+    # Non-finite numbers are written by name (`json_files.write_json`).
     written = json.loads(json.dumps(content), parse_constant=str)
     return hashlib.sha256(json.dumps(written, sort_keys=True).encode()).hexdigest()
 

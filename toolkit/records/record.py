@@ -1,4 +1,4 @@
-"""Record: what rank 0 wrote at the end of one run, `record.json`."""
+"""Record: the file that rank 0 writes at the end of a run, `record.json`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from toolkit.records.json_files import read_as
 RECORD_FILE: Final = "record.json"
 STEPS_FILE: Final = "steps.jsonl"
 STARTING_ADAPTER: Final = "adapter_start.safetensors"
-"""What the adapters of a run began with, beside its record."""
+"""Initial weights of the adapters of a run, beside its record."""
 
 FILLER_ID: Final = -(2**40)
-"""The `sample_id` of every row that only fills a step: it trains nothing, on any rank."""
+"""The `sample_id` of every row that only fills a step and is not trained on, on any rank."""
 
 
 class Model(TypedDict):
@@ -23,10 +23,10 @@ class Model(TypedDict):
     """Local folder that the weights were loaded from."""
 
     parameters: int | None
-    """Null where no safetensors tell it."""
+    """Number of parameters; null where no safetensors file gives it."""
 
     trained_parameters: int | None
-    """Those that the optimizer steps, adapters or all; null where they could not be counted."""
+    """Number of trained parameters, adapters or all; null where they could not be counted."""
 
 
 class Data(TypedDict):
@@ -35,7 +35,7 @@ class Data(TypedDict):
     rows: int
     tokens_hash: str
     dropped: int
-    """Rows of the source without a token to train on."""
+    """Number of rows of the source without a token to train on."""
 
     python: str | None
     format: str
@@ -48,11 +48,11 @@ class Data(TypedDict):
     tokens: int | None
     supervised_tokens: int | None
     asked: dict[str, Any]
-    """The flags for data that were not at their defaults."""
+    """Flags for data that differ from their defaults."""
 
 
 class SwitchesOn(TypedDict, total=False):
-    """Switches for speed that were on, as far as they are read again; there are more."""
+    """Switches for speed that were on; only those that the toolkit reads again."""
 
     checkpoint_layers: dict[str, Any]
     loss_chunk_tokens: FromOne | None
@@ -63,7 +63,7 @@ class Speed(TypedDict):
 
 
 class Training(TypedDict):
-    """What is read again of a record's `training`, which holds more."""
+    """Fields of a record's `training` that the toolkit reads again; the file has more."""
 
     max_steps: int
     max_length: int
@@ -90,7 +90,7 @@ class SeenGpu(TypedDict):
 
 
 class Environment(TypedDict, total=False):
-    """What is read again of an `environment`, which holds more; empty where none was recorded."""
+    """Fields of an `environment` that are read again; empty where none was recorded."""
 
     gpus: list[SeenGpu] | None
 
@@ -102,7 +102,7 @@ class Mismatch(TypedDict):
 
 
 class Attestation(TypedDict):
-    """What is read again of an `attestation`, which holds more."""
+    """Fields of an `attestation` that are read again; the file has more."""
 
     mismatches: list[Mismatch]
 
@@ -112,29 +112,29 @@ class Warned(TypedDict):
 
 
 class Guards(TypedDict, total=False):
-    """What is read again of a record's `guards`, which holds more; none where they are off."""
+    """Fields of a record's `guards` that are read again; empty where guards are off."""
 
     warnings: list[Warned]
 
 
-# By call: `from` is no name that a class could have.
+# Functional syntax, because `from` cannot be a field name in a class.
 Resumed = TypedDict("Resumed", {"from": str, "step": int, "damaged": list[str]})
-"""The checkpoint that a run went on from, the steps done by then, and what was wrong with newer
-ones that were passed over."""
+"""The checkpoint that a run resumed from, the steps done by then, and the damage of newer
+checkpoints that were skipped."""
 
 
 class Gradients(TypedDict):
     """Norms in the first step that updates, before clipping."""
 
     step: int
-    """From 1, of this record."""
+    """Number of the step in this record, from 1."""
 
     norms: dict[str, float]
-    """By parameter, over all ranks."""
+    """Norm of each parameter, over all ranks."""
 
 
 class Record(Measured):
-    """What rank 0 wrote at the end of one run."""
+    """Content of `record.json`, which rank 0 writes at the end of a run."""
 
     schema: int
     strategy: str
@@ -148,38 +148,38 @@ class Record(Measured):
     data: Data
     training: Annotated[dict[str, Any], Training]
     first_step: int
-    """The number of the step that every list by steps begins with, and that counts as 1 wherever
-    a step of this record is named; more than 1 where the run was resumed."""
+    """Number of the step at which all lists by step begin, more than 1 where the run was resumed.
+    Other step numbers of this record count it as 1."""
 
     resumed: Resumed | None
     losses: list[float]
     gradients: Gradients | None
     random_forward: str | None
-    """How far two forwards in training differed though dropout was set to 0; null where they were
-    equal, or nobody looked."""
+    """Difference of two forwards in training although dropout was set to 0; null where they were
+    equal or not compared."""
 
     sample_ids: list[list[list[int]]] | None
-    """Step -> rank -> ids of the rows it read."""
+    """Ids of the rows read, by step and rank."""
 
     skipped_steps: list[int]
-    """Steps, from 1, whose update fp16 scaling skipped."""
+    """Numbers, from 1, of the steps whose update fp16 scaling skipped."""
 
     first_step_seconds: Size | None
     timed_seconds: list[Size]
-    """Of each step that `step_seconds` is made from."""
+    """Time of each step that `step_seconds` is made from."""
 
     memory: Memory
     per_rank: list[RankMemory]
     attestation: Annotated[dict[str, Any], Attestation]
     guards: Annotated[dict[str, Any], Guards]
-    """What was watched: `mode` (`stop`, `warn` or `off`), with its bounds, the `warnings` that were
-    given (`kind`, `step`, `text`), and what was `not_watched`, with the reason."""
+    """Guards of the run: `mode` (`stop`, `warn` or `off`), bounds, the `warnings` given (`kind`,
+    `step`, `text`), and the guards `not_watched`, with the reason."""
 
     final: str | None
-    """Folder of the final model, relative to the record."""
+    """Folder of the final model, relative to the record's folder."""
 
     validation: Data | None
-    """The rows that were evaluated on."""
+    """Rows used for evaluation."""
 
     environment: Annotated[dict[str, Any], Environment]
     not_measured: dict[str, str]

@@ -1,4 +1,4 @@
-"""Results: one comparison, its runs and how far each is from the control, `results.json`."""
+"""Results: one comparison, its runs and their distances from the control, `results.json`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Status = Literal["ok", "failed", "oom", "timeout", "refused", "skipped"]
 
 
 class Spec(TypedDict):
-    """What decides a run: `spec.json`."""
+    """Settings that identify a run: `spec.json`."""
 
     schema: int
     strategy: str
@@ -34,7 +34,7 @@ class Spec(TypedDict):
     num_processes: FromOne
     precision: Literal["no", "bf16", "fp16"]
     flags: list[str]
-    """Of `toolkit.train`, all but the output folder."""
+    """Flags of `toolkit.train`, except the output folder."""
 
     rehearsal: bool
 
@@ -46,16 +46,16 @@ class Broken(TypedDict):
     engine: str
     gate: str
     first_step: int | None
-    """First step that broke it, from 1; null where the gate has no steps."""
+    """First step that broke the gate, from 1; null where the gate has no steps."""
 
     value: float | None
     limit: float | None
     reason: str
     name: str
-    """Of the row."""
+    """Name of the row."""
 
     repeat: NotRequired[int]
-    """Which start of the run, from 1; absent where there is one."""
+    """Number of the start of the run, from 1; absent where there is only one."""
 
 
 class Repeat(TypedDict):
@@ -69,16 +69,16 @@ class Repeat(TypedDict):
 
 
 class Spread(TypedDict):
-    """Tokens a second over the repeats."""
+    """Spread of tokens/s over the repeats."""
 
     least: Annotated[float, Fact("tokens/s", csv="tokens_per_second_least")]
     most: Annotated[float, Fact("tokens/s", csv="tokens_per_second_most")]
     share: Annotated[float, Fact("share", csv="tokens_per_second_spread_share")]
-    """most less least, as a share of the median."""
+    """Range (`most` less `least`) as a share of the median."""
 
 
 class Compute(TypedDict):
-    """Arithmetic that was achieved."""
+    """Achieved arithmetic."""
 
     tflops_per_gpu: Annotated[float, Fact("TFLOP/s", "speed", "TFLOP/s a GPU")]
     mfu: Annotated[
@@ -92,35 +92,35 @@ class Compute(TypedDict):
 
 class Cost(TypedDict):
     gpu_hours: Annotated[float, Fact("hours", "speed", "GPU-hours")]
-    """Of the whole run, start and save included, all GPUs together."""
+    """GPU-hours of the whole run, start and save included, summed over all GPUs."""
 
     dollars: Annotated[float | None, Fact("dollars", "speed", "cost", null_means=NO_PRICE)]
     dollars_per_million_tokens: Annotated[
         float | None, Fact("dollars", "speed", "a million tokens", null_means=NO_PRICE)
     ]
-    """At the speed after warm-up; null without a price."""
+    """Price at the speed after warm-up; null without a price per GPU."""
 
 
 class RankEnd(TypedDict):
-    """The last that a rank of a failed run said."""
+    """Last status of a rank of a failed run."""
 
     rank: int
     state: str
     step: int
     error: str | None
     peak_bytes: int | None
-    """Most memory of its device, or of the host in a rehearsal, that it knew of."""
+    """Last known peak of its device's memory, or of the host's in a rehearsal."""
 
 
 class Noise(TypedDict):
-    """What two runs of the same thing differ by in speed."""
+    """Difference in speed between two equal runs."""
 
     share: Size
-    """Of the slower run's tokens/s: a smaller difference means nothing, at 95 % confidence."""
+    """Share of the slower run's tokens/s; a smaller difference may be chance (95 % confidence)."""
 
     basis: Literal["repeats", "steps"]
     repeats: int
-    """Starts of each run."""
+    """Number of starts of each run."""
 
 
 class Ends(TypedDict):
@@ -131,7 +131,7 @@ class Ends(TypedDict):
 
 
 class States(TypedDict):
-    """Bytes that the planner expects of what lasts from step to step."""
+    """Predicted bytes of the states, which last from step to step."""
 
     parameters_bytes: Annotated[int, Fact("bytes", csv="predicted_parameters_bytes")]
     master_bytes: Annotated[int, Fact("bytes", csv="predicted_master_bytes")]
@@ -140,37 +140,37 @@ class States(TypedDict):
 
 
 class Prediction(TypedDict):
-    """What the planner says of a run, and how far that is from what was counted."""
+    """The planner's prediction for a run, and its errors against the counted values."""
 
     memory: States | None
     """State bytes of the rank that holds the most."""
 
     peak_bytes: Annotated[Ends | None, Fact("interval", csv="predicted_device_peak")]
-    """Of the device's peak, for rows of the greatest length."""
+    """Predicted peak of the device, for rows of the greatest length."""
 
     counted_bytes: Annotated[Ends | None, Fact("interval", csv="predicted_counted_peak")]
-    """Of the counted peak: tensors alone, for the rows of the step that was counted; null where
-    none was."""
+    """Predicted counted peak: tensors alone, for the rows of the step that was counted; null where
+    no step was counted."""
 
     traffic_bytes: Annotated[int | None, Fact("bytes", csv="predicted_sent_bytes")]
-    """Payload of the collectives of parameters and gradients in one optimizer step."""
+    """Predicted payload of the collectives of parameters and gradients in one optimizer step."""
 
     errors: dict[str, float]
-    """Predicted less measured, as a share of the measured; of a peak, 0 inside its interval."""
+    """Predicted less measured value, as a share of the measured; 0 inside a peak's interval."""
 
     reason: str | None
-    """Why there is no prediction."""
+    """Reason why there is no prediction."""
 
     room_bytes: Annotated[int | None, Fact("bytes")]
-    """Memory of the smallest device that it had; null in a rehearsal."""
+    """Memory of the smallest device of the run; null in a rehearsal."""
 
     over_bytes: Annotated[Ends | None, Fact("interval", csv="predicted_over")]
-    """What the device lacks, below 0 where it fits: the peak with what the
-    allocator, the CUDA context and the communication take, less the room; null without a room."""
+    """Memory that the device lacks, below 0 where the run fits: the peak with allocator, CUDA
+    context and communication, less `room_bytes`; null without a room."""
 
 
 class Judged(TypedDict):
-    """How far a run is from the control; null where that was not measured."""
+    """Distances of a run from the control; null where not measured."""
 
     loss_gap: Gap | None
     grad_norm_gap: Annotated[float | None, Fact("gap", "agreement", "grad norm gap")]
@@ -182,19 +182,19 @@ class Judged(TypedDict):
     weight_difference: Annotated[
         Difference | None, Fact("difference", "agreement", "largest weight difference")
     ]
-    """Absolute, from the control's final weights."""
+    """Largest absolute difference from the control's final weights."""
 
     gradient_difference: Annotated[
         Difference | None, Fact("difference", "agreement", "largest gradient difference")
     ]
-    """Of the gradient norms of one parameter, relative; the largest."""
+    """Largest relative difference in the gradient norm of one parameter."""
 
     eval_loss_gap: Annotated[float | None, Fact("gap")]
-    """Largest absolute distance from the control of an evaluation after the same step."""
+    """Largest absolute distance from the control in an evaluation after the same step."""
 
 
 class Achieved(TypedDict):
-    """What a comparison makes of the measurements; null with a reason."""
+    """Values that a comparison computes from the measurements; null with a reason."""
 
     spread: Spread | None
     compute: Compute | None
@@ -205,7 +205,7 @@ class Row(Measured, Achieved, Judged):
     """One run in a comparison."""
 
     name: str
-    """Unlike any other row's: `<strategy>-<engine>`, under a scale with `-x<ranks>` behind it."""
+    """Unique name of the row: `<strategy>-<engine>`, under a scale followed by `-x<ranks>`."""
 
     strategy: str
     engine: str
@@ -213,15 +213,15 @@ class Row(Measured, Achieved, Judged):
     reason: str | None
     losses: list[float] | None
     gates: dict[str, bool]
-    """Only what could be judged; the rest has its reason in `not_measured`."""
+    """Gates that could be judged; the others have their reason in `not_measured`."""
 
     repeats: list[Repeat]
-    """Starts that came to their end; all else in the row is of the first of them."""
+    """Starts that ended well; the other fields are from the first, unless they say otherwise."""
 
     memory: Memory | None
     per_rank: list[RankMemory] | None
     ends: list[RankEnd]
-    """Of a run that failed; empty else."""
+    """Last status of each rank of a failed run; otherwise empty."""
 
     predicted: Prediction
     attestation: Annotated[dict[str, Any], Attestation] | None
@@ -238,24 +238,24 @@ class Row(Measured, Achieved, Judged):
     broken: list[Broken]
     notes: list[str]
     guard_warnings: list[str]
-    """What the guards warned of while it ran, of every repeat."""
+    """Warnings of the guards during the run, in every repeat."""
 
     tail: list[str]
-    """Last lines of the log of a run that failed."""
+    """Last lines of the log of a failed run."""
 
     fix: str | None
 
 
 class Control(TypedDict):
-    """The run that the others are measured against."""
+    """The run that all others are compared with."""
 
     strategy: str
     engine: str
     reason: str | None
-    """Why it is not `single`."""
+    """Reason why the control is not `single`."""
 
     name: str
-    """Of its row."""
+    """Name of its row."""
 
 
 class Results(TypedDict):
@@ -273,14 +273,14 @@ class Results(TypedDict):
     rehearsal: bool
     precision: Annotated[str, Literal["no", "bf16", "fp16"]]
     fixed: dict[str, Any]
-    """What was the same in every run."""
+    """Settings that were the same in every run."""
 
     noise: Noise | None
     dollars_per_hour: float | None
     """Price of one GPU."""
 
     not_measured: dict[str, str]
-    """Why there is no `noise`."""
+    """Reasons for missing values, such as `noise`."""
 
 
 def read_results(folder: Path) -> Results:

@@ -1,7 +1,7 @@
-"""Shapes: whether what was read from a file is what a TypedDict declares.
+"""Shapes: check that data from a file are of the type that a TypedDict declares.
 
-A file can be damaged, or edited by hand. It is checked once, where it is read, so that no code
-behind that asks again whether a field is there and of its type.
+A file can be damaged or edited by hand. It is checked once, where it is read, so that later code
+need not check again whether a field exists and has its type.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import (
 )
 
 MOST_WHOLE: Final = 2**63
-"""Whole numbers end before it: a larger one overflows when it is turned into a float."""
+"""Exclusive bound of whole numbers: conversion of much larger ones to a float overflows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class Least:
 def mismatches(value: Any, kind: Any, where: str = "") -> Iterator[str]:
     """Yield a phrase for each part of a value that is not of its declared type.
 
-    Fields that are not declared are passed over. A TypedDict or Literal within an `Annotated` is a
-    second type that the value must have. `where` names the value within the file.
+    Undeclared fields are ignored. A TypedDict or Literal within an `Annotated` is a second type
+    that the value must have. `where` names the value within the file.
     """
     origin, arguments = get_origin(kind), get_args(kind)
     container = dict if is_typeddict(kind) else origin
@@ -85,13 +85,13 @@ def hints_of(kind: Any) -> dict[str, Any]:
 
 
 def choices_of(kind: Any) -> tuple[Any, ...]:
-    """Return the types of a union, or the one type, without what is annotated beside them."""
+    """Return the types of a union, or the one type, without their annotations."""
     plain = get_args(kind)[0] if get_origin(kind) is Annotated else kind
     return get_args(plain) if get_origin(plain) in (Union, UnionType) else (plain,)
 
 
 def _union(value: Any, kinds: tuple[Any, ...], where: str) -> Iterator[str]:
-    """Yield what keeps a value from being of any of the types; of a part of it, where it can."""
+    """Yield the reasons why a value has none of the types; for a part of it, where possible."""
     problems = [list(mismatches(value, kind, where)) for kind in kinds]
     if all(problems):
         general = [_wrong(value, where)]
@@ -99,7 +99,7 @@ def _union(value: Any, kinds: tuple[Any, ...], where: str) -> Iterator[str]:
 
 
 def _items(items: list[Any], kind: Any, where: str) -> Iterator[str]:
-    # Losses and row ids are many: what is plain is looked at without a generator for each.
+    # Lists of losses and row ids are long: plain numbers are checked without a generator for each.
     if kind in (int, float) and all(_is_plain(item, kind) for item in items):
         return
     for number, item in enumerate(items):

@@ -166,7 +166,7 @@ LINKS: Final = (
     # 0, in other micro-batches too; a GPU's kernels may sum another width in another order.
     # Autocast moves small models by 7e-5 under fp16 and 9e-4 under bf16.
     Link(name="loss of the rows", compare=rows.row_losses, limit=2e-5, unmeasured_limit=1e-2),
-    # 2.1e-7; under bf16 FSDP2 rounds what flows back into its loss.
+    # 2.1e-7; under bf16 FSDP2 rounds the gradient of its loss.
     Link(
         name="loss weighting",
         compare=rows.loss_weighting,
@@ -210,7 +210,7 @@ LINKS: Final = (
         limit=1e-9,
         rounds=False,
     ),
-    # 4.8e-7; under bf16 FSDP2 rounds what it returns, 1e-2.
+    # 4.8e-7; under bf16 FSDP2 rounds its output, 1e-2.
     Link(
         name="loss of the next step",
         compare=_next_loss,

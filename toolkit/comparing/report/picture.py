@@ -232,7 +232,7 @@ STATES: Final = BarColumn(head="states", colour="part-0", read=states_of, thickn
 
 
 def _columns(results: Results) -> list[BarColumn]:
-    """Return columns for states and, if known, the peak: the device's, or rehearsed, the counted."""
+    """Return columns for states and, if known, the device's peak; counted in a rehearsal."""
     if results["rehearsal"] and not counts_peaks(results):
         return [STATES]
     read = counted_peak if results["rehearsal"] else peak_of

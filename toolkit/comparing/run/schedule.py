@@ -189,7 +189,7 @@ class RunQueue:
             # Rebuild all rows: after the control has ended, the runs before it can be judged too.
             comparison.make_rows()
             if planned.name in comparison.failures:
-                # A run with one failed start is not ok, whatever its other repeats give.
+                # A run with one failed start is not ok, so its other repeats are not needed.
                 waiting = [later for later in waiting if later.run.name != planned.name]
             waiting = self.with_control(waiting, planned)
             comparison.save(complete=not waiting)

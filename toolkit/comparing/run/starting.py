@@ -87,7 +87,7 @@ def write_run(
         # Only the first of the GPUs that the user made visible.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
         variables["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0].strip()
-    # Accelerate overwrites the variable with what the file of `single` pins, unless told `all`.
+    # Accelerate overwrites the variable with the GPU ids in the file of `single`, unless `all`.
     command = launch_command(
         files.accelerate, ["-m", "toolkit.train", *flags], gpu_ids="all" if single else None
     )

@@ -1,1 +1,1 @@
-"""What a rank holds: model states to the byte, and the rest term by term."""
+"""Memory of a rank: model states to the byte, and the rest term by term."""

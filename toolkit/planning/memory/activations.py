@@ -1,4 +1,4 @@
-"""Activations: what forward keeps for backward, and what backward holds on top of it."""
+"""Activations: tensors that forward saves for backward, and temporary tensors of backward."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Activations:
     """Bytes on one GPU for one micro-batch."""
 
     saved: float
-    """From forward to backward, of all layers."""
+    """Bytes of all layers that are held from forward to backward."""
 
     masked: float
-    """What `saved` grows by where rows are padded: SDPA with a mask needs a copy of keys and values
-    for every query head, and turns the mask into numbers for each layer."""
+    """Addition to `saved` for padded rows: SDPA with a mask needs a copy of keys and values for
+    every query head, and converts the mask into numbers for each layer."""
 
     at_work: float
-    """Of one layer while it is played backwards, beyond what `saved` holds of it."""
+    """Bytes of one layer during its backward, in addition to its part of `saved`."""
 
     last: float
-    """Of the last layer to be played backwards, all of it."""
+    """All bytes of the layer whose backward is last."""
 
     loss: LossBytes
 
@@ -77,8 +77,8 @@ def activations_of(job: PlannedJob) -> Activations:
 def activation_terms(job: PlannedJob, parts: Activations, *, ends_full: bool) -> Iterator[Term]:
     """Yield the terms of the phases in which activations live.
 
-    With `ends_full` backward needs the most at its end, with all gradients and one layer's
-    activations, and not at its beginning with all activations.
+    With `ends_full`, backward needs the most memory at its end, with all gradients and one layer's
+    activations, instead of at its beginning with all activations.
     """
     tokens, loss = job.micro_tokens, parts.loss
     kept_term = Term(
@@ -123,7 +123,7 @@ def activation_terms(job: PlannedJob, parts: Activations, *, ends_full: bool) ->
     )
     yield handed
     if not (ends_full or job.on_cpu):
-        # Runs on GPUs held more as layers began than these need: as much as if it were there.
+        # Measured runs on GPUs held more when the layers began: as if these bytes were still held.
         late = Interval.exactly((loss.handed_back - loss.kept_after) * tokens + loss.fixed)
         yield replace(handed, bytes=late, phases=BACK)
     if loss.kept_after:
@@ -140,7 +140,7 @@ def activation_terms(job: PlannedJob, parts: Activations, *, ends_full: bool) ->
 
 
 def cast_weights(job: PlannedJob, *, ends_full: bool) -> Iterator[Term]:
-    """Yield autocast's copies of fp32 weights, which the graph holds until backward has used them.
+    """Yield autocast's copies of fp32 weights, held by the graph until backward has used them.
 
     With `ends_full`, as in `activation_terms`, all of them are gone by the end of backward.
     """
@@ -149,7 +149,7 @@ def cast_weights(job: PlannedJob, *, ends_full: bool) -> Iterator[Term]:
         (t.elements for t in model.of_kind("embedding" if model.tied else "head")), default=0
     )
     if job.frozen_in_fp32 and job.precision != "no":
-        # Of a 4-bit model, which holds its head in fp32; autocast keeps no copy.
+        # The head of a 4-bit model is in fp32; autocast keeps no copy.
         factors = {"size": regime.compute, "elements of the head": head}
         yield product("gathered", "head cast by autocast", factors, FIRST)
     if regime.autocast and regime.weight != regime.compute:
@@ -173,7 +173,7 @@ def dequantised_term(job: PlannedJob) -> Iterator[Term]:
 
 
 def _batch(job: PlannedJob) -> Term:
-    """Return ids, labels and masks, and the cosines and sines of positions, which layers share."""
+    """Return the term of ids, labels, masks, and the layers' shared cosines and sines."""
     turned = 2 * job.model.head_dim * 4
     return Term(
         category="activations",
@@ -185,7 +185,7 @@ def _batch(job: PlannedJob) -> Term:
 
 
 def _masked(job: PlannedJob) -> float:
-    """Additional bytes of one layer where rows are padded to the longest; a single row never is."""
+    """Return additional bytes of one layer for rows padded to the longest; 0 for a single row."""
     model, size = job.model, COMPUTE_SIZE[job.precision]
     if job.attention != "flash" or job.batch == 1:
         return 0.0
@@ -194,7 +194,7 @@ def _masked(job: PlannedJob) -> float:
 
 
 def _mask(job: PlannedJob) -> float:
-    """Bytes of the one mask that eager attention adds to the scores of all layers."""
+    """Return the bytes of the mask that eager attention adds to the scores of all layers."""
     if job.attention == "flash":
         return 0.0
     return float(job.batch * job.sequence**2 * COMPUTE_SIZE[job.precision])
@@ -202,31 +202,31 @@ def _mask(job: PlannedJob) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossBytes:
-    """Bytes for each token, but for `fixed`."""
+    """Bytes at the end of forward: `fixed` in total, all others for each token."""
 
     tail: float
-    """Kept by the final norm and the head until these have been played backwards; no logits."""
+    """Bytes saved by the final norm and the head until their backward, without logits."""
 
     logits: float
-    """At the worst moment of the loss: three tensors as wide as the vocabulary. The result of
-    log_softmax, its gradient, and the gradient of what went into it."""
+    """Bytes at the fullest moment of the loss: three tensors as wide as the vocabulary. The result
+    of log_softmax, its gradient, and the gradient of its input."""
 
     logits_formula: str
     handed_back: float
-    """The part of them that is held while the head is played backwards: the logits' gradient."""
+    """Part of `logits` that is held during the head's backward: the logits' gradient."""
 
     into_head: float = 0.0
-    """The gradient of the head's input, as it comes."""
+    """Gradient of the head's input, while it is computed."""
 
     kept_after: float = 0.0
-    """Logits that the script still holds when the step is over."""
+    """Logits that the script still holds after the step."""
 
     fixed: float = 0.0
-    """Bytes that don't grow with the tokens: the head's gradient that a fused loss gathers."""
+    """Bytes independent of the tokens: the head's gradient that a fused loss accumulates."""
 
 
 def loss_bytes(job: PlannedJob) -> LossBytes:
-    """Return what the end of the forward pass holds."""
+    """Return the bytes held at the end of the forward pass."""
     model, regime = job.model, regime_of(job)
     tail = _tail(model, regime, job.method == "full")
     raised = FP32 if job.raises_logits or regime.autocast else regime.compute
@@ -258,10 +258,10 @@ def _tail(model: ModelShape, regime: Regime, trains: bool) -> float:
 
 
 def _chunked(job: PlannedJob, tail: float, compute: int) -> LossBytes:
-    """Return the bytes of a loss in chunks, which makes gradients on the way.
+    """Return the bytes of a loss in chunks, which computes gradients during forward.
 
-    Liger's chunks are of about tokens * hidden logits
-    (liger_kernel, fused_linear_cross_entropy.py); ours of `loss_chunk_tokens` tokens.
+    Liger's chunks have about tokens * hidden logits
+    (liger_kernel, fused_linear_cross_entropy.py); the toolkit's have `loss_chunk_tokens` tokens.
     """
     model, tokens = job.model, job.micro_tokens
     chunks = -(-model.vocab_size // model.hidden_size)

@@ -1,8 +1,8 @@
-"""What autograd keeps: a layer written down operation by operation, and played backwards.
+"""Memory of autograd: a layer recorded operation by operation, and its backward replayed.
 
-A tensor is so many elements for each token. An operation keeps what its derivative needs, and a
-tensor that several operations keep is held once, as torch holds a storage once. Read in torch 2.13
-(derivatives.yaml); a test counts what real models keep, family by family.
+Sizes of tensors are elements for each token. An operation saves the tensors that its derivative
+needs. A tensor saved by several operations is held once, as torch holds a storage once. Taken from
+torch 2.13 (derivatives.yaml); a test counts the saved bytes of real models, family by family.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Regime:
     """Bytes of an element in matrix products."""
 
     weight: int
-    """Bytes of an element of a weight as it is used: an embedding's, so of the residual stream as
-    well, and a norm's."""
+    """Bytes of an element of a weight in use: of an embedding, so of the residual stream too, and
+    of a norm."""
 
     autocast: bool
-    """Whether torch's autocast casts the inputs of each operation, activations anew for every
-    operation that takes them."""
+    """Whether torch's autocast casts the inputs of each operation; activations are cast again for
+    every operation that uses them."""
 
     adapter: int = FP32
     """Bytes of an element of LoRA's matrices: fp32 by peft, unless a library casts them."""
@@ -62,14 +62,14 @@ class Tape:
 
     regime: Regime
     trains: bool = True
-    """Whether the weights of linear layers and norms have gradients: not so with adapters."""
+    """Whether the weights of linear layers and norms have gradients; False with adapters."""
 
     adapters: int = 0
     """Rank of a pair of low-rank matrices beside each linear layer, 0 for none."""
 
     operations: list[_Operation] = field(default_factory=list["_Operation"])
     products: list[Value] = field(default_factory=list["Value"])
-    """Results of linear layers, in their order."""
+    """Results of linear layers, in order."""
 
     # Reading
 
@@ -79,10 +79,10 @@ class Tape:
         return _bytes({value for operation in self.operations for value in operation.saved})
 
     def backward_peak(self) -> float:
-        """The most bytes for each token while this is played backwards, saved tensors included.
+        """Return the peak bytes for each token during backward, saved tensors included.
 
-        It begins with the gradient of the last output; each gradient goes when it has been used,
-        each saved tensor with the last operation that saved it.
+        Backward begins with the gradient of the last output. Each gradient is freed after its use,
+        and each saved tensor with the last operation that saved it.
         """
         uses = Counter(value for operation in self.operations for value in set(operation.saved))
         saved_bytes, peak = self.saved_bytes, 0.0
@@ -124,7 +124,7 @@ class Tape:
         self.products.append(base)
         if not self.adapters:
             return base
-        # peft casts its input to the adapters' dtype; autocast lowers that again, to a new copy.
+        # peft casts its input to the adapters' dtype; autocast lowers it again, in a new copy.
         entered = self.lowered(self.cast(value, self.regime.adapter))
         down = self.record([entered], Value(self.adapters, self.regime.compute), [entered])
         up = self.record([down], Value(width, self.regime.compute), [down])
@@ -148,9 +148,9 @@ class Tape:
         """Record an RMSNorm as transformers writes it, raised to fp32.
 
         Args:
-            value: What is normalised.
+            value: Input of the normalisation.
             rows: Means for each token: 1, or as many as there are heads.
-            lowers_late: The weight is multiplied in fp32. Otherwise it can raise the result.
+            lowers_late: Multiply by the weight in fp32. Otherwise the weight can raise the result.
         """
         raised = self.cast(value, FP32)
         squares = self.record([raised], Value(raised.width, FP32), [raised])

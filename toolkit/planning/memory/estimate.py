@@ -1,4 +1,4 @@
-"""How much memory a job needs: every term of it, and the most at any moment."""
+"""Memory that a job needs: all its terms, and their peak."""
 
 from __future__ import annotations
 
@@ -40,35 +40,35 @@ COMMUNICATOR = Interval(544e6, 1.6e9)
 1.6 GB for a first one (nccl#864). Outside of torch's allocator."""
 
 RESERVED = Interval(1.02, 1.38)
-"""What the caching allocator reserves for each byte that is allocated: 1.36 and 1.27 in torchtitan
-on H100s, 1.20 to 1.36 in others of its runs, 1.1 in single-GPU runs of the Trainer and in QLoRA;
-what is freed comes back in other sizes than it is asked for."""
+"""Bytes that the caching allocator reserves for each allocated byte: 1.36 and 1.27 in torchtitan on
+H100s, 1.20 to 1.36 in its other runs, 1.1 in single-GPU runs of the Trainer and in QLoRA. Freed
+blocks have other sizes than later requests."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MemoryEstimate:
-    """Bytes that the rank with the most of them needs."""
+    """Memory of the fullest rank, in bytes."""
 
     terms: tuple[Term, ...]
     states: StateBytes
     peak_phase: Phase
     allocated: Interval
-    """At the peak: what `torch.cuda.max_memory_allocated` shows."""
+    """Allocated bytes at the peak, as `torch.cuda.max_memory_allocated` reports them."""
 
     reserved: Interval
-    """What torch's allocator takes from the GPU for it: `max_memory_reserved`."""
+    """Bytes that torch's allocator reserves for it on the GPU: `max_memory_reserved`."""
 
     total: Interval
-    """With the CUDA context and NCCL: what `nvidia-smi` shows."""
+    """Total bytes with the CUDA context and NCCL, as `nvidia-smi` reports them."""
 
     at_rest: Interval
-    """Between two steps: what `torch.cuda.memory_allocated` shows after a step."""
+    """Allocated bytes between two steps: `torch.cuda.memory_allocated` after a step."""
 
     host_bytes: Interval
-    """RAM of a node for what is offloaded; 0 without offload."""
+    """RAM of a node for offloaded states; 0 without offload."""
 
     nvme_bytes: Interval
-    """Disk of a node for what is offloaded there."""
+    """Disk of a node for states offloaded to it."""
 
     def by_category(self) -> dict[Category, Interval]:
         """Return the GPU's bytes at the peak, which add up to `total`; empty ones are omitted."""
@@ -79,7 +79,7 @@ class MemoryEstimate:
 
     @cached_property
     def at_peak(self) -> tuple[Term, ...]:
-        """The terms on the GPU that are alive at the peak."""
+        """Terms on the GPU that are alive at the peak."""
         return tuple(t for t in self.terms if t.place == "gpu" and self.peak_phase in t.phases)
 
 
@@ -132,11 +132,11 @@ def estimate_memory(job: PlannedJob) -> MemoryEstimate:
 def step_peak(job: PlannedJob, micro_batches: Sequence[tuple[int, int]]) -> Interval:
     """Return the bytes of one rank's tensors at the fullest moment of one step.
 
-    Workspaces and the allocator's reserve are no tensors of the step: they are not counted.
+    Workspaces and the allocator's reserve are not counted: they are no tensors of the step.
 
     Args:
-        job: What is trained.
-        micro_batches: Those of the step in their order: rows, and tokens of a row.
+        job: The planned job.
+        micro_batches: Micro-batches of the step in order, each as rows and tokens of a row.
 
     Raises:
         UsageError: as `estimate_memory` does.
@@ -181,7 +181,7 @@ def _by_phase(terms: Iterable[Term]) -> dict[Phase, Interval]:
 def _ends_full(job: PlannedJob, states: StateBytes, parts: Activations) -> bool:
     """Whether backward holds more at its end, with all gradients, than at its beginning.
 
-    In between, each layer's gradients come as its activations go.
+    In between, each layer's gradients are allocated while its activations are freed.
     """
     loss = parts.loss
     handed = (loss.handed_back + loss.into_head) * job.micro_tokens
@@ -193,12 +193,12 @@ def _ends_full(job: PlannedJob, states: StateBytes, parts: Activations) -> bool:
 
 
 def _tied_bytes(job: PlannedJob, parts: Activations) -> int:
-    """Bytes that a tied embedding needs at the end of backward beside its own gradient.
+    """Return bytes that a tied embedding needs at the end of backward beside its own gradient.
 
-    That of the head waits for that of the lookup, which comes when the last layer's activations
-    are gone. Autograd adds the one into the other, but not where the head's is a product in the
-    weights' own dtype, handed over as a transposed view: then the sum is a third. Where a gradient
-    is held already, the head's waits beside it.
+    The head's gradient waits for the lookup's, computed after the last layer's activations are
+    freed. Autograd adds one into the other, except where the head's is a product in the weights'
+    dtype, passed as a transposed view: then the sum is a third tensor. If a gradient is held from
+    an earlier micro-batch, the head's gradient waits beside it.
     """
     plain = job.strategy.sharding == "whole" and job.method == "full"
     if not plain or not job.model.tied:
@@ -210,7 +210,7 @@ def _tied_bytes(job: PlannedJob, parts: Activations) -> int:
 
 
 def _gradients_always(job: PlannedJob) -> bool:
-    """Whether the gradients of the rank are held through forward as well."""
+    """Whether the rank also holds its gradients during forward."""
     added_to = job.sums_up or job.zeroes_gradients
     match job.strategy.sharding:
         case "whole":
@@ -218,7 +218,7 @@ def _gradients_always(job: PlannedJob) -> bool:
         case "flat" if job.strategy.offloads:
             return True  # in fp32 on the host, where the optimizer steps
         case "flat":
-            # ZeRO-1 lays its part of them out when they are reduced.
+            # ZeRO-1 allocates its part of the gradients when they are reduced.
             return added_to and not job.strategy.shards_at_the_step
         case "tensors":
             return True
@@ -325,7 +325,7 @@ def _gradient_terms(
         )
     in_flat_buffer = job.strategy.sharding == "flat" and not (at_step or job.strategy.offloads)
     if in_flat_buffer and (job.sums_up or not ends_full):
-        # The rank's part has a buffer from its first gradient on, in which these lie.
+        # From the first gradient on, the rank's part has a buffer that holds these.
         new = Interval(0, states.gradients.gpu)
         yield replace(
             gradients, name="gradients of one micro-batch", bytes=new, phases=("backward",)
@@ -333,7 +333,7 @@ def _gradient_terms(
 
 
 def _new_gradients(job: PlannedJob, gradients: Term, *, ends_full: bool) -> Iterator[Term]:
-    """Yield gradients that have just come and are not yet added to those that are held."""
+    """Yield new gradients that are not yet added to the gradients already held."""
     size, added = trained_size(job), _gradients_always(job)
     phases: list[Phase] = []
     # A chunked loss has gathered the head's in fp32 already.
@@ -354,7 +354,7 @@ def _new_gradients(job: PlannedJob, gradients: Term, *, ends_full: bool) -> Iter
         yield replace(
             gradients,
             name="gradient of a layer's weight, until it is added",
-            # A layer may need the most at another moment; a plan is to lack nothing.
+            # A layer may need the most at another moment; a plan should not underestimate.
             bytes=Interval(widest if job.micro_batch is None else 0, widest),
             formula="size * largest weight of a layer",
             phases=("backward",),
@@ -375,7 +375,7 @@ def _outside_terms(job: PlannedJob) -> Iterator[Term]:
 
 
 def _at_rest(job: PlannedJob, states: StateBytes, terms: Iterable[Term]) -> Interval:
-    """Return the states without gradients, and the terms that last."""
+    """Return the bytes of states without gradients, and of the lasting terms."""
     resident = states.parameters.gpu + states.master.gpu + states.optimizer.gpu
     kept_gradients = job.strategy.sharding == "tensors" or job.gradients_in_buckets
     if kept_gradients or job.zeroes_gradients:

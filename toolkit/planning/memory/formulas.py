@@ -1,7 +1,7 @@
-"""The formulas of the field, and how far the implementations are from them.
+"""The formulas of the field, and the differences of the implementations from them.
 
-They leave out all that does not grow with the parameters; an estimate does not. They are here to
-be recognised, checked against their sources, and shown beside the estimate of a run.
+Formulas leave out terms that do not grow with the parameters; an estimate includes them. They are
+here to be recognised, checked against their sources, and shown beside the estimate of a run.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from toolkit.planning.memory.weights import trained_size, weights_of
 from toolkit.planning.memory.zero_settings import zero_settings
 
 ZERO_STAGES = ("ddp", "zero1", "zero2", "zero3")
-"""None, the optimizer, gradients as well, weights as well are divided by the ranks."""
+"""Stages that divide by the ranks: nothing; the optimizer; also gradients; also weights."""
 
 
 def zero_bytes(stage: str, parameters: float, ranks: int, *, mixed: bool) -> float:
-    """Return the bytes of one rank's model states, as courses and the ZeRO paper work them out.
+    """Return the bytes of one rank's model states, as courses and the ZeRO paper compute them.
 
-    The 4 and 8 times less of ZeRO-1 and 2 are its limits for many ranks, in mixed precision.
+    "4 times less" for ZeRO-1 and "8 times" for 2 are limits for many ranks, in mixed precision.
     """
     return parameters * sum(
         size / (ranks if divided else 1) for size, divided in _parts(stage, mixed=mixed)
@@ -29,9 +29,9 @@ def zero_bytes(stage: str, parameters: float, ranks: int, *, mixed: bool) -> flo
 
 
 def _parts(stage: str, *, mixed: bool) -> list[tuple[int, bool]]:
-    """Return bytes a parameter of weights, gradients and Adam, and whether the ranks divide them.
+    """Return weights', gradients' and Adam's bytes per parameter, and whether ranks divide them.
 
-    In mixed precision Adam's 12 hold the fp32 weights (arXiv 1910.02054, Table 1).
+    In mixed precision Adam's 12 bytes include the fp32 weights (arXiv 1910.02054, Table 1).
     """
     sizes = (2, 2, 12) if mixed else (4, 4, 8)
     divided = ZERO_STAGES.index(stage)
@@ -46,8 +46,8 @@ class FormulaComparison:
     course: float
     implementation: float
     differences: dict[str, float]
-    """Bytes that the formula leaves out, or the implementation where negative, by their names.
-    They add up to what lies between the two."""
+    """Bytes that the formula leaves out, or if negative the implementation, by their names. Their
+    sum is the difference between the two."""
 
 
 def compare_with_formula(job: PlannedJob) -> FormulaComparison:
@@ -85,7 +85,7 @@ def _by_part(job: PlannedJob, stage: str, *, mixed: bool) -> dict[str, float]:
     held, graded, stepped = (share if divided else parameters for _, divided in parts)
     differences: dict[str, float] = {f"weights held in {size} bytes": (size - weight) * held}
     if strategy.shards_at_the_step:
-        # At the step each rank has only its part left; the whole was there in backward.
+        # At the step each rank has only its part; the whole gradient existed in backward.
         lost = -gradient * (parameters - share)
         differences["gradients of other ranks' parts, gone before the step"] = lost
         graded = share

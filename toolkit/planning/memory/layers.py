@@ -1,4 +1,4 @@
-"""What one layer of a model keeps and holds, for each token: the block written onto a tape."""
+"""Bytes of one layer of a model for each token, from a recording of its block on a tape."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class LayerBytes:
     """Bytes of one layer for each token."""
 
     saved: float
-    """Between forward and backward, without checkpointing."""
+    """Bytes held between forward and backward, without checkpointing."""
 
     boundary: float
-    """The layer's input, which checkpointing keeps."""
+    """Bytes of the layer's input, which checkpointing keeps."""
 
     backward_peak: float
-    """The most while the layer is played backwards, `saved` included."""
+    """Peak bytes during the layer's backward, `saved` included."""
 
     products: float
-    """Outputs that torchtitan's selective checkpointing keeps beside the input."""
+    """Bytes of outputs that torchtitan's selective checkpointing keeps beside the input."""
 
 
 def regime_of(job: PlannedJob) -> Regime:
@@ -49,9 +49,9 @@ def regime_of(job: PlannedJob) -> Regime:
 def layer_bytes(
     model: ModelShape, regime: Regime, sequence: int, *, fused: bool, adapters: int = 0
 ) -> LayerBytes:
-    """Return what the widest layer of a model keeps for each token of a row of `sequence` tokens.
+    """Return the bytes of a model's widest layer for each token of a row of `sequence` tokens.
 
-    With `fused` attention runs in a kernel that never holds the scores, where the class can.
+    With `fused`, attention runs in a kernel that never holds the scores, if the class supports it.
     `adapters` is the rank of LoRA's matrices, 0 for training in full.
     """
     tape = LayerTape(model=model, regime=regime, trains=not adapters, adapters=adapters)
@@ -75,8 +75,8 @@ class LayerTape(Tape):
 
     @property
     def entering(self) -> int:
-        """Bytes of an element of a layer's input: autocast runs LayerNorm in fp32, and a layer
-        that ends in one hands that on."""
+        """Bytes of an element of a layer's input. Autocast runs LayerNorm in fp32, and a layer that
+        ends in one passes its fp32 result on."""
         ends_raised = self.model.block.order == "post" and self.model.block.norm == "layer"
         return FP32 if ends_raised and self.regime.autocast else self.regime.weight
 
@@ -123,7 +123,7 @@ class LayerTape(Tape):
     def attention(self, value: Value, sequence: int, *, fused: bool) -> Value:
         queries, keys, values = self.rotated(*self.projected(value))
         block = self.model.block
-        # Falcon hands its one key to a kernel that wants as many keys as queries.
+        # Falcon passes its one key to a kernel that needs as many keys as queries.
         one_key = block.qkv == "split" and self.model.kv_heads == 1
         if fused and block.fused_attention and not block.attention_softcap and not one_key:
             out = self.fused_attention(queries, keys, values)
@@ -160,7 +160,7 @@ class LayerTape(Tape):
 
         def turned(value: Value, heads: int) -> Value:
             width = value.width if block.qkv == "split" else heads * model.head_dim
-            # Cosine and sine have the dtype of the stream, and raise what they turn.
+            # Cosine and sine have the dtype of the stream, and raise the tensors that they rotate.
             return self.record([value], Value(width, max(value.size, self.regime.weight)))
 
         return turned(queries, model.heads), turned(keys, model.kv_heads), values

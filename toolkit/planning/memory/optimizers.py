@@ -9,28 +9,28 @@ from toolkit.planning.memory.weights import Tensors
 from toolkit.planning.options import Optimizer
 
 STEP = 4
-"""torch's AdamW counts its steps in a tensor of its own for each tensor that it steps on."""
+"""Bytes of AdamW's step count in torch, a separate tensor for each tensor that it updates."""
 
 EIGHT_BIT_FROM = 4096
-"""Smaller tensors keep states of 32 bits (bitsandbytes `min_8bit_size`)."""
+"""Elements below which a tensor keeps 32-bit states (bitsandbytes `min_8bit_size`)."""
 
 EIGHT_BIT_BLOCK = 256
-"""Values that share an fp32 scale (bitsandbytes 0.50, optimizer.py)."""
+"""Number of values that share an fp32 scale (bitsandbytes 0.50, optimizer.py)."""
 
 CODE_BOOKS = 2 * 256 * 4
-"""The maps of both 8-bit states, once for the optimizer."""
+"""Bytes of the maps of both 8-bit states, once for the optimizer."""
 
 
 @lru_cache(maxsize=4096)
 def of_tensors(optimizer: Optimizer, tensors: Tensors, size: int) -> int:
-    """Bytes of the states of whole tensors.
+    """Return the bytes of the states of whole tensors.
 
-    `size` is that of a parameter's element: torch's states take its dtype.
+    `size` is the bytes of a parameter's element: torch's states take its dtype.
     """
     if optimizer == "adafactor":
         return size * sum(_factored(tensor.shape) for tensor in tensors.listed)
     if optimizer in ("adamw_8bit", "paged_adamw_8bit"):
-        # The Trainer has bitsandbytes keep the states of embeddings in 32 bits (trainer.py).
+        # The Trainer makes bitsandbytes keep embeddings' states in 32 bits (trainer.py).
         embeddings = ("embedding", "positions")
         return CODE_BOOKS + sum(
             8 * tensor.elements if tensor.kind in embeddings else _eight_bit(tensor.elements)
@@ -40,7 +40,7 @@ def of_tensors(optimizer: Optimizer, tensors: Tensors, size: int) -> int:
 
 
 def of_elements(optimizer: Optimizer, elements: int, size: int, *, tensors: int) -> int:
-    """Bytes of the states of `elements` that lie in `tensors` flat tensors, as ZeRO's do."""
+    """Return the bytes of the states of `elements` in `tensors` flat tensors, as in ZeRO."""
     match optimizer:
         case "adamw" | "adamw_fused":
             return 2 * size * elements + STEP * tensors
@@ -49,7 +49,7 @@ def of_elements(optimizer: Optimizer, elements: int, size: int, *, tensors: int)
         case "adamw_8bit" | "paged_adamw_8bit":
             return tensors * _eight_bit(-(-elements // max(1, tensors))) + CODE_BOOKS
         case "adafactor" | "sgd_momentum":
-            # A flat partition has no rows and columns to be factored by.
+            # A flat partition has no rows and columns to factor.
             return size * elements
         case "lion":
             return 4 * elements
@@ -75,9 +75,9 @@ def formula_of(optimizer: Optimizer) -> str:
 
 
 def moved_bytes(optimizer: Optimizer, size: int) -> float:
-    """Return the bytes of states that one step reads and writes, for each element stepped on.
+    """Return the bytes of states that one step reads and writes, for each updated element.
 
-    `size` is that of a parameter's element.
+    `size` is the bytes of a parameter's element.
     """
     match optimizer:
         case "adamw" | "adamw_fused" | "paged_adamw" | "adafactor":

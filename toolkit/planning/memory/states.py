@@ -1,8 +1,8 @@
 """Model states of one rank, to the byte, as the libraries allocate them.
 
-Read in deepspeed 0.19.8 (runtime/zero/stage_1_and_2.py, stage3.py, partition_parameters.py), torch
-2.11 to 2.15 (distributed/fsdp/_fully_shard) and accelerate 1.15; `measuring/memory.py` counts the
-same bytes in a run, and a test holds the two against each other under every strategy.
+From the code of deepspeed 0.19.8 (runtime/zero/stage_1_and_2.py, stage3.py,
+partition_parameters.py), torch 2.11 to 2.15 (distributed/fsdp/_fully_shard), accelerate 1.15.
+`measuring/memory.py` counts these bytes in a run; a test compares the two under every strategy.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ FLAT_ALIGNMENT = 2
 """ZeRO-1 and 2 pad each flat group to this many elements a rank (`nccl_start_alignment_factor`)."""
 
 LISTED_RANKS = 1024
-"""Ranks that are looked at one by one for the one that holds the most."""
+"""Most ranks that are checked one by one in the search for the fullest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Bytes, by the memory that holds them."""
+    """Bytes by kind of memory."""
 
     gpu: int = 0
     host: int = 0
@@ -51,13 +51,13 @@ class StateBytes:
     """Model states of one rank."""
 
     parameters: Held
-    """After an optimizer step, what stays gathered included."""
+    """Bytes after an optimizer step, including parameters that stay gathered."""
 
     master: Held
-    """The fp32 partitions that DeepSpeed steps on; others step on the parameters themselves."""
+    """DeepSpeed's fp32 partitions, which it updates; others update the parameters themselves."""
 
     gradients: Held
-    """At their peak: after the last backward of a step, before the optimizer."""
+    """Bytes at their peak: after the last backward of a step, before the optimizer."""
 
     optimizer: Held
 
@@ -66,7 +66,7 @@ class StateBytes:
         return self.parameters + self.master + self.gradients + self.optimizer
 
     def in_one_place(self) -> StateBytes:
-        """Return them as a rehearsal has them: what is offloaded lies where the rest does."""
+        """Return the states of a rehearsal, in which offloaded ones share the others' memory."""
         moved = {
             field.name: Held(gpu=held.in_memory, nvme=held.nvme)
             for field in fields(self)
@@ -75,7 +75,7 @@ class StateBytes:
         return StateBytes(**moved)
 
     def counted(self) -> dict[str, int]:
-        """The bytes in memory, GPU and host together, under the names that records have."""
+        """Return the bytes in memory, GPU and host together, under the names used in records."""
         return {f"{f.name}_bytes": getattr(self, f.name).in_memory for f in fields(self)}
 
 
@@ -123,19 +123,19 @@ def state_bytes(job: PlannedJob, rank: int = 0) -> StateBytes:
             optimizer=Held(host=states) if paged else Held(gpu=states),
         )
     if strategy.steps_on_masters and "adamw" in optimizer:
-        states = 8 * partition  # DeepSpeedCPUAdam's, whichever AdamW was asked for
+        states = 8 * partition  # of DeepSpeedCPUAdam, which replaces any requested AdamW
     flat = strategy.sharding == "flat"
     return StateBytes(
         parameters=Held(gpu=parameters) if flat else Held(gpu=gathered, host=parameters),
         master=Held(host=masters),
-        # Under ZeRO-3, beside those in the model's dtype stand those to step the masters with.
+        # ZeRO-3 has gradients in the model's dtype, and others to update the masters with.
         gradients=Held(host=masters if flat else gradients + masters),
         optimizer=Held(host=states),
     )
 
 
 def most_loaded(job: PlannedJob) -> StateBytes:
-    """Return the states of the rank that holds the most; padding falls on the first ones."""
+    """Return the states of the fullest rank; padding falls on the first ranks."""
     if job.strategy.sharding != "flat" or job.strategy.offloads:
         return state_bytes(job)
     groups = weights_of(job).groups
@@ -145,7 +145,7 @@ def most_loaded(job: PlannedJob) -> StateBytes:
 
 
 def _frozen_bytes(job: PlannedJob, weights: Weights) -> int:
-    """Bytes of the frozen weights on one rank."""
+    """Return the bytes of the frozen weights on one rank."""
     if not weights.frozen.sizes and not weights.packed.sizes:
         return 0
     size = 4 if job.frozen_in_fp32 else COMPUTE_SIZE[job.precision]
@@ -159,7 +159,7 @@ def _frozen_bytes(job: PlannedJob, weights: Weights) -> int:
 
 
 def _of_rows(job: PlannedJob, shard: int, size: int) -> int:
-    """Bytes of optimizer state for FSDP2 shards, which keep their rows and columns."""
+    """Return the bytes of optimizer state for FSDP2 shards, which keep their rows and columns."""
     trained = weights_of(job).trained
     match job.optimizer:
         case "adafactor":
@@ -171,13 +171,13 @@ def _of_rows(job: PlannedJob, shard: int, size: int) -> int:
 
 
 def partition_elements(group: Tensors, shards: int) -> int:
-    """Elements of one rank's part of a flat group of ZeRO-1 and 2, padding included."""
+    """Return the elements of a rank's part of a flat group of ZeRO-1 and 2, with padding."""
     alignment = FLAT_ALIGNMENT * shards
     return -(-group.elements // alignment) * FLAT_ALIGNMENT
 
 
 def _gradient_elements(groups: tuple[Tensors, ...], shards: int, rank: int) -> int:
-    """Elements in the buffers of a rank's gradients under ZeRO-1 and 2.
+    """Return the elements in the buffers of a rank's gradients under ZeRO-1 and 2.
 
     A tensor at the border of two partitions is copied whole by both ranks; the padding of the last
     partition is a separate tensor.
@@ -192,7 +192,7 @@ def _gradient_elements(groups: tuple[Tensors, ...], shards: int, rank: int) -> i
 
 
 def sub_groups(weights: Weights, shards: int, limit: int) -> tuple[int, ...]:
-    """Elements of the pieces in which ZeRO-3 steps: whole tensors, until `limit` is reached."""
+    """Return the sizes of ZeRO-3's sub-groups: whole tensors, until `limit` is reached."""
     pieces: list[int] = []
     for group in weights.groups:
         if group.partitioned(shards) <= limit:
@@ -210,9 +210,9 @@ def sub_groups(weights: Weights, shards: int, limit: int) -> tuple[int, ...]:
 
 
 def persistent_bytes(job: PlannedJob) -> int:
-    """Bytes of the small tensors that ZeRO-3 keeps gathered beside its partition.
+    """Return the bytes of the small tensors that ZeRO-3 keeps gathered beside its partition.
 
-    Alone, a rank's partition is the whole.
+    A single rank's partition is already the whole.
     """
     if job.strategy.sharding != "tensors" or job.shards == 1:
         return 0
@@ -222,7 +222,7 @@ def persistent_bytes(job: PlannedJob) -> int:
 
 
 def _on_nvme(job: PlannedJob, pieces: tuple[int, ...]) -> StateBytes:
-    """Return the states of ZeRO-3 with files: small pieces stay in RAM.
+    """Return the states of ZeRO-3 with NVMe files. Small pieces stay in RAM.
 
     So do the first `MAX_IN_CPU` elements of the parameters.
     """
@@ -247,7 +247,7 @@ def _on_nvme(job: PlannedJob, pieces: tuple[int, ...]) -> StateBytes:
 
 
 def stepped_at_once(job: PlannedJob, weights: Weights) -> int:
-    """Elements that the optimizer steps on at one time, on one rank."""
+    """Return the elements that the optimizer updates at one time on one rank."""
     match job.strategy.sharding:
         case "whole":
             return weights.trained.elements
@@ -260,14 +260,14 @@ def stepped_at_once(job: PlannedJob, weights: Weights) -> int:
 
 
 PINNED = Interval(1, 2)
-"""torch's cache of pinned memory rounds each buffer up to a power of two."""
+"""Factor on pinned buffers: torch's cache rounds each up to a power of two."""
 
 PROCESS = Interval(1 << 30, 3 << 30)
-"""A rank's Python, torch and libraries: 1 GiB in rehearsals on CPUs, CUDA's libraries on top."""
+"""RAM of a rank's Python, torch and libraries: 1 GiB in rehearsals on CPUs, plus CUDA's."""
 
 
 def host_terms(job: PlannedJob, states: StateBytes) -> Iterator[Term]:
-    """Yield what a node's RAM and disk hold for all of its ranks; nothing without offload."""
+    """Yield the terms of a node's RAM and disk for all of its ranks; none without offload."""
     if not (job.strategy.offloads or optimizers.is_paged(job.optimizer)):
         return
     ranks = job.gpus // job.nodes
@@ -284,7 +284,7 @@ def host_terms(job: PlannedJob, states: StateBytes) -> Iterator[Term]:
 
 
 def _off_gpu(job: PlannedJob, states: StateBytes) -> Iterator[tuple[str, Interval, Place]]:
-    """Yield what a rank holds outside of its GPU: name, bytes, place."""
+    """Yield the data of a rank outside its GPU: name, bytes, place."""
     strategy, size, weights = job.strategy, trained_size(job), weights_of(job)
     is_zero2 = strategy.sharding == "flat" and strategy.shards_gradients
 

@@ -1,7 +1,7 @@
-"""What strategies hold beside the states: gathered weights, gradients on their way, buckets.
+"""Memory of strategies beside the states: gathered weights, gradients in transfer, buckets.
 
-Read in torch 2.13 (_fully_shard, DDP's reducer) and deepspeed 0.19.8; each function says how long
-its buffers live.
+From the code of torch 2.13 (_fully_shard, DDP's reducer) and deepspeed 0.19.8. Each function gives
+the lifetime of its buffers.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ RUNNING: tuple[Phase, ...] = (*FIRST, "backward")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Units:
-    """Elements of what FSDP2 gathers at once, as Accelerate 1.15 cuts a model."""
+    """Elements of the units that FSDP2 gathers at once, as Accelerate 1.15 wraps a model."""
 
     layer: int
-    """The largest decoder layer."""
+    """Elements of the largest decoder layer."""
 
     tail: int
-    """Last norm and head, with a tied embedding, and what belongs to no other unit: these stay
-    gathered from the end of forward into backward."""
+    """Elements of the last norm and head, with a tied embedding and all parameters in no other
+    unit. These stay gathered from the end of forward into backward."""
 
     largest: int
-    """The largest of these and an untied embedding, which is a unit of its own."""
+    """Elements of the largest of these units and an untied embedding, which is a separate unit."""
 
     widest: int
-    """The largest tensor of a layer."""
+    """Elements of the largest tensor of a layer."""
 
 
 @lru_cache(maxsize=1024)
@@ -55,7 +55,7 @@ def units_of(model: ModelShape) -> Units:
 
 
 def buffer_terms(job: PlannedJob) -> Iterator[Term]:
-    """Yield what the job's strategy holds beside the states, except in the optimizer's step."""
+    """Yield the terms of the job's strategy beside the states, except for the optimizer's step."""
     weights = weights_of(job)
     match job.strategy.sharding:
         case "whole":
@@ -69,7 +69,7 @@ def buffer_terms(job: PlannedJob) -> Iterator[Term]:
 
 
 def packed_size(job: PlannedJob, weights: Weights) -> float:
-    """Bytes of an element as it is gathered, the mean of all; half a byte where it has 4 bits."""
+    """Return the mean bytes of a gathered element; an element of 4 bits has half a byte."""
     if not weights.packed.sizes:
         return COMPUTE_SIZE[job.precision]
     packed = weights.packed.elements
@@ -113,15 +113,15 @@ def _fsdp(job: PlannedJob, weights: Weights) -> Iterator[Term]:
             "gathered",
             "head and last norm, gathered from forward into backward",
             {"size": compute, "tail": units.tail},
-            # On a GPU what another stream still reads is given back late.
+            # On a GPU, buffers that another stream still reads are freed late.
             FIRST if job.on_cpu else RUNNING,
         )
         least, copy = (0, tail) if job.on_cpu else (2, 0)
         gathered = Term(
             category="gathered",
             name="the layer at work, the one after it, and a buffer of the all-gather",
-            # Forward holds on to the last all-gather's buffer; backward gathers one ahead. On a
-            # CPU it waits for that, and gloo's thread may let go of the buffer late: 1 run of 8.
+            # Forward keeps the last all-gather's buffer; backward gathers one layer ahead. On a
+            # CPU it waits for that, and gloo's thread may free the buffer late: 1 run of 8.
             bytes=Interval(2 * units.layer * size, 3 * units.layer * size),
             formula="2 to 3 * size * layer",
             inputs=inputs,
@@ -147,7 +147,7 @@ def _fsdp(job: PlannedJob, weights: Weights) -> Iterator[Term]:
 
 
 def _fsdp_gradients(job: PlannedJob, units: Units, compute: int, reduce: int) -> Iterator[Term]:
-    """Yield whole gradients on their way: those of the head first, then of a layer."""
+    """Yield unsharded gradients before they are reduced: of the head first, then of a layer."""
     inputs = {"tail": units.tail, "size": compute, "reduce size": reduce}
     head = Term(
         category="gradients",
@@ -159,14 +159,13 @@ def _fsdp_gradients(job: PlannedJob, units: Units, compute: int, reduce: int) ->
     )
     yield head
     if not job.ends_step:
-        # Nothing is reduced yet: what comes stays, or is added to what is there.
+        # No gradient is reduced yet: new gradients stay, or are added to earlier ones.
         yield replace(head, formula="size * tail", phases=("backward",))
         return
     unit = units.layer if job.sums_up else units.largest
     low, high = unit * (compute + reduce), unit * (compute + 2 * reduce)
     if job.sums_up or job.on_cpu:
-        # The head's has gone into its reduce-scatter, whose result is a shard; a layer's come one
-        # by one.
+        # The head's gradient has been reduced to a shard; a layer's gradients come one by one.
         low = units.tail * reduce // job.shards
         high = max(high, low + units.layer * (compute + 2 * reduce))
     if job.sums_up and job.on_cpu:
@@ -174,7 +173,7 @@ def _fsdp_gradients(job: PlannedJob, units: Units, compute: int, reduce: int) ->
     yield Term(
         category="gradients",
         name="whole gradients of a unit, and what they are reduced in",
-        # A unit's own gradients, and the input of a reduce-scatter, its own or the last one's.
+        # A unit's gradients, and the input of its reduce-scatter or of the previous unit's.
         bytes=Interval(low, high),
         formula="unit * (size + 1 to 2 * reduce size); the first of summed ones less",
         inputs=inputs | {"unit": unit},
@@ -190,7 +189,7 @@ def _zero12(job: PlannedJob, weights: Weights, settings: ZeroSettings) -> Iterat
         "buckets",
         "buckets that gradients are reduced in",
         {"buckets": count, "size": size, "reduce_bucket_size": settings.reduce_bucket},
-        # Made with the first gradient; stage 2 gives them back after each micro-batch.
+        # Allocated with the first gradient; stage 2 frees them after each micro-batch.
         RUNNING if job.strategy.shards_at_the_step and job.sums_up else ("head", "backward"),
     )
     flat = min(max(settings.reduce_bucket, largest), weights.trained.elements)
@@ -198,7 +197,7 @@ def _zero12(job: PlannedJob, weights: Weights, settings: ZeroSettings) -> Iterat
     yield Term(
         category="buckets",
         name="a bucket flattened for its all-reduce, and the gradient that is on its way",
-        # Only tensors larger than a bucket go by themselves; others move into it as they come.
+        # Only tensors larger than a bucket are sent separately; others move into it at once.
         bytes=Interval(alone * size, (flat + largest) * size),
         formula="size * (up to the larger of bucket and tensor, and the largest tensor)",
         inputs={"size": size, "bucket": settings.reduce_bucket, "largest tensor": largest},
@@ -224,7 +223,7 @@ def _zero3(job: PlannedJob, weights: Weights, settings: ZeroSettings) -> Iterato
     yield Term(
         category="gradients",
         name="the largest gradient on its way, and a copy laid out for its reduce-scatter",
-        # A tensor larger than a bucket goes by itself, uncopied where the ranks divide it.
+        # A tensor larger than a bucket is sent separately, uncopied if the ranks divide it.
         bytes=Interval(largest * size, (largest + max(bucket, largest)) * size),
         formula="size * (largest tensor, and up to the larger of bucket and tensor)",
         inputs={"size": size, "bucket": settings.reduce_bucket, "largest tensor": largest},
@@ -243,10 +242,10 @@ def _zero3(job: PlannedJob, weights: Weights, settings: ZeroSettings) -> Iterato
 
 
 def _live(job: PlannedJob, weights: Weights, settings: ZeroSettings) -> Iterator[Term]:
-    """Yield gathered weights that ZeRO-3 keeps since they are used again (max_reuse_distance).
+    """Yield gathered weights that ZeRO-3 keeps for another use (max_reuse_distance).
 
-    At the end of forward that is what forward and backward pass within that distance; with
-    checkpointing each layer is met a third time in between.
+    At the end of forward, these are the weights that forward and backward use within that distance.
+    With checkpointing, each layer is used a third time in between.
     """
     element = packed_size(job, weights)
     total = job.model.parameters
@@ -255,7 +254,7 @@ def _live(job: PlannedJob, weights: Weights, settings: ZeroSettings) -> Iterator
     if not job.zero_init and job.checkpointing == "none":
         # A plain linear layer keeps a view of its gathered weight until backward.
         gathered = total
-    # What is kept of a model that fits is all of it, and of another at least what is at work.
+    # A model that fits is kept whole; of a larger one, at least the tensor in use is kept.
     least = gathered if gathered == total else min(gathered, units_of(job.model).widest)
     yield Term(
         category="gathered",
@@ -278,11 +277,11 @@ def _live(job: PlannedJob, weights: Weights, settings: ZeroSettings) -> Iterator
 
 
 NORM_SIZE = 8
-"""DeepSpeed takes the norm of each gradient in fp64 (zero/utils.py, get_norm_dtype)."""
+"""Bytes of fp64, in which DeepSpeed takes gradient norms (zero/utils.py, get_norm_dtype)."""
 
 
 def step_terms(job: PlannedJob) -> Iterator[Term]:
-    """Yield what a job's optimizer step needs on the GPU."""
+    """Yield the terms of a job's optimizer step on the GPU."""
     if job.strategy.offload_optimizer != "none" and (
         not job.on_cpu or job.strategy.steps_on_masters
     ):
@@ -311,15 +310,15 @@ def step_terms(job: PlannedJob) -> Iterator[Term]:
 
 
 def _of_optimizer(job: PlannedJob, size: int, at_once: int, largest: int) -> tuple[int, str]:
-    """Bytes that a step holds beside states and gradients.
+    """Return the bytes that a step holds beside states and gradients, and their formula.
 
     torch's `foreach` AdamW takes all roots of the second moments at once; Adafactor needs the
-    squared gradient, the update and an fp32 gradient of one tensor; bitsandbytes and the fused
-    kernels nothing.
+    squared gradient, the update and an fp32 gradient of one tensor; bitsandbytes and fused kernels
+    need no extra memory.
     """
     match job.optimizer:
         case "adamw" if job.on_cpu:
-            # Tensor by tensor: a root, and the root with its epsilon.
+            # Tensor by tensor: a root, and the root plus epsilon.
             return 2 * size * largest, f"2 * {size} * the largest tensor (roots)"
         case "adamw":
             return size * at_once, f"{size} * stepped at once (roots of the second moments)"

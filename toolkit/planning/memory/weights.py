@@ -16,13 +16,13 @@ from toolkit.planning.options import Method
 from toolkit.strategies import COMPUTE_DTYPES, DTYPE_BYTES
 
 COMPUTE_SIZE = {precision: DTYPE_BYTES[dtype] for precision, dtype in COMPUTE_DTYPES.items()}
-"""Bytes of an element in the dtype that is computed in."""
+"""Bytes of an element in the compute dtype."""
 
 NF4_BLOCK = 64
-"""Weights that share one scale in 4-bit loading (bitsandbytes 0.50, functional.py)."""
+"""Number of weights that share one scale in 4-bit loading (bitsandbytes 0.50, functional.py)."""
 
 NESTED_BLOCK = 256
-"""Scales that share one scale of their own, with double quantisation."""
+"""Number of scales that share one second-level scale, with double quantisation."""
 
 NF4_TABLES = 4 * (16 + 256 + 1)
 """Bytes beside the scales of each tensor: the code book, that of the nested scales, the offset."""
@@ -55,7 +55,7 @@ class Tensors:
         return max(self.sizes, default=0)
 
     def whole_between(self, start: int, stop: int) -> int:
-        """Elements of all tensors that have a part in [start, stop), whole ones."""
+        """Return the elements of all tensors that overlap [start, stop), counted whole."""
         if start >= min(stop, self.elements):
             return 0
         first = bisect_right(self.ends, start)
@@ -65,17 +65,17 @@ class Tensors:
 
     @lru_cache(maxsize=64)  # noqa: B019 - a few models live as long as the process
     def partitioned(self, shards: int) -> int:
-        """Elements of one ZeRO-3 partition: each tensor is cut by itself, rounded up."""
+        """Return the elements of a ZeRO-3 partition: each tensor is divided alone, rounded up."""
         return sum(-(-size // shards) for size in self.sizes)
 
     @lru_cache(maxsize=64)  # noqa: B019
     def chunked(self, shards: int) -> int:
-        """Elements of one FSDP2 shard with its padding: rows are dealt out, rounded up."""
+        """Return the elements of an FSDP2 shard with padding: rows are divided, rounded up."""
         return sum(-(-rows // shards) * columns for rows, columns in self._rows())
 
     @lru_cache(maxsize=256)  # noqa: B019
     def chunk_of(self, shards: int, rank: int) -> int:
-        """Elements of a rank's FSDP2 shard without padding: the last ranks can have fewer rows."""
+        """Return the elements of a rank's FSDP2 shard; without padding, the last may have fewer."""
         total = 0
         for rows, columns in self._rows():
             of_rank = -(-rows // shards)
@@ -89,26 +89,26 @@ class Tensors:
 
     @lru_cache(maxsize=64)  # noqa: B019
     def at_most(self, threshold: int, shards: int) -> int:
-        """Elements of the tensors of up to `threshold`, each padded to the shards."""
+        """Return the elements of tensors of up to `threshold`, each padded to the shards."""
         return sum(-(-size // shards) * shards for size in self.sizes if size <= threshold)
 
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """The tensors of a model, as a method loads and trains them."""
+    """The tensors of a model, as loaded and trained by a method."""
 
     trained: Tensors
     decayed: Tensors
-    """The trained ones of the first group of the optimizer."""
+    """Trained tensors in the first group of the optimizer, with weight decay."""
 
     undecayed: Tensors
-    """Those of the second; a group without tensors is not there."""
+    """Trained tensors in the second group, without weight decay; an empty group does not exist."""
 
     frozen: Tensors
-    """Loaded in the dtype that is computed in, 4-bit ones left out."""
+    """Frozen tensors loaded in the compute dtype, without the 4-bit ones."""
 
     packed: Tensors
-    """Frozen ones that are held in 4 bits."""
+    """Frozen tensors that are held in 4 bits."""
 
     @property
     def groups(self) -> tuple[Tensors, ...]:
@@ -116,12 +116,12 @@ class Weights:
 
     @cached_property
     def quantised_bytes(self) -> int:
-        """The 4-bit values alone: two in a byte."""
+        """Bytes of the 4-bit values alone, two in a byte."""
         return sum(-(-size // 2) for size in self.packed.sizes)
 
     @cached_property
     def quantisation_bytes(self) -> int:
-        """Scales with double quantisation, their own scales, and the tables of each tensor."""
+        """Bytes of double-quantised scales, second-level scales, and the tables of each tensor."""
         total = 0
         for size in self.packed.sizes:
             blocks = -(-size // NF4_BLOCK)
@@ -135,11 +135,11 @@ def weights_of(job: PlannedJob) -> Weights:
 
 
 def trained_size(job: PlannedJob) -> int:
-    """Bytes of an element of a trained parameter, as a rank keeps it.
+    """Return the bytes of an element of a trained parameter, as a rank keeps it.
 
-    DeepSpeed casts the model to what is computed in and keeps fp32 masters; Accelerate raises
-    trained weights to fp32 for FSDP2 where precision is mixed (fsdp_utils.py, accelerate 1.15);
-    peft keeps adapters in fp32. DDP leaves what was loaded.
+    DeepSpeed casts the model to the compute dtype and keeps fp32 masters; Accelerate raises trained
+    weights to fp32 for FSDP2 in mixed precision (fsdp_utils.py, accelerate 1.15); peft keeps
+    adapters in fp32. DDP keeps the loaded dtype.
 
     Raises:
         UsageError: DeepSpeed is to compute in fp32 with weights of 16 bits, which it refuses.
@@ -185,5 +185,5 @@ def _adapters(tensor: Tensor, rank: int) -> tuple[Tensor, ...]:
 
 
 def _is_undecayed(tensor: Tensor) -> bool:
-    # The Trainer also leaves out whatever belongs to a LayerNorm, whatever it is called (`ln_1`).
+    # The Trainer also leaves out all parameters of a LayerNorm, under any name (`ln_1`).
     return tensor.kind == "norm" or _UNDECAYED.search(tensor.name.lower()) is not None

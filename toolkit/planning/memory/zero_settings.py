@@ -1,7 +1,7 @@
 """The settings of DeepSpeed: a JSON file with every `auto` and default filled in, as numbers.
 
-For the bundled files the same two functions that write them and fit them to a run are called, so
-a plan and a run cannot disagree.
+Bundled files are read with the same two functions that write them and fit them to a run, so a plan
+and a run cannot disagree.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PARAMETER_BUFFER_ELEMENTS = 100_000_000
 OPTIMIZER_BUFFERS = 4
 MAX_IN_CPU = 1_000_000_000
 """Elements of a partition that stay in RAM before parameters go to NVMe. These four are DeepSpeed's
-defaults (zero/offload_config.py, 0.19.8), which our files leave."""
+defaults (zero/offload_config.py, 0.19.8), which the bundled files do not change."""
 
 SWAPPED_FROM_BYTES = 1 << 20
 """Smaller tensors are not worth a file and stay in RAM (swap_tensor/utils.py, MIN_AIO_BYTES)."""
@@ -35,7 +35,7 @@ _SIZES = {
     "max_reuse": ("stage3_max_reuse_distance", 1_000_000_000),
     "sub_group": ("sub_group_size", 1_000_000_000),
 }
-"""Elements where a file is silent (zero/config.py, deepspeed 0.19.8), by our names and theirs."""
+"""Default sizes in elements (zero/config.py, deepspeed 0.19.8), by our names and theirs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,21 +44,21 @@ class ZeroSettings:
 
     reduce_bucket: int
     overlaps: bool
-    """Reduces while backward goes on; stages 1 and 2 then hold two buckets."""
+    """Whether gradients are reduced during backward; stages 1 and 2 then hold two buckets."""
 
     prefetch_bucket: int
     persistence_threshold: int
-    """ZeRO-3 keeps tensors of up to so many elements gathered."""
+    """Elements up to which ZeRO-3 keeps a tensor gathered."""
 
     max_live: int
-    """ZeRO-3 gathers no further ahead than this many live elements, and keeps what is used again
+    """Most live elements up to which ZeRO-3 gathers ahead, and keeps weights that are used again
     within as many."""
 
     max_reuse: int
-    """ZeRO-3 keeps gathered what the step uses again within so many elements."""
+    """Distance in elements within which ZeRO-3 keeps weights gathered for another use."""
 
     sub_group: int
-    """Elements of a partition that are stepped on at once."""
+    """Elements of a partition that are updated at once."""
 
     master_size: int = 4
     """Bytes of an element of the master weights."""
@@ -67,14 +67,14 @@ class ZeroSettings:
     """Bytes of an element of the optimizer's states."""
 
     autocast: bool = False
-    """torch's autocast runs on top of weights that are cast already."""
+    """Whether torch's autocast also runs, although the weights are cast already."""
 
 
 def zero_settings(job: PlannedJob) -> ZeroSettings:
     """Return the settings of a run of `job` under DeepSpeed, `auto` and fitting included.
 
     Raises:
-        UsageError: the job brings a file of its own with sizes that are no numbers.
+        UsageError: the job's own file has sizes that are no numbers.
     """
     if job.deepspeed is None:
         return _bundled(job.strategy, job.model, job.method != "full")
@@ -100,7 +100,7 @@ def _settings(config: Mapping[str, Any], model: ModelShape) -> ZeroSettings:
         name: _elements(zero, key, default, model.hidden_size)
         for name, (key, default) in _SIZES.items()
     }
-    # Not planned with, but a mistake in it is still named.
+    # Not used in the plan, but a mistake in it is still reported.
     _elements(zero, "allgather_bucket_size", 500_000_000, model.hidden_size)
     sizes["max_live"] = max(sizes["max_live"], sizes["max_reuse"])
     masters = bool(bf16.get("bf16_master_weights_and_grads"))
@@ -124,7 +124,7 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _elements(zero: Mapping[str, Any], key: str, default: int, hidden: int) -> int:
     value = zero.get(key, default)
     if value == "auto":
-        # What transformers fills in (integrations/deepspeed.py); it leaves others to DeepSpeed.
+        # Values that transformers fills in (integrations/deepspeed.py); others are DeepSpeed's.
         value = {
             "reduce_bucket_size": hidden * hidden,
             "stage3_prefetch_bucket_size": hidden * hidden * 9 // 10,

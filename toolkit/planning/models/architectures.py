@@ -1,4 +1,4 @@
-"""From the contents of a config.json to every parameter that transformers builds from it."""
+"""All parameters that transformers builds from the contents of a config.json."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from toolkit.planning.models.shape import ModelShape, Tensor
 def shape_from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
     """Return the shape of the model that `AutoModelForCausalLM.from_config` would build.
 
-    Of a multimodal Gemma 3 it is the text part, and `note` says so.
+    For a multimodal Gemma 3, it is the shape of the text part, and `note` says so.
 
     Raises:
         UsageError: the architecture is unknown or no causal LM, the weights are quantised, or a
-            value is missing or absurd.
+            value is missing or out of range.
     """
     config, note = _text_part(config, name)
     family = _family(config, name)
@@ -58,7 +58,7 @@ def shape_from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
         tied=tied,
         experts=widths["experts"] if any(sparse) else 0,
         active_experts=widths["active_experts"] if any(sparse) else 0,
-        # The two norms of OLMo, and of OPT where it so asks, have no weight to be counted by.
+        # The two norms of OLMo, and of OPT if configured so, have no weight to count.
         norms_per_layer=sum(not norm.startswith("self_attn.") for norm in norms) or 2,
         qk_norm=any(norm.startswith("self_attn.") for norm in norms),
         dropout=max(map(reader.probability, family.dropout)) > 0,
@@ -69,7 +69,7 @@ def shape_from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
 def _widths(family: Family, reader: ConfigReader, name: str) -> dict[str, int]:
     keys = family.keys
     if all(reader.absent(keys[role]) for role in ("hidden", "layers")):
-        # Transformers would build its default, mostly a 7B. Nobody means that.
+        # Transformers would build its default, mostly a 7B, which is not intended.
         raise UsageError(
             f"{name}: config.json gives neither {keys['hidden']} nor {keys['layers']}. "
             "It doesn't describe a model."
@@ -100,7 +100,7 @@ def _widths(family: Family, reader: ConfigReader, name: str) -> dict[str, int]:
     widths |= {
         "one": 1,
         "head_dim": head_dim or hidden // heads,
-        # What some modules take, whatever head_dim says.
+        # Some modules use this width and ignore `head_dim`.
         "derived_head_dim": hidden // heads,
         "derived_keys": kv_heads * (hidden // heads),
         "ffn": _optional(family, reader, "ffn") or 4 * hidden,
@@ -154,7 +154,7 @@ def _expert_widths(family: Family, reader: ConfigReader, name: str) -> dict[str,
 def _sparse_layers(
     family: Family, reader: ConfigReader, widths: Mapping[str, int]
 ) -> tuple[bool, ...]:
-    """Return for each layer whether it holds experts."""
+    """Return, for each layer, whether it has experts."""
     layers, experts = widths["layers"], widths["experts"]
     if "decoder_sparse_step" not in family.defaults:
         return (experts > 0,) * layers
@@ -166,7 +166,7 @@ def _sparse_layers(
 
 
 def _passed_width(widths: Mapping[str, int], sparse: Iterable[bool]) -> int:
-    """The width of the MLPs that one token passes in its widest layer."""
+    """Return the width of the MLPs that one token passes in its widest layer."""
     passed = {
         True: widths["active_experts"] * widths["expert_ffn"] + widths["shared_ffn"],
         False: widths["ffn"],
@@ -206,7 +206,7 @@ def _tensors(
 def _falcon_norms(reader: ConfigReader, flags: set[str]) -> set[str]:
     """Return the flag of the norms before attention and MLP.
 
-    Falcon-7B has one for both, 40B one for each; older ones run the two parts in turn.
+    Falcon-7B has one norm for both, 40B one for each; older models run the two parts in sequence.
     """
     if "parallel_attn" not in flags:
         return {"sequential"}
@@ -233,7 +233,7 @@ def _opt_extras(widths: Mapping[str, int], flags: set[str]) -> set[str]:
 
 
 _TEXT_PARTS = {"gemma3": "gemma3_text"}
-"""Multimodal configs whose text part is a known family, built as its own causal LM."""
+"""Multimodal configs -> the known family of their text part, which is built as a causal LM."""
 
 
 def _text_part(config: object, name: str) -> tuple[Mapping[str, Any], str]:
@@ -251,7 +251,7 @@ def _text_part(config: object, name: str) -> tuple[Mapping[str, Any], str]:
             f"describes the text part of this {model_type}."
         )
     part = {**cast("Mapping[str, Any]", text), "model_type": _TEXT_PARTS[model_type]}
-    # Older files name a parent class here, or the multimodal one.
+    # Older files name a parent class or the multimodal class here.
     part.pop("architectures", None)
     if "quantization_config" in config:
         part["quantization_config"] = config["quantization_config"]
@@ -262,7 +262,7 @@ def _text_part(config: object, name: str) -> tuple[Mapping[str, Any], str]:
 
 
 def _family(config: Mapping[str, Any], name: str) -> Family:
-    """Return the entry of this config's `model_type`, or of its class where it has none."""
+    """Return the family of this config's `model_type`, or of its class if it has no type."""
     listed = config.get("architectures")
     named = cast("list[object]", listed) if isinstance(listed, list) else []
     classes = [text for text in named if isinstance(text, str)]
@@ -300,7 +300,7 @@ def _in_brackets(classes: list[str]) -> str:
 
 
 def _check_plain(config: Mapping[str, Any], name: str) -> None:
-    """Raise UsageError for keys that change the parameters behind the usual ones."""
+    """Raise UsageError for keys that change the parameters in a way that isn't planned."""
     quantised = config.get("quantization_config")
     if quantised:
         how: object = None

@@ -1,7 +1,7 @@
-"""What each family of causal LMs is made of, the keys of its config, and how it computes a layer.
+"""Families of causal LMs: their parameters, the keys of their config, and the kind of their layers.
 
-Read off the configuration and modelling files of transformers 5.23, one entry a `model_type`.
-Nothing is computed here; `architectures` turns an entry and a config.json into tensors.
+Taken from the configuration and modelling files of transformers 5.23, one entry per `model_type`.
+This module holds data only; `architectures` turns an entry and a config.json into tensors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _HEAD_NORMS = norms("self_attn.q_norm", "self_attn.k_norm", width="head_dim")
 _WITH_BIAS = attention(bias="attention_bias")
 
 _DERIVED_HEADS = {role: key for role, key in KEYS.items() if role not in ("kv_heads", "head_dim")}
-"""Keys of configs that say neither how many key and value heads there are nor how wide one is."""
+"""Keys of configs without the number of key and value heads and without the width of a head."""
 
 _BLOOM_KEYS = {
     "hidden": "hidden_size",

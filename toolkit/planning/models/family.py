@@ -1,4 +1,4 @@
-"""What describes a family of models: its parameters, widths and keys of the config."""
+"""Description of a family of models: its parameters, widths and keys of the config."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ ALWAYS = "always"
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """One parameter of a layer, or of the model outside of the layers."""
+    """One parameter of a layer, or of the model outside the layers."""
 
     name: str
-    """Below the layer, or below the family's stem."""
+    """Name below the layer, or below the family's stem."""
 
     dims: tuple[str, ...]
-    """Names of widths, as `architectures` works them out."""
+    """Names of widths, which `architectures` computes."""
 
     kind: TensorKind
 
     when: str = ALWAYS
-    """The flag under which the model has it: a key of the config, or one of the family's own."""
+    """Flag under which the model has the parameter: a config key, or a flag of the family."""
 
 
 ModelParts = tuple[ModelPart, ...]
 
 
 def linear(name: str, out: str, into: str, *, bias: str = "", when: str = ALWAYS) -> ModelParts:
-    """An `nn.Linear`, with a bias where `bias` names a flag."""
+    """Return the parts of an `nn.Linear`, with a bias if `bias` names a flag."""
     weight = ModelPart(f"{name}.weight", (out, into), "linear", when)
     return (weight, ModelPart(f"{name}.bias", (out,), "bias", bias)) if bias else (weight,)
 
 
 def conv1d(name: str, out: str, into: str) -> ModelParts:
-    """GPT-2's `Conv1D`: a linear layer that keeps its weight the other way round."""
+    """Return the parts of GPT-2's `Conv1D`, a linear layer with a transposed weight."""
     weight = ModelPart(f"{name}.weight", (into, out), "linear")
     return (weight, ModelPart(f"{name}.bias", (out,), "bias"))
 
@@ -50,7 +50,7 @@ def embedding(name: str, *, width: str = "hidden") -> ModelParts:
 
 
 def norms(*names: str, width: str = "hidden", bias: bool = False, when: str = ALWAYS) -> ModelParts:
-    """Normalisations: an RMSNorm has a weight, a LayerNorm a bias as well."""
+    """Return the parts of normalisations: an RMSNorm has a weight, a LayerNorm also a bias."""
     ends = ("weight", "bias") if bias else ("weight",)
     return tuple(
         ModelPart(f"{name}.{end}", (width,), "norm", when) for name in names for end in ends
@@ -65,9 +65,9 @@ def attention(
     out: str = "o_proj",
     out_bias: str | None = None,
 ) -> ModelParts:
-    """Separate projections of queries, keys and values, then the one back.
+    """Return separate projections of queries, keys and values, then the output projection.
 
-    `order`: as the class registers them, which is the order of `model.parameters()`.
+    `order` is the order in which the class registers them, and so that of `model.parameters()`.
     """
     return (
         *(
@@ -82,7 +82,7 @@ def attention(
 
 
 def fused_attention(stem: str, *, bias: str) -> ModelParts:
-    """One projection of queries, keys and values together, then the one back."""
+    """Return one fused projection of queries, keys and values, then the output projection."""
     return (
         *linear(f"{stem}.query_key_value", "queries_keys_values", "hidden", bias=bias),
         *linear(f"{stem}.dense", "hidden", "hidden", bias=bias),
@@ -90,14 +90,14 @@ def fused_attention(stem: str, *, bias: str) -> ModelParts:
 
 
 def plain_mlp(into: str, back: str, *, bias: str) -> ModelParts:
-    """An MLP of two linear layers, by their names."""
+    """Return an MLP of two linear layers with these names."""
     return *linear(into, "ffn", "hidden", bias=bias), *linear(back, "hidden", "ffn", bias=bias)
 
 
 def gated_mlp(
     name: str = "mlp", width: str = "ffn", *, bias: str = "", when: str = ALWAYS
 ) -> ModelParts:
-    """Two projections that are multiplied, and one back: SwiGLU, GeGLU."""
+    """Return two projections whose results are multiplied, and one back: SwiGLU, GeGLU."""
     return (
         *linear(f"{name}.gate_proj", width, "hidden", bias=bias, when=when),
         *linear(f"{name}.up_proj", width, "hidden", bias=bias, when=when),
@@ -106,7 +106,7 @@ def gated_mlp(
 
 
 def experts(name: str, *, when: str = ALWAYS) -> ModelParts:
-    """All experts of a layer, fused as transformers 5 keeps them."""
+    """Return all experts of a layer, fused as in transformers 5."""
     return (
         ModelPart(f"{name}.gate_up_proj", ("experts", "two_expert_ffn", "hidden"), "experts", when),
         ModelPart(f"{name}.down_proj", ("experts", "hidden", "expert_ffn"), "experts", when),
@@ -133,40 +133,40 @@ KEYS = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One `model_type`."""
+    """The models of one `model_type`."""
 
     architecture: str
     """The class that `AutoModelForCausalLM` builds."""
 
     defaults: dict[str, Default]
-    """What the config class of transformers fills in for a key that config.json leaves out."""
+    """Defaults of transformers' config class for keys that config.json leaves out."""
 
     layer: ModelParts
     before: ModelParts = embedding("embed_tokens")
-    """Outside of the layers, and registered before them."""
+    """Parameters outside the layers that are registered before them."""
 
     after: ModelParts = norms("norm")
     stem: str = "model"
     stack: str = "layers"
-    """The list of layers, below the stem."""
+    """Name of the list of layers, below the stem."""
 
     block: Block = Block()
     keys: Mapping[str, str] = field(default_factory=lambda: KEYS)
-    """What the config calls each width. A width that is missing here is derived."""
+    """Key of the config for each width. A width without a key is derived."""
 
     aliases: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Other names under which a key may stand."""
+    """Alternative names of a key."""
 
     flags: tuple[str, ...] = ()
-    """Keys of the config that are true or false and decide about parts."""
+    """Boolean keys of the config that decide which parts the model has."""
 
     head_bias: bool = False
     dropout: tuple[str, ...] = ("attention_dropout",)
     softcap: str = ""
-    """The key of the final logits' soft cap."""
+    """Key of the soft cap of the final logits."""
 
     position_offset: int = 0
-    """Rows of the table of positions beyond the positions themselves."""
+    """Additional rows of the table of positions, beyond one for each position."""
 
 
 def defaults(
@@ -184,7 +184,7 @@ def defaults(
 ) -> dict[str, Default]:
     """Return the defaults of a config class; None where it has no default.
 
-    Most don't tie the head.
+    Most classes don't tie the head.
     """
     widths = {
         "vocab": vocab,

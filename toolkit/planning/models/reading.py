@@ -1,4 +1,4 @@
-"""Numbers out of a config.json that may be broken or hostile: each is checked before it is used."""
+"""Checked reading of numbers from a config.json, which may be broken or hostile."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ MOST = {
     "positions": 10**12,
     "experts": 100_000,
 }
-"""Ten times what any published model has and more: above it a config is broken, and a table of
-its tensors could fill the memory."""
+"""Limits of at least ten times the value of any published model. Above a limit a config is broken,
+and a table of its tensors could fill the memory."""
 
 
 def shown(value: object) -> str:
-    """Return a value for a sentence: whole where it is short, its size where it is not."""
+    """Return a value for a sentence: the value if it is short, otherwise its size."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**20:
-        # Beyond 4300 digits Python refuses to print a number.
+        # Python refuses to print a number of more than 4300 digits.
         return f"a number of {value.bit_length()} bits"
     if isinstance(value, dict):
         return f"an object of {len(cast('dict[Any, Any]', value))} keys"
@@ -40,30 +40,30 @@ def shown(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ConfigReader:
-    """A config.json with the defaults of its config class behind it."""
+    """A config.json, completed by the defaults of its config class."""
 
     config: Mapping[str, Any]
     name: str
-    """Of the model, for messages."""
+    """Name of the model, for messages."""
 
     defaults: Mapping[str, object]
     aliases: Mapping[str, str]
 
     def get(self, key: str) -> object:
-        """Return the value of `key`, under its alias too, or what transformers fills in for it."""
+        """Return the value of `key` or of its alias, or the default of transformers."""
         if self.absent(key):
             return self.defaults.get(key)
         return self.config[key if key in self.config else self.aliases[key]]
 
     def absent(self, key: str) -> bool:
-        """Whether config.json leaves `key` out, under its alias too."""
+        """Whether config.json has neither `key` nor its alias."""
         return key not in self.config and self.aliases.get(key) not in self.config
 
     def whole(self, key: str, *, least: int = 1, most: int) -> int:
-        """Return a whole number that has to be there.
+        """Return a required whole number.
 
         Raises:
-            UsageError: it is missing without a default, or is no such number.
+            UsageError: the number is missing without a default, or is invalid.
         """
         value = self.get(key)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:

@@ -1,4 +1,4 @@
-"""What the formulas need to know of a model: its tensors and a few widths, never its weights."""
+"""Facts of a model for the formulas: its tensors and a few widths, never its weights."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Activation = Literal["silu", "gelu", "gelu_new", "gelu_bloom", "gelu_tanh", "rel
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One parameter, as the model names it."""
+    """One parameter of the model."""
 
     name: str
-    """As in `named_parameters()`."""
+    """Name as in `named_parameters()`."""
 
     shape: tuple[int, ...]
 
@@ -30,7 +30,7 @@ class Tensor:
     a layer in one tensor, which is no `nn.Linear`; `norm` and `experts` keep their own biases."""
 
     layer: int | None = None
-    """The decoder layer it stands in, None outside of them."""
+    """Number of its decoder layer; None outside the layers."""
 
     @property
     def elements(self) -> int:
@@ -39,38 +39,38 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """How a decoder layer is computed, as far as memory can tell; a Llama's by default."""
+    """Computation of a decoder layer, as far as it affects memory; a Llama's by default."""
 
     norm: Norm = "rms"
-    """`rms_late` multiplies by its weight in fp32 and lowers the result, as the Gemmas and OLMo 2
-    do; `layer_fp32` raises its input for torch's kernel."""
+    """`rms_late` multiplies by its weight in fp32 and then lowers the result, as in the Gemmas and
+    OLMo 2; `layer_fp32` raises its input to fp32 for torch's kernel."""
 
     order: Order = "pre"
-    """Where norms stand: before each part, after the residual sum (`post`), on both sides of each
+    """Place of the norms: before each part, after the residual sum (`post`), on both sides of each
     part (`around`), after each part (`after`). Parallel parts share one norm, or have two."""
 
     activation: Activation = "silu"
     qkv: Literal["apart", "fused", "split"] = "apart"
-    """Three matrices; one, whose result is used in views; one, whose result is copied apart."""
+    """Three matrices; one with its result used in views; one with its result copied apart."""
 
     gate_up: Literal["apart", "fused", "none"] = "apart"
-    """Two matrices whose results are multiplied (SwiGLU, GeGLU); one of both; an MLP without."""
+    """Two matrices, with results multiplied (SwiGLU, GeGLU); one fused; an MLP without gate."""
 
     rotary: Literal["none", "whole", "part"] = "whole"
-    """`part` turns some of each head and joins it with the rest. The joined tensor lies head by
-    head, and so does what attention makes of it, which costs a copy."""
+    """`part` rotates a part of each head and joins it with the rest. The joined tensor is laid out
+    head by head, and so is the result of attention, which costs a copy."""
 
     qk_norm: Literal["none", "head", "wide"] = "none"
-    """`wide` normalises all heads together."""
+    """Norms of queries and keys; `wide` normalises all heads together."""
 
     softmax: Literal["raised", "plain", "wide"] = "raised"
-    """In eager attention: softmax in fp32; in what it is given; or queries and keys in fp32."""
+    """In eager attention: softmax in fp32; in the input's dtype; or queries and keys in fp32."""
 
     attention_softcap: bool = False
-    """Scores pass a tanh, which only eager attention can do."""
+    """Scores pass a tanh, which only eager attention supports."""
 
     fused_attention: bool = True
-    """The class can use attention kernels that never hold the scores."""
+    """The class supports attention kernels that never hold the scores."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,7 +78,7 @@ class ModelShape:
     """A causal LM without its weights. Two are equal when they are the same object."""
 
     name: str
-    """As the user named it: a Hub id, a folder, a well-known name, or `7b`."""
+    """Name given by the user: a Hub id, a folder, a well-known name, or `7b`."""
 
     architecture: str
     """The class that transformers builds, such as `LlamaForCausalLM`."""
@@ -88,8 +88,8 @@ class ModelShape:
 
     block: Block
     note: str = ""
-    """What a reader has to know of the shape, in a sentence: of a multimodal model, that it is the
-    text part alone."""
+    """Sentence on the shape for the reader: for a multimodal model, that it is only the text part.
+    """
 
     tensors: tuple[Tensor, ...]
     """Every trainable parameter once (a tied head is the embedding), in the order of
@@ -101,21 +101,21 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     intermediate_size: int
-    """Width of the MLP that one token passes: for MoE its active and shared experts together."""
+    """Width of the MLP that one token passes; for MoE, its active and shared experts together."""
 
     vocab_size: int
     max_positions: int | None
     tied: bool
-    """The head is the embedding."""
+    """Whether the head is the embedding."""
 
     experts: int = 0
-    """Experts of a MoE layer, 0 for a dense model."""
+    """Number of experts of a MoE layer, 0 for a dense model."""
 
     active_experts: int = 0
-    """Experts that one token passes."""
+    """Number of experts that one token passes."""
 
     norms_per_layer: int = 2
-    """Normalisations over the hidden size in one layer; those of queries and keys not counted."""
+    """Normalisations over the hidden size in one layer, without those of queries and keys."""
 
     qk_norm: bool = False
     """Queries and keys are normalised per head."""
@@ -133,12 +133,12 @@ class ModelShape:
 
     @cached_property
     def parameters(self) -> int:
-        """All parameters, tied ones once."""
+        """Number of parameters, with tied ones counted once."""
         return sum(tensor.elements for tensor in self.tensors)
 
     @cached_property
     def active_parameters(self) -> int:
-        """Parameters that one token meets: of a MoE layer, its active experts only."""
+        """Number of parameters that one token uses; of a MoE layer, only its active experts."""
         idle = 0
         if self.experts:
             share = 1 - self.active_experts / self.experts
@@ -147,7 +147,7 @@ class ModelShape:
 
     @cached_property
     def layer_parameters(self) -> tuple[int, ...]:
-        """Elements of each decoder layer: what FSDP gathers at once."""
+        """Elements of each decoder layer, the unit that FSDP gathers at once."""
         sizes = [0] * self.layers
         for tensor in self.tensors:
             if tensor.layer is not None:
@@ -156,7 +156,7 @@ class ModelShape:
 
     @cached_property
     def outside_parameters(self) -> int:
-        """Elements outside of the decoder layers: embeddings, last norm, head."""
+        """Elements outside the decoder layers: embeddings, last norm, head."""
         return self.parameters - sum(self.layer_parameters)
 
     def of_kind(self, *kinds: TensorKind) -> Iterator[Tensor]:
