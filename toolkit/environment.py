@@ -29,7 +29,7 @@ from toolkit.strategies import Strategy
 
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "peft", "toolkit")
 
-# What nvml.h calls them. pynvml 13.615 has a tuple for the first of the last three.
+# Names from nvml.h. pynvml 13.615 has a tuple for the first of the last three.
 NO_SUCH_LINK: Final = (2, 3)
 """NVML_ERROR_INVALID_ARGUMENT, NVML_ERROR_NOT_SUPPORTED."""
 
@@ -220,7 +220,7 @@ def has_libaio() -> bool:
 
 
 def missing_for(strategy: Strategy) -> str | None:
-    """Return why this machine cannot run a strategy and what to do about it, or None."""
+    """Return why this machine cannot run a strategy, with advice; None if it can."""
     if strategy.reads_deepspeed_json and not is_installed("deepspeed"):
         return "deepspeed is not installed: run pip install deepspeed, and run again"
     if "nvme" not in (strategy.offload_optimizer, strategy.offload_parameters):
@@ -269,7 +269,7 @@ def commit() -> str | None:
     """Return the commit of the checkout that holds this package, `+changes` if it has any.
 
     Changes are those of the package and of the configs, untracked files included. None for an
-    installed package, whatever repository its environment lies in, and where git gives no answer.
+    installed package, even if its environment lies in a repository, and if git gives no answer.
     """
     root = Path(__file__).resolve().parents[1]
     try:

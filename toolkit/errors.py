@@ -13,7 +13,7 @@ NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 NO_SPACE_TEXT: Final = re.compile(
     r"No space left|[Qq]uota exceeded|File too large"
-    # torch's writer of zip files says no more of a write that fell short (inline_container.cc).
+    # torch's zip writer gives no other reason for an incomplete write (inline_container.cc).
     r"|unexpected pos \d+ vs \d+|PytorchStreamWriter failed"
 )
 """Texts of libraries that raise errors of their own for a full disk."""
@@ -22,8 +22,8 @@ NO_SPACE_TEXT: Final = re.compile(
 class UsageError(ValueError):
     """A mistake that the user can fix.
 
-    The command line prints its text without a traceback and exits with status 2;
-    nothing has been started or written by then.
+    The command line prints its text without a traceback and exits with status 2, before it starts a
+    process or writes a file.
     """
 
     def __str__(self) -> str:
@@ -36,7 +36,7 @@ class GuardError(RuntimeError):
 
 
 class SaveError(RuntimeError):
-    """Nothing was saved: it is not finite, could not be written, or does not load again."""
+    """A failed save: the weights are not finite, could not be written, or don't load again."""
 
 
 def is_full_disk(error: BaseException | None) -> bool:

@@ -25,7 +25,7 @@ def write_text(path: Path, text: str, *, durable: bool = True, private: bool = F
 
 def write_bytes(path: Path, content: bytes, *, durable: bool = True, private: bool = False) -> None:
     """Replace the file at `path` as `write_text` does; `content` is written unchanged."""
-    # Nobody can have put a file or a link at a name by chance; `_open_new` would refuse it.
+    # No other file or link has this random name by chance; `_open_new` would refuse it.
     draft = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
     number = _open_new(draft, private=private)
     try:
@@ -67,14 +67,14 @@ def without_links(path: str, flags: int) -> int:
 def check_takes_files(folder: Path, *, flag: str) -> None:
     """Raise UsageError where a folder, which `flag` named, cannot be made or written to.
 
-    Nothing is written, and the folder need not exist.
+    No file is written, and the folder need not exist.
     """
     places = (folder, *folder.absolute().parents)
     place = next(place for place in places if os.path.lexists(place))
     by_effective_ids = os.access in os.supports_effective_ids
     if not place.is_dir():
         problem = "is not a folder"
-    # Of a file system that is mounted read-only this is true for root as well.
+    # On a read-only file system this is true for root as well.
     elif not os.access(place, os.R_OK | os.W_OK | os.X_OK, effective_ids=by_effective_ids):
         problem = "is read-only, or not yours to write to"
     else:

@@ -26,7 +26,7 @@ LEAST_CHARACTERS: Final = 8
 """A shorter value is removed beside its name only: elsewhere it may be another word."""
 
 LONGEST_SHAPE: Final = 1024
-"""Bytes that a token has at most where its value is not known."""
+"""Most bytes of a token whose value is not known."""
 
 SECRET_WORD: Final = (
     # A tokenizer's special tokens are no secrets, nor are seconds per token.
@@ -50,7 +50,7 @@ class Removal(NamedTuple):
     """A pattern to look for, and its replacement."""
 
     hints: tuple[str, ...]
-    """Texts in lower case of which one must occur: a log is long, and patterns are slow."""
+    """Lower-case texts, at least one of which must occur: logs are long, and patterns are slow."""
 
     pattern: str
     instead: str = rf"\1{REMOVED}"
@@ -173,7 +173,7 @@ def longest_secret() -> int:
 
 
 def redact_output() -> None:
-    """Apply `redact_known` to all that this process prints, piece by piece as it is written."""
+    """Apply `redact_known` to all output of this process, piece by piece as it is written."""
     for stream in (sys.stdout, sys.stderr):
         # Not a stream around it: libraries use its file number, and whether it is a terminal.
         stream.write = functools.partial(_write_redacted, stream.write)

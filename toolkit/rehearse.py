@@ -1,11 +1,11 @@
-"""Run any script, ours or not, under a config made for GPUs on a machine without them.
+"""Run any script, also a user's own, under a config made for GPUs on a machine without them.
 
     accelerate launch --config_file zero3.yaml -m toolkit.rehearse script.py --its --own flags
 
 The processes, the collectives (gloo) and the engines are real; only the device is the CPU.
 Without it, Accelerate 1.15 starts the same ranks on a machine without a GPU, and each trains as if
 it were alone (`DistributedType.NO`); told to use the CPU, it runs plain DDP for every backend
-(state.py, `_prepare_backend`). With as many GPUs as ranks, nothing here changes anything.
+(state.py, `_prepare_backend`). With as many GPUs as ranks, this module has no effect.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def rehearse_if_needed() -> bool:
 
 
 def _of_strategy() -> str:
-    """Name the strategy that the launcher's config requests; nothing where it has mistakes."""
+    """Name the strategy that the launcher's config requests; empty if it has mistakes."""
     with contextlib.suppress(UsageError):
         strategy = requested.requested_strategy(os.environ)
         if requested.LAUNCHER in os.environ:

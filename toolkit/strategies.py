@@ -1,4 +1,4 @@
-"""Strategies: what each backend shards, and where it keeps it.
+"""Strategies: the states that each backend shards, and the device that holds them.
 
 Only the standard library is imported here, so the command line, the notebooks and the
 report can talk about strategies without loading torch or touching a GPU.
@@ -22,7 +22,7 @@ DTYPES: Final = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 SHORT_DTYPES: Final = {name: short for short, name in DTYPES.items()}
 
 COMPUTE_DTYPES: Final = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""What a precision computes in, by Accelerate's names of precisions."""
+"""The dtype in which each precision computes, by Accelerate's names of precisions."""
 
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -38,7 +38,7 @@ class Strategy:
     """The library that does it: plain PyTorch, DDP, DeepSpeed or FSDP2."""
 
     summary: str
-    """What is sharded and where it lives, in one line."""
+    """The sharded states and their device, in one line."""
 
     zero_stage: int = 0
     """ZeRO stage for DeepSpeed, 0 for every other backend."""
@@ -107,7 +107,7 @@ class Strategy:
         return self._shards_from_stage(3)
 
     def _shards_from_stage(self, stage: int) -> bool:
-        """Whether a rank keeps only its part of what ZeRO shards from `stage` on."""
+        """Whether a rank keeps only its part of the states that ZeRO shards from `stage` on."""
         match self.sharding:
             case "whole":
                 return False
@@ -144,7 +144,7 @@ class Strategy:
 
     @property
     def steps_on_masters(self) -> bool:
-        """Whether the model is cast to what is computed in, and stepped on in an fp32 copy.
+        """Whether the model is cast to the computing dtype, and the step is on an fp32 copy.
 
         DeepSpeed does so; DDP and FSDP2 step on the parameters themselves.
         """
@@ -167,8 +167,8 @@ def refuse_backend(backend: Never, strategy: Strategy, refuser: str) -> NoReturn
     """End a `match` on `strategy.backend` that has a case for every backend.
 
     Its argument is `Never`, as that of `typing.assert_never`: with a backend added to `Backend`,
-    pyright reports each `match` that has no case for it. `refuser` is who does not know the
-    backend, as the subject of a sentence: `The planner`.
+    pyright reports each `match` that has no case for it. `refuser` names the part that does not
+    know the backend, as the subject of a sentence: `The planner`.
 
     Raises:
         UsageError: always.

@@ -1,4 +1,4 @@
-"""Fine-tune a causal LM under whatever backend `accelerate launch` was told to use.
+"""Fine-tune a causal LM under the backend that `accelerate launch` was told to use.
 
     accelerate launch --config_file accelerate_configs/zero2.yaml -m toolkit.train --max_steps 20
 
@@ -32,11 +32,11 @@ EXIT_REFUSED: Final = 3
 def main() -> None:
     """Train in this rank; leave with 0, 1 (failed), 2 (usage), 3 (refused) or 143 (preempted)."""
     die_with_launcher()
-    gc.disable()  # until all is imported: what imports make stays, and looking at it takes a fifth
+    gc.disable()  # until all is imported: imported objects stay, and checking them takes a fifth
     redact_output()
     quiet()
     os.environ["PYTHONSAFEPATH"] = "1"  # workers that are spawned start as this rank did
-    # torch is imported only now: its warnings go through what was set up above, and a launcher
+    # torch is imported only now: its warnings pass the filters set up above, and a launcher
     # that ends meanwhile takes this rank with it.
     from toolkit.checkpoints.preemption import EXIT_PREEMPTED, Preempted
     from toolkit.measuring.attestation import Refused
@@ -71,14 +71,14 @@ def _train(argv: list[str], *, refused_by: type[BaseException]) -> None:
             check_package_folder()
             _run(_checked(argv), status)
         return
-    job = _checked(argv)  # without one, a mistake leaves nothing behind
+    job = _checked(argv)  # without a launcher, a mistake leaves no files behind
     status = StatusFile(status_folder(job.output_dir), rank())
     with guard(status, refused_by=(refused_by,)):
         _run(job, status)
 
 
-# Each is imported when it is used: flags and mistakes need no Trainer, and what the engines import
-# must find the GPUs hidden that a rehearsal hides, which begins while the job is checked.
+# Each module is imported when it is used: flags and mistakes need no Trainer. The engines' imports
+# must come after a rehearsal has hidden the GPUs, which happens in the check of the job.
 
 
 def _checked(argv: list[str]) -> Job:

@@ -1,9 +1,9 @@
 """`python -m toolkit.warm PARENT_PID LISTENER ROOM`: the process that launches are forked from.
 
-It imports what every rank imports, once. A launch is a fork of it that goes on as
+It makes the imports of a rank once. A launch is a fork of it that goes on as
 `toolkit.launching.supervised`, whose fork goes on as `accelerate launch`. torchelastic starts,
-watches and stops the ranks as ever, but they are forks as well: of a process that does nothing
-after the imports. So no process that forks has more than one thread, or has touched a GPU.
+watches and stops the ranks as usual, but they are forks as well: of a process that is idle after
+the imports. So no process that forks has more than one thread, or has touched a GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from toolkit.launching.ranks import die_with_parent, leave, say
 SUBPROCESSES: Final = (
     "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 )
-"""The module by whose `Popen` torchelastic starts ranks (torch 2.13)."""
+"""The module whose `Popen` torchelastic uses to start ranks (torch 2.13)."""
 
 IMPORTED: Final = (
     "torch.distributed.run",
@@ -98,8 +98,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 
 def import_everything() -> dict[str, str]:
-    """Import what ranks import, and return the variables that libraries set meanwhile."""
-    gc.disable()  # it takes a fifth of the time, and what imports make stays
+    """Make the imports of a rank, and return the variables that libraries set meanwhile."""
+    gc.disable()  # it takes a fifth of the time, and imported objects stay
     before = dict(os.environ)
     os.environ |= NO_THREADS | NO_CUDA
     import torch
@@ -153,7 +153,7 @@ def serve(requests: socket.socket, imported: Imported) -> NoReturn:
                             selector.unregister(connection)
                         connection.close()
                 elif key.data is not None:
-                    # A tied connection says nothing after its request: this is its end.
+                    # A tied connection sends no data after its request: this is its end.
                     selector.unregister(key.fileobj)
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(key.data, signal.SIGTERM)
@@ -174,7 +174,7 @@ def serve(requests: socket.socket, imported: Imported) -> NoReturn:
                             begin(request, streams, imported.files)
                             become(request["args"], imported)
                         finally:
-                            os._exit(1)  # whatever happens, it never goes on with this loop
+                            os._exit(1)  # after any error, the fork must not continue this loop
                     for stream in streams:
                         os.close(stream)
                     running[pid] = connection
@@ -216,7 +216,7 @@ def receive(connection: socket.socket) -> tuple[ForkRequest, list[int]] | None:
 
 
 def begin(request: ForkRequest, streams: list[int], inherited: frozenset[int]) -> None:
-    """Give a forked process all that its request names, and nothing else of its parent's."""
+    """Give a forked process only the state that its request names, and none of its parent's."""
     signal.set_wakeup_fd(-1)
     for number in forking.passed_signals():
         # As after `exec`: an ignored signal stays ignored, all others are at their default.
@@ -260,7 +260,7 @@ def answer(connection: socket.socket, content: dict[str, Any]) -> None:
 
 
 def why_unfit() -> str | None:
-    """Return why nothing may be forked from this process, None where it may."""
+    """Return why this process may not be forked; None if it may."""
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         return f"{threads} threads run in the warm process"
@@ -330,7 +330,7 @@ def show_as(words: Sequence[str]) -> None:
 
 
 def fork_ranks(imported: Imported) -> None:
-    """Have ranks forked from a copy of this process as it is now, whatever it does later."""
+    """Have ranks forked from a copy of this process in its present state."""
     ours, theirs = socket.socketpair()
     launcher = os.getpid()
     if os.fork() == 0:
@@ -343,7 +343,7 @@ def fork_ranks(imported: Imported) -> None:
     theirs.close()
 
     class Popen(subprocess.Popen[Any]):
-        """Starts Pythons by forking, and other programs as ever."""
+        """Starts Pythons by forking, and other programs as usual."""
 
         def __new__(cls, args: Any, **options: Any) -> Any:
             if not isinstance(args, (list, tuple)) or str(args[0]) != sys.executable:
@@ -386,7 +386,7 @@ def forked(
 
 
 def begin_anew() -> None:
-    """Repeat what Python does at its start, and libraries at their import, in every process."""
+    """Repeat per-process actions of Python's start and of libraries' imports."""
     import numpy as np
     import torch
 

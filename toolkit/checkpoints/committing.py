@@ -47,12 +47,12 @@ from toolkit.records.manifests import (
 )
 
 KEPT: Final = "kept"
-"""In the names of entries that were in the way: `final.kept-1`, `final/kept-1/`."""
+"""Part of the names of entries that were in the way: `final.kept-1`, `final/kept-1/`."""
 
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
 _CANNOT_EXCHANGE: Final = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
-"""Of kernels and file systems that have no exchange, such as some networked ones."""
+"""Errors of kernels and file systems without an exchange, such as some networked ones."""
 
 
 @contextmanager
@@ -66,13 +66,13 @@ def committing(
 ) -> Generator[Path]:
     """Yield an empty folder to write into, and put it in place of `folder` at the end.
 
-    When the body raises, what it wrote is removed and `folder` stays as it was.
+    If the body raises, its files are removed and `folder` stays as it was.
 
     Args:
         folder: An earlier commit in it is replaced; other files stay, or are kept aside where they
             are in the way.
-        obsolete: Patterns of files directly in `folder` that are kept aside, whoever wrote them,
-            since beside the new ones they would mean something else.
+        obsolete: Patterns of files directly in `folder` that are kept aside, no matter who wrote
+            them, since they would have another meaning beside the new files.
         listed: Manifest entries of files that the body has synced and read with `entry` already:
             many ranks do that faster than one.
         shared: Whether `folder` may hold other files. Else a folder without a manifest of the
@@ -124,7 +124,7 @@ def check(folder: Path) -> dict[str, Any]:
 
 
 def recover(folder: Path) -> None:
-    """Put the old folder back that a commit without an exchange had aside when it died."""
+    """Restore the old folder that an interrupted commit without an exchange had set aside."""
     aside = _aside(folder)
     if not is_real_folder(aside):
         return
@@ -135,7 +135,7 @@ def recover(folder: Path) -> None:
 
 
 def remove_drafts(folder: Path) -> None:
-    """Remove drafts of this machine whose writers are gone; another machine's may be alive."""
+    """Remove drafts of dead writers on this machine; another machine's writer may be alive."""
     for draft in folder.parent.glob(f".{folder.name}.draft-{platform.node()}-*"):
         number = draft.name.rpartition("-")[2].partition(".")[0]
         alive = number.isdigit() and int(number) != os.getpid() and psutil.pid_exists(int(number))
@@ -242,7 +242,7 @@ def _move_in(
     listed: Mapping[str, Any],
 ) -> None:
     new = file_names(draft)
-    # In the way: what new files replace, need as folders, or make obsolete.
+    # In the way: entries that new files replace, need as folders, or make obsolete.
     parents = {str(parent) for name in new for parent in Path(name).parents}
     matched = {path.name for pattern in obsolete for path in folder.glob(pattern)}
     obstacles = others & {*new, MANIFEST, *parents, *matched}
@@ -256,7 +256,7 @@ def _move_in(
     for name in listed.keys() - others - set(new):
         if is_own(folder, name):
             (folder / name).unlink(missing_ok=True)
-    # Its empty folders go before its manifest does: `remove_drafts` would not know them later.
+    # Empty folders go before the manifest: `remove_drafts` could not recognise them later.
     for path in sorted(draft.rglob("*/"), reverse=True):
         path.rmdir()
     sync(folder)
@@ -280,7 +280,7 @@ def _keep_inside(draft: Path, folder: Path, names: set[str]) -> None:
 
 
 def _is_same(left: Path, right: Path) -> bool:
-    """Whether two files hold the same; never so where a path is a link or missing."""
+    """Whether two files have the same content; False if a path is a link or missing."""
     if any(path.is_symlink() or not path.is_file() for path in (left, right)):
         return False
     return filecmp.cmp(left, right, shallow=False)
@@ -304,7 +304,7 @@ def _new_draft(folder: Path) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     name = f".{folder.name}.draft-{platform.node()}-{os.getpid()}"
     draft = folder.with_name(name)
-    if os.path.lexists(draft):  # what is there was not made by a commit
+    if os.path.lexists(draft):  # the entry there was not made by a commit
         draft = _free_name(draft, f"{name}.{{}}")
     draft.mkdir()
     (draft / DRAFT_MARK).touch(exist_ok=False)

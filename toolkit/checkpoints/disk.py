@@ -14,7 +14,7 @@ ADVICE: Final = (
 
 
 def room_missing(folder: Path, needed: int) -> str | None:
-    """Return the sentence that a save of `needed` bytes or more does not fit on its disk, or None.
+    """Return a sentence if a save of `needed` bytes or more does not fit on its disk, else None.
 
     The folder need not be there yet.
     """
@@ -28,7 +28,7 @@ def room_missing(folder: Path, needed: int) -> str | None:
 
 
 def in_words(error: BaseException, folder: Path) -> str:
-    """Return the sentence of a failed save; a full disk is named where it was the cause."""
+    """Return the sentence of a failed save, which names a full disk if that was the cause."""
     text = f"{type(error).__name__}: {error}"
     if not is_full_disk(error):
         return text

@@ -1,6 +1,6 @@
-"""`checkpoint-<step>` folders of a run: which there are, and which of them go.
+"""`checkpoint-<step>` folders of a run: find them, tidy them, and remove old ones.
 
-A folder of that name was committed as a whole (see `committing`), so what is torn is a draft, has
+A folder of that name was committed as a whole (see `committing`). An incomplete one is a draft with
 another name, and is never taken for a checkpoint.
 """
 
@@ -38,7 +38,7 @@ def checkpoints_in(output_dir: Path) -> list[Path]:
 
 
 def tidy(output_dir: Path) -> None:
-    """Put back what a commit had aside when it died, and remove its draft. Rank 0 calls it."""
+    """Restore folders set aside by an interrupted commit, remove its draft. Rank 0 calls it."""
     for aside in output_dir.glob(".checkpoint-*.aside"):
         recover(output_dir / aside.name[1:].removesuffix(".aside"))
     for draft in list(output_dir.glob(".checkpoint-*.draft-*")):
@@ -64,8 +64,8 @@ def rotate(
 ) -> None:
     """Remove the oldest checkpoints beyond `limit`, now that `newest` stands. Rank 0 calls it.
 
-    Only files that were committed as a checkpoint go, and `newest` and what is in `keep` never do.
-    Steps after `newest` were left behind by a run that went back, and go first.
+    Only files that were committed as a checkpoint are removed, and never `newest` or those in
+    `keep`. Steps after `newest` are from a run that went back to an earlier step, and go first.
     """
     if limit is None or limit <= 0:
         return
@@ -84,7 +84,7 @@ def rotate(
                 remove_own(gone, name=path)
             path.rename(gone)
             remove_own(gone, name=path)
-        except OSError as error:  # the new one stands, and one too many harms nobody
+        except OSError as error:  # the new one is in place, and one too many does no harm
             say(f"{path} stays: {error.strerror}")
 
 

@@ -1,4 +1,4 @@
-"""When a run saves a checkpoint, how its ranks write it, and which ones stay; in both engines."""
+"""The saving of a run's checkpoints in both engines: when, how the ranks write, which stay."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ class Keeper:
     """Checkpoints to keep; None: all."""
 
     every: int | None = None
-    """Steps between two of them; None: only when asked to stop."""
+    """Steps between two checkpoints; None: save only when asked to stop."""
 
     last_step: int = 0
-    """Of the training. A run that is asked to stop there ends as it would have anyway, and weights
-    that packed rows have moved on are nobody's."""
+    """Last step of the training. A run that is asked to stop there ends as it would have anyway,
+    and weights after steps on packed rows are not worth saving."""
 
     write_beside: Callable[[Path], None] | None = None
-    """Writes into each checkpoint what a run that resumes goes on with; rank 0 calls it."""
+    """Writes further results into each checkpoint for a run that resumes; rank 0 calls it."""
 
     preemption: Preemption | None = None
     newest: Path | None = None
-    """The last one that this run saved, or the one that it goes on from."""
+    """The last checkpoint that this run saved, or the one that it resumed from."""
 
     def prepared(self, prepared: Prepared) -> None:
-        """Note what the loop trains with: there a keeper is one of the observers."""
+        """Note the wrapped objects of the loop, where a keeper is one of the observers."""
         self._prepared = prepared
 
     def step_done(self, step: int) -> None:
@@ -82,8 +82,8 @@ class Keeper:
         """Save a checkpoint, and then remove those beyond the limit; every rank calls it.
 
         Returns:
-            Where; None when a step was not finite and the guards only warned of it: what came of
-            that is not worth a checkpoint.
+            The folder; None if a step was not finite and the guards only warned of it, since such
+            weights are not worth a checkpoint.
 
         Raises:
             GuardError: on every rank, when the last step was not finite, or ranks hold other
@@ -108,7 +108,7 @@ class Keeper:
         return folder
 
     def leave_if_asked(self, step: int) -> None:
-        """End the run when all ranks have agreed to stop, after the step was saved if it could be.
+        """End the run if all ranks have agreed to stop, after saving the step if possible.
 
         Raises:
             Preempted: on every rank.
@@ -122,7 +122,7 @@ class Keeper:
 
 
 def steps_between(args: Any, *, steps: int, rows: int, global_batch: int) -> int | None:
-    """Return what `--save_strategy` and `--save_steps` mean in steps; None for no checkpoints."""
+    """Return `--save_strategy` and `--save_steps` as a number of steps; None: no checkpoints."""
     strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
     if strategy == "epoch":
         return -(-rows // global_batch)
@@ -142,10 +142,9 @@ def _save_together(
 ) -> None:
     """Write one draft by all ranks, and put it in place as a whole; a collective.
 
-    What stands in its place and was not committed here is kept aside. `folder` lies on a file
-    system that all ranks share, `step` counts the optimizer steps that are done, `facts` are those
-    that a run must have in common to resume from it, and `writers` add files to the draft, on
-    rank 0.
+    Another entry in its place that was not committed here is kept aside. `folder` lies on a file
+    system that all ranks share, `step` counts the finished optimizer steps, `facts` must be equal
+    in a run that resumes from it, and `writers` add files to the draft, on rank 0.
 
     Raises:
         SaveError: on every rank, when it does not fit on the disk or any could not write its part;
@@ -201,7 +200,7 @@ def _save_together(
 
 
 def _on_every_rank(folder: Path, act: Callable[[], Any]) -> list[Any]:
-    """Return what `act` returned on every rank; a collective.
+    """Return the results of `act` on every rank; a collective.
 
     Raises:
         SaveError: on every rank, when it failed on any.
@@ -209,7 +208,7 @@ def _on_every_rank(folder: Path, act: Callable[[], Any]) -> list[Any]:
     value, error = None, None
     try:
         value = act()
-    except Exception as failure:  # the other ranks wait: whatever it is, they must hear of it
+    except Exception as failure:  # the other ranks wait: they must hear of any error
         error = in_words(failure, folder)
     values, errors = zip(*gather_objects((value, error)), strict=True)
     failures = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]

@@ -1,8 +1,8 @@
 """SIGTERM or SIGHUP: all ranks save at one step that they agree on, say so, and leave.
 
-The step is agreed by the heartbeat, so it does not matter which ranks the signal reached. Launchers
-kill what is left after 30 s: a save that comes too late leaves a draft, and the last checkpoint
-stands.
+The ranks agree on the step by the heartbeat, so the signal may reach any of them. Launchers kill
+the remaining processes after 30 s: a save that comes too late leaves a draft, and the last
+checkpoint stands.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EXIT_PREEMPTED: Final = 128 + signal.SIGTERM
 
 
 class Preempted(Exception):
-    """The run was asked to stop, and has saved where there was something worth it.
+    """The run was asked to stop, and has saved if its state was worth it.
 
     `step` is the last that was trained, `folder` the newest checkpoint, `saved` whether it is of
     that step, and `seconds` the time since the signal, where a rank knows it.
@@ -49,7 +49,7 @@ class Preempted(Exception):
 
 
 class Preemption:
-    """One rank's ear for SIGTERM and SIGHUP."""
+    """One rank's handler of SIGTERM and SIGHUP."""
 
     def __init__(self, ask_to_stop: Callable[[], None]) -> None:
         self._ask_to_stop = ask_to_stop
@@ -61,7 +61,7 @@ class Preemption:
         """Ask all ranks to stop when a signal comes, in place of dying. In the main thread."""
         before = {number: signal.signal(number, self._asked) for number in _signals()}
         if "TORCHELASTIC_RUN_ID" not in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ:
-            # Accelerate's launcher of one process dies of SIGTERM by itself and tells nobody.
+            # Accelerate's launcher of one process dies of SIGTERM and doesn't pass it on.
             die_with_parent(signal.SIGTERM)
         try:
             yield
@@ -74,12 +74,12 @@ class Preemption:
         return None if self._asked_at is None else time.monotonic() - self._asked_at
 
     def _asked(self, number: int, frame: FrameType | None) -> None:
-        # Sent to a process group it comes twice, once from the launcher: that is no second wish.
+        # Sent to a process group, it also comes from the launcher: that is no second request.
         if self._asked_at is None:
             self._asked_at = time.monotonic()
             self._ask_to_stop()
         if os.getppid() != self._launcher:
-            # The launcher is gone: nothing else would end a rank that hangs.
+            # The launcher is gone: only the alarm can end a rank that hangs.
             signal.alarm(30)  # seconds, as many as torchelastic gives its ranks
 
 

@@ -1,4 +1,4 @@
-"""What `--resume_from_checkpoint` requests, before the ranks talk to each other; without torch."""
+"""The request of `--resume_from_checkpoint`, read without torch and before ranks communicate."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class ResumeRequest:
 
 
 def asked_checkpoint(values: Mapping[str, Any]) -> ResumeRequest | None:
-    """Return what is to be resumed; None for a run from the start.
+    """Return the request to resume; None for a run from the start.
 
     Raises:
-        UsageError: there is nothing to resume; or the run is to start from the beginning where an
-            unfinished one has left checkpoints; or it is to save by a rule that is not known here.
+        UsageError: there is no run to resume; or the run would start from the beginning where an
+            unfinished one has left checkpoints; or its rule for saving is not known here.
     """
     strategy = values.get("save_strategy")
     name = str(getattr(strategy, "value", strategy))
@@ -68,9 +68,9 @@ def folder_to_resume(resume: str | None, output_dir: str | None) -> str | None:
 
 
 def _named_checkpoint(resume: str | None) -> str | None:
-    """Return what `--resume_from_checkpoint` names, None for nothing.
+    """Return the value of `--resume_from_checkpoint`; None if it is off.
 
-    `true` is how a file of arguments, and HF's own scripts, ask for the last one.
+    A file of arguments, and HF's own scripts, ask for the last checkpoint by `true`.
     """
     if resume is None or resume.lower() in ("none", "false", ""):
         return None

@@ -1,4 +1,4 @@
-"""Checkpoints to resume from: those that every rank finds whole and of this very training."""
+"""Checkpoints to resume from: every rank must find them whole and of the same training."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class Resumed:
 
 
 def find_checkpoint(request: ResumeRequest, now: Mapping[str, Any]) -> Resumed:
-    """Return the checkpoint that was named, or the newest that is whole; a collective.
+    """Return the named checkpoint, or the newest whole one; a collective.
 
-    Where the named one is damaged, it is the newest whole one before it. Nothing is loaded before
-    every rank has found it whole and of this very training, whose facts are `now`.
+    If the named one is damaged, it is the newest whole one before it. Loading begins after every
+    rank has found it whole and of this same training, whose facts are `now`.
 
     Raises:
         UsageError: on every rank, when it is of another training, or none is whole.
@@ -76,7 +76,7 @@ def find_checkpoint(request: ResumeRequest, now: Mapping[str, Any]) -> Resumed:
 
 
 def damages(folder: Path) -> list[str]:
-    """Return what any rank finds wrong with a checkpoint, the same on every rank: none if whole.
+    """Return all ranks' findings of damage in a checkpoint, equal on every rank; empty if whole.
 
     A collective. Every rank reads the manifest, and each its share of all the bytes.
 

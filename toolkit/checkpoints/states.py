@@ -1,10 +1,10 @@
-"""What a checkpoint holds: model, optimizer, schedule, fp16 scale, and each rank's random numbers.
+"""Contents of a checkpoint: model, optimizer, schedule, fp16 scale, each rank's random numbers.
 
-Model and optimizer are the backend's to write (`engines`): whole by rank 0 under DDP and alone,
-as shards under FSDP2. DeepSpeed writes its own files, and reads them with an unpickler that runs
-what they say (deepspeed 0.19, `torch.load(weights_only=False)`): they are read below a manifest
-that holds, and a manifest proves that they are unchanged, not who wrote them. Nothing else is read
-that way.
+The backend writes model and optimizer (`engines`): whole by rank 0 under DDP and in a single
+process, as shards under FSDP2. DeepSpeed writes its own files, and reads them with an unpickler
+that runs code in them (deepspeed 0.19, `torch.load(weights_only=False)`). They are read only after
+their manifest was checked, which proves that they are unchanged, not who wrote them. No other file
+is read that way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from toolkit.engines.prepared import Prepared
 
 
 def write_own(draft: Path, prepared: Prepared) -> None:
-    """Write what this rank writes by itself."""
+    """Write this rank's own files."""
     accelerator, backend = prepared.accelerator, backend_of(prepared.model)
     backend.write_alone(draft, prepared)
     scaler = accelerator.scaler  # of fp16

@@ -17,7 +17,7 @@ class ConfigOptions:
     """Settings of a file beyond its strategy; None leaves them to the strategy or to the run."""
 
     num_processes: int | None = None
-    """Ranks in all."""
+    """Total number of ranks."""
 
     precision: str | None = None
     """One of `PRECISIONS`."""
@@ -29,7 +29,7 @@ class ConfigOptions:
     """Largest gradient norm, 0 for none."""
 
     offload_device: Device | None = None
-    """Where DeepSpeed puts what the strategy offloads."""
+    """Device for the states that a DeepSpeed strategy offloads."""
 
     nvme_path: Path | None = None
     """Folder for offloads to NVMe."""

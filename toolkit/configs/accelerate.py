@@ -94,7 +94,7 @@ def num_processes_problem(strategy: Strategy, num_processes: int) -> str | None:
 
 
 def _deepspeed_section(strategy: Strategy, deepspeed_json: Path | None) -> dict[str, Any]:
-    """Return the path and no more.
+    """Return a section with the JSON's path and no settings of the JSON.
 
     Accelerate raises when the YAML repeats what the JSON owns: stage, offload, accumulation,
     clipping, precision.
@@ -109,7 +109,7 @@ def _deepspeed_section(strategy: Strategy, deepspeed_json: Path | None) -> dict[
 
 def _fsdp_section(strategy: Strategy, options: ConfigOptions) -> dict[str, Any]:
     section: dict[str, Any] = {
-        # Without the version the launcher means FSDP1, and without a policy nothing is wrapped.
+        # Without the version the launcher means FSDP1; without a policy no layer is wrapped.
         "fsdp_version": 2,
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "fsdp_reshard_after_forward": strategy.reshard_after_forward,

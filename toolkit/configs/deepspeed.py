@@ -22,12 +22,12 @@ BUCKET_ELEMENTS = 50_000_000
 """Elements per communication bucket: 100 MB in bf16, where DeepSpeed's own default is 1 GB."""
 
 PARTS_OF_SMALL: Final = 16
-"""Buckets that a model smaller than one of these is reduced in. Such a model is there to try things
-out: with a bucket as large as itself, or all of it kept gathered, ZeRO would hold more of it than a
+"""Number of buckets for a model smaller than one bucket. Such a model is for trying things out.
+With a bucket as large as the model, or all of it kept gathered, ZeRO would hold more memory than a
 process without ZeRO."""
 
 PERSISTENCE_THRESHOLD = 10_000
-"""ZeRO-3 keeps parameters of fewer elements whole: norms and biases, and nothing else."""
+"""ZeRO-3 keeps parameters of fewer elements whole: only norms and biases."""
 
 NVME_PATH = Path("/tmp/toolkit_nvme")
 """Where the bundled `zero3_nvme` keeps its state; a real run wants a path on a fast local disk."""
@@ -138,10 +138,10 @@ def _add_offloads(config: dict[str, Any], strategy: Strategy, options: ConfigOpt
 
 class FittedConfig(NamedTuple):
     config: dict[str, Any]
-    """What DeepSpeed gets."""
+    """The config for DeepSpeed."""
 
     changes: list[str]
-    """What differs from the file, one sentence each."""
+    """The differences from the file, one sentence each."""
 
 
 def fit_to_run(
@@ -155,17 +155,17 @@ def fit_to_run(
     can_build: bool = True,
     launch: str | None = None,
 ) -> FittedConfig:
-    """Fit a DeepSpeed config to the model and the machine, and name what is changed.
+    """Fit a DeepSpeed config to the model and the machine, and name the changes.
 
     Args:
         config: The contents of the JSON file; left as it is.
-        parameters: Elements in the model: what is larger than it only wastes memory.
+        parameters: Elements in the model: a larger bucket only wastes memory.
         hidden_size: Sizes prefetch and persistence, so that ZeRO-3 of a small model shards.
-        adapters: Whether only adapters are trained: what a small model has gathered then stays so,
-            since little else would be freed.
-        gradient_clipping: Written where the file says `auto`, which a plain Accelerator
-            would take for 1.0 whatever the script does.
-        rehearsal: Without a GPU there is nothing to pin memory for.
+        adapters: Whether only adapters are trained: gathered parameters of a small model then stay
+            gathered, since little else would be freed.
+        gradient_clipping: Replaces `auto` in the file, which a plain Accelerator would take for 1.0
+            regardless of the script.
+        rehearsal: Whether to run without a GPU, where pinned memory has no use.
         can_build: Whether DeepSpeed can compile its CPU optimizer here.
         launch: Names this launch: two that share the bundled NVMe folder would write each other's
             states.

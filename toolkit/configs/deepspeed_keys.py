@@ -1,7 +1,7 @@
 """The keys of a DeepSpeed JSON, and the mistakes in one that are found without DeepSpeed.
 
-DeepSpeed looks the keys below up one by one, and ignores those that it does not look up. Its other
-sections are pydantic models, which only a rank can import: `toolkit.engines.deepspeed_config`.
+DeepSpeed looks the keys below up one by one, and ignores all other keys. Its other sections are
+pydantic models, which only a rank can import: `toolkit.engines.deepspeed_config`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final, cast
 from toolkit.configs.deepspeed import AUTO
 
 Kind = tuple[str, Callable[[Any], bool]]
-"""What a value has to be, in words and as a check."""
+"""The requirement for a value, in words and as a check."""
 
 
 def _number(value: Any) -> bool:
@@ -126,7 +126,7 @@ TOP_LEVEL: Final[dict[str, Kind]] = {
         _SECTION,
     ),
 }
-"""What DeepSpeed 0.19.8 looks up at the top level, and what it has to be there."""
+"""Keys that DeepSpeed 0.19.8 looks up at the top level, and the kind of each value."""
 
 IN_SECTIONS: Final[dict[str, tuple[str, ...]]] = {
     "activation_checkpointing": (
@@ -151,7 +151,7 @@ IN_SECTIONS: Final[dict[str, tuple[str, ...]]] = {
     "scheduler": ("params", "type"),
     "torch_autocast": ("dtype", "enabled", "lower_precision_safe_modules"),
 }
-"""What DeepSpeed 0.19.8 looks up in sections that are no pydantic models.
+"""Keys that DeepSpeed 0.19.8 looks up in sections that are no pydantic models.
 
 Left out are `aio`, where DeepSpeed's and transformers' own examples have keys of older releases,
 and `autotuning`, `checkpoint` and `data_efficiency`, which are read in many places.
@@ -159,7 +159,7 @@ and `autotuning`, `checkpoint` and `data_efficiency`, which are read in many pla
 
 
 def mistakes_by_key(config: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return what is wrong with a DeepSpeed config, by its keys at the top level."""
+    """Return the mistakes in a DeepSpeed config, by its keys at the top level."""
     return {key: wrong for key, value in config.items() if (wrong := _mistakes(key, value))}
 
 

@@ -106,7 +106,7 @@ def write_bundled(root: Path) -> list[Path]:
 def cached_configs(strategy: Strategy) -> ConfigFiles:
     """Return a strategy's bundled files with absolute paths, written once into the cache.
 
-    The folder is named by what is in the files, so another release never finds stale ones.
+    The folder is named by a hash of the files, so another release never finds stale ones.
     """
     launcher, deepspeed = render_configs(strategy, deepspeed_json=Path("x"))
     key = hashlib.sha256((launcher + (deepspeed or "")).encode()).hexdigest()[:12]

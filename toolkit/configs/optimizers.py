@@ -32,21 +32,21 @@ OF_WHOLE_OR_FLAT: Final = (
     "rmsprop_bnb_32bit",
     "rmsprop_bnb_8bit",
 )
-"""They step on whole parameters and on ZeRO's flat partitions, but not on FSDP2's DTensors."""
+"""Optimizers for whole parameters and ZeRO's flat partitions, but not for FSDP2's DTensors."""
 
 OF_WHOLE: Final = ("adagrad",)
-"""Its states are made with it, before DeepSpeed and FSDP2 put parts in the parameters' place."""
+"""Optimizers that make states at once, before DeepSpeed and FSDP2 shard the parameters."""
 
 SWAPPED: Final = ("adamw_torch", "adamw_torch_fused")
-"""What Accelerate replaces by DeepSpeedCPUAdam where DeepSpeed offloads the step."""
+"""Optimizers that Accelerate replaces by DeepSpeedCPUAdam if DeepSpeed offloads the step."""
 
 NOT_BY_ELEMENT: Final = ("adafactor", *(name for name in OF_WHOLE_OR_FLAT if "8bit" in name))
-"""Their update of one element depends on the others of its row, column or block, and so on how the
-parameters are cut."""
+"""Optimizers whose update of one element depends on others in its row, column or block, and so on
+how the parameters are cut."""
 
 
 def missing_package(name: str) -> str | None:
-    """Say what to install for an optimizer; None where nothing is missing."""
+    """Name the package to install for an optimizer; None if no package is missing."""
     if name in OF_WHOLE_OR_FLAT and name != "adafactor" and find_spec("bitsandbytes") is None:
         return f"--optim {name} needs bitsandbytes: pip install bitsandbytes"
     return None

@@ -1,6 +1,6 @@
-"""From the environment that `accelerate launch` gives a rank back to what the config asked for.
+"""Derive the settings of the config from the environment that `accelerate launch` gives a rank.
 
-`environ` is everywhere a rank's environment, as Accelerate 1.15 sets it.
+`environ` always means a rank's environment, as Accelerate 1.15 sets it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from toolkit.strategies import DTYPES, STRATEGIES, Device, Strategy
 
 DEEPSPEED_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 CUSTOM = "custom"
-"""The name of what a config asks for when it is none of ours."""
+"""The name of a config's strategy that is none of ours."""
 
 INLINE_FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"
 """The variable with the names of DeepSpeed's fields that the YAML itself holds. Beside a JSON
 Accelerate refuses most of them."""
 
 LAUNCHER = "ACCELERATE_MIXED_PRECISION"
-"""What `accelerate launch` always sets, whatever its config says; torchrun doesn't."""
+"""A variable that `accelerate launch` always sets, with any config; torchrun doesn't."""
 
 _BESIDE = {
     "ACCELERATE_USE_DEEPSPEED": INLINE_FIELDS,
@@ -45,7 +45,7 @@ _SPLITS = {
 
 
 def requested_strategy(environ: Mapping[str, str]) -> Strategy:
-    """Return what the launcher's config asked for, under our name for it where there is one.
+    """Return the strategy of the launcher's config, under our name if it has one.
 
     Raises:
         UsageError: the config asks for something that is not one of our backends, or the shell
@@ -58,21 +58,21 @@ def requested_strategy(environ: Mapping[str, str]) -> Strategy:
 def agreed_strategy(
     environ: Mapping[str, str], of_script: Strategy | None, *, named: str
 ) -> Strategy:
-    """Return what is to engage: what the launcher's config asks for and the script doesn't deny.
+    """Return the strategy that must engage: the launcher's, unless the script contradicts it.
 
     Args:
         environ: Of the rank.
-        of_script: What the script asks for by itself, None where it leaves that to the launcher.
-        named: By what it asks, as the user wrote it.
+        of_script: The strategy that the script asks for; None if it leaves that to the launcher.
+        named: The means by which it asks, as the user wrote it.
 
     Raises:
-        UsageError: config and script ask for different things.
+        UsageError: config and script ask for different strategies.
     """
     if of_script is None:
         return requested_strategy(environ)
     if LAUNCHER not in environ:
         return known_strategy(of_script)
-    # Accelerate sets these itself, without the variable beside them, once a script asked.
+    # On a script's request, Accelerate sets these itself, without the variable beside them.
     as_launched = {
         name: value
         for name, value in environ.items()
@@ -112,19 +112,19 @@ def check_left_over(environ: Mapping[str, str], *, launched: bool = True) -> Non
 
 
 def known_strategy(strategy: Strategy) -> Strategy:
-    """Return the strategy of ours that asks for the same, or `strategy` itself."""
+    """Return our strategy with the same features, or `strategy` itself."""
     same = (known for known in STRATEGIES.values() if same_features(known, strategy))
     return next(same, strategy)
 
 
 def same_features(first: Strategy, second: Strategy) -> bool:
-    """Whether two strategies ask for the same, whatever they are called."""
+    """Whether two strategies have the same features, regardless of their names."""
     names = {"name": second.name, "summary": second.summary}
     return replace(first, **names, num_processes=second.num_processes) == second
 
 
 def shown(strategy: Strategy) -> str:
-    """Return what to call a strategy in a message: one that is none of ours by what it does."""
+    """Return a strategy's name for a message; one that is none of ours is named by features."""
     return strategy.summary if strategy.name == CUSTOM else strategy.name
 
 
@@ -148,7 +148,7 @@ def requests_checkpointing(environ: Mapping[str, str]) -> bool:
 
 
 def requested_accumulation_dtype(environ: Mapping[str, str]) -> str | None:
-    """Return what the launcher's DeepSpeed file has gradients summed up in; None: it doesn't say.
+    """Return the dtype for summing gradients in the launcher's DeepSpeed file; None: not given.
 
     Raises:
         UsageError: as `read_deepspeed_config`.
@@ -159,7 +159,7 @@ def requested_accumulation_dtype(environ: Mapping[str, str]) -> str | None:
 
 
 def accumulation_dtype(config: Mapping[str, Any]) -> str | None:
-    """Return what a DeepSpeed config has gradients summed up in; None where it doesn't say."""
+    """Return the dtype for summing gradients in a DeepSpeed config; None if it is not given."""
     types: dict[str, Any] = config.get("data_types") or {}
     return DTYPES.get(str(types.get("grad_accum_dtype")))
 
@@ -181,7 +181,7 @@ def read_deepspeed_config(
             imported: `toolkit.engines.deepspeed_config`.
 
     Raises:
-        UsageError: the file isn't there, isn't JSON, or says what DeepSpeed would ignore or
+        UsageError: the file isn't there, isn't JSON, or has entries that DeepSpeed would ignore or
             refuse. All mistakes are named.
     """
     name, text = _deepspeed_text(environ)
@@ -210,7 +210,7 @@ def read_deepspeed_config(
 
 
 def _deepspeed_text(environ: Mapping[str, str]) -> tuple[str, str]:
-    """Return what to call the DeepSpeed config, and its text."""
+    """Return the name of the DeepSpeed config for messages, and its text."""
     if DEEPSPEED_FILE not in environ:
         return "deepspeed_config in the YAML", json.dumps(_inline_config(environ))
     name = environ[DEEPSPEED_FILE]
@@ -262,7 +262,7 @@ def _inline_config(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _not_there(file: Path) -> str:
-    """Return the sentence on a DeepSpeed file that is missing: where it was looked for."""
+    """Return a sentence about a missing DeepSpeed file, with the place of the search."""
     sentence = f"A DeepSpeed config file {str(file)!r} is asked for, and there is no file "
     sentence += f"{file.absolute()}. "
     if file.is_absolute():
@@ -295,7 +295,7 @@ def _from_environment(environ: Mapping[str, str]) -> Strategy:
 
 
 def _check_supported(environ: Mapping[str, str]) -> None:
-    """Raise UsageError for what a config can ask of Accelerate and no strategy here does."""
+    """Raise UsageError for Accelerate features in a config that no strategy here supports."""
     unsupported = [
         f"{words}: {environ[name]}"
         for name, words in _SPLITS.items()
@@ -315,7 +315,7 @@ def _check_supported(environ: Mapping[str, str]) -> None:
 
 
 def _refuse(unsupported: list[str], library: str) -> None:
-    """Raise UsageError if a config asks for something that no strategy does."""
+    """Raise UsageError if a config has features that no strategy supports."""
     if unsupported:
         raise UsageError(
             f"The {library} config asks for {' and '.join(unsupported)}. No strategy of the "
@@ -327,7 +327,7 @@ def _refuse(unsupported: list[str], library: str) -> None:
 def fsdp_strategy(
     *, version: int, reshard_after_forward: bool, offload: bool, replicas: int = 1
 ) -> Strategy:
-    """Return what an FSDP section asks for.
+    """Return the strategy of an FSDP section.
 
     Raises:
         UsageError: it asks for FSDP1.
@@ -350,7 +350,7 @@ def fsdp_strategy(
 
 
 def deepspeed_strategy(config: Mapping[str, Any]) -> Strategy:
-    """Return what a DeepSpeed config asks for.
+    """Return the strategy of a DeepSpeed config.
 
     Raises:
         UsageError: it asks for something that is not one of our backends.

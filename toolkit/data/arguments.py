@@ -1,4 +1,4 @@
-"""The flags that say which rows are trained on, in what form, and which are kept for validation."""
+"""The flags for the training rows, their form, and the rows kept for validation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from toolkit.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataArguments:
-    """Which rows are trained on; with neither a data set nor a file, the built-in ones."""
+    """The rows to train on; the built-in rows if neither a data set nor a file is given."""
 
     dataset_name: str | None = flag(None, "A data set on the Hub, or a folder with one.")
     dataset_config_name: str | None = flag(None, "Configuration of the Hub data set.")
@@ -50,7 +50,7 @@ class DataArguments:
 
     @property
     def validation_flags(self) -> list[str]:
-        """The flags that say where validation rows come from."""
+        """The flags that name the source of validation rows."""
         names = ("validation_file", "validation_split", "validation_split_percentage")
         return [f"--{name}" for name in names if getattr(self, name) is not None]
 

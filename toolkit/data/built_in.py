@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 BUILT_IN_DATA = "standard-library"
 
 _RECIPE = 2
-"""To be raised with any change to what the cached folder holds."""
+"""Version of the cached folder's contents: raise it with any change to them."""
 
 
 def standard_library_texts() -> list[dict[str, str]]:
@@ -49,7 +49,7 @@ _SKIPPED_MODULES = {"antigravity", "ensurepip", "idlelib", "lib2to3", "this", "t
 _SKIPPED_FOLDERS = {"__pycache__", "site-packages", "test", "tests"}
 
 _MOST_LETTERS = 300
-"""Of a row: short ones leave little to activations, so that a comparison shows the states."""
+"""Most letters of a row: with short rows, activations are small and states dominate memory."""
 
 # A Python with sources has thousands; a zip or a stripped image leaves a handful of stray files.
 _FEWEST_ROWS = 500

@@ -40,7 +40,7 @@ from toolkit.records.manifests import (
 logger = logging.getLogger(__name__)
 
 REMEMBERED: Final = 16
-"""Launches noted as having checked a folder: those of a comparison side by side."""
+"""Number of launches noted as having checked a folder, for comparisons side by side."""
 
 UNWRITABLE: Final = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
 
@@ -64,7 +64,7 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
         lock.acquire()
     except OSError as error:
         damage = _damage(folder)
-        if damage is None:  # filled by a user who may write it
+        if damage is None:  # filled by a user with write access
             return folder
         raise _unwritable(folder, error, damage) from error
     try:
@@ -112,7 +112,7 @@ def _build(folder: Path, build: Callable[[Path], None], *, damage: str | None) -
     """Fill `folder`; the lock is held."""
     if damage is not None:
         logger.warning("The cache was damaged and is built again: %s", damage)
-    # Only the holder of the lock uses these names, so what lies there is a dead builder's.
+    # Only the holder of the lock uses these names, so entries there are from a dead builder.
     building = folder.with_name(f".building-{folder.name}")
     aside = folder.with_name(f".damaged-{folder.name}")
     _remove(building)
@@ -122,7 +122,7 @@ def _build(folder: Path, build: Callable[[Path], None], *, damage: str | None) -
         build(building)
         write_manifest(building, {name: entry(building, name) for name in file_names(building)})
         if damage is not None:
-            folder.rename(aside)  # whoever has files of it open or mapped keeps them
+            folder.rename(aside)  # processes with open or mapped files keep them
         building.rename(folder)
     except UsageError as error:
         if damage is None:
@@ -144,7 +144,7 @@ def _unwritable(folder: Path, error: OSError, damage: str | None) -> UsageError:
 
 
 def _damage(folder: Path) -> str | None:
-    """Return in which way a folder is not as it was built; None where it is."""
+    """Return the difference between a folder and its built state; None without one."""
     try:
         state = _state(folder)
         known = _checked.get(folder)
@@ -175,7 +175,7 @@ def _check(folder: Path) -> None:
 
 
 def _state(folder: Path) -> str:
-    """Return what changes when a file of a folder is written, replaced, added or removed."""
+    """Return a text that changes when a file in a folder is written, replaced, added or removed."""
     if not os.path.lexists(folder):
         raise Damaged(f"{folder} is not there")
     if folder.is_symlink() or not folder.is_dir():
@@ -219,7 +219,7 @@ def _notes_file(folder: Path) -> Path:
 
 
 def _launch() -> str:
-    """Return what the ranks of one launch on a machine have in common, and no other process has."""
+    """Return a text that only the ranks of one launch on one machine have in common."""
     alone = int(os.environ.get("WORLD_SIZE") or 1) == 1
     owner = psutil.Process(os.getpid() if alone else os.getppid())
     return f"{platform.node()}-{owner.pid}-{owner.create_time():.2f}"

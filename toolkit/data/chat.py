@@ -75,10 +75,10 @@ def asked_template(name: str) -> Template:
 
 
 def find_template(tokenizer: PreTrainedTokenizerBase, requested: str | None) -> Template:
-    """Return the template that is requested, else the model's, else a shipped one.
+    """Return the requested template, else the model's, else a shipped one.
 
-    The shipped `chatml` is taken where the tokenizer has its two tokens, and `roles`, which needs
-    none, where it has not.
+    The shipped `chatml` is used if the tokenizer has its two tokens. Otherwise `roles` is used,
+    which needs none.
 
     Raises:
         UsageError: there is no such template, or the tokenizer lacks what it needs.
@@ -239,7 +239,7 @@ class ChatTokeniser:
     ) -> tuple[list[int], list[bool]]:
         """Tokenise `text`; a token is learned where it reaches into a span.
 
-        What follows the special token at the end of a span, such as a line break, is not learned.
+        Text after the special token at the end of a span, such as a line break, is not learned.
         """
         if self.tokenizer.is_fast:
             coded = self.tokenizer(
@@ -287,7 +287,7 @@ class ChatTokeniser:
         learned.append(True)
 
     def _end_of_turn(self) -> int | None:
-        """Return the special token that the template puts after what its markers hold."""
+        """Return the special token that the template puts after the text in its markers."""
         probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         try:
             ids, learned = self._marked(Chat(messages=probe, prompt=0, tools=None), "A chat")

@@ -6,7 +6,7 @@ from dataclasses import MISSING, field, fields
 from typing import Any, Final
 
 SWITCHED_OFF: Final = {"None", "False", "no", "none", "0", "0.0", "[]"}
-"""Values of a flag that switch nothing on."""
+"""Values that leave a flag switched off."""
 
 
 def flag(default: Any, help: str, **metadata: Any) -> Any:

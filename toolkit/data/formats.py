@@ -1,4 +1,4 @@
-"""What a row of the data means: found from its columns, and brought into one form.
+"""The meaning of a data row: found from its columns, and converted into one form.
 
 A row is text, a prompt with its completion, or a chat; prompts and completions are text or
 messages. Messages come in OpenAI's style (`role`, `content`) or ShareGPT's (`from`, `value`).
@@ -34,7 +34,7 @@ _LOSSES: dict[Kind, tuple[LossOn, ...]] = {
     "chat": ("assistant", "all"),
     "chat prompt and completion": ("completion", "assistant", "all"),
 }
-"""What of a row can be learned, by default the first."""
+"""The parts of a row that can be learned, by kind; the first is the default."""
 
 ROLES = {
     "system": "system",
@@ -75,7 +75,7 @@ class Chat:
 
 
 def find_format(dataset: Dataset, name: str, arguments: DataArguments) -> Format:
-    """Return what the columns of `dataset` hold.
+    """Return the format of the columns of `dataset`.
 
     Raises:
         UsageError: no column can be trained on, or not as `--loss_on` asks.
@@ -154,7 +154,7 @@ def _check_text(dataset: Dataset, name: str, column: str) -> None:
 
 
 def _holds_messages(feature: Any) -> bool:
-    """Whether a column holds lists of mappings; what they mean is seen row by row."""
+    """Whether a column holds lists of mappings; their meaning is checked row by row."""
     from datasets import Json, LargeList, List
 
     if isinstance(feature, List | LargeList):
@@ -229,7 +229,7 @@ def _tools(value: Any, where: str) -> list[Any] | None:
 
 
 def _as_written(value: Any, feature: Any) -> Any:
-    """Leave out what Arrow added: a struct has the fields of every other row, as None."""
+    """Remove Arrow's additions: a struct has the fields of every other row, as None."""
     from datasets import LargeList, List
 
     if isinstance(value, Mapping) and isinstance(feature, dict):

@@ -119,8 +119,8 @@ class Collator:
     Padding is masked by its position, never by its id: where the padding token is also the
     end of text, a model has to go on learning to end.
 
-    Rows with `position_ids` hold several texts. They get no attention mask, for only without one
-    does transformers keep apart what begins at position 0; padding is a text of one token each.
+    Rows with `position_ids` hold several texts. They get no attention mask, because only without
+    one does transformers separate texts at position 0. Each padding token is its own text.
     """
 
     pad_token_id: int

@@ -1,9 +1,9 @@
 """Packing: several texts in one row.
 
-`fixed` cuts a stream of texts into rows of one length: nothing is padding, so speed can be
-measured, but texts are cut and see their neighbours. `best_fit` puts whole texts together: their
-positions begin anew at each of them, attention keeps within it, and no token is predicted from
-another text.
+`fixed` cuts a stream of texts into rows of one length: there is no padding, so speed can be
+measured, but texts are cut and see their neighbours. `best_fit` puts whole texts together:
+positions restart at each text, attention stays within it, and no token is predicted from another
+text.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def pack(dataset: Dataset, *, length: int, rows: int) -> Dataset:
 class FixedPacking:
     """Cuts the stream of all texts into rows of `length` tokens; made for `datasets.map`.
 
-    What of a text is learned stays so. Rows are numbered from 0; those without a learned token are
-    left out, and so are the tokens at the end that fill no row.
+    Learned tokens stay learned. Rows are numbered from 0. Rows without a learned token are left
+    out, and so are the tokens at the end that fill no row.
     """
 
     def __init__(self, length: int) -> None:
@@ -218,7 +218,7 @@ def keep_texts_apart(model: Any) -> None:
     (masking_utils.py `_preprocess_mask_arguments`), and a decoder makes one wherever `use_cache`
     is asked, by its config as well. A forward with such rows then raises UsageError.
     """
-    # The decoder's own call: adapters call the forward of what is around it, and no hooks.
+    # The decoder's own call: adapters call the outer model's forward directly, past its hooks.
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     decoder = getattr(inner, "base_model", None)
     if decoder is not None and hasattr(decoder, "config"):
@@ -245,7 +245,7 @@ def _refuse_mixing(decoder: Any, _: Any, inputs: Mapping[str, Any]) -> None:
 def check_borders(
     folder: str | Path, *, attention: str | None, trust_remote_code: bool = False
 ) -> None:
-    """Check that the model in `folder` keeps apart what `best_fit` packs into one row.
+    """Check that the model in `folder` separates the texts that `best_fit` packs into one row.
 
     transformers keeps texts apart by their positions where no padding mask is given, in models
     that hand the positions on to the mask and with attention that asks for one.

@@ -1,8 +1,8 @@
-"""Training data: from what the flags name to token rows in the cache, the same on every rank.
+"""Training data: from the sources in the flags to cached token rows, the same on every rank.
 
-Rows are tokenised once and cached under a key of everything that went in. Of ranks that find the
-cache cold one fills it and the others wait for a lock of the kernel, before they make a process
-group: no collective can time out over it.
+Rows are tokenised once and cached under a key of all inputs. If the cache is empty, one rank fills
+it and the others wait for a kernel lock. This happens before they make a process group, so no
+collective can time out over it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _RECIPE = 3
-"""To be raised with any change to what a cached folder holds."""
+"""Version of a cached folder's contents: raise it with any change to them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -124,7 +124,7 @@ def _file_source(path: Path, flag: str, limit: int | None) -> Source:
                 if limit is not None:
                     return _first_of(_stream(reader, "train"), limit)
                 reader.download_and_prepare()
-            # Depending on what is wrong, pyarrow's or pandas' own errors come through: ValueErrors.
+            # Depending on the mistake, pyarrow's or pandas' own errors come through: ValueErrors.
             except (DatasetsError, ValueError) as error:
                 raise UsageError(
                     f"{path} can't be read as {builder}: {sentence_of(error.__cause__ or error)} "

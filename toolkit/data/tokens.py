@@ -45,9 +45,9 @@ def tokenise(
 ) -> dict[str, list[Any]]:
     """Tokenise rows of text; of a prompt and completion, only the completion is learned.
 
-    Both are tokenised together, as they will be read, and the prompt is what that has in
-    common with the prompt alone: a token that reaches into the completion is learned. The end
-    of text is appended and learned. Rows without a learned token are left out.
+    Both are tokenised together, as the model will read them. The prompt is the common prefix with
+    the tokens of the prompt alone: a token that reaches into the completion is learned. The end of
+    text is appended and learned. Rows without a learned token are left out.
 
     Args:
         batch: Columns of text.
@@ -145,7 +145,7 @@ def described_rows(rows: Dataset) -> dict[str, Any]:
 
 
 def text_hash(rows: Iterable[Sequence[Any]]) -> str:
-    """Return the sha256 over rows of text, or of what JSON can hold."""
+    """Return the sha256 over rows of text or other JSON values."""
     content = hashlib.sha256()
     for row in rows:
         content.update(row_bytes(row) + b"\n")

@@ -1,4 +1,4 @@
-"""Which backend a model was prepared with, or a strategy will prepare one with.
+"""The backend of a prepared model, or of a strategy.
 
 A new backend is a module beside this one with a subclass of `Backend`, its `Traits`, and an entry
 in each of the functions below.
@@ -27,7 +27,7 @@ def backend_of(model: torch.nn.Module) -> Backend:
     """Return the backend of a model that `Accelerator.prepare` returned.
 
     Raises:
-        UsageError: the model is wrapped by something that no backend here knows.
+        UsageError: the model has a wrapper that no backend here knows.
     """
     if isinstance(model, FSDPModule):
         return fsdp2.FSDP2(model)
@@ -42,7 +42,7 @@ def backend_of(model: torch.nn.Module) -> Backend:
 
 
 def traits_of(strategy: Strategy) -> Traits:
-    """Return what a strategy's backend does to any model, known before there is one.
+    """Return the traits of a strategy's backend, which are known before a model exists.
 
     Raises:
         UsageError: no engine here knows the strategy's backend.
@@ -61,7 +61,7 @@ def traits_of(strategy: Strategy) -> Traits:
 
 
 def strategy_of_plugins(deepspeed: Any, fsdp: Any, parallelism: Any = None) -> Strategy | None:
-    """Return what the plugins of an Accelerator ask for; None without plugins.
+    """Return the strategy that an Accelerator's plugins ask for; None without plugins.
 
     Args:
         deepspeed: A `DeepSpeedPlugin`, several of them by name, or None.

@@ -1,8 +1,8 @@
-"""What the toolkit asks of a backend, and what it knows of one before there is a model.
+"""The interface of a backend, and its traits, which are known before a model exists.
 
 Under every backend but DeepSpeed the training loop accumulates, clips and steps on the model's own
-parameters, as Accelerate has it do. The methods of `Backend` answer for that, and a backend
-overrides what it does otherwise.
+parameters, as Accelerate prescribes. The methods of `Backend` describe that case, and a backend
+overrides those that differ.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Within = Callable[[Literal["backward", "step"]], AbstractContextManager[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """What the backend of a strategy does to any model, and so what must engage."""
+    """The effects of a strategy's backend on any model, which must engage."""
 
     distributed_type: str
     """Accelerate's name for it, a member of its `DistributedType`."""
@@ -67,11 +67,11 @@ class Traits:
 
 
 class Backend(ABC):
-    """One prepared model, as its backend holds it. Every rank has its own.
+    """One prepared model, as its backend holds it. Every rank has its own instance.
 
-    It holds nothing but the model that `Accelerator.prepare` returned, so it may be made anew
-    wherever it is needed. Methods that gather are collectives: every rank calls them, for the same
-    parameters in the same order.
+    It holds only the model that `Accelerator.prepare` returned, so a new instance may be made at
+    any place. Methods that gather are collectives: every rank calls them, for the same parameters
+    in the same order.
     """
 
     steps_in_backward: bool = False
@@ -80,7 +80,7 @@ class Backend(ABC):
     def __init__(self, model: torch.nn.Module) -> None:
         self._model: Any = model
 
-    # What engaged
+    # Engaged settings
 
     @abstractmethod
     def gathers_in_forward(self) -> bool:
@@ -91,7 +91,7 @@ class Backend(ABC):
         """Return the facts of an attestation that this backend knows before the first step."""
 
     def reduce_dtype(self) -> torch.dtype | None:
-        """Return the dtype in which gradients cross the wire; None where none do."""
+        """Return the dtype in which gradients cross the wire; None if they don't."""
         return next(p.dtype for p in self._model.parameters() if p.requires_grad)
 
     def replicas(self) -> int:
@@ -99,11 +99,11 @@ class Backend(ABC):
         return 1
 
     def data_parallel_size(self) -> int:
-        """Return how many ranks read rows of their own."""
+        """Return the number of ranks that read their own rows."""
         return world_size()
 
     def data_parallel_rank(self) -> int:
-        """Return this rank's place among those that read rows of their own."""
+        """Return this rank's index among the ranks that read their own rows."""
         return world_rank()
 
     def gradient_clipping(self) -> float | None:
@@ -121,19 +121,19 @@ class Backend(ABC):
     # Tensors that a rank holds
 
     def parameters_held(self) -> Iterator[torch.Tensor]:
-        """Yield what this rank holds of the parameters: shards, partitions, and whole ones.
+        """Yield the parameter tensors that this rank holds: shards, partitions and whole ones.
 
-        The scales of parameters in 4 bits count as parameters too: nothing shards them.
+        The scales of 4-bit parameters count as parameters too: no backend shards them.
         """
         yield from scales_held(self._model)
         yield from (local(parameter.detach()) for parameter in self._model.parameters())
 
     def parameters_gathered(self) -> Iterator[torch.Tensor]:
-        """Yield what whole parameters are gathered into, where that is not the parameters."""
+        """Yield the buffers that whole parameters are gathered into, if separate from them."""
         yield from ()
 
     def masters_held(self) -> Iterator[torch.Tensor]:
-        """Yield the fp32 copies that the optimizer steps on, where it is not the parameters."""
+        """Yield the fp32 copies that the optimizer steps on, if it has separate ones."""
         yield from ()
 
     def gradients_held(self) -> Iterator[torch.Tensor]:
@@ -141,7 +141,7 @@ class Backend(ABC):
         yield from (local(p.grad) for p in self._model.parameters() if p.grad is not None)
 
     def gradients_underway(self) -> Iterator[torch.Tensor]:
-        """Yield the whole gradients that wait to be reduced, and what they are reduced in."""
+        """Yield the whole gradients that wait to be reduced, and the buffers for reducing them."""
         yield from ()
 
     def leaves(self) -> Iterator[torch.Tensor]:
@@ -172,10 +172,10 @@ class Backend(ABC):
             yield name, local(parameter.detach()), piece
 
     def gradient_squares(self) -> Iterator[tuple[str, torch.Tensor | float, int]]:
-        """Yield of each trained parameter what this rank holds of its gradient, before the step.
+        """Yield facts of this rank's part of each trained parameter's gradient, before the step.
 
-        That is its name, the sum of squares of this rank's part, unread, and how many ranks hold
-        that same part. Gradients are still multiplied by the loss scale.
+        They are the parameter's name, the sum of squares of the part, unread, and the number of
+        ranks that hold the same part. Gradients are still multiplied by the loss scale.
         """
         for name, parameter in named_parameters(self._model):
             if not parameter.requires_grad:
@@ -218,7 +218,7 @@ class Backend(ABC):
         A collective, between two steps.
 
         Raises:
-            RuntimeError: DeepSpeed's masters, which the optimizer steps on, are others.
+            RuntimeError: DeepSpeed's masters, which the optimizer steps on, got other numbers.
         """
         parameter.copy_(numbers)
 
@@ -231,18 +231,18 @@ class Backend(ABC):
         return watch_optimizer(optimizer, before=before, after=after)
 
     def watch_passes(self, within: Within) -> Undo:
-        """Enter `within` around the passes whose collectives nothing else tells apart."""
+        """Enter `within` around the passes whose collectives can't be told apart otherwise."""
         return nothing
 
     def skipped(self, optimizer: Any) -> torch.Tensor | bool | None:
-        """Return whether the step that was just done left out its update, unread; None: unknown.
+        """Return whether the last step skipped its update, unread; None: unknown.
 
-        A fused optimizer is called for a step that fp16 skips, too, and leaves the weights alone.
+        A fused optimizer is also called for a step that fp16 skips, and leaves the weights alone.
         """
         return getattr(optimizer_of(optimizer), "found_inf", None)
 
     def held_scale(self, optimizer: Any) -> float:
-        """Return what the gradients are multiplied by as the optimizer begins its step."""
+        """Return the factor in the gradients when the optimizer begins its step."""
         return pending_scale(optimizer)
 
     def clip_norm(self) -> Any:
@@ -254,21 +254,21 @@ class Backend(ABC):
         accelerator.backward(loss * micro_batches)
 
     def undisturbed(self) -> AbstractContextManager[None]:
-        """Keep what the engine remembers of its last passes from the forwards inside."""
+        """Protect the engine's memory of its last passes from the forwards inside."""
         return nullcontext()
 
     def waiting_units(self) -> Iterator[torch.nn.Module]:
-        """Yield the innermost modules that wait for their parameters when forward reaches them."""
+        """Yield the innermost modules that wait for their parameters in forward."""
         yield from ()
 
     def prefetch(self, *, ahead: int) -> int:
-        """Have each layer gather those of the next `ahead`; return how many layers do."""
-        return 0  # none of ZeRO-3's either, which prefetches by its trace
+        """Have each layer gather the next `ahead` layers; return the number that do."""
+        return 0  # also under ZeRO-3, which prefetches by its trace
 
     # Checkpoints
 
     def checkpoint_bytes(self, prepared: Prepared) -> int:
-        """Return the least that this rank's part of a checkpoint takes on the disk."""
+        """Return the least bytes on the disk for this rank's part of a checkpoint."""
         trained = (local(p.detach()) for p in self._model.parameters() if p.requires_grad)
         return storage_bytes([*states_held(prepared.optimizer), *trained]) // self.replicas()
 
@@ -287,11 +287,11 @@ class Backend(ABC):
         self.read(folder, prepared, step=step)
 
     def left_out(self) -> dict[str, Any] | None:
-        """Return what the engine leaves out of its own files, for this rank's; None for nothing."""
+        """Return states that the engine's own files lack, for this rank's file; None for none."""
         return None
 
     def restore_left_out(self, left_out: dict[str, Any] | None) -> None:  # noqa: B027
-        """Put back what `left_out` returned, after `read`."""
+        """Restore the states that `left_out` returned, after `read`."""
 
     def trainer_saves_whole(self) -> bool:
         """Whether the stock Trainer's save of a model has the weights (transformers 5.23)."""

@@ -1,7 +1,7 @@
 """Forwards between two optimizer steps that leave no trace in the training.
 
-Modes, torch's random numbers and what an engine remembers of its last passes are afterwards as they
-were before, so losses and collectives of the next step are those of a training without them.
+Modes, torch's random numbers and an engine's memory of its last passes are restored afterwards, so
+losses and collectives of the next step equal those of a training without such forwards.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from toolkit.engines.backend import backend_of
 
 
 class NotBetweenSteps(RuntimeError):
-    """The model was to be run while gradients of an open step wait in it."""
+    """A forward was requested while gradients of an open step wait in the model."""
 
 
 @contextmanager

@@ -32,8 +32,7 @@ OPTIMIZER: Final = "optimizer.pt"
 class Replicated(Backend):
     """A model in DDP's wrapper, or in none.
 
-    Those of DDP's buckets that are no views belong to C++, where `gradients_underway` cannot see
-    them.
+    DDP's buckets that are no views belong to C++, so `gradients_underway` cannot see them.
     """
 
     def gathers_in_forward(self) -> bool:
@@ -49,7 +48,7 @@ class Replicated(Backend):
         }
 
     def _wrapper(self) -> str:
-        """Name the class around the model: what is not DDP has the run refused by that name."""
+        """Name the class around the model; another than DDP's has the run refused by its name."""
         name = type(self._model).__name__
         if isinstance(self._model, DistributedDataParallel | torch.nn.DataParallel):
             return name

@@ -61,7 +61,7 @@ _TRACE: Final = tuple(
     f"_PartitionedParameterCoordinator__{name}"
     for name in ("trace_mode", "submodule_order", "param_order", "step_id_module_fetched_for")
 )
-"""What ZeRO-3 knows of the passes of a step (deepspeed 0.19, partitioned_param_coordinator.py)."""
+"""ZeRO-3's memory of the passes of a step (deepspeed 0.19, partitioned_param_coordinator.py)."""
 
 
 def is_engine(model: Any) -> bool:
@@ -76,7 +76,7 @@ class DeepSpeed(Backend):
 
     @property
     def _zero(self) -> Any:
-        """The optimizer of ZeRO, around the one that steps."""
+        """ZeRO's optimizer, which wraps the one that steps."""
         return self._model.optimizer
 
     def gathers_in_forward(self) -> bool:
@@ -95,8 +95,8 @@ class DeepSpeed(Backend):
                 getattr(zero, "params_in_nvme_and_cpu", False),
                 getattr(zero, "offload_param", False),
             ),
-            # Not what the Accelerator was asked for: with `bf16: auto` and no Trainer to fill it
-            # in, DeepSpeed computes in fp32.
+            # Not the Accelerator's precision: with `bf16: auto` and no Trainer to fill it in,
+            # DeepSpeed computes in fp32.
             "precision": "bf16" if bf16 else "fp16" if fp16 else "no",
             "gradient_clipping": self.gradient_clipping(),
             "gradient_accumulation_steps": self.accumulation_steps(),
@@ -132,7 +132,7 @@ class DeepSpeed(Backend):
         for partitions in getattr(zero, "averaged_gradients", {}).values():
             yield from tensors_in(partitions)
         yield from tensors_in(getattr(zero, "grad_partitions_flat_buffer", None))
-        # DeepSpeed turns ZeRO-1 in bf16 with `grad_accum_dtype: fp32` into an optimizer of its own.
+        # DeepSpeed has a separate optimizer for ZeRO-1 in bf16 with `grad_accum_dtype: fp32`.
         yield from getattr(zero, "fp32_groups_gradients_flat", ())
         for master in self.masters_held():
             if master.grad is not None:
@@ -141,7 +141,7 @@ class DeepSpeed(Backend):
     def gradients_underway(self) -> Iterator[torch.Tensor]:
         for bucket in getattr(self._zero, "ipg_buckets", {}).values():
             yield from tensors_in(bucket.buffer)
-        # With offload, on its way to the host.
+        # With offload, gradients on their way to the host.
         for name in ("temp_grad_buffer_for_gpu_offload", "temp_grad_buffer_for_cpu_offload"):
             yield from tensors_in(getattr(self._zero, name, None))
 
@@ -162,7 +162,7 @@ class DeepSpeed(Backend):
         for name, parameter in named_parameters(self._model):
             if not parameter.requires_grad:
                 continue
-            # DeepSpeed's bf16 optimizer leaves gradients in 16 bits beside those that it steps on.
+            # DeepSpeed's bf16 optimizer leaves 16-bit gradients beside the ones that it steps on.
             if parameter.grad is not None and getattr(parameter, "_hp_grad", None) is None:
                 yield name, sum_of_squares(parameter.grad), world_size()
             else:
@@ -171,7 +171,7 @@ class DeepSpeed(Backend):
     def _square_of_partition(self, parameter: Any) -> torch.Tensor | float:
         """Return the sum of squares of this rank's partition of one gradient (deepspeed 0.19)."""
         norms = getattr(self._zero, "norm_for_param_grads", None)
-        if norms is not None:  # offloaded: taken while it was on the device, for clipping
+        if norms is not None:  # offloaded: computed for clipping while it was on the device
             return norms.get(self._zero.get_param_id(parameter), 0.0) ** 2
         if is_partitioned(parameter):
             from deepspeed.utils import safe_get_local_grad
@@ -216,7 +216,7 @@ class DeepSpeed(Backend):
         from deepspeed.runtime.zero import GatheredParameters
 
         with GatheredParameters([parameter]):
-            # Not on the device, where the gathered one still lies.
+            # Not on the device, where the gathered parameter still lies.
             return parameter.detach().to("cpu", copy=True)
 
     def whole_gradient(self, parameter: Any) -> torch.Tensor:
@@ -231,7 +231,7 @@ class DeepSpeed(Backend):
     def put_weight(self, parameter: Any, numbers: torch.Tensor) -> None:
         from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
-        # What is computed with, and the fp32 master that the optimizer steps on.
+        # The weight for computing, and the fp32 master that the optimizer steps on.
         if is_partitioned(parameter):
             _put_into_partitions(parameter, numbers)
         else:
@@ -316,7 +316,7 @@ class DeepSpeed(Backend):
         )
 
     def read(self, folder: Path, prepared: Prepared, *, step: int) -> None:
-        # With a tag: left to look for one, DeepSpeed starts afresh where `latest` is missing.
+        # With a tag: without one, DeepSpeed starts from the beginning if `latest` is missing.
         path, _ = self._model.load_checkpoint(
             str(folder),
             tag=engine_tag(step),
@@ -357,7 +357,7 @@ def _put_into_partitions(parameter: Any, numbers: torch.Tensor) -> None:
     if length * ranks == numbers.numel():
         safe_set_full_fp32_param(parameter, numbers)
         return
-    # That cuts past the end of a parameter whose last partition is padded (deepspeed 0.19).
+    # The call above cuts past the end of a parameter with a padded last partition (deepspeed 0.19).
     begin = length * torch.distributed.get_rank(parameter.ds_process_group)
     partition = torch.zeros(length)
     held = numbers.flatten()[begin : begin + length]
@@ -366,14 +366,14 @@ def _put_into_partitions(parameter: Any, numbers: torch.Tensor) -> None:
 
 
 def _forget_trace(coordinator: Any) -> None:
-    """Begin anew, with lists of its own: the trace that was put aside is written to no more."""
+    """Begin a new trace in new lists, so that the saved trace is no longer changed."""
     if coordinator.is_invalid_trace():
         coordinator._clear_trace_structures()
     else:
         coordinator._invalidate_trace()
-    # What a module releases at a place in the trace is in a cache that deepspeed 0.19 puts below a
-    # decorator and never empties (partitioned_param_coordinator.py): a forward alone fills it with
-    # releases that a backward has to gather again, and one after a training step holds on to what
-    # only that step needed.
+    # deepspeed 0.19 caches the releases of a module by its place in the trace, under a decorator,
+    # and never empties that cache (partitioned_param_coordinator.py). A lone forward fills it with
+    # releases that a backward has to gather again. After a training step, a forward would keep
+    # parameters that only that step needed.
     decorated = type(coordinator)._PartitionedParameterCoordinator__params_to_release
     inspect.getclosurevars(decorated).nonlocals["func"].cache_clear()

@@ -60,7 +60,7 @@ def _fit(config: dict[str, Any], **fit: Any) -> FittedConfig:
 
 
 def say_builds(config: dict[str, Any]) -> None:
-    """On one rank, name what DeepSpeed will compile, and clear the locks that it would wait for."""
+    """On one rank, name the parts DeepSpeed will compile, and clear locks it would wait for."""
     if local_rank() != 0:
         return
     for lock in clear_stale_locks():
@@ -126,7 +126,7 @@ def _mistakes(config: Mapping[str, Any], within: str | None = None) -> list[str]
 def _in_words(title: str, mistake: Mapping[str, Any], within: str | None) -> str:
     """Return one of pydantic's errors as a sentence with the path of its key."""
     place = [str(name) for name in mistake["loc"]]
-    # The models of the trackers are fields of one model for all of them.
+    # The trackers' models are fields of one common model.
     path = ".".join(place if within in (None, *place[:1]) else [str(within), *place])
     if mistake["type"] == "extra_forbidden":
         return unknown_key(path, _fields(title, place[:-1]))

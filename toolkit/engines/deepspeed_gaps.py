@@ -1,11 +1,11 @@
-"""What DeepSpeed leaves out of its checkpoints when the optimizer is on the CPU or on NVMe.
+"""States missing from DeepSpeed's checkpoints when the optimizer is on the CPU or on NVMe.
 
 With NVMe, deepspeed 0.19 copies the swap files into a checkpoint and back (engine.py,
-`offloaded_tensors`), and reads nothing else of the optimizer: a run that resumed would count Adam's
+`offloaded_tensors`), and reads no other state of the optimizer: a resumed run would count Adam's
 steps from 1, take the moments in the copied files for zeros, and lose groups that are too small to
-be swapped. On the CPU its Adam multiplies the powers of its betas up, step by step (cpu_adam.h,
-`IncrementStep`), and computes them anew after a jump, with another last bit. There is no public way
-to any of it. tests/checkpoints/test_exact_resuming.py fails when this moves.
+be swapped. On the CPU its Adam multiplies the powers of its betas step by step (cpu_adam.h,
+`IncrementStep`), and recomputes them after a jump, with a different last bit. None of this has a
+public API. tests/checkpoints/test_exact_resuming.py fails when this moves.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 
 def swapped_state(zero: Any) -> dict[str, Any] | None:
-    """Return what the swap files of ZeRO on this rank don't hold; None where nothing is swapped."""
+    """Return the states that ZeRO's swap files on this rank lack; None without swapping."""
     if not getattr(zero, "swap_optimizer", False):
         return None
     groups: list[dict[str, Any]] = []
@@ -46,7 +46,7 @@ def swapped_state(zero: Any) -> dict[str, Any] | None:
 
 
 def restore_swapped(zero: Any, swapped: dict[str, Any] | None) -> None:
-    """Put back what `swapped_state` returned, after DeepSpeed has put its files back."""
+    """Restore the result of `swapped_state`, after DeepSpeed has restored its files."""
     if swapped is None:
         return
     # DeepSpeed gathered the parameters that it keeps whole before their partitions were read.
@@ -80,7 +80,7 @@ def count_again(zero: Any) -> None:
     done = max((int(states.get("step", 0)) for states in adam.state.values()), default=0)
     group, one_element = adam.param_groups[0], [torch.zeros(1) for _ in range(4)]
     for step in range(1, done + 1):
-        # With a rate of 0, of tensors that nothing else uses: only the count moves on.
+        # With a rate of 0, on tensors without another use: only the count advances.
         adam.ds_opt_adam.adam_update(
             *(adam.opt_id, step, 0.0, *group["betas"], group["eps"], 0.0, group["bias_correction"]),
             *one_element,
@@ -88,7 +88,7 @@ def count_again(zero: Any) -> None:
 
 
 def _read(zero: Any, name: str, flat: Any) -> torch.Tensor:
-    """Read one swapped state: a new optimizer has the file's name, and not yet its length."""
+    """Read one swapped state; a new optimizer knows the file's name but not yet its length."""
     file = Path(zero.optimizer_swapper.swap_folder) / f"{name}-{flat.ds_id}.tensor.swp"
     state = torch.from_file(str(file), shared=False, size=flat.numel(), dtype=flat.dtype)
     return state.to(flat.device, copy=True)

@@ -33,7 +33,7 @@ def traits_of(strategy: Strategy) -> Traits:
 
 
 class FSDP2(Backend):
-    """A model whose layers, and itself, `fully_shard` has made `FSDPModule`s."""
+    """A model that `fully_shard` has turned into `FSDPModule`s, layer by layer and as a whole."""
 
     def gathers_in_forward(self) -> bool:
         return True
@@ -65,7 +65,7 @@ class FSDP2(Backend):
         )
 
     def _layers_wrapped(self) -> bool | None:
-        """Whether every decoder layer is a unit of its own; None of a model that names no layers.
+        """Whether every decoder layer is its own unit; None if the model names no layers.
 
         Without a wrapping policy Accelerate wraps embeddings and the root, and each step gathers
         all layers at once.
@@ -122,7 +122,7 @@ class FSDP2(Backend):
         if not is_spread(parameter):
             super().put_weight(parameter, numbers)
             return
-        # Each rank has the whole: nothing needs to be sent.
+        # Each rank has the whole tensor, so no communication is needed.
         spread: Any = distribute_tensor(
             numbers, parameter.device_mesh, parameter.placements, src_data_rank=None
         )
@@ -132,11 +132,10 @@ class FSDP2(Backend):
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Free what the forwards inside gather, and forget an order in which no backward comes.
+        """Free parameters gathered by the forwards inside, and forget the order of these forwards.
 
         `fully_shard` (torch 2.13, _fsdp_param_group.py) remembers each forward until a backward
-        ends, and gathers ahead what it saw last: the next backward would begin with a gather for
-        nothing.
+        ends, and prefetches in that order: the next backward would begin with a useless gather.
         """
         try:
             yield
@@ -153,7 +152,7 @@ class FSDP2(Backend):
                 yield unit
 
     def prefetch(self, *, ahead: int) -> int:
-        # Left alone, FSDP2 gathers a layer when its forward is called, and one ahead in backward.
+        # By default, FSDP2 gathers a layer when its forward is called, and one ahead in backward.
         blocks = [unit for unit in self._units() if unit is not self._model]
         for number, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + ahead])
@@ -192,15 +191,15 @@ class FSDP2(Backend):
 
 
 def class_of(model: torch.nn.Module) -> type[Any]:
-    """Return a model's own class: `fully_shard` puts one in front that has another name."""
+    """Return a model's original class; `fully_shard` puts a renamed subclass in its place."""
     return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def _groups(module: Any) -> Iterator[Any]:
-    """Yield what `fully_shard` keeps of each unit in a module that has parameters."""
+    """Yield `fully_shard`'s parameter group of each unit with parameters in a module."""
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
-            # One a unit, as Accelerate 1.15 shards: the list of several is not in torch 2.11.
+            # One group per unit, as Accelerate 1.15 shards; torch 2.11 lacks the list of several.
             group = unit._get_fsdp_state()._fsdp_param_group
             if group is not None:
                 yield group

@@ -1,9 +1,9 @@
 """FSDP2's shards: written by `torch.distributed.checkpoint`, read without running code in them.
 
 torch 2.13 reads the list of the shards (`filesystem.py`, `read_metadata`), and every value that is
-no tensor (`default_planner.py`, `load_bytes`), with an unpickler that calls any function. Here a
-pickle that names another type than those of such a list is refused.
-tests/checkpoints/test_shards.py fails when torch writes another type.
+no tensor (`default_planner.py`, `load_bytes`), with an unpickler that calls any function. This
+module refuses a pickle that names a type outside such a list. tests/checkpoints/test_shards.py
+fails when torch writes another type.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _read_list(file: Path) -> metadata.Metadata:
 
 
 class _Reader(FileSystemReader):
-    """Uses the list that was read before: of an error in it torch would only log a warning."""
+    """Uses the list that was read before, because torch only logs a warning of errors in it."""
 
     def __init__(self, folder: str, listed: metadata.Metadata) -> None:
         super().__init__(folder)

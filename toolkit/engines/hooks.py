@@ -8,18 +8,18 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 Undo = Callable[[], None]
-"""Takes back what returned it."""
+"""A function that undoes the effect of the call that returned it."""
 
 
 def nothing() -> None:
-    """Take nothing back."""
+    """Do nothing: an `Undo` without an effect to undo."""
 
 
 def stand_in(owner: Any, name: str, replacement: Any) -> Undo:
-    """Put something in place of a method, and return what takes that back.
+    """Replace a method, and return the `Undo` that restores it.
 
-    Where something else was put in front of the replacement since then, it holds the replacement:
-    `Undo` then leaves it, and the replacement has to let everything through from then on.
+    If the replacement was itself replaced since then, the newer one still calls it. `Undo` then
+    leaves it in place, and the replacement must pass every call on from then on.
     """
     before = vars(owner).get(name)
     setattr(owner, name, replacement)

@@ -24,9 +24,9 @@ def loads_on_rank_0(model: Any) -> bool:
 
 @contextmanager
 def outside_of_engines() -> Iterator[None]:
-    """Keep `from_pretrained` and `save_pretrained` on one rank from turning to an engine.
+    """Keep `from_pretrained` and `save_pretrained` on one rank from using an engine.
 
-    Transformers 5.23 partitions what it loads while DeepSpeed's config is registered, and loads
+    Transformers 5.23 partitions the weights while DeepSpeed's config is registered, and loads
     on one rank only while `ACCELERATE_USE_FSDP` is set: right at the start, wrong on one rank.
     """
     from transformers.integrations import deepspeed

@@ -78,7 +78,7 @@ def patch_transformers() -> None:
     import transformers.utils
     import transformers.utils.import_utils
 
-    # Each of them has the function by its name.
+    # Each of these modules has imported the function by its name.
     modules: tuple[Any, ...] = (
         transformers.utils,
         transformers.utils.import_utils,

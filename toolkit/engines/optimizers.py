@@ -1,4 +1,4 @@
-"""The optimizer that steps, inside of the wrappers of Accelerate and DeepSpeed."""
+"""The innermost optimizer, inside the wrappers of Accelerate and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from toolkit.engines.tensors import local, tensors_in
 
 
 def optimizer_of(optimizer: Any) -> torch.optim.Optimizer:
-    """Unwrap an optimizer down to the one that steps."""
+    """Return the innermost optimizer, which makes the steps."""
     wrappers = ("accelerate.", "deepspeed.runtime.zero")
     while not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer).__module__.startswith(
         wrappers
@@ -36,7 +36,7 @@ def watch_optimizer(
 ) -> Undo:
     """Call `before` and `after` around each step of the optimizer that steps.
 
-    Neither may call the returned `Undo`: torch goes through its hooks, and one less of them then
+    Neither may call the returned `Undo`: torch is then iterating over its hooks, and removing one
     ends the step with an error.
     """
     inner = optimizer_of(optimizer)
@@ -47,9 +47,9 @@ def watch_optimizer(
 
 
 def pending_scale(optimizer: Any) -> float:
-    """Return the loss scale that a fused optimizer takes off the gradients by itself, else 1.0.
+    """Return the loss scale that a fused optimizer itself divides out of the gradients, else 1.0.
 
-    torch sets it where nothing has unscaled the gradients before.
+    torch sets it if the gradients have not been unscaled before.
     """
     scale = getattr(optimizer_of(optimizer), "grad_scale", None)
     return 1.0 if scale is None else float(scale)

@@ -1,4 +1,4 @@
-"""What a training engine works with once everything is wrapped, and what its Accelerator says."""
+"""The wrapped objects of a training engine, and facts of its Accelerator."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What the Trainer or the loop trains with."""
+    """The wrapped objects that the Trainer or the loop trains with."""
 
     accelerator: Any
     model: Any
     optimizer: Any
     scheduler: Any
     report: Callable[[int, dict[str, float]], None]
-    """Sends values of a step to the trackers that were asked for; every rank may call it."""
+    """Sends values of a step to the requested trackers; every rank may call it."""
 
     @property
     def unwrapped(self) -> Any:
@@ -38,9 +38,9 @@ class Prepared:
 
 
 def amp_precision(accelerator: Accelerator) -> str:
-    """Return what torch's autocast computes in: `no` (fp32), `bf16` or `fp16`.
+    """Return the precision of torch's autocast: `no` (fp32), `bf16` or `fp16`.
 
-    Accelerate 1.15 asked for fp16 on a CPU computes in fp32 without a word.
+    If fp16 is requested on a CPU, Accelerate 1.15 silently computes in fp32.
     """
     return accelerator.mixed_precision if accelerator.native_amp else "no"
 
@@ -48,7 +48,7 @@ def amp_precision(accelerator: Accelerator) -> str:
 def split_by(accelerator: Accelerator, *, tensor: int = 1) -> str:
     """Name the ways in which one copy of the model's computation is split over ranks, or `none`.
 
-    Sharded states are none of them: each rank still computes all layers, of rows of its own.
+    Sharded states don't count: each rank still computes all layers on its own rows.
     `tensor` is the number of ranks that share a layer, as the backend sees it.
     """
     config = accelerator.parallelism_config

@@ -1,7 +1,7 @@
-"""Tensors of a wrapped model, whoever shards them, and what is the same under every backend.
+"""Tensors of a wrapped model under any sharding, and functions common to every backend.
 
-A parameter is whole, a `DTensor` of which this rank holds a part (FSDP2), or, under ZeRO-3, an
-empty tensor beside a partition. Its own attributes say which, before and after it is wrapped.
+A parameter is whole, a `DTensor` with this rank's part (FSDP2), or, under ZeRO-3, an empty tensor
+beside a partition. Its own attributes show the kind, before and after it is wrapped.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def elements_of(parameter: torch.Tensor) -> int:
-    """Return the elements of the whole parameter, wherever its parts are."""
+    """Return the number of elements of the whole parameter."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
@@ -72,7 +72,7 @@ def shape_of(parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without what torch's wrappers within the model put into it."""
+    """Return a parameter's name without the parts that torch's wrappers in the model add."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
@@ -130,7 +130,7 @@ def state_tensors(model: torch.nn.Module, *, trained_only: bool) -> dict[str, to
 
 
 def scales_held(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yield what scales parameters in 4 bits: no parameters themselves, and never sharded."""
+    """Yield the scales of 4-bit parameters, which are no parameters and are never sharded."""
     for module in model.modules():
         state = getattr(module, "quant_state", None)  # bitsandbytes 0.50, nn/modules.py
         inner = getattr(state, "state2", None)
@@ -148,12 +148,12 @@ def resident_fraction(model: torch.nn.Module, parameters_held: Iterable[torch.Te
 
 
 def sharded_fraction(model: torch.nn.Module) -> float:
-    """Return the share of all parameters that this rank is the keeper of; 1.0 without sharding."""
+    """Return the share of all parameters that this rank stores; 1.0 without sharding."""
     sharded = total = 0
     for parameter in model.parameters():
         total += elements_of(parameter)
         partition = getattr(parameter, "ds_tensor", None)
-        # Of a partition that is swapped to NVMe a stub stays, which knows its elements.
+        # A partition that is swapped to NVMe leaves a stub, which knows its number of elements.
         sharded += local(parameter).numel() if partition is None else int(partition.ds_numel)
     return sharded / total if total else 1.0
 

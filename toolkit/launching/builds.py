@@ -1,9 +1,9 @@
 """Stale locks of DeepSpeed's C++ builds.
 
 DeepSpeed compiles its C++ parts at first use through torch, which takes an empty file `lock` in
-the part's folder as its baton. A build that is killed leaves the file, and every later run waits
-for it in silence, for ever. (torch 2.15 has the system lock that file instead. That lock ends with
-the process, and the file stays: to remove it while no process holds it does no harm.)
+the part's folder as its baton. A killed build leaves the file, and every later run silently waits
+for it for ever. (torch 2.15 has the system lock that file instead. That lock ends with the process,
+and the file stays: to remove it while no process holds it does no harm.)
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ def clear_stale_locks() -> list[Path]:
 
 
 def unbuilt(parts: Iterable[str]) -> list[str]:
-    """Return those of DeepSpeed's parts that no build has left here yet."""
+    """Return the DeepSpeed parts that have not been built here yet."""
     folders = extension_folders()
     return [part for part in parts if not any((f / part / f"{part}.so").exists() for f in folders)]
 
 
 def _is_built(folder: Path) -> bool:
-    """Whether the build in a folder came to its end: the library is linked, of all object files."""
+    """Whether the build in a folder is complete: the library is linked from all object files."""
     library = folder / f"{folder.name}.so"
     try:
         made = library.stat().st_mtime

@@ -1,4 +1,4 @@
-"""The lock file of a folder in which one process at a time works; its text says who may."""
+"""The lock file of a folder for one process at a time; its text marks the kind of worker."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Worker = Literal["run", "comparison"]
 
 _NOT_A_FILE: Final = {errno.ELOOP, errno.EISDIR}
 _NO_LOCKS: Final = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
-"""Of file systems that cannot lock, some networked ones among them: folders stay unlocked there."""
+"""Errors of file systems without locks, often networked ones: folders stay unlocked there."""
 
 _MOST_BYTES: Final = 100
-"""More than any mark has."""
+"""A number of bytes that is larger than any mark."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""Launches by forking: ask a warm process, which has imported what every rank imports, for a fork.
+"""Launches by forking: ask a warm process, which has made the imports of a rank, for a fork.
 
 The process that forks is in `toolkit.warm`. Processes talk over Unix sockets: a request brings the
-standard streams along, its answer is the process's number and, later, how it ended.
+standard streams along; the answers are the process's number and, later, its exit status.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from toolkit.launching.ranks import LAUNCHER_PID
 from toolkit.launching.status import STATUS_DIR
 
 SOCKET: Final = "TOOLKIT_WARM_SOCKET"
-"""Variable with the path of a warm process's socket, where launches are to be forked from one."""
+"""Variable with the path of a warm process's socket, if launches should be forked from it."""
 
 OF_A_LAUNCH: Final = frozenset(
     {STATUS_DIR, LAUNCHER_PID, SOCKET, "TOOLKIT_CACHE", "PYTHONUNBUFFERED", "PWD", "_"}
@@ -45,7 +45,7 @@ ANSWER_SECONDS: Final = 300.0
 """How long a warm process may take to import and to fork before a launch starts cold."""
 
 IGNORED_BY_PYTHON: Final = (signal.SIGPIPE, signal.SIGXFSZ)
-"""Python ignores them when it starts, whatever its parent did."""
+"""Python ignores these signals when it starts, regardless of its parent."""
 
 shared_bytes = 0
 """RAM that this process shared with the warm one at its fork; 0 where it was started cold."""
@@ -61,7 +61,7 @@ def why_cold(error: OSError | WarmError) -> str:
 
 
 class ForkRequest(TypedDict):
-    """What a forked process gets, as JSON; its standard streams come beside it."""
+    """The JSON request for a forked process; its standard streams are sent beside it."""
 
     args: list[str]
     environment: dict[str, str]
@@ -104,7 +104,7 @@ class Fork:
         """
         if self.returncode is None:
             answer = self._read(timeout)
-            # Without an answer the warm process is gone, and what it forked was killed with it.
+            # Without an answer the warm process is gone, and its forks were killed with it.
             self.returncode = -signal.SIGKILL if answer is None else int(answer["code"])
             self._connection.close()
         return self.returncode
@@ -159,7 +159,7 @@ def fork(
 
     Raises:
         WarmError: the loop has ended, or may not fork.
-        OSError: it has ended before it got the request, or the current folder was removed.
+        OSError: the loop has ended before it got the request, or the current folder was removed.
     """
     request = ForkRequest(
         args=list(args),
@@ -239,7 +239,7 @@ def start(
     on_cold: Callable[[str], None],
     folder: Path | None = None,
 ) -> subprocess.Popen[bytes] | Fork:
-    """Start a Python in a session of its own, without input: forked where one serves, else cold.
+    """Start a Python in its own session, without input: forked from a warm process, else cold.
 
     The command begins with this Python; `environment` and `folder` are those of `fork`, and
     `on_cold` gets the reason where a warm process could not serve.
@@ -276,7 +276,7 @@ def key_of(environment: Mapping[str, str]) -> str:
         for name, value in environment.items()
         if name not in OF_A_LAUNCH and not name.startswith(OF_A_LAUNCHER)
     }
-    # No import initialises CUDA: of this variable all that counts is whether the GPUs are hidden.
+    # No import initialises CUDA: it only matters whether this variable hides all GPUs.
     variables["CUDA_VISIBLE_DEVICES"] = str(environment.get("CUDA_VISIBLE_DEVICES") == "")
     text = json.dumps([sys.executable, sorted(variables.items())])
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -36,12 +36,12 @@ EXIT_SECONDS = 30.0
 """How long the launcher may take to leave once every rank's status is `finished`."""
 
 PORT_ATTEMPTS = 3
-"""Launches until one that loses its port to another process is given up."""
+"""Number of attempts to launch if another process takes the port."""
 
 LINES_KEPT = 2000
-"""Last lines of a log from which its end is judged."""
+"""Number of last log lines from which the end of a run is judged."""
 
-# Not the script `accelerate`, which PATH may lack, or have of another Python.
+# Not the script `accelerate`: it may be missing on PATH, or belong to another Python.
 LAUNCHER = [sys.executable, "-m", "accelerate.commands.launch"]
 
 
@@ -140,7 +140,7 @@ class Follower:
 
     started: float = field(default_factory=time.monotonic)
     gone: dict[int, float] = field(default_factory=dict[int, float])
-    """When each rank that vanished was first missed, by `time.monotonic()`."""
+    """Time at which each vanished rank was first missed, by `time.monotonic()`."""
 
     statuses: list[RankStatus] = field(default_factory=list[RankStatus])
     lines: deque[str] = field(default_factory=lambda: deque[str](maxlen=LINES_KEPT))
@@ -200,7 +200,7 @@ class Follower:
         give_up: float | None = None
         steps = 0
         while True:
-            # Polled first: what the ranks wrote before the launcher left is then read below.
+            # Polled first, so that the last output of the ranks before that is read below.
             over = supervisor.poll() is not None
             self._read_lines(log)
             self.statuses = read_statuses(self.folder / "status")
@@ -230,7 +230,7 @@ class Follower:
         for status in self.statuses:
             if status.state != "running" or processes.is_alive(status.pid, started=status.started):
                 continue
-            # It may have written its last status after the reading and before the look at it.
+            # It may have written its last status between the reading and the look at its process.
             last = read_status(self.folder / "status" / f"rank-{status.rank}.json")
             if last is None or last.state == "running":
                 self.gone.setdefault(status.rank, now)
@@ -282,7 +282,7 @@ def launch_environment(extra: Mapping[str, str], *, loopback: bool) -> dict[str,
         # A rank that dies of a signal in native code then shows where.
         "PYTHONFAULTHANDLER": "1",
     }
-    # The ranks descend from a launcher of their own, whichever this process descends from.
+    # The ranks descend from their own launcher, even if this process descends from another.
     environment.pop(LAUNCHER_PID, None)
     if loopback and "lo" in (name for _, name in socket.if_nameindex()):
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -57,7 +57,7 @@ class Ending:
     statuses: list[RankStatus]
 
     gone: dict[int, float] = field(default_factory=dict[int, float])
-    """When ranks whose status was `running` were seen to be gone, before anything was killed here.
+    """Time at which ranks with status `running` were found gone, before any kill from here.
 
     By the clock of `RankStatus.time`.
     """
@@ -113,7 +113,7 @@ def without_launcher_noise(lines: Iterable[str]) -> list[str]:
 
 def _verdict(ending: Ending, lines: list[str]) -> tuple[OutcomeStatus, str | None]:
     failures = _failures(ending)
-    # All ranks agreed before the first wrote it: one that is gone was only ended early.
+    # All ranks agreed before the first wrote it: a missing rank was only ended early.
     for status in ending.statuses:
         if status.state == "preempted" and status.error is not None:
             return "failed", status.error.message
@@ -142,7 +142,7 @@ def _verdict(ending: Ending, lines: list[str]) -> tuple[OutcomeStatus, str | Non
 
 
 Order = tuple[int, float, bool]
-"""Whether the rank only followed another's failure; when; whether another was seen first."""
+"""Whether the rank only followed another's failure; the time; whether another was seen first."""
 
 Verdict = tuple[OutcomeStatus, str]
 

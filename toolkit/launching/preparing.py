@@ -1,4 +1,4 @@
-"""`toolkit prepare`: model and data made ready once, so that no rank waits for them in a launch."""
+"""`toolkit prepare`: prepare model and data once, so that no rank waits for them in a launch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ WORKER = "toolkit.training.prepare"
 def prepare_once(flags: Sequence[str], *, num_processes: int | None = None) -> dict[str, Any]:
     """Fill the caches for a launch with these flags of `toolkit.train`, and return the facts.
 
-    What goes on is shown on stderr meanwhile: a bar on a terminal, else lines.
+    Progress is shown on stderr: a bar on a terminal, else lines.
 
     Raises:
-        SystemExit: 2 where flags, model or data are not usable, else 1; why stands on stderr.
+        SystemExit: 2 if flags, model or data are not usable, else 1; the reason is on stderr.
     """
     learn(flags)
     ranks = [] if num_processes is None else [f"--num_processes={num_processes}"]
@@ -33,7 +33,7 @@ def prepare_once(flags: Sequence[str], *, num_processes: int | None = None) -> d
 
 
 def described(facts: Mapping[str, Any]) -> list[str]:
-    """Return lines that say what is in the cache now."""
+    """Return lines that describe the contents of the cache."""
     data = facts["data"]
     lines = [("model", facts["model"]["name"]), ("data", f"{data['name']} ({data['format']})")]
     lines += _rows(data)

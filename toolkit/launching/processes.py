@@ -1,6 +1,6 @@
-"""Processes: which are alive and since when, how to end a whole tree, how many the kernel ended.
+"""Processes: find the living and their start, end a whole tree, count those the kernel ended.
 
-Nothing here depends on the time of day, which may be set while a process runs.
+No function here depends on the time of day, which may be set while a process runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CONTROLLERS = Path("/sys/fs/cgroup")
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the signals that ask this process to end: SIGHUP is none of them under `nohup`."""
+    """Return the signals that ask this process to end; under `nohup`, SIGHUP is not included."""
     hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
     return [signal.SIGTERM, *hangup]
 
@@ -92,7 +92,7 @@ def kill(processes: list[psutil.Process]) -> None:
 
 
 def kill_descendants(pid: int) -> None:
-    """Kill everything below `pid`, again until nothing new appears.
+    """Kill all processes below `pid`, and repeat until no new process appears.
 
     A process that sleeps inside the kernel cannot be killed: after `KILL_SECONDS` it is given up.
     """

@@ -16,12 +16,12 @@ PACKAGE_FOLDER = "TOOLKIT_PACKAGE_FOLDER"
 def python_environment() -> dict[str, str]:
     """Return this process's variables for another Python, which then finds the same toolkit.
 
-    It takes modules from where they are installed, whatever files lie in the current folder.
+    It imports installed modules, never files of the same name in the current folder.
     """
     environment = os.environ | {"PYTHONSAFEPATH": "1"}
     # An empty entry would be the current folder.
     folders = [folder for folder in environment.pop("PYTHONPATH", "").split(os.pathsep) if folder]
-    # In front of the standard library, what is installed could shadow it.
+    # In front of the standard library, installed packages could shadow it.
     installed = [*site.getsitepackages(), site.getusersitepackages()]
     if Path(ROOT).resolve() not in [Path(folder).resolve() for folder in installed]:
         folders = [ROOT, *(folder for folder in folders if folder != ROOT)]

@@ -24,7 +24,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(death_signal: signal.Signals = signal.SIGKILL) -> None:
-    """Ask Linux to end this process when the thread that started it ends; elsewhere do nothing.
+    """Ask Linux to end this process when the thread that started it ends; no effect elsewhere.
 
     Without it, a launcher that is killed leaves its ranks behind as orphans.
     """
@@ -71,9 +71,9 @@ def quiet() -> None:
 def leave(code: int = 0) -> NoReturn:
     """End this process after its threads and exit handlers, and before the interpreter's own end.
 
-    There, gloo's threads may still hold tensors and abort on the lock of an interpreter that is
-    gone: about one launch in 44 with torch 2.13 (pytorch/pytorch#190489, open). Only for a rank
-    that is done: one that failed may wait here for its neighbours.
+    At that end, gloo's threads may still hold tensors and abort on the lock of an interpreter that
+    is gone: about one launch in 44 with torch 2.13 (pytorch/pytorch#190489, open). Only for a rank
+    that is done: a failed rank may wait here for its neighbours.
     """
     # As `multiprocessing` ends its own children, with the same two calls.
     threading._shutdown()  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue]

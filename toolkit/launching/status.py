@@ -27,8 +27,8 @@ Failure = Literal["failed", "refused", "usage"]
 STATUS_DIR = "TOOLKIT_STATUS_DIR"
 
 PEAK_STEPS = 2
-"""Last step after which a rank that is well reads its peak: all that it holds is there by then, and
-the steps that are timed don't pay for the reading."""
+"""Last step after which a healthy rank reads its peak: all its states exist by then, and the timed
+steps don't pay for the reading."""
 
 ECHO_PAUSE_SECONDS = 2.0
 """How long a rank that only lost a neighbour stays, so that the neighbour can write its own error.
@@ -36,7 +36,7 @@ ECHO_PAUSE_SECONDS = 2.0
 Launchers end every rank at once when the first one leaves.
 """
 
-# Errors of a rank when another one is already gone. True, and never the cause.
+# Errors of a rank after another one is gone: correct, but never the cause.
 ECHO_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "BrokenPipeError")
 ECHO_TEXTS = (
     "connection closed by peer",
@@ -63,7 +63,7 @@ class RankError:
 
     @property
     def is_echo(self) -> bool:
-        """Whether it only means that another rank is gone."""
+        """Whether the error only means that another rank is gone."""
         text = self.message.lower()
         return self.type in ECHO_TYPES or any(echo in text for echo in ECHO_TEXTS)
 
@@ -82,10 +82,10 @@ class RankStatus:
     """Last finished optimizer step, 0 before the first."""
 
     time: float
-    """When it was written, by `time.monotonic()`: one clock for all processes of a machine."""
+    """Time of writing, by `time.monotonic()`: one clock for all processes of a machine."""
 
     started: float
-    """When the process began, as `start_of` returns it."""
+    """Start of the process, as `start_of` returns it."""
 
     error: RankError | None = None
     peak_bytes: int | None = None
@@ -131,7 +131,7 @@ class StatusFile:
     def _read_peak(self) -> None:
         if self.peak is None:
             return
-        # A device that is lost must not hide the error that is on its way.
+        # A lost device must not hide the error that is being reported.
         with contextlib.suppress(RuntimeError):
             self._peak_bytes = self.peak()
 
@@ -149,7 +149,7 @@ class StatusFile:
             "error": None if error is None else asdict(error),
             "peak_bytes": self._peak_bytes,
         }
-        # Not waiting for the disk: it is written anew every step.
+        # Without waiting for the disk, because it is rewritten every step.
         write_text(self.path, json.dumps(redacted(status)), durable=False)
 
 
@@ -175,7 +175,7 @@ def guard(
     except BaseException as error:
         failure = _failure_of(error, refused_by)
         if failure and status.state == "running":
-            # A full disk must not hide the error that is on its way.
+            # A full disk must not hide the error that is being reported.
             with contextlib.suppress(OSError):
                 status.failed(error, failure)
             if RankError.of(error).is_echo:
@@ -196,7 +196,7 @@ def _failure_of(
         return "failed"
     if error.code in (None, 0):
         return None
-    # argparse leaves with 2; 3 is what a rank that refused leaves with.
+    # argparse exits with 2; a rank that refused exits with 3.
     return "usage" if error.code == 2 else "refused" if error.code == 3 else "failed"
 
 
@@ -224,4 +224,4 @@ def read_status(path: Path) -> RankStatus | None:
             peak_bytes=None if peak is None else int(peak),
         )
     except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
-        return None  # the ranks' own code may write anything there
+        return None  # the ranks' own code may write any content there

@@ -1,12 +1,12 @@
 """`python -m toolkit.launching.supervised PARENT_PID [--redacting] COMMAND ...`: leave no process.
 
-It stands between us and the launcher. When COMMAND ends, or this process gets a signal to stop, or
-the process PARENT_PID dies in whatever way, everything that COMMAND started is killed. Ranks are in
-sessions of their own and a compiler that they started outlives them, so neither the process group
-nor a walk down from the launcher finds all: as subreaper, this process inherits every orphan.
+It runs between us and the launcher. When COMMAND ends, this process gets a signal to stop, or the
+process PARENT_PID dies in any way, every process that COMMAND started is killed. Ranks have their
+own sessions, and a compiler that they started outlives them, so neither the process group nor a
+walk down from the launcher finds all: as subreaper, this process inherits every orphan.
 
-With `--redacting`, what COMMAND and all below it print comes here first, and goes on to stdout
-without secrets.
+With `--redacting`, the output of COMMAND and all its descendants comes here first, and goes on to
+stdout without secrets.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def main(arguments: list[str], run: Callable[[list[str]], None] | None = None) -
 class Pump:
     """Reads the output of processes from a pipe, and prints it line by line without secrets.
 
-    It runs in a process that does nothing else, so that none of them waits for it for long.
+    It runs in a process without other work, so that none of them waits for it for long.
     """
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class Pump:
 
 
 def _redacted(data: bytes) -> bytes:
-    """Return output without secrets; all else comes back as it was, in any encoding."""
+    """Return output without secrets; all other bytes are unchanged, in any encoding."""
     text = redact(data.decode("utf-8", errors="surrogateescape"))
     return text.encode("utf-8", errors="surrogateescape")
 

@@ -1,7 +1,7 @@
-"""What was requested against what engaged. Where they differ, the run stops and shows both.
+"""Attestation: compare requested settings with the engaged ones; stop the run if they differ.
 
-Accelerate falls back silently to one process or to DDP in at least five known ways, so a
-report without this may well compare DDP with DDP.
+The error shows both. Accelerate falls back silently to one process or to DDP in at least five known
+ways, so a report without this check may well compare DDP with DDP.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from toolkit.engines.tensors import (
 from toolkit.strategies import COMPUTE_DTYPES, Strategy
 
 FRACTION_TOLERANCE = 0.05
-"""Padding and dimensions that don't divide move a rank's share by less than this."""
+"""Padding and uneven division change a rank's share by less than this."""
 
 MAY_BE_UNKNOWN = {
     "layers_wrapped",  # a model that doesn't name its layers
@@ -38,11 +38,11 @@ MAY_BE_UNKNOWN = {
     "betas",  # likewise, or another rule than Adam's
     "eps",  # likewise
 }
-"""Facts that cannot always be seen. A run is refused for any other that was not seen."""
+"""Facts that cannot always be observed. Any other fact that is missing refuses the run."""
 
 
 class Refused(RuntimeError):
-    """What engaged is not what was asked; the text shows both."""
+    """The engaged settings differ from the requested ones; the text shows both."""
 
     def __init__(self, text: str, mismatches: list[Mismatch] | None = None) -> None:
         super().__init__(text)
@@ -51,7 +51,7 @@ class Refused(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requested:
-    """What a run requested. None of a field means that nothing did, and it is not compared."""
+    """The requested settings of a run. None: the setting was not requested, and is not compared."""
 
     strategy: Strategy
     num_processes: int
@@ -61,10 +61,10 @@ class Requested:
     optimizer_classes: tuple[str, ...] | None = None
     activation_checkpointing: bool | None = None
     accumulation_dtype: str | None = None
-    """What gradients are summed up in over micro-batches."""
+    """The dtype in which gradients are summed over micro-batches."""
 
     optimizer_settings: dict[str, Any] | None = None
-    """What the optimizer's groups must hold: `learning_rate` before any schedule, `weight_decay` of
+    """Settings of the optimizer's groups: `learning_rate` before any schedule, `weight_decay` of
     the groups that decay, `betas`, `eps`."""
 
     dtype: str = "float32"
@@ -72,7 +72,7 @@ class Requested:
 
     @property
     def shards(self) -> int:
-        """Ranks that share one copy of whatever is sharded."""
+        """Number of ranks that share one copy of the sharded states."""
         return self.num_processes // self.strategy.replicas
 
     def before_first_step(self) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class Mismatch:
 
 
 def engaged_before(accelerator: Any, model: Any) -> dict[str, Any]:
-    """Look at a prepared model before its first step."""
+    """Return the facts of a prepared model before its first step."""
     backend = backend_of(model)
     return {
         "distributed_type": accelerator.distributed_type.name,
@@ -157,7 +157,7 @@ def engaged_before(accelerator: Any, model: Any) -> dict[str, Any]:
 
 
 def engaged_at_step(model: Any) -> dict[str, Any]:
-    """Look at the gradients of the first step, while they are there."""
+    """Return the facts of the first step's gradients, while they exist."""
     backend = backend_of(model)
     reduced = backend.reduce_dtype()
     dtypes = _dtypes(backend.gradients_held())
@@ -169,15 +169,15 @@ def engaged_at_step(model: Any) -> dict[str, Any]:
 
 
 def engaged_after(model: Any, optimizer: Any) -> dict[str, Any]:
-    """Look at the optimizer after the first step."""
+    """Return the facts of the optimizer after the first step."""
     backend, inner = backend_of(model), optimizer_of(optimizer)
     facts: dict[str, Any] = {
         "optimizer_class": type(inner).__name__,
         "resident_fraction": round(resident_fraction(model, backend.parameters_held()), 4),
         **_settings(backend.parameter_groups(optimizer)),
     }
-    # States as large as a parameter, or as its rows and columns, tell where it is stepped on; step
-    # counts don't, and a parameter with other states alone leaves it open.
+    # States as large as a parameter, or as its rows and columns, show where it is stepped on. Step
+    # counts don't; a parameter with only other states leaves it unknown.
     stepped, tells = 0, True
     states: list[torch.Tensor] = []
     for parameter, state in inner.state.items():
@@ -196,14 +196,14 @@ def engaged_after(model: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def _state_shapes(shape: torch.Size) -> tuple[torch.Size, ...]:
-    """Return a parameter's shape, and those of the rows and columns that Adafactor keeps of it."""
+    """Return a parameter's shape, and the shapes of Adafactor's row and column states."""
     return (shape, shape[:-1], shape[:-2] + shape[-1:]) if len(shape) > 1 else (shape,)
 
 
 def _settings(groups: list[tuple[dict[str, Any], list[Any]]]) -> dict[str, Any]:
-    """Return what an optimizer's groups hold: of each setting every value, smallest first."""
+    """Return all values of each setting in an optimizer's groups, smallest first."""
     stepped = [settings for settings, parameters in groups if parameters]
-    # A schedule keeps beside the rate what it began with.
+    # A schedule keeps the initial rate beside the current one.
     held = {"learning_rate": [group.get("initial_lr", group.get("lr")) for group in stepped]}
     for name in ("weight_decay", "betas", "eps"):
         held[name] = [group.get(name) for group in stepped]
@@ -219,7 +219,7 @@ def _plain_setting(value: Any) -> Any:
 
 
 def compare(requested: dict[str, Any], engaged: dict[str, Any], *, rank: int) -> list[Mismatch]:
-    """List the facts that were requested and did not engage, or that were not seen."""
+    """List requested facts that did not engage or were not observed."""
     return [
         Mismatch(what=name, asked=wanted, engaged=engaged.get(name, "unknown"), rank=rank)
         for name, wanted in requested.items()
@@ -228,7 +228,7 @@ def compare(requested: dict[str, Any], engaged: dict[str, Any], *, rank: int) ->
 
 
 def kept_whole(engaged: dict[str, Any]) -> list[str]:
-    """Say when ZeRO-3 holds more than its share: what is below its threshold stays gathered."""
+    """Say if ZeRO-3 holds more than its share: parameters below its threshold stay gathered."""
     resident, sharded = engaged["resident_fraction"], engaged["sharded_fraction"]
     if engaged["zero_stage"] < 3 or resident - sharded <= FRACTION_TOLERANCE:
         return []
@@ -240,7 +240,7 @@ def kept_whole(engaged: dict[str, Any]) -> list[str]:
 
 
 def require(mismatches: list[Mismatch]) -> None:
-    """Refuse on every rank what any rank refuses.
+    """Refuse the run on every rank if any rank has a mismatch.
 
     Raises:
         Refused: with each rank's mismatches.

@@ -2,9 +2,8 @@
 
 A clock notes moments: on a GPU an event in its stream, read when the device has passed it. A step
 is cut at the forward of the wrapped model, at the end of backward and around clipping and update;
-what is left is `other`. On a GPU the seconds are therefore those of the device: `data` is the time
-in which it had nothing to do because rows were missing, and a collective belongs to the part that
-waits for it.
+the rest is `other`. On a GPU the seconds are therefore those of the device: `data` is the time in
+which it was idle because rows were missing, and a collective belongs to the part that waits for it.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Clock:
         """From the start of the process until training could begin."""
 
     def prepared(self, model: Any, optimizer: Any) -> None:
-        """Follow what `Accelerator.prepare` returned, from now on."""
+        """Time the objects that `Accelerator.prepare` returned, from now on."""
         self.start_seconds = age_seconds()
         backend = backend_of(model)
         self._forward_is_alone = not backend.gathers_in_forward()
@@ -51,7 +50,7 @@ class Clock:
         self._hooks.callback(model.register_forward_hook(self._forward_ends).remove)
         step_hooks = backend.watch_step(
             optimizer,
-            # DeepSpeed's step has collectives in it.
+            # DeepSpeed's step contains collectives.
             before=lambda: self.begin("optimizer", alone=not backend.steps_in_backward),
             after=lambda: self.begin("other"),
         )
@@ -59,12 +58,12 @@ class Clock:
         self.restart()
 
     def follow_units(self, model: Any) -> None:
-        """Tell what the units of a sharded model compute in forward from their wait for parameters.
+        """Separate computing from waiting for parameters in the forward of a sharded model's units.
 
-        Not for what is compiled: torch.compile keeps its forward to itself.
+        Not for compiled models: torch.compile hides their forward from hooks.
         """
         for unit in backend_of(model).waiting_units():
-            # After FSDP's own hook, which waits, and before that which frees.
+            # After FSDP's own hook that waits, and before its hook that frees.
             hook = unit.register_forward_pre_hook(lambda *_: self._within_forward(alone=True))
             self._hooks.callback(hook.remove)
             hook = unit.register_forward_hook(
@@ -73,17 +72,17 @@ class Clock:
             self._hooks.callback(hook.remove)
 
     def restart(self) -> None:
-        """Forget the open step: what was done in it belongs to none."""
+        """Forget the open step: the time spent in it belongs to no step."""
         self._moments = [("other", _Moment())]
 
     def begin(self, phase: Phase, *, alone: bool = False) -> None:
-        """Say what the rank does from now on, and whether it does so by itself: no collective."""
+        """Begin a phase; `alone` means that the rank runs no collective in it."""
         if self._moments:
             self._moments.append((phase, _Moment(alone=alone)))
 
     @contextmanager
     def within(self, phase: Phase, *, alone: bool = False) -> Iterator[None]:
-        """Say what the rank does inside, and that something else follows."""
+        """Time the body as `phase`, and what follows as `other`."""
         self.begin(phase, alone=alone)
         try:
             yield
@@ -101,11 +100,11 @@ class Clock:
             self._read += 1
 
     def busy_seconds(self) -> float:
-        """Return what the rank did of the open step by itself, in parts without a collective.
+        """Return the seconds of the open step that the rank spent in parts without a collective.
 
-        That is waiting for rows, the update but under DeepSpeed, and forward but under ZeRO-3, of
-        FSDP what its units compute (`follow_units`). On a GPU it is what the device has passed, and
-        no less than that of the step before.
+        These parts are waiting for rows, the update (except under DeepSpeed), and forward (except
+        under ZeRO-3; under FSDP only its units' computing, `follow_units`). On a GPU, only work
+        that the device has passed counts, and at least that of the step before.
         """
         on_gpu = torch.cuda.is_available()
         before = self._steps[-1].busy_seconds() if self._steps and on_gpu else 0.0
@@ -116,7 +115,7 @@ class Clock:
         return [step.seconds() for step in self._steps]
 
     def warm_up(self) -> dict[str, float | None]:
-        """Return what the start took, as far as this rank knows."""
+        """Return the seconds of the start-up phases, as far as this rank knows them."""
         return {
             "start_seconds": self.start_seconds,
             "build_seconds": sum(self._builds) if self._builds else None,
@@ -124,7 +123,7 @@ class Clock:
         }
 
     def close(self) -> None:
-        """Leave no hook behind."""
+        """Remove all hooks."""
         self._hooks.close()
         self._moments = []
 
@@ -135,7 +134,7 @@ class Clock:
             self._hooks.callback(watch(self._builds.append))
 
     def watch_compiles(self) -> None:
-        """Time torch.compile, of forward and of backward, where anything is compiled at all."""
+        """Time torch.compile for forward and backward, if any part is compiled."""
         if "torch._dynamo" not in sys.modules:
             return
         from torch._dynamo.callback import callback_handler
@@ -163,7 +162,7 @@ class Clock:
             self.begin("backward")
 
     def _within_forward(self, *, alone: bool) -> None:
-        # Activation checkpointing goes through a unit again, in backward.
+        # Activation checkpointing runs a unit's forward again in backward.
         if self._moments and self._moments[-1][0] == "forward":
             self.begin("forward", alone=alone)
 
@@ -171,7 +170,7 @@ class Clock:
 class _Moment:
     def __init__(self, *, alone: bool = False) -> None:
         self.alone = alone
-        """Whether what begins here has no collective in it."""
+        """Whether the part that begins here contains no collective."""
 
         self.time = time.perf_counter()
         self.event: torch.cuda.Event | None = None
@@ -203,7 +202,7 @@ class _TimedStep:
         return self._seconds is not None or self._moments[-1][1].passed
 
     def busy_seconds(self) -> float:
-        """Return what the rank did by itself, 0 while the device is not through."""
+        """Return the seconds in parts without a collective; 0 until the device has passed them."""
         if self.passed:
             self.seconds()
         return self._busy

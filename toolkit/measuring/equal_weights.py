@@ -1,12 +1,12 @@
-"""Ranks that should hold the same weights, compared by checksums: 8 or 16 bytes a rank are sent.
+"""Checks by checksum that ranks hold the same weights: 8 or 16 bytes are sent per rank.
 
-After loading: what happens to ranks that loaded different weights depends on the backend. DDP and
-DeepSpeed broadcast rank 0's without a word, and FSDP2 cuts each rank's own, so that a model of
-pieces is trained. All of them are a mistake of the script, and seen before a backend wraps them.
+After loading: the effect of different weights on the ranks depends on the backend. DDP and
+DeepSpeed silently broadcast rank 0's weights. FSDP2 shards each rank's own, so that a mixed model
+is trained. In all cases the script is wrong, and this is found before a backend wraps the model.
 
 Before a save: optimizers make the same update from the same gradients, so replicas stay equal to
-the bit. Where they part, losses and gradients show it a step too late or never, and rank 0's
-weights are saved as if they were everyone's.
+the bit. If they diverge, losses and gradients show it a step too late or never, and rank 0's
+weights are saved as if all ranks had them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ REPLICAS_ADVICE: Final = (
 
 
 def check_loaded(guards: Guards, model: Any) -> None:
-    """Report ranks that loaded other weights than most; a collective, before `prepare`.
+    """Report ranks whose loaded weights differ from most; a collective, before `prepare`.
 
     Raises:
         GuardError: on every rank, unless the guards only warn.
@@ -67,7 +67,7 @@ def check_loaded(guards: Guards, model: Any) -> None:
 
 
 def check_replicas(guards: Guards, model: Any, *, step: int) -> None:
-    """Report ranks that hold other weights than they should; a collective.
+    """Report ranks whose weights differ from their replicas'; a collective.
 
     FSDP2's shards are compared across the groups that each hold a whole model. To be called after
     `step`, and before the next one.
@@ -83,7 +83,7 @@ def check_replicas(guards: Guards, model: Any, *, step: int) -> None:
     of_ranks: list[dict[str, tuple[Any, int]]] = gather_objects(sums)
     names = list(dict.fromkeys(name for sums in of_ranks for name in sums))
     unequal = [name for name in names if _parted(of_ranks, name)]
-    if not unequal:  # the ranks divide the model in ways that have no piece in common
+    if not unequal:  # the ranks shard the model differently and have no piece in common
         return
     sentence = (
         f"{_parted(of_ranks, unequal[0])} parted from the others by step {step}: "
@@ -95,7 +95,7 @@ def check_replicas(guards: Guards, model: Any, *, step: int) -> None:
 
 
 def _parted(of_ranks: list[dict[str, tuple[Any, int]]], name: str) -> str:
-    """Name the ranks whose numbers are not those of most with the same piece; empty for none."""
+    """Name ranks whose checksum differs from most ranks with the same piece; empty if none do."""
     by_piece: dict[Any, dict[int, int]] = defaultdict(dict)
     for rank, sums in enumerate(of_ranks):
         if name in sums:
@@ -120,7 +120,7 @@ def checksum(tensor: torch.Tensor) -> int:
     if tensor.is_meta:
         return 0
     raw = tensor.contiguous().view(-1).view(torch.uint8)
-    # The widest that fits: 8 bytes at once are summed as fast as memory is read.
+    # The widest type that fits: 8 bytes at once are summed as fast as memory is read.
     for kind in (torch.int64, torch.int32, torch.int16, torch.uint8):
         if raw.numel() % kind.itemsize == raw.storage_offset() % kind.itemsize == 0:
             return int(raw.view(kind).sum(dtype=torch.int64)) + raw.numel()

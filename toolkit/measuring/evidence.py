@@ -1,8 +1,8 @@
 """Evidence of one step: weights, rows, losses, gradients, rates, settings.
 
-It hangs on the model, the optimizer and the clipping themselves, so it sees what they were given
-by whatever loop there is. It costs gathering the model up to six times: the weights at first,
-before the step, given for it, after it and when they are saved, and the gradients.
+It hooks into the model, the optimizer and the clipping themselves, so it sees their inputs in any
+training loop. It gathers the model up to six times: the weights at first, before the step, given
+for it, after it and when they are saved, and the gradients.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ IGNORED = -100
 """The label of a token that the loss leaves out."""
 
 COMPUTING_ONLY = {"params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable"}
-"""What an optimizer's group holds beside the settings of its rule."""
+"""Keys of an optimizer's group that are not settings of its update rule."""
 
 
 class EvidenceKeeper:
@@ -59,9 +59,9 @@ class EvidenceKeeper:
 
     Args:
         folder: Made by rank 0 if it isn't there.
-        step: The step that is kept, from 1; None: the first that updates.
-        weights: Evidence of the same step of a reference: the step begins with the weights that
-            it had before it, not with the run's own, which are kept. None: with its own.
+        step: The step to keep, counted from 1; None: the first step with an update.
+        weights: Evidence of the same step of a reference run: the step begins with the reference's
+            weights, and the run's own are kept. None: the run's own weights.
         described: Strategy, engine and precision of the run.
     """
 
@@ -76,7 +76,7 @@ class EvidenceKeeper:
         self.folder = folder
         self.described = described
         self.is_open = False
-        """Whether the step that is kept has begun, and has not ended."""
+        """Whether the step to keep has begun and has not ended."""
 
         self._wanted = step
         self._weights = weights
@@ -89,7 +89,7 @@ class EvidenceKeeper:
         self._number = step + 1
 
     def prepared(self, accelerator: Any, model: Any, optimizer: Any) -> None:
-        """Keep the initial weights, and watch the model from here on; a collective."""
+        """Keep the initial weights, and watch the model from now on; a collective."""
         self._accelerator, self._optimizer = accelerator, optimizer
         self._backend = backend_of(model)
         self._main = accelerator.is_main_process
@@ -97,12 +97,12 @@ class EvidenceKeeper:
         self._sharded = sharded_fraction(model) < 1.0
         if self._main:
             self.folder.mkdir(parents=True, exist_ok=True)
-        # First of all hooks: FSDP2's own rounds what the model returned to its output dtype.
+        # Before all other hooks: FSDP2's own hook rounds the model's outputs to its output dtype.
         hook = module.register_forward_hook(self._forward, with_kwargs=True, prepend=True)
         self._hooks.callback(hook.remove)
         before, after = self._step_begins, self._step_ended
         self._hooks.callback(self._backend.watch_step(optimizer, before=before, after=after))
-        # After the hooks of `watch_step`, and with ZeRO within the step that it stands around.
+        # After the hooks of `watch_step`; with ZeRO, inside the step that they surround.
         hook = optimizer_of(optimizer).register_step_pre_hook(lambda *_: self._optimizer_steps())
         self._hooks.callback(hook.remove)
         if not self._backend.steps_in_backward:  # else the engine clips by itself
@@ -121,7 +121,7 @@ class EvidenceKeeper:
     def step_done(self) -> None:
         """Write the evidence of the step if it was kept and updated; a collective.
 
-        One that fp16 skipped leaves none: the next is kept, unless this very one was asked for.
+        If fp16 skipped the step, the next one is kept, unless this step was requested by number.
         """
         if self.is_open and self._step.updated:
             groups = self._backend.parameter_groups(self._optimizer)
@@ -142,14 +142,14 @@ class EvidenceKeeper:
         self._keep_weights(HELD_FILE)
 
     def close(self) -> None:
-        """Take every hook off again."""
+        """Remove all hooks."""
         self.is_open = False
         self._hooks.close()
 
-    # What is watched
+    # Watched objects
 
     def _find_parameters(self) -> None:
-        # What is frozen has no gradients, and what is packed in 4 bits no numbers to compare.
+        # Frozen weights have no gradients, and 4-bit packed weights no numbers to compare.
         self._parameters = {
             plain_name(name): parameter
             for name, parameter in self._module.named_parameters()
@@ -164,7 +164,7 @@ class EvidenceKeeper:
         self.is_open = True
 
     def _take_weights(self, file: Path) -> None:
-        """Go on from the weights in a file, of which every rank reads the whole; a collective."""
+        """Replace the weights by those in a file, which every rank reads whole; a collective."""
         with safe_open(file, "pt") as given:
             names = set(given.keys())
             for name, parameter in self._parameters.items():
@@ -212,7 +212,7 @@ class EvidenceKeeper:
             self._keep_gradients(loss_scale=self._loss_scale(), held_scale=held_scale)
 
     def _optimizer_steps(self) -> None:
-        """Take the norms of what the optimizer steps with: under ZeRO its flat partitions."""
+        """Take the norms of the gradients the optimizer steps with: under ZeRO, flat partitions."""
         if not self.is_open:
             return
         held_scale = pending_scale(self._optimizer)
@@ -221,7 +221,7 @@ class EvidenceKeeper:
                 if parameter.grad is not None:
                     held = local(parameter.grad)
                     norm = float(torch.linalg.vector_norm(held, dtype=torch.float64))
-                    # By parameter: a class that calls its parent's step comes here twice.
+                    # Keyed by parameter: a class that calls its parent's step comes here twice.
                     self._step.squares[id(parameter)] = (norm / held_scale) ** 2
 
     def _step_ended(self) -> None:
@@ -234,7 +234,7 @@ class EvidenceKeeper:
         self._step.weights_digest = self._weights_digest()
         self._step.updated = True
 
-    # What is kept
+    # Kept tensors
 
     def _keep_weights(self, name: str) -> None:
         self._write_whole(name, self._backend.whole_weight)
@@ -242,7 +242,7 @@ class EvidenceKeeper:
     def _write_whole(self, name: str, gather: Callable[[Any], torch.Tensor]) -> float:
         """Write a whole tensor of each parameter on rank 0, as fp32 safetensors; a collective.
 
-        Holds only one of the tensors at a time. Returns the norm of all of them together.
+        Holds only one tensor at a time. Returns the norm of all tensors together.
         """
         if not self._main:
             return sum(_square(gather(p)) for p in self._parameters.values()) ** 0.5
@@ -263,7 +263,7 @@ class EvidenceKeeper:
         return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
 
     def _keep_gradients(self, *, loss_scale: float, held_scale: float) -> None:
-        """Keep them unscaled: what backward began with, and what they still hold of it."""
+        """Keep the gradients, unscaled; `held_scale` is the part of `loss_scale` still in them."""
         step = self._step
         if not self._backend.steps_in_backward:
             gradients = (p.grad for p in self._parameters.values() if p.grad is not None)
@@ -345,7 +345,7 @@ class EvidenceKeeper:
 
 
 class _Read:
-    """One micro-batch, as the model saw it, and what backward made of its loss."""
+    """One micro-batch: the model's inputs and outputs, and the scale of its loss in backward."""
 
     def __init__(self, inputs: dict[str, Any], output: Any) -> None:
         # A copy: the Trainer multiplies the loss in place.
@@ -377,7 +377,7 @@ class _KeptStep:
     read: list[_Read] = field(default_factory=list)
     sample_ids: list[list[int] | None] = field(default_factory=list)
     scale: float = 1.0
-    """What fp16 had multiplied the loss with."""
+    """The fp16 loss scale."""
 
     gradient_norm: float | None = None
     gradients_digest: str | None = None
@@ -386,7 +386,7 @@ class _KeptStep:
     clip_norm: Any = None
     limit: float | None = None
     squares: dict[int, float] = field(default_factory=dict)
-    """Of this rank's part of each gradient that the optimizer stepped with."""
+    """Sums of squares of this rank's part of each gradient that the optimizer stepped with."""
 
     groups: list[Group] = field(default_factory=list)
     updated: bool = False
@@ -426,7 +426,7 @@ def _rows(inputs: dict[str, Any], logits: torch.Tensor | None) -> list[RowRead]:
 
 
 def _unpadded(targets: torch.Tensor, positions: torch.Tensor | None) -> slice:
-    """Return what is no padding of a row without a mask: there each is a text of one token."""
+    """Return a row's slice without padding, whose tokens are ignored and all at position 0."""
     if positions is None:
         return slice(None)
     read = ((positions != 0) | (targets != IGNORED)).nonzero()
@@ -434,7 +434,7 @@ def _unpadded(targets: torch.Tensor, positions: torch.Tensor | None) -> slice:
 
 
 def _header(parameters: Mapping[str, Any]) -> bytes:
-    """Return what comes before the numbers in a safetensors file, known before any is gathered."""
+    """Return the header of a safetensors file, which is known before any tensor is gathered."""
     entries: dict[str, Any] = {}
     offset = 0
     for name, parameter in parameters.items():

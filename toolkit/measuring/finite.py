@@ -1,4 +1,4 @@
-"""Whether the weights are finite, looked at before they are saved.
+"""A check that the weights are finite, made before they are saved.
 
 A loss is computed before the update of its step, so no loss shows the last update.
 """
@@ -15,7 +15,7 @@ from toolkit.errors import SaveError
 from toolkit.measuring.attestation import gather_objects
 
 NAMED: Final = 3
-"""Weights that a message names."""
+"""Most weights that a message names."""
 
 NOT_FINITE: Final = (
     "the last update left weights that are not finite ({names}). Lower --learning_rate, raise "
@@ -30,8 +30,8 @@ def is_finite(tensor: torch.Tensor) -> bool:
 def require_finite(model: Any, folder: Path) -> None:
     """Check the trained weights of a prepared model before they are saved; a collective.
 
-    Each rank looks at the parts that it holds in memory: partitions that are swapped to NVMe are
-    not read.
+    Each rank checks the parts that it holds in memory. Partitions that are swapped to NVMe are not
+    read.
 
     Raises:
         SaveError: on every rank, naming weights that are not finite.

@@ -1,8 +1,8 @@
-"""Attestation of a script that knows nothing of the toolkit: its `Accelerator.prepare` is watched.
+"""Attestation of a script that doesn't use the toolkit: its `Accelerator.prepare` is watched.
 
-Covers a plain `Accelerator` and the HF Trainer, which prepares through one. What the launcher's
-config or the script's own flags asked for must engage; what belongs to the script (clipping,
-accumulation) is named.
+Covers a plain `Accelerator` and the HF Trainer, which prepares through one. Settings of the
+launcher's config or the script's own flags must engage. Settings that belong to the script
+(clipping, accumulation) are only reported.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from toolkit.strategies import Strategy
 
 @contextmanager
 def watch(*, rehearsal: bool) -> Iterator[None]:
-    """Attest the first model that is prepared for training, and say so however the script ends.
+    """Attest the first model that is prepared for training, and report it even if the script fails.
 
     Raises:
-        Refused: what engaged is not what was asked for.
-        UsageError: the config asks for a backend that the toolkit doesn't run, or the script for
-            another one than the config.
+        Refused: the engaged settings differ from the requested ones.
+        UsageError: the config asks for a backend that the toolkit doesn't run, or the script asks
+            for another backend than the config.
     """
     from accelerate import Accelerator
 
@@ -50,7 +50,7 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
         strategy=requested_strategy(launched),
         num_processes=requested_processes(os.environ),
         accumulation_dtype=requested_accumulation_dtype(os.environ),
-        # A script may also switch it on by itself.
+        # A script may also switch checkpointing on by itself.
         activation_checkpointing=requests_checkpointing(os.environ) or None,
     )
     recorder = Recorder(requested, rehearsal=rehearsal)
@@ -97,7 +97,7 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
     except (Refused, UsageError):
         refused = True
         raise
-    finally:  # a script that crashes has engaged something, too
+    finally:  # a script that crashes may have been attested, too
         Accelerator.prepare, Accelerator.__init__ = original, original_init
         if rank() == 0 and not refused:
             for line in _report(recorder, watched):
@@ -105,13 +105,13 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
 
 
 def _agreed(plugins: dict[str, Any], launched: Mapping[str, str]) -> Strategy:
-    """Return what is to engage, by the plugins that the script gave its Accelerator.
+    """Return the strategy that must engage, from the plugins of the script's Accelerator.
 
     `plugins` are as `strategy_of_plugins` takes them; `launched` holds the environment variables
     from before the script began.
 
     Raises:
-        UsageError: the launcher's config and the script ask for different things.
+        UsageError: the launcher's config and the script ask for different strategies.
     """
     of_script = strategy_of_plugins(**plugins)
     backend = "" if of_script is None else of_script.backend

@@ -21,10 +21,10 @@ class Squares:
     """One rank's parts of the gradients of one step, unread."""
 
     step: int
-    """From 1, of this run."""
+    """Number of the step in this run, from 1."""
 
     scale: float
-    """What the loss was multiplied with."""
+    """The factor by which the loss was multiplied."""
 
     parts: list[tuple[str, torch.Tensor | float, int]]
 

@@ -1,9 +1,9 @@
-"""Guards: what the heartbeat tells of a step is judged, and the run stopped or the user warned.
+"""Guards: judge each step by its heartbeat, and stop the run or warn the user.
 
-All ranks judge the same numbers, so they come to the same end after the same step, in the same
-words: which guard, whose rank, which step, what was found, what to do, and the last checkpoint
-that is good. False alarms are worse than a spike: the bounds are far beyond what trainings that
-went well have shown (benchmarks/guard_bounds.py).
+All ranks judge the same numbers, so they stop after the same step with the same message: the guard,
+the rank, the step, the finding, the advice, and the last good checkpoint. False alarms are worse
+than a spike: the bounds are far beyond the numbers of successful trainings
+(benchmarks/guard_bounds.py).
 """
 
 from __future__ import annotations
@@ -37,45 +37,45 @@ GRAD_NORM_FACTOR = 100.0
 
 NORMS_KEPT = 64
 NORMS_NEEDED = 10
-"""Steps before a gradient norm is held against the median of those that were kept."""
+"""Norms that must be kept before a gradient norm is compared with their median."""
 
 SKIPPED_IN_A_ROW = 25
-"""Steps that fp16 may skip in a row: from 2**16 its scale is below 1 after 17."""
+"""Steps that fp16 may skip in a row: its scale falls from 2**16 to below 1 after 17."""
 
 PACE_KEPT = 20
 PACE_NEEDED = 3
 """Steps before a rank's pace is judged: the first ones compile, allocate and carry ledgers."""
 
 STALL_SECONDS = 0.5
-"""The least that a rank must work longer than another one to have fallen behind in one step."""
+"""A rank that works at least this much longer than another has fallen behind in that step."""
 
 LAGGING_SHARE = 0.2
-"""Of all steps' time: what a rank that is slow in every step costs the others."""
+"""Share of all steps' time that a constantly slow rank costs the others."""
 
 LAGGING_STEPS = 0.8
-"""In how many of the steps it is the slowest."""
+"""Share of the steps in which such a rank is the slowest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepHealth:
-    """The state of one step by the heartbeats of all ranks; the same on each of them."""
+    """The state of one step from the heartbeats of all ranks; equal on every rank."""
 
     step: int
     loss_is_finite: bool
-    """On every rank."""
+    """Whether the loss is finite on every rank."""
 
     norm_is_finite: bool
-    """On every rank; of a step that fp16 skipped it need not be."""
+    """Whether the norm is finite on every rank; it need not be in a step that fp16 skipped."""
 
     skipped: bool
     """Whether fp16 left out the update."""
 
     grad_norm: float | None
-    """The largest that a rank saw."""
+    """The largest gradient norm of any rank."""
 
     of_a_shard: bool = False
-    """Whether each rank saw its own shard's alone: the whole norm is larger, up to the root of the
-    number of ranks."""
+    """Whether each norm is only of a rank's shard. The whole norm is larger, at most by the square
+    root of the number of ranks."""
 
     same_order: bool
     """Whether all ranks have been given the same rows in the same order so far."""
@@ -85,15 +85,15 @@ class StepHealth:
 
     busiest_seconds: float
     idlest_seconds: float
-    """Of the rank that worked shortest."""
+    """Work seconds of the rank that worked shortest."""
 
     seconds: float
-    """Of the whole step, on the rank that needed longest."""
+    """Seconds of the whole step on the slowest rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankHealth:
-    """What one rank knows of a step by itself, read when something is wrong with it."""
+    """One rank's own numbers of a step, read only if the step went wrong."""
 
     rank: int
     loss: float
@@ -106,10 +106,10 @@ class Guards:
     """Judges the steps of one run.
 
     Args:
-        mode: Whether what is wrong stops the run, or is printed once per kind and recorded.
+        mode: Whether a finding stops the run, or is printed once per kind and recorded.
         grad_norm_factor: A norm this many times the running median, and above all that were seen,
             is exploding; infinity watches only for norms that are not finite.
-        slow_rank: The same choice for a rank that falls behind.
+        slow_rank: The mode for a rank that falls behind.
         checkpoints: The folder that holds `checkpoint-*`.
     """
 
@@ -126,7 +126,7 @@ class Guards:
         self.factor = grad_norm_factor
         self.warnings: list[dict[str, Any]] = []
         self.spoiled_at: int | None = None
-        """The first step that was not finite, or by which ranks had parted: weights of later steps
+        """The first step that was not finite, or after which ranks differed. Weights from there on
         are not worth a checkpoint."""
 
         self._spoiled_why = ""
@@ -186,14 +186,14 @@ class Guards:
             )
 
     def spoil(self, step: int, why: str) -> None:
-        """Keep the first step whose weights are not worth a checkpoint, and why."""
+        """Keep the first step whose weights are not worth a checkpoint, and the reason."""
         if self.spoiled_at is None:
             self.spoiled_at, self._spoiled_why = step, why
 
     def _stop(self, sentence: str, advice: str) -> NoReturn:
         from toolkit.measuring.attestation import gather_objects
 
-        last = gather_objects(self.last_checkpoint())[0]  # others may not see rank 0's disk
+        last = gather_objects(self.last_checkpoint())[0]  # others may not reach rank 0's disk
         place = "No checkpoint was kept" if last is None else f"The last good checkpoint is {last}"
         raise GuardError(f"{sentence} {place}. {advice}")
 
@@ -304,7 +304,7 @@ class Guards:
 
 
 class Norms:
-    """The gradient norms of the last steps, to hold the next one against."""
+    """The gradient norms of the last steps, for comparison with the next."""
 
     def __init__(self) -> None:
         self._kept: deque[float] = deque(maxlen=NORMS_KEPT)
@@ -314,8 +314,8 @@ class Norms:
         """Return how many times the median a norm is, and keep it.
 
         Returns:
-            0 while too few are known, and for one that is not above all that were seen: a model
-            that has learned its rows has small norms, and new rows bring back those it began with.
+            0 while too few are known, and for a norm below an earlier one: a model that has learned
+            its rows has small norms, and new rows bring back its first, larger ones.
         """
         median = statistics.median(self._kept) if len(self._kept) >= NORMS_NEEDED else 0.0
         times = norm / median if median > 0 and norm > self._largest else 0.0
@@ -328,10 +328,10 @@ SLOW_ADVICE = "Look at what else runs there, at its data loading, and at its GPU
 
 
 def newest_checkpoint(folder: Path | None) -> Path | None:
-    """Return the newest `checkpoint-N` that was written to its end, None where there is none."""
+    """Return the newest complete `checkpoint-N`; None if there is none."""
     if folder is None:
         return None
-    # The manifest of a committed one, and the last file but the random states of the Trainer's.
+    # The manifest of a committed checkpoint, or the last file of the Trainer's but random states.
     ends = ("manifest.json", "trainer_state.json")
     complete = {
         int(matched[1]): path
@@ -343,7 +343,7 @@ def newest_checkpoint(folder: Path | None) -> Path | None:
 
 
 def odd_ones_out(values: dict[int, Any]) -> str:
-    """Name the ranks whose value is not that of most; among equals rank 0's counts."""
+    """Name the ranks whose value differs from the majority; rank 0's value decides a tie."""
     counts = {rank: [*values.values()].count(value) for rank, value in values.items()}
     usual = values[max(values, key=lambda rank: (counts[rank], -rank))]
     return _listed(f"rank {rank}" for rank, value in values.items() if value != usual).capitalize()

@@ -1,9 +1,9 @@
-"""The heartbeat: one small all-reduce a step, by which every rank knows how all of them are.
+"""The heartbeat: one small all-reduce per step, which tells every rank the state of all ranks.
 
-After each optimizer step the ranks reduce `FIELDS` numbers, 56 bytes, by their maximum, and each
-reads the outcome at the end of the step that follows: by then the device has long passed it, so
-nobody waits for the step that is running. All ranks read the same numbers after the same step, and
-so they stop, warn or save together.
+After each optimizer step the ranks reduce `FIELDS` numbers, 56 bytes, by their maximum. Each rank
+reads the result at the end of the next step: by then the device has long passed it, so no rank
+waits for the running step. All ranks read the same numbers after the same step, so they stop, warn
+or save together.
 
 On a GPU the numbers that live there (losses, the gradient norm) are put together there, in a stream
 of its own, and copied to pinned memory; only the event of the step before is waited for.
@@ -26,22 +26,22 @@ from toolkit.measuring.attestation import gather_objects
 from toolkit.measuring.guards import GRAD_NORM_FACTOR, Guards, Mode, RankHealth, StepHealth
 
 FIELDS = 7
-"""Numbers of a heartbeat: 8 bytes each, and a maximum of each is what all ranks read."""
+"""Numbers of a heartbeat, 8 bytes each; all ranks read the maximum of each."""
 
 Choice = Literal["stop", "warn", "off"]
 
 _NORM, _ORDER, _ORDER_NEGATED, _BUSIEST, _IDLEST_NEGATED, _WALL, _STOP = range(FIELDS)
 
-# What stands in the place of a norm, least first: a maximum lets the worst through. Norms are of
-# float32, of which the largest is 3.4e38.
+# Codes in place of a norm, from least to worst, so that the maximum keeps the worst. Norms are
+# float32, with a largest value of 3.4e38.
 _SKIPPED, _NO_NORM, _NORM_NOT_FINITE, _LOSS_NOT_FINITE = -2.0, -1.0, 1e300, 2e300
 
 _RANKS = 1 << 16
-"""Above all ranks: busy microseconds, times this, plus the rank, still is a whole number."""
+"""Above every rank number: busy microseconds * this + rank is an exact whole number."""
 
 
 class Heartbeat:
-    """One rank's part in the heartbeat, of which the guards judge every step."""
+    """One rank's part in the heartbeat; the guards judge every step by it."""
 
     def __init__(self, guards: Guards) -> None:
         self.guards = guards
@@ -56,29 +56,29 @@ class Heartbeat:
         self._of_a_shard = False
         self._stop_requested = False
         self.stop_agreed = False
-        """Whether a rank has asked to stop: turns true on all ranks after the same step, which is
-        the one after that in which the rank asked, or at the next `settle`."""
+        """Whether a rank has asked to stop. It turns true on all ranks after the same step: the
+        step after the one in which the rank asked, or at the next `settle`."""
 
         self._begun = time.perf_counter()
 
     def prepared(self, *, rank: int, ranks: int, device: torch.device | str) -> None:
-        """Say who this rank is, before the first step."""
+        """Set rank, number of ranks and device, before the first step."""
         self._rank, self._ranks = rank, ranks
         self._device = torch.device(device)
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)
         self.mark()
 
-    # What others may ask
+    # Requests from other code
 
     def ask_to_stop(self) -> None:
         """Ask all ranks to stop. It only sets a flag: a signal's handler may call it."""
         self._stop_requested = True
 
     def settle(self) -> None:
-        """Wait for what is known of the last step, and let it be judged; every rank calls it.
+        """Wait for the numbers of the last step, and judge it; every rank calls it.
 
-        To be called before anything is saved, so that nothing of a step that went wrong is.
+        Must be called before a save, so that no state of a failed step is saved.
 
         Raises:
             GuardError: on every rank alike, where the guards stop the run.
@@ -91,10 +91,10 @@ class Heartbeat:
         health = _step_health(sent.step, fields, of_a_shard=self._of_a_shard)
         self.guards.judge(health, lambda: gather_objects(sent.health.read()))
 
-    # What the recorder calls
+    # Calls from the recorder
 
     def mark(self) -> None:
-        """Let the step that is open begin now: what came before belongs to none."""
+        """Start the open step anew: the work so far belongs to no step."""
         self._begun = time.perf_counter()
 
     def step_done(
@@ -107,14 +107,14 @@ class Heartbeat:
         busy_seconds: Callable[[], float],
         sample_ids: Sequence[torch.Tensor | None] = (),
     ) -> None:
-        """Read how the step before went, and send what this rank knows of the one that ended.
+        """Read the result of the step before, and send this rank's numbers of the step that ended.
 
         Args:
             losses: Of the step's micro-batches, scalars on the device; none is read here.
             grad_norm: Before clipping: a number, or a scalar, which FSDP2 spreads over the ranks.
             skipped: Whether fp16 left out the update; a fused optimizer's `found_inf` is a tensor.
             order: A hash of the rows that the data's order gave out so far, below 2**52.
-            busy_seconds: Tells what this rank worked in the step outside of collectives.
+            busy_seconds: Returns this rank's seconds of work in the step outside of collectives.
             sample_ids: Of its micro-batches' rows, kept for a rank in trouble.
 
         Raises:
@@ -141,7 +141,7 @@ class Heartbeat:
             vector = torch.tensor(host, dtype=torch.float64)
             vector[_NORM] = _norm_field(health, skipped, self._device)
             return _Sent(step=step, health=health, vector=vector, work=self._reduce(vector))
-        # In a stream aside: what is computed next does not wait for the slowest rank's heartbeat.
+        # In a side stream, so that the next step does not wait for the slowest rank's heartbeat.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             pinned = torch.tensor(host, dtype=torch.float64).pin_memory()
@@ -152,9 +152,9 @@ class Heartbeat:
                 work.wait()  # of NCCL: the stream waits, not the host
             read = torch.empty(FIELDS, dtype=torch.float64, pin_memory=True)
             read.copy_(vector, non_blocking=True)
-            passed = torch.cuda.Event(blocking=True)  # who waits for it leaves the core to others
+            passed = torch.cuda.Event(blocking=True)  # waiting for it doesn't occupy the core
             passed.record(self._stream)
-        # `vector` and `pinned` are held until the event has passed: nothing else gets their memory.
+        # `vector` and `pinned` are held until the event has passed, so their memory is not reused.
         return _Sent(step=step, health=health, vector=read, passed=passed, held=(vector, pinned))
 
     def _reduce(self, vector: torch.Tensor) -> Any:
@@ -167,7 +167,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class _Unread:
-    """What one rank knows of a step, left on the device."""
+    """One rank's numbers of a step, left on the device."""
 
     rank: int
     losses: list[torch.Tensor]
@@ -176,7 +176,7 @@ class _Unread:
     sample_ids: list[torch.Tensor | None]
 
     def read(self) -> RankHealth:
-        """Read what is on the device, and wait for it."""
+        """Read the numbers from the device, and wait for them."""
         batches = [batch for batch in self.sample_ids if batch is not None]
         return RankHealth(
             rank=self.rank,
@@ -207,7 +207,7 @@ class _Sent:
 
 
 def _norm_field(health: _Unread, skipped: Any, device: torch.device) -> torch.Tensor:
-    """Return a norm, or what stands in its place, as a scalar on the device, unread."""
+    """Return a norm, or the code in its place, as an unread scalar on the device."""
 
     def number(value: float) -> torch.Tensor:
         return torch.full((), value, dtype=torch.float64, device=device)

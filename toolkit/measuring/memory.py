@@ -37,21 +37,21 @@ def gradient_bytes(model: Any) -> int:
 
 
 def host_peak_bytes() -> int:
-    """The most RAM that this process has ever held resident."""
+    """Return the peak of this process's resident RAM."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def device_peak_bytes() -> int | None:
-    """The most memory that tensors have occupied on this rank's GPU, None without one."""
+    """Return the peak memory of tensors on this rank's GPU; None without a GPU."""
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
 
 
 def device_peak_reserved_bytes() -> int | None:
-    """The most that the allocator has taken from this rank's GPU, None without one."""
+    """Return the allocator's peak memory on this rank's GPU; None without a GPU."""
     return torch.cuda.max_memory_reserved() if torch.cuda.is_available() else None
 
 
 def nvme_bytes(model: Any) -> int:
-    """Bytes in the files that this rank's states are swapped to: call it after a step."""
+    """Return the bytes in this rank's swap files; call it after a step."""
     return sum(file.stat().st_size for file in backend_of(model).swap_files() if file.exists())

@@ -1,7 +1,7 @@
-"""Merge what every rank recorded into the measured part of one record.
+"""Merge the measurements of all ranks into the measured part of one record.
 
-A value whose `Fact` names a `merge` is merged by it (`records.fields`). What needs more than the
-values of one field, or lists by steps, is merged here.
+A value whose `Fact` names a `merge` is merged by it (`records.fields`). Values that depend on
+several fields, or on lists by step, are merged here.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from toolkit.records.fields import fields_of, spread_of, unmeasured, value_at
 from toolkit.records.record import Record
 
 WARMUP_STEPS = 2
-"""Steps before the clock counts: the first of a shape pays for kernels and allocations."""
+"""Steps before timing starts: the first step of a shape pays for kernels and allocations."""
 
 
 def merge(
     ranks: list[dict[str, Any]], *, throughput_steps: int, probed: Sequence[int]
 ) -> dict[str, Any]:
-    """Merge what `Recorder` recorded on each rank, in their order.
+    """Merge the `Recorder` measurements of each rank, in rank order.
 
     Args:
-        throughput_steps: How many of the last steps were packed rows, there for the clock alone.
+        throughput_steps: Number of last steps on packed rows, which are only for timing.
         probed: Steps that carried ledgers, from 1: they are slower, and not timed.
     """
     first = ranks[0]
@@ -72,7 +72,7 @@ def merge(
 
 
 def _declared(ranks: list[dict[str, Any]], not_measured: dict[str, str]) -> dict[str, Any]:
-    """Return every value that its declaration says how to merge, with reasons for the missing."""
+    """Return every value whose declaration names a merge; reasons go into `not_measured`."""
     merged: dict[str, Any] = {}
     for path, fact in fields_of(Record):
         if fact.merge is None:
@@ -98,7 +98,7 @@ def _times(
 ) -> dict[str, Any]:
     """Return speeds and times of the steps; reasons for the missing go into `not_measured`.
 
-    `warm_up` is what is known of the warm-up without the steps.
+    `warm_up` holds the facts of the warm-up except those of the steps.
     """
     phases = list(_by_step(ranks, "phases"))
     # Ranks wait for each other within a step: the slowest one's clock is that of all.

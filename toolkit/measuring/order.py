@@ -1,8 +1,8 @@
-"""The data's order, watched where it is made: every rank draws all batches and keeps its own.
+"""The data's order, watched at its source: every rank draws all batches and keeps its own.
 
-Accelerate has each rank go through the batches of all ranks and train every N-th. A rank whose
-shuffle, seed or data set differs therefore draws other batches, and a hash of all that were drawn
-tells it from the others, whatever they train: on the host, without reading a tensor.
+Accelerate has each of N ranks go through the batches of all ranks and train every N-th. A rank
+whose shuffle, seed or data set differs therefore draws other batches, and a hash of all drawn
+batches shows the difference: on the host, without reading a tensor.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ SAME_ADVICE = "Leave it to Accelerate to prepare the data loader, once, for each
 
 
 class OrderWatch:
-    """Hashes the rows that a data loader's batch sampler gives out, those of other ranks too."""
+    """Hashes the rows that a data loader's batch sampler gives out, other ranks' rows included."""
 
     def __init__(self) -> None:
         self.value = 0
-        """Of all rows so far, below 2**48; 0 before the first."""
+        """Hash of all rows so far, below 2**48; 0 before the first."""
 
         self._rows, self._bits = 0, 0
 
@@ -62,12 +62,12 @@ class _WatchedSampler(BatchSampler):
     """Gives out the batches of another batch sampler, and has its attributes."""
 
     def __init__(self, inner: Any, watch: OrderWatch, sample_ids: Sequence[int] | None) -> None:
-        # Not BatchSampler's own: the inner one need not be made of a sampler and a size.
+        # Without BatchSampler's own: the inner one need not have a sampler and a size.
         self._inner, self._watch, self._sample_ids = inner, watch, sample_ids
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in self._inner:
-            # A sampler may give out one list again and again, or things that are no row numbers.
+            # A sampler may reuse one list for all batches, or yield items that are no row numbers.
             rows = list(batch)
             ids = self._sample_ids
             self._watch.drawn(rows if ids is None else [ids[row] for row in rows])

@@ -1,25 +1,25 @@
-"""Peak: the fullest moment of one optimizer step, and what its bytes were.
+"""Peak: the moment of most memory in one optimizer step, and its bytes by category.
 
-A dispatch mode sees the tensors that every operation takes and gives, of DDP, `fully_shard` and
-DeepSpeed alike. No value is read and nothing waits for a device, so losses stay the same to the
-last bit. It stays for one step; the others run without it.
+A dispatch mode sees the input and output tensors of every operation, under DDP, `fully_shard` and
+DeepSpeed alike. It reads no value and never waits for a device, so losses stay the same to the last
+bit. It stays for one step; the other steps run without it.
 
-Counted are storages on the device that the rank computes on. On a GPU, offloaded states are
-therefore left out. On a CPU they are in: in a rehearsal the host is the device, and offload makes
-the peak no smaller. Outside of the count are what an operation makes and frees within itself
-(workspaces), the rounding of allocators, and what was there before and no operation of the step
-touches, unless `toolkit.engines` knows of it.
+It counts storages on the device that the rank computes on. On a GPU, offloaded states are therefore
+left out. On a CPU they are in: in a rehearsal the host is the device, and offload makes the peak no
+smaller. Not counted are storages that an operation makes and frees within itself (workspaces), the
+rounding of allocators, and earlier storages that no operation of the step touches, unless
+`toolkit.engines` knows them.
 
-`activations` are what forward made and is alive when backward begins: what autograd keeps, and
-outputs that the loop still holds. (Hooks on saved tensors would tell the two apart, but
-`torch.vmap`, with which transformers makes its masks, refuses to run under them.) Operations of
-backward that autograd records are a forward that is computed again. `gradients` are what autograd
-hands to a parameter, and the buffers that are reduced; `parameters` are also what an all-gather
+`activations` are storages from forward that are alive when backward begins: those that autograd
+keeps, and outputs that the loop still holds. (Hooks on saved tensors would separate the two, but
+`torch.vmap`, with which transformers makes its masks, refuses to run under them.) Operations in
+backward that autograd records are a recomputed forward. `gradients` are the tensors that autograd
+hands to a parameter, and the reduced buffers; `parameters` include the buffers that an all-gather
 fills.
 
-torch's own `MemTracker` knows nothing of DeepSpeed's partitions and buckets, nor of what it did not
-see made; its `FSDPMemTracker` takes the place of methods of `fully_shard` that move from version to
-version. How to follow `UntypedStorage.resize_`, which no mode sees, is learned from it.
+torch's own `MemTracker` doesn't know DeepSpeed's partitions and buckets, nor storages made before
+it started; its `FSDPMemTracker` replaces methods of `fully_shard` that change from version to
+version. The way to follow `UntypedStorage.resize_`, which no mode sees, is learned from it.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class PeakLedger(CountingMode):
         self._look_at_states: Callable[[], None] = nothing
 
     def start(self, model: Any, optimizer: Any, *, device: torch.device | str) -> None:
-        """Count from now on what a prepared model and its rank make on the device they compute on.
+        """Count from now on the storages of a prepared model's rank on the device it computes on.
 
-        What is held already is counted too.
+        Storages that exist already are counted too.
         """
         self._storages, self._fullest = Storages(device), None
         self._micro_batches = []
@@ -77,7 +77,7 @@ class PeakLedger(CountingMode):
             backend.watch_step(
                 optimizer, before=lambda: self._begin("optimizer"), after=self._step_ended
             ),
-            # DeepSpeed lends its optimizer what it steps on, part by part.
+            # DeepSpeed gives its optimizer the states that it steps on part by part.
             watch_optimizer(optimizer, before=self._look_at_states, after=self._look_at_states),
         )
 
@@ -91,7 +91,7 @@ class PeakLedger(CountingMode):
 
     @contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
-        """Say what part of a step runs inside; costs nothing while nothing is counted."""
+        """Run the body as this phase of a step; free of cost while the ledger is off."""
         self._begin(phase)
         try:
             yield
@@ -99,7 +99,7 @@ class PeakLedger(CountingMode):
             self._phase = None
 
     def counted(self, step: int) -> dict[str, Any] | None:
-        """Return the fullest moment of the step as `fields.Peak`; None where no phase was seen."""
+        """Return the step's moment of most memory as `fields.Peak`; None if no phase was seen."""
         if self._fullest is None:
             return None
         return {
@@ -111,7 +111,7 @@ class PeakLedger(CountingMode):
         }
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        # Autograd says when backward has begun; nothing else says it of every engine.
+        # Only autograd shows the beginning of backward in every engine.
         if torch._C._current_graph_task_id() != -1 and self._phase != "backward":
             self._begin("backward")
         taken = list(tensors_in((args, kwargs)))
@@ -126,7 +126,7 @@ class PeakLedger(CountingMode):
             self._storages.look(self._phase)
         return out
 
-    # What storages are for
+    # The use of storages
 
     def _category_by_birth(self) -> str:
         if self._phase == "forward" or (self._phase == "backward" and torch.is_grad_enabled()):
@@ -150,7 +150,7 @@ class PeakLedger(CountingMode):
         self._storages.meet(tensors, category)
         self._storages.learn(tensors, category)
 
-    # What tells the phases
+    # Hooks that mark the phases
 
     def _begin(self, phase: Phase) -> None:
         if not self.running:  # a hook that could not be taken off
@@ -173,7 +173,7 @@ class PeakLedger(CountingMode):
         self._phase = None
 
     def _follow_gradient(self, leaf: torch.Tensor) -> Undo:
-        """Have autograd say what it hands to a parameter."""
+        """Have autograd report the gradients that it hands to a parameter."""
         handle = leaf.register_hook(lambda gradient: self._storages.learn([gradient], "gradients"))
 
         def undo() -> None:

@@ -1,8 +1,8 @@
-"""What a rank did, kept without a host synchronisation in the step and gathered at the end.
+"""The recorder of a rank: it never synchronises the host in a step, and gathers at the end.
 
-A recorder sits beside a training loop, whichever it is: `prepared` once the model is wrapped,
-`micro_batch` after each backward, `step_done` after each optimizer step, `finish` at the end.
-The first step is looked at closely (attestation, memory); the others only leave references.
+Any training loop calls it: `prepared` once the model is wrapped, `micro_batch` after each backward,
+`step_done` after each optimizer step, `finish` at the end. The first step is examined closely
+(attestation, memory); of the others only references are kept.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from toolkit.redaction import redacted
 
 
 class Recorder:
-    """Records one rank of one run, and refuses it when what engaged is not what was requested.
+    """Records one rank of one run, and refuses the run if requested settings did not engage.
 
-    Models are those that `Accelerator.prepare` returned. Where a guard stops the run, the method
-    that noticed raises `GuardError`, on every rank alike.
+    Models are those that `Accelerator.prepare` returned. If a guard stops the run, the method that
+    noticed raises `GuardError` on every rank.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Recorder:
     ) -> None:
         self.requested = requested
         self.heartbeat = heartbeat
-        """What the ranks tell each other after each step, None with the guards off."""
+        """The exchange between the ranks after each step; None with the guards off."""
 
         self._order = OrderWatch()
         self._evidence = evidence
@@ -97,7 +97,7 @@ class Recorder:
         self._found_inf: torch.Tensor | bool | None = None
         self._hooks = ExitStack()
 
-    # What a training loop calls
+    # Calls from a training loop
 
     def loaded(self, model: Any) -> None:
         """Compare the weights that ranks loaded, before anything wraps them."""
@@ -116,7 +116,7 @@ class Recorder:
         """Attest the wrapped model, and watch its first step.
 
         Raises:
-            Refused: on every rank when any rank's model is not what was asked for.
+            Refused: on every rank if any rank's model differs from the request.
         """
         self._rank = accelerator.process_index
         self._device = str(accelerator.device)
@@ -137,17 +137,17 @@ class Recorder:
         if self._status is not None:
             self._status.running()
         if self.heartbeat is not None:
-            if self._no_peak is None:  # what is compiled keeps its forward to itself
+            if self._no_peak is None:  # hooks don't see the forward of compiled models
                 self._clock.follow_units(model)
             ranks = accelerator.num_processes
             self.heartbeat.prepared(rank=self._rank, ranks=ranks, device=accelerator.device)
         if self._drops_steps and self._steps_file is not None and self._rank == 0:
-            # Not before: by now every rank has loaded all that it resumes from.
+            # Only now: every rank has loaded all that it resumes from.
             drop_steps_after(self._steps_file, self.steps_before)
         self.mark()
 
     def waiting_for_data(self) -> AbstractContextManager[None]:
-        """Time what happens inside as waiting for rows."""
+        """Time the body as waiting for rows."""
         return self._clock.within("data", alone=True)
 
     def micro_batch(
@@ -212,7 +212,7 @@ class Recorder:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Keep what happens inside, between two steps, out of times, ledgers and device peaks.
+        """Keep the body, between two steps, out of times, ledgers and device peaks.
 
         The host's peak is the system's own count, which cannot be kept from it.
         """
@@ -242,13 +242,13 @@ class Recorder:
 
     @contextmanager
     def saving(self, model: Any) -> Iterator[None]:
-        """Take the peaks, then time what happens inside as the save: no part of any step."""
+        """Take the peaks, then time the body as the save, which is part of no step."""
         self.peaks()
         if self._evidence is not None:
             self._evidence.saving()
         self.check_before_save(model)
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # what is queued of the last step is no part of the save
+            torch.cuda.synchronize()  # queued work of the last step is no part of the save
         begun = time.perf_counter()
         yield
         self._save_seconds = time.perf_counter() - begun
@@ -262,7 +262,7 @@ class Recorder:
     def check_before_save(self, model: Any) -> None:
         """Judge the last step, and the weights of ranks that should hold the same; a collective.
 
-        After a `GuardError` nothing is to be saved.
+        After a `GuardError` the model must not be saved.
         """
         self.settle()
         if self.heartbeat is not None:
@@ -270,7 +270,7 @@ class Recorder:
             equal_weights.check_replicas(self.heartbeat.guards, model, step=step)
 
     def spoiled(self) -> bool:
-        """Whether a guard only warned of what makes a checkpoint worth nothing."""
+        """Whether a guard only warned of a fault that makes checkpoints worthless."""
         guards = None if self.heartbeat is None else self.heartbeat.guards
         if guards is None or guards.spoiled_at is None:
             return False
@@ -278,7 +278,7 @@ class Recorder:
         return True
 
     def logged(self, step: int, **values: Any) -> None:
-        """Append one line to `steps.jsonl`: what is known of a run that may yet die."""
+        """Append one line to `steps.jsonl`, which survives if the run dies later."""
         if self._steps_file is not None and self._rank == 0:
             line = {"step": step} | {key: _plain(value) for key, value in values.items()}
             with open(self._steps_file, "a", encoding="utf-8", opener=without_links) as file:
@@ -301,8 +301,8 @@ class Recorder:
             self._bytes[name] = max((peak for peak in peaks if peak is not None), default=None)
 
     def close(self) -> None:
-        """Leave no mode and no hook behind, whatever became of the step that is open."""
-        # Last on, first off: each may have put something in front of the one before.
+        """Remove all modes and hooks, also in the middle of a step."""
+        # In reverse order: each may have replaced a method of the one before.
         self._stop_ledgers()
         self._hooks.close()
         if self._evidence is not None:
@@ -310,14 +310,14 @@ class Recorder:
         self._clock.close()
 
     def first_step_alone(self) -> None:
-        """Look at the first step and at nothing else: nobody will say where a step ends."""
+        """Examine only the first step: no later call will mark the end of a step."""
         self._stop_ledgers()
         self._clock.close()
 
     def _start_ledgers(self) -> None:
         self._ledger.start(self._model)
         if self._no_peak is None:
-            # Inside of the other, and stopped before it: modes and hooks are a stack.
+            # Inside the other ledger, and stopped before it: modes and hooks are a stack.
             self._peak_ledger.start(self._model, self._optimizer, device=self._device)
 
     def _stop_ledgers(self) -> None:
@@ -328,7 +328,7 @@ class Recorder:
     def finish(self, *, throughput_steps: int = 0) -> dict[str, Any]:
         """Gather the measured part of a record; the same on every rank.
 
-        The last `throughput_steps` steps were packed rows, there for the clock alone.
+        The last `throughput_steps` steps were on packed rows, only for timing.
         """
         self.settle()
         if self._steps and not self._attested:
@@ -340,7 +340,7 @@ class Recorder:
         return merged | self._of_all_ranks(mismatches=[])
 
     def refused(self, error: Refused) -> dict[str, Any]:
-        """Return the measured part of the record of a run that was refused: what was seen."""
+        """Return the measured part of a refused run's record, from the facts observed so far."""
         return unmeasured() | {
             "status": "refused",
             "reason": str(error),
@@ -379,7 +379,7 @@ class Recorder:
         original = accelerator.clip_grad_norm_
 
         def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
-            # Where the step falls within backward, it is done by now.
+            # If the step runs within backward, it is done by now.
             if not self._attested and not backend.steps_in_backward:
                 scaler = accelerator.scaler  # its scale is read, which waits for the device
                 self._keep_gradients(scale=1.0 if scaler is None else float(scaler.get_scale()))
@@ -400,7 +400,7 @@ class Recorder:
             if self._attested:
                 return
             if self._gradients is None or self._gradients.step <= len(self._steps):
-                # Nothing was clipped since the step began.
+                # No gradients were clipped since the step began.
                 self._keep_gradients(scale=backend.held_scale(optimizer))
             self.engaged |= attestation.engaged_at_step(model)
             self._bytes["gradients_bytes"] = memory.gradient_bytes(model)
@@ -412,7 +412,7 @@ class Recorder:
             # fp16 may have skipped it: then the first step is yet to come.
             if not self._attested and not skipped:
                 if backend.steps_in_backward:
-                    undo()  # while nothing is in front of it; the hooks of others have to stay
+                    undo()  # while no later replacement covers it; hooks of others have to stay
                 self._after_first(model, optimizer)
 
         undo = backend.watch_step(optimizer, before=before, after=after)
@@ -423,7 +423,7 @@ class Recorder:
         return "optimizer_class" in self.engaged
 
     def _keep_gradients(self, *, scale: float) -> None:
-        """Keep the gradients of the first step that updates: those of the last that was tried."""
+        """Keep the gradients of the first step that updates, which is the last one tried."""
         if self._model is not None:
             step = len(self._steps) + 1
             parts = list(backend_of(self._model).gradient_squares())
@@ -446,7 +446,7 @@ class Recorder:
     def _send_heartbeat(self, *, skipped: bool) -> None:
         if self.heartbeat is None:
             return
-        self._peak_ledger.stop()  # the heartbeat is no part of what a step needs
+        self._peak_ledger.stop()  # the heartbeat is no part of a step's memory
         with self._ledger.within("guards"):
             self.heartbeat.step_done(
                 losses=[batch.loss for batch in self._step],
@@ -468,7 +468,7 @@ class Recorder:
         step = len(self._steps) + 1
         self._probed.append(step)
         if skipped:
-            return  # fp16 left out the update, and what is gathered after it
+            return  # fp16 left out the update, and the gathering after it
         ranks = self.requested.num_processes
         self._traffic = {
             "step": step,
@@ -505,7 +505,7 @@ class Recorder:
             "peak": self._peak,
             "no_peak": self._no_peak,
             "device": self._device,
-            # Imports, process groups and the save included: what the user waited for.
+            # The user's whole waiting time, with imports, process groups and the save.
             "seconds": age_seconds(),
         }
 
@@ -521,7 +521,7 @@ def drop_steps_after(steps_file: Path, step: int) -> None:
             if json.loads(line)["step"] <= step:
                 lines.append(line)
         except (ValueError, KeyError, TypeError, RecursionError):
-            continue  # torn by the death that is being recovered from, or damaged since
+            continue  # cut off when the earlier run died, or damaged since
     write_text(steps_file, "".join(f"{line}\n" for line in lines))
 
 

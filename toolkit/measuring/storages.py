@@ -1,8 +1,8 @@
-"""Storages: which are alive, how many bytes they are, what they are for, and the most there were.
+"""Storages: those alive, their bytes, their categories, and the peak of their sum.
 
-Each is counted once, from its making until nothing holds it; they are known by weak references
-alone. What one is for may show later than the peak, and then holds for the peak as well. Sums are
-kept as storages come and go, so a look at the peak is a copy of a few numbers.
+Each is counted once, from its creation until it is freed, through weak references only. Its
+category may become known after the peak, and then holds for the peak as well. Sums are kept as
+storages come and go, so keeping the peak is a copy of a few numbers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Storages:
         self._gone: deque[_Reference] = deque()
 
     def meet(self, tensors: Iterable[torch.Tensor], category: str) -> None:
-        """Count what nobody saw made: it was there all along, at the peak so far too."""
+        """Count storages made before counting: they existed all along, also at the peak so far."""
         self._take_off_the_dead()
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -51,9 +51,9 @@ class Storages:
     def make(
         self, tensors: Iterable[torch.Tensor], category: str, *, taken: Iterable[torch.Tensor]
     ) -> None:
-        """Count what an operation gave, as far as it is new and no view of what it had taken.
+        """Count the outputs of an operation that are new and no views of its inputs.
 
-        What is not `UNDECIDED` decides on all before it.
+        A category other than `UNDECIDED` decides on all undecided storages before it.
         """
         self._take_off_the_dead()
         self._moment += 1
@@ -78,7 +78,7 @@ class Storages:
             held.size, held.born = size, self._moment + 1
 
     def learn(self, tensors: Iterable[torch.Tensor], category: str) -> None:
-        """Say what storages are for, if only their birth had said it."""
+        """Set the category of storages by their use, if it is known only from their creation."""
         self._take_off_the_dead()
         for tensor in tensors:
             held = self._held.get(tensor.untyped_storage()._cdata)
@@ -87,7 +87,7 @@ class Storages:
                 self._undecided.discard(held.reference.key)
 
     def settle(self) -> None:
-        """Decide: what lives is an activation, what is gone was a temporary."""
+        """Decide the undecided: live storages are activations, freed ones were temporaries."""
         self._take_off_the_dead()
         for key in self._undecided:
             self._move(self._held[key], "activations")
@@ -97,7 +97,7 @@ class Storages:
             self.fullest.bytes[UNDECIDED] = 0
 
     def look(self, phase: str) -> None:
-        """Keep this moment if it is the fullest."""
+        """Keep this moment if its sum is the largest so far."""
         if self.fullest is None or self.total_bytes > self.fullest.total_bytes:
             self.fullest = Fullest(phase, self._moment, self._bytes.copy())
 
@@ -109,7 +109,7 @@ class Storages:
             self._undecided.add(key)
 
     def _take_off_the_dead(self) -> None:
-        """Finalizers run in any thread, and only leave a note: the sums are made here."""
+        """Update the sums from the finalizers' notes; finalizers run in any thread."""
         while self._gone:
             reference = self._gone.popleft()
             held = self._held.get(reference.key)
@@ -133,7 +133,7 @@ class Storages:
 
 @dataclass(frozen=True, slots=True)
 class Fullest:
-    """The moment at which the most was alive."""
+    """The moment with the most bytes alive."""
 
     phase: str
     moment: int
@@ -146,7 +146,7 @@ class Fullest:
 
 
 class _Reference(weakref.ref[torch.UntypedStorage]):
-    """Tells of a storage's end by its key."""
+    """A weak reference that reports the end of a storage by its key."""
 
     __slots__ = ("key",)
 

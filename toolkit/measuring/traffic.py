@@ -1,15 +1,15 @@
-"""Traffic: every collective that one rank asks for in one optimizer step, counted at its call.
+"""Traffic: every collective call of one rank in one optimizer step.
 
 A dispatch mode sees the `c10d` calls of DDP (its C++ reducer's too), `fully_shard` and DeepSpeed
-alike, reads sizes and dtypes and nothing else: no value, so nobody waits for a device, and losses
-stay the same to the last bit. It stays for one step; the others run without it.
+alike. It reads only sizes and dtypes, no value, so it never waits for a device, and losses stay the
+same to the last bit. It stays for one step; the other steps run without it.
 
 The mode belongs to a thread. Backward on a GPU runs in a thread of autograd's own, which takes over
 the modes of the thread that called it (`at::ThreadLocalState`, as it does autocast), so its
-collectives are counted as well. What a library asks for in threads that it started itself is not.
+collectives are counted as well. Calls of a library in threads that it started itself are not.
 
-A call counts by what it names: whether a ring, a tree or, for gloo's reduce-scatter, an all-reduce
-carried it, is the transport's own affair.
+A call counts under its own name, even if the transport carries it by a ring, a tree or, for gloo's
+reduce-scatter, an all-reduce.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ PARTS = {
     "gather_",
     "scatter_",
 }
-"""Operations of which that argument is the part of one rank, on every rank of the group."""
+"""Operations whose counted argument is one rank's part, on every rank of the group."""
 
 NO_TRAFFIC = {"wait_tensor", "check_for_nan", "_wrap_tensor_autograd"}
 
 
 class Calls(NamedTuple):
-    """What calls have in common that are counted together."""
+    """The key under which calls are counted together."""
 
     kind: str
     purpose: str
@@ -99,7 +99,7 @@ class Calls(NamedTuple):
 
 
 class CountingMode(TorchDispatchMode):
-    """Sees every operation of a rank from `begin_counting` to `stop`, and leaves nothing behind."""
+    """Sees every operation of a rank from `begin_counting` to `stop`, which removes all hooks."""
 
     supports_higher_order_operators = True
 
@@ -109,14 +109,14 @@ class CountingMode(TorchDispatchMode):
         self._hooks = ExitStack()
 
     def begin_counting(self, *undos: Undo) -> None:
-        """Enter the mode; `stop` leaves it, and calls what takes its hooks off, the last first."""
+        """Enter the mode; `stop` leaves it, and calls `undos`, the last first."""
         for undo in undos:
             self._hooks.callback(undo)
         self._hooks.enter_context(self)
         self.running = True
 
     def stop(self) -> None:
-        """Count no longer. A second call does nothing."""
+        """Stop counting. A second call has no effect."""
         self.running = False
         self._hooks.close()
 
@@ -162,7 +162,7 @@ class Ledger(CountingMode):
 
     @contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
-        """Say what part of a step runs inside; costs nothing while nothing is counted."""
+        """Run the body as this phase of a step; free of cost while the ledger is off."""
         before, self._phase = self._phase, phase
         try:
             yield
@@ -208,7 +208,7 @@ class Ledger(CountingMode):
             self.elements[row] += elements
 
     def _purpose(self, kind: str, dtype: torch.dtype, elements: int, ranks: int) -> str:
-        """Say what a call was for, as far as its place in the step tells."""
+        """Name the purpose of a call, as far as its place in the step shows it."""
         phase = self._phase
         if phase != "clipping" and torch._C._current_graph_task_id() != -1:
             phase = "backward"
@@ -225,7 +225,7 @@ class Ledger(CountingMode):
             return "buckets" if dtype == torch.int32 else "other"
         return _PURPOSES.get((phase, kind, dtype.is_floating_point), "other")
 
-    # What tells the phases
+    # Hooks that mark the phases
 
     def _forward_begins(self, module: Any, *_: Any) -> None:
         # An evaluation between two steps is not part of either.
@@ -236,9 +236,9 @@ class Ledger(CountingMode):
 
 
 def merged(ranks: list[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Return a record's `traffic`: of each row the most that any rank has; None where one has none.
+    """Return a record's `traffic`: each row's maximum over the ranks; None if a rank has none.
 
-    Where ranks differ, `disagreements` says in what.
+    If ranks differ, `disagreements` names the differences.
     """
     known = [rank for rank in ranks if rank is not None]
     if not known or len(known) < len(ranks):
@@ -274,7 +274,7 @@ def merged(ranks: list[dict[str, Any] | None]) -> dict[str, Any] | None:
 def sent_elements(counted: Iterable[dict[str, Any]]) -> int:
     """Return the elements of parameters and gradients that a rank sends, for many ranks.
 
-    A ring all-reduces in two passes. To be read beside `textbook_elements`.
+    A ring all-reduces in two passes. Compare it with `textbook_elements`.
     """
     return sum(
         row["elements"] * (2 if row["kind"] == "all_reduce" else 1)
@@ -284,7 +284,7 @@ def sent_elements(counted: Iterable[dict[str, Any]]) -> int:
 
 
 def textbook_volume(model: Any, strategy: Strategy, ranks: int) -> dict[str, int]:
-    """What `textbook` has a rank send, for the model that is there, and what it is made from."""
+    """Return the elements that `textbook` has a rank send for this model, and its inputs."""
     parameters = list(model.parameters())
     trained = sum(elements_of(p) for p in parameters if p.requires_grad)
     everything = sum(map(elements_of, parameters))
@@ -293,12 +293,12 @@ def textbook_volume(model: Any, strategy: Strategy, ranks: int) -> dict[str, int
 
 
 def transport() -> str | None:
-    """Return the backend that carries the collectives, None where there are no other ranks."""
+    """Return the backend that carries the collectives; None without other ranks."""
     return str(torch.distributed.get_backend()) if torch.distributed.is_initialized() else None
 
 
 def ring_factor(kind: str, ranks: int) -> float:
-    """What one rank of a ring sends of a payload, on average over the ranks."""
+    """Return the multiple of a payload that one rank of a ring sends, averaged over ranks."""
     if kind in ("send", "receive"):
         return 1.0 if kind == "send" else 0.0
     once = (ranks - 1) / ranks
@@ -322,11 +322,11 @@ _ORDER = (
     "gradients",
     "norm",  # all of clipping, and DeepSpeed's look for overflows
     "buffers",
-    "buckets",  # what DDP puts into each, told once, when its second step begins
+    "buckets",  # DDP's assignment of parameters to buckets, sent once before its second step
     "bitmap",  # which parameters a rank has used, under DDP's find_unused_parameters
     "metrics",  # one number a rank, outside of all passes: token counts, losses
-    "guards",  # the heartbeat: what the ranks tell each other of the step
-    "other",  # what no place in the step explains; a save or an evaluation between two steps
+    "guards",  # the heartbeat: the ranks' exchange about the step
+    "other",  # calls at no known place in the step; a save or an evaluation between two steps
 )
 
 _PURPOSES = {

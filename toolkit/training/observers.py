@@ -23,7 +23,7 @@ class Observer(Protocol):
     """Base class with empty methods; a subclass overrides the methods it needs."""
 
     def prepared(self, prepared: Prepared) -> None:
-        """Act after the recorder has attested what engaged, before the first step."""
+        """Act after the recorder's attestation, before the first step."""
 
     def step_done(self, step: int) -> None:
         """Act after an optimizer step, whose number counts from 1 over the whole training."""

@@ -1,6 +1,7 @@
 """The folder of a run: other files in it are never overwritten, and one run at a time works there.
-Files of an earlier run are known by the mark in the folder's lock file. Checkpoints are also known
-by their manifests, because they may be copied to other places without that file.
+
+Files of an earlier run are known by the mark in the folder's lock file; checkpoints also by their
+manifests, since they may be copied elsewhere without the lock file.
 """
 
 from __future__ import annotations
