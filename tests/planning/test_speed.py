@@ -9,8 +9,10 @@ from shapes_for_tests import llama
 
 from toolkit.errors import UsageError
 from toolkit.planning.job import PlannedJob, nodes_for
+from toolkit.planning.memory import estimate
 from toolkit.planning.models.families import FAMILIES
 from toolkit.planning.models.shape import ModelShape, Tensor
+from toolkit.planning.speed import rates
 from toolkit.planning.speed.estimate import cost, estimate_speed
 from toolkit.planning.speed.flops import (
     attention_flops,
@@ -19,6 +21,7 @@ from toolkit.planning.speed.flops import (
     multiplied_parameters,
 )
 from toolkit.planning.speed.gpus import gpu
+from toolkit.planning.terms import Interval
 from toolkit.strategies import STRATEGIES
 
 
@@ -562,3 +565,10 @@ def test_cost_is_hours_of_all_gpus():
 def test_a_cost_of_nothing_is_refused(tokens):
     with pytest.raises(UsageError, match="whole number from 1"):
         cost(estimate_speed(small(), gpu("l4")), tokens, None)
+
+
+@pytest.mark.parametrize("module", [rates, estimate], ids=lambda module: module.__name__)
+def test_no_interval_of_a_module_is_upside_down(module):
+    intervals = {name: value for name, value in vars(module).items() if isinstance(value, Interval)}
+    assert intervals
+    assert not [name for name, value in intervals.items() if not 0 <= value.low <= value.high]
