@@ -114,6 +114,17 @@ class Outcome:
     reason: str = ""
     """Why a survivor is equivalent."""
 
+    survived_before: bool = False
+    """Whether an earlier run did not catch it: a test was added, or made sharper, since."""
+
+    @property
+    def fate(self) -> str:
+        if self.reason:
+            return "equivalent"
+        if self.caught_by:
+            return "caught"
+        return "survived" if self.seconds else "not run yet"
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -126,15 +137,18 @@ def main() -> None:
     args = parser.parse_args()
     rooms = places()
     outcomes: dict[Fault, Outcome] = {}
+    survived_before: set[Fault] = set()
     if args.again is None:
         seed, faults = args.seed, drawn(rooms, args.places, args.seed)
     else:
         seed, earlier = read(args.again)
         faults = []
         for outcome in earlier:
-            settled = outcome.caught_by or outcome.reason
+            settled = outcome.fate in ("caught", "equivalent")
             places_now = [] if settled else in_todays_code(outcome.fault, rooms)
             faults += places_now
+            if outcome.survived_before or outcome.fate == "survived":
+                survived_before.update(places_now)
             if not places_now:  # a survivor whose code is gone was never caught: it stays one
                 outcomes[outcome.fault] = outcome
     outcomes |= {fault: Outcome(fault=fault, caught_by=None, seconds=0) for fault in faults}
@@ -144,6 +158,7 @@ def main() -> None:
         return
     args.out.mkdir(parents=True, exist_ok=True)
     for outcome in judged(faults, jobs=args.jobs):
+        outcome.survived_before = outcome.fault in survived_before
         outcomes[outcome.fault] = outcome
         print(f"{outcome.caught_by or 'SURVIVED'}: {sentence(outcome.fault)}", flush=True)
         write(args.out, seed, list(outcomes.values()))
@@ -447,6 +462,9 @@ def imported_by(path: Path) -> set[str]:
 # Results
 
 
+FATES = ("survived", "not run yet", "equivalent", "caught")
+
+
 def sentence(fault: Fault) -> str:
     change = f"{shortened(fault.before)} -> {shortened(fault.after)}"
     return f"{fault.path}:{fault.line} {fault.function or 'module'}: {fault.operator}: {change}"
@@ -458,9 +476,9 @@ def shortened(code: str) -> str:
 
 
 def share(outcomes: Sequence[Outcome]) -> tuple[int, int]:
-    """Return how many faults were caught, of how many that are not equivalent."""
-    counted = [outcome for outcome in outcomes if not outcome.reason]
-    return sum(outcome.caught_by is not None for outcome in counted), len(counted)
+    """Return how many faults were caught, of how many that were run and are not equivalent."""
+    fates = Counter(outcome.fate for outcome in outcomes)
+    return fates["caught"], fates["caught"] + fates["survived"]
 
 
 def read(path: Path) -> tuple[int, list[Outcome]]:
@@ -473,41 +491,36 @@ def write(folder: Path, seed: int, outcomes: Sequence[Outcome]) -> None:
     content = {"seed": seed, "outcomes": [dataclasses.asdict(outcome) for outcome in outcomes]}
     (folder / "faults.json").write_text(json.dumps(content, indent=1) + "\n")
     caught, counted = share(outcomes)
+    fates = Counter(outcome.fate for outcome in outcomes)
+    before = sum(outcome.survived_before for outcome in outcomes if outcome.fate == "caught")
     lines = [
         f"# Deliberate faults, seed {seed}",
         "",
-        f"{len(outcomes)} faults: {caught} caught, {counted - caught} survived, "
-        f"{len(outcomes) - counted} equivalent. Of those that are not equivalent, "
-        f"{caught / max(counted, 1):.0%} were caught.",
+        f"{len(outcomes)} faults: {', '.join(f'{fates[fate]} {fate}' for fate in FATES)}. Of those "
+        f"that were run and are not equivalent, {caught / max(counted, 1):.0%} were caught, "
+        f"{(caught - before) / max(counted, 1):.0%} at their first run.",
         "",
-        "| operator | caught | survived | equivalent |",
-        "|---|---|---|---|",
+        f"| operator | {' | '.join(FATES)} |",
+        f"|---|{'---|' * len(FATES)}",
     ]
     for operator in OPERATORS:
-        kinds = Counter(
-            "equivalent" if outcome.reason else "caught" if outcome.caught_by else "survived"
-            for outcome in outcomes
-            if outcome.fault.operator == operator
-        )
-        lines.append(
-            f"| {operator} | {kinds['caught']} | {kinds['survived']} | {kinds['equivalent']} |"
-        )
-    for title, chosen in (
-        ("Survived", [o for o in outcomes if not o.caught_by and not o.reason]),
-        ("Equivalent", [o for o in outcomes if o.reason]),
-        ("Caught", [o for o in outcomes if o.caught_by]),
-    ):
-        lines += ["", f"## {title}", ""]
+        of_operator = Counter(o.fate for o in outcomes if o.fault.operator == operator)
+        lines.append(f"| {operator} | {' | '.join(str(of_operator[fate]) for fate in FATES)} |")
+    for fate in FATES:
+        lines += ["", f"## {fate.capitalize()}", ""]
         lines += [
-            f"- `{sentence(outcome.fault)}`: {fate(outcome)}"
-            for outcome in sorted(chosen, key=lambda o: (o.fault.path, o.fault.line))
+            f"- `{sentence(outcome.fault)}`" + words_after(outcome)
+            for outcome in sorted(outcomes, key=lambda o: (o.fault.path, o.fault.line))
+            if outcome.fate == fate
         ]
     (folder / "faults.md").write_text("\n".join(lines) + "\n")
 
 
-def fate(outcome: Outcome) -> str:
-    missed = "not noticed" if outcome.seconds else "not run yet"
-    return outcome.reason or outcome.caught_by or missed
+def words_after(outcome: Outcome) -> str:
+    words = outcome.reason or outcome.caught_by or ""
+    if outcome.survived_before and outcome.caught_by:
+        words += ", added after it had survived"
+    return f": {words}" if words else ""
 
 
 if __name__ == "__main__":
