@@ -17,12 +17,16 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, Final, cast
 
+from toolkit.launching.ranks import quiet
+
+quiet()  # before transformers imports peft and bitsandbytes, which warns on some CPUs
+
+# ruff: noqa: E402
 from transformers import TrainingArguments
 from transformers.utils.logging import disable_progress_bar
 
 from toolkit.data.flags import plain_value
 from toolkit.errors import UsageError, file_sentence, is_full_disk
-from toolkit.launching.ranks import quiet
 from toolkit.redaction import redact_output
 from toolkit.strategies import Strategy, get_strategy
 from toolkit.training.methods import skeleton
@@ -135,7 +139,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     redact_output()
     logging.basicConfig(stream=sys.stderr, format="%(message)s", level=logging.WARNING)
     logging.getLogger("toolkit").setLevel(logging.INFO)
-    quiet()
     if not sys.stderr.isatty():
         disable_progress_bar()  # without a terminal, each update would be a line
     try:
