@@ -76,6 +76,13 @@ def test_who_may_read_a_file_is_for_the_umask_to_say_and_a_failure_leaves_no_dra
     assert (tmp_path / "report").read_text() == "text"
 
 
+def test_an_error_names_the_file_and_not_its_draft(tmp_path):
+    (tmp_path / "report").mkdir()
+    with pytest.raises(IsADirectoryError) as caught:
+        write_text(tmp_path / "report", "text")
+    assert caught.value.filename == str(tmp_path / "report")
+
+
 @pytest.mark.parametrize("mode", ["a", "w"])
 def test_a_file_that_is_opened_in_place_is_no_link(tmp_path, victim, mode):
     (tmp_path / "steps.jsonl").symlink_to(victim)

@@ -160,6 +160,7 @@ def test_json_stays_json(monkeypatch):
     data = {"bytes_per_token": 5, "text": "a-long-secret-value", "hub_token": "x", "n": [1.5, None]}
     assert json.loads(redact_known(json.dumps(data))) == data | {"text": "[removed]"}
     assert redacted(data) == data | {"text": "[removed]", "hub_token": "[removed]"}
+    assert redacted([data["text"], ("a", data["text"])]) == ["[removed]", ["a", "[removed]"]]
 
 
 def test_a_usage_error_is_one_line_without_secrets(monkeypatch):

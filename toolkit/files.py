@@ -37,7 +37,7 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = True, private: bo
         os.replace(draft, path)
     except BaseException as error:
         if isinstance(error, OSError):
-            error.filename = error.filename or str(path)  # a write that fails names no file
+            error.filename = str(path)  # a failed write names no file, a failed rename the draft
         draft.unlink(missing_ok=True)
         raise
 

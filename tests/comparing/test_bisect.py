@@ -30,6 +30,7 @@ from toolkit.records.evidence import (
     INITIAL_FILE,
     read_evidence,
 )
+from toolkit.redaction import REMOVED, redact_known
 
 RANDOM = np.random.default_rng(0)
 SHAPES = {"embed.weight": (5, 3), "up.weight": (4, 3), "norm.weight": (3,)}
@@ -778,6 +779,13 @@ def test_an_output_that_holds_something_is_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(UsageError, match="is not empty"):
         run("single", "ddp", output=tmp_path)
+
+
+def test_a_secret_among_the_flags_of_a_bisection_is_known_from_the_start(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError):
+        run("single", "ddp", output=tmp_path, train_flags=["--hub_token", "bisect-canary-1"])
+    assert redact_known("bisect-canary-1") == REMOVED
 
 
 CONTROL = {"strategy": "single", "engine": "trainer", "reason": None}

@@ -63,6 +63,7 @@ def test_two_sizes_share_the_unit_of_the_larger(low, high, shown):
         (seconds, 0.25, "0.250 s"),
         (seconds, 0.0021, "2.1 ms"),
         (seconds, 0.0, "0.000 s"),
+        (seconds, 7.25, "7.250 s"),
         (seconds, 12.345, "12.3 s"),
         (seconds, 75.4, "75 s"),
         (seconds, math.nan, "nan"),

@@ -6,10 +6,11 @@ import subprocess
 import sys
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, are_progress_bars_disabled
 
 from toolkit.data.arguments import DataArguments
 from toolkit.data.prepared import prepare_data, prepare_validation
+from toolkit.data.sources import quiet_progress
 from toolkit.errors import UsageError
 from toolkit.training.model import build_model
 from toolkit.training.prepare import prepare
@@ -259,3 +260,13 @@ def test_tokenising_in_a_rank_is_before_there_is_a_group_to_time_out(tmp_path, c
     )
     assert "tokenising False False" in done.stdout, done.stderr
     assert done.returncode == 0, done.stderr
+
+
+def test_progress_bars_are_off_only_as_long_as_data_are_read_into_a_log(monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
+    with quiet_progress():
+        assert are_progress_bars_disabled()
+    assert not are_progress_bars_disabled()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with quiet_progress():
+        assert not are_progress_bars_disabled()

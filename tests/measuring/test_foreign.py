@@ -42,6 +42,7 @@ def test_what_engaged_is_said_of_a_script_that_failed(end, steps, said, capsys):
     assert caught.value is end  # it is what the process leaves with
     printed = capsys.readouterr().out
     assert printed.count(said) == 1
+    assert printed.startswith("toolkit: single engaged\n")
     assert printed.count("the script clips at 0.5") == (1 if steps else 0)
 
 

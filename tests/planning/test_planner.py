@@ -198,7 +198,13 @@ def test_the_figure_is_drawn(found, tmp_path, name):
         return
     text = (tmp_path / name).read_text()
     ET.fromstring(text)
-    for said in ("zero3_offload", "L4: ", "GiB on the fullest GPU", "by number of GPUs"):
+    for said in (
+        "zero3_offload",
+        "L4: ",
+        "GiB on the fullest GPU",
+        "by strategy",
+        "by number of GPUs",
+    ):
         assert said in text
 
 

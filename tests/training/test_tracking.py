@@ -207,3 +207,12 @@ def test_settings_of_the_current_folder_are_still_found(variables, tmp_path):
     (tmp_path / "wandb" / "settings").write_text("[default]\nentity = us\n")
     keep_local(["wandb"], tmp_path / "out")
     assert "WANDB_DIR" not in variables
+
+
+def test_settings_are_also_read_from_the_folder_that_wandb_is_given(variables, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "settings").write_text("[default]\napi_key = mine\n")
+    assert keep_local(["wandb"], tmp_path / "out")
+    del variables["WANDB_MODE"]
+    variables["WANDB_CONFIG_DIR"] = str(tmp_path / "mine")
+    assert not keep_local(["wandb"], tmp_path / "out")
