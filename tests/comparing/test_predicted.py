@@ -139,17 +139,18 @@ def test_the_job_is_the_one_that_ran(record):
 
 def test_a_job_has_the_switches_for_speed_that_were_on(record):
     plain = job_of(record)
-    assert (plain.checkpointing, plain.chunked_loss) == ("none", False)
+    assert (plain.checkpointing, plain.chunked_loss, plain.compile) == ("none", False, False)
     assert not plain.gradient_as_bucket_view
     record["training"]["speed"] = {
         "on": {
             "loss_impl": "chunked",
             "ddp_bucket_view": True,
             "checkpoint_layers": {"asked": "all", "layers": [0, 1]},
+            "compile_blocks": {"layers": 2, "backend": "inductor"},
         }
     }
     found = job_of(record)
-    assert (found.checkpointing, found.chunked_loss) == ("full", True)
+    assert (found.checkpointing, found.chunked_loss, found.compile) == ("full", True, True)
     assert found.gradient_as_bucket_view
     record["training"]["speed"]["on"]["checkpoint_layers"]["asked"] = "every:2"
     assert "has all layers checkpointed or none" in predict(record)["reason"]

@@ -358,3 +358,16 @@ def test_gradients_reduced_in_fp32_send_twice_the_bytes_under_fsdp_alone():
     (ddp, fsdp), (same, raised) = sent(), sent("--reduce-in-fp32")
     assert (same, raised) == (ddp, 2 * fsdp)
     assert fsdp > 0
+
+
+def test_compiling_is_an_option_of_the_command_line_with_its_note_in_the_answer():
+    def rows(*flags):
+        words = ["plan", "1b", "--gpu", "a100-80gb", "--strategy", "ddp,zero3", "--json", *flags]
+        return json.loads(CliRunner().invoke(app, words, catch_exceptions=False).stdout)["rows"]
+
+    for eager, compiled, less in zip(rows(), rows("--compile"), (True, False), strict=True):
+        assert (eager["job"]["compile"], compiled["job"]["compile"]) == (False, True)
+        high = [row["speed"]["step_seconds"]["high"] for row in (eager, compiled)]
+        assert (high[1] < high[0]) == less
+        assert "ompile" in " ".join(compiled["speed"]["notes"])
+        assert eager["memory"] == compiled["memory"]

@@ -165,6 +165,8 @@ def _speed_of(training: dict[str, Any]) -> dict[str, Any]:
         )
     return {
         "checkpointing": "full" if layers or training["activation_checkpointing"] else "none",
+        "compile": "torch_compile" in on
+        or on.get("compile_blocks", {}).get("backend") == "inductor",
         "chunked_loss": "loss_impl" in on,
         "loss_chunk_tokens": on.get("loss_chunk_tokens"),
         "gradient_as_bucket_view": "ddp_bucket_view" in on,

@@ -110,6 +110,12 @@ class PlannedJob(JobOptions):
         return self.method == "qlora" and self.raises_frozen and not sharded
 
     @property
+    def compiles(self) -> bool:
+        """Whether layers are compiled. Under ZeRO-3 torch gives up on them, since DeepSpeed's hooks
+        are compiled anew for each module, and `toolkit.train` refuses to."""
+        return self.compile and self.strategy.sharding != "tensors"
+
+    @property
     def gradients_in_buckets(self) -> bool:
         """Whether the gradients are views of DDP's buckets, and so live as long as the buckets."""
         return self.strategy.reduces_in_buckets and self.gradient_as_bucket_view

@@ -107,6 +107,11 @@ class JobOptions:
     attention: Annotated[Attention, Flag("Whether scores are held.")] = "flash"
     """`flash` never holds the s x s scores: FlashAttention, or torch's SDPA with its kernels."""
 
+    compile: Annotated[
+        bool, Flag("Layers compiled, as by toolkit.train's --compile_blocks.", ("--compile",))
+    ] = False
+    """Speed alone is planned with it: compiled layers may keep less than the memory planned."""
+
     chunked_loss: Annotated[
         bool, Flag("Head and loss fused, as Liger does.", ("--chunked-loss",))
     ] = False

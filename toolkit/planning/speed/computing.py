@@ -3,12 +3,12 @@ bandwidth, and launches as a floor under both."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.memory.weights import weights_of
+from toolkit.planning.memory.weights import Weights, weights_of
 from toolkit.planning.models.shape import ModelShape
 from toolkit.planning.speed import rates
 from toolkit.planning.speed.flops import attention_flops, linear_flops
@@ -49,54 +49,62 @@ def matmul_share(gpu: Gpu) -> Interval:
 def computing(job: PlannedJob, gpu: Gpu, rate: float) -> list[SpeedTerm]:
     """Return the terms of one micro-batch, forward and backward."""
     tokens = job.micro_tokens
-    share = matmul_share(gpu)
-    eager = job.attention == "eager"
+    terms = [
+        *_products(job, gpu, rate),
+        _moving("norms, activations, residuals", _elementwise(job).times(tokens), gpu),
+        _moving("logits and loss", _logits(job), gpu),
+        _reading_weights(job, gpu, rate),
+    ]
+    if job.method != "full":
+        terms.append(_moving("adapters' inputs and outputs", _adapters(job).times(tokens), gpu))
+    if job.attention == "eager":
+        scores = job.model.layers * job.model.heads * tokens * job.sequence
+        terms.append(_moving("attention scores", rates.SCORE_BYTES.times(scores), gpu))
+    return [*terms, _launching(job, total(terms))]
+
+
+def _products(job: PlannedJob, gpu: Gpu, rate: float) -> Iterator[SpeedTerm]:
     generation = max(min(gpu.compute_capability[0], 10), 7)
+    eager = job.attention == "eager"
     attention_share = rates.EAGER_SHARE if eager else rates.FLASH_SHARE[generation]
     formula = "FLOPs / (dense rate * share of it)"
-    products = (
-        ("products with weights", linear_flops(job), share, formula),
-        (
-            "attention",
-            attention_flops(job),
-            attention_share,
-            f"{formula}, masked half skipped by flash kernels",
-        ),
-    )
-    terms = [
-        SpeedTerm(
+    masked = f"{formula}, masked half skipped by flash kernels"
+    for name, of_token, share, how in (
+        ("products with weights", linear_flops(job), matmul_share(gpu), formula),
+        ("attention", attention_flops(job), attention_share, masked),
+    ):
+        flops = job.micro_tokens * of_token
+        yield SpeedTerm(
             name=name,
-            seconds=Interval.exactly(tokens * flops) / reached.times(rate),
-            formula=formula,
-            inputs={"FLOPs": tokens * flops, "dense rate": rate, "share": shown(reached)},
+            seconds=Interval.exactly(flops) / share.times(rate),
+            formula=how,
+            inputs={"FLOPs": flops, "dense rate": rate, "share": shown(share)},
         )
-        for name, flops, reached, formula in products
-    ]
-    moved = {
-        "norms, activations, residuals": _elementwise(job).times(tokens),
-        "logits and loss": _logits(job),
-        "reading weights": _weights(job),
-    }
-    if eager:
-        heads = job.model.layers * job.model.heads
-        moved["attention scores"] = rates.SCORE_BYTES.times(heads * tokens * job.sequence)
-    at_least = {"reading weights": _least_fetching(job, gpu, rate, share.high)}
-    for name, amount in moved.items():
-        seconds = amount / rates.MEMORY_SHARE.times(gpu.memory_bandwidth)
-        least = at_least.get(name, 0.0)
-        terms.append(
-            SpeedTerm(
-                name=name,
-                seconds=Interval(max(seconds.low, least), max(seconds.high, least)),
-                formula="bytes moved / (memory bandwidth * share of it)",
-                inputs={
-                    "bytes": shown(amount),
-                    "memory bandwidth": gpu.memory_bandwidth,
-                    "share": shown(rates.MEMORY_SHARE),
-                },
-            )
-        )
-    return [*terms, _launching(job, total(terms))]
+
+
+def _moving(name: str, amount: Interval, gpu: Gpu) -> SpeedTerm:
+    """Return the time of kernels that only move `amount` bytes through the GPU's memory."""
+    return SpeedTerm(
+        name=name,
+        seconds=amount / rates.MEMORY_SHARE.times(gpu.memory_bandwidth),
+        formula="bytes moved / (memory bandwidth * share of it)",
+        inputs={
+            "bytes": shown(amount),
+            "memory bandwidth": gpu.memory_bandwidth,
+            "share": shown(rates.MEMORY_SHARE),
+        },
+    )
+
+
+def _reading_weights(job: PlannedJob, gpu: Gpu, rate: float) -> SpeedTerm:
+    moving = _moving("reading weights", _weights(job), gpu)
+    least = _least_fetching(job, gpu, rate, matmul_share(gpu).high)
+    return replace(
+        moving,
+        seconds=Interval(max(moving.seconds.low, least), max(moving.seconds.high, least)),
+        formula=f"{moving.formula}, or what products of few tokens wait for their weights",
+        inputs={**moving.inputs, "seconds of waiting": least},
+    )
 
 
 def _least_fetching(job: PlannedJob, gpu: Gpu, rate: float, best_share: float) -> float:
@@ -112,25 +120,36 @@ def _least_fetching(job: PlannedJob, gpu: Gpu, rate: float, best_share: float) -
 
 def _launching(job: PlannedJob, busy: Interval) -> SpeedTerm:
     """Return the time that a micro-batch waits for the host to launch every layer's kernels."""
-    passes = (4 / 3 if job.checkpointing == "full" else 1) * job.model.layers
-    launch = rates.LAUNCH_SECONDS.times(
-        passes * (1 if job.method == "full" else rates.LORA_LAUNCHES)
-    )
+    counted = rates.KERNELS if job.method == "full" else rates.ADAPTED_KERNELS
+    kernels = Interval.exactly(counted.forward * _forwards(job) + counted.backward)
+    if job.compiles:
+        kernels = rates.COMPILED_KERNELS.times(kernels.low)
+    launch = (rates.KERNEL_SECONDS * kernels).times(job.model.layers)
     return SpeedTerm(
         name="waiting for launches",
         seconds=launch.less(busy),
-        formula="layers * seconds a layer - what keeps the GPU busy, or 0",
-        inputs={"layers": job.model.layers, "seconds": shown(launch), "busy": shown(busy)},
+        formula="layers * kernels * seconds a kernel - what keeps the GPU busy, or 0",
+        inputs={
+            "layers": job.model.layers,
+            "kernels": shown(kernels),
+            "seconds": shown(rates.KERNEL_SECONDS),
+            "busy": shown(busy),
+        },
     )
+
+
+def _forwards(job: PlannedJob) -> int:
+    """Times that a layer runs forward in a micro-batch."""
+    return 1 if job.checkpointing == "none" else 2
 
 
 def _elementwise(job: PlannedJob) -> Interval:
     """Bytes that one token moves outside of products, forward, backward and recomputed."""
     fused, eager = _elementwise_forward(job.model)
-    passes = 1 + rates.BACKWARD + (0 if job.checkpointing == "none" else 1)
+    passes = _forwards(job) + rates.BACKWARD
     mixed = job.precision != "no" and not job.strategy.steps_on_masters
     width = {"no": 2, "bf16": 1, "fp16": 1}[job.precision]
-    most = eager * (rates.AUTOCAST if mixed else 1)
+    most = (fused if job.compiles else eager) * (rates.AUTOCAST if mixed else 1)
     return Interval(fused * passes * width, most * passes * width)
 
 
@@ -154,6 +173,19 @@ def _elementwise_forward(model: ModelShape) -> tuple[float, float]:
     fused += (rates.FUSED_GATE if model.gated else rates.ACTIVATION) * width
     eager += (rates.EAGER_GATE if model.gated else rates.ACTIVATION) * width
     return fused * model.layers, eager * model.layers
+
+
+def _adapters(job: PlannedJob) -> Interval:
+    """Bytes that one token moves through the adapters, beside the layers that they stand in."""
+    width = _adapted_width(weights_of(job)) / job.lora_rank
+    per_value = rates.FUSED_ADAPTER_BYTES if job.compiles else rates.ADAPTER_BYTES
+    return per_value.times(width * (_forwards(job) + 1))
+
+
+@lru_cache(maxsize=512)
+def _adapted_width(weights: Weights) -> int:
+    """Inputs and outputs of all adapted layers, times the rank of the adapters."""
+    return sum(tensor.elements for tensor in weights.trained.listed if ".lora_" in tensor.name)
 
 
 def _logits(job: PlannedJob) -> Interval:

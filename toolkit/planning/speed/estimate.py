@@ -20,6 +20,12 @@ from toolkit.planning.speed.transfers import communicating, stepping
 from toolkit.planning.terms import Interval
 from toolkit.strategies import SHORT_DTYPES
 
+COMPILED = (
+    "Compiled layers are planned by the kernels and the memory traffic that fusing saves: no GPU "
+    "measured it here. Their memory is planned as without, and may be less."
+)
+NOT_COMPILED = "Under ZeRO-3 layers can't be compiled: it is planned without --compile."
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedSpeed:
@@ -69,7 +75,7 @@ def estimate_speed(
     Raises:
         UsageError: the GPU can't compute in the job's precision, or the bandwidth is no bandwidth.
     """
-    network, assumption = _network(gpu, internode_bytes_per_second)
+    network = _network(gpu, internode_bytes_per_second)
     # Where precision isn't mixed, the dtype of the weights is computed in.
     rate = gpu.flops(job.precision if job.precision != "no" else SHORT_DTYPES[job.dtype])
     once = computing(job, gpu, rate)
@@ -91,7 +97,10 @@ def estimate_speed(
     per_token = model_flops(job.model, job.sequence)
     share = job.step_tokens * per_token / (job.gpus * rate)
     between_nodes = job.nodes > 1
-    notes = [assumption] if between_nodes and assumption else []
+    assumed = between_nodes and internode_bytes_per_second is None
+    notes = [_assumption(gpu)] if assumed else []
+    if job.compile:
+        notes.append(COMPILED if job.compiles else NOT_COMPILED)
     if gpu.matmul_share is None or "matmul_share" in gpu.unchecked:
         notes.append(
             f"What large products reach of the rate of a {gpu.name} is not known: the interval is "
@@ -107,31 +116,36 @@ def estimate_speed(
         model_flops_per_token=per_token,
         mfu=Interval(share / step.high, share / step.low),
         internode_bytes_per_second=network if between_nodes else None,
-        internode_assumed=between_nodes and bool(assumption),
+        internode_assumed=assumed,
         notes=tuple(notes),
     )
 
 
-def _network(gpu: Gpu, bytes_per_second: float | None) -> tuple[Interval, str]:
-    """Return the bandwidth of a node's network, and what is assumed about it, if anything is."""
-    if bytes_per_second is not None:
-        if not 0 < bytes_per_second < math.inf:
-            raise UsageError(
-                f"The bandwidth between nodes is {bytes_per_second!r}. It is bytes per second of "
-                "a node, above 0."
-            )
-        return Interval.exactly(bytes_per_second), ""
+def _network(gpu: Gpu, bytes_per_second: float | None) -> Interval:
+    """Return the bandwidth of a node's network: the given one, else that of such machines."""
+    if bytes_per_second is None:
+        return gpu.network_bandwidth or rates.UNKNOWN_NETWORK
+    if not 0 < bytes_per_second < math.inf:
+        raise UsageError(
+            f"The bandwidth between nodes is {bytes_per_second!r}. It is bytes per second of "
+            "a node, above 0."
+        )
+    return Interval.exactly(bytes_per_second)
+
+
+def _assumption(gpu: Gpu) -> str:
+    """Say which network is assumed between the nodes, and how to give the real one."""
     give = "Give the real one with --internode-gbps."
     usual = gpu.network_bandwidth
     if usual is None:
-        return rates.UNKNOWN_NETWORK, (
+        return (
             "The network between the nodes is not known: from 10 Gb/s Ethernet to eight cards of "
             f"400 Gb/s in each. {give}"
         )
     low, high = (f"{end * 8 / 1e9:,.0f}" for end in (usual.low, usual.high))
     rate = low if low == high else f"{low} to {high}"
     why = f" ({gpu.network_source})" if gpu.network_source else ""
-    return usual, (
+    return (
         f"A network of {rate} Gb/s a node is assumed, which is usual with {gpu.name}{why}. {give}"
     )
 

@@ -6,6 +6,8 @@ tests hold the sums of all of them against public measurements.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from toolkit.planning.terms import Interval
 
 BEST_MATMUL = 0.87
@@ -90,14 +92,37 @@ tells: 7B LoRA with nf4 takes 79 ms more than without for two passes on an A100,
 OPERAND_BYTES = 2
 """The least of a weight as an operand of a product: 16 bits, to which 4-bit ones are raised."""
 
-LAUNCH_SECONDS = Interval(0.4e-3, 3e-3)
-"""Host time to launch one layer's kernels, forward and backward; a step is never shorter. Some
-hundred kernels at 4 microseconds at best; LitGPT's tables have 2.8 ms a layer where the GPU has
-little to do (adapter training of 3B and 7B, same page)."""
+ADAPTER_BYTES = Interval(8, 14)
+"""Per input and output value of a layer with adapters, in forward, and as much in backward: peft
+casts the input to the adapters' fp32 and autocast casts it back, A reads it, B writes an output,
+which is scaled and added apart (peft 0.21, tuners/lora/layer.py). At best nothing is cast."""
 
-LORA_LAUNCHES = 1.6
-"""As often with adapters on its linear layers: 4.4 ms (LoRA) to 2.8 ms (Adapter) on that page; and
-255 operators a layer to 152, counted in a Llama under autocast (transformers 5.23, peft 0.21)."""
+FUSED_ADAPTER_BYTES = Interval(4, 8)
+"""The same where a compiler fuses casts, scale and sum."""
+
+
+class Kernels(NamedTuple):
+    """Kernels that a decoder layer launches."""
+
+    forward: int
+    backward: int
+
+
+KERNELS = Kernels(forward=48, backward=87)
+ADAPTED_KERNELS = Kernels(forward=94, backward=130)
+"""Without adapters, and with them on each linear layer: the operators that compute, views left out,
+of a Llama's layer under autocast (counted with torch 2.15, transformers 5.23, peft 0.21)."""
+
+COMPILED_KERNELS = Interval(0.2, 0.6)
+"""Share of them that are left in a compiled layer: at best the products and attention, and a fused
+kernel between two of them; at most the 70 of 135 that inductor makes of the same layer for a CPU,
+where it fuses less (torch 2.15)."""
+
+KERNEL_SECONDS = Interval(4e-6, 21e-6)
+"""Host time to launch a kernel from Python; a step is never shorter than all of them. LitGPT's
+tables have the most: 2.8 ms a layer with Adapter and 4.4 ms with LoRA, which train 3B and 7B where
+the GPU has little to do (Lightning-AI/litgpt, tutorials/resource-tables.md). The least is assumed.
+"""
 
 OPTIMIZER_PASSES = Interval(1, 2.8)
 """A fused AdamW goes through its operands once; torch's foreach goes through them for each of its
@@ -138,10 +163,14 @@ UNKNOWN_NETWORK = Interval(1.25e9, 400e9)
 """Bytes per second of a node in one direction, if the table has none for the GPU: 10 Gb/s Ethernet
 to eight 400 Gb/s cards."""
 
-HOST_BANDWIDTH = Interval(12e9, 130e9)
-"""Bytes per second that a fused CPU optimizer moves on a whole node. Two busy x86 cores moved the
-least with torch 2.15's AdamW; 28 bytes a parameter in 0.22 to 0.26 s per 1e9 on two 24-core Xeons
-are the most (ZeRO-Offload, arXiv 2101.06840, table 4, cited from memory)."""
+LEAST_HOST_BANDWIDTH = 12e9
+"""Bytes per second that a fused CPU optimizer moves for each GPU of a node, at least: two busy x86
+cores with torch 2.15's AdamW, and clouds give no GPU less (g6.xlarge has 4 hyper-threads)."""
+
+MOST_HOST_BANDWIDTH = 460e9
+"""Of a whole node: three quarters of the 614 GB/s of two sockets with eight channels of DDR5-4800
+each, as in hosts of eight H100. Two 24-core Xeons of 2020 moved 28 bytes a parameter in 0.22 to
+0.26 s per 1e9 (ZeRO-Offload, arXiv 2101.06840, table 4, cited from memory)."""
 
 UNFUSED_ON_CPU = Interval(2.8, 7)
 """Times that AdamW with `foreach` takes on a CPU instead of the fused one: as many passes as on a

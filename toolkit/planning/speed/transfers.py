@@ -123,6 +123,10 @@ def _offloading(
     # DeepSpeed brings an optimizer for CPUs; FSDP2 steps with whatever the job asks for.
     unfused = job.strategy.sharding == "rows" and job.optimizer == "adamw"
     passes = rates.UNFUSED_ON_CPU if unfused else Interval.exactly(1)
+    host = Interval(
+        min(per_node * rates.LEAST_HOST_BANDWIDTH, rates.MOST_HOST_BANDWIDTH),
+        rates.MOST_HOST_BANDWIDTH,
+    )
     terms = [
         SpeedTerm(
             name="copies to and from the host",
@@ -137,13 +141,13 @@ def _offloading(
         ),
         SpeedTerm(
             name="optimizer on the CPU",
-            seconds=passes.times(moved * elements * per_node) / rates.HOST_BANDWIDTH,
+            seconds=passes.times(moved * elements * per_node) / host,
             formula="bytes a parameter * parameters of a node * passes / host memory bandwidth",
             inputs={
                 "bytes": moved,
                 "parameters of a node": elements * per_node,
                 "passes": shown(passes),
-                "host memory bandwidth": shown(rates.HOST_BANDWIDTH),
+                "host memory bandwidth": shown(host),
             },
         ),
     ]
