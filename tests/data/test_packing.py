@@ -8,11 +8,11 @@ from datasets import Dataset
 from small_models import small_of, tiny_llama
 from transformers import TrainingArguments
 
+from toolkit.configs.proven_models import PROVEN_MODELS
 from toolkit.data.arguments import DataArguments
 from toolkit.data.order import Collator, training_rows
 from toolkit.data.packing import (
     PROVEN_ATTENTION,
-    PROVEN_MODELS,
     FixedPacking,
     best_fit,
     check_borders,

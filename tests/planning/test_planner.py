@@ -339,11 +339,15 @@ def test_an_assumed_network_is_told_on_the_page_and_in_json():
     assert "3,200 Gb/s" not in own._repr_html_()
 
 
-def test_twice_as_many_gpus_again_and_again_spread_evenly_over_nodes():
-    row = plan("30b", gpu="A100-80", gpus=5, strategies="fsdp").row("fsdp")
-    more = next(remedy.job for remedy in row.remedies if " GPUs" in remedy.name)
-    assert more.gpus > 10
-    assert more.gpus == 5 * more.nodes
+def test_more_gpus_fill_the_node_and_then_whole_nodes_like_it():
+    def more(gpus, **options):
+        row = plan("30b", gpu="A100-80", gpus=gpus, strategies="fsdp", **options).row("fsdp")
+        return next(remedy.job for remedy in row.remedies if " GPUs" in remedy.name)
+
+    filled, of_5, of_8 = more(3), more(10, nodes=2), more(8)
+    assert of_8.gpus == 8 * of_8.nodes > 8
+    assert of_5.gpus == 5 * of_5.nodes > 10
+    assert filled.gpus == of_8.gpus
 
 
 def test_gradients_reduced_in_fp32_send_twice_the_bytes_under_fsdp_alone():

@@ -23,7 +23,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from toolkit.data.packing import PROVEN_MODELS
+from toolkit.configs.proven_models import PROVEN_MODELS
 from toolkit.errors import UsageError
 from toolkit.training.loadable import check_loadable
 from toolkit.training.model import build_model, model_facts

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from toolkit.configs.proven_models import PROVEN_MODELS
 from toolkit.data.order import Collator
-from toolkit.data.packing import PROVEN_MODELS
 from toolkit.data.tokenizer import load_tokenizer
 from toolkit.data.tokens import IGNORED
 from toolkit.errors import UsageError

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.configs.proven_models import PROVEN_MODELS
 from toolkit.data.tokens import (
     IGNORED,
     add_row,
@@ -30,49 +31,6 @@ if TYPE_CHECKING:
 
 PROVEN_ATTENTION = ("sdpa", "eager")
 """Implementations for which a test shows equal losses and gradients packed and unpacked."""
-
-PROVEN_MODELS = {
-    "ApertusForCausalLM": "apertus",
-    "ArceeForCausalLM": "arcee",
-    "Cohere2ForCausalLM": "cohere2",
-    "CohereForCausalLM": "cohere",
-    "Ernie4_5ForCausalLM": "ernie4_5",
-    "Exaone4ForCausalLM": "exaone4",
-    "GPT2LMHeadModel": "gpt2",
-    "GPTNeoXForCausalLM": "gpt_neox",
-    "Gemma2ForCausalLM": "gemma2",
-    "Gemma3ForCausalLM": "gemma3_text",
-    "GemmaForCausalLM": "gemma",
-    "Glm4ForCausalLM": "glm4",
-    "GlmForCausalLM": "glm",
-    "GraniteForCausalLM": "granite",
-    "GraniteMoeForCausalLM": "granitemoe",
-    "HeliumForCausalLM": "helium",
-    "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
-    "LlamaForCausalLM": "llama",
-    "MinistralForCausalLM": "ministral",
-    "MistralForCausalLM": "mistral",
-    "MixtralForCausalLM": "mixtral",
-    "NemotronForCausalLM": "nemotron",
-    "Olmo2ForCausalLM": "olmo2",
-    "Olmo3ForCausalLM": "olmo3",
-    "OlmoForCausalLM": "olmo",
-    "OlmoeForCausalLM": "olmoe",
-    "Phi3ForCausalLM": "phi3",
-    "PhiForCausalLM": "phi",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen2MoeForCausalLM": "qwen2_moe",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "SmolLM3ForCausalLM": "smollm3",
-    "StableLmForCausalLM": "stablelm",
-    "Starcoder2ForCausalLM": "starcoder2",
-}
-"""Architectures for which the same test shows it, with their type in transformers.
-
-Taking positions is not enough: OPT, BioGPT and GPT-BigCode take them and mix texts all the same
-(transformers 5.23), and models with a state carry it from one text to the next.
-"""
 
 MIXED = (
     "with a cache of keys and values (use_cache) transformers lets texts in one row see each other"

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from toolkit.planning import levers
 from toolkit.planning.job import GPUS_PER_NODE, PlannedJob
+from toolkit.planning.levers import Lever
 from toolkit.planning.memory.estimate import estimate_memory
+from toolkit.planning.speed.gpus import built_in_gpus
+from toolkit.planning.terms import GIB
 from toolkit.planning.verdict import Room, Verdict, fits, judge, largest_batch
 from toolkit.strategies import STRATEGIES
 
 STAGES = ("ddp", "zero1", "zero2", "zero3", "fsdp")
 OFFLOADS = ("zero2_offload", "fsdp_offload", "zero3_offload")
-MOST_GPUS = 1024
+
+LARGEST_CLUSTER = 1024
+"""GPUs at which the search for more of them ends."""
+
+LARGEST_RAM = 4096 * GIB
+"""RAM of a large node, AWS's p6-b300.48xlarge: an offload that needs more is no remedy."""
+
+SHORTEST_ROW = 1 / 8
+"""Share of a row below which a shorter one is no remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +46,12 @@ class Remedy:
 
 
 class Changed(NamedTuple):
-    """A job with one change."""
+    """A job with one change, and the memory that it may use then."""
 
     name: str
     cost: str
     job: PlannedJob
+    room: Room
 
 
 Change = Callable[[PlannedJob, Room], Changed | None]
@@ -45,58 +59,69 @@ Change = Callable[[PlannedJob, Room], Changed | None]
 
 
 def remedies(job: PlannedJob, room: Room) -> list[Remedy]:
-    """List the changes that save memory, the cheapest first, each with what it alone brings."""
+    """List the changes that alone bring the job nearer to fitting, the cheapest first."""
+    margin = judge(estimate_memory(job), room).worst_margin_bytes
     changes = (change(job, room) for change in CHANGES)
-    return [_remedy([changed], room) for changed in changes if changed is not None]
+    listed = [_remedy([changed]) for changed in changes if changed is not None]
+    return [remedy for remedy in listed if remedy.verdict.worst_margin_bytes > margin]
 
 
 def together(job: PlannedJob, room: Room) -> Remedy | None:
     """Return the cheapest changes that make a job fit when they are made together.
 
-    They are added in the order of their cost until it fits, and then each is taken back that
-    turns out not to be needed. Where a node's RAM is not known, an offload is the last resort.
+    They are added in the order of their cost until it fits, and then the costliest are taken back
+    that turn out not to be needed.
 
     Returns:
         None where all of them are not enough.
     """
-    if room.host_bytes is None:
-        without_offload = [change for change in CHANGES if change is not _offload]
-        if remedy := _cheapest(without_offload, job, room):
-            return remedy
-    return _cheapest(CHANGES, job, room)
-
-
-def _cheapest(changes: Sequence[Change], job: PlannedJob, room: Room) -> Remedy | None:
+    changes = CHANGES
+    if room.host_bytes is None:  # then an offload fits under a condition, and comes late
+        changes = (*(c for c in ON_GPUS if c is not _offload), _offload, *OTHER_GPUS)
     chosen: list[Change] = []
+    made: list[Changed] = []
+    margin = judge(estimate_memory(job), room).worst_margin_bytes
     for change in changes:
-        made = _after([*chosen, change], job, room)
-        if len(made) == len(chosen):
+        after = _after([*chosen, change], job, room)
+        if len(after) == len(chosen):
+            continue  # it has no place after the others
+        verdict = judge(estimate_memory(after[-1].job), after[-1].room)
+        if verdict.worst_margin_bytes < margin:
             continue
-        chosen.append(change)
-        if fits(made[-1].job, room):
+        chosen, made, margin = [*chosen, change], after, verdict.worst_margin_bytes
+        if verdict.fits:
             break
     else:
         return None
-    for change in list(chosen):
+    for change in reversed(chosen):
         fewer = [needed for needed in chosen if needed is not change]
-        made = _after(fewer, job, room)
-        if made and fits(made[-1].job, room):
-            chosen = fewer
-    return _remedy(_after(chosen, job, room), room)
+        after = _after(fewer, job, room)
+        if after and fits(after[-1].job, after[-1].room):
+            chosen, made = fewer, after
+    return _remedy(made)
+
+
+def ways_out(job: PlannedJob, room: Room) -> Iterator[Remedy]:
+    """Yield what would make a job fit that has all levers already, one change at a time."""
+    for change in (_shorter_rows, _offload, *OTHER_GPUS):
+        changed = change(job, room)
+        if changed is not None and fits(changed.job, changed.room):
+            yield _remedy([changed])
 
 
 def _after(changes: Sequence[Change], job: PlannedJob, room: Room) -> list[Changed]:
     """Return the job after each of the changes that has a place after those before it."""
     made: list[Changed] = []
     for change in changes:
-        changed = change(made[-1].job if made else job, room)
+        before = (made[-1].job, made[-1].room) if made else (job, room)
+        changed = change(*before)
         if changed is not None:
             made.append(changed)
     return made
 
 
-def _remedy(made: Sequence[Changed], room: Room) -> Remedy:
-    job = made[-1].job
+def _remedy(made: Sequence[Changed]) -> Remedy:
+    job, room = made[-1].job, made[-1].room
     return Remedy(
         name=" + ".join(changed.name for changed in made),
         cost="; ".join(changed.cost for changed in made),
@@ -105,13 +130,12 @@ def _remedy(made: Sequence[Changed], room: Room) -> Remedy:
     )
 
 
-def _setting(name: str, cost: str, field: str, value: str, *stronger: str) -> Change:
-    """Return a change that sets one option to `value`, unless it has that or a stronger one."""
+def _pulled(lever: Lever) -> Change:
+    """Return the change that a lever makes."""
 
     def change(job: PlannedJob, room: Room) -> Changed | None:
-        if getattr(job, field) in (value, *stronger):
-            return None
-        return Changed(name, cost, replace(job, **{field: value}))
+        changed = lever.applied(job)
+        return None if changed is None else Changed(lever.name, lever.price, changed, room)
 
     return change
 
@@ -126,7 +150,7 @@ def _smaller_batch(job: PlannedJob, room: Room) -> Changed | None:
     if batch * accumulation != rows:
         cost += f", and {batch * accumulation * job.gpus} rows a step, not {rows * job.gpus}"
     name = f"batch {batch} with {accumulation} accumulated"
-    return Changed(name, cost, replace(job, batch=batch, accumulation=accumulation))
+    return Changed(name, cost, replace(job, batch=batch, accumulation=accumulation), room)
 
 
 def _next_stage(job: PlannedJob, room: Room) -> Changed | None:
@@ -138,38 +162,83 @@ def _next_stage(job: PlannedJob, room: Room) -> Changed | None:
     changed = _first_that_fits(job, STAGES[sharded + 1 :], room)
     gathers = changed.strategy.shards_parameters
     cost = "half as many bytes again on the wire" if gathers else "little: the same bytes, later"
-    return Changed(changed.strategy.name, cost, changed)
+    return Changed(changed.strategy.name, cost, changed, room)
 
 
 def _offload(job: PlannedJob, room: Room) -> Changed | None:
-    if job.strategy.offloads or job.gpus == 1:
+    if job.strategy.offloads:
         return None
+    if job.gpus == 1:
+        return _paged(job, room)
     changed = _first_that_fits(job, OFFLOADS, room)
+    if estimate_memory(changed).host_bytes.high > (room.host_bytes or LARGEST_RAM):
+        return None
     cost = "each step waits for PCIe and the CPU, and it needs host RAM"
-    return Changed(changed.strategy.name, cost, changed)
+    return Changed(changed.strategy.name, cost, changed, room)
+
+
+def _shorter_rows(job: PlannedJob, room: Room) -> Changed | None:
+    """Return the longest rows that fit; None where those are of no use."""
+    lengths = range(max(1, round(job.sequence * SHORTEST_ROW)), job.sequence)
+    fitting = bisect_left(
+        lengths, True, key=lambda length: not fits(replace(job, sequence=length), room)
+    )
+    if not fitting:
+        return None
+    length = lengths[fitting - 1]
+    cost = "longer texts are cut or split"
+    return Changed(f"rows of {length:,} tokens", cost, replace(job, sequence=length), room)
+
+
+def _bigger_gpu(job: PlannedJob, room: Room) -> Changed | None:
+    """Return the job on the GPU of the table with the least memory that is enough."""
+    needed = estimate_memory(job).total.high
+    enough = [
+        gpu
+        for gpu in built_in_gpus().values()
+        if gpu.memory_bytes >= max(needed, room.gpu_bytes + 1)
+        and (gpu.has_bf16 or job.precision != "bf16")
+    ]
+    if not enough:
+        return None
+    gpu = min(enough, key=lambda gpu: gpu.memory_bytes)
+    count = f"{job.gpus} x {gpu.name}" if job.gpus > 1 else f"one {gpu.name}"
+    return Changed(count, "another price", job, replace(room, gpu_bytes=gpu.memory_bytes))
 
 
 def _more_gpus(job: PlannedJob, room: Room) -> Changed | None:
-    """Return the fewest GPUs, doubled until the job fits; its parameters are then sharded."""
-    strategy = job.strategy if job.strategy.shards_parameters else STRATEGIES["fsdp"]
-    per_node = max(GPUS_PER_NODE, job.gpus // job.nodes)
-    gpus, nodes = job.gpus * 2, job.nodes
-    while gpus <= MOST_GPUS:
-        if gpus // nodes > per_node:
-            nodes *= 2
-        changed = replace(
-            job,
-            gpus=gpus,
-            nodes=nodes,
-            strategy=strategy,
-            accumulation=max(1, job.accumulation * job.gpus // gpus),
-        )
-        if fits(changed, room):
-            name = "" if strategy is job.strategy else f" with {strategy.name}"
-            cost = f"{gpus / job.gpus:g} times the price an hour"
-            return Changed(f"{gpus} GPUs{name}", cost, changed)
-        gpus *= 2
+    """Return the fewest GPUs that hold the job: 2, 4 or 8 in a node, then whole nodes.
+
+    Its parameters are sharded then.
+    """
+    for jobs in _larger(job):
+        place = bisect_left(jobs, True, key=lambda changed: fits(changed, room))
+        if place < len(jobs):
+            changed = jobs[place]
+            name = f"{changed.gpus} GPUs"
+            if changed.strategy is not job.strategy:
+                name += f" with {changed.strategy.name}"
+            cost = f"{changed.gpus / job.gpus:g} times the price an hour"
+            return Changed(name, cost, changed, room)
     return None
+
+
+def _larger(job: PlannedJob) -> Iterator[list[PlannedJob]]:
+    """Yield the job on more GPUs: in its node, then on more nodes, a list of them at a time."""
+    strategy = job.strategy if job.strategy.shards_parameters else STRATEGIES["fsdp"]
+    per_node = max(GPUS_PER_NODE, job.gpus) if job.nodes == 1 else job.gpus // job.nodes
+
+    def on(gpus: int, nodes: int) -> PlannedJob:
+        accumulation = max(1, job.accumulation * job.gpus // gpus)
+        return replace(job, gpus=gpus, nodes=nodes, strategy=strategy, accumulation=accumulation)
+
+    if job.nodes == 1:
+        doubled = [job.gpus << power for power in range(1, per_node.bit_length())]
+        yield [on(gpus, 1) for gpus in doubled if gpus <= per_node]
+    first, last = job.nodes + 1, max(2 * job.nodes, 2)
+    while first * per_node <= LARGEST_CLUSTER:
+        yield [on(nodes * per_node, nodes) for nodes in range(first, last + 1)]
+        first, last = last + 1, 2 * last
 
 
 def _first_that_fits(job: PlannedJob, names: Sequence[str], room: Room) -> PlannedJob:
@@ -180,30 +249,25 @@ def _first_that_fits(job: PlannedJob, names: Sequence[str], room: Room) -> Plann
     return next((changed for changed, verdict in judged if verdict.fits), leanest)
 
 
-CHANGES: tuple[Change, ...] = (
-    _setting("flash attention", "nothing: it is faster too", "attention", "flash"),
-    _setting(
-        "activation checkpointing",
-        "about a third more computing: each layer runs forward twice",
-        "checkpointing",
-        "full",
-    ),
+_paged = _pulled(levers.PAGED_STATES)
+
+ON_GPUS: tuple[Change, ...] = (
+    _pulled(levers.FLASH),
+    _pulled(levers.BUCKET_VIEW),
+    _pulled(levers.CHUNKED_LOSS),
+    _pulled(levers.CHECKPOINTING),
     _smaller_batch,
     _next_stage,
     _offload,
-    _setting(
-        "LoRA",
-        "adapters are trained, not the model: another result",
-        "method",
-        "lora",
-        "qlora",
-    ),
-    _setting(
-        "QLoRA",
-        "adapters over a base that is rounded to 4 bits: slower and less exact",
-        "method",
-        "qlora",
-    ),
-    _more_gpus,
+    _pulled(levers.EIGHT_BIT_STATES),
+    _pulled(levers.LORA),
+    _pulled(levers.QLORA),
+    _pulled(levers.BF16_WEIGHTS),
+    _shorter_rows,
 )
+"""Changes on the same GPUs: first those that leave the result of the training as it is."""
+
+OTHER_GPUS: tuple[Change, ...] = (_bigger_gpu, _more_gpus)
+
+CHANGES = ON_GPUS + OTHER_GPUS
 """The cheapest first."""

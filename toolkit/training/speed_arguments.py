@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from toolkit.configs.proven_models import PROVEN_MODELS
 from toolkit.data.flags import flag
-from toolkit.data.packing import PROVEN_MODELS
 from toolkit.errors import UsageError
 from toolkit.strategies import Strategy
 from toolkit.training.precision import switched

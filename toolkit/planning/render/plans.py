@@ -57,7 +57,7 @@ ANSWER_STYLES = {
 
 def show_plan(plan: Plan, console: Console) -> None:
     """Print a plan: a table of its strategies, a bar for each, and the details of a single one."""
-    console.print(heading(plan), highlight=False)
+    console.print(heading(plan), highlight=False, markup=False)
     table = _table(plan)
     # A terminal that is too narrow wraps lines; cut numbers would say something else.
     wide = console.options.update(max_width=WIDEST)
@@ -77,16 +77,16 @@ def show_plan(plan: Plan, console: Console) -> None:
     if len(plan.rows) == 1:
         show_row(plan, plan.rows[0], console)
     for name, reason in plan.left_out.items():
-        console.print(f"{name} is left out: {reason}", highlight=False)
+        console.print(f"{name} is left out: {reason}", highlight=False, markup=False)
     for note in plan.all_notes:
-        console.print(f"note: {note}", highlight=False)
+        console.print(f"note: {note}", highlight=False, markup=False)
     if plan.gpu is None:
         console.print("Name a GPU (--gpu L4) for verdict, speed and cost.", highlight=False)
 
 
 def show_row(plan: Plan, row: PlanRow, console: Console) -> None:
     """Print the details of one strategy: limits, remedies, time and money."""
-    write = partial(console.print, highlight=False, soft_wrap=True)
+    write = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     if row.verdict is not None:
         write(verdict_sentence(row.verdict))
         conditional = row.verdict.answer == "fits with RAM"
@@ -102,7 +102,7 @@ def show_row(plan: Plan, row: PlanRow, console: Console) -> None:
     if row.together is not None:
         write(f"Fits with: {remedy_sentence(row.together)}")
     elif row.remedies:
-        write("None of these, nor all of them together, make it fit.")
+        write("None of these makes it fit, alone or all together.")
     sent = sum(collective.wire_bytes for collective in collectives(row.job))
     if sent:
         write(f"Each GPU sends {sent / GIB:.2f} GiB a step.")

@@ -24,7 +24,7 @@ PORT = 29500
 
 def show_recommendation(answer: Recommendation, console: Console) -> None:
     """Print the choice, the reasons and the runners-up."""
-    write = partial(console.print, highlight=False, soft_wrap=True)
+    write = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     if answer.choice is None:
         write(f"{answer.model.name}: nothing fits for sure on this {answer.gpu.name}.")
     else:

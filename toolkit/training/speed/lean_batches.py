@@ -15,7 +15,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from toolkit.data.packing import PROVEN_MODELS
+from toolkit.configs.proven_models import PROVEN_MODELS
 from toolkit.data.tokens import IGNORED
 from toolkit.errors import UsageError
 

@@ -1,0 +1,159 @@
+"""Levers of `toolkit.train`: single settings that save memory, each with its price.
+
+The first ones leave the result of the training as it is, and cost time at most. Those after them
+train something else, which their price says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from toolkit.configs.optimizers import optimizer_problem
+from toolkit.configs.proven_models import PROVEN_MODELS
+from toolkit.planning.job import PlannedJob
+from toolkit.planning.models.shape import ModelShape
+from toolkit.planning.options import OPTIM_FLAGS, Optimizer
+
+CHUNK_TOKENS = 1024
+"""Default of `--loss_chunk_tokens`."""
+
+MOST_UNPACKED = 0.5
+"""The largest part of a model's weights, embeddings and head left out, that `--method qlora` may
+leave unpacked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lever:
+    """One setting that saves memory."""
+
+    name: str
+    price: str
+    """What it costs or gives up."""
+
+    change: Callable[[PlannedJob], Mapping[str, Any]]
+    """Returns the changed fields of a job; empty where the lever has no place."""
+
+    def applied(self, job: PlannedJob) -> PlannedJob | None:
+        """Return the job with the change; None where the lever has no place or is used already."""
+        changed = self.change(job)
+        return replace(job, **changed) if changed else None
+
+
+def unpacked_share(model: ModelShape) -> float:
+    """Return the share of fused experts in the weights without embedding and head, 0 to 1.
+
+    They are no linear layers, so bitsandbytes leaves them as they are.
+    """
+    outside = sum(tensor.elements for tensor in model.of_kind("embedding", "head"))
+    experts = sum(tensor.elements for tensor in model.of_kind("experts"))
+    return experts / (model.parameters - outside)
+
+
+def qlora_problem(model: ModelShape) -> str | None:
+    """Say why toolkit.train refuses QLoRA for a model; None where it does not."""
+    share = unpacked_share(model)
+    if share <= MOST_UNPACKED:
+        return None
+    return (
+        f"QLoRA is left out: {share:.0%} of the weights beside embeddings and head are fused "
+        "experts, which bitsandbytes does not pack, so toolkit.train refuses it."
+    )
+
+
+def _flash(job: PlannedJob) -> dict[str, Any]:
+    return {"attention": "flash"} if job.attention == "eager" else {}
+
+
+def _chunked_loss(job: PlannedJob) -> dict[str, Any]:
+    if job.chunked_loss or job.model.architecture not in PROVEN_MODELS:
+        return {}
+    return {"chunked_loss": True, "loss_chunk_tokens": CHUNK_TOKENS}
+
+
+def _bucket_view(job: PlannedJob) -> dict[str, Any]:
+    # While micro-batches are accumulated, the gradients lie beside the buckets all the same.
+    has_place = job.strategy.reduces_in_buckets and job.accumulation == 1
+    return {"gradient_as_bucket_view": True} if has_place and not job.gradients_in_buckets else {}
+
+
+def _checkpointing(job: PlannedJob) -> dict[str, Any]:
+    return {} if job.checkpointing == "full" else {"checkpointing": "full"}
+
+
+_IN_8_BITS: dict[Optimizer, Optimizer] = {
+    "adamw": "adamw_8bit",
+    "adamw_fused": "adamw_8bit",
+    "paged_adamw": "paged_adamw_8bit",
+}
+
+
+def _eight_bit(job: PlannedJob) -> dict[str, Any]:
+    return _optimizer(job, _IN_8_BITS)
+
+
+_PAGED: dict[Optimizer, Optimizer] = {
+    "adamw": "paged_adamw",
+    "adamw_fused": "paged_adamw",
+    "adamw_8bit": "paged_adamw_8bit",
+}
+
+
+def _paged(job: PlannedJob) -> dict[str, Any]:
+    return _optimizer(job, _PAGED)
+
+
+def _optimizer(job: PlannedJob, others: Mapping[Optimizer, Optimizer]) -> dict[str, Any]:
+    optimizer = others.get(job.optimizer)
+    if optimizer is None or job.method != "full" or job.strategy.offloads:
+        return {}
+    return (
+        {} if optimizer_problem(OPTIM_FLAGS[optimizer], job.strategy) else {"optimizer": optimizer}
+    )
+
+
+def _bf16_weights(job: PlannedJob) -> dict[str, Any]:
+    # DeepSpeed and Accelerate's FSDP2 step on fp32 copies of weights of any dtype.
+    has_place = job.method == "full" and job.strategy.sharding == "whole"
+    mixed = job.precision == "bf16" and job.dtype == "float32"
+    return {"dtype": "bfloat16"} if has_place and mixed else {}
+
+
+def _lora(job: PlannedJob) -> dict[str, Any]:
+    return {"method": "lora"} if job.method == "full" else {}
+
+
+def _qlora(job: PlannedJob) -> dict[str, Any]:
+    return {} if job.method == "qlora" or qlora_problem(job.model) else {"method": "qlora"}
+
+
+FLASH: Final = Lever("flash attention", "nothing: it is faster too", _flash)
+CHUNKED_LOSS: Final = Lever(
+    "chunked loss", "nothing: the logits are never held whole", _chunked_loss
+)
+BUCKET_VIEW: Final = Lever("gradients in DDP's buckets", "nothing", _bucket_view)
+CHECKPOINTING: Final = Lever(
+    "activation checkpointing",
+    "about a third more computing: each layer runs forward twice",
+    _checkpointing,
+)
+PAGED_STATES: Final = Lever(
+    "paged AdamW", "each step moves the states over PCIe, and it needs host RAM", _paged
+)
+EIGHT_BIT_STATES: Final = Lever(
+    "8-bit AdamW", "optimizer states are rounded to 8 bits, block by block", _eight_bit
+)
+LORA: Final = Lever(
+    "LoRA", "adapters are trained, not the model: they may learn less from much data", _lora
+)
+QLORA: Final = Lever(
+    "QLoRA",
+    "adapters are trained, over a base that is rounded to 4 bits: slower and less exact",
+    _qlora,
+)
+BF16_WEIGHTS: Final = Lever(
+    "weights in bf16",
+    "updates below about a 256th of a weight are lost: the loss may stop falling early",
+    _bf16_weights,
+)
