@@ -6,6 +6,7 @@ import re
 import pytest
 
 from toolkit.errors import UsageError
+from toolkit.planning.plan import plan
 from toolkit.planning.speed.gpus import built_in_gpus, gpu, read_gpus
 
 GIB = 1 << 30
@@ -68,6 +69,7 @@ def test_every_entry_is_sourced_and_hangs_together(card):
     assert card.pcie_bandwidth < card.memory_bandwidth
     assert card.dollars_per_hour is None
     assert card.network_source
+    assert (card.per_node == 8) == (card.node_source == "")
     assert 10e9 / 8 <= card.network_bandwidth.low <= card.network_bandwidth.high <= 8 * 800e9 / 8
 
 
@@ -277,6 +279,19 @@ def test_a_network_is_a_number_or_two_ends(tmp_path, value, ends):
     assert (network.low, network.high) == ends
 
 
+def test_a_machine_of_another_size_than_eight_is_planned_as_its_table_says(tmp_path):
+    file = tmp_path / "own.json"
+    file.write_text(json.dumps(OWN | {"gpus_per_node": 4}))
+    for asked, sizes in (
+        ({"gpu": "gh200", "gpus": 7}, (7, 1)),
+        ({"gpu": "RTX 3060", "gpu_file": file, "gpus": 12}, (3, 4)),
+        ({"gpu": "RTX 3060", "gpu_file": file, "gpus": 12, "nodes": 2}, (2, 6)),
+        ({"gpu": "h100", "gpus": 12}, (2, 6)),
+    ):
+        (row,) = plan("1b", strategies="fsdp", **asked).rows
+        assert (row.job.nodes, row.job.gpus // row.job.nodes) == sizes
+
+
 @pytest.mark.parametrize("rate", [0, "none", 15.7])
 def test_a_bf16_rate_of_a_gpu_without_bf16_is_ignored(tmp_path, rate):
     file = tmp_path / "own.json"
@@ -312,6 +327,10 @@ BROKEN = [
     ("network_gbps", [100, 10]),
     ("network_gbps", ["10", "100"]),
     ("network_source", 3200),
+    ("gpus_per_node", 0),
+    ("gpus_per_node", 17),
+    ("gpus_per_node", 2.5),
+    ("gpus_per_node", True),
     ("dollars_per_hour", -2),
     ("nvlink_gb_per_second", {"a": 1}),
     ("aliases", "3060"),

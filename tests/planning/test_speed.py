@@ -310,6 +310,14 @@ def test_gpus_that_fill_no_nodes_evenly_are_refused_with_a_count_that_does(gpus)
     assert nodes_for(gpus, gpus) == gpus
 
 
+@pytest.mark.parametrize("gpus", [0, -3, True, 2.5, 10**9])
+def test_a_count_that_is_none_is_refused_by_its_name(gpus):
+    with pytest.raises(UsageError, match=r"gpus is .* whole number from 1 to 100,000"):
+        nodes_for(gpus)
+    with pytest.raises(UsageError, match="nodes is"):
+        nodes_for(8, gpus)
+
+
 def test_a_node_with_more_gpus_than_machines_have_is_refused():
     assert nodes_for(32, 2) == 2
     with pytest.raises(UsageError, match="256 in each.* at most 16.* --nodes 64"):

@@ -15,8 +15,8 @@ MOST_GPUS = 100_000
 MOST_TOKENS = 100_000_000
 
 GPUS_PER_NODE = 8
-"""GPUs of a node if the number of nodes is left out, as in HGX and DGX machines and in the largest
-machines that clouds list for nearly every GPU."""
+"""GPUs of a node if neither the number of nodes nor the table of GPUs says otherwise, as in HGX and
+DGX machines and in the largest machines that clouds list for nearly every GPU."""
 
 MOST_GPUS_PER_NODE = 16
 """GPUs of the largest machines: DGX-2, AWS's p2.16xlarge, Google's a2-megagpu-16g."""
@@ -82,9 +82,7 @@ class PlannedJob(JobOptions):
             ("accumulation", MOST_TOKENS),
             ("lora_rank", self.model.hidden_size),
         ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-                raise UsageError(f"{name} is {value!r}. It is a whole number from 1 to {most:,}.")
+            _check_count(name, getattr(self, name), most)
         if self.gpus % self.nodes:
             raise UsageError(
                 f"{self.gpus} GPUs don't spread evenly over {self.nodes} nodes. "
@@ -146,27 +144,37 @@ class PlannedJob(JobOptions):
         return self.micro_tokens * self.accumulation * self.gpus
 
 
-def nodes_for(gpus: int, nodes: int | None = None) -> int:
+def _check_count(name: str, value: object, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise UsageError(f"{name} is {value!r}. It is a whole number from 1 to {most:,}.")
+
+
+def nodes_for(gpus: int, nodes: int | None = None, *, per_node: int = GPUS_PER_NODE) -> int:
     """Return the number of nodes of the GPUs: `nodes`, else the fewest that hold them.
 
+    `per_node` is the most that a usual node holds.
+
     Raises:
-        UsageError: no machine holds so many GPUs, or no few nodes of 2 to 8 hold them evenly.
+        UsageError: a count is out of bounds, no machine holds so many GPUs, or no few nodes of 2 to
+            `per_node` hold them evenly.
     """
+    _check_count("gpus", gpus, MOST_GPUS)
     if nodes is not None:
-        if nodes > 0 and gpus > nodes * MOST_GPUS_PER_NODE:
+        _check_count("nodes", nodes, MOST_GPUS)
+        if gpus > nodes * MOST_GPUS_PER_NODE:
             raise UsageError(
                 f"{gpus} GPUs on {nodes} node{'s' if nodes > 1 else ''} are {gpus / nodes:g} in "
                 f"each, and a node has at most {MOST_GPUS_PER_NODE}. Choose nodes of "
-                f"{GPUS_PER_NODE}, with --nodes {-(-gpus // GPUS_PER_NODE)}, or leave --nodes out."
+                f"{per_node}, with --nodes {-(-gpus // per_node)}, or leave --nodes out."
             )
         return nodes
-    if gpus <= GPUS_PER_NODE:
+    if gpus <= per_node:
         return 1
-    for per_node in range(GPUS_PER_NODE, 1, -1):
-        if gpus % per_node == 0:
-            return gpus // per_node
-    below = gpus // GPUS_PER_NODE * GPUS_PER_NODE
+    for size in range(per_node, min(2, per_node) - 1, -1):
+        if gpus % size == 0:
+            return gpus // size
+    below = gpus // per_node * per_node
     raise UsageError(
-        f"{gpus} GPUs don't fill nodes of 2 to {GPUS_PER_NODE} GPUs evenly. "
-        f"Choose {below} or {below + GPUS_PER_NODE} of them, or give --nodes."
+        f"{gpus} GPUs don't fill nodes of 2 to {per_node} GPUs evenly. "
+        f"Choose {below} or {below + per_node} of them, or give --nodes."
     )

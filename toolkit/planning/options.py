@@ -60,7 +60,8 @@ class Flag:
 
 Gpus = Annotated[int, Flag("GPUs in all, one rank each.")]
 Nodes = Annotated[
-    int | None, Flag("Machines that the GPUs are spread over; of up to 8 GPUs if left out.")
+    int | None,
+    Flag("Machines that the GPUs are spread over; the fewest that hold them if left out."),
 ]
 GpuName = Flag("L4, A100-80, H100, ...; or one of --gpu-file.")
 GpuFile = Annotated[Path | None, Flag("JSON or YAML with further GPUs.")]
@@ -68,10 +69,11 @@ Sequence = Annotated[
     int | None, Flag("Tokens of a row; 2,048 if left out.", ("--seq", "--sequence"))
 ]
 MixedPrecision = Annotated[Precision | None, Flag("bf16 if left out, fp16 on GPUs without it.")]
-StatesOf = Annotated[Optimizer, Flag("Whose states are kept.")]
+StatesOf = Annotated[Optimizer, Flag("Optimizer.")]
 HostGib = Annotated[float | None, Flag("RAM of a node, for offloads.")]
 Network = Annotated[
-    float | None, Flag("Network of a node, in Gbit/s; what is usual for the GPU if left out.")
+    float | None,
+    Flag("Network of a node, in Gbit/s; that of cloud machines with the GPU if left out."),
 ]
 
 
@@ -81,30 +83,33 @@ class JobOptions:
 
     gpus: Gpus = 2
     nodes: Nodes = None
-    """None takes as few nodes as hold the GPUs evenly, at most 8 in each."""
+    """None takes as few nodes as hold the GPUs evenly, at most 8 in each, or what the table of GPUs
+    has for the GPU."""
 
-    method: Annotated[Method, Flag("What is trained.")] = "full"
+    method: Annotated[Method, Flag("The whole model, or adapters on it.")] = "full"
     lora_rank: Annotated[int, Flag("Rank of the adapters.")] = 16
     """Of those on every linear layer but the head (peft's `all-linear`)."""
 
     batch: Annotated[int, Flag("Rows of a micro-batch on one GPU.")] = 1
     sequence: Sequence = None
-    """None takes 2,048, or what the model has positions for."""
+    """None takes 2,048, or as many as the model has positions for."""
 
     accumulation: Annotated[int, Flag("Micro-batches of an optimizer step.", ("--accumulate",))] = 1
     precision: MixedPrecision = None
-    """What is computed in. `bf16` and `fp16` are mixed: the weights are loaded in `dtype`."""
+    """The precision of computing. `bf16` and `fp16` are mixed: weights are loaded in `dtype`."""
 
-    dtype: Annotated[Dtype, Flag("What trained weights are loaded in.")] = "float32"
-    """`toolkit.train` takes float32, a stock Trainer with transformers 5 what the model was saved
-    in. Frozen weights of LoRA are loaded in what is computed in."""
+    dtype: Annotated[Dtype, Flag("Dtype that trained weights are loaded in.")] = "float32"
+    """`toolkit.train` takes float32, a stock Trainer with transformers 5 the dtype that the model
+    was saved in. Frozen weights of LoRA are loaded in the dtype of computing."""
 
     optimizer: StatesOf = "adamw"
     """`adamw` is torch's with `foreach`, as in `toolkit.train` and the Trainer's `adamw_torch`;
     `adamw_fused` is torch's fused one or DeepSpeed's FusedAdam, which need no temporaries."""
 
     checkpointing: Checkpointing | bool = False
-    attention: Annotated[Attention, Flag("Whether scores are held.")] = "flash"
+    attention: Annotated[
+        Attention, Flag("Kernels: flash holds no scores, eager holds all of them.")
+    ] = "flash"
     """`flash` never holds the s x s scores: FlashAttention, or torch's SDPA with its kernels."""
 
     compile: Annotated[

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.configs.accelerate import check_num_processes
 from toolkit.errors import UsageError
-from toolkit.planning.job import MOST_GPUS, PlannedJob, nodes_for
+from toolkit.planning.job import GPUS_PER_NODE, PlannedJob, nodes_for
 from toolkit.planning.memory.estimate import MemoryEstimate, estimate_memory
 from toolkit.planning.models.resolve import resolve_model
 from toolkit.planning.models.shape import ModelShape
@@ -195,7 +195,7 @@ def plan(model: str | Path | ModelShape, options: PlanOptions) -> Plan:
     strategies = _strategies(options.strategies)
     values: dict[str, Any] = {f.name: getattr(options, f.name) for f in fields(JobOptions)}
     values |= {"sequence": sequence, "precision": precision}
-    values["nodes"] = _nodes(options, notes)
+    values["nodes"] = _nodes(options, gpu, notes)
     values["checkpointing"] = "full" if options.checkpointing else "none"
     start = STRATEGIES["single" if options.gpus == 1 else "ddp"]
     base = PlannedJob(model=shape, strategy=start, **values)
@@ -239,11 +239,9 @@ def _precision(requested: Precision | None, gpu: Gpu | None, notes: list[str]) -
     return "fp16"
 
 
-def _nodes(options: PlanOptions, notes: list[str]) -> int:
+def _nodes(options: PlanOptions, gpu: Gpu | None, notes: list[str]) -> int:
     gpus = options.gpus
-    if isinstance(gpus, bool) or not 1 <= gpus <= MOST_GPUS:
-        return 1  # the job refuses such a count
-    nodes = nodes_for(gpus, options.nodes)
+    nodes = nodes_for(gpus, options.nodes, per_node=GPUS_PER_NODE if gpu is None else gpu.per_node)
     if options.nodes is None and nodes > 1:
         notes.append(
             f"{gpus} GPUs are planned as {nodes} nodes of {gpus // nodes}: give --nodes for others"

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from toolkit.errors import UsageError
+from toolkit.planning.job import GPUS_PER_NODE, MOST_GPUS_PER_NODE
 from toolkit.planning.terms import Interval
 
 MIB = 1 << 20
@@ -56,6 +57,9 @@ class Gpu:
     """Bytes per second of a usual node's network cards together, in one direction; an interval
     where clouds differ, None where it is not known."""
 
+    per_node: int = GPUS_PER_NODE
+    """GPUs of a usual machine, at most."""
+
     watts: float | None = None
     matmul_share: float | None = None
     """Share of the dense rate that the best shape of a large product reaches, where known."""
@@ -65,6 +69,7 @@ class Gpu:
     memory_source: str = ""
     matmul_source: str = ""
     network_source: str = ""
+    node_source: str = ""
     unchecked: tuple[str, ...] = ()
     """Keys of the table whose value no second source confirms."""
 
@@ -166,7 +171,7 @@ _NUMBERS = {
 
 MOST_NETWORK_GBPS = 1e6
 
-_TEXTS = ("source", "memory_source", "matmul_source", "network_source")
+_TEXTS = ("source", "memory_source", "matmul_source", "network_source", "node_source")
 _LISTS = ("aliases", "unchecked")
 
 
@@ -213,7 +218,7 @@ def _entry(entry: object, file: Path) -> Gpu:
     if not isinstance(entry, dict):
         raise UsageError(f"{file}: {entry!r} is no GPU, which is a mapping with a name and more.")
     values: dict[str, Any] = cast("dict[str, Any]", entry)
-    allowed = {*_REQUIRED, *_NUMBERS, *_TEXTS, *_LISTS, "network_gbps"}
+    allowed = {*_REQUIRED, *_NUMBERS, *_TEXTS, *_LISTS, "network_gbps", "gpus_per_node"}
     name = values.get("name")
     if not isinstance(name, str) or not _word(name):
         raise UsageError(f"{file}: name is {name!r}. It is the GPU's name.")
@@ -248,6 +253,10 @@ def _entry(entry: object, file: Path) -> Gpu:
     if network is not None:
         low, high = (end * GIGA / 8 for end in _ends(network))
         fields["network_bandwidth"] = Interval(low, high)
+    most = MOST_GPUS_PER_NODE
+    per_node = check("gpus_per_node", f"a whole number from 1 to {most}", _is_count)
+    if per_node is not None:
+        fields["per_node"] = per_node
     for key in _TEXTS:
         fields[key] = check(key, "a text", lambda value: isinstance(value, str)) or ""
     for key in _LISTS:
@@ -257,6 +266,10 @@ def _entry(entry: object, file: Path) -> Gpu:
 
 def _is_number(value: object, most: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= most
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and _is_number(value, MOST_GPUS_PER_NODE)
 
 
 def _ends(value: object) -> list[float]:
