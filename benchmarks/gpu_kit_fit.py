@@ -2,12 +2,12 @@
 
     python benchmarks/gpu_kit_fit.py benchmarks/results/2026-11-22-gpu-kit.json
 
-Prints what stands in `toolkit/planning/memory/estimate.py` beside what the rows give, and changes
-nothing. Each constant is an interval that has to hold for every row, so it is fitted as the least
-and the most, rounded outwards:
+Prints what stands in `toolkit/planning/memory/estimate.py` and `allocator.py` beside what the rows
+give, and changes nothing. Each constant is an interval that has to hold for every row, so it is
+fitted as the least and the most, rounded outwards:
 
-- RESERVED: the most that was reserved over the most that was allocated, by setting of the
-  allocator, and over both;
+- MOVING and EXPANDABLE, without and with expandable segments: the most that was reserved over the
+  most that was allocated, both less what stays from step to step;
 - WORKSPACES: bytes that came free when cuBLAS was told to give its workspaces back;
 - CONTEXT: bytes in use on the device that the allocator has not reserved, at the end of a job. On
   a GPU that others use as well, theirs are in it.
@@ -34,9 +34,9 @@ from kit.cells import Row
 from kit.memory import ALLOCATORS, beyond, described, job_of
 from kit.result import Result, table
 
+from toolkit.planning.memory.allocator import EXPANDABLE, MOVING, STAYING
 from toolkit.planning.memory.estimate import (
     CONTEXT,
-    RESERVED,
     WORKSPACES,
     MemoryEstimate,
     estimate_memory,
@@ -56,14 +56,19 @@ MOST_BEFORE: Final = 64 * MIB
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """The constants of `estimate.py` that a GPU decides."""
+    """The constants of the planner that a GPU decides."""
 
-    reserved: Interval
+    moving: dict[str, Interval]
+    """By setting of the allocator."""
+
     workspaces: Interval
     context: Interval
 
 
-TODAY: Final = Constants(reserved=RESERVED, workspaces=WORKSPACES, context=CONTEXT)
+TODAY: Final = Constants(
+    moving={"default": MOVING, "expandable": EXPANDABLE}, workspaces=WORKSPACES, context=CONTEXT
+)
+NAMES: Final = {"default": "MOVING", "expandable": "EXPANDABLE"}
 
 
 def main() -> None:
@@ -119,16 +124,23 @@ def enough(rows: Sequence[Row]) -> bool:
 
 def fit(rows: Sequence[Row]) -> Constants:
     """Return the constants that hold for all of these rows, and no wider than they need."""
+    by_allocator = {name: of_allocator(rows, name) for name in ALLOCATORS}
     return Constants(
-        reserved=outer([ratio(row) for row in rows], step=0.01),
+        moving={
+            name: outer([ratio(row) for row in found], step=0.01)
+            for name, found in by_allocator.items()
+            if found
+        },
         workspaces=outer([row["measured"]["workspaces_bytes"] for row in rows], step=MIB / 8),
         context=outer([row["measured"]["outside_bytes"] for row in rows], step=MIB),
     )
 
 
 def ratio(row: Row) -> float:
+    """Return reserved over allocated bytes, of what does not stay from step to step."""
     whole = row["measured"]["whole"]
-    return whole["reserved_bytes"] / whole["allocated_bytes"]
+    staying = estimate_memory(job_of(row["settings"])).pools.staying.middle
+    return (whole["reserved_bytes"] - staying) / (whole["allocated_bytes"] - staying)
 
 
 def outer(values: Sequence[float], *, step: float) -> Interval:
@@ -138,14 +150,19 @@ def outer(values: Sequence[float], *, step: float) -> Interval:
     return Interval(math.floor(low) * step, math.ceil(high) * step)
 
 
-def predicted(estimate: MemoryEstimate, constants: Constants) -> dict[str, Interval]:
+def predicted(
+    estimate: MemoryEstimate, constants: Constants, allocator: str
+) -> dict[str, Interval]:
     """Return an estimate's intervals as they are with other constants."""
     # Workspaces are alive at every moment, so they are in every peak.
-    low = estimate.allocated.low - TODAY.workspaces.low + constants.workspaces.low
-    high = estimate.allocated.high - TODAY.workspaces.high + constants.workspaces.high
+    more = Interval(
+        constants.workspaces.low - TODAY.workspaces.low,
+        constants.workspaces.high - TODAY.workspaces.high,
+    )
+    staying = estimate.pools.staying + more
     return {
-        "allocated": Interval(low, high),
-        "reserved": Interval(low * constants.reserved.low, high * constants.reserved.high),
+        "allocated": estimate.allocated + more,
+        "reserved": staying * STAYING + estimate.pools.moving * constants.moving[allocator],
     }
 
 
@@ -154,7 +171,8 @@ def missed(row: Row) -> list[str]:
 
     The margin is given to allocated bytes alone.
     """
-    intervals = predicted(estimate_memory(job_of(row["settings"])), TODAY)
+    settings = row["settings"]
+    intervals = predicted(estimate_memory(job_of(settings)), TODAY, settings["allocator"])
     found: list[str] = []
     for kind, interval in intervals.items():
         measured = row["measured"]["whole"][f"{kind}_bytes"]
@@ -169,13 +187,13 @@ def missed(row: Row) -> list[str]:
 
 def constants_table(by_allocator: dict[str, list[Row]], fitted: Constants) -> list[str]:
     rows = [row for found in by_allocator.values() if enough(found) for row in found]
-    lines = [_line("RESERVED", RESERVED, fitted.reserved, [ratio(row) for row in rows])]
+    lines = []
     for name, found in by_allocator.items():
         if not enough(found):
-            lines.append((f"RESERVED, {name}", "", "too few rows", "", len(found)))
+            lines.append((NAMES[name], "", "too few rows", "", len(found)))
             continue
         ratios = [ratio(row) for row in found]
-        lines.append(_line(f"RESERVED, {name}", RESERVED, outer(ratios, step=0.01), ratios))
+        lines.append(_line(NAMES[name], TODAY.moving[name], fitted.moving[name], ratios))
     for name, today, new, key in (
         ("WORKSPACES, MiB", WORKSPACES, fitted.workspaces, "workspaces_bytes"),
         ("CONTEXT, MiB", CONTEXT, fitted.context, "outside_bytes"),
@@ -201,12 +219,16 @@ def residuals(rows: Sequence[Row], fitted: Constants) -> list[str]:
     lines = []
     for row in rows:
         estimate = estimate_memory(job_of(row["settings"]))
-        line = [f"{described(row['settings'])}, {row['settings']['allocator']}"]
+        allocator = row["settings"]["allocator"]
+        line = [f"{described(row['settings'])}, {allocator}"]
         for kind in ("allocated", "reserved"):
             measured = row["measured"]["whole"][f"{kind}_bytes"]
             line.append(f"{measured / GIB:.2f}")
             for constants in (TODAY, fitted):
-                interval = predicted(estimate, constants)[kind]
+                if allocator not in constants.moving:
+                    line.append("")  # too few rows to fit it to
+                    continue
+                interval = predicted(estimate, constants, allocator)[kind]
                 error = beyond((round(interval.low), round(interval.high)), measured) / measured
                 line.append(f"{error:+.2%}" if error else "0")
         lines.append(line)

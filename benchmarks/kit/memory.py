@@ -151,8 +151,8 @@ def job_of(settings: dict[str, Any], *, smoke: bool = False) -> PlannedJob:
         gpus=1,
         lora_rank=LORA_RANK,
         chunked_loss=settings["loss_chunk_tokens"] is not None,
-        raises_frozen=False,  # as toolkit.train loads them
         dtype=settings["weights"],
+        expandable_segments=settings["allocator"] == "expandable",
         **{key: settings[key] for key in PLAIN if key not in ("model", "weights")},
     )
 

@@ -32,8 +32,8 @@ def rows(*, ratios, workspaces, context, off_by=0, constants=TODAY, jobs=ALL):
     """Rows of a GPU whose allocator has known constants.
 
     Args:
-        ratios: Reserved over allocated, by setting of the allocator: from the first job to the
-            last, evenly.
+        ratios: Reserved over allocated of what does not stay, by setting of the allocator: from the
+            first job to the last, evenly.
         workspaces: Bytes, likewise.
         context: Bytes, likewise.
         off_by: Bytes that every job needs beyond the middle of what is predicted.
@@ -48,8 +48,9 @@ def rows(*, ratios, workspaces, context, off_by=0, constants=TODAY, jobs=ALL):
             continue
         share = number / max(1, jobs - 1)
         estimate = estimate_memory(job_of(cell.settings))
-        allocated = round(predicted(estimate, constants)["allocated"].middle) + off_by
-        reserved = round(allocated * between(ratios[allocator], share))
+        allocated = round(predicted(estimate, constants, allocator)["allocated"].middle) + off_by
+        staying = estimate.pools.staying.middle
+        reserved = round(staying + (allocated - staying) * between(ratios[allocator], share))
         peaks = {
             "allocated_bytes": allocated,
             "active_bytes": allocated,

@@ -1,28 +1,19 @@
-"""Estimates against runs that others published, each named by its source.
+"""Estimates against runs that others published, each named by its source."""
 
-Allocated bytes within 10%; reserved and NVML bytes inside the printed interval, whose ends are at
-most 20% from its middle.
-"""
+import statistics
+from dataclasses import replace
 
 import pytest
-from calibration_cases import (
-    BERT_LARGE,
-    BLOCKS_7B,
-    BLOCKS_254M,
-    GIB,
-    MIB,
-    deepspeed_example,
-    fsdp_qlora,
-    torchtitan,
-    trainer_guide,
-)
+from benchmark_rows import ROOT  # makes benchmarks/ importable
+from calibration_cases import AUTOCAST_FSDP1, BERT_LARGE, BLOCKS_7B, BLOCKS_254M, MEASURED
+from planner_measured import details, rows, summary
 
 from toolkit.planning.memory.estimate import estimate_memory
+from toolkit.planning.terms import GIB
 
-
-def assert_within(interval, measured):
-    assert interval.low <= measured <= interval.high
-    assert interval.high <= 1.2 * interval.middle
+ROWS = rows()
+PLANNED = [row for row in ROWS if row.measured.regime != AUTOCAST_FSDP1]
+REGIMES = dict.fromkeys(row.measured.regime for row in PLANNED)
 
 
 def test_the_models_have_the_parameters_that_were_published():
@@ -31,75 +22,54 @@ def test_the_models_have_the_parameters_that_were_published():
     assert BERT_LARGE.parameters == 335_143_938  # 335,141,888 of the encoder, and two labels
 
 
-# DeepSpeedExamples, training/bf16_master_weight/README.md; GPU not stated.
-@pytest.mark.parametrize(
-    ("gpus", "bf16_states", "after_step", "peak"),
-    [(1, False, 4.14, 5.93), (1, True, 2.71, 5.73), (4, False, 1.29, 3.57), (4, True, 0.94, 4.44)],
-    ids=["1-gpu-fp32-master", "1-gpu-bf16", "4-gpus-fp32-master", "4-gpus-bf16"],
-)
-def test_deepspeed_zero_3_of_254m_parameters(gpus, bf16_states, after_step, peak):
-    estimate = estimate_memory(deepspeed_example(gpus=gpus, bf16_states=bf16_states))
-    assert estimate.at_rest.middle == pytest.approx(after_step * GIB, rel=0.1)
-    assert estimate.allocated.middle == pytest.approx(peak * GIB, rel=0.1)
+def test_counted_bytes_are_within_10_percent_in_nine_of_ten_runs():
+    counted = [row.holds for row in ROWS if row.counted]
+    assert len(counted) >= 36
+    assert sum(counted) >= 0.9 * len(counted)
+    assert all(row.holds for row in PLANNED if row.counted)
 
 
-# The same page: 4 GPUs, hidden 4096, 32 layers, 32 heads, batch 1. No constant was made with these.
-@pytest.mark.parametrize(
-    ("bf16_states", "checkpointing", "after_step", "peak"),
-    [
-        (False, "none", 25.74, 41.28),
-        (True, "none", 16.17, 33.20),
-        (False, "full", 25.74, 31.38),
-        (True, "full", 16.17, 18.93),
-    ],
-)
-def test_deepspeed_zero_3_of_7b_parameters(bf16_states, checkpointing, after_step, peak):
-    job = deepspeed_example(
-        gpus=4, bf16_states=bf16_states, model=BLOCKS_7B, batch=1, checkpointing=checkpointing
-    )
-    estimate = estimate_memory(job)
-    assert estimate.at_rest.middle == pytest.approx(after_step * GIB, rel=0.01)
-    assert estimate.allocated.middle == pytest.approx(peak * GIB, rel=0.1)
+@pytest.mark.parametrize("regime", [*REGIMES, "all"])
+def test_nine_of_ten_runs_are_between_expected_and_worst_which_are_near(regime):
+    found = [row for row in PLANNED if not row.counted and regime in (row.measured.regime, "all")]
+    assert len(found) >= 5
+    assert sum(row.holds for row in found) >= 0.9 * len(found)
+    assert statistics.median(row.width for row in found) <= 1.3
 
 
-# pytorch/torchtitan PR #165: Llama-2-7B, 8 H100s, batch 8, sequence 2048.
-@pytest.mark.parametrize(
-    ("checkpointing", "active", "reserved"),
-    [("full", 23.58, 32.14), ("selective", 50.35, 63.90)],
-)
-def test_torchtitan_fsdp_of_llama_2_7b(checkpointing, active, reserved):
-    estimate = estimate_memory(torchtitan(checkpointing))
-    assert estimate.allocated.middle == pytest.approx(active * GIB, rel=0.1)
-    assert_within(estimate.reserved, reserved * GIB)
+def test_fsdp1_under_autocast_holds_the_inputs_of_checkpointed_layers_in_fp32():
+    """With 2 more bytes for each of their elements, the five runs that are off hold."""
+    found = [row for row in ROWS if row.measured.regime == AUTOCAST_FSDP1]
+    assert len(found) == 8
+    assert not any(row.holds for row in found)
+    for row in found:
+        job, planned = row.measured.job, row.planned
+        more = 2 * job.model.layers * job.model.hidden_size * job.micro_tokens / GIB
+        if row.counted:
+            backward = sum(
+                term.bytes.middle
+                for term in estimate_memory(job).terms
+                if "backward" in term.phases
+                and term.place == "gpu"
+                and term.category not in ("context", "allocator")
+            )
+            assert backward / GIB + more == pytest.approx(row.measured.gib, rel=0.05)
+        else:
+            assert planned.low + more <= row.measured.gib <= planned.high + 1.4 * more
 
 
-# Hugging Face's documentation, bert-large-uncased on one V100, sequence 512, by NVML.
-@pytest.mark.parametrize(
-    ("changes", "nvml"),
-    [
-        ({}, 14949),
-        ({"batch": 1, "accumulation": 4}, 8681),
-        ({"batch": 1, "accumulation": 4, "checkpointing": "full"}, 6775),
-        ({"precision": "fp16"}, 13939),
-        ({"optimizer": "adamw_8bit"}, 13085),
-    ],
-    ids=["plain", "accumulation", "checkpointing", "fp16", "adam-8-bit"],
-)
-def test_hugging_face_guide_to_one_gpu(changes, nvml):
-    assert_within(estimate_memory(trainer_guide(**changes)).total, nvml * MIB)
+def test_expandable_segments_reserve_less_of_what_moves_and_as_much_of_what_stays():
+    for measured in MEASURED:
+        job = replace(measured.job, expandable_segments=False)
+        default = estimate_memory(job)
+        expandable = estimate_memory(replace(job, expandable_segments=True))
+        assert default.allocated == expandable.allocated
+        assert default.reserved.high > expandable.reserved.high
+        assert expandable.reserved.high >= expandable.allocated.high
 
 
-# answer.ai, fsdp_qlora: Llama-2-7B on two GPUs of 24 GB.
-@pytest.mark.parametrize(
-    ("batch", "sequence", "reserved"),
-    [(1, 512, 4.98), (1, 2048, 5.21), (4, 2048, 11.22), (10, 2048, 20.97)],
-)
-def test_answer_ai_qlora_of_llama_2_7b(batch, sequence, reserved):
-    estimate = estimate_memory(fsdp_qlora(batch=batch, sequence=sequence))
-    assert_within(estimate.reserved, reserved * GIB)
-
-
-def test_answer_ai_lora_of_llama_2_7b():
-    estimate = estimate_memory(fsdp_qlora(batch=1, sequence=2048, method="lora"))
-    assert estimate.allocated.middle == pytest.approx(9.16 * GIB, rel=0.1)
-    assert_within(estimate.reserved, 10.22 * GIB)
+def test_the_committed_tables_are_what_the_script_prints_today():
+    [file] = (ROOT / "benchmarks" / "results").glob("*-planner-measured.md")
+    printed = [*summary(ROWS), *details(ROWS)]
+    text = file.read_text().splitlines()
+    assert [line for line in text if line.startswith("|")] == printed

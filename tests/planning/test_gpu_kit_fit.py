@@ -8,7 +8,7 @@ from benchmark_rows import job_of, rows, write
 from gpu_kit_fit import TODAY, Constants, fit, measured_rows, outer, predicted
 from places import ROOT
 
-from toolkit.planning.memory.estimate import RESERVED, estimate_memory
+from toolkit.planning.memory.estimate import estimate_memory
 
 MIB = 1 << 20
 KNOWN = {
@@ -36,7 +36,9 @@ def of(name, output):
 
 def test_the_constants_that_rows_were_made_with_are_found():
     found = fit(measured_rows(rows(**KNOWN)))
-    assert (found.reserved.low, found.reserved.high) == pytest.approx((1.01, 1.51))
+    default, expandable = found.moving["default"], found.moving["expandable"]
+    assert (default.low, default.high) == pytest.approx((1.04, 1.51))
+    assert (expandable.low, expandable.high) == pytest.approx((1.01, 1.07))
     assert (found.workspaces.low, found.workspaces.high) == (80 * MIB, 96 * MIB)
     assert (found.context.low, found.context.high) == (600 * MIB, 700 * MIB)
 
@@ -56,7 +58,8 @@ def test_with_the_fitted_constants_no_row_is_outside():
 
 def outside(row, constants):
     """Whether a peak of a row is not where the constants have it."""
-    intervals = predicted(estimate_memory(job_of(row["settings"])), constants)
+    settings = row["settings"]
+    intervals = predicted(estimate_memory(job_of(settings)), constants, settings["allocator"])
     return any(
         not interval.low <= row["measured"]["whole"][f"{kind}_bytes"] <= interval.high
         for kind, interval in intervals.items()
@@ -67,11 +70,11 @@ def test_other_workspaces_move_both_ends_of_a_prediction():
     [row] = rows(**KNOWN | {"ratios": {"default": (1.2, 1.2)}}, jobs=1)
     estimate = estimate_memory(job_of(row["settings"]))
     more = Constants(
-        reserved=RESERVED,
+        moving=TODAY.moving,
         workspaces=TODAY.workspaces + TODAY.workspaces,
         context=TODAY.context,
     )
-    before, after = (predicted(estimate, each)["allocated"] for each in (TODAY, more))
+    before, after = (predicted(estimate, each, "default")["allocated"] for each in (TODAY, more))
     assert before == estimate.allocated
     assert after == estimate.allocated + TODAY.workspaces
 
@@ -79,9 +82,8 @@ def test_other_workspaces_move_both_ends_of_a_prediction():
 def test_the_script_shows_both_constants_residuals_and_what_is_missed(tmp_path):
     done = run(write(tmp_path / "result.json", rows(**KNOWN)))
     assert done.returncode == 0, done.stderr
-    assert of("RESERVED", done.stdout)[1:3] == ["1.02 to 1.38", "1.01 to 1.51"]
-    assert of("RESERVED, default", done.stdout)[2] == "1.04 to 1.51"
-    assert of("RESERVED, expandable", done.stdout)[2] == "1.01 to 1.07"
+    assert of("MOVING", done.stdout)[1:3] == ["1.12 to 1.40", "1.04 to 1.51"]
+    assert of("EXPANDABLE", done.stdout)[1:3] == ["1.00 to 1.12", "1.01 to 1.07"]
     assert of("WORKSPACES, MiB", done.stdout)[2:] == ["80.00 to 96.00", "88.00", "48"]
     assert of("CONTEXT, MiB", done.stdout)[2] == "600.00 to 700.00"
     allocated, reserved = of("qwen-0.5b 8x512 full checkpointing sgd, default", done.stdout)[2:7:3]
@@ -95,8 +97,8 @@ def test_one_setting_of_the_allocator_alone_is_fitted_and_the_other_named(tmp_pa
     few = [row for row in made if row["settings"]["allocator"] == "default"] + made[8:10]
     done = run(write(tmp_path / "result.json", few))
     assert done.returncode == 0, done.stderr
-    assert of("RESERVED, expandable", done.stdout)[2:] == ["too few rows", "", "2"]
-    assert of("RESERVED", done.stdout)[4] == "8"
+    assert of("EXPANDABLE", done.stdout)[2:] == ["too few rows", "", "2"]
+    assert of("MOVING", done.stdout)[4] == "8"
 
 
 @pytest.mark.parametrize(

@@ -67,15 +67,16 @@ def test_remedies_come_in_the_order_of_their_cost_and_each_saves_memory():
     job = PlannedJob(
         model=shape_from_count("7b"), strategy=STRATEGIES["ddp"], batch=4, accumulation=2
     )
-    found = remedies(job, room(78))
+    found = remedies(job, room(84))
     names = [remedy.name for remedy in found]
     assert names[:2] == ["chunked loss", "activation checkpointing"]
     assert names[2] == "batch 1 with 8 accumulated"
-    assert names[5:-1] == ["8-bit AdamW", "LoRA", "QLoRA", "weights in bf16"]
+    assert names[5:-2] == ["8-bit AdamW", "LoRA", "QLoRA", "weights in bf16"]
     assert "GPUs" in names[-1]
     before = estimate_memory(job).total
     for remedy in found:
-        assert remedy.verdict.needed.high < before.high, remedy.name
+        larger = remedy.verdict.usable_bytes > 84 * GIB
+        assert larger or remedy.verdict.needed.high < before.high, remedy.name
         assert remedy.cost
     for remedy in found[:5]:
         rows = remedy.job.batch * remedy.job.accumulation * remedy.job.gpus

@@ -192,7 +192,7 @@ def _method_of(precision: str, training: dict[str, Any]) -> dict[str, Any]:
             f"in {dtype}"
         )
     # Not raised to fp32: all strategies of a comparison use the same frozen weights.
-    return {"method": method, "lora_rank": training["lora_r"], "raises_frozen": False}
+    return {"method": method, "lora_rank": training["lora_r"]}
 
 
 def _share(predicted: int, counted: int) -> float:

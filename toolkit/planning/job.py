@@ -40,6 +40,10 @@ class PlannedJob(JobOptions):
     """Tokens in a chunk of a chunked loss, with the head's gradient accumulated in fp32, as in
     `toolkit.train`. None: chunks and gradient as in Liger."""
 
+    padded: bool = True
+    """Rows of a batch are padded to the longest, which attention needs a mask for. False for full
+    rows, whose mask transformers drops."""
+
     raises_logits: bool = True
     """Logits are raised to fp32 for the loss, as transformers does."""
 
@@ -47,9 +51,10 @@ class PlannedJob(JobOptions):
     """The script keeps a step's logits until the next step has computed its logits. The Trainer and
     our loop drop them before backward; a loop with `outputs = model(...)` doesn't."""
 
-    raises_frozen: bool = True
+    raises_frozen: bool = False
     """QLoRA: weights that are not in 4 bits are raised to fp32, as in peft's
-    `prepare_model_for_kbit_training`; trl skips it with sharded weights (sft_trainer.py)."""
+    `prepare_model_for_kbit_training`, and not in `toolkit.train`; trl skips it with sharded weights
+    (sft_trainer.py)."""
 
     micro_batch: int | None = None
     """Number of the planned micro-batch in its step, from 1. None: a last micro-batch that adds to
@@ -83,6 +88,10 @@ class PlannedJob(JobOptions):
             ("lora_rank", self.model.hidden_size),
         ):
             _check_count(name, getattr(self, name), most)
+        if not 0 <= self.lora_dropout < 1:
+            raise UsageError(
+                f"lora_dropout is {self.lora_dropout!r}. It is 0 or more, less than 1."
+            )
         if self.gpus % self.nodes:
             raise UsageError(
                 f"{self.gpus} GPUs don't spread evenly over {self.nodes} nodes. "

@@ -90,6 +90,9 @@ class JobOptions:
     lora_rank: Annotated[int, Flag("Rank of the adapters.")] = 16
     """Of those on every linear layer but the head (peft's `all-linear`)."""
 
+    lora_dropout: Annotated[float, Flag("Share of the adapters' inputs that is dropped.")] = 0.0
+    """Above 0, each adapter keeps a copy of its input, and a mask."""
+
     batch: Annotated[int, Flag("Rows of a micro-batch on one GPU.")] = 1
     sequence: Sequence = None
     """None takes 2,048, or as many as the model has positions for."""
@@ -127,6 +130,11 @@ class JobOptions:
     ] = False
     """FSDP: gradients are raised to fp32 before they are reduced. Accelerate reduces in what is
     computed in; torchtitan and transformers' own FSDP in fp32."""
+
+    expandable_segments: Annotated[
+        bool, Flag("PYTORCH_ALLOC_CONF=expandable_segments:True.", ("--expandable-segments",))
+    ] = False
+    """torch's allocator runs with `expandable_segments:True`, and so reserves less."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,6 +90,10 @@ class Term:
     lasting: bool = False
     """Whether the term stays after a step, beside the states."""
 
+    communicated: bool = False
+    """Whether a CUDA stream of communication uses the bytes, so that the allocator keeps them from
+    the stream that computes."""
+
 
 def product(
     category: Category,

@@ -1,7 +1,7 @@
 """Whether a job fits, by how much, and the largest batch and row that fit.
 
-The answer is cautious: `fits` needs the upper end of the estimate to be under what the GPU has
-for use. Between the ends it is `tight`, which a run may survive or not. A job that fits the GPU and
+The answer is cautious: `fits` needs the worst case to be under what the GPU has for use. Where only
+the expected bytes are, it is `tight`: a run may survive or not. A job that fits the GPU and
 needs RAM on a node whose RAM is not known `fits with RAM`: under a condition, which is stated.
 """
 
@@ -29,7 +29,8 @@ class Verdict:
 
     answer: Answer
     needed: Interval
-    """Bytes on the GPU that holds the most, context and communication included."""
+    """Bytes on the GPU that holds the most, context and communication included: from `expected` to
+    `worst`."""
 
     usable_bytes: int
     """What the GPU has for one process."""

@@ -49,6 +49,7 @@ def activations_of(job: PlannedJob) -> Activations:
         job.sequence,
         fused=job.attention == "flash",
         adapters=0 if job.method == "full" else job.lora_rank,
+        adapter_dropout=job.lora_dropout > 0,
     )
     match job.checkpointing:
         case "none":
@@ -149,10 +150,11 @@ def cast_weights(job: PlannedJob, *, ends_full: bool) -> Iterator[Term]:
         (t.elements for t in model.of_kind("embedding" if model.tied else "head")), default=0
     )
     if job.frozen_in_fp32 and job.precision != "no":
-        # The head of a 4-bit model is in fp32; autocast keeps no copy.
+        # The head of a 4-bit model is in fp32; autocast keeps no copy. The other linear layers have
+        # their copies from the 4-bit weights.
         factors = {"size": regime.compute, "elements of the head": head}
         yield product("gathered", "head cast by autocast", factors, FIRST)
-    if regime.autocast and regime.weight != regime.compute:
+    elif regime.autocast and regime.weight != regime.compute:
         elements = sum(t.elements for t in model.of_kind("linear", "head", "router"))
         if model.tied:
             elements += head
@@ -187,7 +189,7 @@ def _batch(job: PlannedJob) -> Term:
 def _masked(job: PlannedJob) -> float:
     """Return additional bytes of one layer for rows padded to the longest; 0 for a single row."""
     model, size = job.model, COMPUTE_SIZE[job.precision]
-    if job.attention != "flash" or job.batch == 1:
+    if job.attention != "flash" or job.batch == 1 or not job.padded:
         return 0.0
     copies = 2 * max(0, model.heads - model.kv_heads) * model.head_dim * job.micro_tokens
     return float(size * (copies + job.batch * job.sequence**2))

@@ -45,6 +45,9 @@ class Regime:
     """Whether torch's autocast casts the inputs of each operation; activations are cast again for
     every operation that uses them."""
 
+    returns_input: bool = False
+    """Whether frozen linear layers return the dtype of their input, as bitsandbytes' do."""
+
     adapter: int = FP32
     """Bytes of an element of LoRA's matrices: fp32 by peft, unless a library casts them."""
 
@@ -66,6 +69,9 @@ class Tape:
 
     adapters: int = 0
     """Rank of a pair of low-rank matrices beside each linear layer, 0 for none."""
+
+    adapter_dropout: bool = False
+    """Whether a share of the adapters' inputs is dropped."""
 
     operations: list[_Operation] = field(default_factory=list["_Operation"])
     products: list[Value] = field(default_factory=list["Value"])
@@ -121,11 +127,14 @@ class Tape:
         """Record a linear layer, which keeps its input for the gradient of its weight."""
         inside = self.lowered(value)
         base = self.record([inside], Value(width, self.regime.compute), self._if_trained(inside))
+        if self.regime.returns_input:
+            base = self.cast(base, value.size)
         self.products.append(base)
         if not self.adapters:
             return base
         # peft casts its input to the adapters' dtype; autocast lowers it again, in a new copy.
-        entered = self.lowered(self.cast(value, self.regime.adapter))
+        entered = self.cast(value, self.regime.adapter)
+        entered = self.lowered(self.dropout(entered) if self.adapter_dropout else entered)
         down = self.record([entered], Value(self.adapters, self.regime.compute), [entered])
         up = self.record([down], Value(width, self.regime.compute), [down])
         scaled = self.record([up], Value(width, self.regime.compute))

@@ -15,6 +15,7 @@ from toolkit.planning.memory.activations import (
     cast_weights,
     dequantised_term,
 )
+from toolkit.planning.memory.allocator import Pools, pools_of
 from toolkit.planning.memory.states import StateBytes, host_terms, most_loaded, persistent_bytes
 from toolkit.planning.memory.transient_buffers import (
     RUNNING,
@@ -31,18 +32,13 @@ WORKSPACES = Interval(2 * 8.125 * MIB, 2 * 32 * MIB)
 """cuBLAS workspaces, one for the thread of forward and one for autograd's: 8.1 MiB each, 32 on
 Hopper (torch, CUDABlas.cpp). They are torch's own allocations."""
 
-CONTEXT = Interval(0.47e9, 1343 * MIB)
-"""CUDA context: 0.47 GB with lazy loading on an A100 with torch 2.1, 1343 MiB on a V100 in 2022
-(Hugging Face's documentation, ml-engineering)."""
+CONTEXT = Interval(0.47e9, 0.92e9)
+"""CUDA context on an A100 with torch 2.1: 0.47 GB with modules loaded lazily, CUDA's default since
+12.2, and 0.92 GB eagerly (ml-engineering)."""
 
 COMMUNICATOR = Interval(544e6, 1.6e9)
 """A group of ranks in NCCL: 544 MB for two ranks on A100s with NVLink, 688 MB for more (nccl#964),
 1.6 GB for a first one (nccl#864). Outside of torch's allocator."""
-
-RESERVED = Interval(1.02, 1.38)
-"""Bytes that the caching allocator reserves for each allocated byte: 1.36 and 1.27 in torchtitan on
-H100s, 1.20 to 1.36 in its other runs, 1.1 in single-GPU runs of the Trainer and in QLoRA. Freed
-blocks have other sizes than later requests."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,8 +54,12 @@ class MemoryEstimate:
     reserved: Interval
     """Bytes that torch's allocator reserves for it on the GPU: `max_memory_reserved`."""
 
+    pools: Pools
+    """Allocated bytes by how the allocator treats them."""
+
     total: Interval
-    """Total bytes with the CUDA context and NCCL, as `nvidia-smi` reports them."""
+    """Total bytes with the CUDA context and NCCL, as `nvidia-smi` reports them: `expected` and
+    `worst`."""
 
     at_rest: Interval
     """Allocated bytes between two steps: `torch.cuda.memory_allocated` after a step."""
@@ -69,6 +69,16 @@ class MemoryEstimate:
 
     nvme_bytes: Interval
     """Disk of a node for states offloaded to it."""
+
+    @property
+    def expected(self) -> float:
+        """Bytes that such a job is expected to take at least, as `nvidia-smi` reports them."""
+        return self.total.low
+
+    @property
+    def worst(self) -> float:
+        """Bytes that it takes in the worst case: of ten measured runs, nine are between the two."""
+        return self.total.high
 
     def by_category(self) -> dict[Category, Interval]:
         """Return the GPU's bytes at the peak, which add up to `total`; empty ones are omitted."""
@@ -103,15 +113,20 @@ def estimate_memory(job: PlannedJob) -> MemoryEstimate:
     sums = _by_phase(terms)
     phase = max(PHASES, key=lambda name: sums[name].high)
     allocated = sums[phase]
-    reserved = Interval(allocated.low * RESERVED.low, allocated.high * RESERVED.high)
+    pools = pools_of(terms)
+    reserved = pools.reserved(expandable=job.expandable_segments)
+    idle = Interval(reserved.low - allocated.low, reserved.high - allocated.high)
+    # Where the peak itself is uncertain, the least of one phase can be more than that of the peak.
+    idle = Interval(min(idle.low, idle.high), idle.high)
+    reserved = allocated + idle
     outside = list(_outside_terms(job))
     terms += [
         Term(
             category="allocator",
             name="reserved by the allocator and not in use",
-            bytes=Interval(reserved.low - allocated.low, reserved.high - allocated.high),
-            formula=f"{RESERVED.low - 1:.2f} to {RESERVED.high - 1:.2f} * allocated",
-            inputs={"allocated": allocated.middle},
+            bytes=idle,
+            formula=pools.formula(expandable=job.expandable_segments),
+            inputs=pools.inputs,
         ),
         *outside,
         *host_terms(job, states),
@@ -122,6 +137,7 @@ def estimate_memory(job: PlannedJob) -> MemoryEstimate:
         peak_phase=phase,
         allocated=allocated,
         reserved=reserved,
+        pools=pools,
         total=reserved + _sum(outside),
         at_rest=_at_rest(job, states, terms),
         host_bytes=_sum(t for t in terms if t.place == "host"),
@@ -263,12 +279,16 @@ def _state_terms(
         formula = "size * trained parameters / shards, padded"
         terms = [exact("parameters", "weights", partition, formula)]
     else:
-        adapters = min(partition, weights.trained.elements * size // shards)
-        base = partition - adapters
-        constants = min(base, weights.quantisation_bytes)
+        constants = weights.quantisation_bytes
+        adapters = min(partition - constants, weights.trained.elements * size // shards)
         terms = [
             exact("adapters", "adapters", adapters, "size * trained parameters / shards"),
-            exact("parameters", "frozen weights", base - constants, "as loaded, sharded"),
+            exact(
+                "parameters",
+                "frozen weights",
+                partition - constants - adapters,
+                "as loaded, sharded",
+            ),
             exact(
                 "parameters",
                 "constants of the 4-bit weights, whole on every rank",

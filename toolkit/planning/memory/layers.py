@@ -41,20 +41,35 @@ def regime_of(job: PlannedJob) -> Regime:
         return Regime(compute=compute, weight=compute, autocast=autocast, adapter=compute)
     if job.strategy.sharding == "rows":
         return Regime(compute=compute, weight=compute, autocast=True, adapter=compute)
+    if job.frozen_in_fp32:
+        # Embeddings and norms in fp32 make a residual stream in fp32.
+        return Regime(compute=compute, weight=FP32, autocast=True, returns_input=True)
     weight = trained_size(job) if job.method == "full" else compute
     return Regime(compute=compute, weight=weight, autocast=True)
 
 
 @lru_cache(maxsize=4096)
 def layer_bytes(
-    model: ModelShape, regime: Regime, sequence: int, *, fused: bool, adapters: int = 0
+    model: ModelShape,
+    regime: Regime,
+    sequence: int,
+    *,
+    fused: bool,
+    adapters: int = 0,
+    adapter_dropout: bool = False,
 ) -> LayerBytes:
     """Return the bytes of a model's widest layer for each token of a row of `sequence` tokens.
 
     With `fused`, attention runs in a kernel that never holds the scores, if the class supports it.
     `adapters` is the rank of LoRA's matrices, 0 for training in full.
     """
-    tape = LayerTape(model=model, regime=regime, trains=not adapters, adapters=adapters)
+    tape = LayerTape(
+        model=model,
+        regime=regime,
+        trains=not adapters,
+        adapters=adapters,
+        adapter_dropout=adapter_dropout,
+    )
     start = Value(model.hidden_size, tape.entering)
     tape.layer(start, sequence, fused=fused)
     return LayerBytes(

@@ -125,8 +125,12 @@ def state_bytes(job: PlannedJob, rank: int = 0) -> StateBytes:
     if strategy.steps_on_masters and "adamw" in optimizer:
         states = 8 * partition  # of DeepSpeedCPUAdam, which replaces any requested AdamW
     flat = strategy.sharding == "flat"
+    # The scales of 4-bit weights are no parameters: an offload leaves them on the GPU.
+    scales = weights.quantisation_bytes
     return StateBytes(
-        parameters=Held(gpu=parameters) if flat else Held(gpu=gathered, host=parameters),
+        parameters=Held(gpu=parameters)
+        if flat
+        else Held(gpu=gathered + scales, host=parameters - scales),
         master=Held(host=masters),
         # ZeRO-3 has gradients in the model's dtype, and others to update the masters with.
         gradients=Held(host=masters if flat else gradients + masters),
@@ -234,10 +238,11 @@ def _on_nvme(job: PlannedJob, pieces: tuple[int, ...]) -> StateBytes:
     small = sum(piece for piece in pieces if 4 * piece < SWAPPED_FROM_BYTES)
     in_files = partition - small
     frozen = _frozen_bytes(job, weights_of(job))
+    scales = weights_of(job).quantisation_bytes
     return StateBytes(
         parameters=Held(
-            gpu=persistent_bytes(job),
-            host=in_ram * size + frozen,
+            gpu=persistent_bytes(job) + scales,
+            host=in_ram * size + frozen - scales,
             nvme=(partition - in_ram) * size,
         ),
         master=Held(host=4 * small, nvme=4 * in_files),

@@ -107,6 +107,7 @@ def _fsdp(job: PlannedJob, weights: Weights) -> Iterator[Term]:
             formula="up to size * (layer + tail)",
             inputs=inputs,
             phases=FIRST,
+            communicated=True,
         )
     else:
         yield product(
@@ -126,6 +127,7 @@ def _fsdp(job: PlannedJob, weights: Weights) -> Iterator[Term]:
             formula="2 to 3 * size * layer",
             inputs=inputs,
             phases=("backward",),
+            communicated=True,
         )
         yield gathered
         yield replace(
@@ -156,6 +158,7 @@ def _fsdp_gradients(job: PlannedJob, units: Units, compute: int, reduce: int) ->
         formula="tail * (size + up to reduce size)",
         inputs=inputs,
         phases=("head",),
+        communicated=job.ends_step,
     )
     yield head
     if not job.ends_step:
@@ -178,6 +181,7 @@ def _fsdp_gradients(job: PlannedJob, units: Units, compute: int, reduce: int) ->
         formula="unit * (size + 1 to 2 * reduce size); the first of summed ones less",
         inputs=inputs | {"unit": unit},
         phases=("backward",),
+        communicated=True,
     )
 
 
@@ -202,6 +206,7 @@ def _zero12(job: PlannedJob, weights: Weights, settings: ZeroSettings) -> Iterat
         formula="size * (up to the larger of bucket and tensor, and the largest tensor)",
         inputs={"size": size, "bucket": settings.reduce_bucket, "largest tensor": largest},
         phases=("head", "backward"),
+        communicated=True,
     )
     if job.strategy.offload_optimizer != "none":
         yield product(
@@ -228,6 +233,7 @@ def _zero3(job: PlannedJob, weights: Weights, settings: ZeroSettings) -> Iterato
         formula="size * (largest tensor, and up to the larger of bucket and tensor)",
         inputs={"size": size, "bucket": settings.reduce_bucket, "largest tensor": largest},
         phases=("head", "backward"),
+        communicated=True,
     )
     if job.on_cpu and job.strategy.offload_optimizer == "nvme":
         at_once = stepped_at_once(job, weights)
@@ -273,6 +279,7 @@ def _live(job: PlannedJob, weights: Weights, settings: ZeroSettings) -> Iterator
             formula="up to 2 * size * prefetch_bucket_size",
             inputs={"size": element, "prefetch_bucket_size": ahead},
             phases=RUNNING,
+            communicated=True,
         )
 
 

@@ -6,11 +6,21 @@ from html import escape
 
 from toolkit.planning.plan import Plan, PlanRow
 from toolkit.planning.recommend import Recommendation
-from toolkit.planning.render.plans import gib_span, span
+from toolkit.planning.render.plans import figures_of, span
 from toolkit.planning.render.recommendations import describe_job, learning_rate_sentence, pace
 from toolkit.planning.terms import GIB
 
-HEADERS = ("strategy", "GPUs", "GiB a GPU", "verdict", "margin, GiB", "s a step", "tokens/s")
+HEADERS = (
+    "strategy",
+    "GPUs",
+    "allocated, GiB",
+    "expected, GiB",
+    "worst, GiB",
+    "verdict",
+    "margin, GiB",
+    "s a step",
+    "tokens/s",
+)
 
 
 def as_html(answer: Plan | Recommendation) -> str:
@@ -38,7 +48,7 @@ def _cells(row: PlanRow) -> tuple[str, ...]:
     return (
         row.strategy.name,
         str(row.job.gpus),
-        gib_span(row.memory.total),
+        *(f"{size / GIB:.1f}" for size in figures_of(row.memory)),
         "no GPU named" if verdict is None else verdict.words,
         "no GPU named" if verdict is None else f"{verdict.margin_bytes / GIB:+.1f}",
         "no GPU named" if speed is None else span(speed.step_seconds),

@@ -14,6 +14,9 @@ from toolkit.planning.remedies import Remedy
 from toolkit.planning.speed.traffic import collectives
 from toolkit.planning.verdict import Verdict
 
+OWN_TO_THE_ESTIMATE = ("lasting", "communicated")
+"""Fields of a term that only the estimate itself reads."""
+
 NO_GPU = "no GPU was named (--gpu)"
 
 
@@ -103,11 +106,13 @@ def _job(job: PlannedJob) -> dict[str, Any]:
 def _memory(memory: MemoryEstimate) -> dict[str, Any]:
     sums = ("total", "allocated", "reserved", "host_bytes", "nvme_bytes", "at_rest")
     return {name: asdict(getattr(memory, name)) for name in sums} | {
+        "expected_bytes": memory.expected,
+        "worst_bytes": memory.worst,
         "peak_phase": memory.peak_phase,
         "states": asdict(memory.states),
         "by_category": {name: asdict(value) for name, value in memory.by_category().items()},
         "terms": [
-            {key: value for key, value in asdict(term).items() if key != "lasting"}
+            {key: value for key, value in asdict(term).items() if key not in OWN_TO_THE_ESTIMATE}
             | {"phases": list(term.phases)}
             for term in memory.terms
         ],

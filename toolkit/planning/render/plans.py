@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from toolkit.planning.job import PlannedJob
+from toolkit.planning.memory.estimate import MemoryEstimate
 from toolkit.planning.memory.formulas import compare_with_formula
 from toolkit.planning.plan import Plan, PlanRow
 from toolkit.planning.speed.traffic import collectives
@@ -121,10 +122,10 @@ def show_row(plan: Plan, row: PlanRow, console: Console) -> None:
 
 def verdict_sentence(verdict: Verdict) -> str:
     """Return whether it fits, and by how much."""
-    usable = verdict.usable_bytes / GIB
+    expected, worst = (_short(end / GIB) for end in (verdict.needed.low, verdict.needed.high))
     sentence = (
-        f"{verdict.words}: a GPU needs {gib_span(verdict.needed)} of {usable:.2f} GiB, "
-        f"{_spare(verdict.margin_bytes)} at the upper end."
+        f"{verdict.words}: a GPU is expected to need {expected} GiB, and {worst} at worst, of "
+        f"{verdict.usable_bytes / GIB:.2f}: {_spare(verdict.margin_bytes)} at worst."
     )
     if verdict.host_needed.high > 0:
         sentence += f" Each node needs {gib_span(verdict.host_needed)} GiB of RAM"
@@ -237,9 +238,17 @@ def heading(plan: Plan) -> str:
             f"; {job.method}, {job.precision if job.precision != 'no' else 'fp32'}, "
             f"{job.optimizer}, batch {job.batch} x {job.sequence:,} tokens"
             f"{f' x {job.accumulation} accumulated' if job.accumulation > 1 else ''}"
-            f"{', checkpointing' if job.checkpointing == 'full' else ''}{where}"
+            f"{checkpointing_words(job)}{where}"
         )
     return heading
+
+
+def checkpointing_words(job: PlannedJob) -> str:
+    """Return the job's checkpointing as a clause, empty without any."""
+    if job.checkpointing == "none":
+        return ""
+    kind = "selective " if job.checkpointing != "full" else ""
+    return f", {kind}checkpointing"
 
 
 def _table(plan: Plan) -> Table:
@@ -258,7 +267,9 @@ def _table(plan: Plan) -> Table:
 _HEADERS: dict[str, Literal["left", "right"]] = {
     "strategy": "left",
     "GPUs": "right",
-    "GiB a GPU": "right",
+    "allocated": "right",
+    "expected": "right",
+    "worst": "right",
     "verdict": "left",
     "margin": "right",
     "rows": "right",
@@ -270,7 +281,10 @@ _HEADERS: dict[str, Literal["left", "right"]] = {
 }
 
 _MEANINGS = {
-    "margin": "GiB left at the upper end, of the GPU or of RAM, the smaller",
+    "allocated": "GiB of tensors on the fullest GPU",
+    "expected": "with the allocator's gaps, CUDA and NCCL, at least",
+    "worst": "the same, at most",
+    "margin": "GiB left in the worst case, of the GPU or of RAM, the smaller",
     "rows": "the largest micro-batch that fits for sure",
     "RAM GiB": "needed on each node",
     "NVMe GiB": "needed on each node",
@@ -283,8 +297,9 @@ def _cells(plan: Plan, row: PlanRow) -> dict[str, Text | str]:
     cells: dict[str, Text | str] = {
         "strategy": row.strategy.name,
         "GPUs": str(row.job.gpus),
-        "GiB a GPU": gib_span(memory.total),
     }
+    figures = (_short(size / GIB) for size in figures_of(memory))
+    cells |= dict(zip(("allocated", "expected", "worst"), figures, strict=True))
     if memory.host_bytes.high:
         cells["RAM GiB"] = gib_span(memory.host_bytes)
     if memory.nvme_bytes.high:
@@ -320,6 +335,11 @@ def _number(value: object) -> str:
     if isinstance(value, float) and not value.is_integer():
         return f"{value:.4g}"
     return f"{value:,.0f}" if isinstance(value, int | float) else str(value)
+
+
+def figures_of(memory: MemoryEstimate) -> tuple[float, float, float]:
+    """Return the three figures of an estimate in bytes: allocated, expected, worst."""
+    return memory.allocated.middle, memory.expected, memory.worst
 
 
 def gib_span(value: Interval, *, digits: int | None = None) -> str:

@@ -1,0 +1,86 @@
+"""Memory that torch's caching allocator reserves on the GPU for the tensors of a job.
+
+States are allocated once, and leave no gaps. Activations, logits and temporaries are freed and
+allocated again in other sizes, so freed blocks don't all serve later requests. Blocks that a second
+CUDA stream has used, for communication, serve no request of the first stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from toolkit.planning.terms import PHASES, Interval, Term
+
+STAYING = Interval(1.0, 1.02)
+"""Factor on what stays: a request of over 10 MiB is rounded up to 2 MiB
+(CUDACachingAllocator.cpp)."""
+
+MOVING = Interval(1.12, 1.40)
+"""Factor on what moves, without expandable segments. With it, nine of ten published runs reserve
+between the two ends: those of answer.ai's fsdp_qlora, torchtitan, fms-acceleration, and Hugging
+Face's guide to one GPU (benchmarks/planner_measured.py)."""
+
+EXPANDABLE = Interval(1.0, 1.12)
+"""The same with expandable segments, which grow page by page, so that freed blocks join up (torch,
+notes/cuda.rst). torchtitan reserves 82 GiB for 78 that are allocated by plan; torchtune's QLoRA
+went from 16.4 to 10.8 GiB (torchtune#1185), cosmos-rl from 127 to 97 GB (cosmos-rl#388)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pools:
+    """The most bytes over all phases of the tensors that share blocks: no pool shrinks."""
+
+    staying: Interval
+    """Bytes that are alive in every phase."""
+
+    moving: Interval
+    """Bytes that the computing stream frees and allocates again."""
+
+    communicating: Interval
+    """Bytes that a stream of communication uses."""
+
+    def reserved(self, *, expandable: bool) -> Interval:
+        """Return the bytes that the allocator reserves."""
+        factor = EXPANDABLE if expandable else MOVING
+        reserved = self.staying * STAYING + self.moving * factor + self.communicating
+        if expandable:  # pages that one stream has freed serve another one when memory is short
+            return reserved
+        # One set of blocks more, requested while the other stream still reads the first.
+        return reserved + Interval(0, self.communicating.low)
+
+    def formula(self, *, expandable: bool) -> str:
+        """Return the formula of the bytes that are reserved and not in use."""
+        factor = EXPANDABLE if expandable else MOVING
+        formula = f"{STAYING.low:g} to {STAYING.high:g} * staying"
+        formula += f" + {factor.low:g} to {factor.high:g} * moving"
+        if self.communicating.high:
+            formula += " + communicating" + ("" if expandable else ", up to its least again")
+        return f"{formula} - allocated"
+
+    @property
+    def inputs(self) -> dict[str, float | str]:
+        """The inputs of `formula`."""
+        named = {
+            "staying": self.staying,
+            "moving": self.moving,
+            "communicating": self.communicating,
+        }
+        return {name: held.middle for name, held in named.items() if held.high}
+
+
+def pools_of(terms: Sequence[Term]) -> Pools:
+    """Return the pools of the tensors that are on the GPU."""
+    on_gpu = [term for term in terms if term.place == "gpu"]
+
+    def most(pool: Sequence[Term]) -> Interval:
+        held = [Interval.total(t.bytes for t in pool if phase in t.phases) for phase in PHASES]
+        return Interval(max(h.low for h in held), max(h.high for h in held))
+
+    stays = [term for term in on_gpu if term.phases == PHASES]
+    rest = [term for term in on_gpu if term.phases != PHASES]
+    return Pools(
+        staying=most(stays),
+        moving=most([term for term in rest if not term.communicated]),
+        communicating=most([term for term in rest if term.communicated]),
+    )
