@@ -362,17 +362,62 @@ def test_the_snapshot_is_plain_and_names_nobody(monkeypatch):
     assert {"torch", "accelerate", "deepspeed", "toolkit"} <= shot["versions"].keys()
 
 
+@pytest.mark.parametrize("file", ["memory.max", "memory/memory.limit_in_bytes"])
 @pytest.mark.parametrize(
     ("limit", "ours"), [("7000000", 7_000_000), ("max", None), (str(2**60), None), (None, None)]
 )
 def test_memory_is_the_containers_where_that_is_less_than_the_machines(
-    limit, ours, monkeypatch, tmp_path
+    limit, ours, file, monkeypatch, tmp_path
 ):
-    file = tmp_path / "memory.max"
+    (tmp_path / "memory").mkdir()
     if limit is not None:
-        file.write_text(f"{limit}\n")
-    monkeypatch.setattr(environment, "MEMORY_LIMIT", file)
+        (tmp_path / file).write_text(f"{limit}\n")
+    monkeypatch.setattr(environment, "CGROUP", tmp_path)
     assert environment.memory_bytes() == (ours or psutil.virtual_memory().total)
+
+
+@pytest.mark.parametrize(
+    ("files", "share"),
+    [
+        ({"cpu.max": "37000 100000"}, 0.37),
+        ({"cpu.max": "max 100000"}, None),
+        ({"cpu/cpu.cfs_quota_us": "74000", "cpu/cpu.cfs_period_us": "200000"}, 0.37),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ({"cpu.max": "99900000 100000"}, None),
+        ({}, None),
+    ],
+)
+def test_cpus_are_the_containers_share_where_that_is_less(files, share, monkeypatch, tmp_path):
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(f"{text}\n")
+    monkeypatch.setattr(environment, "CGROUP", tmp_path)
+    assert environment.cpus() == (share or len(os.sched_getaffinity(0)))
+
+
+def test_the_build_of_torch_is_read_without_importing_it():
+    code = (
+        "import sys; from toolkit.environment import torch_build; build = torch_build();"
+        "assert 'torch' not in sys.modules; import torch, torch.version as v;"
+        "assert (build.version, build.cuda, build.hip) == (torch.__version__, v.cuda, v.hip)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("lines", "build"),
+    [
+        (["cuda: Optional[str] = '12.8'", "hip: Optional[str] = None"], ("12.8", None)),
+        (["cuda = '13.0'", "debug = False"], ("13.0", None)),
+        (["cuda: Optional[str] = None", "hip: Optional[str] = '6.4.1'"], (None, "6.4.1")),
+    ],
+)
+def test_builds_of_torch_for_gpus_are_recognised(lines, build, monkeypatch, tmp_path):
+    (tmp_path / "version.py").write_text("\n".join(["__version__ = '2.13.0+x'", *lines, ""]))
+    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(environment, "find_spec", lambda name: spec)
+    found = environment.torch_build()
+    assert (found.version, found.cuda, found.hip) == ("2.13.0+x", *build)
 
 
 def test_nothing_is_missing_here_that_tests_would_be_skipped_without():

@@ -436,6 +436,25 @@ def recommend(
         raise typer.Exit(1)
 
 
+@app.command(epilog=_examples("toolkit doctor", "toolkit doctor --json"))
+def doctor(as_json: AsJson = False) -> None:
+    """Check this machine before a launch, with a line that mends each fault. Exit 1 for a fault."""
+    from toolkit.doctor.finding import count, to_json
+    from toolkit.doctor.machine import examine
+
+    findings = examine()
+    if as_json:
+        _print_json(to_json(findings))
+    else:
+        from rich.console import Console
+
+        from toolkit.doctor.render import show_findings
+
+        show_findings(findings, Console())
+    if count(findings, "fail"):
+        raise typer.Exit(1)
+
+
 def _print_json(value: object) -> None:
     import json
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -33,8 +34,11 @@ PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "pef
 NO_SUCH_LINK: Final = (2, 3)
 """NVML_ERROR_INVALID_ARGUMENT, NVML_ERROR_NOT_SUPPORTED."""
 
-MEMORY_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
-"""Bytes, or `max`: the limit of this container (control groups of version 2)."""
+CGROUP: Final = Path("/sys/fs/cgroup")
+"""The control group of this container: the files of version 2, or the folders of version 1.
+
+In a container it is the root of what is mounted. Limits of a group below, such as a unit of
+systemd, are not read."""
 
 LINK_TO_SWITCH: Final = 2
 PEER_READ, PEER_NVLINK = 0, 2
@@ -62,6 +66,17 @@ class InstalledGpu:
     memory_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchBuild:
+    version: str
+
+    cuda: str | None
+    """Version of CUDA that it was built with; None for a build without CUDA."""
+
+    hip: str | None
+    """Version of ROCm that it was built with."""
+
+
 def cache_root() -> Path:
     """Return the folder for files that are made once: `$TOOLKIT_CACHE`, or `~/.cache/toolkit`."""
     return Path(os.environ.get("TOOLKIT_CACHE") or "~/.cache/toolkit").expanduser().absolute()
@@ -73,7 +88,7 @@ def gpus() -> list[InstalledGpu]:
     Raises:
         UsageError: the library that asks NVML is not installed.
     """
-    with _driver() as (nvml, handles):
+    with open_driver() as (nvml, handles):
         return [
             InstalledGpu(
                 name=str(nvml.nvmlDeviceGetName(handle)),
@@ -89,7 +104,7 @@ def interconnect() -> list[str]:
     Pairs with links of one kind share a line: `0-1, 2-3: NVLink x4`.
     """
     pairs_by_link: dict[str, list[str]] = {}
-    with _driver() as (nvml, handles):
+    with open_driver() as (nvml, handles):
         for (i, first), (j, second) in combinations(enumerate(handles), 2):
             link = _answer(nvml, _path, nvml, first, second)
             pairs_by_link.setdefault(link, []).append(f"{i}-{j}")
@@ -149,7 +164,7 @@ def _answer(nvml: Any, question: Callable[..., str], *arguments: Any) -> str:
 
 
 @contextmanager
-def _driver() -> Generator[tuple[Any, list[Any]]]:
+def open_driver() -> Generator[tuple[Any, list[Any]]]:
     """Yield NVML, None without a driver, and handles of the GPUs that a process started here sees.
 
     Calls may be nested: NVML counts them.
@@ -244,15 +259,51 @@ def missing_for(strategy: Strategy) -> str | None:
     return None
 
 
+def container_value(*names: str) -> int | None:
+    """Return the number in the first of these files of the container's control group.
+
+    None without such a file, and for `max` and -1, which stand for no limit.
+    """
+    for file in (CGROUP / name for name in names):
+        with suppress(OSError):
+            word = file.read_text().strip()
+            return int(word) if word.isdigit() else None
+    return None
+
+
 def memory_bytes() -> int:
     """Return the RAM that a process may use: the machine's, or the container's limit if lower."""
     import psutil
 
     # In a container psutil sees the RAM of the whole machine.
     total = int(psutil.virtual_memory().total)
-    if MEMORY_LIMIT.is_file() and (text := MEMORY_LIMIT.read_text().strip()).isdigit():
-        return min(total, int(text))
-    return total
+    limit = container_value("memory.max", "memory/memory.limit_in_bytes")
+    return total if limit is None else min(total, limit)
+
+
+def cpus() -> float:
+    """Return the CPUs that a process may use: those it is bound to, or the container's share."""
+    bound = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    quota = container_value("cpu/cpu.cfs_quota_us")
+    period = container_value("cpu/cpu.cfs_period_us")
+    with suppress(OSError, ValueError):
+        quota, period = map(int, (CGROUP / "cpu.max").read_text().split())
+    return min(bound, quota / period) if quota and period else bound
+
+
+def torch_build() -> TorchBuild | None:
+    """Return the build of the installed torch, read from its files; None without torch."""
+    module = find_spec("torch")
+    if module is None or module.origin is None:
+        return None
+    try:
+        text = Path(module.origin).with_name("version.py").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    values = dict(re.findall(r"(?m)^(\w+)(?:: [^=]+)? = '([^']*)'", text))
+    if "__version__" not in values:
+        return None
+    return TorchBuild(version=values["__version__"], cuda=values.get("cuda"), hip=values.get("hip"))
 
 
 def versions() -> dict[str, str]:
@@ -321,7 +372,7 @@ def snapshot() -> dict[str, Any]:
 def _driver_facts() -> dict[str, Any]:
     """Return GPUs, their links and the driver; None where NVML is missing, with the reason."""
     try:
-        with _driver() as (nvml, handles):
+        with open_driver() as (nvml, handles):
             cards = [
                 asdict(gpu) | {"pcie": _answer(nvml, _pcie, nvml, handle)}
                 for gpu, handle in zip(gpus(), handles, strict=True)

@@ -1,0 +1,62 @@
+"""A finding: the result of one check."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Level = Literal["ok", "warn", "fail"]
+"""`fail`: a run breaks, or is silently wrong. `warn`: it is slower, or breaks in some cases."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """The result of one check, in words."""
+
+    name: str
+    """Subject of the check: the same words on every machine."""
+
+    level: Level
+
+    text: str
+    """What is so, and what follows from it."""
+
+    fix: str | None = None
+    """One line for a shell that mends it, or looks closer; with `ok` a suggestion, or None."""
+
+    evidence: tuple[str, ...] = ()
+    """The lines or values that it was concluded from, where the text doesn't hold them."""
+
+    def __post_init__(self) -> None:
+        assert self.level == "ok" or self.fix, f"{self.name}: without a fix"
+
+
+def ok(name: str, text: str, *, fix: str | None = None, evidence: Iterable[str] = ()) -> Finding:
+    """Return a finding on something that is as it should be."""
+    return Finding(name=name, level="ok", text=text, fix=fix, evidence=tuple(evidence))
+
+
+def warn(name: str, text: str, *, fix: str, evidence: Iterable[str] = ()) -> Finding:
+    """Return a finding on something that slows a run down, or breaks it in some cases."""
+    return Finding(name=name, level="warn", text=text, fix=fix, evidence=tuple(evidence))
+
+
+def fail(name: str, text: str, *, fix: str, evidence: Iterable[str] = ()) -> Finding:
+    """Return a finding on something that breaks a run, or makes it silently wrong."""
+    return Finding(name=name, level="fail", text=text, fix=fix, evidence=tuple(evidence))
+
+
+def count(findings: Iterable[Finding], level: Level) -> int:
+    """Return the number of findings of a level."""
+    return sum(finding.level == level for finding in findings)
+
+
+def to_json(findings: Iterable[Finding]) -> dict[str, Any]:
+    """Return findings as a JSON value, with the number of those that failed and that warn."""
+    listed = list(findings)
+    return {
+        "failed": count(listed, "fail"),
+        "warned": count(listed, "warn"),
+        "findings": [asdict(finding) for finding in listed],
+    }

@@ -1,0 +1,163 @@
+"""Checks of installed packages: versions that don't go together, and releases with silent faults.
+
+All of it is read from the packages' metadata; none of them is imported.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any, Final
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from toolkit.doctor.finding import Finding, fail, ok, warn
+from toolkit.environment import TorchBuild
+
+KNOWN_BAD: Final = Path(__file__).with_name("known_bad.toml")
+
+DECIDING: Final = (
+    *("torch", "transformers", "accelerate", "deepspeed", "datasets", "peft"),
+    *("huggingface-hub", "tokenizers", "safetensors", "bitsandbytes", "trl"),
+)
+"""Packages whose requirements are checked, beside those of the toolkit."""
+
+NCCL: Final = ("nvidia-nccl-cu11", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+NCCL_LIBRARY: Final = "libnccl.so.2"
+LIBRARIES: Final = Path("/usr/lib")
+
+
+def check_packages() -> list[Finding]:
+    """Check versions against each other, against our floors and against known faults."""
+    return [*_floors(), *_requirements(), *_faults()]
+
+
+def check_nccl(torch: TorchBuild | None) -> list[Finding]:
+    """Check the library through which GPUs send: it decides, and torch pins it."""
+    if torch is None or torch.cuda is None:
+        return []
+    installed = {name: found for name in NCCL if (found := _installed(name)) is not None}
+    # Both put their library in one place (marin-community/marin#7344): the last one wins.
+    if len(installed) > 1:
+        text = (
+            f"{' and '.join(installed)} install the same {NCCL_LIBRARY}: which of them is there "
+            "depends on the order."
+        )
+        wanted = f"nvidia-nccl-cu{torch.cuda.partition('.')[0]}"
+        others = " ".join(name for name in installed if name != wanted)
+        fix = f"pip uninstall -y {others} && pip install --force-reinstall --no-deps {wanted}"
+        if wanted in installed:
+            fix += f"=={installed[wanted].version}"
+        return [fail("nccl", text, fix=fix)]
+    for name, found in installed.items():
+        return [ok("nccl", f"{found.version} ({name}).")]
+    for file in LIBRARIES.glob(f"*/{NCCL_LIBRARY}"):
+        return [ok("nccl", f"{file.resolve().name.removeprefix('libnccl.so.')} ({file}).")]
+    text = "Its version was not checked: it is neither a package here nor in /usr/lib."
+    return [warn("nccl", text, fix='python -c "import torch; print(torch.cuda.nccl.version())"')]
+
+
+def _floors() -> list[Finding]:
+    """Check the toolkit's own requirements."""
+    ours = _installed("toolkit")
+    if ours is None:
+        text = "Versions were not checked: this toolkit was never installed."
+        return [warn("versions", text, fix="pip install .")]
+    broken = list(_broken(ours))
+    if not broken:
+        shown = ", ".join(
+            f"{name} {found.version}"
+            for name in ("torch", "transformers", "accelerate", "deepspeed")
+            if (found := _installed(name)) is not None
+        )
+        return [ok("versions", f"{shown}: all as the toolkit requires them.")]
+    text = f"The toolkit requires {_listed(broken)}."
+    return [fail("versions", text, fix=f"pip install {_arguments(broken)}")]
+
+
+def _requirements() -> list[Finding]:
+    """Check requirements of the libraries against each other."""
+    broken = {
+        name: requirements
+        for name in DECIDING
+        if (found := _installed(name)) is not None and (requirements := list(_broken(found)))
+    }
+    if not broken:
+        return [ok("packages", "They accept each other's versions.")]
+    text = "; ".join(f"{name} requires {_listed(items)}" for name, items in broken.items())
+    arguments = " ".join(_arguments(items) for items in broken.values())
+    return [warn("packages", f"{text}.", fix=f"pip install {' '.join(broken)} {arguments}")]
+
+
+def _faults() -> list[Finding]:
+    findings = [
+        fail(
+            f"{fault['package']} {_version(fault['package'])}",
+            f"{fault['text'][0].upper()}{fault['text'][1:]}, silently: {fault['link']}",
+            fix=f"pip install '{fault['package']}>={fault['first']}'",
+        )
+        for fault in known_faults()
+        if _has(fault)
+    ]
+    return findings or [ok("silent faults", "None is known of these releases.")]
+
+
+@cache
+def known_faults() -> list[dict[str, Any]]:
+    """Return the table of releases with silent faults."""
+    return tomllib.loads(KNOWN_BAD.read_text(encoding="utf-8"))["fault"]
+
+
+def _has(fault: dict[str, Any]) -> bool:
+    releases = {fault["package"]: fault["releases"], **fault.get("beside", {})}
+    return all(
+        (version := _version(name)) is not None
+        and SpecifierSet(specifier).contains(version, prereleases=True)
+        for name, specifier in releases.items()
+    )
+
+
+def _version(name: str) -> Version | None:
+    found = _installed(name)
+    try:
+        return None if found is None else Version(found.version)
+    except InvalidVersion:
+        return None
+
+
+def _broken(found: Distribution) -> Iterator[tuple[Requirement, Version | None]]:
+    """Yield the requirements of a package that are not met, each with the installed version."""
+    for text in found.requires or ():
+        try:
+            requirement = Requirement(text)
+        except InvalidRequirement:
+            continue
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        installed = _version(requirement.name)
+        if installed is None or not requirement.specifier.contains(installed, prereleases=True):
+            yield requirement, installed
+
+
+@cache
+def _installed(name: str) -> Distribution | None:
+    try:
+        return distribution(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _listed(broken: list[tuple[Requirement, Version | None]]) -> str:
+    return ", ".join(
+        f"{requirement.name}{requirement.specifier} ({installed or 'not installed'})"
+        for requirement, installed in broken
+    )
+
+
+def _arguments(broken: list[tuple[Requirement, Version | None]]) -> str:
+    return " ".join(f"'{requirement.name}{requirement.specifier}'" for requirement, _ in broken)
