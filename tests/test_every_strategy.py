@@ -70,6 +70,18 @@ def others(toolkit, tmp_path_factory):
     return done, folder, read_results(folder)
 
 
+@pytest.fixture(scope="module")
+def alone(toolkit, tmp_path_factory):
+    """One process, as people offload on a single GPU."""
+    folder = tmp_path_factory.mktemp("alone") / "runs"
+    done = toolkit(
+        *("compare", "--strategies", "zero2_offload,fsdp_offload", "--num_processes", 1),
+        *("--output", folder, "--max_steps", 2, "--throughput_steps", 0),
+        *("--", "--max_train_samples", ROWS),
+    )
+    return done, folder, read_results(folder)
+
+
 def rows(comparison):
     return {(row["strategy"], row["engine"]): row for row in comparison[2]["runs"]}
 
@@ -106,6 +118,24 @@ def test_the_other_six_train_too_or_say_truly_why_not(others):
         assert all(row["gates"].values()), (name, row["broken"])
         assert_equal_gradients(row)
     assert found["fsdp_hybrid", "trainer"]["num_processes"] == 4
+
+
+def test_one_process_trains_under_an_offload_as_it_is_planned(alone):
+    done, _, _ = alone
+    assert done.returncode == 0, done.stdout
+    found = rows(alone)
+    assert {name for name, _ in found} == {"single", "zero2_offload", "fsdp_offload"}
+    for (name, _), row in found.items():
+        assert (row["status"], row["num_processes"]) == ("ok", 1), (name, row["reason"])
+        assert all(row["gates"].values()), (name, row["broken"])
+        engaged = row["attestation"]["engaged"]
+        assert engaged["offload_optimizer"] == STRATEGIES[name].offload_optimizer
+        assert engaged["sharded_fraction"] == 1
+        errors = row["predicted"]["errors"]
+        exact = {key: value for key, value in errors.items() if key != "counted_bytes"}
+        assert not any(exact.values()), (name, exact)
+    assert found["zero2_offload", "trainer"]["attestation"]["engaged"]["zero_stage"] == 2
+    assert found["fsdp_offload", "trainer"]["attestation"]["engaged"]["wrapper"] == "FSDPModule"
 
 
 def assert_equal_gradients(row):

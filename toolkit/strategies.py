@@ -77,6 +77,19 @@ class Strategy:
                 refuse_backend(self.backend, self, "The toolkit")
 
     @property
+    def runs_alone(self) -> bool:
+        """Whether it trains as itself on one process; DDP would only replicate to nowhere."""
+        match self.backend:
+            case "single":
+                return True
+            case "ddp":
+                return False
+            case "deepspeed" | "fsdp":
+                return self.replicas == 1
+            case _:
+                refuse_backend(self.backend, self, "The toolkit")
+
+    @property
     def sharding(self) -> Sharding:
         """How a rank's part of the model states is cut.
 

@@ -115,10 +115,15 @@ def test_a_strategy_under_which_an_optimizer_cannot_step_is_skipped_with_the_rea
         plan_of("single", "ddp", train_flags=("--optim=galore_adamw",))
 
 
-def test_one_process_is_single_and_nothing_else():
+def test_one_process_trains_under_deepspeed_and_fsdp_and_not_under_ddp():
     assert plan_of("single", num_processes=1).runs[0].num_processes == 1
-    with pytest.raises(UsageError, match="--num_processes 2"):
-        plan_of("ddp", num_processes=1)
+    plan = plan_of("zero2_offload", "fsdp", num_processes=1)
+    assert [(run.num_processes, run.skipped) for run in plan.runs] == [(1, None)] * 3
+    assert "ddp needs at least 2" in next(
+        run.skipped for run in plan.fallbacks if run.strategy.name == "ddp"
+    )
+    with pytest.raises(UsageError, match="ddp needs --num_processes 2"):
+        plan_of("zero2", "ddp", num_processes=1)
 
 
 def test_an_uneven_number_of_processes_does_not_make_two_groups():
@@ -220,7 +225,7 @@ def test_under_a_scale_every_run_has_the_same_micro_batch_and_the_same_global_ba
 def test_a_count_that_does_not_make_the_groups_is_skipped_with_its_reason():
     plan = plan_of("fsdp_hybrid", scale=(2, 4))
     two, four = plan.runs[1:]
-    assert "needs 4 processes or more, which 2 do not make" in two.skipped
+    assert "needs 4 or more in multiples of 2; 2 asked" in two.skipped
     assert four.skipped is None
 
 

@@ -147,8 +147,8 @@ MISTAKES = {
     "fsdp_hybrid on 2": (("fsdp_hybrid", "--num-processes", "2"), "needs 4 or more"),
     "single on 2": (("single", "--num-processes", "2"), "use ddp"),
     "ddp on 1": (("ddp", "--num-processes", "1"), "use single"),
-    "zero3 on 0": (("zero3", "--num-processes", "0"), "at least 2"),
-    "fsdp on -2": (("fsdp", "--num-processes", "-2"), "at least 2"),
+    "zero3 on 0": (("zero3", "--num-processes", "0"), "at least 1 process,"),
+    "fsdp on -2": (("fsdp", "--num-processes", "-2"), "at least 1 process,"),
     "zero2 offloads to NVMe": (
         ("zero2_offload", "--offload-device", "nvme"),
         "Use zero3_nvme",

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from toolkit.cli import app
 from toolkit.errors import UsageError
 from toolkit.planning import recommend as module
+from toolkit.planning.options import USUAL_STRATEGIES
 from toolkit.planning.plan import plan
 from toolkit.planning.recommend import (
     SAME_SPEED,
@@ -327,7 +328,14 @@ def test_what_needs_ram_that_is_not_known_is_chosen_only_where_nothing_else_fits
         assert found.choice.job.strategy.offloads
         for method in ("full", "lora", "qlora"):
             model, gpu, gpus = found.model, found.gpu, found.choice.job.gpus
-            lean = plan(model, gpu=gpu, gpus=gpus, method=method, checkpointing=True)
+            lean = plan(
+                model,
+                gpu=gpu,
+                gpus=gpus,
+                method=method,
+                checkpointing=True,
+                strategies="single" if gpus == 1 else USUAL_STRATEGIES,
+            )
             assert all(row.verdict.answer != "fits" for row in lean.rows)
     assert conditional
 

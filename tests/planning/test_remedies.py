@@ -92,6 +92,16 @@ def test_one_gpu_moves_its_states_to_ram_by_paging_them():
     assert paged.verdict.host_needed.low > 0
 
 
+def test_where_paging_is_not_enough_one_gpu_offloads():
+    alone, here = job("3b", "single", gpus=1, checkpointing="full"), room(22, host=200)
+    (offload,) = [r for r in remedies(alone, here) if r.job.strategy.offloads]
+    assert offload.verdict.fits
+    assert offload.job.gpus == 1
+    paged = replace(alone, optimizer="paged_adamw")
+    assert not fits(paged, here)
+    assert together(alone, here).job.strategy is offload.job.strategy
+
+
 def test_ddp_without_accumulation_saves_its_gradients_by_views_of_its_buckets():
     view = "gradients in DDP's buckets"
     once, summed = job("1b", gpus=2), job("1b", gpus=2, accumulation=2)

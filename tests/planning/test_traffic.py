@@ -278,7 +278,10 @@ def test_reducing_in_fp32_doubles_the_gradients_and_nothing_else():
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "zero1", "zero2", "zero3", "fsdp"])
 def test_one_gpu_sends_nothing(strategy):
-    assert collectives(job(strategy, gpus=1)) == ()
+    found = collectives(job(strategy, gpus=1))
+    assert all(collective.wire_bytes == 0 for collective in found)
+    # DeepSpeed calls its reductions over one rank too; a run of one process is held to them.
+    assert bool(found) == STRATEGIES[strategy].reads_deepspeed_json
     assert textbook(STRATEGIES[strategy], trained=1, everything=1, ranks=1) == 0
 
 

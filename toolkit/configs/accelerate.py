@@ -79,10 +79,11 @@ def num_processes_problem(strategy: Strategy, num_processes: int) -> str | None:
             f"single runs on 1 process, not on {num_processes}. "
             "For several processes with everything replicated, use ddp."
         )
-    if num_processes < 2:
+    least = 1 if strategy.runs_alone else 2
+    if num_processes < least:
         return (
-            f"{strategy.name} needs at least 2 processes, {num_processes} asked. "
-            "For one process, use single."
+            f"{strategy.name} needs at least {least} process{'es' if least > 1 else ''}, "
+            f"{num_processes} asked. For one process, use single."
         )
     replicas = strategy.replicas
     if num_processes % replicas or (replicas > 1 and num_processes // replicas < 2):

@@ -151,6 +151,8 @@ def recommend(model: str | Path | ModelShape, options: RecommendOptions) -> Reco
         for strategy in (STRATEGIES[name] for name in names):
             if strategy.replicas > 1 and row.job.nodes == 1:
                 continue  # replicas in one node only cost memory
+            if gpus == 1 and strategy.is_distributed and not strategy.offloads:
+                continue  # one rank keeps all that these would shard
             if optimizer_problem(OPTIM_FLAGS[options.optimizer], strategy):
                 without_optimizer[strategy.name] = None
             elif num_processes_problem(strategy, gpus) is None:

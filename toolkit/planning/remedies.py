@@ -168,8 +168,9 @@ def _next_stage(job: PlannedJob, room: Room) -> Changed | None:
 def _offload(job: PlannedJob, room: Room) -> Changed | None:
     if job.strategy.offloads:
         return None
-    if job.gpus == 1:
-        return _paged(job, room)
+    paged = _paged(job, room) if job.gpus == 1 else None
+    if paged is not None and fits(paged.job, room):
+        return paged
     changed = _first_that_fits(job, OFFLOADS, room)
     if estimate_memory(changed).host_bytes.high > (room.host_bytes or LARGEST_RAM):
         return None

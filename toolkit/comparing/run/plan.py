@@ -17,6 +17,7 @@ from typing import Any, Final, cast
 
 from toolkit.comparing.report.names import both_engines, without_engine
 from toolkit.comparing.run.options import CompareOptions, Engine, check_train_flags, flags_in
+from toolkit.configs.accelerate import num_processes_problem
 from toolkit.configs.optimizers import DEFAULT, missing_package, optimizer_problem
 from toolkit.configs.requested import check_left_over
 from toolkit.errors import UsageError
@@ -118,14 +119,20 @@ def build_plan(
     controls = [get_strategy(name) for name in CONTROLS]
     counts = {s.name: _counts(s, options) for s in (*strategies, *controls)}
     distributed = [s for s in strategies if s.is_distributed]
-    if distributed and options.processes < 2:
+    several = [s.name for s in distributed if options.scale or not (s.runs_alone or s.replicas > 1)]
+    if several and options.processes < 2:
         need = "a count of 2 or more in --scale" if options.scale else "--num_processes 2 or more"
         raise UsageError(
-            f"A distributed strategy needs {need}; one process alone is the strategy single."
+            f"{', '.join(several)} needs {need}; one process alone is the strategy single."
         )
     if options.scale and not distributed:
         raise UsageError("--scale needs a distributed strategy: single is always one process.")
-    needed = {count for s in distributed for count in counts[s.name] if not cannot_have(s, count)}
+    needed = {
+        count
+        for s in distributed
+        for count in counts[s.name]
+        if not num_processes_problem(s, count)
+    }
     batch, accumulation = options.global_batch_size, options.gradient_accumulation_steps
     if options.scale:
         check_scaled_batch(batch, accumulation, sorted({1, *options.scale}))
@@ -222,7 +229,7 @@ def _optimizer(flags: Sequence[str]) -> str:
 
 
 def _reason_to_skip(run: Run, gpus: int, rehearsal: bool) -> str | None:
-    if problem := cannot_have(run.strategy, run.num_processes):
+    if problem := num_processes_problem(run.strategy, run.num_processes):
         return problem
     if problem := optimizer_problem(_optimizer(run.flags), run.strategy):
         return problem
@@ -255,18 +262,6 @@ def processes_for(strategy: Strategy, usual: int) -> int:
             f"{processes + strategy.replicas - processes % strategy.replicas}, or leave it out."
         )
     return processes
-
-
-def cannot_have(strategy: Strategy, processes: int) -> str | None:
-    """Return why a strategy cannot run with this number of processes, or None."""
-    if strategy.replicas == 1:
-        return None
-    if processes % strategy.replicas == 0 and processes >= strategy.num_processes:
-        return None
-    return (
-        f"it has {strategy.replicas} groups of equal size and needs {strategy.num_processes} "
-        f"processes or more, which {processes} do not make"
-    )
 
 
 def check_batch(batch: int, accumulation: int, counts: Sequence[int]) -> None:

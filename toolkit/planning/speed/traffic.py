@@ -96,17 +96,19 @@ def collectives(job: PlannedJob) -> tuple[Collective, ...]:
     Raises:
         UsageError: the job's precision and weights don't go together.
     """
-    if job.gpus == 1:
+    if job.gpus == 1 and not job.strategy.reads_deepspeed_json:
         return ()
     match job.strategy.sharding:
         case "whole":
             return _ddp(job)
         case "flat":
-            return _zero12(job)
+            planned = _zero12(job)
         case "tensors":
-            return _zero3(job)
+            planned = _zero3(job)
         case "rows":
             return _fsdp(job)
+    # Alone, DeepSpeed reduces over one rank, and gathers nothing.
+    return tuple(c for c in planned if job.gpus > 1 or c.kind != "all_gather")
 
 
 def textbook(strategy: Strategy, *, trained: int, everything: int, ranks: int) -> int:
