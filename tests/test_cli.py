@@ -285,7 +285,7 @@ def test_help_says_how_to_complete():
         (("configs", "write", "zero2", "--to", "x", "--clipping", "nan"), "cannot be clipped"),
         (("configs", "write", "zero2", "--to", "x", "--clipping=-1"), "cannot be clipped"),
         (("configs", "write", "zero2", "--to", "x", "--accumulation", "0"), "1 step or more"),
-        (("configs", "write", "zero2", "--to", "x", "--num-processes", "0"), "at least 2"),
+        (("configs", "write", "zero2", "--to", "x", "--num-processes", "0"), "at least 1 process,"),
     ],
 )
 def test_a_mistake_is_a_sentence_and_status_2(words, says, tmp_path):
