@@ -140,6 +140,14 @@ class Strategy:
         return self.sharding == "whole" and self.is_distributed
 
     @property
+    def reduces_on_request(self) -> bool:
+        """Whether the training loop decides in which micro-batches gradients are reduced.
+
+        Under DeepSpeed the stage decides.
+        """
+        return self.is_distributed and not self.reads_deepspeed_json
+
+    @property
     def gathers_again(self) -> bool:
         """Whether sharded parameters are freed after forward and gathered again for backward."""
         return self.sharding == "tensors" or self.reshard_after_forward

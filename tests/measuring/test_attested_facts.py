@@ -55,6 +55,7 @@ EVERY_OPTIMIZER = {
     "optimizer_dtypes": ["float32"],
     "gradient_clipping": 0.5,
     "gradient_accumulation_steps": 3,
+    "sync_each_batch": True,
     "learning_rate": 5e-4,
     "weight_decay": 0.01,
     "betas": (0.9, 0.95),
@@ -77,6 +78,7 @@ def requested(name):
         precision="bf16",
         gradient_clipping=0.5,
         gradient_accumulation_steps=3,
+        sync_each_batch=True,
         activation_checkpointing=True,
         optimizer_classes=("AdamW",),
         optimizer_settings={
@@ -95,7 +97,10 @@ def before(name):
 
 
 def after(name):
-    return EVERY_OPTIMIZER | AFTER.get(name, SHARDED)
+    facts = EVERY_OPTIMIZER | AFTER.get(name, SHARDED)
+    if name == "single" or name.startswith("zero"):
+        del facts["sync_each_batch"]  # not up to the training loop
+    return facts
 
 
 def engaged_as(facts):
@@ -150,6 +155,7 @@ OTHERWISE = {
     "offload_parameters": "disk",
     "gradient_clipping": 1.0,
     "gradient_accumulation_steps": 1,
+    "sync_each_batch": False,
     "precision": "no",
     "parameter_dtypes": ["bfloat16", "float32"],
     "optimizer_class": "SGD",
@@ -188,6 +194,7 @@ def test_a_fact_that_was_not_seen_is_refused_but_for_those_that_cannot_always_be
         "layers_wrapped",
         "gradient_clipping",
         "gradient_accumulation_steps",
+        "sync_each_batch",
         "optimizer_fraction",
         "optimizer_dtypes",
         "learning_rate",

@@ -37,6 +37,7 @@ def opt(**changes):
     ("flags", "strategies", "said"),
     [
         (["--ddp_bucket_view", "true"], ["ddp", "fsdp"], "is for ddp, and this is fsdp"),
+        (["--sync_each_batch", "true"], ["fsdp", "zero2"], "and ddp, and this is zero2"),
         (["--compile_blocks", "true"], ["ddp", "zero3"], "gains nothing under ZeRO-3"),
         (["--method", "lora", "--dtype", "bfloat16"], ["ddp", "zero2"], "zero2 computes in fp32"),
         (["--checkpoint_layers", "99"], ["ddp"], "the model has only"),
@@ -58,6 +59,12 @@ def test_every_strategy_that_cannot_is_named_at_once(cache):
     with pytest.raises(UsageError, match=r"this is zero2.*this is fsdp"):
         prepare(flags, strategies=["ddp", "zero2", "fsdp"])
     assert on(prepare(flags, strategies=["ddp"]), "ddp") == {"ddp_bucket_view": True}
+
+
+def test_gradients_are_synchronised_at_every_micro_batch_where_there_is_another_rank(cache):
+    facts = prepare(["--sync_each_batch", "true", *ROWS], strategies=["single", "ddp", "fsdp"])
+    wanted = {"sync_each_batch": True}
+    assert [on(facts, name) for name in ("single", "ddp", "fsdp")] == [{}, wanted, wanted]
 
 
 def test_liger_is_refused_where_the_runs_are_rehearsed(cache):

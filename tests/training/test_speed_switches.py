@@ -515,6 +515,13 @@ def test_values_that_mean_nothing_are_refused(flags, says):
         ({"ddp_bucket_view": True}, {}, "zero2", "--ddp_bucket_view is for ddp"),
         ({"compile_blocks": True}, {}, "zero3", "gives up .recompile_limit."),
         ({"fsdp_prefetch": 2}, {}, "ddp", "--fsdp_prefetch is for FSDP2, and this is ddp"),
+        ({"sync_each_batch": True}, {}, "zero1", "--sync_each_batch is for FSDP2 and ddp"),
+        (
+            {"sync_each_batch": True},
+            {"gradient_accumulation_steps": 1},
+            "fsdp",
+            "changes nothing with one micro-batch",
+        ),
     ],
 )
 def test_switches_that_contradict_what_else_is_asked_are_refused(flags, values, strategy, says):
@@ -522,7 +529,9 @@ def test_switches_that_contradict_what_else_is_asked_are_refused(flags, values, 
         check_speed(SpeedArguments(**flags), values, strategy=STRATEGIES[strategy], on_gpu=False)
 
 
-@pytest.mark.parametrize("flags", [{"ddp_bucket_view": True}, {"fsdp_prefetch": 2}])
+@pytest.mark.parametrize(
+    "flags", [{"ddp_bucket_view": True}, {"fsdp_prefetch": 2}, {"sync_each_batch": True}]
+)
 def test_the_control_of_a_comparison_takes_the_switches_of_the_others(flags):
     arguments = SpeedArguments(**flags)
     check_speed(arguments, {}, strategy=STRATEGIES["single"], on_gpu=False)

@@ -118,6 +118,10 @@ class Backend(ABC):
         """Whether gradients are views of the buckets that they are reduced in."""
         return False
 
+    def has_reduced(self) -> bool | None:
+        """Return whether the last backward reduced its gradients; None: not up to the loop."""
+        return None
+
     # Tensors that a rank holds
 
     def parameters_held(self) -> Iterator[torch.Tensor]:

@@ -67,6 +67,10 @@ class Replicated(Backend):
             self._model.gradient_as_bucket_view
         )
 
+    def has_reduced(self) -> bool | None:
+        # True again as soon as DDP's `no_sync` is left.
+        return getattr(self._model, "require_backward_grad_sync", None)
+
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
         # DDP (torch 2.13) leaves out its broadcast of buffers after a forward without gradients.

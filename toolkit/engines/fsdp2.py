@@ -82,6 +82,9 @@ class FSDP2(Backend):
         policy = self._model._get_fsdp_state()._mp_policy
         return policy.reduce_dtype or policy.param_dtype or super().reduce_dtype()
 
+    def has_reduced(self) -> bool | None:
+        return next(self.gradients_underway(), None) is None
+
     def replicas(self) -> int:
         parameter = next(self._model.parameters())
         mesh = parameter.device_mesh if is_spread(parameter) else None

@@ -31,6 +31,7 @@ MAY_BE_UNKNOWN = {
     "layers_wrapped",  # a model that doesn't name its layers
     "gradient_clipping",  # before the first step, but for DeepSpeed
     "gradient_accumulation_steps",  # likewise
+    "sync_each_batch",  # a step of one micro-batch
     "optimizer_fraction",  # an optimizer without states in its parameters' shape
     "optimizer_dtypes",  # likewise
     "learning_rate",  # an optimizer whose groups hold no parameters of the model
@@ -58,6 +59,9 @@ class Requested:
     precision: str | None = None
     gradient_clipping: float | None = None
     gradient_accumulation_steps: int | None = None
+    sync_each_batch: bool | None = None
+    """Whether gradients are reduced in every micro-batch, where the loop decides that."""
+
     optimizer_classes: tuple[str, ...] | None = None
     activation_checkpointing: bool | None = None
     accumulation_dtype: str | None = None
@@ -108,8 +112,11 @@ class Requested:
             "accumulation_dtype": self.accumulation_dtype,
             "gradient_clipping": self.gradient_clipping,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "sync_each_batch": self.sync_each_batch,
             **(self.optimizer_settings or {}),
         }
+        if not self.strategy.reduces_on_request:
+            del facts["sync_each_batch"]
         if self.strategy.offload_optimizer == "nvme":
             del facts["optimizer_fraction"]  # swapped out after the step
         if self.precision is None or self.dtype != "float32":

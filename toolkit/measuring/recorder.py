@@ -167,7 +167,10 @@ class Recorder:
             sample_ids: Of its rows.
         """
         self._clock.begin("other")
-        self._step.append(_MicroBatch(loss.detach(), tokens, supervised, sample_ids))
+        reduced = None
+        if not self._attested and self._model is not None:
+            reduced = backend_of(self._model).has_reduced()
+        self._step.append(_MicroBatch(loss.detach(), tokens, supervised, sample_ids, reduced))
         if self._evidence is not None:
             self._evidence.micro_batch(sample_ids)
 
@@ -436,6 +439,9 @@ class Recorder:
         # A step within the last backward comes before that micro-batch is recorded.
         unrecorded = int(backend_of(model).steps_in_backward)
         self.engaged["gradient_accumulation_steps"] = len(self._step) + unrecorded
+        earlier = [batch.reduced for batch in self._step[:-1]]
+        if earlier and None not in earlier:
+            self.engaged["sync_each_batch"] = all(earlier)
         self._bytes |= memory.state_bytes(model, optimizer)
         self._bytes["nvme_bytes"] = memory.nvme_bytes(model)
         self.notes += attestation.kept_whole(self.engaged)
@@ -531,6 +537,8 @@ class _MicroBatch:
     tokens: int
     supervised: torch.Tensor | None
     sample_ids: torch.Tensor | None
+    reduced: bool | None
+    """Whether its backward reduced the gradients; None: not looked at, or not up to the loop."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from toolkit.training.value_checks import check_values
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
+    from transformers.trainer_pt_utils import AcceleratorConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,6 +273,20 @@ def training_arguments(values: Mapping[str, Any]) -> TrainingArguments:
     except ValueError as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"The training arguments do not fit together: {reason}") from error
+
+
+def sync_each_batch(args: TrainingArguments) -> None:
+    """Have gradients reduced in every micro-batch; both engines read it from the arguments."""
+    config = cast("AcceleratorConfig", args.accelerator_config)
+    options: dict[str, Any] = config.gradient_accumulation_kwargs or {}
+    config.gradient_accumulation_kwargs = options | {"sync_each_batch": True}
+
+
+def syncs_each_batch(args: TrainingArguments) -> bool:
+    """Whether gradients are to be reduced in every micro-batch, as the Trainer reads it."""
+    config = cast("AcceleratorConfig", args.accelerator_config)
+    options: dict[str, Any] = config.gradient_accumulation_kwargs or {}
+    return bool(options.get("sync_each_batch"))
 
 
 def output_dir_of(args: TrainingArguments) -> Path:

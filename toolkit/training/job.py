@@ -19,7 +19,13 @@ from toolkit.planning.learning_rate import LearningRate
 from toolkit.records.record import FILLER_ID
 from toolkit.strategies import Strategy
 from toolkit.training import evaluation_plan
-from toolkit.training.arguments import OwnArguments, RunArguments, output_dir_of, training_arguments
+from toolkit.training.arguments import (
+    OwnArguments,
+    RunArguments,
+    output_dir_of,
+    sync_each_batch,
+    training_arguments,
+)
 from toolkit.training.fingerprint import facts_of_job
 from toolkit.training.model import resolve_tokenizer
 from toolkit.training.request import (
@@ -148,6 +154,8 @@ def checked_job(argv: list[str]) -> Job:
     if values["label_smoothing_factor"]:
         check_fillers(rows, global_batch, of="--label_smoothing_factor")
     args = training_arguments(values | {"learning_rate": rate})
+    if own.speed.sync_each_batch:
+        sync_each_batch(args)
     args.max_steps = steps + own.run.throughput_steps
     # The schedule stays that of all steps; the step after the evidence shows its effect.
     if own.run.evidence_step is not None:

@@ -27,6 +27,7 @@ from toolkit.engines.tensors import number
 from toolkit.errors import UsageError
 from toolkit.measuring.recorder import Recorder
 from toolkit.training import tracking
+from toolkit.training.arguments import syncs_each_batch
 from toolkit.training.observers import Observer
 
 NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -63,7 +64,9 @@ def train_loop(
         # A window's batches are all read before its first is trained. By default, the end of the
         # data, which is then known, would make each micro-batch of the last window its own step.
         gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=args.gradient_accumulation_steps, sync_with_dataloader=False
+            num_steps=args.gradient_accumulation_steps,
+            sync_with_dataloader=False,
+            sync_each_batch=syncs_each_batch(args),
         ),
         # A prepared scheduler would step once per process (huggingface/accelerate#1382).
         step_scheduler_with_optimizer=False,

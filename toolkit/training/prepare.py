@@ -121,6 +121,8 @@ def _under(request: Request, strategy: Strategy) -> dict[str, Any]:
     # An engine switches these on when it wraps the model.
     if switches.gradients_in_buckets and strategy.reduces_in_buckets:
         speed.on["ddp_bucket_view"] = True
+    if switches.sync_each_batch and strategy.reduces_on_request:
+        speed.on["sync_each_batch"] = True
     if switches.prefetched_layers and strategy.sharding == "rows":
         speed.on["fsdp_prefetch"] = switches.prefetched_layers
     return {

@@ -25,6 +25,7 @@ from toolkit.measuring.recorder import Recorder
 from toolkit.records.json_files import SCHEMA
 from toolkit.records.record import STEPS_FILE
 from toolkit.strategies import Strategy
+from toolkit.training.arguments import syncs_each_batch
 from toolkit.training.job import Job
 from toolkit.training.speed import Speed
 from toolkit.training.speed_arguments import checkpoints_by_flag
@@ -51,6 +52,7 @@ def recorder_of(job: Job, status: StatusFile, speed: Speed) -> Recorder:
         precision=args.mixed_precision,
         gradient_clipping=float(args.max_grad_norm or 0),
         gradient_accumulation_steps=args.gradient_accumulation_steps,
+        sync_each_batch=syncs_each_batch(args),
         optimizer_classes=_optimizer_classes(job.strategy, plain_value(args.optim)),
         accumulation_dtype=requested_accumulation_dtype(os.environ),
         activation_checkpointing=_checkpoints_all_layers(job, speed)

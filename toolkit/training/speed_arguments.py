@@ -49,6 +49,11 @@ class SpeedArguments:
     fsdp_prefetch: int | None = flag(
         None, "FSDP2: layers that are gathered ahead of the one that computes."
     )
+    sync_each_batch: bool = flag(
+        False,
+        "FSDP2 and ddp: reduce gradients in every micro-batch, not once a step. Under FSDP2 no "
+        "rank then holds whole gradients between them; the traffic grows with their number.",
+    )
     compile_blocks: bool = flag(False, "torch.compile for each layer of the model by itself.")
     compile_backend: str = flag(
         "inductor",
@@ -159,6 +164,16 @@ def check_speed(
         messages.append(f"--ddp_bucket_view is for ddp, and this is {strategy.name}")
     if arguments.fsdp_prefetch and several and strategy.sharding != "rows":
         messages.append(f"--fsdp_prefetch is for FSDP2, and this is {strategy.name}")
+    if arguments.sync_each_batch and several and not strategy.reduces_on_request:
+        messages.append(
+            f"--sync_each_batch is for FSDP2 and ddp, and this is {strategy.name}, whose stage "
+            "decides when gradients are reduced"
+        )
+    if arguments.sync_each_batch and values.get("gradient_accumulation_steps") == 1:
+        messages.append(
+            "--sync_each_batch changes nothing with one micro-batch a step "
+            "(--gradient_accumulation_steps 1)"
+        )
     if messages:
         raise UsageError(f"{'; '.join(messages)}.")
 

@@ -42,7 +42,7 @@ from toolkit.records.json_files import SCHEMA, write_json
 from toolkit.records.record import RECORD_FILE, STEPS_FILE
 from toolkit.strategies import Strategy
 from toolkit.training.adapters import has_lora
-from toolkit.training.arguments import output_dir_of
+from toolkit.training.arguments import output_dir_of, syncs_each_batch
 from toolkit.training.card import card_of_trainer
 from toolkit.training.evaluation import perplexity
 from toolkit.training.fingerprint import facts_of_trainer
@@ -440,6 +440,7 @@ def _recorder_for(args: TrainingArguments, model: Any, guards: Choice) -> Record
         or None,
         # The Trainer itself shortens the last window of an epoch; only DeepSpeed counts its own.
         gradient_accumulation_steps=None if deepspeed is None else args.gradient_accumulation_steps,
+        sync_each_batch=syncs_each_batch(args),
     )
     return Recorder(
         requested,

@@ -100,6 +100,9 @@ class Speed(Observer):
         backend = backend_of(prepared.model)
         if backend.gradients_in_buckets():
             self.on["ddp_bucket_view"] = True
+        accumulation = prepared.accelerator.gradient_state.plugin_kwargs
+        if accumulation.get("sync_each_batch") and backend.has_reduced() is not None:
+            self.on["sync_each_batch"] = True
         ahead = self.arguments.prefetched_layers
         if ahead and backend.prefetch(ahead=ahead):
             self.on["fsdp_prefetch"] = ahead
