@@ -141,10 +141,12 @@ def test_a_job_has_the_switches_for_speed_that_were_on(record):
     plain = job_of(record)
     assert (plain.checkpointing, plain.chunked_loss, plain.compile) == ("none", False, False)
     assert not plain.gradient_as_bucket_view
+    assert not plain.sync_each_batch
     record["training"]["speed"] = {
         "on": {
             "loss_impl": "chunked",
             "ddp_bucket_view": True,
+            "sync_each_batch": True,
             "checkpoint_layers": {"asked": "all", "layers": [0, 1]},
             "compile_blocks": {"layers": 2, "backend": "inductor"},
         }
@@ -152,5 +154,6 @@ def test_a_job_has_the_switches_for_speed_that_were_on(record):
     found = job_of(record)
     assert (found.checkpointing, found.chunked_loss, found.compile) == ("full", True, True)
     assert found.gradient_as_bucket_view
+    assert found.sync_each_batch
     record["training"]["speed"]["on"]["checkpoint_layers"]["asked"] = "every:2"
     assert "has all layers checkpointed or none" in predict(record)["reason"]

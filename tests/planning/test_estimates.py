@@ -131,6 +131,30 @@ def test_fsdp_sums_up_whole_gradients_between_micro_batches():
     assert term(two, "without sync").bytes.low == 2 * LLAMA_7B.parameters
 
 
+def test_fsdp_that_synchronises_at_every_micro_batch_holds_only_shards_between_them():
+    one, two, synced = (
+        estimate_memory(job("fsdp", gpus=8, **options))
+        for options in ({}, {"accumulation": 2}, {"accumulation": 2, "sync_each_batch": True})
+    )
+    assert not any("without sync" in t.name for t in synced.terms)
+    assert synced.states == one.states
+    shards = 4 * LLAMA_7B.parameters // 8
+    held = [t.bytes.low for t in synced.terms if t.name == "gradients" and "loss" in t.phases]
+    assert held == pytest.approx([shards], rel=1e-4)
+    # Beside them, at most what a single micro-batch needs, and the reduced shard of a unit.
+    unit = 2 * 4 * max(LLAMA_7B.layer_parameters) / 8
+    assert one.allocated.high < synced.allocated.high < one.allocated.high + shards + unit
+    assert synced.allocated.high < two.allocated.low
+
+
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name[:4] != "fsdp"])
+def test_when_gradients_are_synchronised_changes_the_memory_of_fsdp_alone(strategy):
+    two = job(strategy, accumulation=2)
+    synced = replace(two, sync_each_batch=True)
+    assert estimate_memory(synced).terms == estimate_memory(two).terms
+    assert not two.sync_saves_memory
+
+
 def test_zero_buckets_are_those_of_the_file_that_a_run_would_use():
     assert term(estimate_memory(job("zero2")), "buckets").bytes.low == 2 * 50_000_000
     small = llama()

@@ -4,12 +4,14 @@ Counted with torch 2.15, accelerate 1.15, transformers 5.23 and deepspeed 0.19.8
 stock Trainer, fourth step, clipping at 1, DDP without `find_unused_parameters`.
 """
 
+from dataclasses import replace
+
 import pytest
 from shapes_for_tests import gpt2, llama
 
 from toolkit.configs.deepspeed import deepspeed_config
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.speed.traffic import Collective, collectives, textbook
+from toolkit.planning.speed.traffic import Collective, collectives, cost_of_sync, textbook
 from toolkit.strategies import STRATEGIES
 
 LLAMA = llama(hidden=256, intermediate=385, layers=3, vocab=1003)
@@ -274,6 +276,33 @@ def test_reducing_in_fp32_doubles_the_gradients_and_nothing_else():
     for purpose, factor in (("gradients", 2), ("parameters", 1)):
         kind = "reduce_scatter" if purpose == "gradients" else "all_gather"
         assert payload(raised, kind, purpose) == factor * payload(plain, kind, purpose)
+
+
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "single"])
+def test_gradients_cross_the_wire_once_a_step_or_in_every_micro_batch(strategy):
+    """As counted with real processes; DeepSpeed goes by its stage."""
+    asked = {"gpus": 6, "accumulation": 3}
+    once = collectives(job(strategy, **asked))
+    often = collectives(job(strategy, **asked, sync_each_batch=True))
+    times = 3 if strategy == "ddp" or strategy.startswith("fsdp") else 1
+    for before, after in zip(once, often, strict=True):
+        more = times if before.purpose == "gradients" else 1
+        assert after.payload_bytes == more * before.payload_bytes
+    alone = {"gpus": 6, "sync_each_batch": True}
+    assert collectives(job(strategy, **alone)) == collectives(job(strategy, gpus=6))
+
+
+def test_what_synchronising_costs_is_said_in_bytes_and_as_a_share():
+    asked = job("fsdp", BIG, gpus=32, nodes=4, accumulation=5)
+    reduced = 2 * BIG.parameters
+    # Two gathers of almost all of it in each micro-batch, and one reduction a step.
+    share = 4 / (2 * 5 + 1)
+    said = cost_of_sync(asked)
+    assert (
+        f"5 times a step, not once: each GPU sends {4 * 31 / 32 * reduced / 2**30:.3g} GiB" in said
+    )
+    assert share == pytest.approx(float(said[said.index("+") :].rstrip("%")) / 100, abs=0.02)
+    assert cost_of_sync(replace(asked, sync_each_batch=True)) == said
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "zero1", "zero2", "zero3", "fsdp"])

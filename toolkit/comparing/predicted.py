@@ -170,6 +170,7 @@ def _speed_of(training: dict[str, Any]) -> dict[str, Any]:
         "chunked_loss": "loss_impl" in on,
         "loss_chunk_tokens": on.get("loss_chunk_tokens"),
         "gradient_as_bucket_view": "ddp_bucket_view" in on,
+        "sync_each_batch": "sync_each_batch" in on,
     }
 
 

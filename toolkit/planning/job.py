@@ -133,9 +133,30 @@ class PlannedJob(JobOptions):
         return self.accumulation > 1 and self.micro_batch != 1
 
     @property
-    def ends_step(self) -> bool:
-        """Whether the gradients are reduced and the optimizer steps after this micro-batch."""
-        return self.micro_batch in (None, self.accumulation)
+    def sums_unreduced(self) -> bool:
+        """FSDP and DDP: whether gradients are added to others that were not reduced yet."""
+        return self.sums_up and not self.sync_each_batch
+
+    @property
+    def sums_reduced(self) -> bool:
+        """FSDP and DDP: whether gradients are added, once reduced, to others that were as well."""
+        return self.sums_up and self.sync_each_batch
+
+    @property
+    def reduces(self) -> bool:
+        """FSDP and DDP: whether gradients are reduced in this micro-batch."""
+        return self.sync_each_batch or self.micro_batch in (None, self.accumulation)
+
+    @property
+    def reductions(self) -> int:
+        """FSDP and DDP: how often gradients are reduced in an optimizer step."""
+        return self.accumulation if self.sync_each_batch else 1
+
+    @property
+    def sync_saves_memory(self) -> bool:
+        """Whether `sync_each_batch` would hold fewer gradients than the job does."""
+        several = self.accumulation > 1 and self.shards > 1
+        return self.strategy.sharding == "rows" and several and not self.sync_each_batch
 
     @property
     def shards(self) -> int:

@@ -98,6 +98,12 @@ class JobOptions:
     """None takes 2,048, or as many as the model has positions for."""
 
     accumulation: Annotated[int, Flag("Micro-batches of an optimizer step.", ("--accumulate",))] = 1
+    sync_each_batch: Annotated[
+        bool, Flag("FSDP, DDP: gradients reduced in every micro-batch.", ("--sync-each-batch",))
+    ] = False
+    """FSDP and DDP reduce gradients in every micro-batch, not once a step: more traffic, but FSDP
+    holds only shards of them between micro-batches. DeepSpeed goes by its stage."""
+
     precision: MixedPrecision = None
     """The precision of computing. `bf16` and `fp16` are mixed: weights are loaded in `dtype`."""
 

@@ -239,12 +239,12 @@ def _gradients_always(job: PlannedJob) -> bool:
         case "tensors":
             return True
         case "rows":
-            return False
+            return job.sums_reduced
 
 
 def _gradient_growth(job: PlannedJob, states: StateBytes) -> float:
     grown = float(states.gradients.gpu)
-    if job.strategy.shards_at_the_step or (job.strategy.sharding == "rows" and not job.ends_step):
+    if job.strategy.shards_at_the_step or (job.strategy.sharding == "rows" and not job.reduces):
         grown += weights_of(job).trained.elements * trained_size(job)
     return grown
 

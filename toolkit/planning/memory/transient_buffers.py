@@ -139,7 +139,7 @@ def _fsdp(job: PlannedJob, weights: Weights) -> Iterator[Term]:
         )
     if job.method == "full":
         yield from _fsdp_gradients(job, units, compute, reduce)
-    if job.sums_up:
+    if job.sums_unreduced:
         yield product(
             "gradients",
             "whole gradients, summed up without sync",
@@ -158,21 +158,26 @@ def _fsdp_gradients(job: PlannedJob, units: Units, compute: int, reduce: int) ->
         formula="tail * (size + up to reduce size)",
         inputs=inputs,
         phases=("head",),
-        communicated=job.ends_step,
+        communicated=job.reduces,
     )
     yield head
-    if not job.ends_step:
+    if not job.reduces:
         # No gradient is reduced yet: new gradients stay, or are added to earlier ones.
         yield replace(head, formula="size * tail", phases=("backward",))
         return
-    unit = units.layer if job.sums_up else units.largest
+    unit = units.layer if job.sums_unreduced else units.largest
     low, high = unit * (compute + reduce), unit * (compute + 2 * reduce)
-    if job.sums_up or job.on_cpu:
+    if job.sums_unreduced or job.on_cpu:
         # The head's gradient has been reduced to a shard; a layer's gradients come one by one.
-        low = units.tail * reduce // job.shards
+        # Where earlier shards are held, the head's is added to them.
+        low = 0 if job.sums_reduced else units.tail * reduce // job.shards
         high = max(high, low + units.layer * (compute + 2 * reduce))
-    if job.sums_up and job.on_cpu:
+    if job.sums_unreduced and job.on_cpu:
         high = low + units.widest * compute + unit * reduce
+    if job.sums_reduced:
+        # The reduced shard, in the dtype of the wire and of the weights, until it is added.
+        size = trained_size(job)
+        high += unit // job.shards * (reduce + (size if size != reduce else 0))
     yield Term(
         category="gradients",
         name="whole gradients of a unit, and what they are reduced in",

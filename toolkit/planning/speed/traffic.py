@@ -12,7 +12,8 @@ Read in, and counted at the c10d calls of two and four gloo processes with, torc
 - accelerate gathers the last norm and the head once: their FSDP2 unit isn't resharded
   (fsdp_utils.py). The embedding is gathered again for backward, where nothing needs it.
 - Trainer and loop leave gradients unreduced until the last micro-batch, under FSDP2 as under DDP
-  (`set_requires_gradient_sync`); the gathers of every micro-batch remain.
+  (`set_requires_gradient_sync`), unless `sync_each_batch` is on; the gathers of every micro-batch
+  remain in either case.
 
 Not counted, being bookkeeping of some bytes: DDP's broadcast of buffers (the rotary frequencies),
 the Trainer's count of tokens, the loss that is logged.
@@ -32,6 +33,7 @@ from toolkit.planning.memory.weights import COMPUTE_SIZE, Tensors, trained_size,
 from toolkit.planning.memory.zero_settings import zero_settings
 from toolkit.planning.models.shape import ModelShape
 from toolkit.planning.options import Checkpointing
+from toolkit.planning.terms import GIB
 from toolkit.strategies import COMPUTE_DTYPES, DTYPE_BYTES, DTYPES, Strategy
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
@@ -111,6 +113,18 @@ def collectives(job: PlannedJob) -> tuple[Collective, ...]:
     return tuple(c for c in planned if job.gpus > 1 or c.kind != "all_gather")
 
 
+def cost_of_sync(job: PlannedJob) -> str:
+    """Return in words the traffic that `sync_each_batch` adds to a job."""
+    once, often = (
+        sum(call.wire_bytes for call in collectives(replace(job, sync_each_batch=sync)))
+        for sync in (False, True)
+    )
+    return (
+        f"gradients cross the wire {job.accumulation} times a step, not once: each GPU sends "
+        f"{(often - once) / GIB:.3g} GiB more in a step, {often / once - 1:+.0%}"
+    )
+
+
 def textbook(strategy: Strategy, *, trained: int, everything: int, ranks: int) -> int:
     """Return the elements that the papers have a rank send in a step of one micro-batch, N large.
 
@@ -135,11 +149,12 @@ def _ddp(job: PlannedJob) -> tuple[Collective, ...]:
             elements=trained,
             element_size=size,
             dtype=_SIZED[size],
+            times=job.reductions,
             calls=1 + trained * size // DDP_BUCKET_BYTES,
             ranks=job.gpus,
             nodes=job.nodes,
-            formula="trained * size, once a step, in the dtype of the weights",
-            inputs={"trained": trained, "size": size},
+            formula="trained * size * times, in the dtype of the weights",
+            inputs={"trained": trained, "size": size, "times": job.reductions},
         ),
     )
 
@@ -290,6 +305,7 @@ def _fsdp(job: PlannedJob) -> tuple[Collective, ...]:
         purpose="gradients",
         element_size=reduced,
         dtype="float32" if reduced == 4 else dtype,
+        times=job.reductions,
         calls=units,
     )
     in_shards = (
@@ -317,8 +333,13 @@ def _fsdp(job: PlannedJob) -> tuple[Collective, ...]:
         reduce(
             kind="reduce_scatter",
             elements=gradients,
-            formula="trained * size, once a step, rows padded to the shards",
-            inputs={"trained": gradients, "size": reduced, "shards": shards},
+            formula="trained * size * times, rows padded to the shards",
+            inputs={
+                "trained": gradients,
+                "size": reduced,
+                "shards": shards,
+                "times": job.reductions,
+            },
             **inside,
         ),
     )
@@ -338,8 +359,13 @@ def _fsdp(job: PlannedJob) -> tuple[Collective, ...]:
             ranks=job.strategy.replicas,
             nodes=min(job.nodes, job.strategy.replicas),
             rings=min(per_node, shards) if job.nodes > 1 else 1,
-            formula="trained / shards * size, once a step, between the replicas",
-            inputs={"trained": gradients, "shards": shards, "size": reduced},
+            formula="trained / shards * size * times, between the replicas",
+            inputs={
+                "trained": gradients,
+                "shards": shards,
+                "size": reduced,
+                "times": job.reductions,
+            },
         ),
         *in_groups,
     )

@@ -183,7 +183,7 @@ def _copied_bytes(job: PlannedJob, elements: int, size: int) -> tuple[float, flo
     held = weights.trained.elements * size + weights.frozen.elements * computed
     gathered = 2 * job.accumulation * (held + weights.packed.elements / 2) / job.shards
     if job.strategy.sharding == "rows":
-        return size * elements, gathered
+        return size * elements * job.reductions, gathered
     down = size * elements * job.accumulation + 4 * elements
     up = size * elements * job.accumulation
     if job.strategy.offload_parameters != "none":
