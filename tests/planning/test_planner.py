@@ -120,6 +120,19 @@ def test_one_strategy_alone_shows_limits_and_remedies():
     assert "1,000,000 tokens take" in small
 
 
+def test_70b_fits_32_h100_under_fsdp_once_gradients_are_synchronised_each_time():
+    asked = {"gpu": "H100", "gpus": 32, "nodes": 4, "strategies": "fsdp", "accumulation": 4}
+    without, synced = (
+        plan("meta-llama/Llama-3.1-70B", checkpointing=True, sync_each_batch=sync, **asked).rows[0]
+        for sync in (False, True)
+    )
+    assert (without.verdict.answer, synced.verdict.answer) == ("does not fit", "fits")
+    assert without.together.job == synced.job
+    assert "--sync_each_batch" in without.together.name
+    assert "4 times a step, not once" in without.together.cost
+    assert not any("--sync_each_batch" in remedy.name for remedy in synced.remedies)
+
+
 def test_a_narrow_terminal_cuts_no_number(found):
     wide, narrow = (printed(plans.show_plan, found, width=width) for width in (300, 40))
     row = next(line for line in wide.splitlines() if line.startswith("zero3 "))

@@ -21,6 +21,7 @@ from toolkit.planning.recommend import (
 from toolkit.planning.render.recommendations import write_recommendation
 from toolkit.planning.terms import Interval
 from toolkit.strategies import STRATEGIES
+from toolkit.training.arguments import own_arguments
 
 GRID = [
     (model, gpu, gpus)
@@ -63,6 +64,7 @@ def test_a_plan_of_the_choice_says_the_same(answers):
             batch=job.batch,
             accumulation=job.accumulation,
             checkpointing=job.checkpointing == "full",
+            sync_each_batch=job.sync_each_batch,
         )
         # A count makes a new shape each time, of the same widths.
         assert again.rows[0].verdict.needed == found.choice.verdict.needed
@@ -266,10 +268,12 @@ def test_a_recommendation_is_plain_data_and_escaped_html(answers):
 # The order of what fits
 
 
-def candidate(name, rate, *, checkpointing="none", margin=0, low=0, high=0):
+def candidate(name, rate, *, checkpointing="none", sync=False, margin=0, low=0, high=0):
     """Return what `rank` looks at."""
     return SimpleNamespace(
-        job=SimpleNamespace(strategy=STRATEGIES[name], checkpointing=checkpointing),
+        job=SimpleNamespace(
+            strategy=STRATEGIES[name], checkpointing=checkpointing, sync_each_batch=sync
+        ),
         tokens_per_second=rate,
         verdict=SimpleNamespace(worst_margin_bytes=margin, needed=Interval(low, high)),
     )
@@ -304,6 +308,30 @@ def test_of_a_strategy_the_fastest_stands_and_of_equals_the_one_with_most_room()
     some, most = candidate("fsdp", 500, margin=1), candidate("fsdp", 500, margin=2)
     (best,) = rank([candidate("fsdp", 499, margin=9), some, most], "speed")
     assert best is most
+
+
+def test_of_equals_the_one_with_less_traffic_stands_whatever_its_room():
+    synced = candidate("fsdp", 500, sync=True, margin=2)
+    assert rank([synced, candidate("fsdp", 500, margin=1)], "speed")[0] is not synced
+    assert rank([synced, candidate("fsdp", 499)], "speed")[0] is synced
+
+
+def test_70b_is_trained_whole_on_32_h100_where_gradients_are_synchronised_each_time(tmp_path):
+    asked = {"gpu": "H100", "gpus": 32, "nodes": 4, "method": "full"}
+    answer = recommend("meta-llama/Llama-3.1-70B", global_batch=160, **asked)
+    job = answer.choice.job
+    assert (job.strategy.name, job.accumulation, job.sync_each_batch) == ("fsdp", 5, True)
+    assert answer.choice.verdict.answer == "fits"
+    (said,) = (reason for reason in answer.reasons if "--sync_each_batch" in reason)
+    assert "5 times a step, not once: each GPU sends" in said
+    words = write_recommendation(answer, tmp_path)
+    assert words[words.index("--sync_each_batch") + 1] == "True"
+    own = own_arguments(words[words.index("toolkit.train") + 1 :])
+    assert own.speed.sync_each_batch
+    # With one row a GPU, there is nothing to synchronise.
+    at_once = recommend("meta-llama/Llama-3.1-70B", global_batch=32, **asked)
+    assert not at_once.choice.job.sync_each_batch
+    assert "--sync_each_batch" not in write_recommendation(at_once, tmp_path / "other")
 
 
 def test_the_goal_of_memory_ranks_by_the_upper_end():

@@ -31,6 +31,7 @@ from toolkit.planning.options import (
 from toolkit.planning.plan import Rendered, plan, positive
 from toolkit.planning.speed.estimate import PlannedSpeed, estimate_speed
 from toolkit.planning.speed.gpus import Gpu
+from toolkit.planning.speed.traffic import cost_of_sync
 from toolkit.planning.terms import GIB
 from toolkit.planning.verdict import Room, Verdict, judge
 from toolkit.strategies import STRATEGIES, Strategy
@@ -219,9 +220,10 @@ def _under(strategy: Strategy, method: Method, base: Candidate, rows: int) -> It
                 accumulation=rows // batch,
                 checkpointing=checkpointing,
             )
-            candidate = replace(base, job=job)
-            yield candidate
-            if not candidate.fits:
+            jobs = [job, replace(job, sync_each_batch=True)] if job.sync_saves_memory else [job]
+            ways = [replace(base, job=job) for job in jobs]
+            yield from ways
+            if not any(candidate.fits for candidate in ways):
                 break  # nor will it with more rows
 
 
@@ -249,10 +251,12 @@ def rank(candidates: Sequence[Candidate], goal: Goal) -> list[Candidate]:
     return ranked
 
 
-def _worth(candidate: Candidate, goal: Goal) -> tuple[float, float]:
+def _worth(candidate: Candidate, goal: Goal) -> tuple[float, ...]:
+    verdict, rate = candidate.verdict, candidate.tokens_per_second
     if goal == "speed":
-        return candidate.tokens_per_second, candidate.verdict.worst_margin_bytes
-    return -candidate.verdict.needed.high, candidate.tokens_per_second
+        # At the same rate, less traffic comes first, then more room.
+        return rate, not candidate.job.sync_each_batch, verdict.worst_margin_bytes
+    return -verdict.needed.high, rate
 
 
 def _whole_and_plain(candidate: Candidate) -> bool:
@@ -297,6 +301,11 @@ def _reasons(
             "Activation checkpointing is on: without it less fits, or too few rows at once."
             if goal == "speed"
             else "Activation checkpointing is on, which saves the most memory of all."
+        )
+    if job.sync_each_batch:
+        yield (
+            "Gradients are synchronised at every micro-batch (--sync_each_batch), so that no GPU "
+            f"holds them whole in between. The cost: {cost_of_sync(job)}."
         )
     yield (
         f"Batch {job.batch} x {job.gpus} GPU{'s' if job.gpus > 1 else ''} x {job.accumulation} "
@@ -362,4 +371,5 @@ def _short(candidate: Candidate) -> str:
 
 
 def _checkpointed(job: PlannedJob) -> str:
-    return " with checkpointing" if job.checkpointing == "full" else ""
+    text = " with checkpointing" if job.checkpointing == "full" else ""
+    return f"{text}, synchronised at every micro-batch" if job.sync_each_batch else text

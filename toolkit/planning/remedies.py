@@ -12,6 +12,7 @@ from toolkit.planning.job import GPUS_PER_NODE, PlannedJob
 from toolkit.planning.levers import Lever
 from toolkit.planning.memory.estimate import estimate_memory
 from toolkit.planning.speed.gpus import built_in_gpus
+from toolkit.planning.speed.traffic import cost_of_sync
 from toolkit.planning.terms import GIB
 from toolkit.planning.verdict import Room, Verdict, fits, judge, largest_batch
 from toolkit.strategies import STRATEGIES
@@ -165,6 +166,13 @@ def _next_stage(job: PlannedJob, room: Room) -> Changed | None:
     return Changed(changed.strategy.name, cost, changed, room)
 
 
+def _sync_each_batch(job: PlannedJob, room: Room) -> Changed | None:
+    if not job.sync_saves_memory:
+        return None
+    name = "gradients synchronised at every micro-batch (--sync_each_batch)"
+    return Changed(name, cost_of_sync(job), replace(job, sync_each_batch=True), room)
+
+
 def _offload(job: PlannedJob, room: Room) -> Changed | None:
     if job.strategy.offloads:
         return None
@@ -259,6 +267,7 @@ ON_GPUS: tuple[Change, ...] = (
     _pulled(levers.CHECKPOINTING),
     _smaller_batch,
     _next_stage,
+    _sync_each_batch,
     _offload,
     _pulled(levers.EIGHT_BIT_STATES),
     _pulled(levers.LORA),

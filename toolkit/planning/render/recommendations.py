@@ -86,6 +86,8 @@ def command(job: PlannedJob, config: Path, *, rate: float) -> list[str]:
         flags[job.precision] = True
     if job.checkpointing == "full":
         flags["gradient_checkpointing"] = True
+    if job.sync_each_batch:
+        flags["sync_each_batch"] = True
     words += ["-m", "toolkit.train", "--strategy", job.strategy.name]
     if job.method != "full":
         words += ["--method", job.method, "--lora_r", str(job.lora_rank)]
@@ -99,7 +101,8 @@ def describe_job(job: PlannedJob) -> str:
         text += f", {'LoRA' if job.method == 'lora' else 'QLoRA'}"
     text += f", batch {job.batch} x {job.accumulation} accumulated, "
     text += "fp32" if job.precision == "no" else job.precision
-    return text + (", activation checkpointing" if job.checkpointing == "full" else "")
+    text += ", activation checkpointing" if job.checkpointing == "full" else ""
+    return text + (", gradients synchronised at every micro-batch" if job.sync_each_batch else "")
 
 
 def pace(candidate: Candidate) -> str:
