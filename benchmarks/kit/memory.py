@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Final
 
 from kit.cells import Cell, Machine, Refused, Row, first_gpu
@@ -372,33 +373,17 @@ def _adapt(model: Any, method: str, dtype: str) -> None:
 
 
 def _checkpoint(model: Any, kind: str) -> None:
-    """Checkpoint every layer: `full`, or by operation as torchtitan does and the planner knows."""
+    """Checkpoint every layer: `full`, or `selective` as `toolkit.train` does."""
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    from toolkit.training.speed.layers import keep_products
+
     options: dict[str, Any] = {"use_reentrant": False}
     if kind == "selective":
-        options["context_fn"] = _every_second_product
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_products)
     # transformers before 5.23 knows the older name alone.
     new, old = "activation_checkpointing_enable", "gradient_checkpointing_enable"
     getattr(model, new if hasattr(model, new) else old)(options)
-
-
-def _every_second_product() -> Any:
-    """Return the contexts of one layer: kept are attention and every second matrix product."""
-    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-
-    from toolkit.training.speed.layers import SAVED_PRODUCTS
-
-    products = {False: 0, True: 0}
-
-    def policy(context: Any, operation: Any, *_: Any, **__: Any) -> Any:
-        if operation not in SAVED_PRODUCTS:
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        if "attention" not in operation.name():
-            products[context.is_recompute] += 1
-            if products[context.is_recompute] % 2 == 0:
-                return CheckpointPolicy.PREFER_RECOMPUTE
-        return CheckpointPolicy.MUST_SAVE
-
-    return create_selective_checkpoint_contexts(policy)
 
 
 def tables(rows: Sequence[Row]) -> list[str]:

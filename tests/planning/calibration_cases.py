@@ -296,12 +296,12 @@ def of_torchtitan():
     """B.2 with FSDP2's rows of the same page, as shares of 95.04 GiB; FSDP1's there in GiB."""
     for fsdp, kind, active, reserved in (
         ("FSDP1", "full", 23.58, 32.14),
-        ("FSDP1", "selective", 50.35, 63.90),
+        ("FSDP1", "every_second", 50.35, 63.90),
         ("FSDP2", "full", 0.2392 * 95.0396, 0.3264 * 95.0396),
-        ("FSDP2", "selective", 0.5213 * 95.0396, 0.6251 * 95.0396),
+        ("FSDP2", "every_second", 0.5213 * 95.0396, 0.6251 * 95.0396),
     ):
         row = Measured(
-            name=f"Llama-2-7B 8 x 2048, {fsdp}, checkpointing {kind}",
+            name=f"Llama-2-7B 8 x 2048, {fsdp}, checkpointing {kind.replace('_', ' ')}",
             regime=SHARDED,
             job=torchtitan(kind),
             figure="allocated",
@@ -315,7 +315,7 @@ def of_torchtitan():
         name="Llama-3.1-8B 2 x 8192, FSDP2, checkpointing selective, expandable segments",
         regime=SHARDED,
         job=replace(
-            torchtitan("selective"),
+            torchtitan("every_second"),
             model=LLAMA_3_8B,
             batch=2,
             sequence=8192,

@@ -4,11 +4,13 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from live_bytes import LiveBytes
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.planning.memory.autograd_memory import Regime
 from toolkit.planning.memory.layers import layer_bytes
 from toolkit.planning.models.architectures import shape_from_config
+from toolkit.training.speed.layers import checkpoint_layers
 
 SEQUENCE = 32
 WIDTHS = {
@@ -134,3 +136,29 @@ def test_adapters_keep_copies_of_their_inputs_and_the_base_keeps_none(regime):
     counted = count_of_layer("llama", attention="sdpa", regime=regime, adapters=8)
     predicted = layer_bytes(shape, runs_in, SEQUENCE, fused=True, adapters=8)
     assert predicted.saved == pytest.approx(counted, rel=0.01)
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gpt_neox", "opt"])
+def test_selective_checkpointing_keeps_the_results_of_products(family, attention, regime):
+    """By what is alive after forward: torch caches these results beside autograd's tensors."""
+    runs_in = REGIMES[regime]
+
+    def alive(layers, batch):
+        model = build(config_of(family, layers), regime=regime, attention=attention).train()
+        checkpoint_layers(model, "selective")
+        cast = torch.autocast("cpu", torch.bfloat16) if regime == "autocast" else nullcontext()
+        ids = torch.arange(batch * SEQUENCE).reshape(batch, SEQUENCE) % 90
+        with LiveBytes(*model.parameters(), *model.buffers()) as live, cast:
+            loss = model(input_ids=ids, use_cache=False).logits.sum()
+        assert loss.requires_grad
+        return live.now
+
+    counted = sum(
+        sign * (alive(layers, 4) - alive(layers, 2)) / (2 * SEQUENCE)
+        for sign, layers in ((1, 3), (-1, 2))
+    )
+    shape = shape_from_config(config_of(family, 3).to_dict(), name=family)
+    layer = layer_bytes(shape, runs_in, SEQUENCE, fused=attention == "sdpa")
+    assert layer.boundary + layer.products == pytest.approx(counted, rel=0.01)

@@ -14,6 +14,7 @@ from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import WORKSPACES, estimate_memory
 from toolkit.strategies import STRATEGIES
 from toolkit.training.speed.chunked_loss import use_chunked_loss
+from toolkit.training.speed.layers import checkpoint_layers
 
 NARROW = {"hidden": 128, "intermediate": 344, "layers": 3, "heads": 4, "kv_heads": 2, "vocab": 256}
 WORDY = {"hidden": 64, "intermediate": 172, "layers": 3, "heads": 4, "kv_heads": 4, "vocab": 4096}
@@ -45,10 +46,7 @@ def measure_peak(widths, *, batch, sequence, precision, checkpointing, accumulat
             use_cache=False,
         )
     ).train()
-    if checkpointing == "full":
-        # transformers before 5.23 knows the older name alone.
-        new, old = "activation_checkpointing_enable", "gradient_checkpointing_enable"
-        getattr(model, new if hasattr(model, new) else old)({"use_reentrant": False})
+    checkpoint_layers(model, "all" if checkpointing == "full" else checkpointing)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)  # as on a GPU
     ids = torch.randint(0, widths["vocab"], (batch, sequence))
 
@@ -68,7 +66,7 @@ def measure_peak(widths, *, batch, sequence, precision, checkpointing, accumulat
     return live.peak
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize(
     ("widths", "settings", "phase"),

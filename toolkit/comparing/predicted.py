@@ -159,12 +159,13 @@ def _speed_of(training: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a job that the switches for speed decide."""
     on: dict[str, Any] = training["speed"]["on"]
     layers = on.get("checkpoint_layers", {}).get("asked")
-    if layers not in ("all", None):
+    if layers not in ("all", "selective", None):
         raise UsageError(
             f"not predicted: the planner has all layers checkpointed or none, and this run {layers}"
         )
+    full = "full" if layers or training["activation_checkpointing"] else "none"
     return {
-        "checkpointing": "full" if layers or training["activation_checkpointing"] else "none",
+        "checkpointing": "selective" if layers == "selective" else full,
         "compile": "torch_compile" in on
         or on.get("compile_blocks", {}).get("backend") == "inductor",
         "chunked_loss": "loss_impl" in on,

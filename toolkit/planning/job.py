@@ -33,8 +33,9 @@ class PlannedJob(JobOptions):
     precision: Precision = "bf16"
     checkpointing: Checkpointing = "none"
     """`full`: each decoder layer keeps only its input and is computed again in backward.
-    `selective`: it also keeps every second matrix product and the attention's output, which is
-    torchtitan's policy by operation."""
+    `selective`: it also keeps the results of matrix products and of fused attention, as
+    `--checkpoint_layers selective` of `toolkit.train`. `every_second`: of every second product, as
+    torchtitan."""
 
     loss_chunk_tokens: int | None = None
     """Tokens in a chunk of a chunked loss, with the head's gradient accumulated in fp32, as in

@@ -42,7 +42,7 @@ OPTIM_FLAGS: dict[Optimizer, str] = {
 """The value of `--optim` for each optimizer (transformers 5.23, training_args.py)."""
 
 Attention = Literal["flash", "eager"]
-Checkpointing = Literal["none", "full", "selective"]
+Checkpointing = Literal["none", "full", "selective", "every_second"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Goal = Literal["speed", "memory"]
 
@@ -149,6 +149,9 @@ class PlanOptions(JobOptions):
 
     checkpointing: Annotated[
         bool, Flag("Compute activations again in backward.", ("--checkpointing",))
+    ] = False
+    selective: Annotated[
+        bool, Flag("Checkpointing that keeps results of matrix products.", ("--selective",))
     ] = False
     gpu: Annotated[str | Gpu | None, GpuName] = None
     """None leaves verdict and speed out."""

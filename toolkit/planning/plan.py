@@ -196,7 +196,8 @@ def plan(model: str | Path | ModelShape, options: PlanOptions) -> Plan:
     values: dict[str, Any] = {f.name: getattr(options, f.name) for f in fields(JobOptions)}
     values |= {"sequence": sequence, "precision": precision}
     values["nodes"] = _nodes(options, gpu, notes)
-    values["checkpointing"] = "full" if options.checkpointing else "none"
+    full = "full" if options.checkpointing else "none"
+    values["checkpointing"] = "selective" if options.selective else full
     start = STRATEGIES["single" if options.gpus == 1 else "ddp"]
     base = PlannedJob(model=shape, strategy=start, **values)
     for strategy in strategies:

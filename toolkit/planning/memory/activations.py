@@ -58,10 +58,11 @@ def activations_of(job: PlannedJob) -> Activations:
         case "full":
             per_layer, formula = layer.boundary, "layers * input of a layer"
             at_work = last = layer.backward_peak
-        case "selective":
-            per_layer = layer.boundary + layer.products
-            formula = "layers * (input, every second product and the attention of a layer)"
-            at_work, last = layer.backward_peak - layer.products, layer.backward_peak
+        case "selective" | "every_second" as kind:
+            results = layer.products if kind == "selective" else layer.every_second
+            per_layer = layer.boundary + results
+            formula = "layers * (input, and results of products, of a layer)"
+            at_work, last = max(0, layer.backward_peak - results), layer.backward_peak
     kept_per_token = model.layers * per_layer
     once = 1 if job.checkpointing == "full" else model.layers
     return Activations(
@@ -162,7 +163,7 @@ def cast_weights(job: PlannedJob, *, ends_full: bool) -> Iterator[Term]:
             "gathered",
             "weights cast by autocast",
             {"size": regime.compute, "elements of linear layers": elements},
-            FIRST if ends_full or job.checkpointing == "full" else RUNNING,
+            FIRST if ends_full or job.checkpointing != "none" else RUNNING,
         )
 
 

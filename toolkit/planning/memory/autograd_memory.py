@@ -75,7 +75,7 @@ class Tape:
 
     operations: list[_Operation] = field(default_factory=list["_Operation"])
     products: list[Value] = field(default_factory=list["Value"])
-    """Results of linear layers, in order."""
+    """Results of linear layers and adapters, in order."""
 
     # Reading
 
@@ -127,9 +127,9 @@ class Tape:
         """Record a linear layer, which keeps its input for the gradient of its weight."""
         inside = self.lowered(value)
         base = self.record([inside], Value(width, self.regime.compute), self._if_trained(inside))
+        self.products.append(base)
         if self.regime.returns_input:
             base = self.cast(base, value.size)
-        self.products.append(base)
         if not self.adapters:
             return base
         # peft casts its input to the adapters' dtype; autocast lowers it again, in a new copy.
@@ -137,6 +137,7 @@ class Tape:
         entered = self.lowered(self.dropout(entered) if self.adapter_dropout else entered)
         down = self.record([entered], Value(self.adapters, self.regime.compute), [entered])
         up = self.record([down], Value(width, self.regime.compute), [down])
+        self.products += [down, up]
         scaled = self.record([up], Value(width, self.regime.compute))
         return self.add(base, scaled)
 

@@ -26,7 +26,11 @@ class LayerBytes:
     """Peak bytes during the layer's backward, `saved` included."""
 
     products: float
-    """Bytes of outputs that torchtitan's selective checkpointing keeps beside the input."""
+    """Bytes of the results of matrix products and of fused attention, which selective checkpointing
+    keeps beside the input."""
+
+    every_second: float
+    """Bytes of them without every second linear layer's, as torchtitan keeps them."""
 
 
 def regime_of(job: PlannedJob) -> Regime:
@@ -76,7 +80,8 @@ def layer_bytes(
         saved=tape.saved_bytes,
         boundary=start.bytes,
         backward_peak=tape.backward_peak(),
-        products=sum(value.bytes for value in [*tape.products[::2], *tape.attended]),
+        products=sum(value.bytes for value in [*tape.products, *tape.attended]),
+        every_second=sum(value.bytes for value in [*tape.products[::2], *tape.attended]),
     )
 
 
@@ -86,7 +91,7 @@ class LayerTape(Tape):
 
     model: ModelShape
     attended: list[Value] = field(default_factory=list[Value])
-    """Results of fused attention."""
+    """Results of fused attention, or of the two products of eager attention."""
 
     @property
     def entering(self) -> int:
@@ -200,6 +205,7 @@ class LayerTape(Tape):
             queries, keys = self.cast(queries, FP32), self.cast(keys, FP32)
         copies = [self.per_head(value, wide) for value in (queries, keys)]
         scores = self.record(copies, Value(model.heads * sequence, copies[0].size), copies)
+        self.attended.append(scores)
         if block.attention_softcap:
             scores = self.keeping_output(scores)
         if softmax != "plain" or self.regime.autocast:
@@ -210,6 +216,7 @@ class LayerTape(Tape):
         weights = self.lowered(weights)
         copy = self.per_head(values, wide)
         out = self.record([weights, copy], Value(wide, size), [weights, copy])
+        self.attended.append(out)
         return self.record([out], Value(wide, out.size))
 
     def per_head(self, value: Value, width: float) -> Value:

@@ -247,7 +247,7 @@ def checkpointing_words(job: PlannedJob) -> str:
     """Return the job's checkpointing as a clause, empty without any."""
     if job.checkpointing == "none":
         return ""
-    kind = "selective " if job.checkpointing != "full" else ""
+    kind = "" if job.checkpointing == "full" else f"{job.checkpointing.replace('_', ' ')} "
     return f", {kind}checkpointing"
 
 

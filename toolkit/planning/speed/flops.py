@@ -52,8 +52,7 @@ def linear_flops(job: PlannedJob) -> float:
         flops = 6.0 * used
     else:
         flops = 4.0 * used + 6.0 * weights_of(job).trained.elements
-    # Selective checkpointing keeps every second product (torchtitan's policy).
-    again = {"none": 0.0, "selective": 0.5, "full": 1.0}[job.checkpointing]
+    again = {"none": 0.0, "selective": 0.0, "every_second": 0.5, "full": 1.0}[job.checkpointing]
     return flops + again * 2 * used * layer_share(job.model)
 
 
