@@ -309,6 +309,7 @@ def test_what_synchronising_costs_is_said_in_bytes_and_as_a_share():
 def test_one_gpu_sends_nothing(strategy):
     found = collectives(job(strategy, gpus=1))
     assert all(collective.wire_bytes == 0 for collective in found)
+    assert all(collective.kind != "all_gather" for collective in found)
     # DeepSpeed calls its reductions over one rank too; a run of one process is held to them.
     assert bool(found) == STRATEGIES[strategy].reads_deepspeed_json
     assert textbook(STRATEGIES[strategy], trained=1, everything=1, ranks=1) == 0
