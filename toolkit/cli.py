@@ -364,7 +364,7 @@ def plan(
             autocompletion=_complete_strategies,
         ),
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="All strategies, not the usual six.")] = (
+    every: Annotated[bool, typer.Option("--all", help="All strategies, not the usual ones.")] = (
         False
     ),
     as_json: AsJson = False,

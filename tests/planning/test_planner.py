@@ -199,6 +199,11 @@ def test_explain_says_where_a_term_lies_and_when_it_is_not_at_the_peak():
         assert any(("not at the peak" not in line) is alive for line in lines), term
 
 
+def test_one_gpu_is_planned_with_offloads_in_place_of_sharding():
+    names = [row.strategy.name for row in plan("7b", gpu="L4", gpus=1).rows]
+    assert names == ["single", "zero2_offload", "zero3_offload", "fsdp_offload"]
+
+
 def test_a_plan_without_a_gpu_says_what_a_gpu_would_add():
     assert "--gpu" in printed(plans.show_plan, plan("7b"))
 

@@ -47,6 +47,8 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Goal = Literal["speed", "memory"]
 
 USUAL_STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp")
+USUAL_ALONE = ("single", "zero2_offload", "zero3_offload", "fsdp_offload")
+"""Strategies that are worth a look on one GPU: with nothing to share, sharding alone saves nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +158,8 @@ class PlanOptions(JobOptions):
     gpu: Annotated[str | Gpu | None, GpuName] = None
     """None leaves verdict and speed out."""
 
-    strategies: str | tuple[str, ...] | list[str] = USUAL_STRATEGIES
-    """One name, several, or `all`."""
+    strategies: str | tuple[str, ...] | list[str] | None = None
+    """One name, several, or `all`. None takes the usual ones for the number of GPUs."""
 
     host_gib: HostGib = None
     """RAM of one node in GiB, judged too where it is given."""

@@ -15,7 +15,14 @@ from toolkit.planning.job import GPUS_PER_NODE, PlannedJob, nodes_for
 from toolkit.planning.memory.estimate import MemoryEstimate, estimate_memory
 from toolkit.planning.models.resolve import resolve_model
 from toolkit.planning.models.shape import ModelShape
-from toolkit.planning.options import JobOptions, PlanOptions, Precision, with_keywords
+from toolkit.planning.options import (
+    USUAL_ALONE,
+    USUAL_STRATEGIES,
+    JobOptions,
+    PlanOptions,
+    Precision,
+    with_keywords,
+)
 from toolkit.planning.terms import GIB
 from toolkit.planning.verdict import Room, Verdict, judge, largest_batch, longest_sequence
 from toolkit.strategies import STRATEGIES, Strategy, get_strategy
@@ -192,7 +199,7 @@ def plan(model: str | Path | ModelShape, options: PlanOptions) -> Plan:
     room = None if gpu is None else Room(gpu_bytes=gpu.memory_bytes, host_bytes=host)
     rows: list[PlanRow] = []
     left_out: dict[str, str] = {}
-    strategies = _strategies(options.strategies)
+    strategies = _strategies(options.strategies, alone=options.gpus == 1)
     values: dict[str, Any] = {f.name: getattr(options, f.name) for f in fields(JobOptions)}
     values |= {"sequence": sequence, "precision": precision}
     values["nodes"] = _nodes(options, gpu, notes)
@@ -281,7 +288,9 @@ def _positive_or_none(name: str, value: float | None) -> float | None:
     return None if value is None else positive(name, value)
 
 
-def _strategies(names: str | Sequence[str]) -> list[Strategy]:
+def _strategies(names: str | Sequence[str] | None, *, alone: bool) -> list[Strategy]:
+    if names is None:
+        names = USUAL_ALONE if alone else USUAL_STRATEGIES
     if names == "all":
         return list(STRATEGIES.values())
     listed = dict.fromkeys([names] if isinstance(names, str) else names)
