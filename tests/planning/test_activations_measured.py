@@ -7,9 +7,12 @@ import torch
 from live_bytes import LiveBytes
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from toolkit.planning.job import PlannedJob
+from toolkit.planning.memory.activations import activations_of
 from toolkit.planning.memory.autograd_memory import Regime
 from toolkit.planning.memory.layers import layer_bytes
 from toolkit.planning.models.architectures import shape_from_config
+from toolkit.strategies import STRATEGIES
 from toolkit.training.speed.layers import checkpoint_layers
 
 SEQUENCE = 32
@@ -23,7 +26,11 @@ WIDTHS = {
     "max_position_embeddings": 64,
 }
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 96}
+MIXED = WIDTHS | EXPERTS | {"num_experts": 4, "decoder_sparse_step": 2}
 FAMILIES = {
+    # Every second layer has experts; the others' MLP is narrower or wider.
+    "qwen3_moe-narrow": MIXED | {"mlp_only_layers": []},
+    "qwen3_moe-wide": MIXED | {"mlp_only_layers": [], "intermediate_size": 416},
     "llama": WIDTHS,
     "qwen3": WIDTHS,
     "gemma2": WIDTHS,
@@ -96,15 +103,15 @@ def count_kept(model, *, batch, regime):
     return sum(storage.nbytes() for storage in kept.values())
 
 
-def count_of_layer(family, *, regime, **options):
-    """Bytes a token of one layer: two batches and two depths leave out all that is not its own."""
+def count_of_two_layers(family, *, regime, **options):
+    """Bytes a token of two layers: two batches and two depths leave out all that is not theirs."""
 
     def growth(layers):
         model = build(config_of(family, layers), regime=regime, **options)
         counts = [count_kept(model, batch=b, regime=regime) for b in (4, 2)]
         return (counts[0] - counts[1]) / (2 * SEQUENCE)
 
-    return growth(3) - growth(2)
+    return growth(4) - growth(2)
 
 
 @pytest.mark.parametrize("regime", REGIMES)
@@ -115,10 +122,15 @@ def test_bytes_kept_for_backward_are_those_that_autograd_keeps(family, attention
         pytest.skip("a CPU casts another set of operations")
     if family in EAGER_ONLY and attention == "sdpa":
         pytest.skip("the class has no SDPA")
-    shape = shape_from_config(config_of(family, 3).to_dict(), name=family)
-    counted = count_of_layer(family, attention=attention, regime=regime)
-    predicted = layer_bytes(shape, REGIMES[regime], SEQUENCE, fused=attention == "sdpa")
-    assert predicted.saved == pytest.approx(counted, rel=0.01)
+    shape = shape_from_config(config_of(family, 4).to_dict(), name=family)
+    counted = count_of_two_layers(family, attention=attention, regime=regime)
+    predicted = sum(
+        layer_bytes(
+            shape, REGIMES[regime], SEQUENCE, fused=attention == "sdpa", sparse=sparse
+        ).saved
+        for sparse in shape.sparse_layers[2:]
+    )
+    assert predicted == pytest.approx(counted, rel=0.01)
 
 
 # peft 0.21 asks transformers 5.23 by a name that goes in v6.
@@ -133,9 +145,38 @@ def test_adapters_keep_copies_of_their_inputs_and_the_base_keeps_none(regime):
     elif regime == "bf16":
         runs_in = Regime(compute=2, weight=2, autocast=False, adapter=2)
     shape = shape_from_config(config_of("llama", 3).to_dict(), name="llama")
-    counted = count_of_layer("llama", attention="sdpa", regime=regime, adapters=8)
+    counted = count_of_two_layers("llama", attention="sdpa", regime=regime, adapters=8)
     predicted = layer_bytes(shape, runs_in, SEQUENCE, fused=True, adapters=8)
-    assert predicted.saved == pytest.approx(counted, rel=0.01)
+    assert 2 * predicted.saved == pytest.approx(counted, rel=0.01)
+
+
+def test_backward_is_fullest_where_a_wide_layer_works_before_the_others_have_freed_theirs():
+    wide = FAMILIES["qwen3_moe-wide"] | {"decoder_sparse_step": 1, "intermediate_size": 4160}
+
+    def activations(dense):
+        config = AutoConfig.for_model("qwen3_moe", **wide, num_hidden_layers=4)
+        config = config.to_dict() | {"mlp_only_layers": [dense]}
+        shape = shape_from_config(config, name="mixed")
+        job = PlannedJob(
+            model=shape, strategy=STRATEGIES["single"], gpus=1, sequence=SEQUENCE, precision="no"
+        )
+        layers = {
+            sparse: layer_bytes(shape, REGIMES["fp32"], SEQUENCE, fused=True, sparse=sparse)
+            for sparse in (False, True)
+        }
+        return activations_of(job), layers
+
+    first, layers = activations(dense=0)
+    last, _ = activations(dense=3)
+    assert first.saved == last.saved
+    dense, sparse = layers[False], layers[True]
+    assert last.at_work == SEQUENCE * (dense.backward_peak - dense.saved)
+    freed = dense.backward_peak - dense.saved - 3 * sparse.saved
+    assert first.at_work == SEQUENCE * max(sparse.backward_peak - sparse.saved, freed)
+    assert (first.last, last.last) == (
+        SEQUENCE * dense.backward_peak,
+        SEQUENCE * sparse.backward_peak,
+    )
 
 
 @pytest.mark.parametrize("regime", REGIMES)

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.autograd_memory import FP32, Regime, Value
-from toolkit.planning.memory.layers import LayerTape, layer_bytes, regime_of
+from toolkit.planning.memory.layers import LayerBytes, LayerTape, layer_bytes, regime_of
 from toolkit.planning.memory.transient_buffers import FIRST, RUNNING
 from toolkit.planning.memory.weights import COMPUTE_SIZE, weights_of
 from toolkit.planning.models.shape import ModelShape
@@ -29,7 +29,7 @@ class Activations:
     every query head, and converts the mask into numbers for each layer."""
 
     at_work: float
-    """Bytes of one layer during its backward, in addition to its part of `saved`."""
+    """Bytes of the fullest moment of the layers' backward, in addition to `saved`."""
 
     last: float
     """All bytes of the layer whose backward is last."""
@@ -42,38 +42,54 @@ class Activations:
 
 def activations_of(job: PlannedJob) -> Activations:
     model, tokens = job.model, job.micro_tokens
-    loss = loss_bytes(job)
-    layer = layer_bytes(
-        model,
-        regime_of(job),
-        job.sequence,
-        fused=job.attention == "flash",
-        adapters=0 if job.method == "full" else job.lora_rank,
-        adapter_dropout=job.lora_dropout > 0,
-    )
-    match job.checkpointing:
-        case "none":
-            per_layer, formula = layer.saved, "layers * kept of a layer"
-            at_work, last = layer.backward_peak - layer.saved, layer.backward_peak
-        case "full":
-            per_layer, formula = layer.boundary, "layers * input of a layer"
-            at_work = last = layer.backward_peak
-        case "selective" | "every_second" as kind:
-            results = layer.products if kind == "selective" else layer.every_second
-            per_layer = layer.boundary + results
-            formula = "layers * (input, and results of products, of a layer)"
-            at_work, last = max(0, layer.backward_peak - results), layer.backward_peak
-    kept_per_token = model.layers * per_layer
+    formula, by_kind = "", dict[bool, tuple[float, float, float]]()
+    for sparse in set(model.sparse_layers):
+        layer = layer_bytes(
+            model,
+            regime_of(job),
+            job.sequence,
+            fused=job.attention == "flash",
+            adapters=0 if job.method == "full" else job.lora_rank,
+            adapter_dropout=job.lora_dropout > 0,
+            sparse=sparse,
+        )
+        formula, by_kind[sparse] = _of_layer(job, layer)
+    kept_per_token = at_work = 0.0
+    for sparse in model.sparse_layers:
+        kept, working, _ = by_kind[sparse]
+        kept_per_token += kept
+        # Backward goes from the last layer to the first, and frees what each has kept.
+        at_work = max(at_work - kept, working)
     once = 1 if job.checkpointing == "full" else model.layers
     return Activations(
         saved=kept_per_token * tokens + _mask(job),
         masked=_masked(job) * once,
         at_work=at_work * tokens,
-        last=last * tokens,
-        loss=loss,
+        last=by_kind[model.sparse_layers[0]][2] * tokens,
+        loss=loss_bytes(job),
         formula=f"tokens * ({formula})",
         per_token=kept_per_token,
     )
+
+
+def _of_layer(job: PlannedJob, layer: LayerBytes) -> tuple[str, tuple[float, float, float]]:
+    """Return the formula of what layers keep, and the bytes of one for each token.
+
+    These are the bytes kept, those of its backward in addition, and those of its backward in all.
+    """
+    match job.checkpointing:
+        case "none":
+            kept, formula = layer.saved, "layers * kept of a layer"
+            at_work = layer.backward_peak - layer.saved
+        case "full":
+            kept, formula = layer.boundary, "layers * input of a layer"
+            at_work = layer.backward_peak
+        case "selective" | "every_second" as kind:
+            results = layer.products if kind == "selective" else layer.every_second
+            kept = layer.boundary + results
+            formula = "layers * (input, and results of products, of a layer)"
+            at_work = max(0, layer.backward_peak - results)
+    return formula, (kept, at_work, layer.backward_peak)
 
 
 def activation_terms(job: PlannedJob, parts: Activations, *, ends_full: bool) -> Iterator[Term]:

@@ -61,11 +61,13 @@ def layer_bytes(
     fused: bool,
     adapters: int = 0,
     adapter_dropout: bool = False,
+    sparse: bool = True,
 ) -> LayerBytes:
-    """Return the bytes of a model's widest layer for each token of a row of `sequence` tokens.
+    """Return the bytes of a layer for each token of a row of `sequence` tokens.
 
     With `fused`, attention runs in a kernel that never holds the scores, if the class supports it.
-    `adapters` is the rank of LoRA's matrices, 0 for training in full.
+    `adapters` is the rank of LoRA's matrices, 0 for training in full. Of a model with experts in
+    some layers, `sparse` is a layer that has them.
     """
     tape = LayerTape(
         model=model,
@@ -73,6 +75,7 @@ def layer_bytes(
         trains=not adapters,
         adapters=adapters,
         adapter_dropout=adapter_dropout,
+        sparse=sparse,
     )
     start = Value(model.hidden_size, tape.entering)
     tape.layer(start, sequence, fused=fused)
@@ -90,6 +93,9 @@ class LayerTape(Tape):
     """Records one layer of a model."""
 
     model: ModelShape
+    sparse: bool = True
+    """Whether the layer has the model's experts, if there are any."""
+
     attended: list[Value] = field(default_factory=list[Value])
     """Results of fused attention, or of the two products of eager attention."""
 
@@ -227,9 +233,9 @@ class LayerTape(Tape):
     # MLP
 
     def mlp(self, value: Value) -> Value:
-        if self.model.experts:
+        if self.model.experts and self.sparse:
             return self.mixture(value)
-        return self.dense(value, self.model.intermediate_size)
+        return self.dense(value, self.model.dense_size or self.model.intermediate_size)
 
     def dense(self, value: Value, width: float) -> Value:
         hidden = self.model.hidden_size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from toolkit.errors import UsageError
@@ -52,7 +52,8 @@ def shape_from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
         heads=widths["heads"],
         kv_heads=widths["kv_heads"],
         head_dim=widths["head_dim"],
-        intermediate_size=_passed_width(widths, sparse),
+        intermediate_size=_passed_width(widths) if any(sparse) else widths["ffn"],
+        dense_size=widths["ffn"] if any(sparse) and not all(sparse) else 0,
         vocab_size=widths["vocab"],
         max_positions=widths.get("positions"),
         tied=tied,
@@ -165,13 +166,9 @@ def _sparse_layers(
     )
 
 
-def _passed_width(widths: Mapping[str, int], sparse: Iterable[bool]) -> int:
-    """Return the width of the MLPs that one token passes in its widest layer."""
-    passed = {
-        True: widths["active_experts"] * widths["expert_ffn"] + widths["shared_ffn"],
-        False: widths["ffn"],
-    }
-    return max(passed[kind] for kind in set(sparse))
+def _passed_width(widths: Mapping[str, int]) -> int:
+    """Return the width of the MLPs that one token passes in a layer with experts."""
+    return widths["active_experts"] * widths["expert_ffn"] + widths["shared_ffn"]
 
 
 def _tensors(

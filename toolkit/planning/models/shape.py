@@ -103,6 +103,9 @@ class ModelShape:
     intermediate_size: int
     """Width of the MLP that one token passes; for MoE, its active and shared experts together."""
 
+    dense_size: int = 0
+    """Width of the MLP in the layers of a MoE model that have no experts, 0 where all have them."""
+
     vocab_size: int
     max_positions: int | None
     tied: bool
@@ -153,6 +156,12 @@ class ModelShape:
             if tensor.layer is not None:
                 sizes[tensor.layer] += tensor.elements
         return tuple(sizes)
+
+    @cached_property
+    def sparse_layers(self) -> tuple[bool, ...]:
+        """Whether each decoder layer has experts."""
+        sparse = {tensor.layer for tensor in self.of_kind("experts")}
+        return tuple(layer in sparse for layer in range(self.layers))
 
     @cached_property
     def outside_parameters(self) -> int:
