@@ -1,24 +1,23 @@
+import io
 import json
 import shlex
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from toolkit.cli import app
 from toolkit.errors import UsageError
-from toolkit.planning import recommend as module
+from toolkit.planning.learning_rate import LearningRate
+from toolkit.planning.memory.estimate import estimate_memory
 from toolkit.planning.options import USUAL_STRATEGIES
 from toolkit.planning.plan import plan
-from toolkit.planning.recommend import (
-    SAME_SPEED,
-    SHARDED,
-    WHOLE,
-    LearningRate,
-    rank,
-    recommend,
-)
-from toolkit.planning.render.recommendations import write_recommendation
+from toolkit.planning.recommend import recommend
+from toolkit.planning.render.commands import paste_line
+from toolkit.planning.render.recommendations import show_recommendation, write_recommendation
+from toolkit.planning.search import SAME_SPEED, SHARDED, WHOLE, Search, rank
 from toolkit.planning.terms import Interval
 from toolkit.strategies import STRATEGIES
 from toolkit.training.arguments import own_arguments
@@ -63,11 +62,19 @@ def test_a_plan_of_the_choice_says_the_same(answers):
             method=job.method,
             batch=job.batch,
             accumulation=job.accumulation,
+            optimizer=job.optimizer,
             checkpointing=job.checkpointing == "full",
             sync_each_batch=job.sync_each_batch,
+            chunked_loss=job.chunked_loss,
         )
-        # A count makes a new shape each time, of the same widths.
-        assert again.rows[0].verdict.needed == found.choice.verdict.needed
+        # A plan has Liger's chunks, the choice those of toolkit.train, and more switches.
+        as_run = replace(
+            again.rows[0].job,
+            loss_chunk_tokens=1024 if job.chunked_loss else None,
+            gradient_as_bucket_view=job.gradient_as_bucket_view,
+            dtype=job.dtype,
+        )
+        assert estimate_memory(as_run).total == found.choice.verdict.needed
 
 
 def test_a_model_that_fits_whole_is_trained_whole(answers):
@@ -231,7 +238,7 @@ def test_close_calls_go_to_the_simpler_strategy_and_ddp_is_never_passed_over_in_
         job = found.choice.job
         for other in found.runners_up:
             assert other.tokens_per_second * SAME_SPEED <= found.choice.tokens_per_second or (
-                job.strategy.name in WHOLE
+                job.strategy.name in WHOLE or not other.is_roomy
             )
         if job.strategy.name != "ddp":
             assert any(reason.startswith("ddp ") for reason in found.reasons), asked
@@ -268,12 +275,14 @@ def test_a_recommendation_is_plain_data_and_escaped_html(answers):
 # The order of what fits
 
 
-def candidate(name, rate, *, checkpointing="none", sync=False, margin=0, low=0, high=0):
+def candidate(name, rate, *, checkpointing="none", sync=False, margin=0, low=0, high=0, roomy=True):
     """Return what `rank` looks at."""
     return SimpleNamespace(
         job=SimpleNamespace(
             strategy=STRATEGIES[name], checkpointing=checkpointing, sync_each_batch=sync
         ),
+        whole_and_plain=name in WHOLE and checkpointing == "none",
+        is_roomy=roomy,
         tokens_per_second=rate,
         verdict=SimpleNamespace(worst_margin_bytes=margin, needed=Interval(low, high)),
     )
@@ -291,6 +300,12 @@ def test_what_is_as_fast_as_the_estimate_can_tell_goes_to_the_simpler():
     )
     assert names([fastest, close, apart]) == ["fsdp", "zero3", "zero2"]
     assert names([fastest, apart]) == ["zero3", "zero2"]
+
+
+def test_of_what_is_as_fast_the_one_that_leaves_room_comes_first():
+    full, roomy = candidate("zero2", 1000, roomy=False), candidate("fsdp", 900)
+    assert names([full, roomy]) == ["fsdp", "zero2"]
+    assert names([full, candidate("fsdp", 800)]) == ["zero2", "fsdp"]
 
 
 def test_of_what_is_slower_the_faster_comes_first_however_simple():
@@ -316,20 +331,20 @@ def test_of_equals_the_one_with_less_traffic_stands_whatever_its_room():
     assert rank([synced, candidate("fsdp", 499)], "speed")[0] is synced
 
 
-def test_70b_is_trained_whole_on_32_h100_where_gradients_are_synchronised_each_time(tmp_path):
-    asked = {"gpu": "H100", "gpus": 32, "nodes": 4, "method": "full"}
-    answer = recommend("meta-llama/Llama-3.1-70B", global_batch=160, **asked)
-    job = answer.choice.job
-    assert (job.strategy.name, job.accumulation, job.sync_each_batch) == ("fsdp", 5, True)
-    assert answer.choice.verdict.answer == "fits"
-    (said,) = (reason for reason in answer.reasons if "--sync_each_batch" in reason)
-    assert "5 times a step, not once: each GPU sends" in said
-    words = write_recommendation(answer, tmp_path)
+def test_gradients_are_synchronised_each_time_where_that_leaves_room(tmp_path):
+    asked = {"gpu": "H100", "gpus": 8, "sequence": 32768}
+    found = recommend("meta-llama/Llama-3.1-8B", global_batch=24, **asked)
+    job = found.choice.job
+    assert (job.strategy.name, job.accumulation, job.sync_each_batch) == ("fsdp", 3, True)
+    assert found.choice.verdict.answer == "fits"
+    (sentence,) = (reason for reason in found.reasons if "--sync_each_batch" in reason)
+    assert "3 times a step, not once: each GPU sends" in sentence
+    words = write_recommendation(found, tmp_path)
     assert words[words.index("--sync_each_batch") + 1] == "True"
     own = own_arguments(words[words.index("toolkit.train") + 1 :])
     assert own.speed.sync_each_batch
     # With one row a GPU, there is nothing to synchronise.
-    at_once = recommend("meta-llama/Llama-3.1-70B", global_batch=32, **asked)
+    at_once = recommend("meta-llama/Llama-3.1-8B", global_batch=8, **asked)
     assert not at_once.choice.job.sync_each_batch
     assert "--sync_each_batch" not in write_recommendation(at_once, tmp_path / "other")
 
@@ -370,13 +385,13 @@ def test_what_needs_ram_that_is_not_known_is_chosen_only_where_nothing_else_fits
 
 def test_replicas_in_one_node_are_not_looked_at(monkeypatch):
     seen = []
-    look = module._under
+    look = Search._under
 
-    def under(strategy, *rest):
+    def under(search, strategy, *rest):
         seen.append(strategy.name)
-        return look(strategy, *rest)
+        return look(search, strategy, *rest)
 
-    monkeypatch.setattr(module, "_under", under)
+    monkeypatch.setattr(Search, "_under", under)
     recommend("13b", gpu="A100-80", gpus=8, global_batch=32)
     assert "fsdp" in seen
     assert "fsdp_hybrid" not in seen
@@ -418,3 +433,81 @@ def test_a_recommendation_for_many_gpus_names_nodes_and_network_that_it_assumes(
     reasons = " ".join(answer.reasons)
     assert "2 nodes of 8" in reasons
     assert "3,200 Gb/s" in reasons
+
+
+def shown(found):
+    text = io.StringIO()
+    show_recommendation(found, Console(file=text, width=300))
+    return text.getvalue()
+
+
+def test_hours_and_price_stand_beside_every_option_and_the_command_trains_so_many_steps(tmp_path):
+    asked = {"gpu": "L4", "gpus": 2, "tokens": 10_000_000}
+    found = recommend("7b", **asked, dollars_per_hour=0.7)
+    cheaper = recommend("7b", **asked, dollars_per_hour=0.35)
+    assert len(found.options) > 1
+    for option, half in zip(found.options, cheaper.options, strict=True):
+        assert option.cost.hours.low > 0
+        assert option.cost.dollars.high == pytest.approx(2 * half.cost.dollars.high)
+        assert option.cost.dollars.high == pytest.approx(option.cost.hours.high * 2 * 0.7)
+        assert f"--max_steps {option.cost.steps}" in paste_line(option)
+        assert option.cost.steps == -(-10_000_000 // (32 * 2048))
+    assert f"--max_steps {found.options[0].cost.steps}" in shlex.join(
+        write_recommendation(found, tmp_path)
+    )
+    assert "dollars" in shown(found)
+    assert "name a price" in shown(recommend("7b", **asked))
+    assert "hours for" not in shown(recommend("7b", gpu="L4", gpus=2))
+
+
+@pytest.mark.parametrize("day", ["2026-11-01", '"2026-11-01"'])
+def test_prices_of_a_file_name_their_day_unless_another_price_is_given(day, tmp_path):
+    file = tmp_path / "gpus.yaml"
+    file.write_text(
+        f"name: Mine\nmemory_mib: 22528\ncompute_capability: '8.9'\nbf16_tflops: 120\n"
+        f"fp16_tflops: 120\nfp32_tflops: 30\nmemory_gb_per_second: 300\npcie: 4.0 x16\n"
+        f"dollars_per_hour: 0.7\ndollars_date: {day}\n"
+    )
+    asked = {"gpu": "Mine", "gpu_file": file, "tokens": 1e7}
+    assert "at the price of 2026-11-01" in shown(recommend("1b", **asked))
+    assert "at the price of" not in shown(recommend("1b", **asked, dollars_per_hour=1.0))
+
+
+def test_a_rate_is_that_of_the_method_that_was_named_or_of_a_full_fine_tune():
+    def rates(**options):
+        found = recommend("7b", gpu="L4", gpus=2, **options)
+        return {o.candidate.job.method: o.learning_rate.base for o in found.options}
+
+    assert rates() == {"lora": 2e-4, "full": 2e-5}
+    assert rates(learning_rate=3e-5) == {"lora": pytest.approx(3e-4), "full": 3e-5}
+    assert rates(learning_rate=3e-5, method="lora") == {"lora": 3e-5}
+
+
+def test_without_a_global_batch_every_gpu_has_a_row():
+    assert recommend("125m", gpu="H100", gpus=2).choice.job.step_tokens == 32 * 2048
+    many = recommend("125m", gpu="H100", gpus=48)
+    assert many.choice.job.batch * many.choice.job.accumulation * 48 == 48
+    odd = recommend("125m", gpu="H100", gpus=3)
+    assert odd.choice.job.batch * odd.choice.job.accumulation * 3 == 33
+
+
+def test_an_offload_that_no_node_has_the_ram_for_is_not_offered():
+    found = recommend("meta-llama/Llama-3.1-405B", gpu="H100", gpus=8, method="full")
+    assert found.choice is None
+    assert not found.closest.job.strategy.offloads
+    rich = recommend(
+        "meta-llama/Llama-3.1-405B", gpu="H100", gpus=8, method="full", host_gib=20_000
+    )
+    assert rich.choice.job.strategy.offloads
+
+
+def test_one_gpu_pages_its_states_where_ram_is_known():
+    found = recommend("3b", gpu="A100-40", gpus=1, method="full", host_gib=200)
+    assert found.choice.job.optimizer == "paged_adamw"
+    assert found.choice.job.strategy.name == "single"
+
+
+def test_brackets_in_the_name_of_a_model_are_printed():
+    found = recommend("125m", gpu="L4", gpus=2)
+    named = replace(found, model=replace(found.model, name="[red]mine[/red]"))
+    assert "[red]mine[/red]" in shown(named)

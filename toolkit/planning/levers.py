@@ -15,9 +15,13 @@ from toolkit.configs.proven_models import PROVEN_MODELS
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.models.shape import ModelShape
 from toolkit.planning.options import OPTIM_FLAGS, Optimizer
+from toolkit.planning.terms import GIB
 
 CHUNK_TOKENS = 1024
 """Default of `--loss_chunk_tokens`."""
+
+LARGEST_RAM = 4096 * GIB
+"""RAM of a large node, AWS's p6-b300.48xlarge: an offload that needs more is not offered."""
 
 MOST_UNPACKED = 0.5
 """The largest part of a model's weights, embeddings and head left out, that `--method qlora` may
@@ -30,10 +34,14 @@ class Lever:
 
     name: str
     price: str
-    """What it costs or gives up."""
+    """What it costs or gives up; begins with `nothing` where that is so."""
 
     change: Callable[[PlannedJob], Mapping[str, Any]]
     """Returns the changed fields of a job; empty where the lever has no place."""
+
+    @property
+    def is_free(self) -> bool:
+        return self.price.startswith("nothing")
 
     def applied(self, job: PlannedJob) -> PlannedJob | None:
         """Return the job with the change; None where the lever has no place or is used already."""
@@ -76,6 +84,10 @@ def _bucket_view(job: PlannedJob) -> dict[str, Any]:
     # While micro-batches are accumulated, the gradients lie beside the buckets all the same.
     has_place = job.strategy.reduces_in_buckets and job.accumulation == 1
     return {"gradient_as_bucket_view": True} if has_place and not job.gradients_in_buckets else {}
+
+
+def _sync_each_batch(job: PlannedJob) -> dict[str, Any]:
+    return {"sync_each_batch": True} if job.sync_saves_memory else {}
 
 
 def _checkpointing(job: PlannedJob) -> dict[str, Any]:
@@ -133,6 +145,11 @@ CHUNKED_LOSS: Final = Lever(
     "chunked loss", "nothing: the logits are never held whole", _chunked_loss
 )
 BUCKET_VIEW: Final = Lever("gradients in DDP's buckets", "nothing", _bucket_view)
+SYNC_EACH_BATCH: Final = Lever(
+    "gradients synchronised at every micro-batch",
+    "gradients cross the wire in every micro-batch, not once a step",
+    _sync_each_batch,
+)
 CHECKPOINTING: Final = Lever(
     "activation checkpointing",
     "about a third more computing: each layer runs forward twice",

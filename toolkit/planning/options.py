@@ -73,6 +73,8 @@ Sequence = Annotated[
 MixedPrecision = Annotated[Precision | None, Flag("bf16 if left out, fp16 on GPUs without it.")]
 StatesOf = Annotated[Optimizer, Flag("Optimizer.")]
 HostGib = Annotated[float | None, Flag("RAM of a node, for offloads.")]
+Tokens = Annotated[float | None, Flag("To be trained: gives hours and cost.")]
+Price = Annotated[float | None, Flag("Price of one GPU.")]
 Network = Annotated[
     float | None,
     Flag("Network of a node, in Gbit/s; that of cloud machines with the GPU if left out."),
@@ -166,8 +168,8 @@ class PlanOptions(JobOptions):
 
     internode_gbps: Network = None
     gpu_file: GpuFile = None
-    tokens: Annotated[float | None, Flag("To be trained: gives hours and cost.")] = None
-    dollars_per_hour: Annotated[float | None, Flag("Price of one GPU.")] = None
+    tokens: Tokens = None
+    dollars_per_hour: Price = None
     """None takes the table's where it has one."""
 
 
@@ -180,12 +182,18 @@ class RecommendOptions:
     nodes: Nodes = JobOptions.nodes
     goal: Annotated[Goal, Flag("Fastest, or with the least memory.")] = "speed"
     method: Annotated[Method | None, Flag("Else the first of these that fits.")] = None
-    global_batch: Annotated[int, Flag("Rows of an optimizer step; kept.")] = 32
+    global_batch: Annotated[
+        int | None, Flag("Rows of an optimizer step; 32, or more on more GPUs, if left out.")
+    ] = None
     sequence: Sequence = JobOptions.sequence
     precision: MixedPrecision = JobOptions.precision
     optimizer: StatesOf = JobOptions.optimizer
     attention: Attention = JobOptions.attention
-    learning_rate: Annotated[float, Flag("Chosen for --base-batch.")] = 2e-5
+    learning_rate: Annotated[
+        float | None, Flag("Of --method, or else of a full fine-tune; 2e-5 if left out.")
+    ] = None
+    """Adapters take ten times the rate of a full fine-tune."""
+
     base_batch: Annotated[int | None, Flag("Global batch the rate was chosen for.")] = None
     """None takes the one that is asked for here."""
 
@@ -194,6 +202,9 @@ class RecommendOptions:
 
     internode_gbps: Network = None
     gpu_file: GpuFile = None
+    tokens: Tokens = None
+    dollars_per_hour: Price = None
+    """None takes the table's where it has one."""
 
 
 P = ParamSpec("P")

@@ -13,7 +13,6 @@ from toolkit.planning.levers import Lever
 from toolkit.planning.memory.estimate import estimate_memory
 from toolkit.planning.speed.gpus import built_in_gpus
 from toolkit.planning.speed.traffic import cost_of_sync
-from toolkit.planning.terms import GIB
 from toolkit.planning.verdict import Room, Verdict, fits, judge, largest_batch
 from toolkit.strategies import STRATEGIES
 
@@ -22,9 +21,6 @@ OFFLOADS = ("zero2_offload", "fsdp_offload", "zero3_offload")
 
 LARGEST_CLUSTER = 1024
 """GPUs at which the search for more of them ends."""
-
-LARGEST_RAM = 4096 * GIB
-"""RAM of a large node, AWS's p6-b300.48xlarge: an offload that needs more is no remedy."""
 
 SHORTEST_ROW = 1 / 8
 """Share of a row below which a shorter one is no remedy."""
@@ -180,7 +176,7 @@ def _offload(job: PlannedJob, room: Room) -> Changed | None:
     if paged is not None and fits(paged.job, room):
         return paged
     changed = _first_that_fits(job, OFFLOADS, room)
-    if estimate_memory(changed).host_bytes.high > (room.host_bytes or LARGEST_RAM):
+    if estimate_memory(changed).host_bytes.high > (room.host_bytes or levers.LARGEST_RAM):
         return None
     cost = "each step waits for PCIe and the CPU, and it needs host RAM"
     return Changed(changed.strategy.name, cost, changed, room)
@@ -207,6 +203,7 @@ def _bigger_gpu(job: PlannedJob, room: Room) -> Changed | None:
         for gpu in built_in_gpus().values()
         if gpu.memory_bytes >= max(needed, room.gpu_bytes + 1)
         and (gpu.has_bf16 or job.precision != "bf16")
+        and gpu.per_node >= job.gpus // job.nodes
     ]
     if not enough:
         return None

@@ -6,11 +6,14 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from toolkit.planning.job import PlannedJob
+from toolkit.planning.learning_rate import LearningRate
 from toolkit.planning.memory.estimate import MemoryEstimate
 from toolkit.planning.models.shape import ModelShape
 from toolkit.planning.plan import SCHEMA, Plan, PlanRow
-from toolkit.planning.recommend import Candidate, Recommendation
+from toolkit.planning.recommend import Option, Recommendation
 from toolkit.planning.remedies import Remedy
+from toolkit.planning.render.commands import paste_line
+from toolkit.planning.search import Candidate
 from toolkit.planning.speed.traffic import collectives
 from toolkit.planning.verdict import Verdict
 
@@ -74,9 +77,26 @@ def _recommendation(answer: Recommendation) -> dict[str, Any]:
         "choice": None if answer.choice is None else _candidate(answer.choice),
         "closest": None if answer.closest is None else _candidate(answer.closest),
         "runners_up": [_candidate(candidate) for candidate in answer.runners_up],
+        "options": [_option(option) for option in answer.options],
+        "nearest": [_remedy(remedy) for remedy in answer.nearest],
         "reasons": list(answer.reasons),
-        "learning_rate": asdict(rate) | {"linear": rate.linear, "square_root": rate.square_root},
+        "learning_rate": _learning_rate(rate),
     }
+
+
+def _option(option: Option) -> dict[str, Any]:
+    return _candidate(option.candidate) | {
+        "title": option.title,
+        "gives_up": list(option.gives_up),
+        "learning_rate": _learning_rate(option.learning_rate),
+        "cost": None if option.cost is None else asdict(option.cost),
+        "price_date": option.price_date or None,
+        "command": paste_line(option),
+    }
+
+
+def _learning_rate(rate: LearningRate) -> dict[str, Any]:
+    return asdict(rate) | {"linear": rate.linear, "square_root": rate.square_root}
 
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A recommendation in the terminal, and the files and the command to launch it with."""
+"""A recommendation in the terminal, and the files to launch it with."""
 
 from __future__ import annotations
 
@@ -6,24 +6,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.configs import ConfigOptions
-from toolkit.configs.files import write_configs
 from toolkit.errors import UsageError
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.learning_rate import LearningRate
-from toolkit.planning.options import OPTIM_FLAGS
-from toolkit.planning.recommend import Candidate, Recommendation
+from toolkit.planning.reasons import lever_words
+from toolkit.planning.recommend import Option, Recommendation
+from toolkit.planning.render.commands import paste_line, train_command
 from toolkit.planning.render.plans import gib_span, span, verdict_sentence
+from toolkit.planning.search import Candidate
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-PORT = 29500
-"""Where nodes meet: a free port of one of them, which 0 asks for, the others would not know."""
-
 
 def show_recommendation(answer: Recommendation, console: Console) -> None:
-    """Print the choice, the reasons and the runners-up."""
+    """Print the choice, the reasons, and the options with their commands."""
     write = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     if answer.choice is None:
         write(f"{answer.model.name}: nothing fits for sure on this {answer.gpu.name}.")
@@ -34,12 +31,37 @@ def show_recommendation(answer: Recommendation, console: Console) -> None:
     write("")
     for reason in answer.reasons:
         write(f"- {reason}")
-    for place, candidate in enumerate(answer.runners_up, 2):
-        needed = gib_span(candidate.verdict.needed)
-        told = f"{place}. {describe_job(candidate.job)}: {needed} GiB, {pace(candidate)}"
-        conditional = candidate.verdict.answer == "fits with RAM"
-        write(f"{told}, {candidate.verdict.words}" if conditional else told)
+    for candidate in answer.runners_up:
+        write(f"- Under another strategy: {_beside(candidate)}")
     write(learning_rate_sentence(answer.learning_rate))
+    for number, option in enumerate(answer.options, 1):
+        write("")
+        for line in option_lines(number, option):
+            write(line)
+    if answer.options:
+        write("\nAdd --train_file or --dataset_name with your rows to a command.")
+
+
+def option_lines(number: int, option: Option) -> list[str]:
+    """Return an option in lines: what it is, what it gives up, what it costs, its command."""
+    rate = option.learning_rate.linear
+    lines = [f"{number}. {option.title}: {_beside(option.candidate)}, learning rate {rate:.3g}"]
+    lines.append(f"   gives up: {'; '.join(option.gives_up)}")
+    if option.cost is not None:
+        price = "; name a price (--dollars-per-hour) for the cost"
+        if option.cost.dollars is not None:
+            price = f", {span(option.cost.dollars)} dollars"
+            price += f" at the price of {option.price_date}" if option.price_date else ""
+        lines.append(f"   {span(option.cost.hours)} hours for {option.cost.tokens:,} tokens{price}")
+    return [*lines, f"   {paste_line(option)}"]
+
+
+def _beside(candidate: Candidate) -> str:
+    """Return a candidate in a line: its job, memory and pace, and a condition on RAM."""
+    line = f"{describe_job(candidate.job)}: {gib_span(candidate.verdict.needed)} GiB, "
+    line += pace(candidate)
+    conditional = candidate.verdict.answer == "fits with RAM"
+    return f"{line}, {candidate.verdict.words}" if conditional else line
 
 
 def learning_rate_sentence(rate: LearningRate) -> str:
@@ -60,49 +82,29 @@ def write_recommendation(answer: Recommendation, folder: Path, *, force: bool = 
     """
     if answer.choice is None:
         raise UsageError(f"Nothing fits for sure, so nothing was written. {answer.reasons[1]}")
-    job = answer.choice.job
+    # A recommendation that is only shown needs none of them.
+    from toolkit.configs import ConfigOptions
+    from toolkit.configs.files import write_configs
+
+    job, cost = answer.choice.job, answer.options[0].cost
     options = ConfigOptions(num_processes=job.gpus)
     files = write_configs(job.strategy, folder, options=options, force=force)
-    return command(job, files.accelerate, rate=answer.learning_rate.linear)
-
-
-def command(job: PlannedJob, config: Path, *, rate: float) -> list[str]:
-    """Return the words of the command that starts a job."""
-    words = ["accelerate", "launch", "--config_file", str(config)]
-    if job.nodes > 1:
-        words += ["--num_machines", str(job.nodes), "--machine_rank", "RANK"]
-        words += ["--main_process_ip", "ADDRESS", "--main_process_port", str(PORT)]
-    flags: dict[str, object] = {
-        "model_name_or_path": job.model.name if job.model.exact else "MODEL",
-        "max_length": job.sequence,
-        "per_device_train_batch_size": job.batch,
-        "gradient_accumulation_steps": job.accumulation,
-        "learning_rate": f"{rate:g}",
-        "optim": OPTIM_FLAGS[job.optimizer],
-    }
-    if job.optimizer == "sgd_momentum":
-        flags["optim_args"] = "momentum=0.9"
-    if job.precision != "no":
-        flags[job.precision] = True
-    if job.checkpointing == "full":
-        flags["gradient_checkpointing"] = True
-    if job.sync_each_batch:
-        flags["sync_each_batch"] = True
-    words += ["-m", "toolkit.train", "--strategy", job.strategy.name]
-    if job.method != "full":
-        words += ["--method", job.method, "--lora_r", str(job.lora_rank)]
-    return words + [word for key, value in flags.items() for word in (f"--{key}", str(value))]
+    steps = None if cost is None else cost.steps
+    return train_command(job, files.accelerate, rate=answer.learning_rate.linear, steps=steps)
 
 
 def describe_job(job: PlannedJob) -> str:
-    """Return strategy, GPUs, method, batch and precision of a job in a few words."""
+    """Return strategy, GPUs, method, batch, precision and levers of a job in a few words."""
     text = f"{job.strategy.name} on {job.gpus} GPU{'s' if job.gpus > 1 else ''}"
     if job.method != "full":
         text += f", {'LoRA' if job.method == 'lora' else 'QLoRA'}"
     text += f", batch {job.batch} x {job.accumulation} accumulated, "
     text += "fp32" if job.precision == "no" else job.precision
-    text += ", activation checkpointing" if job.checkpointing == "full" else ""
-    return text + (", gradients synchronised at every micro-batch" if job.sync_each_batch else "")
+    if job.method == "full" and job.dtype != "float32":
+        text += f", weights in {job.dtype}"
+    if job.optimizer != "adamw":
+        text += f", {job.optimizer}"
+    return text + "".join(f", {word}" for word in lever_words(job))
 
 
 def pace(candidate: Candidate) -> str:

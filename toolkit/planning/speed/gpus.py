@@ -76,6 +76,9 @@ class Gpu:
     dollars_per_hour: float | None = None
     """Of one GPU."""
 
+    dollars_date: str = ""
+    """Day of that price."""
+
     aliases: tuple[str, ...] = ()
 
     @property
@@ -171,7 +174,14 @@ _NUMBERS = {
 
 MOST_NETWORK_GBPS = 1e6
 
-_TEXTS = ("source", "memory_source", "matmul_source", "network_source", "node_source")
+_TEXTS = (
+    "source",
+    "memory_source",
+    "matmul_source",
+    "network_source",
+    "node_source",
+    "dollars_date",
+)
 _LISTS = ("aliases", "unchecked")
 
 
@@ -257,6 +267,8 @@ def _entry(entry: object, file: Path) -> Gpu:
     per_node = check("gpus_per_node", f"a whole number from 1 to {most}", _is_count)
     if per_node is not None:
         fields["per_node"] = per_node
+    if values.get("dollars_date"):  # YAML reads a day as a date
+        values = {**values, "dollars_date": str(values["dollars_date"])}
     for key in _TEXTS:
         fields[key] = check(key, "a text", lambda value: isinstance(value, str)) or ""
     for key in _LISTS:

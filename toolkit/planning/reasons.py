@@ -1,0 +1,208 @@
+"""The reasons of a recommendation, in sentences: what fits, what does not, and what would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from toolkit.planning.job import PlannedJob
+from toolkit.planning.levers import unpacked_share
+from toolkit.planning.options import Goal
+from toolkit.planning.remedies import LARGEST_CLUSTER, Remedy
+from toolkit.planning.search import ORDER, Candidate, Training
+from toolkit.planning.speed.traffic import cost_of_sync
+from toolkit.planning.terms import GIB
+from toolkit.strategies import STRATEGIES
+
+LONG_ROW = 16_384
+"""Tokens from which a row that does not fit is one to split over GPUs, not to shorten."""
+
+
+def why_nothing_fits(closest: Candidate) -> str:
+    """Return what misses the least, and by how much."""
+    job = closest.job
+    return (
+        f"Nothing fits for sure. {job.strategy.name}, {closest.training.name}, "
+        f"batch {job.batch}{_with_levers(closest)} misses the least: "
+        f"{-closest.verdict.worst_margin_bytes / GIB:.1f} GiB "
+        f"{'of RAM ' if closest.verdict.host_short else ''}short at the upper end."
+    )
+
+
+def reasons_for(
+    choice: Candidate, ranked: Sequence[Candidate], looked_at: Sequence[Candidate], goal: Goal
+) -> Iterator[str]:
+    """Yield why the choice was made: what was passed over, and which levers it needs."""
+    passed_over = dict.fromkeys(candidate.training for candidate in looked_at)
+    for training in passed_over:
+        if training != choice.training:
+            yield from _passed_over(training, looked_at)
+    slower = {candidate.job.strategy.name: candidate for candidate in ranked[1:]}
+    leanest = _leanest_by_strategy(choice.training, looked_at)
+    for name in ORDER[: ORDER.index(choice.job.strategy.name)]:
+        if name in leanest and not leanest[name].fits:
+            yield f"{name} {_short(leanest[name])}."
+        elif name in slower and goal == "speed":
+            how = _with_levers(slower[name])
+            share = slower[name].tokens_per_second / choice.tokens_per_second
+            yield f"{name} fits{how}, at about {share:.0%} of the choice's rate by the estimate."
+    yield _why(choice, ranked, goal)
+    gpu = choice.gpu
+    if choice.job.gpus > choice.job.nodes and gpu.nvlink_bandwidth is None:
+        yield (
+            f"{gpu.name} is planned without NVLink: what GPUs send each other crosses PCIe "
+            f"({gpu.pcie_bandwidth / 1e9:.0f} GB/s), for which ZeRO-3 and FSDP pay the most."
+        )
+    yield from _of_levers(choice, goal)
+
+
+def _of_levers(choice: Candidate, goal: Goal) -> Iterator[str]:
+    job = choice.job
+    if job.checkpointing == "full":
+        yield (
+            "Activation checkpointing is on: without it less fits, or too few rows at once."
+            if goal == "speed"
+            else "Activation checkpointing is on, which saves the most memory of all."
+        )
+    if job.sync_each_batch:
+        yield (
+            "Gradients are synchronised at every micro-batch (--sync_each_batch), so that no GPU "
+            f"holds them whole in between. The cost: {cost_of_sync(job)}."
+        )
+    if job.chunked_loss:
+        yield "The chunked loss is on: the logits of a whole micro-batch are never held."
+    yield (
+        f"Batch {job.batch} x {job.gpus} GPU{'s' if job.gpus > 1 else ''} x {job.accumulation} "
+        f"accumulated keeps the global batch of {job.batch * job.gpus * job.accumulation}."
+    )
+    if job.method == "full":
+        return
+    yield (
+        "Adapters are another training than the whole model: compare their quality too. They "
+        "take a higher learning rate, about ten times (LoRA Without Regret, 2025)."
+    )
+    experts = unpacked_share(job.model)
+    without = f" Its fused experts, {experts:.0%} of the weights beside embeddings and head, are "
+    without += "no linear layers and get none."
+    yield (
+        f"toolkit.train --method {job.method} --lora_r {job.lora_rank} trains them, on every "
+        f"linear layer but the head.{without if experts else ''}"
+    )
+
+
+def on_one_gpu(base: Candidate) -> str:
+    """Return whether the plain job fits on one GPU, a row at a time."""
+    job = replace(base.job, strategy=STRATEGIES["single"], gpus=1, nodes=1, batch=1)
+    alone = replace(base, job=job)
+    needed = alone.verdict.needed.high / GIB
+    usable = alone.room.gpu_bytes / GIB
+    answer = "fits" if alone.fits else "does not fit"
+    return (
+        f"One row at a time, a full fine-tune {answer} on one {alone.gpu.name} as it is: "
+        f"up to {needed:.1f} GiB of {usable:.1f}."
+    )
+
+
+def what_it_takes(leanest: Candidate, ways: Sequence[Remedy]) -> Iterator[str]:
+    """Yield what would make a training fit that does not, as sentences."""
+    name = leanest.training.name
+    others = [way for way in ways if way.job.sequence == leanest.job.sequence]
+    if others:
+        listed = ", or ".join(f"{way.name} ({_condition(way)})" for way in others)
+        yield f"{name[:1].upper()}{name[1:]} fits with {listed}."
+    elif ways:
+        yield (
+            f"{name[:1].upper()}{name[1:]} with such rows fits on no GPU of the table, and on no "
+            f"number of these up to {LARGEST_CLUSTER:,}."
+        )
+    for way in ways:
+        if way.job.sequence == leanest.job.sequence:
+            continue
+        yield (
+            f"The longest row that fits {name} here is {way.job.sequence:,} tokens, under "
+            f"{way.job.strategy.name}{_with_levers(leanest)}."
+        )
+        if leanest.job.sequence >= LONG_ROW:
+            yield (
+                f"No strategy here splits a row: {leanest.job.sequence:,} tokens of one row lie on "
+                "one GPU. Longer ones need the sequence split over GPUs (context parallelism, "
+                "Ulysses), which toolkit.train does not have."
+            )
+
+
+def _condition(way: Remedy) -> str:
+    nodes = f"{way.job.nodes} nodes, " if way.job.nodes > 1 else ""
+    under = f"{nodes}{way.job.strategy.name}, {way.verdict.needed.high / GIB:.1f} GiB a GPU"
+    return f"{under}, {way.verdict.words}" if way.verdict.answer == "fits with RAM" else under
+
+
+def _why(choice: Candidate, ranked: Sequence[Candidate], goal: Goal) -> str:
+    name = choice.job.strategy.name
+    if goal == "memory":
+        return f"{name} needs the least memory of what fits."
+    if not choice.whole_and_plain:
+        return f"{name} is the fastest of what fits, by the estimate, or as fast and simpler."
+    sentence = f"The model fits whole, so {name} comes first: sharding adds traffic and waiting."
+    ahead = max(ranked, key=lambda candidate: candidate.tokens_per_second)
+    gain = ahead.tokens_per_second / choice.tokens_per_second - 1
+    if gain > 0:
+        sentence += (
+            f" By the estimate {ahead.job.strategy.name} is {gain:.0%} ahead, since it steps on a "
+            "share and sends 16 bits where DDP sends 32: toolkit compare tells."
+        )
+    return sentence
+
+
+def _passed_over(training: Training, looked_at: Sequence[Candidate]) -> Iterator[str]:
+    """Yield how much a training misses at best, on the GPUs and with RAM."""
+    of_training = [candidate for candidate in looked_at if candidate.training == training]
+    offloaded = [c for c in of_training if c.memory.host_bytes.high]
+    on_gpus = [candidate for candidate in of_training if candidate not in offloaded]
+    if on_gpus:
+        best = max(on_gpus, key=lambda candidate: candidate.verdict.worst_margin_bytes)
+        yield f"Under any strategy without offload, {training.name} {_short(best)}."
+    short = [candidate for candidate in offloaded if candidate.verdict.host_short]
+    if short:
+        least = min(short, key=lambda candidate: candidate.verdict.host_needed.high)
+        needed, there = least.verdict.host_needed.high / GIB, least.room.host_bytes or 0
+        names = " and ".join(dict.fromkeys(c.job.strategy.name for c in short))
+        yield (
+            f"{names} would need {needed:,.0f} GiB of RAM or more on each node for "
+            f"{training.name}, and there are {there / GIB:,.0f}."
+        )
+
+
+def _leanest_by_strategy(
+    training: Training, looked_at: Sequence[Candidate]
+) -> dict[str, Candidate]:
+    best: dict[str, Candidate] = {}
+    for candidate in looked_at:
+        name = candidate.job.strategy.name
+        margin = candidate.verdict.worst_margin_bytes
+        if candidate.training == training and (
+            name not in best or margin > best[name].verdict.worst_margin_bytes
+        ):
+            best[name] = candidate
+    return best
+
+
+def _short(candidate: Candidate) -> str:
+    missing = f"{-candidate.verdict.worst_margin_bytes / GIB:.1f} GiB "
+    missing += "of RAM short" if candidate.verdict.host_short else "short at the upper end"
+    may = "may not fit" if candidate.verdict.answer == "tight" else "does not fit"
+    return f"{may}: {missing}, batch {candidate.job.batch}{_with_levers(candidate)}"
+
+
+def _with_levers(candidate: Candidate) -> str:
+    words = lever_words(candidate.job)
+    return f" with {' and '.join(words)}" if words else ""
+
+
+def lever_words(job: PlannedJob) -> list[str]:
+    """Return the levers of a job that leave its training as it is, in a few words."""
+    used = {
+        "checkpointing": job.checkpointing == "full",
+        "chunked loss": job.chunked_loss,
+        "gradients synchronised at every micro-batch": job.sync_each_batch,
+    }
+    return [word for word, on in used.items() if on]

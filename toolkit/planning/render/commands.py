@@ -1,0 +1,77 @@
+"""The command that trains a planned job with `toolkit.train`, ready to paste."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from toolkit.planning.job import PlannedJob
+from toolkit.planning.options import OPTIM_FLAGS
+from toolkit.planning.recommend import Option
+
+PORT = 29500
+"""Where nodes meet: a free port of one of them, which 0 asks for, the others would not know."""
+
+CONFIG = Path("CONFIG")
+"""Stands for the config file until the shell names it."""
+
+
+def paste_line(option: Option) -> str:
+    """Return the command line of an option, with the bundled config of its strategy."""
+    job, steps = option.candidate.job, None if option.cost is None else option.cost.steps
+    line = shlex.join(train_command(job, CONFIG, rate=option.learning_rate.linear, steps=steps))
+    path = f'"$(toolkit configs path {job.strategy.name})" --num_processes {job.gpus}'
+    return line.replace(str(CONFIG), path, 1)
+
+
+def train_command(
+    job: PlannedJob, config: Path, *, rate: float, steps: int | None = None
+) -> list[str]:
+    """Return the words of the command that trains a job.
+
+    Args:
+        config: The config file, for as many processes as the job has GPUs.
+        steps: Optimizer steps; None leaves their number to toolkit.train.
+    """
+    words = ["accelerate", "launch", "--config_file", str(config)]
+    if job.nodes > 1:
+        words += ["--num_machines", str(job.nodes), "--machine_rank", "RANK"]
+        words += ["--main_process_ip", "ADDRESS", "--main_process_port", str(PORT)]
+    words += ["-m", "toolkit.train", "--strategy", job.strategy.name]
+    flags = _flags(job, rate) | ({} if steps is None else {"max_steps": steps})
+    return words + [word for key, value in flags.items() for word in (f"--{key}", str(value))]
+
+
+def _flags(job: PlannedJob, rate: float) -> dict[str, object]:
+    """Return the flags of toolkit.train for a job."""
+    flags: dict[str, object] = {}
+    if job.method != "full":
+        flags |= {"method": job.method, "lora_r": job.lora_rank}
+    flags |= {
+        "model_name_or_path": job.model.name if job.model.exact else "MODEL",
+        "max_length": job.sequence,
+        "per_device_train_batch_size": job.batch,
+        "gradient_accumulation_steps": job.accumulation,
+        "learning_rate": f"{rate:g}",
+        "optim": OPTIM_FLAGS[job.optimizer],
+    }
+    if job.optimizer == "sgd_momentum":
+        flags["optim_args"] = "momentum=0.9"
+    if job.precision != "no":
+        flags[job.precision] = True
+    if job.method == "full" and job.dtype != "float32":
+        flags["dtype"] = job.dtype
+    if job.attention == "eager":
+        flags["attn_implementation"] = "eager"
+    if job.chunked_loss:
+        flags["loss_impl"] = "chunked"
+    if job.gradients_in_buckets:
+        flags["ddp_bucket_view"] = True
+    if job.sync_each_batch:
+        flags["sync_each_batch"] = True
+    if job.checkpointing == "full":
+        flags["gradient_checkpointing"] = True
+    if job.nodes > 1:
+        # Nodes have no other folder's name in common.
+        flags["output_dir"] = f"runs/{job.strategy.name}"
+    return flags

@@ -1,0 +1,268 @@
+"""The ways to train a model on given GPUs: strategy, batch and levers, under a kept global batch.
+
+A training is what is learned: every weight, or adapters. Levers that leave its result as it is are
+used as far as it takes; those that change it make another training, which is looked at later.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+from toolkit.configs.accelerate import num_processes_problem
+from toolkit.configs.optimizers import optimizer_problem
+from toolkit.planning import levers
+from toolkit.planning.job import PlannedJob
+from toolkit.planning.levers import Lever
+from toolkit.planning.memory.estimate import MemoryEstimate, estimate_memory
+from toolkit.planning.options import OPTIM_FLAGS, Goal, Method
+from toolkit.planning.speed.estimate import PlannedSpeed, estimate_speed
+from toolkit.planning.speed.gpus import Gpu
+from toolkit.planning.verdict import Room, Verdict, judge
+from toolkit.strategies import STRATEGIES, Strategy
+
+WHOLE = ("single", "ddp")
+SHARDED = ("zero1", "zero2", "fsdp_grad_op", "fsdp", "zero3", "fsdp_hybrid")
+OFFLOADED = ("zero2_offload", "fsdp_offload", "zero3_offload")
+
+ORDER = (*WHOLE, "zero1", "fsdp", "zero2", "zero3", "fsdp_grad_op", "fsdp_hybrid", *OFFLOADED)
+"""From the simplest to set up and to understand; `fsdp` comes with torch."""
+
+RUNGS = (
+    levers.CHUNKED_LOSS,
+    levers.BUCKET_VIEW,
+    levers.SYNC_EACH_BATCH,
+    levers.CHECKPOINTING,
+)
+"""Levers that cost time at most, each added to those before it."""
+
+ROOMY = 0.8
+"""Share of a GPU that may be planned without a risk: of 454 runs whose estimate was below it, none
+ran out of memory (arXiv 2411.06465)."""
+
+SAME_SPEED = 0.85
+"""Share of the best rate down to which candidates are not told apart: the intervals of the estimate
+are several times as wide."""
+
+MOST_ROWS = 64
+"""Of a micro-batch: what fits beyond it makes no GPU faster."""
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What is learned, and in which bytes."""
+
+    name: str
+    method: Method
+    levers: tuple[Lever, ...] = ()
+    """Those that make it of the training that was asked for."""
+
+
+FULL = Training("a full fine-tune", "full")
+EIGHT_BIT = Training("a full fine-tune with 8-bit AdamW", "full", (levers.EIGHT_BIT_STATES,))
+LORA = Training("LoRA", "lora", (levers.LORA,))
+QLORA = Training("QLoRA", "qlora", (levers.QLORA,))
+BF16 = Training(
+    "a full fine-tune with weights in bf16 and 8-bit AdamW",
+    "full",
+    (levers.BF16_WEIGHTS, levers.EIGHT_BIT_STATES),
+)
+
+TRAININGS = (FULL, EIGHT_BIT, LORA, QLORA, BF16)
+"""The first of them that fits is chosen. Weights in bf16 come last: adapters lose no updates."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One way to train, with its memory and its speed."""
+
+    job: PlannedJob
+    gpu: Gpu
+    room: Room
+    internode_bytes_per_second: float | None = None
+    training: Training = FULL
+    levers: tuple[Lever, ...] = ()
+    """All that are used, those of the training first."""
+
+    @cached_property
+    def memory(self) -> MemoryEstimate:
+        return estimate_memory(self.job)
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        return judge(self.memory, self.room)
+
+    @cached_property
+    def speed(self) -> PlannedSpeed:
+        return estimate_speed(
+            self.job, self.gpu, internode_bytes_per_second=self.internode_bytes_per_second
+        )
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits for sure, given enough RAM where a node's RAM is not known."""
+        return self.verdict.fits
+
+    @property
+    def needs_unusual_ram(self) -> bool:
+        """Whether it needs more RAM than large nodes have, where a node's RAM is not known."""
+        verdict = self.verdict
+        return verdict.host_bytes is None and verdict.host_needed.high > levers.LARGEST_RAM
+
+    @property
+    def is_roomy(self) -> bool:
+        """Whether it leaves room on its GPU for what the estimate may miss."""
+        return self.verdict.needed.high <= ROOMY * self.verdict.usable_bytes
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The rate to rank by, the ends' geometric mean. Measured rates lie in the lower half."""
+        rate = self.speed.tokens_per_second
+        return math.sqrt(rate.low * rate.high)
+
+    @property
+    def whole_and_plain(self) -> bool:
+        """Whether every GPU has the whole model, and computes nothing twice."""
+        return self.job.strategy.name in WHOLE and self.job.checkpointing == "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """The machine and the rows of a step that all candidates share."""
+
+    base: Candidate
+    """The requested job, of which strategy, batch and levers change."""
+
+    rows: int
+    """Of one GPU in an optimizer step."""
+
+    def under(self, names: Sequence[str], training: Training) -> list[Candidate]:
+        """Return the candidates under some strategies; where none fits, the leanest of each."""
+        strategies = (STRATEGIES[name] for name in names)
+        return [
+            candidate
+            for strategy in strategies
+            if self.has_place(strategy)
+            for candidate in self._under(strategy, training)
+        ]
+
+    def offloaded(self, training: Training) -> list[Candidate]:
+        """Return the candidates that keep states in a node's RAM, if nodes have so much."""
+        found = self.under(OFFLOADED, training)
+        if self.base.job.gpus == 1:
+            paged = replace(training, levers=(*training.levers, levers.PAGED_STATES))
+            found += [replace(c, training=training) for c in self.under(("single",), paged)]
+        return [candidate for candidate in found if not candidate.needs_unusual_ram]
+
+    def has_place(self, strategy: Strategy) -> bool:
+        """Whether a strategy can run on so many GPUs, and makes sense on one node."""
+        job = self.base.job
+        if num_processes_problem(strategy, job.gpus) is not None:
+            return False
+        if job.gpus == 1 and strategy.is_distributed and not strategy.offloads:
+            return False  # one rank keeps all that these would shard
+        # Replicas in one node only cost memory.
+        return strategy.replicas == 1 or job.nodes > 1
+
+    def can_step(self, strategy: Strategy) -> bool:
+        """Whether the requested optimizer can step under a strategy."""
+        return optimizer_problem(OPTIM_FLAGS[self.base.job.optimizer], strategy) is None
+
+    def _under(self, strategy: Strategy, training: Training) -> Iterator[Candidate]:
+        batches = [n for n in range(1, min(self.rows, MOST_ROWS) + 1) if self.rows % n == 0]
+        ends = [self._job(strategy, batch) for batch in (batches[0], batches[-1])]
+        rungs = [lever for lever in RUNGS if any(lever.applied(job) for job in ends)]
+        ladders = [(*training.levers, *rungs[:count]) for count in range(len(rungs) + 1)]
+        leanest = self._candidate(strategy, training, ladders[-1], 1)
+        has_place = leanest.levers[: len(training.levers)] == training.levers
+        if not (has_place and self.can_step(strategy)):
+            return
+        yield leanest
+        if not leanest.fits:
+            return
+        place = 0
+        for ladder in ladders:
+            ways = _Ways(partial(self._candidate, strategy, training, ladder))
+            most = bisect_left(batches, True, lo=place, key=lambda rows: not ways[rows].fits)
+            roomy = bisect_left(batches, True, hi=most, key=lambda rows: not ways[rows].is_roomy)
+            for count in {most, roomy} - {0}:
+                yield from self._with_less_traffic(ways[batches[count - 1]], ladder)
+            place = most
+            if roomy == len(batches):
+                return  # further levers would only cost time
+
+    def _with_less_traffic(self, way: Candidate, ladder: Sequence[Lever]) -> Iterator[Candidate]:
+        """Yield a candidate, and the one with gradients reduced once a step, where that fits."""
+        yield way
+        if levers.SYNC_EACH_BATCH in way.levers:
+            fewer = [lever for lever in ladder if lever is not levers.SYNC_EACH_BATCH]
+            once = self._candidate(way.job.strategy, way.training, fewer, way.job.batch)
+            if once.fits:
+                yield once
+
+    def _job(self, strategy: Strategy, batch: int) -> PlannedJob:
+        accumulation = self.rows // batch
+        return replace(self.base.job, strategy=strategy, batch=batch, accumulation=accumulation)
+
+    def _candidate(
+        self, strategy: Strategy, training: Training, ladder: Sequence[Lever], batch: int
+    ) -> Candidate:
+        job, used = self._job(strategy, batch), list[Lever]()
+        for lever in ladder:
+            changed = lever.applied(job)
+            if changed is not None:
+                job = changed
+                used.append(lever)
+        return replace(self.base, job=job, training=training, levers=tuple(used))
+
+
+class _Ways(dict[int, Candidate]):
+    """Candidates by the rows of their micro-batch, made when they are looked at."""
+
+    def __init__(self, make: Callable[[int], Candidate]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, rows: int) -> Candidate:
+        self[rows] = self._make(rows)
+        return self[rows]
+
+
+def rank(candidates: Sequence[Candidate], goal: Goal) -> list[Candidate]:
+    """Return the best candidate of each strategy, the best strategy first."""
+    best: dict[str, list[Candidate]] = {}
+    for candidate in sorted(
+        candidates, key=lambda candidate: _worth(candidate, goal), reverse=True
+    ):
+        best.setdefault(candidate.job.strategy.name, []).append(candidate)
+    if goal == "memory" or not candidates:
+        return [ways[0] for ways in best.values()]
+    # What the estimate can't tell apart goes to the candidate that leaves room, and then to the
+    # simpler strategy. Whole on every GPU and without computing anything twice, no way is faster.
+    fastest = max(candidate.tokens_per_second for candidate in candidates)
+    chosen = [min(ways, key=partial(_rank_of_batch, ways[0])) for ways in best.values()]
+    return sorted(chosen, key=partial(_rank_of_strategy, SAME_SPEED * fastest))
+
+
+def _rank_of_batch(fastest: Candidate, candidate: Candidate) -> bool:
+    close = candidate.tokens_per_second >= SAME_SPEED * fastest.tokens_per_second
+    return not (close and (candidate.is_roomy or candidate.whole_and_plain))
+
+
+def _rank_of_strategy(close: float, candidate: Candidate) -> tuple[float, ...]:
+    name, rate = candidate.job.strategy.name, candidate.tokens_per_second
+    if rate < close:
+        return not candidate.whole_and_plain, True, -rate
+    crowded = not candidate.is_roomy and name not in WHOLE
+    return not candidate.whole_and_plain, False, crowded, ORDER.index(name)
+
+
+def _worth(candidate: Candidate, goal: Goal) -> tuple[float, ...]:
+    verdict, rate = candidate.verdict, candidate.tokens_per_second
+    if goal == "speed":
+        # At the same rate, less traffic comes first, then more room.
+        return rate, not candidate.job.sync_each_batch, verdict.worst_margin_bytes
+    return -verdict.needed.high, rate
