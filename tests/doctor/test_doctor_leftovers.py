@@ -112,7 +112,8 @@ def test_a_torch_that_locks_by_the_system_does_not_wait_for_it(lock):
 
 
 @pytest.mark.parametrize(
-    ("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::")]
+    ("family", "address"),
+    [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::"), (socket.AF_INET6, "::1")],
 )
 def test_a_taken_port_is_found(family, address, port):
     assert checked("port", port).level == "ok"

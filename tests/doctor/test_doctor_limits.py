@@ -88,6 +88,7 @@ def test_locked_memory_matters_where_there_is_infiniband(adapter, monkeypatch, t
     ("soft", "hard", "level", "fix"),
     [
         (256, 2048, "warn", "ulimit -n 1024"),
+        (256, 1024, "warn", "ulimit -n 1024"),
         (256, 512, "warn", "docker run --ulimit nofile=1024 IMAGE"),
         (1024, 2048, "ok", None),
     ],
@@ -115,6 +116,7 @@ def test_a_containers_processes_must_do_for_the_threads_of_all_ranks(
 def test_processes_that_run_already_leave_less_room(container):
     threads = 3 * (2 * os.cpu_count() + 50)
     (container / "pids.max").write_text(f"{threads + 40}\n")
+    assert checked("processes", gpus=3).level == "ok"
     (container / "pids.current").write_text("40\n")
     assert checked("processes", gpus=3).level == "ok"
     (container / "pids.current").write_text("41\n")
@@ -123,10 +125,18 @@ def test_processes_that_run_already_leave_less_room(container):
 
 @pytest.mark.parametrize(
     ("user", "soft", "hard", "fix"),
-    [(1000, 30, 99999, "ulimit -u"), (1000, 30, 60, "limits.d"), (0, 30, 60, None)],
+    [
+        (1000, 30, 2 * (2 * 7 + 50), "ulimit -u 128"),
+        (1000, 30, resource.RLIM_INFINITY, "ulimit -u 128"),
+        (1000, 30, 127, "nproc 256"),
+        (1000, 128, 128, None),
+        (1000, resource.RLIM_INFINITY, resource.RLIM_INFINITY, None),
+        (0, 30, 60, None),
+    ],
 )
 def test_processes_of_a_user_are_limited_too(user, soft, hard, fix, monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: user)
+    monkeypatch.setattr(os, "cpu_count", lambda: 7)
     monkeypatch.setattr(resource, "getrlimit", lambda limit: (soft, hard))
     finding = checked("processes")
     assert finding.level == ("ok" if fix is None else "warn")

@@ -72,6 +72,18 @@ def test_nvcc_must_be_of_torchs_major(release, built, level, monkeypatch, tmp_pa
     assert finding.level == level
 
 
+@pytest.mark.parametrize(
+    ("home", "text"), [("there", "there has no nvcc: "), (None, "CUDA's compiler nvcc is missing")]
+)
+def test_a_missing_nvcc_is_told_from_a_toolkit_without_one(home, text, clean, tmp_path):
+    clean.setattr(toolchain, "USUAL_CUDA", tmp_path / "none")
+    clean.setenv("PATH", str(tmp_path))
+    if home is not None:
+        clean.setenv("CUDA_HOME", home)
+    finding = checked(1, cuda="12.8")["nvcc"]
+    assert (finding.level, finding.text.startswith(text)) == ("warn", True)
+
+
 def test_nvcc_is_not_looked_for_without_gpus():
     assert "nvcc" not in checked(0, cuda="12.8")
     assert "nvcc" not in checked(1, cuda=None)

@@ -45,8 +45,8 @@ class Driver:
 
     version: str | None = None
 
-    cuda: tuple[int, int] | None = None
-    """Newest CUDA that the driver runs; None where libcuda is missing."""
+    cuda: int | None = None
+    """Newest major version of CUDA that the driver runs; None where libcuda is missing."""
 
     links: tuple[str, ...] = ()
 
@@ -103,13 +103,12 @@ def _is_split(nvml: Any, handle: Any) -> bool:
         return False  # a GPU that cannot be split
 
 
-def _newest_cuda(nvml: Any) -> tuple[int, int] | None:
+def _newest_cuda(nvml: Any) -> int | None:
     try:
         # The one of libcuda itself, so that a package for forward compatibility counts.
-        number = int(nvml.nvmlSystemGetCudaDriverVersion_v2())
+        return int(nvml.nvmlSystemGetCudaDriverVersion_v2()) // 1000
     except nvml.NVMLError:
         return None
-    return number // 1000, number % 1000 // 10
 
 
 def has_nvidia_device() -> bool:

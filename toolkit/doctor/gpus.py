@@ -192,9 +192,9 @@ def _driver_for_torch(driver: Driver, torch: TorchBuild | None) -> Finding:
         )
         fix = "docker run --gpus all -e NVIDIA_DRIVER_CAPABILITIES=compute,utility IMAGE"
         return fail("driver", text, fix=fix)
-    newest = f"The driver {driver.version} runs programs of CUDA {driver.cuda[0]}"
+    newest = f"The driver {driver.version} runs programs of CUDA {driver.cuda}"
     built = None if torch is None else _version(torch.cuda)
-    if built is None or built[0] <= driver.cuda[0]:
+    if built is None or built[0] <= driver.cuda:
         return ok("driver", f"{newest}.")
     least = LEAST_DRIVERS.get(built[0])
     text = f"{newest}, and torch was built with {_dotted(built)}: it will not see the GPUs."

@@ -86,8 +86,6 @@ def _port(port: int) -> Finding:
     with socket.socket(family) as probe:
         # As the store of torch does; without it, a connection that just ended would count.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         try:
             probe.bind(("", port))
         except OSError as error:

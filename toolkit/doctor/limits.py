@@ -87,17 +87,17 @@ def _locked_memory() -> Finding:
 
 def _open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == UNLIMITED or soft >= LEAST_FILES:
+    if _allows(soft, LEAST_FILES):
         return ok("open files", f"{'No limit' if soft == UNLIMITED else soft}.")
     text = f"A process may open {soft} files, and ranks with data workers need {LEAST_FILES}."
-    if hard == UNLIMITED or hard >= LEAST_FILES:
+    if _allows(hard, LEAST_FILES):
         return warn("open files", text, fix=f"ulimit -n {LEAST_FILES}")
     return warn("open files", text, fix=f"docker run --ulimit nofile={LEAST_FILES} IMAGE")
 
 
 def _processes(ranks: int) -> Finding:
     """Check the room for threads: each rank has pools of as many as there are CPUs."""
-    # BLAS and OpenMP count the CPUs that a process is bound to, whatever the container's share.
+    # BLAS and OpenMP count the machine's CPUs, whatever the container's share.
     needed = ranks * (2 * (os.cpu_count() or 1) + OTHER_THREADS)
     limit = environment.container_value("pids.max", "pids/pids.max")
     used = environment.container_value("pids.current", "pids/pids.current") or 0
@@ -109,13 +109,17 @@ def _processes(ranks: int) -> Finding:
         return warn("processes", text, fix="docker run --pids-limit=-1 IMAGE")
     soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
     # The system doesn't hold root to it.
-    if os.getuid() != 0 and soft != UNLIMITED and soft < needed:
-        text = f"A user may run {soft} processes and threads, and {ranks} ranks start {needed}."
-        room = UNLIMITED if hard == UNLIMITED else hard
-        raised = f"ulimit -u {needed}" if room == UNLIMITED or room >= needed else None
-        system = f'echo "$USER - nproc {2 * needed}" | sudo tee /etc/security/limits.d/ranks.conf'
-        return warn("processes", text, fix=raised or system)
-    return ok("processes", f"Room for the threads of {ranks} ranks.")
+    if os.getuid() == 0 or _allows(soft, needed):
+        return ok("processes", f"Room for the threads of {ranks} ranks.")
+    text = f"A user may run {soft} processes and threads, and {ranks} ranks start {needed}."
+    if _allows(hard, needed):
+        return warn("processes", text, fix=f"ulimit -u {needed}")
+    fix = f'echo "$USER - nproc {2 * needed}" | sudo tee /etc/security/limits.d/ranks.conf'
+    return warn("processes", text, fix=fix)
+
+
+def _allows(limit: int, needed: int) -> bool:
+    return limit == UNLIMITED or limit >= needed
 
 
 def _memory(ranks: int, gpus: int) -> Finding:

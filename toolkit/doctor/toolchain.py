@@ -20,6 +20,7 @@ from toolkit.errors import UsageError
 from toolkit.strategies import STRATEGIES, Strategy
 
 NVCC_SECONDS: Final = 2.0
+USUAL_CUDA: Final = Path("/usr/local/cuda")
 
 
 def check_toolchain(gpus: int, torch: TorchBuild | None) -> list[Finding]:
@@ -81,8 +82,7 @@ def cuda_home() -> Path | None:
         return Path(named)
     if nvcc := shutil.which("nvcc"):
         return Path(nvcc).parents[1]
-    usual = Path("/usr/local/cuda")
-    return usual if usual.exists() else None
+    return USUAL_CUDA if USUAL_CUDA.exists() else None
 
 
 def nvcc_version(home: Path) -> str | None:
