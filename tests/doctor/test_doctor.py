@@ -128,6 +128,16 @@ def test_nvml_that_cannot_be_asked_is_not_called_ok(monkeypatch):
     assert (finding.level, finding.fix) == ("warn", "pip install nvidia-ml-py")
 
 
+def test_a_folder_that_cannot_be_looked_at_is_not_called_ok(clean, tmp_path):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    clean.chdir(folder)
+    folder.rmdir()
+    levels = {finding.name: (finding.level, finding.fix) for finding in examine()}
+    assert levels["limits"] == ("warn", "ls -ld .")
+    assert {"gpus", "versions", "strategies"} <= levels.keys()
+
+
 def test_a_finding_that_is_not_ok_needs_a_line_that_mends_it():
     with pytest.raises(AssertionError, match="disk"):
         Finding(name="disk", level="warn", text="Full.")

@@ -175,15 +175,15 @@ def hf_home() -> Path:
 
 def _disk(name: str, folder: Path, least: int) -> Finding:
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    quoted = shlex.quote(str(there))
     free = shutil.disk_usage(there).free
-    size = f"{folder} has {_size(free)} free"
     if not os.access(there, os.W_OK):
-        text = f"{folder} may not be written to."
-        return warn(name, text, fix=f"ls -ld {shlex.quote(str(there))}")
+        return warn(name, f"{folder} may not be written to.", fix=f"ls -ld {quoted}")
+    text = f"{folder} has {_size(free)} free"
     if free < least:
-        text = f"{size}: a checkpoint or a model may not fit."
-        return warn(name, text, fix=f"du -xh {shlex.quote(str(there))} | sort -h | tail -n 20")
-    return ok(name, f"{size}.")
+        fix = f"du -xh {quoted} | sort -h | tail -n 20"
+        return warn(name, f"{text}: a checkpoint or a model may not fit.", fix=fix)
+    return ok(name, f"{text}.")
 
 
 def _size(number: float) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Callable
+
 from toolkit.doctor.driver import Driver, ask_driver
 from toolkit.doctor.finding import Finding, warn
 from toolkit.doctor.gpus import check_gpus, check_links
@@ -11,7 +14,7 @@ from toolkit.doctor.packages import check_nccl, check_packages
 from toolkit.doctor.toolchain import check_toolchain
 from toolkit.doctor.variables import check_variables
 from toolkit.environment import torch_build
-from toolkit.errors import UsageError
+from toolkit.errors import UsageError, sentence_of
 
 
 def examine() -> list[Finding]:
@@ -24,13 +27,22 @@ def examine() -> list[Finding]:
         driver = Driver()
         findings = [warn("gpus", f"They were not checked: {error}", fix="pip install nvidia-ml-py")]
     gpus = len(driver.gpus)
-    if gpus:
-        findings += check_nccl(torch)
-    return [
-        *findings,
-        *check_limits(gpus),
-        *check_packages(),
-        *check_toolchain(gpus, torch),
-        *check_leftovers(torch),
-        *check_variables(gpus),
-    ]
+    for area, check in {
+        "nccl": lambda: check_nccl(torch) if gpus else [],
+        "limits": lambda: check_limits(gpus),
+        "versions": check_packages,
+        "compilers": lambda: check_toolchain(gpus, torch),
+        "leftovers": lambda: check_leftovers(torch),
+        "variables": lambda: check_variables(gpus),
+    }.items():
+        findings += _made(area, check)
+    return findings
+
+
+def _made(area: str, check: Callable[[], list[Finding]]) -> list[Finding]:
+    """Return the findings of an area; one on the file or folder that it cannot read."""
+    try:
+        return check()
+    except OSError as error:
+        text = f"They were not checked: {sentence_of(error)}"
+        return [warn(area, text, fix=f"ls -ld {shlex.quote(str(error.filename or '.'))}")]
