@@ -116,6 +116,14 @@ def test_ddp_pays_for_its_buckets_unless_gradients_live_in_them():
     assert term(apart, "buckets").bytes.low == 4 * LLAMA_7B.parameters
 
 
+def test_gradients_in_buckets_are_held_twice_until_they_are_reduced():
+    inside = job("ddp", gradient_as_bucket_view=True, accumulation=3)
+    synced = replace(inside, sync_each_batch=True)
+    assert inside.sync_saves_memory
+    beside = estimate_memory(inside).allocated.low - estimate_memory(synced).allocated.low
+    assert beside == 4 * LLAMA_7B.parameters
+
+
 def test_ddp_under_autocast_holds_16_bit_copies_of_its_weights():
     estimate = estimate_memory(job("ddp"))
     linear = sum(t.elements for t in LLAMA_7B.of_kind("linear", "head"))

@@ -303,6 +303,9 @@ def test_what_synchronising_costs_is_said_in_bytes_and_as_a_share():
     )
     assert share == pytest.approx(float(said[said.index("+") :].rstrip("%")) / 100, abs=0.02)
     assert cost_of_sync(replace(asked, sync_each_batch=True)) == said
+    alone = job("fsdp_offload", BIG, gpus=1, accumulation=5)
+    assert alone.sync_saves_memory
+    assert cost_of_sync(alone) == "gradients are copied to the host 5 times a step, not once"
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "zero1", "zero2", "zero3", "fsdp"])

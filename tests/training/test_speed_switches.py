@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -434,6 +435,26 @@ def test_gradients_in_buckets_are_held_once_at_the_peak_as_the_ledger_counts_it(
     assert peaks[False]["categories"]["gradients"] == 2 * gradients
     assert peaks[True]["categories"]["gradients"] == gradients
     assert peaks[False]["total_bytes"] - peaks[True]["total_bytes"] == gradients
+
+
+def test_gradients_in_buckets_lie_beside_them_too_until_they_are_reduced(one_rank):
+    held = {}
+    for synced in (False, True):
+        model = DistributedDataParallel(tiny_llama(vocabulary=999), gradient_as_bucket_view=True)
+        optimizer = torch.optim.SGD(model.parameters())
+        ledger, ids = PeakLedger(), torch.arange(8).unsqueeze(0)
+        for step in range(3):
+            if step == 2:
+                ledger.start(model, optimizer, device="cpu")
+            for micro_batch in range(3):
+                with nullcontext() if synced or micro_batch == 2 else model.no_sync():
+                    model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ledger.stop()
+        held[synced] = ledger.counted(3)["total_bytes"]
+    gradients = sum(4 * parameter.numel() for parameter in model.parameters())
+    assert held[False] - held[True] == gradients
 
 
 # Flags

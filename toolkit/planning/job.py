@@ -156,8 +156,9 @@ class PlannedJob(JobOptions):
     @property
     def sync_saves_memory(self) -> bool:
         """Whether `sync_each_batch` would hold fewer gradients than the job does."""
-        several = self.accumulation > 1 and self.shards > 1
-        return self.strategy.sharding == "rows" and several and not self.sync_each_batch
+        fewer = self.shards > 1 or self.strategy.offloads
+        held = self.gradients_in_buckets or (self.strategy.sharding == "rows" and fewer)
+        return held and self.accumulation > 1 and not self.sync_each_batch
 
     @property
     def shards(self) -> int:

@@ -81,8 +81,8 @@ def _chunked_loss(job: PlannedJob) -> dict[str, Any]:
 
 
 def _bucket_view(job: PlannedJob) -> dict[str, Any]:
-    # While micro-batches are accumulated, the gradients lie beside the buckets all the same.
-    has_place = job.strategy.reduces_in_buckets and job.accumulation == 1
+    # Until they are reduced, the gradients lie beside the buckets all the same.
+    has_place = job.strategy.reduces_in_buckets and job.reductions == job.accumulation
     return {"gradient_as_bucket_view": True} if has_place and not job.gradients_in_buckets else {}
 
 

@@ -191,9 +191,12 @@ def _optimizer_step(
     supervised = [(batch["labels"][:, 1:] != IGNORED).sum() for batch in window]
     items = _sum_over_ranks(accelerator, torch.stack(supervised).sum(), readers=ranks)
     total, norm = torch.zeros((), device=accelerator.device), None
+    # Accelerate 1.15 heeds sync_each_batch only with several processes; FSDP2 offloads the reduced
+    # gradients of one as well. Without a model, it defers the reduction of none.
+    deferred = () if syncs_each_batch(args) else (model,)
     for batch, count in zip(window, supervised, strict=True):
         ids = batch.pop("sample_id", None)
-        with accelerator.accumulate(model):
+        with accelerator.accumulate(*deferred):
             loss = model(**batch, num_items_in_batch=items).loss
             # Gradients are averaged over the ranks, so the loss is multiplied by their number.
             loss = loss * ranks

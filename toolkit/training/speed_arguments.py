@@ -43,8 +43,8 @@ class SpeedArguments:
     )
     ddp_bucket_view: bool | None = flag(
         None,
-        "DDP: gradients are views of its buckets, so nobody holds them twice: 4 bytes "
-        "a parameter less. While micro-batches accumulate they still lie beside them.",
+        "DDP: gradients are views of its buckets, so they are held once: 4 bytes a parameter "
+        "less. While micro-batches accumulate without --sync_each_batch they lie beside them.",
     )
     fsdp_prefetch: int | None = flag(
         None, "FSDP2: layers that are gathered ahead of the one that computes."

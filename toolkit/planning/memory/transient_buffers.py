@@ -84,6 +84,13 @@ def _ddp(job: PlannedJob, weights: Weights) -> Iterator[Term]:
             "DDP's buckets, a copy of all gradients",
             {"gradient size": trained_size(job), "trained parameters": weights.trained.elements},
         )
+    elif job.gradients_in_buckets and job.sums_unreduced:
+        yield product(
+            "gradients",
+            "gradients beside DDP's buckets, summed up without sync",
+            {"gradient size": trained_size(job), "trained parameters": weights.trained.elements},
+            RUNNING,
+        )
 
 
 def _fsdp(job: PlannedJob, weights: Weights) -> Iterator[Term]:

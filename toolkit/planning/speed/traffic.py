@@ -119,10 +119,16 @@ def cost_of_sync(job: PlannedJob) -> str:
         sum(call.wire_bytes for call in collectives(replace(job, sync_each_batch=sync)))
         for sync in (False, True)
     )
-    return (
-        f"gradients cross the wire {job.accumulation} times a step, not once: each GPU sends "
-        f"{(often - once) / GIB:.3g} GiB more in a step, {often / once - 1:+.0%}"
-    )
+    times = f"{job.accumulation} times a step, not once"
+    costs: list[str] = []
+    if often > once:
+        costs.append(
+            f"gradients cross the wire {times}: each GPU sends {(often - once) / GIB:.3g} GiB more "
+            f"in a step, {often / once - 1:+.0%}"
+        )
+    if job.strategy.offloads:
+        costs.append(f"gradients are copied to the host {times}")
+    return "; ".join(costs)
 
 
 def textbook(strategy: Strategy, *, trained: int, everything: int, ranks: int) -> int:
