@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.autograd_memory import FP32, Regime, Value
+from toolkit.planning.memory.counted import counted_bytes
 from toolkit.planning.memory.layers import LayerBytes, LayerTape, layer_bytes, regime_of
 from toolkit.planning.memory.transient_buffers import FIRST, RUNNING
 from toolkit.planning.memory.weights import COMPUTE_SIZE, weights_of
@@ -247,7 +248,7 @@ class LossBytes:
 def loss_bytes(job: PlannedJob) -> LossBytes:
     """Return the bytes held at the end of the forward pass."""
     model, regime = job.model, regime_of(job)
-    tail = _tail(model, regime, job.method == "full")
+    tail = _tail(job, regime)
     raised = FP32 if job.raises_logits or regime.autocast else regime.compute
     kept_logits = (raised if job.raises_logits else regime.compute) * model.vocab_size
     if job.chunked_loss:
@@ -266,8 +267,17 @@ def loss_bytes(job: PlannedJob) -> LossBytes:
     )
 
 
+def _tail(job: PlannedJob, regime: Regime) -> float:
+    model, trains = job.model, job.method == "full"
+    if model.counted is None:
+        return _recorded_tail(model, regime, trains)
+    adapters = 0 if trains else job.lora_rank
+    fused = job.attention == "flash"
+    return counted_bytes(model, regime, job.sequence, fused=fused, adapters=adapters).outside
+
+
 @lru_cache(maxsize=1024)
-def _tail(model: ModelShape, regime: Regime, trains: bool) -> float:
+def _recorded_tail(model: ModelShape, regime: Regime, trains: bool) -> float:
     tape = LayerTape(model=model, regime=regime, trains=trains)
     stream = Value(model.hidden_size, tape.entering)
     if model.block.order != "post":

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.autograd_memory import FP32, Regime, Tape, Value
+from toolkit.planning.memory.counted import counted_bytes
 from toolkit.planning.memory.weights import COMPUTE_SIZE, trained_size
 from toolkit.planning.memory.zero_settings import zero_settings
 from toolkit.planning.models.shape import ModelShape
@@ -67,8 +68,21 @@ def layer_bytes(
 
     With `fused`, attention runs in a kernel that never holds the scores, if the class supports it.
     `adapters` is the rank of LoRA's matrices, 0 for training in full. Of a model with experts in
-    some layers, `sparse` is a layer that has them.
+    some layers, `sparse` is a layer that has them. A model that was counted on the meta device has
+    the mean of all its layers.
+
+    Raises:
+        UsageError: the model was not counted with this attention.
     """
+    if model.counted is not None:
+        counted = counted_bytes(model, regime, sequence, fused=fused, adapters=adapters)
+        return LayerBytes(
+            saved=counted.saved,
+            boundary=counted.boundary,
+            backward_peak=counted.backward_peak,
+            products=counted.products,
+            every_second=counted.every_second,
+        )
     tape = LayerTape(
         model=model,
         regime=regime,

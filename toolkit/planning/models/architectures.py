@@ -12,6 +12,10 @@ from toolkit.planning.models.reading import MOST, ConfigReader, shown
 from toolkit.planning.models.shape import ModelShape, Tensor
 
 
+class UnknownArchitectureError(UsageError):
+    """The table has no family for the `model_type` of a config, which may describe a causal LM."""
+
+
 def shape_from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
     """Return the shape of the model that `AutoModelForCausalLM.from_config` would build.
 
@@ -22,8 +26,8 @@ def shape_from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
             value is missing or out of range.
     """
     config, note = _text_part(config, name)
-    family = _family(config, name)
     _check_plain(config, name)
+    family = _family(config, name)
     reader = ConfigReader(config, name, family.defaults, family.aliases)
     widths = _widths(family, reader, name)
     flags = {ALWAYS, *(key for key in family.flags if reader.flag(key))}
@@ -279,7 +283,10 @@ def _family(config: Mapping[str, Any], name: str) -> Family:
     causal = not classes or any(end in classes[0] for end in ("ForCausalLM", "LMHeadModel"))
     if model_type not in FAMILIES:
         no_causal_lm = "" if causal else " It is no causal LM either, going by that class."
-        raise UsageError(
+        # transformers also builds the text part of some multimodal models as causal LMs.
+        countable = causal or classes[0].endswith("ForConditionalGeneration")
+        error = UnknownArchitectureError if countable else UsageError
+        raise error(
             f"{name}: the planner doesn't know the architecture {shown(model_type)}"
             f"{_in_brackets(classes)} and won't guess its shape.{no_causal_lm} "
             f"It knows: {', '.join(FAMILIES)}."

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import UsageError
-from toolkit.planning.models.architectures import shape_from_config
+from toolkit.planning.models.architectures import UnknownArchitectureError, shape_from_config
 from toolkit.planning.models.reading import shown
 from toolkit.planning.models.shape import ModelShape
 
@@ -47,7 +47,7 @@ def resolve_model(name: str | Path) -> ModelShape:
         raise UsageError(f"{shown(text)} names no model. Give a folder, a Hub name, or 7b.")
     local = _local_config(text)
     if local is not None:
-        return shape_from_config(_read(local), name=text)
+        return _shape_of(_read(local), text)
     if isinstance(name, Path) or text.startswith((".", "/", "~")) or "\\" in text:
         raise UsageError(
             f"There is no model at {text}: it should be a folder with a config.json, or that file."
@@ -57,7 +57,7 @@ def resolve_model(name: str | Path) -> ModelShape:
     if _HUB_NAME.fullmatch(text) and len(text) <= _LONGEST_NAME:
         cached = _cached_config(text)
         if cached is not None:
-            return shape_from_config(_read(cached), name=text)
+            return _shape_of(_read(cached), text)
         known = _by_name().get(text.lower())
         if known is not None:
             return _well_known_shape(known, text)
@@ -92,6 +92,16 @@ def _by_name() -> dict[str, int]:
 @lru_cache(maxsize=256)
 def _well_known_shape(place: int, name: str) -> ModelShape:
     return shape_from_config(well_known()[place].config, name=name)
+
+
+def _shape_of(config: Any, name: str) -> ModelShape:
+    """Return the shape of a config: at once by the table, else counted in a child process."""
+    try:
+        return shape_from_config(config, name=name)
+    except UnknownArchitectureError:
+        from toolkit.planning.models.counted import counted_shape
+
+        return counted_shape(config, name=name)
 
 
 def _local_config(text: str) -> Path | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 TensorKind = Literal[
-    "embedding", "positions", "linear", "experts", "router", "norm", "bias", "head"
+    "embedding", "positions", "linear", "experts", "router", "norm", "bias", "head", "other"
 ]
 Norm = Literal["rms", "rms_late", "layer", "layer_fp32"]
 Order = Literal["pre", "post", "around", "after", "parallel", "parallel_two"]
@@ -27,7 +27,8 @@ class Tensor:
 
     kind: TensorKind
     """`linear` is the weight of an `nn.Linear` or GPT-2's `Conv1D`; `experts` holds all experts of
-    a layer in one tensor, which is no `nn.Linear`; `norm` and `experts` keep their own biases."""
+    a layer in one tensor, which is no `nn.Linear`; `norm` and `experts` keep their own biases;
+    `other` is of a convolution, a scan, or a module that is not known."""
 
     layer: int | None = None
     """Number of its decoder layer; None outside the layers."""
@@ -73,6 +74,29 @@ class Block:
     """The class supports attention kernels that never hold the scores."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBytes:
+    """Bytes for each token, as autograd keeps them on the meta device."""
+
+    saved: float
+    """Bytes of a layer between forward and backward; the mean of all layers."""
+
+    boundary: float
+    """Bytes of a layer's input."""
+
+    backward_peak: float
+    """Peak of a layer's backward, `saved` included; the largest of all layers."""
+
+    products: float
+    """Bytes of the results of a layer's matrix products and attention."""
+
+    every_second: float
+    """Bytes of them without every second linear layer's."""
+
+    outside: float
+    """Bytes kept by the last norm, the head, and other modules outside the layers."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelShape:
     """A causal LM without its weights. Two are equal when they are the same object."""
@@ -87,6 +111,10 @@ class ModelShape:
     """False for a bare parameter count, whose widths are assumed."""
 
     block: Block
+    counted: Mapping[str, Mapping[int, TokenBytes]] | None = None
+    """Bytes by regime and by tokens of a row, counted on the meta device, instead of the block's.
+    None for a family of the table."""
+
     note: str = ""
     """Sentence on the shape for the reader: for a multimodal model, that it is only the text part.
     """

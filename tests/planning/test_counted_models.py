@@ -1,0 +1,274 @@
+"""Models counted on the meta device: against the table, real autograd, and from a folder."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+from test_activations_measured import (
+    EAGER_ONLY,
+    FAMILIES,
+    REGIMES,
+    config_of,
+    count_of_layer,
+    one_thread,
+)
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from toolkit.errors import UsageError
+from toolkit.measuring.skeleton import DTYPES, build, count_model, decoder_layers, passes
+from toolkit.measuring.skeleton_facts import describe
+from toolkit.planning.memory.activations import _recorded_tail
+from toolkit.planning.memory.layers import layer_bytes
+from toolkit.planning.models import counted
+from toolkit.planning.models.architectures import shape_from_config
+from toolkit.planning.models.families import FAMILIES as TABLE
+from toolkit.planning.models.resolve import resolve_model
+from toolkit.planning.plan import plan
+
+__all__ = ["one_thread"]
+
+ROWS, SEQUENCE = 2, 48
+REGIME_OF = {"4-4-0": "fp32", "2-2-0": "bf16", "2-4-1": "autocast"}
+COHERE = {
+    "model_type": "cohere",
+    "vocab_size": 331,
+    "hidden_size": 96,
+    "intermediate_size": 212,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "logit_scale": 0.0625,
+}
+GLM_MOE = {
+    "model_type": "glm4_moe",
+    "vocab_size": 331,
+    "hidden_size": 96,
+    "intermediate_size": 212,
+    "moe_intermediate_size": 52,
+    "num_hidden_layers": 4,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "pad_token_id": 0,
+}
+BAMBA = {
+    "model_type": "bamba",
+    "vocab_size": 331,
+    "hidden_size": 96,
+    "intermediate_size": 212,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "attn_layer_indices": [1],
+    "mamba_n_heads": 12,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "pad_token_id": 0,
+}
+UNKNOWN = [COHERE, GLM_MOE, BAMBA]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("TOOLKIT_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answer():
+    return json.loads(json.dumps(count_model(COHERE)))
+
+
+def folder_of(config, tmp_path):
+    folder = tmp_path / config["model_type"]
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def dictionary(family, layers=3):
+    return config_of(family, layers).to_dict()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_counted_as_the_table_has_them(family):
+    config = dictionary(family)
+    table = shape_from_config(config, name=family)
+    model = build(config, torch.float32)
+    counted = describe(model, *decoder_layers(model))
+    assert counted["tensors"] == [(t.name, list(t.shape), t.kind, t.layer) for t in table.tensors]
+    for field in (
+        *("architecture", "layers", "hidden_size", "heads", "head_dim", "vocab_size"),
+        *("intermediate_size", "tied", "experts", "active_experts", "qk_norm", "dropout", "gated"),
+        *("norms_per_layer", "max_positions"),
+    ):
+        assert counted[field] == getattr(table, field), field
+    if "kv_heads" in TABLE[config["model_type"]].keys:
+        assert counted["kv_heads"] == table.kv_heads
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["flash", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bytes_of_a_layer_are_counted_as_the_table_has_them(family, eager):
+    config = dictionary(family)
+    table = shape_from_config(config, name=family)
+    compared = 0
+    for size, dtype in DTYPES.items():
+        for key, count in passes(build(config, dtype, eager=eager), size):
+            regime = REGIME_OF.get(key.removesuffix("-0-none"))
+            if regime is None or (eager is False and family in EAGER_ONLY):
+                continue
+            counted = count.run(ROWS, SEQUENCE).per_token(ROWS * SEQUENCE)
+            recorded = layer_bytes(table, REGIMES[regime], SEQUENCE, fused=not eager)
+            assert not count.assumed
+            assert counted["saved"] == pytest.approx(recorded.saved, rel=0.001)
+            assert counted["boundary"] == recorded.boundary
+            assert counted["products"] == pytest.approx(recorded.products, rel=0.001)
+            assert counted["every_second"] == pytest.approx(recorded.every_second, rel=0.001)
+            # The table replays an operation with all its inputs' gradients at once.
+            assert counted["backward_peak"] == pytest.approx(recorded.backward_peak, rel=0.15)
+            tail = _recorded_tail(table, REGIMES[regime], True)
+            assert counted["outside"] == pytest.approx(tail, rel=0.001)
+            compared += 1
+    assert compared == (0 if family in EAGER_ONLY and not eager else 3)
+
+
+def test_bytes_with_adapters_are_counted_as_the_table_has_them():
+    config = dictionary("llama")
+    table = shape_from_config(config, name="llama")
+    runs_in = {"4-4-0-4": "fp32", "2-2-0-2": "bf16"}
+    for size, dtype in DTYPES.items():
+        for key, count in passes(build(config, dtype), size):
+            if not key.endswith("-all-linear") or key.removesuffix("-all-linear") not in runs_in:
+                continue
+            regime = REGIMES[runs_in.pop(key.removesuffix("-all-linear"))]
+            regime = type(regime)(compute=size, weight=size, autocast=False, adapter=size)
+            counted = count.run(ROWS, SEQUENCE).per_token(ROWS * SEQUENCE)
+            recorded = layer_bytes(table, regime, SEQUENCE, fused=True, adapters=16)
+            assert counted["saved"] == pytest.approx(recorded.saved, rel=0.001)
+            assert counted["products"] == pytest.approx(recorded.products, rel=0.001)
+    assert not runs_in
+
+
+@pytest.mark.parametrize("config", UNKNOWN, ids=lambda config: config["model_type"])
+def test_a_folder_of_an_unknown_architecture_is_planned_with_its_exact_parameters(config, tmp_path):
+    folder = folder_of(config, tmp_path)
+    command = [sys.executable, "-m", "toolkit.cli", "plan", str(folder), "--json", "--gpu", "L4"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    values = {key: value for key, value in config.items() if key != "model_type"}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(config["model_type"], **values)
+        )
+    assert answer["model"]["parameters"] == sum(p.numel() for p in model.parameters())
+    assert "counted from its config" in answer["notes"][0]
+    assert ("BambaMixer" in answer["notes"][0]) == (config is BAMBA)
+    for method in ("full", "lora", "qlora"):  # the count is in the cache now
+        for attention in ("flash", "eager"):
+            for checkpointing in (False, True):
+                made = plan(
+                    folder, gpus=2, method=method, attention=attention, checkpointing=checkpointing
+                )
+                assert all(row.memory.allocated.high > 0 for row in made.rows)
+
+
+def test_layers_of_an_unknown_architecture_keep_what_autograd_really_keeps(
+    answer, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(counted, "_count", lambda *_: answer)
+    shape = resolve_model(folder_of(COHERE, tmp_path))
+    widths = {k: v for k, v in COHERE.items() if k not in ("model_type", "num_hidden_layers")}
+    monkeypatch.setitem(FAMILIES, "cohere", widths)
+    for regime in ("fp32", "bf16"):
+        for attention in ("sdpa", "eager"):
+            real = count_of_layer("cohere", attention=attention, regime=regime)
+            planned = layer_bytes(shape, REGIMES[regime], 32, fused=attention == "sdpa")
+            assert planned.saved == pytest.approx(real, rel=0.02)
+
+
+def test_dense_and_sparse_layers_are_counted_one_by_one():
+    def count(dense):
+        model = build(GLM_MOE | {"first_k_dense_replace": dense}, torch.bfloat16)
+        counts = dict(passes(model, 2))
+        return counts["2-2-0-0-none"].run(ROWS, SEQUENCE).per_token(ROWS * SEQUENCE)
+
+    sparse_only, mixed, dense_only = count(0), count(1), count(4)
+    mean = (3 * sparse_only["saved"] + dense_only["saved"]) / 4
+    assert sparse_only["saved"] > 1.2 * dense_only["saved"]
+    assert mixed["saved"] == pytest.approx(mean, rel=0.001)
+    assert mixed["backward_peak"] == sparse_only["backward_peak"]
+
+
+def test_a_count_is_kept_and_another_config_is_another_count(answer, tmp_path, cache, monkeypatch):
+    folder = folder_of(COHERE, tmp_path)
+    monkeypatch.setattr(counted, "_count", lambda *_: answer)
+    first = resolve_model(folder)
+    assert len(list(cache.rglob("*.json"))) == 1
+    monkeypatch.undo()
+    monkeypatch.setenv("TOOLKIT_CACHE", str(cache))
+    monkeypatch.setattr(counted, "WORKER", "no.such.module")
+    assert resolve_model(folder).tensors == first.tensors
+    (folder / "config.json").write_text(json.dumps(COHERE | {"vocab_size": 337}))
+    with pytest.raises(UsageError, match="'cohere' failed .*no.such"):
+        resolve_model(folder)
+
+
+def test_a_cache_that_takes_no_files_is_no_error(answer, tmp_path, cache, monkeypatch):
+    cache.write_text("a file in the place of the folder")
+    monkeypatch.setattr(counted, "_count", lambda *_: answer)
+    assert resolve_model(folder_of(COHERE, tmp_path)).layers == 3
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "nonesuch", "auto_map": {"AutoConfig": "a.b"}}, "runs none"),
+        ({"model_type": "vit", "hidden_size": 64}, "can't build it as a causal LM"),
+    ],
+    ids=["own code", "no causal LM"],
+)
+def test_a_model_that_cannot_be_built_is_a_sentence_and_status_2(config, words, tmp_path):
+    folder = folder_of(config, tmp_path)
+    command = [sys.executable, "-m", "toolkit.cli", "plan", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_count_that_takes_too_long_is_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(counted, "SECONDS", 0.2)
+    with pytest.raises(UsageError, match="took longer than 0 seconds"):
+        resolve_model(folder_of(COHERE, tmp_path))
+
+
+def test_the_count_ends_with_the_planner(tmp_path):
+    folder = folder_of(COHERE, tmp_path)
+    command = [sys.executable, "-m", "toolkit.cli", "plan", str(folder)]
+    planner = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    children = []
+    while not children:
+        assert planner.poll() is None
+        children = [
+            process
+            for process in psutil.Process(planner.pid).children(recursive=True)
+            if counted.WORKER in process.cmdline()
+        ]
+        time.sleep(0.02)
+    planner.send_signal(signal.SIGKILL)
+    planner.wait()
+    end = time.monotonic() + 20
+    while any(child.is_running() and child.status() != "zombie" for child in children):
+        assert time.monotonic() < end
+        time.sleep(0.05)

@@ -1,0 +1,144 @@
+"""Shapes of architectures that the table does not have: counted on the meta device, once.
+
+A child process builds the model from its config, since this tier never imports torch. Its answer
+is kept in the toolkit's cache, by the hash of the config and of what counts it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, cast
+
+from toolkit.environment import cache_root
+from toolkit.errors import UsageError
+from toolkit.files import write_text
+from toolkit.launching.python import package_folder, python_environment
+from toolkit.launching.supervised import supervised
+from toolkit.planning.models.reading import shown
+from toolkit.planning.models.shape import Block, ModelShape, Tensor, TokenBytes
+
+WORKER = "toolkit.measuring.skeleton"
+SOURCES = ("skeleton.py", "skeleton_facts.py", "skeleton_layers.py", "meta_gpu.py")
+
+SECONDS = 180.0
+"""Time for the child; usual models take 5 to 15 seconds on a laptop."""
+
+
+def counted_shape(config: Mapping[str, Any], *, name: str) -> ModelShape:
+    """Return the shape of the model that transformers builds from a config of any causal LM.
+
+    Raises:
+        UsageError: no causal LM can be built from it here, or it takes too long.
+    """
+    text = json.dumps(config, sort_keys=True)
+    file = cache_root() / "skeletons" / f"{_digest(text, name)}.json"
+    answer = _read(file)
+    if answer is None:
+        answer = _count(text, config, name)
+        with suppress(OSError):  # without a cache, it is counted again the next time
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_text(file, json.dumps(answer), durable=False)
+    return _shape(answer, name)
+
+
+def _digest(text: str, name: str) -> str:
+    digest = hashlib.sha256(text.encode())
+    try:
+        digest.update(f"{version('torch')} {version('transformers')}".encode())
+    except PackageNotFoundError as error:
+        raise UsageError(
+            f"{name}: the planner's table does not have this architecture, and counting it takes "
+            f"{error.name}, which is not installed here. Install it, or plan with a parameter "
+            "count such as 7b."
+        ) from error
+    for source in SOURCES:
+        digest.update((package_folder() / "measuring" / source).read_bytes())
+    return digest.hexdigest()
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    try:
+        answer = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return cast("dict[str, Any]", answer) if isinstance(answer, dict) else None
+
+
+def _count(text: str, config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    # Nothing is fetched, no GPU is touched, and no process is left behind.
+    environment = python_environment() | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = supervised([sys.executable, "-m", WORKER])
+    model_type = shown(config.get("model_type"))
+    advice = "Plan with a parameter count such as 7b."
+    try:
+        child = subprocess.run(
+            command,
+            input=text.encode(),
+            capture_output=True,
+            env=environment,
+            timeout=SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise UsageError(
+            f"{name}: counting the architecture {model_type} took longer than {SECONDS:.0f} "
+            f"seconds, and was stopped. {advice}"
+        ) from error
+    try:
+        answer: Any = json.loads(child.stdout)
+    except ValueError as error:
+        lines = child.stderr.decode(errors="replace").strip().splitlines() or ["no output"]
+        raise UsageError(
+            f"{name}: counting the architecture {model_type} failed ({lines[-1][:200]}). {advice}"
+        ) from error
+    if "error" in answer:
+        own_code = "auto_map" in config
+        raise UsageError(
+            f"{name}: the planner's table does not have the architecture {model_type}, and "
+            f"transformers {version('transformers')} can't build it as a causal LM from this "
+            f"config ({answer['error'][:300]}). "
+            + ("Its code comes with the model, and the planner runs none. " if own_code else "")
+            + advice
+        )
+    return answer
+
+
+def _shape(answer: Mapping[str, Any], name: str) -> ModelShape:
+    same_names = (
+        "architecture layers hidden_size heads kv_heads head_dim intermediate_size vocab_size "
+        "max_positions tied experts active_experts norms_per_layer qk_norm dropout logit_softcap"
+    )
+    return ModelShape(
+        name=name,
+        block=Block(gate_up="apart" if answer["gated"] else "none"),
+        tensors=tuple(
+            Tensor(tensor, tuple(shape), kind, layer)
+            for tensor, shape, kind, layer in answer["tensors"]
+        ),
+        counted={
+            regime: {int(length): TokenBytes(**sizes) for length, sizes in rows.items()}
+            for regime, rows in answer["kept"].items()
+        },
+        note=_note(answer),
+        **{key: answer[key] for key in same_names.split()},
+    )
+
+
+def _note(answer: Mapping[str, Any]) -> str:
+    sentences = ["This architecture is not in the planner's table: it was counted from its config."]
+    if assumed := answer["assumed"]:
+        sentences.append(
+            f"Not counted: {', '.join(assumed)}. Each is taken to keep the inputs and outputs of "
+            "its linear layers."
+        )
+    if towers := answer["towers"]:
+        parts = ", ".join(f"{tower} ({size:,} parameters)" for tower, size in towers.items())
+        sentences.append(f"Weights without activations, as in a run on text alone: {parts}.")
+    return " ".join(sentences)
