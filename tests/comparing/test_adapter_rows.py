@@ -90,9 +90,10 @@ def told(tmp_path, make_record):
 
 @pytest.mark.parametrize("method", ["lora", "qlora"])
 def test_the_planned_job_is_the_one_with_these_adapters(told, method):
-    told["training"]["method"] = method
+    told["training"] |= {"method": method, "lora_dropout": 0.05}
     job = job_of(told)
-    assert (job.method, job.lora_rank, job.frozen_in_fp32) == (method, 4, False)
+    assert (job.method, job.lora_rank, job.lora_dropout) == (method, 4, 0.05)
+    assert not job.frozen_in_fp32
 
 
 @pytest.mark.parametrize(

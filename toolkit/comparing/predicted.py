@@ -194,7 +194,11 @@ def _method_of(precision: str, training: dict[str, Any]) -> dict[str, Any]:
             f"in {dtype}"
         )
     # Not raised to fp32: all strategies of a comparison use the same frozen weights.
-    return {"method": method, "lora_rank": training["lora_r"]}
+    return {
+        "method": method,
+        "lora_rank": training["lora_r"],
+        "lora_dropout": training["lora_dropout"] or 0.0,
+    }
 
 
 def _share(predicted: int, counted: int) -> float:
