@@ -105,9 +105,17 @@ def test_a_toolkit_that_was_never_installed_is_not_called_ok(installed):
 )
 def test_releases_with_silent_faults_are_named_by_their_issue(others, issues, installed):
     installed(**others)
-    faults = [finding for finding in check_packages() if "silently" in finding.text]
-    assert {re.search(r"\d+$", finding.text)[0] for finding in faults} == issues
-    assert all(finding.level == "fail" for finding in faults)
+    faults = [finding for finding in check_packages() if finding.name == "silent faults"]
+    assert {
+        issue for found in faults for issue in re.findall(r"issues/(\d+)", found.text)
+    } == issues
+    assert {finding.level for finding in faults} == {"fail" if issues else "ok"}
+
+
+def test_the_release_to_install_has_none_of_the_faults(installed):
+    installed(deepspeed=("0.18.3", []), transformers=("5.4.0", []))
+    fixes = {finding.fix for finding in check_packages() if finding.name == "silent faults"}
+    assert fixes == {"pip install 'deepspeed>=0.19.4'", "pip install 'transformers>=5.5'"}
 
 
 def test_every_fault_of_the_table_is_gone_in_the_release_that_it_names():

@@ -197,10 +197,13 @@ def test_unset_threads_are_a_remark_with_their_number():
 
 def test_no_secret_is_shown(shell):
     shell.setenv("ACCELERATE_HUB_TOKEN", SECRET)
+    shell.setenv("ACCELERATE_MY_PASSWORD", "w7xq")  # too short to be looked for elsewhere
     shell.setenv("FSDP_NOTE", f"see {SECRET}")
     shell.setenv("MASTER_ADDR", "https://user:pw-of-user@host")
     assert levels(0).keys() == {"config variables", "rank variables"}
     shown = texts(0)
     assert "ACCELERATE_HUB_TOKEN=[removed]" in shown
+    assert "FSDP_NOTE=see [removed]" in shown
     assert SECRET not in shown
+    assert "w7xq" not in shown
     assert "pw-of-user" not in shown

@@ -95,14 +95,17 @@ def _requirements() -> list[Finding]:
 
 
 def _faults() -> list[Finding]:
+    by_package: dict[str, list[dict[str, Any]]] = {}
+    for fault in filter(_has, known_faults()):
+        by_package.setdefault(fault["package"], []).append(fault)
     findings = [
         fail(
-            f"{fault['package']} {_version(fault['package'])}",
-            f"{fault['text'][0].upper()}{fault['text'][1:]}, silently: {fault['link']}",
-            fix=f"pip install '{fault['package']}>={fault['first']}'",
+            "silent faults",
+            f"{package} {_version(package)}: {'; '.join(fault['text'] for fault in faults)} "
+            f"({', '.join(fault['link'] for fault in faults)}).",
+            fix=f"pip install '{package}>={max((f['first'] for f in faults), key=Version)}'",
         )
-        for fault in known_faults()
-        if _has(fault)
+        for package, faults in by_package.items()
     ]
     return findings or [ok("silent faults", "None is known of these releases.")]
 
