@@ -8,6 +8,7 @@ from shapes_for_tests import gpt2, llama
 from toolkit.errors import UsageError
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import estimate_memory
+from toolkit.planning.memory.weights import weights_of
 from toolkit.strategies import STRATEGIES
 
 LLAMA_7B = llama(
@@ -212,3 +213,45 @@ def test_dropout_keeps_masks():
     ]
     # Two masks of a byte an element in each layer, after attention and after the MLP.
     assert kept[0] - kept[1] == 2 * 12 * 512 * 768
+
+
+def test_an_offload_leaves_the_scales_of_4_bit_weights_on_the_gpu():
+    """They are no parameters, so neither FSDP nor DeepSpeed moves them."""
+    scales = weights_of(job("fsdp", method="qlora")).quantisation_bytes
+    assert scales > 100e6
+    for strategy in ("fsdp_offload", "zero3_offload", "zero3_nvme"):
+        held = estimate_memory(job(strategy, method="qlora")).states.parameters
+        assert scales <= held.gpu < 1.1 * scales
+        plain = estimate_memory(job(strategy, method="lora")).states.parameters
+        assert plain.gpu < 0.1 * scales
+
+
+def test_what_stays_is_reserved_once_and_what_moves_with_gaps():
+    """Of the same bytes: weights and states alone, and activations alone."""
+    states = estimate_memory(job("single", sequence=1, optimizer="adamw_fused"))
+    assert states.reserved.high < 1.15 * states.allocated.high
+    rows = {"method": "qlora", "lora_rank": 1, "batch": 8, "sequence": 8192}
+    moves = estimate_memory(job("single", **rows))
+    assert moves.reserved.high > 1.3 * moves.allocated.high
+    expandable = estimate_memory(job("single", **rows, expandable_segments=True))
+    assert expandable.reserved.high < 1.13 * expandable.allocated.high
+    assert (moves.expected, moves.worst) == (moves.total.low, moves.total.high)
+
+
+def test_dropout_of_adapters_keeps_a_copy_and_a_mask_of_each_input():
+    plain, dropped = (
+        term(estimate_memory(job("single", method="lora", lora_dropout=share)), "kept").bytes.low
+        for share in (0.0, 0.1)
+    )
+    inputs = sum(t.shape[1] for t in LLAMA_7B.of_kind("linear"))
+    # The adapters are in fp32, and autocast lowers their inputs: the mask alone is new.
+    assert dropped - plain == 2048 * inputs
+
+
+def test_rows_without_padding_need_no_copies_for_a_mask():
+    few = replace(LLAMA_7B, kv_heads=8)
+    padded, full = (
+        term(estimate_memory(job("single", model=few, batch=2, padded=p)), "kept").bytes
+        for p in (True, False)
+    )
+    assert padded.low == full.low == full.high < padded.high

@@ -404,3 +404,39 @@ def test_one_gpu_has_a_row_for_each_strategy_that_runs_on_one_process():
     assert answers["zero2_offload"] == answers["zero3_offload"] == "fits"
     for row in found.rows:
         assert row.speed.step_seconds.low > 0
+
+
+def test_three_figures_stand_in_the_table_and_in_the_json():
+    made = plan("7b", gpu="A100-80", gpus=8, strategies="fsdp")
+    memory = made.to_dict()["rows"][0]["memory"]
+    assert memory["allocated"]["high"] < memory["expected_bytes"] < memory["worst_bytes"]
+    assert (memory["total"]["low"], memory["total"]["high"]) == (
+        memory["expected_bytes"],
+        memory["worst_bytes"],
+    )
+    header = printed(plans.show_plan, made).splitlines()[1]
+    assert header.split()[2:5] == ["allocated", "expected", "worst"]
+
+
+def test_the_command_line_has_both_kinds_of_checkpointing_and_expandable_segments():
+    def worst(*flags):
+        words = [
+            "plan",
+            "7b",
+            "--gpus",
+            "8",
+            "--batch",
+            "4",
+            "--strategy",
+            "fsdp",
+            "--json",
+            *flags,
+        ]
+        result = CliRunner().invoke(app, words, catch_exceptions=False)
+        (row,) = json.loads(result.stdout)["rows"]
+        return row["memory"]["worst_bytes"]
+
+    plain, full, selective = worst(), worst("--checkpointing"), worst("--selective")
+    assert full < selective < plain
+    assert worst("--selective", "--checkpointing") == selective
+    assert worst("--expandable-segments") < plain
