@@ -48,7 +48,7 @@ Goal = Literal["speed", "memory"]
 
 USUAL_STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp")
 USUAL_ALONE = ("single", "zero2_offload", "zero3_offload", "fsdp_offload")
-"""Strategies that are worth a look on one GPU: with nothing to share, sharding alone saves nothing."""
+"""Strategies that are worth a look on one GPU, where sharding alone saves nothing."""
 
 
 @dataclass(frozen=True, slots=True)
