@@ -73,6 +73,7 @@ def test_a_plan_of_the_choice_says_the_same(answers):
             loss_chunk_tokens=1024 if job.chunked_loss else None,
             gradient_as_bucket_view=job.gradient_as_bucket_view,
             dtype=job.dtype,
+            checkpointing=job.checkpointing,
         )
         assert estimate_memory(as_run).total == found.choice.verdict.needed
 

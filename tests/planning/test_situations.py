@@ -405,6 +405,9 @@ def test_every_command_is_one_that_the_training_script_takes(situation, monkeypa
         assert own.run.strategy == job.strategy.name
         assert own.method.method == job.method
         assert own.speed.chunked_loss == job.chunked_loss
+        selective = own.speed.checkpoint_layers == "selective"
+        assert selective == (job.checkpointing == "selective")
+        assert bool(values["gradient_checkpointing"]) == (job.checkpointing == "full")
         assert own.speed.sync_each_batch == job.sync_each_batch
         assert own.speed.loss_chunk_tokens == (job.loss_chunk_tokens or 1024)
         assert (own.model.dtype or "float32") == job.dtype

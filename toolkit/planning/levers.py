@@ -90,6 +90,10 @@ def _sync_each_batch(job: PlannedJob) -> dict[str, Any]:
     return {"sync_each_batch": True} if job.sync_saves_memory else {}
 
 
+def _selective(job: PlannedJob) -> dict[str, Any]:
+    return {"checkpointing": "selective"} if job.checkpointing == "none" else {}
+
+
 def _checkpointing(job: PlannedJob) -> dict[str, Any]:
     return {} if job.checkpointing == "full" else {"checkpointing": "full"}
 
@@ -149,6 +153,11 @@ SYNC_EACH_BATCH: Final = Lever(
     "gradients synchronised at every micro-batch",
     "gradients cross the wire in every micro-batch, not once a step",
     _sync_each_batch,
+)
+SELECTIVE: Final = Lever(
+    "selective checkpointing",
+    "each layer's work between its matrix products is done twice",
+    _selective,
 )
 CHECKPOINTING: Final = Lever(
     "activation checkpointing",

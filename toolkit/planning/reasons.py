@@ -202,6 +202,7 @@ def lever_words(job: PlannedJob) -> list[str]:
     """Return the levers of a job that leave its training as it is, in a few words."""
     used = {
         "checkpointing": job.checkpointing == "full",
+        "selective checkpointing": job.checkpointing == "selective",
         "chunked loss": job.chunked_loss,
         "gradients synchronised at every micro-batch": job.sync_each_batch,
     }

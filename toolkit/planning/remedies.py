@@ -184,12 +184,13 @@ def _offload(job: PlannedJob, room: Room) -> Changed | None:
 
 def _shorter_rows(job: PlannedJob, room: Room) -> Changed | None:
     """Return the longest rows that fit; None where those are of no use."""
-    lengths = range(max(1, round(job.sequence * SHORTEST_ROW)), job.sequence)
-    fitting = bisect_left(
-        lengths, True, key=lambda length: not fits(replace(job, sequence=length), room)
-    )
-    if not fitting:
+    shortest = max(1, round(job.sequence * SHORTEST_ROW))
+    if shortest == job.sequence or not fits(replace(job, sequence=shortest), room):
         return None
+    lengths = range(shortest, job.sequence)
+    fitting = bisect_left(
+        lengths, True, lo=1, key=lambda length: not fits(replace(job, sequence=length), room)
+    )
     length = lengths[fitting - 1]
     cost = "longer texts are cut or split"
     return Changed(f"rows of {length:,} tokens", cost, replace(job, sequence=length), room)
@@ -261,6 +262,7 @@ ON_GPUS: tuple[Change, ...] = (
     _pulled(levers.FLASH),
     _pulled(levers.BUCKET_VIEW),
     _pulled(levers.CHUNKED_LOSS),
+    _pulled(levers.SELECTIVE),
     _pulled(levers.CHECKPOINTING),
     _smaller_batch,
     _next_stage,

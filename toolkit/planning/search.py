@@ -35,6 +35,7 @@ RUNGS = (
     levers.CHUNKED_LOSS,
     levers.BUCKET_VIEW,
     levers.SYNC_EACH_BATCH,
+    levers.SELECTIVE,
     levers.CHECKPOINTING,
 )
 """Levers that cost time at most, each added to those before it."""
@@ -187,7 +188,11 @@ class Search:
         for ladder in ladders:
             ways = _Ways(partial(self._candidate, strategy, training, ladder))
             most = bisect_left(batches, True, lo=place, key=lambda rows: not ways[rows].fits)
-            roomy = bisect_left(batches, True, hi=most, key=lambda rows: not ways[rows].is_roomy)
+            roomy = most
+            if most and not ways[batches[most - 1]].is_roomy:
+                roomy = bisect_left(
+                    batches, True, hi=most, key=lambda rows: not ways[rows].is_roomy
+                )
             for count in {most, roomy} - {0}:
                 yield from self._with_less_traffic(ways[batches[count - 1]], ladder)
             place = most

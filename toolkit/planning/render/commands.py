@@ -71,6 +71,8 @@ def _flags(job: PlannedJob, rate: float) -> dict[str, object]:
         flags["sync_each_batch"] = True
     if job.checkpointing == "full":
         flags["gradient_checkpointing"] = True
+    if job.checkpointing == "selective":
+        flags["checkpoint_layers"] = "selective"
     if job.nodes > 1:
         # Nodes have no other folder's name in common.
         flags["output_dir"] = f"runs/{job.strategy.name}"

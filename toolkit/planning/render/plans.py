@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from rich.table import Table
 from rich.text import Text
 
 from toolkit.planning.job import PlannedJob
@@ -19,6 +18,7 @@ from toolkit.planning.verdict import Verdict
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from toolkit.planning.remedies import Remedy
 
@@ -252,6 +252,8 @@ def checkpointing_words(job: PlannedJob) -> str:
 
 
 def _table(plan: Plan) -> Table:
+    from rich.table import Table  # a recommendation has no table, and starts sooner without
+
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     rows = [_cells(plan, row) for row in plan.rows]
     for header in _HEADERS:

@@ -1,0 +1,58 @@
+"""Commands that a recommendation prints, run by a shell as they stand, without GPUs."""
+
+import json
+import math
+from dataclasses import replace
+
+import launches
+import pytest
+
+from toolkit.planning.recommend import recommend
+from toolkit.planning.render.commands import paste_line
+from toolkit.planning.search import TRAININGS, Search
+from toolkit.training.model import build_model
+
+STEPS, ROWS, TOKENS = 2, 4, 64
+
+KINDS = {"full": "fsdp", "lora": "ddp", "qlora": "zero2"}
+"""Methods, and the strategy of each."""
+
+
+@pytest.fixture(scope="module")
+def environment(launch_environment):
+    return launches.cold(launch_environment)
+
+
+def option_for(method, folder):
+    """Return an option as recommended, under the strategy of its kind and with every lever."""
+    found = recommend(
+        folder,
+        gpu="L4",
+        gpus=2,
+        method=method,
+        sequence=TOKENS,
+        global_batch=ROWS,
+        tokens=STEPS * ROWS * TOKENS,
+    )
+    base = replace(found.choice, job=replace(found.choice.job, method="full"))
+    training = next(training for training in TRAININGS if training.method == method)
+    leanest, *_ = Search(base=base, rows=ROWS // 2).under((KINDS[method],), training)
+    return replace(found.options[0], candidate=leanest)
+
+
+@pytest.mark.parametrize("method", KINDS)
+def test_a_command_that_is_recommended_trains_as_it_stands(method, environment, tmp_path, cache):
+    option = option_for(method, build_model())
+    job, line = option.candidate.job, paste_line(option)
+    assert job.chunked_loss
+    assert job.checkpointing == "full"
+    done = launches.run(["bash", "-c", line], environment=environment, folder=tmp_path)
+    assert done.returncode == 0, done.stdout
+    (file,) = tmp_path.glob("runs/*/record.json")
+    record = json.loads(file.read_text())
+    training = record["training"]
+    assert training["method"] == method
+    assert {"loss_impl", "checkpoint_layers"} & training["speed"]["on"].keys()
+    assert training["activation_checkpointing"]
+    assert len(record["losses"]) == STEPS
+    assert all(map(math.isfinite, record["losses"]))
