@@ -13,6 +13,7 @@ from toolkit.configs.accelerate import check_num_processes
 from toolkit.errors import UsageError
 from toolkit.planning.job import GPUS_PER_NODE, PlannedJob, nodes_for
 from toolkit.planning.memory.estimate import MemoryEstimate, estimate_memory
+from toolkit.planning.memory.weights import expert_adapters
 from toolkit.planning.models.resolve import resolve_model
 from toolkit.planning.models.shape import ModelShape
 from toolkit.planning.options import (
@@ -223,6 +224,8 @@ def plan(model: str | Path | ModelShape, options: PlanOptions) -> Plan:
             "QLoRA sharded by ZeRO-3 or FSDP counts on 4-bit weights stored in a floating dtype "
             "(bnb_4bit_quant_storage). In the default uint8 nothing of them is sharded."
         )
+    if options.method != "full":
+        notes += _expert_notes(base)
     price = options.dollars_per_hour
     if price is None and gpu is not None:
         price = gpu.dollars_per_hour
@@ -236,6 +239,21 @@ def plan(model: str | Path | ModelShape, options: PlanOptions) -> Plan:
         dollars_per_hour=_positive_or_none("dollars_per_hour", price),
         tokens=None if tokens is None else round(tokens),
     )
+
+
+def _expert_notes(job: PlannedJob) -> list[str]:
+    """Return what adapters and 4 bits leave out of a model with fused experts."""
+    fused = sum(tensor.elements for tensor in job.model.of_kind("experts"))
+    if not fused:
+        return []
+    treatment = "no adapters, and stay unquantised" if job.method == "qlora" else "no adapters"
+    note = f"The fused experts ({fused:,} parameters) are no linear layers: they get {treatment}."
+    if more := expert_adapters(job.model, job.lora_rank):
+        note += (
+            f" That is what toolkit.train does. peft's own all-linear would adapt them and their "
+            f"routers too, with {more:,} more trained parameters."
+        )
+    return [note]
 
 
 def _precision(requested: Precision | None, gpu: Gpu | None, notes: list[str]) -> Precision:

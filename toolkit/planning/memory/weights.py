@@ -184,6 +184,28 @@ def _adapters(tensor: Tensor, rank: int) -> tuple[Tensor, ...]:
     )
 
 
+PEFT_ADAPTS = ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "OlmoeForCausalLM")
+"""Classes with fused experts and routers that peft 0.21 adapts for its own `all-linear`
+(transformers_weight_conversion.py). `toolkit.train` names the linear layers, and adapts these alone
+in every model."""
+
+
+def expert_adapters(model: ModelShape, rank: int) -> int:
+    """Return the parameters that peft's own `all-linear` adds beside those of linear layers.
+
+    An expert has a pair of matrices of its own for each projection; gate and up are fused, and have
+    twice the rank. 0 where some layers are dense: by their names peft takes them for experts.
+    """
+    if model.architecture not in PEFT_ADAPTS or not all(model.sparse_layers):
+        return 0
+    total = sum(rank * sum(tensor.shape) for tensor in model.of_kind("router"))
+    for tensor in model.of_kind("experts"):
+        experts, rows, columns = tensor.shape  # none of these classes has biases in its experts
+        fused = 2 if tensor.name.endswith("gate_up_proj") else 1
+        total += fused * rank * experts * (rows + columns)
+    return total
+
+
 def _is_undecayed(tensor: Tensor) -> bool:
     # The Trainer also leaves out all parameters of a LayerNorm, under any name (`ln_1`).
     return tensor.kind == "norm" or _UNDECAYED.search(tensor.name.lower()) is not None
