@@ -125,7 +125,8 @@ def recommend(model: str | Path | ModelShape, options: RecommendOptions) -> Reco
     closest = None
     if choice is None:
         closest = max(looked_at, key=lambda candidate: candidate.verdict.worst_margin_bytes)
-    found = [] if choice is None else _options(search, choice, trainings, options)
+    quick = replace(search, is_quick=True)
+    found = [] if choice is None else _options(quick, choice, trainings, options)
     nearest: list[Remedy] = []
     sentences = [reasons.on_one_gpu(search.base)]
     if choice is None:

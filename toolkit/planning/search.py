@@ -32,13 +32,11 @@ ORDER = (*WHOLE, "zero1", "fsdp", "zero2", "zero3", "fsdp_grad_op", "fsdp_hybrid
 """From the simplest to set up and to understand; `fsdp` comes with torch."""
 
 RUNGS = (
-    levers.CHUNKED_LOSS,
-    levers.BUCKET_VIEW,
-    levers.SYNC_EACH_BATCH,
-    levers.SELECTIVE,
-    levers.CHECKPOINTING,
+    (levers.CHUNKED_LOSS, levers.BUCKET_VIEW, levers.SYNC_EACH_BATCH),
+    (levers.SELECTIVE,),
+    (levers.CHECKPOINTING,),
 )
-"""Levers that cost time at most, each added to those before it."""
+"""Levers that cost time at most, each rung added to those before it."""
 
 ROOMY = 0.8
 """Share of a GPU that may be planned without a risk: of 454 runs whose estimate was below it, none
@@ -140,6 +138,9 @@ class Search:
     rows: int
     """Of one GPU in an optimizer step."""
 
+    is_quick: bool = False
+    """Whether only the ends of the ladder of levers are tried, as for options beside the choice."""
+
     def under(self, names: Sequence[str], training: Training) -> list[Candidate]:
         """Return the candidates under some strategies; where none fits, the leanest of each."""
         strategies = (STRATEGIES[name] for name in names)
@@ -175,8 +176,13 @@ class Search:
     def _under(self, strategy: Strategy, training: Training) -> Iterator[Candidate]:
         batches = [n for n in range(1, min(self.rows, MOST_ROWS) + 1) if self.rows % n == 0]
         ends = [self._job(strategy, batch) for batch in (batches[0], batches[-1])]
-        rungs = [lever for lever in RUNGS if any(lever.applied(job) for job in ends)]
-        ladders = [(*training.levers, *rungs[:count]) for count in range(len(rungs) + 1)]
+        ladders = [training.levers]
+        for rung in RUNGS:
+            usable = [lever for lever in rung if any(lever.applied(job) for job in ends)]
+            if usable:
+                ladders.append((*ladders[-1], *usable))
+        if self.is_quick:
+            ladders = [ladders[0], ladders[-1]]
         leanest = self._candidate(strategy, training, ladders[-1], 1)
         has_place = leanest.levers[: len(training.levers)] == training.levers
         if not (has_place and self.can_step(strategy)):
@@ -189,7 +195,7 @@ class Search:
             ways = _Ways(partial(self._candidate, strategy, training, ladder))
             most = bisect_left(batches, True, lo=place, key=lambda rows: not ways[rows].fits)
             roomy = most
-            if most and not ways[batches[most - 1]].is_roomy:
+            if most and not (self.is_quick or ways[batches[most - 1]].is_roomy):
                 roomy = bisect_left(
                     batches, True, hi=most, key=lambda rows: not ways[rows].is_roomy
                 )
