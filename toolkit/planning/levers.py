@@ -54,8 +54,8 @@ def unpacked_share(model: ModelShape) -> float:
 
     They are no linear layers, so bitsandbytes leaves them as they are.
     """
-    outside = sum(tensor.elements for tensor in model.of_kind("embedding", "head"))
-    experts = sum(tensor.elements for tensor in model.of_kind("experts"))
+    outside = model.elements_of("embedding", "head")
+    experts = model.elements_of("experts")
     return experts / (model.parameters - outside)
 
 

@@ -243,7 +243,7 @@ def plan(model: str | Path | ModelShape, options: PlanOptions) -> Plan:
 
 def _expert_notes(job: PlannedJob) -> list[str]:
     """Return what adapters and 4 bits leave out of a model with fused experts."""
-    fused = sum(tensor.elements for tensor in job.model.of_kind("experts"))
+    fused = job.model.elements_of("experts")
     if not fused:
         return []
     treatment = "no adapters, and stay unquantised" if job.method == "qlora" else "no adapters"

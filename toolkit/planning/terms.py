@@ -48,7 +48,11 @@ class Interval:
 
     @classmethod
     def total(cls, intervals: Iterable[Interval]) -> Interval:
-        return sum(intervals, cls(0.0, 0.0))
+        low = high = 0.0
+        for interval in intervals:
+            low += interval.low
+            high += interval.high
+        return cls(low, high)
 
     @property
     def middle(self) -> float:

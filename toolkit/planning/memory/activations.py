@@ -173,7 +173,7 @@ def cast_weights(job: PlannedJob, *, ends_full: bool) -> Iterator[Term]:
         factors = {"size": regime.compute, "elements of the head": head}
         yield product("gathered", "head cast by autocast", factors, FIRST)
     elif regime.autocast and regime.weight != regime.compute:
-        elements = sum(t.elements for t in model.of_kind("linear", "head", "router"))
+        elements = model.elements_of("linear", "head", "router")
         if model.tied:
             elements += head
         yield product(

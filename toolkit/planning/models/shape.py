@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -198,3 +199,14 @@ class ModelShape:
 
     def of_kind(self, *kinds: TensorKind) -> Iterator[Tensor]:
         return (tensor for tensor in self.tensors if tensor.kind in kinds)
+
+    def elements_of(self, *kinds: TensorKind) -> int:
+        """Return the number of elements of all tensors of these kinds."""
+        return sum(self._elements_by_kind[kind] for kind in kinds)
+
+    @cached_property
+    def _elements_by_kind(self) -> Counter[TensorKind]:
+        elements: Counter[TensorKind] = Counter()
+        for tensor in self.tensors:
+            elements[tensor.kind] += tensor.elements
+        return elements

@@ -24,15 +24,15 @@ FLASH_BACKWARD = 2.5
 @lru_cache(maxsize=512)
 def multiplied_parameters(model: ModelShape) -> int:
     """Parameters that a token is multiplied with on its way through the model."""
-    positions = sum(tensor.elements for tensor in model.of_kind("positions"))
-    lookups = 0 if model.tied else sum(t.elements for t in model.of_kind("embedding"))
+    positions = model.elements_of("positions")
+    lookups = 0 if model.tied else model.elements_of("embedding")
     return model.active_parameters - lookups - positions
 
 
 @lru_cache(maxsize=512)
 def layer_share(model: ModelShape) -> float:
     """Share of the multiplied parameters that lies in decoder layers."""
-    head = sum(t.elements for t in model.of_kind("embedding" if model.tied else "head"))
+    head = model.elements_of("embedding" if model.tied else "head")
     return 1 - head / multiplied_parameters(model)
 
 
