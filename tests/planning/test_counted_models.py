@@ -14,7 +14,7 @@ from test_activations_measured import (
     FAMILIES,
     REGIMES,
     config_of,
-    count_of_layer,
+    count_of_two_layers,
     one_thread,
 )
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -128,14 +128,17 @@ def test_bytes_of_a_layer_are_counted_as_the_table_has_them(family, eager):
             if regime is None or (eager is False and family in EAGER_ONLY):
                 continue
             counted = count.run(ROWS, SEQUENCE).per_token(ROWS * SEQUENCE)
-            recorded = layer_bytes(table, REGIMES[regime], SEQUENCE, fused=not eager)
+            recorded = [
+                layer_bytes(table, REGIMES[regime], SEQUENCE, fused=not eager, sparse=sparse)
+                for sparse in table.sparse_layers
+            ]
             assert not count.assumed
-            assert counted["saved"] == pytest.approx(recorded.saved, rel=0.001)
-            assert counted["boundary"] == recorded.boundary
-            assert counted["products"] == pytest.approx(recorded.products, rel=0.001)
-            assert counted["every_second"] == pytest.approx(recorded.every_second, rel=0.001)
+            for field in ("saved", "boundary", "products", "every_second"):
+                mean = sum(getattr(layer, field) for layer in recorded) / len(recorded)
+                assert counted[field] == pytest.approx(mean, rel=0.005), field
             # The table replays an operation with all its inputs' gradients at once.
-            assert counted["backward_peak"] == pytest.approx(recorded.backward_peak, rel=0.15)
+            peak = max(layer.backward_peak for layer in recorded)
+            assert counted["backward_peak"] == pytest.approx(peak, rel=0.15)
             tail = _recorded_tail(table, REGIMES[regime], True)
             assert counted["outside"] == pytest.approx(tail, rel=0.001)
             compared += 1
@@ -192,9 +195,9 @@ def test_layers_of_an_unknown_architecture_keep_what_autograd_really_keeps(
     monkeypatch.setitem(FAMILIES, "cohere", widths)
     for regime in ("fp32", "bf16"):
         for attention in ("sdpa", "eager"):
-            real = count_of_layer("cohere", attention=attention, regime=regime)
+            real = count_of_two_layers("cohere", attention=attention, regime=regime)
             planned = layer_bytes(shape, REGIMES[regime], 32, fused=attention == "sdpa")
-            assert planned.saved == pytest.approx(real, rel=0.02)
+            assert 2 * planned.saved == pytest.approx(real, rel=0.02)
 
 
 def test_dense_and_sparse_layers_are_counted_one_by_one():
@@ -206,7 +209,7 @@ def test_dense_and_sparse_layers_are_counted_one_by_one():
     sparse_only, mixed, dense_only = count(0), count(1), count(4)
     mean = (3 * sparse_only["saved"] + dense_only["saved"]) / 4
     assert sparse_only["saved"] > 1.2 * dense_only["saved"]
-    assert mixed["saved"] == pytest.approx(mean, rel=0.001)
+    assert mixed["saved"] == pytest.approx(mean, rel=0.005)
     assert mixed["backward_peak"] == sparse_only["backward_peak"]
 
 
@@ -245,6 +248,15 @@ def test_a_model_that_cannot_be_built_is_a_sentence_and_status_2(config, words, 
     assert done.returncode == 2
     assert words in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_model_whose_layers_cannot_be_counted_is_refused_with_the_reason(
+    answer, tmp_path, monkeypatch
+):
+    broken = answer | {"kept": {}, "assumed": {answer["architecture"]: "RuntimeError: no data"}}
+    monkeypatch.setattr(counted, "_count", lambda *_: broken)
+    with pytest.raises(UsageError, match="RuntimeError: no data"):
+        resolve_model(folder_of(COHERE, tmp_path))
 
 
 def test_a_count_that_takes_too_long_is_stopped(tmp_path, monkeypatch):

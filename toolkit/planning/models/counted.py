@@ -111,6 +111,11 @@ def _count(text: str, config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _shape(answer: Mapping[str, Any], name: str) -> ModelShape:
+    if reason := answer["assumed"].get(answer["architecture"]):  # a pass through all of it failed
+        raise UsageError(
+            f"{name}: the parameters of {answer['architecture']} can be counted, but not what "
+            f"autograd keeps of it ({reason[:200]}). Plan with a parameter count such as 7b."
+        )
     same_names = (
         "architecture layers hidden_size heads kv_heads head_dim intermediate_size vocab_size "
         "max_positions tied experts active_experts norms_per_layer qk_norm dropout logit_softcap"
