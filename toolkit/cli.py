@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import shlex
 import sys
@@ -470,6 +471,8 @@ def main() -> None:
 
     The same holds for a file that may not be read or written; a full disk is exit code 1.
     """
+    # A start makes many objects and frees few: looking for garbage too often takes time.
+    gc.set_threshold(50_000)
     redact_output()
     try:
         app(prog_name="toolkit")
