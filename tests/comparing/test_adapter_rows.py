@@ -96,6 +96,11 @@ def test_the_planned_job_is_the_one_with_these_adapters(told, method):
     assert not job.frozen_in_fp32
 
 
+def test_adapters_on_the_layers_of_attention_are_predicted_by_their_names(told):
+    told["training"] |= {"lora_target_modules": ["o_proj", "v_proj", "q_proj", "k_proj"]}
+    assert job_of(told).lora_targets == "attention"
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

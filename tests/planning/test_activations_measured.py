@@ -11,6 +11,7 @@ from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.activations import activations_of
 from toolkit.planning.memory.autograd_memory import Regime
 from toolkit.planning.memory.layers import layer_bytes
+from toolkit.planning.memory.weights import names_of_targets
 from toolkit.planning.models.architectures import shape_from_config
 from toolkit.strategies import STRATEGIES
 from toolkit.training.speed.layers import checkpoint_layers
@@ -71,14 +72,14 @@ def config_of(family, layers):
     return AutoConfig.for_model(name, **FAMILIES[family], **NO_DROPOUT, **depth)
 
 
-def build(config, *, attention, regime, adapters=0):
+def build(config, *, attention, regime, adapters=0, targets="all-linear"):
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     if not adapters:
         return model.to(torch.bfloat16) if regime == "bf16" else model
     import peft
 
     base = model if regime == "fp32" else model.to(torch.bfloat16)
-    options = peft.LoraConfig(r=adapters, target_modules="all-linear", lora_dropout=0.0)
+    options = peft.LoraConfig(r=adapters, target_modules=targets, lora_dropout=0.0)
     model = peft.get_peft_model(base, options)
     model.enable_input_require_grads()
     return model.to(torch.bfloat16) if regime == "bf16" else model
@@ -135,8 +136,9 @@ def test_bytes_kept_for_backward_are_those_that_autograd_keeps(family, attention
 
 # peft 0.21 asks transformers 5.23 by a name that goes in v6.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize("targets", ["all-linear", "attention"])
 @pytest.mark.parametrize("regime", REGIMES)
-def test_adapters_keep_copies_of_their_inputs_and_the_base_keeps_none(regime):
+def test_adapters_keep_copies_of_their_inputs_and_the_base_keeps_none(regime, targets):
     """Under autocast the base is in bf16 and the adapters in fp32, as peft leaves them."""
     pytest.importorskip("peft")
     runs_in = REGIMES[regime]
@@ -145,8 +147,11 @@ def test_adapters_keep_copies_of_their_inputs_and_the_base_keeps_none(regime):
     elif regime == "bf16":
         runs_in = Regime(compute=2, weight=2, autocast=False, adapter=2)
     shape = shape_from_config(config_of("llama", 3).to_dict(), name="llama")
-    counted = count_of_two_layers("llama", attention="sdpa", regime=regime, adapters=8)
-    predicted = layer_bytes(shape, runs_in, SEQUENCE, fused=True, adapters=8)
+    names = targets if targets == "all-linear" else names_of_targets(shape, targets)
+    counted = count_of_two_layers(
+        "llama", attention="sdpa", regime=regime, adapters=8, targets=names
+    )
+    predicted = layer_bytes(shape, runs_in, SEQUENCE, fused=True, adapters=8, targets=targets)
     assert 2 * predicted.saved == pytest.approx(counted, rel=0.01)
 
 

@@ -145,18 +145,22 @@ def test_bytes_of_a_layer_are_counted_as_the_table_has_them(family, eager):
     assert compared == (0 if family in EAGER_ONLY and not eager else 3)
 
 
-def test_bytes_with_adapters_are_counted_as_the_table_has_them():
+@pytest.mark.parametrize("targets", ["all-linear", "attention"])
+def test_bytes_with_adapters_are_counted_as_the_table_has_them(targets):
     config = dictionary("llama")
     table = shape_from_config(config, name="llama")
     runs_in = {"4-4-0-4": "fp32", "2-2-0-2": "bf16"}
     for size, dtype in DTYPES.items():
         for key, count in passes(build(config, dtype), size):
-            if not key.endswith("-all-linear") or key.removesuffix("-all-linear") not in runs_in:
+            name = key.removesuffix(f"-{targets}")
+            if name not in runs_in:
                 continue
-            regime = REGIMES[runs_in.pop(key.removesuffix("-all-linear"))]
+            regime = REGIMES[runs_in.pop(name)]
             regime = type(regime)(compute=size, weight=size, autocast=False, adapter=size)
             counted = count.run(ROWS, SEQUENCE).per_token(ROWS * SEQUENCE)
-            recorded = layer_bytes(table, regime, SEQUENCE, fused=True, adapters=16)
+            recorded = layer_bytes(
+                table, regime, SEQUENCE, fused=True, adapters=16, targets=targets
+            )
             assert counted["saved"] == pytest.approx(recorded.saved, rel=0.001)
             assert counted["products"] == pytest.approx(recorded.products, rel=0.001)
     assert not runs_in

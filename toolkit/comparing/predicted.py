@@ -10,7 +10,9 @@ from toolkit.errors import UsageError
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import estimate_memory, step_peak
 from toolkit.planning.memory.states import state_bytes
+from toolkit.planning.memory.weights import names_of_targets
 from toolkit.planning.models.resolve import resolve_model
+from toolkit.planning.models.shape import ModelShape
 from toolkit.planning.options import Dtype, Method
 from toolkit.planning.speed.traffic import collectives
 from toolkit.planning.terms import Interval
@@ -150,7 +152,7 @@ def job_of(run: RunFacts | Record) -> PlannedJob:
         accumulation=training["gradient_accumulation_steps"],
         gradient_clipping=float(training["max_grad_norm"] or 0),
         **literals,
-        **_method_of(run["precision"], training),
+        **_method_of(run["precision"], training, model),
         **_speed_of(training),
     )
 
@@ -175,7 +177,7 @@ def _speed_of(training: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _method_of(precision: str, training: dict[str, Any]) -> dict[str, Any]:
+def _method_of(precision: str, training: dict[str, Any], model: ModelShape) -> dict[str, Any]:
     """Return the fields of a job that the method decides."""
     method, dtype = training["method"], training["dtype"]
     for value, known in ((method, Method), (dtype, Dtype)):
@@ -183,10 +185,12 @@ def _method_of(precision: str, training: dict[str, Any]) -> dict[str, Any]:
             raise UsageError(f"not predicted: {value!r} is none of {', '.join(get_args(known))}")
     if method == "full":
         return {"dtype": dtype}
-    if training["lora_target_modules"] != ["all-linear"]:
+    names = training["lora_target_modules"]
+    targets = "all-linear" if names == ["all-linear"] else "attention"
+    if targets == "attention" and set(names or ()) != set(names_of_targets(model, targets)):
         raise UsageError(
-            "not predicted: the planner has adapters on every linear layer, and this run on "
-            f"{', '.join(training['lora_target_modules'] or ['some'])}"
+            "not predicted: the planner has adapters on every linear layer or on those of "
+            f"attention, and this run on {', '.join(names or ['some'])}"
         )
     if dtype != COMPUTE_DTYPES.get(precision):
         raise UsageError(
@@ -197,6 +201,7 @@ def _method_of(precision: str, training: dict[str, Any]) -> dict[str, Any]:
     return {
         "method": method,
         "lora_rank": training["lora_r"],
+        "lora_targets": targets,
         "lora_dropout": training["lora_dropout"] or 0.0,
     }
 

@@ -22,6 +22,7 @@ from torch import nn
 from toolkit.errors import sentence_of
 from toolkit.measuring.skeleton_facts import TOWER, describe
 from toolkit.measuring.skeleton_layers import CODE_ERRORS, LayerCount
+from toolkit.planning.models.shape import ATTENTION
 
 ROWS: Final = 2
 
@@ -42,7 +43,6 @@ SCAN: Final = re.compile(
 )
 """Classes of state-space scans and linear attention, which need kernels of other packages."""
 
-ATTENTION: Final = re.compile(r"\.\w*(?:attn|attention)\w*\.")
 NUMBER: Final = re.compile(r"idx|index|layer_id|layer_num|training")
 """Attributes in which layers of one kind differ."""
 
@@ -160,7 +160,7 @@ def _targeted(model: Any, targets: str) -> frozenset[str]:
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not head
-        if targets == "all-linear" or ATTENTION.search(f".{name}.")
+        if targets == "all-linear" or ATTENTION.search(name)
     )
 
 

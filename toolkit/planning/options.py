@@ -45,6 +45,7 @@ Attention = Literal["flash", "eager"]
 Checkpointing = Literal["none", "full", "selective", "every_second"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Goal = Literal["speed", "memory"]
+LoraTargets = Literal["all-linear", "attention"]
 
 USUAL_STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp")
 USUAL_ALONE = ("single", "zero2_offload", "zero3_offload", "fsdp_offload")
@@ -92,7 +93,8 @@ class JobOptions:
 
     method: Annotated[Method, Flag("The whole model, or adapters on it.")] = "full"
     lora_rank: Annotated[int, Flag("Rank of the adapters.")] = 16
-    """Of those on every linear layer but the head (peft's `all-linear`)."""
+    lora_targets: Annotated[LoraTargets, Flag("Linear layers that have adapters.")] = "all-linear"
+    """`all-linear` is every one but the head, as peft has it; `attention` is those of attention."""
 
     lora_dropout: Annotated[float, Flag("Share of the adapters' inputs that is dropped.")] = 0.0
     """Above 0, each adapter keeps a copy of its input, and a mask."""

@@ -81,12 +81,13 @@ def _of_levers(choice: Candidate, goal: Goal) -> Iterator[str]:
         "Adapters are another training than the whole model: compare their quality too. They "
         "take a higher learning rate, about ten times (LoRA Without Regret, 2025)."
     )
+    place = "but the head" if job.lora_targets == "all-linear" else "of attention"
     experts = unpacked_share(job.model)
     without = f" Its fused experts, {experts:.0%} of the weights beside embeddings and head, are "
     without += "no linear layers and get none."
     yield (
         f"toolkit.train --method {job.method} --lora_r {job.lora_rank} trains them, on every "
-        f"linear layer but the head.{without if experts else ''}"
+        f"linear layer {place}.{without if experts else ''}"
     )
 
 

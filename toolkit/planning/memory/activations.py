@@ -52,6 +52,7 @@ def activations_of(job: PlannedJob) -> Activations:
             fused=job.attention == "flash",
             adapters=0 if job.method == "full" else job.lora_rank,
             adapter_dropout=job.lora_dropout > 0,
+            targets=job.lora_targets,
             sparse=sparse,
         )
         formula, by_kind[sparse] = _of_layer(job, layer)
@@ -272,8 +273,14 @@ def _tail(job: PlannedJob, regime: Regime) -> float:
     if model.counted is None:
         return _recorded_tail(model, regime, trains)
     adapters = 0 if trains else job.lora_rank
-    fused = job.attention == "flash"
-    return counted_bytes(model, regime, job.sequence, fused=fused, adapters=adapters).outside
+    return counted_bytes(
+        model,
+        regime,
+        job.sequence,
+        fused=job.attention == "flash",
+        adapters=adapters,
+        targets=job.lora_targets,
+    ).outside
 
 
 @lru_cache(maxsize=1024)

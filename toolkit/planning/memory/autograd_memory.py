@@ -123,19 +123,23 @@ class Tape:
         """Record the cast for an operation that autocast runs in 16 bits."""
         return self.cast(value, self.regime.compute) if self.regime.autocast else value
 
-    def linear(self, value: Value, width: float) -> Value:
-        """Record a linear layer, which keeps its input for the gradient of its weight."""
+    def linear(self, value: Value, width: float, *, adapters: int | None = None) -> Value:
+        """Record a linear layer, which keeps its input for the gradient of its weight.
+
+        `adapters` is the rank of its adapters, 0 for none; left out, that of the tape.
+        """
+        rank = self.adapters if adapters is None else adapters
         inside = self.lowered(value)
         base = self.record([inside], Value(width, self.regime.compute), self._if_trained(inside))
         self.products.append(base)
         if self.regime.returns_input:
             base = self.cast(base, value.size)
-        if not self.adapters:
+        if not rank:
             return base
         # peft casts its input to the adapters' dtype; autocast lowers it again, in a new copy.
         entered = self.cast(value, self.regime.adapter)
         entered = self.lowered(self.dropout(entered) if self.adapter_dropout else entered)
-        down = self.record([entered], Value(self.adapters, self.regime.compute), [entered])
+        down = self.record([entered], Value(rank, self.regime.compute), [entered])
         up = self.record([down], Value(width, self.regime.compute), [down])
         self.products += [down, up]
         scaled = self.record([up], Value(width, self.regime.compute))

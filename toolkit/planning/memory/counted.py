@@ -6,7 +6,9 @@ from functools import lru_cache
 
 from toolkit.errors import UsageError
 from toolkit.planning.memory.autograd_memory import Regime
+from toolkit.planning.memory.weights import adapted_tensors
 from toolkit.planning.models.shape import ModelShape, TokenBytes
+from toolkit.planning.options import LoraTargets
 
 RANK = 16
 """Rank of the adapters that are counted (measuring/skeleton_layers.py)."""
@@ -14,7 +16,13 @@ RANK = 16
 
 @lru_cache(maxsize=1024)
 def counted_bytes(
-    model: ModelShape, regime: Regime, sequence: int, *, fused: bool, adapters: int = 0
+    model: ModelShape,
+    regime: Regime,
+    sequence: int,
+    *,
+    fused: bool,
+    adapters: int = 0,
+    targets: LoraTargets = "all-linear",
 ) -> TokenBytes:
     """Return the bytes of a token in a row of `sequence` tokens.
 
@@ -26,9 +34,9 @@ def counted_bytes(
     """
     assert model.counted is not None
     autocast = regime.autocast and regime.compute == 2
-    adapter, targets = (regime.adapter, "all-linear") if adapters else (0, "none")
+    adapter, adapted = (regime.adapter, targets) if adapters else (0, "none")
     attention = "flash" if fused else "eager"
-    key = f"{regime.compute}-{regime.weight}-{int(autocast)}-{adapter}-{targets}-{attention}"
+    key = f"{regime.compute}-{regime.weight}-{int(autocast)}-{adapter}-{adapted}-{attention}"
     rows = model.counted.get(key)
     if rows is None:
         raise UsageError(
@@ -44,7 +52,8 @@ def counted_bytes(
 
     more = 0.0
     if adapters:
-        more = regime.compute * (adapters - RANK) * _linear_layers(model) / model.layers
+        layers = sum(tensor.layer is not None for tensor in adapted_tensors(model, targets))
+        more = regime.compute * (adapters - RANK) * layers / model.layers
     return TokenBytes(
         saved=at("saved") + more,
         boundary=at("boundary"),
@@ -53,8 +62,3 @@ def counted_bytes(
         every_second=at("every_second"),
         outside=at("outside"),
     )
-
-
-def _linear_layers(model: ModelShape) -> int:
-    """Return how many linear layers the decoder layers have in all."""
-    return sum(tensor.layer is not None for tensor in model.of_kind("linear"))

@@ -11,6 +11,7 @@ from toolkit.planning.memory.counted import counted_bytes
 from toolkit.planning.memory.weights import COMPUTE_SIZE, trained_size
 from toolkit.planning.memory.zero_settings import zero_settings
 from toolkit.planning.models.shape import ModelShape
+from toolkit.planning.options import LoraTargets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,20 +63,23 @@ def layer_bytes(
     fused: bool,
     adapters: int = 0,
     adapter_dropout: bool = False,
+    targets: LoraTargets = "all-linear",
     sparse: bool = True,
 ) -> LayerBytes:
     """Return the bytes of a layer for each token of a row of `sequence` tokens.
 
     With `fused`, attention runs in a kernel that never holds the scores, if the class supports it.
-    `adapters` is the rank of LoRA's matrices, 0 for training in full. Of a model with experts in
-    some layers, `sparse` is a layer that has them. A model that was counted on the meta device has
-    the mean of all its layers.
+    `adapters` is the rank of LoRA's matrices beside the linear layers that are `targets`, 0 for
+    training in full. Of a model with experts in some layers, `sparse` is a layer that has them. A
+    model that was counted on the meta device has the mean of all its layers.
 
     Raises:
         UsageError: the model was not counted with this attention.
     """
     if model.counted is not None:
-        counted = counted_bytes(model, regime, sequence, fused=fused, adapters=adapters)
+        counted = counted_bytes(
+            model, regime, sequence, fused=fused, adapters=adapters, targets=targets
+        )
         return LayerBytes(
             saved=counted.saved,
             boundary=counted.boundary,
@@ -89,6 +93,7 @@ def layer_bytes(
         trains=not adapters,
         adapters=adapters,
         adapter_dropout=adapter_dropout,
+        adapts_mlp=targets == "all-linear",
         sparse=sparse,
     )
     start = Value(model.hidden_size, tape.entering)
@@ -109,6 +114,9 @@ class LayerTape(Tape):
     model: ModelShape
     sparse: bool = True
     """Whether the layer has the model's experts, if there are any."""
+
+    adapts_mlp: bool = True
+    """Whether the linear layers outside of attention have adapters, if there are any."""
 
     attended: list[Value] = field(default_factory=list[Value])
     """Results of fused attention, or of the two products of eager attention."""
@@ -254,11 +262,15 @@ class LayerTape(Tape):
     def dense(self, value: Value, width: float) -> Value:
         hidden = self.model.hidden_size
         if not self.model.gated:
-            return self.linear(self.activated(self.linear(value, width)), hidden)
+            return self.of_mlp(self.activated(self.of_mlp(value, width)), hidden)
         if self.model.block.gate_up == "fused":
-            return self.linear(self.gated_views(self.linear(value, 2 * width)), hidden)
-        gate = self.activated(self.linear(value, width))
-        return self.linear(self.multiply(gate, self.linear(value, width)), hidden)
+            return self.of_mlp(self.gated_views(self.of_mlp(value, 2 * width)), hidden)
+        gate = self.activated(self.of_mlp(value, width))
+        return self.of_mlp(self.multiply(gate, self.of_mlp(value, width)), hidden)
+
+    def of_mlp(self, value: Value, width: float) -> Value:
+        """Record a linear layer of the MLP, with adapters if those there have any."""
+        return self.linear(value, width, adapters=self.adapters if self.adapts_mlp else 0)
 
     def gated_views(self, together: Value) -> Value:
         """Record the product of gate and up: two views of one tensor, which keep all of it."""
@@ -278,7 +290,7 @@ class LayerTape(Tape):
         model = self.model
         active, hidden, size = model.active_experts, model.hidden_size, self.regime.weight
         width = active * expert_width(model)
-        routing = self.keeping_output(self.cast(self.linear(value, model.experts), FP32))
+        routing = self.keeping_output(self.cast(self.of_mlp(value, model.experts), FP32))
         index = Value(4 * active, 8)
         weights = self.record([routing], Value(active, FP32), [index, Value(1 + active, FP32)])
         rows = self.record([value], Value(active * hidden, size))
@@ -289,7 +301,7 @@ class LayerTape(Tape):
         if shared <= 0:
             return summed
         beside = self.dense(value, shared)
-        gate = self.keeping_output(self.linear(value, 1))
+        gate = self.keeping_output(self.of_mlp(value, 1))
         return self.add(summed, self.multiply(beside, gate))
 
     def activated(self, value: Value) -> Value:

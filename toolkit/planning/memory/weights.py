@@ -12,7 +12,7 @@ from itertools import accumulate
 from toolkit.errors import UsageError
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.models.shape import ModelShape, Tensor
-from toolkit.planning.options import Method
+from toolkit.planning.options import LoraTargets, Method
 from toolkit.strategies import COMPUTE_DTYPES, DTYPE_BYTES
 
 COMPUTE_SIZE = {precision: DTYPE_BYTES[dtype] for precision, dtype in COMPUTE_DTYPES.items()}
@@ -131,7 +131,9 @@ class Weights:
 
 def weights_of(job: PlannedJob) -> Weights:
     """Return the tensors of `job`; the same object for the same model and method."""
-    return _weights(job.model, job.method, 0 if job.method == "full" else job.lora_rank)
+    if job.method == "full":
+        return _weights(job.model, job.method, 0, "all-linear")
+    return _weights(job.model, job.method, job.lora_rank, job.lora_targets)
 
 
 def trained_size(job: PlannedJob) -> int:
@@ -157,10 +159,17 @@ def trained_size(job: PlannedJob) -> int:
 
 
 @lru_cache(maxsize=512)
-def _weights(model: ModelShape, method: Method, lora_rank: int) -> Weights:
+def _weights(model: ModelShape, method: Method, lora_rank: int, targets: LoraTargets) -> Weights:
     trained, frozen, packed = model.tensors, (), ()
     if method != "full":
-        trained = tuple(a for tensor in model.tensors for a in _adapters(tensor, lora_rank))
+        adapted = adapted_tensors(model, targets)
+        trained = tuple(matrix for tensor in adapted for matrix in _adapters(tensor, lora_rank))
+        if not trained:
+            of_attention = " of attention by their names" if targets == "attention" else ""
+            raise UsageError(
+                f"{model.name} has no linear layers{of_attention} that adapters could stand on. "
+                "Ask for other targets, or for a full fine-tune."
+            )
         packed = tuple(model.of_kind("linear")) if method == "qlora" else ()
         in_4_bits = set(packed)
         frozen = tuple(tensor for tensor in model.tensors if tensor not in in_4_bits)
@@ -173,9 +182,32 @@ def _weights(model: ModelShape, method: Method, lora_rank: int) -> Weights:
     )
 
 
+def adapted_tensors(model: ModelShape, targets: LoraTargets) -> Iterator[Tensor]:
+    """Yield the weights of the linear layers that get adapters."""
+    for tensor in model.of_kind("linear"):
+        if len(tensor.shape) == 2 and (targets == "all-linear" or tensor.is_of_attention):
+            yield tensor
+
+
+def names_of_targets(model: ModelShape, targets: LoraTargets) -> list[str]:
+    """Return the ends of the targeted layers' names, as short as no other layer has them."""
+    targeted = [_module(tensor) for tensor in adapted_tensors(model, targets)]
+    others = {_module(tensor) for tensor in model.of_kind("linear", "head", "router")}
+    others -= set(targeted)
+    ends: dict[str, None] = {}
+    for name in targeted:
+        place, _, last = name.rpartition(".")
+        if any(other.endswith(f".{last}") for other in others):
+            last = f"{place.rpartition('.')[2]}.{last}"
+        ends[last] = None
+    return list(ends)
+
+
+def _module(tensor: Tensor) -> str:
+    return tensor.name.removesuffix(".weight")
+
+
 def _adapters(tensor: Tensor, rank: int) -> tuple[Tensor, ...]:
-    if tensor.kind != "linear" or len(tensor.shape) != 2:
-        return ()
     rows, columns = tensor.shape
     name = tensor.name.removesuffix(".weight")
     return (

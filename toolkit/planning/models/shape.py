@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Final, Literal
 
 TensorKind = Literal[
     "embedding", "positions", "linear", "experts", "router", "norm", "bias", "head", "other"
@@ -15,6 +16,9 @@ TensorKind = Literal[
 Norm = Literal["rms", "rms_late", "layer", "layer_fp32"]
 Order = Literal["pre", "post", "around", "after", "parallel", "parallel_two"]
 Activation = Literal["silu", "gelu", "gelu_new", "gelu_bloom", "gelu_tanh", "relu", "gpt_oss"]
+
+ATTENTION: Final = re.compile(r"(?:^|\.)\w*(?:attn|attention)\w*\.")
+"""Part of the name of a module inside of attention: `self_attn.`, `attention.`"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,10 @@ class Tensor:
     @property
     def elements(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def is_of_attention(self) -> bool:
+        return ATTENTION.search(self.name) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

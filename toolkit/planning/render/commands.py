@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 from toolkit.planning.job import PlannedJob
+from toolkit.planning.memory.weights import names_of_targets
 from toolkit.planning.options import OPTIM_FLAGS
 from toolkit.planning.recommend import Option
 
@@ -39,14 +40,18 @@ def train_command(
         words += ["--main_process_ip", "ADDRESS", "--main_process_port", str(PORT)]
     words += ["-m", "toolkit.train", "--strategy", job.strategy.name]
     flags = _flags(job, rate) | ({} if steps is None else {"max_steps": steps})
-    return words + [word for key, value in flags.items() for word in (f"--{key}", str(value))]
+    for name, value in flags.items():
+        words += [f"--{name}", *(value if isinstance(value, list) else [str(value)])]
+    return words
 
 
-def _flags(job: PlannedJob, rate: float) -> dict[str, object]:
+def _flags(job: PlannedJob, rate: float) -> dict[str, str | bool | int | list[str]]:
     """Return the flags of toolkit.train for a job."""
-    flags: dict[str, object] = {}
+    flags: dict[str, str | bool | int | list[str]] = {}
     if job.method != "full":
         flags |= {"method": job.method, "lora_r": job.lora_rank}
+    if job.method != "full" and job.lora_targets != "all-linear":
+        flags["lora_target_modules"] = names_of_targets(job.model, job.lora_targets)
     flags |= {
         "model_name_or_path": job.model.name if job.model.exact else "MODEL",
         "max_length": job.sequence,

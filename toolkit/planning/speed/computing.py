@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.memory.weights import Weights, weights_of
+from toolkit.planning.memory.weights import Weights, adapted_tensors, weights_of
 from toolkit.planning.models.shape import ModelShape
 from toolkit.planning.speed import rates
 from toolkit.planning.speed.flops import attention_flops, linear_flops
@@ -120,8 +120,7 @@ def _least_fetching(job: PlannedJob, gpu: Gpu, rate: float, best_share: float) -
 
 def _launching(job: PlannedJob, busy: Interval) -> SpeedTerm:
     """Return the time that a micro-batch waits for the host to launch every layer's kernels."""
-    counted = rates.KERNELS if job.method == "full" else rates.ADAPTED_KERNELS
-    kernels = Interval.exactly(counted.forward * _forwards(job) + counted.backward)
+    kernels = Interval.exactly(_kernels(job))
     if job.compiles:
         kernels = rates.COMPILED_KERNELS.times(kernels.low)
     launch = (rates.KERNEL_SECONDS * kernels).times(job.model.layers)
@@ -136,6 +135,19 @@ def _launching(job: PlannedJob, busy: Interval) -> SpeedTerm:
             "busy": shown(busy),
         },
     )
+
+
+def _kernels(job: PlannedJob) -> float:
+    """Kernels of a layer in a micro-batch; each adapted linear layer adds its part."""
+    plain, adapted = (
+        counted.forward * _forwards(job) + counted.backward
+        for counted in (rates.KERNELS, rates.ADAPTED_KERNELS)
+    )
+    share = 0.0
+    if job.method != "full":
+        targeted = sum(1 for _ in adapted_tensors(job.model, job.lora_targets))
+        share = targeted / sum(1 for _ in adapted_tensors(job.model, "all-linear"))
+    return plain + share * (adapted - plain)
 
 
 def _forwards(job: PlannedJob) -> int:
