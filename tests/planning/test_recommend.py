@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from toolkit.cli import app
 from toolkit.errors import UsageError
 from toolkit.planning.learning_rate import LearningRate
+from toolkit.planning.levers import CHECKPOINTING, SELECTIVE
 from toolkit.planning.memory.estimate import estimate_memory
 from toolkit.planning.options import USUAL_STRATEGIES
 from toolkit.planning.plan import plan
@@ -512,3 +513,18 @@ def test_brackets_in_the_name_of_a_model_are_printed():
     found = recommend("125m", gpu="L4", gpus=2)
     named = replace(found, model=replace(found.model, name="[red]mine[/red]"))
     assert "[red]mine[/red]" in shown(named)
+
+
+def test_what_an_option_gives_up_is_said_once_and_of_the_levers_that_it_has(answers):
+    options = [option for found in answers.values() for option in found.options]
+    assert len(options) > len(answers) / 2
+    for option in options:
+        in_full = option.candidate.job.checkpointing == "full"
+        assert (CHECKPOINTING.price in option.gives_up) is in_full
+        assert not (in_full and SELECTIVE.price in option.gives_up)
+
+
+def test_a_way_out_names_its_strategy_once():
+    (sentence,) = (s for s in recommend("3b", gpu="L4", gpus=1).reasons if "fine-tune fits" in s)
+    assert "zero2_offload (" in sentence
+    assert sentence.count("zero2_offload") == 1

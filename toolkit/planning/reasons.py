@@ -133,7 +133,9 @@ def what_it_takes(leanest: Candidate, ways: Sequence[Remedy]) -> Iterator[str]:
 
 def _condition(way: Remedy) -> str:
     nodes = f"{way.job.nodes} nodes, " if way.job.nodes > 1 else ""
-    under = f"{nodes}{way.job.strategy.name}, {way.verdict.needed.high / GIB:.1f} GiB a GPU"
+    name = way.job.strategy.name
+    strategy = "" if name in way.name else f"{name}, "
+    under = f"{nodes}{strategy}{way.verdict.needed.high / GIB:.1f} GiB a GPU"
     return f"{under}, {way.verdict.words}" if way.verdict.answer == "fits with RAM" else under
 
 

@@ -227,6 +227,8 @@ class Search:
             if changed is not None:
                 job = changed
                 used.append(lever)
+        if levers.CHECKPOINTING in used and levers.SELECTIVE in used:
+            used.remove(levers.SELECTIVE)  # checkpointing in full has taken its place
         return replace(self.base, job=job, training=training, levers=tuple(used))
 
 
