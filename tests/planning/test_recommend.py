@@ -2,6 +2,7 @@ import io
 import json
 import shlex
 from dataclasses import replace
+from html import escape
 from types import SimpleNamespace
 
 import pytest
@@ -271,7 +272,11 @@ def test_a_recommendation_is_plain_data_and_escaped_html(answers):
         data = json.loads(json.dumps(found.to_dict(), allow_nan=False))
         assert data["schema"] == 1
         assert (data["choice"] is None) != (data["closest"] is None)
-        assert "<script" not in found._repr_html_()
+        html = found._repr_html_()
+        assert "<script" not in html
+        for option in found.options:
+            assert f"<pre>{escape(paste_line(option))}</pre>" in html
+            assert escape("; ".join(option.gives_up)) in html
 
 
 # The order of what fits

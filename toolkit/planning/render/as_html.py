@@ -5,9 +5,14 @@ from __future__ import annotations
 from html import escape
 
 from toolkit.planning.plan import Plan, PlanRow
-from toolkit.planning.recommend import Recommendation
+from toolkit.planning.recommend import Option, Recommendation
 from toolkit.planning.render.plans import figures_of, span
-from toolkit.planning.render.recommendations import describe_job, learning_rate_sentence, pace
+from toolkit.planning.render.recommendations import (
+    describe_job,
+    learning_rate_sentence,
+    option_lines,
+    pace,
+)
 from toolkit.planning.terms import GIB
 
 HEADERS = (
@@ -67,4 +72,10 @@ def _recommendation(answer: Recommendation) -> str:
     runners_up = f"<p>Next to it:</p><ol start=2>{others}</ol>" if others else ""
     title = f"{answer.model.name} on {answer.gpu.name}: {head}"
     rate = escape(learning_rate_sentence(answer.learning_rate))
-    return f"<p><b>{escape(title)}</b></p><ul>{reasons}</ul>{runners_up}<p>{rate}</p>"
+    options = "".join(_option(*numbered) for numbered in enumerate(answer.options, 1))
+    return f"<p><b>{escape(title)}</b></p><ul>{reasons}</ul>{runners_up}<p>{rate}</p>{options}"
+
+
+def _option(number: int, option: Option) -> str:
+    *lines, command = (line.strip() for line in option_lines(number, option))
+    return f"<p>{'<br>'.join(map(escape, lines))}</p><pre>{escape(command)}</pre>"
