@@ -182,3 +182,9 @@ def test_what_deepspeed_builds_is_counted_apart():
     clock.close()
     assert clock.warm_up()["build_seconds"] >= SLEPT
     assert OpBuilder.jit_load is original
+
+
+@pytest.mark.parametrize(("throughput_steps", "timed"), [(0, 5), (4, 2), (6, 4)])
+def test_steps_are_timed_after_the_warm_up_of_all_or_of_the_packed_ones(throughput_steps, timed):
+    found = record(steps=5 + WARMUP_STEPS, throughput_steps=throughput_steps)
+    assert len(found["timed_seconds"]) == timed
