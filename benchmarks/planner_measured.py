@@ -53,7 +53,7 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """Return all published figures beside what is planned today."""
+    """Return all published figures, each beside today's plan."""
     return [
         Row(
             measured=measured,
@@ -64,23 +64,23 @@ def rows() -> list[Row]:
 
 
 def main() -> None:
-    found = rows()
-    print("\n".join([*summary(found), "", *details(found)]))
+    figures = rows()
+    print("\n".join([*summary(figures), "", *details(figures)]))
 
 
-def summary(found: Sequence[Row]) -> Iterator[str]:
+def summary(figures: Sequence[Row]) -> Iterator[str]:
     """Yield a table with a line for each regime, and one for all of them."""
     yield "| regime | counted within 10% | expected to worst: inside | median width |"
     yield "|---|---|---|---|"
-    regimes = dict.fromkeys(row.measured.regime for row in found)
+    regimes = dict.fromkeys(row.measured.regime for row in figures)
     for regime in regimes:
-        yield summed(regime, [row for row in found if row.measured.regime == regime])
-    yield summed("all", found)
+        yield summed(regime, [row for row in figures if row.measured.regime == regime])
+    yield summed("all", figures)
 
 
-def summed(name: str, found: Sequence[Row]) -> str:
-    counted = [row.holds for row in found if row.counted]
-    ranged = [row for row in found if not row.counted]
+def summed(name: str, figures: Sequence[Row]) -> str:
+    counted = [row.holds for row in figures if row.counted]
+    ranged = [row for row in figures if not row.counted]
     inside = [row.holds for row in ranged]
     width = f"{statistics.median(row.width for row in ranged):.2f}" if ranged else ""
     return f"| {name} | {of(counted)} | {of(inside)} | {width} |"
@@ -90,11 +90,11 @@ def of(held: Sequence[bool]) -> str:
     return f"{sum(held)} of {len(held)}" if held else ""
 
 
-def details(found: Sequence[Row]) -> Iterator[str]:
+def details(figures: Sequence[Row]) -> Iterator[str]:
     """Yield a table with a line for each published figure."""
     yield "| run | source | figure | measured GiB | planned GiB | |"
     yield "|---|---|---|---|---|---|"
-    for row in found:
+    for row in figures:
         measured, planned = row.measured, row.planned
         if row.counted:
             shown = f"{planned.middle:.2f}"

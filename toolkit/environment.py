@@ -59,6 +59,9 @@ DISTRIBUTIONS: Final = {"pynvml": "nvidia-ml-py"}
 
 GIT_SECONDS: Final = 5.0
 
+USUAL_CUDA: Final = Path("/usr/local/cuda")
+"""The link that an installer of NVIDIA sets to its CUDA toolkit."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstalledGpu:
@@ -234,6 +237,16 @@ def has_libaio() -> bool:
     return any((folder / "libaio.h").is_file() for folder in folders)
 
 
+def cuda_home() -> Path | None:
+    """Return the folder of the CUDA toolkit, by the rule of `torch.utils.cpp_extension`."""
+    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if named:
+        return Path(named)
+    if nvcc := shutil.which("nvcc"):
+        return Path(nvcc).parents[1]
+    return USUAL_CUDA if USUAL_CUDA.exists() else None
+
+
 def missing_for(strategy: Strategy) -> str | None:
     """Return why this machine cannot run a strategy, with advice; None if it can."""
     if strategy.reads_deepspeed_json and not is_installed("deepspeed"):
@@ -250,8 +263,8 @@ def missing_for(strategy: Strategy) -> str | None:
             "NVMe offload is compiled at first use: install a C++ compiler and this Python's "
             "headers (g++ and python3-dev on Debian), and run again"
         )
-    cuda = Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda")
-    if gpus() and not (shutil.which("nvcc") or (cuda / "bin" / "nvcc").is_file()):
+    cuda = cuda_home()
+    if gpus() and (cuda is None or not (cuda / "bin" / "nvcc").is_file()):
         return (
             "NVMe offload is compiled with CUDA's compiler where there is a GPU: install the CUDA "
             "toolkit of torch's version, or set CUDA_HOME to it, and run again"

@@ -76,7 +76,7 @@ def test_nvcc_must_be_of_torchs_major(release, built, level, monkeypatch, tmp_pa
     ("home", "text"), [("there", "there has no nvcc: "), (None, "CUDA's compiler nvcc is missing")]
 )
 def test_a_missing_nvcc_is_told_from_a_toolkit_without_one(home, text, clean, tmp_path):
-    clean.setattr(toolchain, "USUAL_CUDA", tmp_path / "none")
+    clean.setattr(environment, "USUAL_CUDA", tmp_path / "none")
     clean.setenv("PATH", str(tmp_path))
     if home is not None:
         clean.setenv("CUDA_HOME", home)
@@ -92,7 +92,7 @@ def test_nvcc_is_not_looked_for_without_gpus():
 def test_a_cuda_toolkit_is_found_by_its_compiler(clean, monkeypatch, tmp_path):
     a_program(tmp_path / "cuda-12.8" / "bin" / "nvcc")
     clean.setenv("PATH", str(tmp_path / "cuda-12.8" / "bin"))
-    assert toolchain.cuda_home() == tmp_path / "cuda-12.8"
+    assert environment.cuda_home() == tmp_path / "cuda-12.8"
 
 
 def test_an_nvcc_that_hangs_is_not_waited_for(monkeypatch, tmp_path):

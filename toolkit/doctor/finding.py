@@ -20,7 +20,7 @@ class Finding:
     level: Level
 
     text: str
-    """What is so, and what follows from it."""
+    """The state of the subject, and its consequence for a run."""
 
     fix: str | None = None
     """One line for a shell that mends it, or looks closer; with `ok` a suggestion, or None."""

@@ -20,7 +20,6 @@ from toolkit.errors import UsageError
 from toolkit.strategies import STRATEGIES, Strategy
 
 NVCC_SECONDS: Final = 2.0
-USUAL_CUDA: Final = Path("/usr/local/cuda")
 
 
 def check_toolchain(gpus: int, torch: TorchBuild | None) -> list[Finding]:
@@ -61,7 +60,7 @@ def _libaio(gpus: int) -> Finding:
 
 def _nvcc(built_with: str) -> Finding:
     """Check CUDA's compiler against torch: another major version doesn't build extensions."""
-    home = cuda_home()
+    home = environment.cuda_home()
     installed = None if home is None else nvcc_version(home)
     if home is None or installed is None:
         where = "CUDA's compiler nvcc is missing" if home is None else f"{home} has no nvcc"
@@ -73,16 +72,6 @@ def _nvcc(built_with: str) -> Finding:
         fix = f"export CUDA_HOME=/usr/local/cuda-{built_with}  # install that CUDA toolkit first"
         return warn("nvcc", f"{text}: torch refuses to compile with another major.", fix=fix)
     return ok("nvcc", f"{text}.")
-
-
-def cuda_home() -> Path | None:
-    """Return the folder of the CUDA toolkit, by the rule of `torch.utils.cpp_extension`."""
-    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    if named:
-        return Path(named)
-    if nvcc := shutil.which("nvcc"):
-        return Path(nvcc).parents[1]
-    return USUAL_CUDA if USUAL_CUDA.exists() else None
 
 
 def nvcc_version(home: Path) -> str | None:

@@ -1,7 +1,7 @@
 """The ways to train a model on given GPUs: strategy, batch and levers, under a kept global batch.
 
-A training is what is learned: every weight, or adapters. Levers that leave its result as it is are
-used as far as it takes; those that change it make another training, which is looked at later.
+A training says which weights learn: all of them, or adapters. Levers that leave its result as it is
+are used as far as it takes; those that change it make another training, which is looked at later.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ MOST_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What is learned, and in which bytes."""
+    """The weights that learn, and the bytes that they are held in."""
 
     name: str
     method: Method

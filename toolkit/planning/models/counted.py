@@ -22,7 +22,7 @@ from toolkit.files import write_text
 from toolkit.launching.python import package_folder, python_environment
 from toolkit.launching.supervised import supervised
 from toolkit.planning.models.reading import shown
-from toolkit.planning.models.shape import Block, ModelShape, Tensor, TokenBytes
+from toolkit.planning.models.shape import ATTENTION, Block, ModelShape, Tensor, TokenBytes
 
 WORKER = "toolkit.measuring.skeleton"
 SOURCES = ("skeleton.py", "skeleton_facts.py", "skeleton_layers.py", "meta_gpu.py")
@@ -58,6 +58,7 @@ def _digest(text: str, name: str) -> str:
             f"{error.name}, which is not installed here. Install it, or plan with a parameter "
             "count such as 7b."
         ) from error
+    digest.update(ATTENTION.pattern.encode())
     for source in SOURCES:
         digest.update((package_folder() / "measuring" / source).read_bytes())
     return digest.hexdigest()
