@@ -1,0 +1,77 @@
+"""Models, schedules and rows for pipelines, the same in two ranks and in one process."""
+
+from dataclasses import dataclass, field
+
+import torch
+from small_models import small_of, tiny_llama
+
+LENGTHS = ((11, 7), (5, 3), (13, 13), (9, 2), (7, 4), (17, 1))
+"""Lengths of the rows of each micro-batch."""
+
+STEPS = 3
+
+
+@dataclass
+class Case:
+    kind: str
+    schedule: str
+    micro_batches: int
+    balance: str = "flops"
+    packed: bool = False
+    changes: dict = field(default_factory=dict)
+    limit: float = 0.3
+
+    def model(self):
+        if self.kind == "llama":
+            return tiny_llama(num_hidden_layers=5, **self.changes)
+        return small_of(self.kind, "sdpa", **self.changes)
+
+
+TIED = {"tie_word_embeddings": True}
+CASES = {
+    "gpipe": Case("llama", "gpipe", 3),
+    "1f1b": Case("llama", "1f1b", 5, balance="parameters", changes=TIED),
+    "interleaved": Case("llama", "interleaved", 4, changes=TIED),
+    "zero_bubble": Case("llama", "zero_bubble", 5, changes=TIED),
+    "one_at_a_time": Case("qwen2", "one_at_a_time", 3),
+    "fewer": Case("qwen2", "1f1b", 1),
+    "packed": Case("llama", "1f1b", 3, packed=True),
+}
+
+
+def optimizer_for(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=False)
+
+
+def windows(case):
+    """Yield the micro-batches of each step, ragged, and the tokens that they learn."""
+    generator = torch.Generator().manual_seed(3)
+    for step in range(STEPS):
+        at = [(step + number) % len(LENGTHS) for number in range(case.micro_batches)]
+        window = [batch_of(LENGTHS[place], case, generator) for place in at]
+        yield window, sum((batch["labels"][:, 1:] != -100).sum() for batch in window)
+
+
+def batch_of(lengths, case, generator):
+    length = max(lengths)
+    if case.packed:  # two texts in a row, told apart by their positions
+        length = sum(lengths)
+        ids = torch.randint(2, 64, (2, length), generator=generator)
+        positions = torch.cat([torch.arange(length) for length in lengths]).repeat(2, 1)
+        return {
+            "input_ids": ids,
+            "labels": ids.masked_fill(positions == 0, -100),
+            "position_ids": positions,
+        }
+    ids = torch.randint(2, 64, (2, length), generator=generator)
+    mask = torch.arange(length) < torch.tensor(lengths)[:, None]
+    return {
+        "input_ids": ids.masked_fill(~mask, 0),
+        "attention_mask": mask.long(),
+        "labels": ids.masked_fill(~mask, -100),
+    }
+
+
+def loss_between_steps(case, loss_of):
+    window, _ = next(iter(windows(case)))
+    return loss_of(window[-1])

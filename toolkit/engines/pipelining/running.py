@@ -1,0 +1,209 @@
+"""The passes of one optimizer step through the stages of a pipeline, and what follows them.
+
+The gradients of tied weights are added up over the ranks that hold a copy, so that each copy steps
+with the whole gradient and both stay equal. The norm for clipping counts such weights once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from toolkit.engines.pipelining.cutting import Batch, Cut, Window, cut_model
+from toolkit.engines.pipelining.observed import Autocast, observe
+from toolkit.engines.pipelining.torch_stages import RaggedStage, torch_schedule
+from toolkit.engines.tensors import sum_of_squares
+from toolkit.errors import UsageError
+from toolkit.planning.models.architectures import shape_from_config
+from toolkit.planning.schedules import (
+    Schedule,
+    Slots,
+    Work,
+    counted_slots,
+    refused_micro_batches,
+)
+from toolkit.planning.stages import Balance, costs_of, cut
+
+
+class Pipeline:
+    """The stages of one rank, and their links to those of the others.
+
+    All ranks read the same rows. Methods are collectives.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        schedule: Schedule,
+        *,
+        device: torch.device,
+        balance: Balance = "flops",
+        sequence: int = 1024,
+        autocast: Autocast = nullcontext,
+    ) -> None:
+        """Cut a model in place; afterwards it holds the stages of this rank.
+
+        Args:
+            model: A whole causal LM, the same on every rank.
+            schedule: The order of the work.
+            device: This rank's device.
+            balance: The cost by which the layers are cut.
+            sequence: Length of a row, for the cost of attention.
+            autocast: Enters the precision of the training.
+
+        Raises:
+            UsageError: the model cannot be cut into so many stages.
+        """
+        ranks, self.rank = dist.get_world_size(), dist.get_rank()
+        stages = schedule.stages(ranks)
+        self.schedule = schedule
+        self.model = model
+        self._device = device
+        self.rank_of = [schedule.rank_of(stage, ranks=ranks) for stage in range(stages)]
+        name = type(model).__name__
+        shape = shape_from_config(model.config.to_dict(), name=name)
+        layers = cut(costs_of(shape, balance, sequence=sequence), stages, name=name)
+        observed = observe(model, autocast=autocast)
+        self.cut: Cut = cut_model(
+            model, observed, layers, rank=self.rank, rank_of=self.rank_of, autocast=autocast
+        )
+        model.to(device)
+        self._shared = self._groups()
+        self._schedules: dict[int, Any] = {}
+        self._first = 0
+        self.work: list[Work] = []
+        """The work of this rank in the last step, in the order in which it ran."""
+
+    def _groups(self) -> dict[str, Any]:
+        """Return a process group for each parameter with copies on several ranks."""
+        groups: dict[tuple[int, ...], Any] = {}
+        for holders in self.cut.holders.values():
+            if len(holders) > 1 and holders not in groups:
+                groups[holders] = dist.new_group([*holders])  # made by every rank
+        return {
+            name: groups[holders]
+            for name, holders in self.cut.holders.items()
+            if len(holders) > 1 and self.rank in holders
+        }
+
+    # Training
+
+    def run(self, batches: Sequence[Batch], *, items: Any) -> torch.Tensor:
+        """Run all passes of one step, and return the loss of each micro-batch.
+
+        Args:
+            batches: The step's micro-batches, the same on every rank.
+            items: The number of tokens that the whole step learns.
+        """
+        self.work.clear()
+        if self.schedule.name == "one_at_a_time":
+            losses = [
+                loss
+                for number, batch in enumerate(batches)
+                for loss in self._steps([batch], items, first=number)
+            ]
+        else:
+            losses = self._steps(batches, items)
+        self._add_up_copies()
+        return self._of_last_rank(losses, len(batches))
+
+    def _steps(self, batches: Sequence[Batch], items: Any, *, first: int = 0) -> list[torch.Tensor]:
+        """Run micro-batches by torch's schedule; the last stage's rank returns their losses."""
+        for module in self.cut.stages.values():
+            module.window = Window(batches, items)
+        self._first = first
+        count = len(batches)
+        if count not in self._schedules:
+            self._schedules[count] = self._torch_schedule(count)
+        losses: list[torch.Tensor] = []
+        # A stage gets the number of its micro-batch, which torch cuts out of all numbers.
+        numbers = torch.arange(count)
+        self._schedules[count].step(
+            number=numbers, target=numbers, losses=losses, return_outputs=False
+        )
+        return [loss.detach() for loss in losses]
+
+    def _torch_schedule(self, micro_batches: int) -> Any:
+        ranks = dist.get_world_size()
+        reason = refused_micro_batches(self.schedule, ranks=ranks, micro_batches=micro_batches)
+        if reason:
+            raise UsageError(f"{reason}. Set --gradient_accumulation_steps.")
+        stages = [
+            RaggedStage(
+                module,
+                stage,
+                stages=len(self.rank_of),
+                hidden=self.cut.hidden,
+                device=self._device,
+                worked=self._worked,
+            )
+            for stage, module in self.cut.stages.items()
+        ]
+        return torch_schedule(self.schedule, stages, micro_batches=micro_batches)
+
+    def _worked(self, work: Work) -> None:
+        self.work.append(work._replace(micro_batch=self._first + work.micro_batch))
+
+    def _add_up_copies(self) -> None:
+        """Add up the gradients of weights with copies on several ranks."""
+        for name, parameter in self.model.named_parameters():
+            group = self._shared.get(self.cut.names[name])
+            if group is None or not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=group)
+
+    def _of_last_rank(self, losses: list[torch.Tensor], count: int) -> torch.Tensor:
+        """Return the losses that the last stage's rank knows, on every rank."""
+        of_all = torch.zeros(count, device=self._device)
+        if losses:
+            of_all.copy_(torch.stack(losses))
+        dist.broadcast(of_all, src=self.rank_of[-1])
+        return of_all
+
+    def clip(self, limit: float) -> torch.Tensor:
+        """Clip the gradients by the norm over all stages, and return the norm before."""
+        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None and self.counts_here(name):
+                squares += sum_of_squares(parameter.grad)
+        dist.all_reduce(squares)
+        norm = squares.sqrt().float()
+        torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), limit, norm)
+        return norm
+
+    def counts_here(self, name: str) -> bool:
+        """Whether this rank speaks for a parameter of its model, of the ranks with a copy."""
+        return self.cut.holders[self.cut.names[name]][0] == self.rank
+
+    # Between steps
+
+    def loss_of(self, batch: Batch, *, items: Any = None) -> torch.Tensor:
+        """Return the loss of one batch, by a forward through all stages without a backward."""
+        passed: list[torch.Tensor] = []
+        for stage, module in self.cut.stages.items():
+            module.window = Window([batch], items)
+            before = self.rank_of[stage - 1] if stage else self.rank
+            if before != self.rank:
+                width, dtype = self.cut.hidden
+                shape = (*module.window.rows(0), width)
+                passed = [torch.empty(shape, dtype=dtype, device=self._device)]
+                dist.recv(passed[0], src=before)
+            passed = [module(*passed, number=torch.zeros(1, dtype=torch.long))]
+            after = self.rank if module.last else self.rank_of[stage + 1]
+            if after != self.rank:
+                dist.send(passed.pop().contiguous(), dst=after)
+        return self._of_last_rank(passed, 1)[0]
+
+    # Records
+
+    def slots(self) -> Slots:
+        """Count the slots of the last step, from the work that each rank recorded."""
+        orders: list[list[Work]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(orders, self.work)
+        return counted_slots(orders, stages=len(self.rank_of))
