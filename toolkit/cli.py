@@ -437,21 +437,40 @@ def recommend(
         raise typer.Exit(1)
 
 
-@app.command(epilog=_examples("toolkit doctor", "toolkit doctor --json"))
-def doctor(as_json: AsJson = False) -> None:
-    """Check this machine before a launch, with a line that mends each fault. Exit 1 for a fault."""
+@app.command(
+    short_help="Check this machine, or name the cause of a failed run.",
+    epilog=_examples("toolkit doctor", "toolkit doctor runs/mine"),
+)
+def doctor(
+    path: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[RUN_DIR | LOGFILE]",
+            help="A run that failed: its folder, or its log, of any script.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check this machine before a launch, or name the cause of a failed run. Exit 1 for a fault."""
     from toolkit.doctor.finding import count, to_json
-    from toolkit.doctor.machine import examine
 
-    findings = examine()
+    if path is None:
+        from toolkit.doctor.machine import examine
+
+        findings = examine()
+    else:
+        from toolkit.doctor.after import examine_run
+
+        findings = examine_run(path)
     if as_json:
         _print_json(to_json(findings))
     else:
         from rich.console import Console
 
-        from toolkit.doctor.render import show_findings
+        from toolkit.doctor.render import show_causes, show_findings
 
-        show_findings(findings, Console())
+        show = show_findings if path is None else show_causes
+        show(findings, Console())
     if count(findings, "fail"):
         raise typer.Exit(1)
 

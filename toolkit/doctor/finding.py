@@ -23,7 +23,8 @@ class Finding:
     """The state of the subject, and its consequence for a run."""
 
     fix: str | None = None
-    """One line for a shell that mends it, or looks closer; with `ok` a suggestion, or None."""
+    """One line that mends it, or looks closer: for a shell, or of advice where a run failed; with
+    `ok` a suggestion, or None."""
 
     evidence: tuple[str, ...] = ()
     """The lines or values that it was concluded from, where the text doesn't hold them."""

@@ -1,0 +1,173 @@
+"""Logs of all shapes: the first failure is found in them, and none where there is none."""
+
+import io
+
+import pytest
+
+from toolkit.causes.diagnosis import diagnose, slow_causes
+from toolkit.causes.failures import read_failures
+from toolkit.causes.lines import PIECE_BYTES, lines_of, read_lines
+
+OUT = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+CLOSED = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:57563."
+
+
+def traceback(error, *, function="<module>", before=""):
+    lines = ["Traceback (most recent call last):"]
+    lines += [f'  File "train.py", line 3, in {function}', "    step()", error]
+    return "\n".join(before + line for line in lines) + "\n"
+
+
+def log_of(text):
+    return read_failures(read_lines(io.BytesIO(text.encode())))
+
+
+def name_in(text):
+    diagnosis = diagnose(log_of(text))
+    return None if diagnosis is None else diagnosis.name
+
+
+STEPS = "".join(f"{{'loss': '2.{step}', 'grad_norm': '1.5'}}\n" for step in range(5))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "\n\n",
+        STEPS,
+        "Guarding against CUDA out of memory. Set NCCL_DEBUG=INFO on NCCL errors.\n" + STEPS,
+        "[WARNING] async_io requires the dev libaio .so object and headers but these were not "
+        "found.\n" + STEPS,
+        "If you see 'No space left on device' or EADDRINUSE, read the docs.\n" + STEPS,
+        "W1121 api.py: retrying after Connection reset by peer\n" + STEPS,
+        "Skipping import: ModuleNotFoundError: No module named 'apex'\n" + STEPS,
+        "The port was killed and the Killed process restarted.\n" + STEPS,
+        traceback("ConnectionError: wandb is away") + STEPS,
+        traceback(OUT) + "Retrying with a batch of 2.\n" + STEPS,
+        traceback("KeyError: 'x'") + "{'train_runtime': '3.1', 'train_loss': '2.1'}\n",
+        "{'loss': 'nan', 'grad_norm': 'nan'}\n" + STEPS,
+        "100%|##| 5/5 [00:01<00:00]\rnan is no loss here: loss: 2.5\n",
+    ],
+)
+def test_a_healthy_log_gives_no_cause(text):
+    log = log_of(text)
+    assert diagnose(log) is None
+    assert slow_causes(log) == []
+
+
+def test_a_loss_that_ends_in_nan_is_named():
+    assert name_in(STEPS + "{'loss': '0.0', 'grad_norm': 'nan'}\n") == "not-finite"
+    assert name_in(STEPS + '{"loss": NaN}\n') == "not-finite"
+
+
+def test_colours_bars_times_and_carriage_returns_are_no_obstacle():
+    coloured = traceback(OUT).replace("Trace", "\x1b[31mTrace").replace("torch.", "\x1b[1mtorch.")
+    bar = "\r 10%|#    | 1/9 [00:01<00:09,  1.0s/it]\r 20%|##   | 2/9 [00:02<00:08,  1.0s/it]"
+    assert name_in(bar + coloured) == "cuda-out-of-memory"
+    assert name_in(f"{bar}{traceback(OUT)}\r") == "cuda-out-of-memory"
+    dated = traceback(OUT, before="2026-11-21T10:39:00Z ")
+    assert name_in(dated.replace("00Z", "01Z", 1)) == "cuda-out-of-memory"
+    assert name_in(traceback(OUT).replace("\n", "\r\n")) == "cuda-out-of-memory"
+    assert name_in(traceback(OUT).encode().decode() + "\udcff".encode(errors="replace").decode())
+
+
+def test_the_first_failing_ranks_own_error_wins_over_echoes_and_the_launcher():
+    echo = traceback(CLOSED, before="[rank0]: ")
+    own = traceback("ValueError: the flux is off", before="[rank1]: ")
+    wall = traceback("torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ")
+    wall += "=====\ntrain.py FAILED\n-----\nRoot Cause (first observed failure):\n[0]:\n"
+    wall += "  rank      : 1 (local_rank: 1)\n  exitcode  : 1 (pid: 7)\n====="
+    for text in (echo + own + wall, own + echo + wall):
+        diagnosis = diagnose(log_of(text))
+        assert diagnosis is not None
+        assert (diagnosis.name, diagnosis.ranks) == ("unknown", (1,))
+        assert "ValueError: the flux is off" in diagnosis.text
+        assert diagnosis.evidence[0].endswith("rank 1: ValueError: the flux is off")
+
+
+def test_lines_of_two_ranks_that_mix_are_told_apart():
+    first = traceback("ValueError: off", before="[rank1]: ").splitlines()
+    second = traceback(OUT, before="[rank0]: ").splitlines()
+    mixed = "\n".join(line for pair in zip(second, first, strict=True) for line in pair)
+    diagnosis = diagnose(log_of(mixed))
+    assert diagnosis is not None
+    assert (diagnosis.name, diagnosis.ranks) == ("cuda-out-of-memory", (0,))
+    assert diagnosis.text.startswith("On rank 0 alone: ")
+    both = diagnose(log_of(mixed + "\n" + traceback(OUT, before="[rank1]: ")))
+    assert both is not None
+    assert both.text.startswith("On every rank: ")
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("save_pretrained", "It was saving"),
+        ("from_pretrained", "It was loading"),
+        ("cross_entropy", "It was computing the loss"),
+        ("evaluate", "It was evaluating"),
+        ("backward", "It was in backward"),
+        ("adamw", "It was in the optimizer's step"),
+        ("forward", "It was in forward"),
+    ],
+)
+def test_the_part_of_the_run_that_ran_out_of_memory_is_named(function, words):
+    diagnosis = diagnose(log_of(traceback(OUT, function=function)))
+    assert diagnosis is not None
+    assert words in diagnosis.text
+
+
+def test_an_exception_behind_another_is_one_failure_with_the_cause_in_it():
+    text = traceback(OUT) + "\nDuring handling of the above exception, another exception occurred:"
+    text += "\n\n" + traceback("RuntimeError: cleaning up failed")
+    log = log_of(text)
+    assert len(log.failures) == 1
+    assert name_in(text) == "cuda-out-of-memory"
+
+
+def test_nccl_errors_are_named_and_those_of_a_lost_rank_are_echoes():
+    error = "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:341, "
+    assert name_in(traceback(f"{error}unhandled system error")) == "nccl"
+    remote = f"{error}remote process exited or there was a network error\nncclRemoteError: A call"
+    assert name_in(traceback(remote)) == "neighbour-gone"
+    watchdog = "[rank2]:[E1121 ProcessGroupNCCL.cpp:629] [Rank 2] Watchdog caught collective "
+    watchdog += "operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, Timeout(ms)=600000)\n"
+    assert name_in(watchdog) == "collective-not-reached"
+
+
+def test_an_exit_code_without_an_error_is_unknown_and_a_signal_is_named():
+    ended = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
+    report = "Root Cause (first observed failure):\n  rank      : 3 (local_rank: 1)\n"
+    for code, name in ((-9, "killed"), (-7, "bus-error"), (5, "unknown"), (-6, "unknown")):
+        report_of = f"{report}  exitcode  : {code} (pid: 7)\n"
+        diagnosis = diagnose(log_of(traceback(ended) + report_of))
+        assert diagnosis is not None
+        assert (diagnosis.name, diagnosis.ranks) == (name, (3,))
+
+
+def test_deepspeeds_own_times_tell_of_communication():
+    def breakdown(reduce):
+        return f"time (ms) | fwd: 30.0 | bwd: 60.0 | bwd_allreduce: {reduce} | step: 10.0\n"
+
+    (slow,) = slow_causes(log_of(breakdown(44.0) * 3))
+    assert slow.name == "slow-communication"
+    assert "44% of the step" in slow.text
+    assert slow_causes(log_of(breakdown(4.0) * 3)) == []
+
+
+def test_numbers_of_lines_are_those_of_the_file_whatever_its_size():
+    bar = "\r".join(f"{step}/99 [00:01<00:02]" for step in range(200_000))
+    assert len(bar) > 2 * PIECE_BYTES
+    diagnosis = diagnose(log_of(f"begin\n{bar}\nmiddle\n{traceback(OUT)}"))
+    assert diagnosis is not None
+    assert diagnosis.evidence == (f"line 7: {OUT}",)
+
+
+def test_many_failures_are_kept_in_little_room():
+    log = log_of(traceback("ValueError: off") * 999)
+    assert len(log.failures) == 200
+    assert log.lines == 4 * 999
+
+
+def test_lines_of_a_text_are_numbered_from_one():
+    assert [line.number for line in lines_of(["a", "b"])] == [1, 2]

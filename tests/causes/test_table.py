@@ -1,0 +1,65 @@
+"""The table of causes: each entry can be used, and what it cites stands in the installed source."""
+
+import re
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from toolkit.causes.table import cause_named, causes, line_pattern, phases
+
+CITED = [cause for cause in causes() if cause.source is not None]
+READ_IN = {"accelerate": "1.15.0", "deepspeed": "0.19.8", "transformers": "5.23.0"}
+READ_IN |= {"torch": "2.13.0"}
+"""Releases whose lines are cited."""
+
+
+def source_of(cause):
+    file, _, line = cause.source.rpartition(":")
+    package = file.partition("/")[0]
+    found = find_spec(package)
+    if found is None:
+        pytest.skip(f"{package} is not installed")
+    return package, Path(found.origin).parent.parent / file, int(line)
+
+
+def test_names_are_there_once():
+    names = [cause.name for cause in causes()]
+    assert len(set(names)) == len(names) > 60
+
+
+def test_a_cause_cites_a_line_and_its_words_or_none():
+    assert all((cause.source is None) == (cause.quote is None) for cause in causes())
+
+
+@pytest.mark.parametrize("cause", CITED, ids=lambda cause: cause.name)
+def test_the_cited_source_still_has_the_message(cause):
+    package, file, number = source_of(cause)
+    lines = file.read_text(encoding="utf-8").splitlines()
+    assert any(cause.quote in line for line in lines)
+    try:
+        installed = version(package).partition("+")[0]
+    except PackageNotFoundError:
+        installed = None
+    if installed == READ_IN[package]:
+        assert cause.quote in lines[number - 1]
+
+
+def test_texts_use_only_groups_of_a_pattern_and_fixes_are_one_line():
+    for cause in causes():
+        groups = {name for pattern in cause.patterns for name in pattern.groupindex} | {"who"}
+        assert set(re.findall(r"\{(\w+)\}", cause.text)) <= groups, cause.name
+        assert "\n" not in cause.text + cause.fix
+        assert cause.text.endswith(".")
+        assert cause.fix
+
+
+def test_patterns_match_no_empty_line():
+    assert not line_pattern().search("")
+    assert not any(cause.match("") for cause in causes())
+
+
+def test_a_name_finds_its_cause_and_phases_are_there():
+    assert cause_named("killed").name == "killed"
+    assert len(phases()) == 7

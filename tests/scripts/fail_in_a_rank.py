@@ -1,0 +1,28 @@
+"""Two ranks, of which the second fails in the way that the first word names."""
+
+import datetime
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+HOW = sys.argv[1]
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=4))
+ROWS = torch.ones(3)
+dist.all_reduce(ROWS)
+if dist.get_rank() == 1:
+    if HOW == "raise":
+        raise ArithmeticError("the third step went wrong")
+    if HOW == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if HOW == "leave":
+        os._exit(0)
+    if HOW == "skip":
+        signal.pause()
+if HOW == "stop":
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(60)
+dist.all_reduce(ROWS if HOW != "shapes" or dist.get_rank() else torch.ones(5))

@@ -1,0 +1,525 @@
+"""Fail of each cause that a single process without a GPU can fail of, with the real libraries.
+
+    python fail_in_many_ways.py FOLDER
+
+Prints a line `===== <cause>` before each failure. A function has the name of its cause, with
+underscores, and a number where a cause has several messages.
+"""
+
+import datetime
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import traceback
+import types
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+FOLDER = Path(sys.argv[1])
+SECOND = datetime.timedelta(seconds=1)
+
+
+@contextmanager
+def limited(kind, value):
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (value, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, before)
+
+
+@contextmanager
+def variables(**values):
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+class Dies(torch.utils.data.Dataset):
+    def __init__(self, how):
+        self.how = how
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        self.how()
+
+
+class Half(nn.Module):
+    """Uses one of its layers."""
+
+    def __init__(self, *, whole=False):
+        super().__init__()
+        self.used, self.unused = nn.Linear(3, 5), nn.Linear(3, 5)
+        self.whole = whole
+
+    def forward(self, rows):
+        return self.used(rows) + (self.unused(rows) if self.whole else 0)
+
+
+def two_steps(model):
+    for _ in range(2):
+        model(torch.ones(1, 3)).sum().backward()
+
+
+def mesh():
+    return dist.init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
+
+
+def shared_memory():
+    list(
+        torch.utils.data.DataLoader(
+            Dies(lambda: os.kill(os.getpid(), signal.SIGBUS)), num_workers=1
+        )
+    )
+
+
+def data_worker_died():
+    list(torch.utils.data.DataLoader(Dies(lambda: os._exit(3)), num_workers=1))
+
+
+def host_out_of_memory():
+    torch.empty(2**52)
+
+
+def port_taken():
+    store = dist.TCPStore("127.0.0.1", 0, 1, True)
+    dist.TCPStore("127.0.0.1", store.port, 1, True)
+
+
+def rank_missing():
+    dist.TCPStore("127.0.0.1", 0, 2, True, timeout=SECOND)
+
+
+def meeting_point_unreachable():
+    dist.TCPStore("127.0.0.1", 1, 2, False, timeout=SECOND)
+
+
+def network_interface():
+    with variables(GLOO_SOCKET_IFNAME="nosuch0"):
+        dist.new_group([0])
+
+
+def unused_parameters():
+    two_steps(nn.parallel.DistributedDataParallel(Half()))
+
+
+def slow_unused_parameters():
+    model = nn.parallel.DistributedDataParallel(Half(whole=True), find_unused_parameters=True)
+    two_steps(model)
+
+
+def nothing_to_train():
+    nn.parallel.DistributedDataParallel(nn.ReLU())
+
+
+def no_gradient_to_follow():
+    torch.ones(2).sum().backward()
+
+
+def refused():
+    from toolkit.rehearse import print_reason
+
+    print_reason(3, "refused: what engaged is not what was asked. zero_stage: asked 3, engaged 0")
+
+
+def guard():
+    from toolkit.rehearse import print_reason
+
+    print_reason(1, "stopped by a guard: ranks read the data in a different order at step 3.")
+
+
+def not_finite():
+    torch.multinomial(torch.tensor([float("nan"), 1.0]), 1)
+
+
+def not_finite_2():
+    from toolkit.errors import GuardError
+
+    raise GuardError("The loss of step 7 is not finite: nan on rank 1.")
+
+
+def mismatched(config):
+    from transformers import TrainingArguments
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    arguments = TrainingArguments(output_dir=str(FOLDER), use_cpu=True)
+    config = HfTrainerDeepSpeedConfig(config | {"zero_optimization": {"stage": 2}})
+    config.trainer_config_process(arguments)
+    model = types.SimpleNamespace(config=types.SimpleNamespace(hidden_size=3))
+    config.trainer_config_finalize(arguments, model, 260)
+
+
+def deepspeed_config_mismatch():
+    mismatched({"gradient_accumulation_steps": 4})
+
+
+def deepspeed_config_mismatch_2():
+    mismatched({"train_micro_batch_size_per_gpu": "8"})
+
+
+def yaml_and_json_conflict():
+    from accelerate.utils import DeepSpeedPlugin
+
+    file = FOLDER / "zero2.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    given = "deepspeed_config_file,zero_stage,mixed_precision"
+    with variables(ACCELERATE_CONFIG_DS_FIELDS=given, ACCELERATE_DEEPSPEED_CONFIG_FILE=str(file)):
+        DeepSpeedPlugin(hf_ds_config=str(file))
+
+
+def unknown_yaml_keys():
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    file = FOLDER / "ddp.yaml"
+    file.write_text("distributed_type: MULTI_GPU\nnum_proceses: 2\n")
+    load_config_from_file(str(file))
+
+
+def deepspeed_config(**content):
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    DeepSpeedConfig(content)
+
+
+def deepspeed_batch_sizes():
+    sizes = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 3}
+    deepspeed_config(**sizes, gradient_accumulation_steps=1)
+
+
+def deepspeed_no_batch_size():
+    deepspeed_config()
+
+
+def deepspeed_removed_feature():
+    deepspeed_config(train_batch_size=1, elasticity={"enabled": True})
+
+
+def deepspeed_unknown_key():
+    deepspeed_config(train_batch_size=1, zero_optimization={"stage": 2, "overlap_com": True})
+
+
+def deepspeed_value():
+    deepspeed_config(train_batch_size=1, zero_optimization={"stage": 7})
+
+
+def strategies_of_saving_and_evaluating():
+    from transformers import TrainingArguments
+
+    strategies = {"eval_strategy": "steps", "save_strategy": "epoch"}
+    TrainingArguments(str(FOLDER), use_cpu=True, load_best_model_at_end=True, **strategies)
+
+
+def parallelism_config():
+    from accelerate.parallelism_config import ParallelismConfig
+
+    ParallelismConfig(dp_replicate_size=2, tp_size=2)
+
+
+def parallelism_config_2():
+    from accelerate.parallelism_config import ParallelismConfig
+
+    ParallelismConfig(cp_size=2, sp_size=2)
+
+
+def mesh_dimensions():
+    mesh()["dp_replicate", "tp"]
+
+
+def wrapped_class():
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoder"],
+        cpu_ram_efficient_loading=False,
+    )
+    plugin.set_auto_wrap_policy(nn.Linear(3, 5))
+
+
+def mixed():
+    return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3).bfloat16())
+
+
+def uniform_dtype():
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    FullyShardedDataParallel(mixed(), device_id=torch.device("cpu"))
+
+
+def uniform_dtype_2():
+    from torch.distributed.fsdp import fully_shard
+
+    model = mixed()
+    fully_shard(model, mesh=mesh())
+    model(torch.ones(1, 3))
+
+
+def integer_parameters():
+    nn.Parameter(torch.zeros(3, dtype=torch.uint8))
+
+
+def no_bf16():
+    from transformers import TrainingArguments
+
+    TrainingArguments(str(FOLDER), bf16=True)
+
+
+def types_differ():
+    nn.Linear(3, 5).bfloat16()(torch.ones(1, 3))
+
+
+def types_differ_2():
+    torch.bmm(torch.ones(1, 3, 3), torch.ones(1, 3, 3).half())
+
+
+def types_differ_3():
+    ones = torch.ones(1, 1, 3, 5)
+    nn.functional.scaled_dot_product_attention(ones, ones.half(), ones)
+
+
+def tensor_and_dtensor():
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    distribute_tensor(torch.ones(3), mesh(), [Replicate()]) + torch.ones(3)
+
+
+def size_zero_weights():
+    nn.functional.embedding(torch.tensor([0]), torch.empty(0))
+
+
+def size_zero_weights_2():
+    nn.functional.linear(torch.ones(2, 3), torch.empty(0))
+
+
+def size_zero_weights_3():
+    nn.Linear(3, 5, bias=False).load_state_dict({"weight": torch.empty(0)})
+
+
+def other_shapes():
+    nn.Linear(3, 5, bias=False).load_state_dict({"weight": torch.empty(7, 3)})
+
+
+def loss_scale():
+    import deepspeed
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+    scaler = DynamicLossScaler(
+        init_scale=2,
+        scale_window=9,
+        min_scale=1,
+        delayed_shift=1,
+        consecutive_hysteresis=False,
+        raise_error_at_min_scale=True,
+        dtype=torch.half,
+    )
+    for _ in range(3):
+        scaler.update_scale(True)
+
+
+def dataset_script():
+    import datasets
+
+    (FOLDER / "my_data.py").write_text("rows = []\n")
+    datasets.load_dataset(str(FOLDER / "my_data.py"))
+
+
+def empty_dataset():
+    torch.utils.data.DataLoader([], shuffle=True)
+
+
+def empty_dataset_2():
+    import datasets
+
+    (FOLDER / "empty").mkdir()
+    datasets.load_dataset(str(FOLDER / "empty"))
+
+
+def no_pad_token():
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=words)(["a", "a b"], padding=True)
+
+
+def uneven_rows():
+    list(torch.utils.data.DataLoader([torch.ones(3), torch.ones(5)], batch_size=2))
+
+
+def token_out_of_range():
+    nn.functional.embedding(torch.tensor([9]), torch.ones(3, 5))
+
+
+def disk_full():
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with limited(resource.RLIMIT_FSIZE, 4000):
+        torch.save(torch.ones(9999), FOLDER / "large.pt")
+
+
+def disk_full_2():
+    with open("/dev/full", "w") as file:
+        file.write("x" * 99999)
+
+
+def zero_checkpoint_without_tag():
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    get_fp32_state_dict_from_zero_checkpoint(str(FOLDER))
+
+
+def checkpoint_of_other_backend():
+    from torch.distributed import checkpoint
+
+    checkpoint.load({"weight": torch.ones(3)}, checkpoint_id=str(FOLDER / "nowhere"))
+
+
+def resumed(checkpoint):
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(str(FOLDER / "run"), use_cpu=True)
+    trainer = Trainer(nn.Linear(3, 5), arguments, train_dataset=[1])
+    trainer.train(resume_from_checkpoint=checkpoint)
+
+
+def checkpoint_not_found():
+    resumed(True)
+
+
+def checkpoint_not_found_2():
+    resumed(str(FOLDER / "nowhere"))
+
+
+def half_of(file):
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+
+
+def file_cut_off():
+    torch.save(torch.ones(999), FOLDER / "weights.pt")
+    half_of(FOLDER / "weights.pt")
+    torch.load(FOLDER / "weights.pt")
+
+
+def file_cut_off_2():
+    from safetensors.torch import load_file, save_file
+
+    file = FOLDER / "weights.safetensors"
+    save_file({"weight": torch.ones(999)}, file)
+    half_of(file)
+    load_file(file)
+
+
+def weights_only():
+    torch.save(Path("any"), FOLDER / "object.pt")
+    torch.load(FOLDER / "object.pt")
+
+
+def tied_weights_saved():
+    from safetensors.torch import save_file
+
+    weight = torch.ones(3)
+    save_file({"embedding": weight, "head": weight}, FOLDER / "tied.safetensors")
+
+
+def compiled(source):
+    from torch.utils import cpp_extension
+
+    cpp_extension.load_inline("broken", cpp_sources=source, build_directory=str(FOLDER))
+
+
+def build_failed():
+    compiled("#include <no_such_header.h>\n")
+
+
+def no_compiler():
+    with variables(CXX="no-such-compiler"):
+        compiled("int one() { return 1; }\n")
+
+
+def no_python_headers():
+    subprocess.run(["c++", "-x", "c++", "-c", "-"], input=b"#include <Python.h>\n", cwd=FOLDER)
+
+
+def no_ninja():
+    from torch.utils.cpp_extension import verify_ninja_availability
+
+    with variables(PATH="/nowhere"):
+        verify_ninja_availability()
+
+
+def no_cuda_compiler():
+    from deepspeed.ops.op_builder.builder import installed_cuda_version
+
+    installed_cuda_version()
+
+
+def no_cuda_compiler_2():
+    from torch.utils import cpp_extension
+
+    cpp_extension._join_cuda_home("nvcc")
+
+
+def flash_attention():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 6, "intermediate_size": 10, "vocab_size": 7}
+    config = LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=1)
+    LlamaForCausalLM._from_config(config, attn_implementation="flash_attention_2")
+
+
+def torch_without_cuda():
+    torch.ones(3).cuda()
+
+
+def hub_unreachable():
+    from transformers import AutoConfig
+
+    AutoConfig.from_pretrained("some/model-that-is-not-there")
+
+
+def missing_package():
+    import no_such_package  # noqa: F401
+
+
+def too_many_open_files():
+    with limited(resource.RLIMIT_NOFILE, 60):
+        [os.dup(0) for _ in range(99)]
+
+
+def main():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    ways = list(globals().items())
+    first = next(index for index, (name, _) in enumerate(ways) if name == "shared_memory")
+    helpers = {"mismatched", "deepspeed_config", "mixed", "resumed", "half_of", "compiled", "main"}
+    for name, way in ways[first:]:
+        if name in helpers:
+            continue
+        cause = re.sub(r"_\d$", "", name).replace("_", "-")
+        sys.stdout.write(f"===== {cause}\n")
+        sys.stdout.flush()
+        try:
+            way()
+        except BaseException:  # torch.distributed.checkpoint has such ones
+            traceback.print_exc()
+        sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    main()

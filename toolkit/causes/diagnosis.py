@@ -1,0 +1,279 @@
+"""Diagnosis: of all failures in a log the one that came first, its cause and its fix."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from toolkit.causes.failures import Exit, Failure, Log
+from toolkit.causes.lines import Line
+from toolkit.causes.table import Cause, Kind, cause_named, causes, find_cause, is_echo, phases
+from toolkit.launching.outcome import shorten
+
+OUT_OF_MEMORY: Final = ("cuda-out-of-memory", "host-out-of-memory")
+
+SIGNALS: Final = {
+    signal.SIGKILL: "killed",
+    signal.SIGBUS: "bus-error",
+    signal.SIGSEGV: "segmentation-fault",
+    signal.SIGILL: "illegal-instruction",
+}
+"""Causes of processes that ended by a signal, without an error of their own."""
+
+ORDER: Final[dict[Kind, int]] = {"error": 0, "line": 0, "slow": 0, "waiting": 2, "echo": 3}
+"""What is looked at first. A process that the launcher saw die by a signal stands at 1."""
+
+SLOW_SHARE: Final = 0.2
+"""Share of a step from which communication makes a run slow."""
+
+UNKNOWN: Final = "unknown"
+MOST_EVIDENCE: Final = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """The first failure of a run, and its cause where it is known."""
+
+    name: str
+    """Name of the cause, or `unknown`."""
+
+    text: str
+    fix: str
+    evidence: tuple[str, ...]
+    ranks: tuple[int, ...] = ()
+    """Ranks that failed of this cause, as far as they are known."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the cause is in the table."""
+        return self.name != UNKNOWN
+
+
+@dataclass(frozen=True, slots=True)
+class _Match:
+    failure: Failure
+    cause: Cause | None
+    match: re.Match[str] | None
+
+    @property
+    def order(self) -> int:
+        if self.cause is not None:
+            return ORDER[self.cause.kind]
+        return ORDER["echo" if is_echo(self.failure.text) else "error"]
+
+
+def diagnose(log: Log) -> Diagnosis | None:
+    """Return the diagnosis of a log; None where it shows no failure."""
+    matches = [_matched(failure) for failure in log.failures if not failure.was_survived]
+    matches = [match for match in matches if _counts(match)]
+    # Python's sort is stable: among equals the first in the log stays first.
+    matches.sort(key=lambda match: match.order)
+    if log.exit is not None and log.exit.code < 0 and not _explains(matches, log.exit):
+        known = SIGNALS.get(signal.Signals(-log.exit.code)) if -log.exit.code < 65 else None
+        if known is not None:
+            return _of_exit(log.exit, cause_named(known))
+    if matches:
+        return _of_failure(matches[0], matches, log)
+    if log.exit is not None and log.exit.code != 0:
+        return _unknown_exit(log, log.exit)
+    if log.last_metric is not None:
+        return _of_metric(log)
+    return None
+
+
+def diagnose_text(text: str, *, rank: int | None = None, source: str = "") -> Diagnosis | None:
+    """Return the known cause of one error, from its text; None for an unknown one, and an echo."""
+    found = find_cause(text)
+    if found is None or found[0].kind == "echo":
+        return None
+    cause, match = found
+    return Diagnosis(
+        name=cause.name,
+        text=cause.sentence(match),
+        fix=cause.fix,
+        evidence=(f"{source}{shorten(_line_of(text, match))}",),
+        ranks=() if rank is None else (rank,),
+    )
+
+
+def slow_causes(log: Log) -> list[Diagnosis]:
+    """Return causes of a slow run that lines of its log name."""
+    named: dict[str, Diagnosis] = {}
+    for failure in log.failures:
+        found = _slow(failure)
+        if found is not None:
+            named.setdefault(found.name, found)
+    waiting = _waiting(log)
+    return [*named.values(), *([] if waiting is None else [waiting])]
+
+
+def _matched(failure: Failure) -> _Match:
+    cause, match = find_cause(failure.text) or (None, None)
+    return _Match(failure, cause, match)
+
+
+def _counts(match: _Match) -> bool:
+    """Whether it is a failure: an exception, or a line that only a failed run has."""
+    return match.failure.is_exception or match.cause is not None
+
+
+def _explains(matches: Sequence[_Match], exit_: Exit) -> bool:
+    """Whether the process that died by a signal had an error of its own before."""
+    if not matches or matches[0].order > 1:
+        return False
+    rank = matches[0].failure.rank
+    # SIGABRT follows an error, SIGTERM comes from the launcher.
+    by_itself = -exit_.code in SIGNALS
+    return not by_itself or (exit_.rank is not None and rank == exit_.rank)
+
+
+def _of_failure(first: _Match, matches: Sequence[_Match], log: Log) -> Diagnosis:
+    failure, cause = first.failure, first.cause
+    same = [match.failure for match in matches if match.cause is cause]
+    if cause is None:
+        same = [failure]
+    ranks = sorted({item.rank for item in same if item.rank is not None})
+    if cause is None or first.match is None:
+        evidence = [failure.lines[0].shown()]
+        echo = first.order == ORDER["echo"]
+        return _unknown(failure, ranks, evidence) if not echo else _lost(failure, evidence)
+    evidence = [
+        _matched_line(item.failure, item.match).shown()
+        for item in matches
+        if item.cause is cause and item.match is not None
+    ][:MOST_EVIDENCE]
+    text, fix = cause.sentence(first.match), cause.fix
+    if cause.name in OUT_OF_MEMORY:
+        text, fix = _in_phase(failure, text, fix)
+    if cause.kind == "waiting":
+        text = _with_missing(text, ranks, log, named=first.match.groupdict().get("missing"))
+    else:
+        text = _with_ranks(text, ranks, log)
+    return Diagnosis(
+        name=cause.name, text=text, fix=fix, evidence=tuple(evidence), ranks=tuple(ranks)
+    )
+
+
+def _matched_line(failure: Failure, match: re.Match[str]) -> Line:
+    return failure.lines[failure.text.count("\n", 0, match.start())]
+
+
+def _line_of(text: str, match: re.Match[str]) -> str:
+    """Return the line in which a match begins."""
+    start = text.rfind("\n", 0, match.start()) + 1
+    end = text.find("\n", match.start())
+    return text[start : end if end >= 0 else None].strip()
+
+
+def _in_phase(failure: Failure, text: str, fix: str) -> tuple[str, str]:
+    frames = "\n".join(failure.frames)
+    for phase in phases():
+        if phase.frames.search(frames):
+            return f"{text} {phase.text}", phase.fix
+    return text, fix
+
+
+def _with_ranks(text: str, ranks: Sequence[int], log: Log) -> str:
+    if not ranks or len(log.ranks) < 2:
+        return text
+    if len(ranks) == len(log.ranks):
+        return f"On every rank: {text}"
+    return f"On {_listed(ranks)} alone: {text}"
+
+
+def _with_missing(text: str, ranks: Sequence[int], log: Log, *, named: str | None) -> str:
+    missing = sorted(map(int, re.findall(r"\d+", named or ""))) or sorted(log.ranks - set(ranks))
+    if not ranks or not missing:
+        return text
+    return f"{text} {_listed(ranks).capitalize()} waited; {_listed(missing)} did not get there."
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def _lost(failure: Failure, evidence: Sequence[str]) -> Diagnosis:
+    cause = cause_named("neighbour-gone")
+    return Diagnosis(
+        name=cause.name,
+        text=cause.text,
+        fix=cause.fix,
+        evidence=tuple(evidence),
+        ranks=() if failure.rank is None else (failure.rank,),
+    )
+
+
+def _of_exit(exit_: Exit, cause: Cause) -> Diagnosis:
+    who = "a rank" if exit_.rank is None else f"rank {exit_.rank}"
+    return Diagnosis(
+        name=cause.name,
+        text=cause.text.format(who=who[0].upper() + who[1:]),
+        fix=cause.fix,
+        evidence=(exit_.line.shown(),),
+        ranks=() if exit_.rank is None else (exit_.rank,),
+    )
+
+
+def _unknown(failure: Failure, ranks: Sequence[int], evidence: Sequence[str]) -> Diagnosis:
+    who = "a rank" if not ranks else f"rank {ranks[0]}"
+    return Diagnosis(
+        name=UNKNOWN,
+        text=f"No known cause fits. The first error of {who}: {shorten(failure.lines[0].text)}",
+        fix="Read the traceback at the first line named below.",
+        evidence=tuple(evidence),
+        ranks=tuple(ranks[:1]),
+    )
+
+
+def _unknown_exit(log: Log, exit_: Exit) -> Diagnosis:
+    who = "A process" if exit_.rank is None else f"Rank {exit_.rank}"
+    lines = [exit_.line] if log.last is None or log.last == exit_.line else [log.last, exit_.line]
+    return Diagnosis(
+        name=UNKNOWN,
+        text=f"{who} ended first, with exit code {exit_.code}; the log has no error of its own.",
+        fix="Read the output of that process: torchrun --log-dir LOGS --redirects 3 keeps it.",
+        evidence=tuple(line.shown() for line in lines),
+        ranks=() if exit_.rank is None else (exit_.rank,),
+    )
+
+
+def _of_metric(log: Log) -> Diagnosis:
+    cause = cause_named("not-finite")
+    assert log.last_metric is not None
+    return Diagnosis(
+        name=cause.name,
+        text="The last loss or gradient norm in the log is not finite.",
+        fix=cause.fix,
+        evidence=(log.last_metric.shown(),),
+    )
+
+
+def _slow(failure: Failure) -> Diagnosis | None:
+    for cause in causes():
+        if cause.kind == "slow" and not failure.is_exception and (m := cause.match(failure.text)):
+            evidence = tuple(line.shown() for line in failure.lines)
+            return Diagnosis(
+                name=cause.name, text=cause.sentence(m), fix=cause.fix, evidence=evidence
+            )
+    return None
+
+
+def _waiting(log: Log) -> Diagnosis | None:
+    """Return the diagnosis of steps that wait for the reduction of gradients for long."""
+    times = dict.fromkeys(("fwd", "bwd", "step", "bwd_allreduce"), 0.0) | log.milliseconds
+    whole, reduce = times["fwd"] + times["bwd"] + times["step"], times["bwd_allreduce"]
+    if not whole or reduce / whole < SLOW_SHARE:
+        return None
+    cause = cause_named("slow-communication")
+    shown = ", ".join(f"{name} {times[name]:,.0f} ms" for name in ("fwd", "bwd", "step"))
+    return Diagnosis(
+        name=cause.name,
+        text=f"Reducing gradients takes {reduce / whole:.0%} of the step. {cause.text}",
+        fix=cause.fix,
+        evidence=(f"DeepSpeed's times in all: {shown}, of bwd bwd_allreduce {reduce:,.0f} ms",),
+    )

@@ -1,0 +1,256 @@
+"""Failures in a log: exceptions, fatal lines and the launcher's report, rank by rank.
+
+The log is read once, line by line, and only the lines of failures are kept: it may have any size.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from toolkit.causes.lines import BAR, TRACEBACK, Line
+from toolkit.causes.table import line_pattern
+from toolkit.launching.outcome import ELASTIC_FIRST, ELASTIC_LINE, SIMPLE_EXIT
+
+MOST_FAILURES: Final = 200
+MOST_LINES: Final = 200
+"""Most lines of one exception's message that are kept: a compiler may print thousands."""
+
+STEPS_OF_A_RUN_THAT_GOES_ON: Final = 3
+
+EXCEPTION: Final = re.compile(r" {0,2}((?:\w+\.)*[A-Z]\w*)(?::(?: |$)|$)")
+CHAINED: Final = re.compile(r"\s*(During handling of the above exception|The above exception was)")
+LAUNCHERS_OWN: Final = re.compile(r"(?:torch\.distributed\.elastic\S*)?ChildFailedError\b")
+FRAME: Final = re.compile(r' *File ".*", line \d+')
+
+STEP: Final = re.compile(
+    r"\d+/\d+ \[\d+:\d+|['\"](?:train_)?loss['\"]: |\b(?:step|iteration|iter)\b\W{1,3}\d+",
+    re.IGNORECASE,
+)
+TRAINED: Final = re.compile(r"['\"]train_runtime['\"]: ")
+METRIC: Final = re.compile(
+    r"\b(?:train_|eval_)?(?:loss|grad_norm)['\"]?\s*[:=]\s*['\"]?(nan|[+-]?inf|[-+.\d]+)", re.I
+)
+
+BREAKDOWN: Final = "time (ms) |"
+"""Begin of DeepSpeed's times of a step (deepspeed/utils/timer.py)."""
+
+# The end of torchelastic's and DeepSpeed's launchers.
+RANK_IN_REPORT: Final = re.compile(r"\s*rank\s+: (\d+) \(local_rank: \d+\)")
+CODE_IN_REPORT: Final = re.compile(r"\s*exitcode\s+: (-?\d+) \(pid: (\d+)\)")
+ROOT_IN_REPORT: Final = "Root Cause (first observed failure):"
+DEEPSPEED_EXIT: Final = re.compile(r"exits with return code = (-?\d+)")
+
+
+@dataclass(slots=True, kw_only=True)
+class Failure:
+    """One exception with those it came from, or one fatal line."""
+
+    rank: int | None
+    lines: list[Line] = field(default_factory=list[Line])
+    """The messages of the exceptions, or the one line."""
+
+    frames: list[str] = field(default_factory=list[str])
+    is_exception: bool = True
+    later_steps: int = 0
+    """Number of training steps that the log shows after it."""
+
+    @property
+    def text(self) -> str:
+        """The lines without their ranks and numbers."""
+        return "\n".join(line.text for line in self.lines)
+
+    @property
+    def was_survived(self) -> bool:
+        """Whether the run went on after it."""
+        return self.later_steps >= STEPS_OF_A_RUN_THAT_GOES_ON
+
+
+@dataclass(slots=True, kw_only=True)
+class Exit:
+    """The process that ended first, as the launcher reports it."""
+
+    code: int
+    line: Line
+    rank: int | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Log:
+    """A log, as far as it tells how a run ended."""
+
+    failures: list[Failure] = field(default_factory=list[Failure])
+    exit: Exit | None = None
+    ranks: set[int] = field(default_factory=set[int])
+    lines: int = 0
+    last_metric: Line | None = None
+    """The last line with a loss or a gradient norm, where that is not finite."""
+
+    milliseconds: dict[str, float] = field(default_factory=dict[str, float])
+    """Sums over the steps for which DeepSpeed's wall_clock_breakdown was on."""
+
+    last: Line | None = None
+    """The last line with any text that is not the launcher's."""
+
+
+@dataclass(slots=True)
+class _Stream:
+    """The output of one rank, or of all that don't name themselves."""
+
+    open: Failure | None = None
+    state: Literal["frames", "message", "ended", "chained"] = "ended"
+    """Part of an exception that the next line may belong to."""
+
+    indent: str = ""
+    """Text before each line of the traceback, such as a time; digits may change."""
+
+
+@dataclass(slots=True)
+class Reader:
+    """Reads a log line by line."""
+
+    log: Log = field(default_factory=Log)
+    _streams: dict[int | None, _Stream] = field(default_factory=dict[int | None, _Stream])
+    _report_rank: int | None = None
+    _in_root: bool = False
+    _seen: set[str] = field(default_factory=set[str])
+
+    def take(self, line: Line) -> None:
+        """Take the next line."""
+        self.log.lines += 1
+        if line.rank is not None:
+            self.log.ranks.add(line.rank)
+        if self._takes_report(line):
+            return
+        stream = self._streams.setdefault(line.rank, _Stream())
+        text = line.text
+        if TRACEBACK in text:
+            self._begin(stream, line)
+        elif stream.open is not None and self._continue(stream, stream.open, line):
+            pass
+        elif line_pattern().search(text):
+            self._take_fatal(line)
+        self._note_progress(line)
+
+    def _begin(self, stream: _Stream, line: Line) -> None:
+        before = line.text[: line.text.index(TRACEBACK)]
+        # A progress bar without an end stands only before the first line.
+        stream.indent = "" if BAR.search(before) or not re.search(r"\d", before) else before
+        # A traceback inside another's frames is that of a rank that wrote at the same time.
+        if stream.open is None or stream.state != "chained":
+            stream.open = Failure(rank=line.rank)
+            if len(self.log.failures) < MOST_FAILURES:
+                self.log.failures.append(stream.open)
+        stream.state = "frames"
+
+    def _continue(self, stream: _Stream, failure: Failure, line: Line) -> bool:
+        """Take a line of an exception; False where it is not one."""
+        text = _without(stream.indent, line.text)
+        if stream.state == "frames":
+            if EXCEPTION.match(text):
+                self._take_exception(stream, failure, line, text)
+            elif FRAME.match(text):
+                failure.frames.append(text.strip())
+            return True
+        if CHAINED.match(text):
+            stream.state = "chained"
+            return True
+        if not text.strip():
+            # The message of safetensors begins with an empty line.
+            if stream.state == "message" and failure.lines[-1].text.rstrip()[-1:] != ":":
+                stream.state = "ended"
+            return True
+        if stream.state != "message" or _is_other(text) or len(failure.lines) > MOST_LINES:
+            stream.open = None
+            return False
+        failure.lines.append(Line(line.number, line.rank, text))
+        return True
+
+    def _take_exception(self, stream: _Stream, failure: Failure, line: Line, text: str) -> None:
+        stream.state = "message"
+        if LAUNCHERS_OWN.match(text) or SIMPLE_EXIT.search(text):
+            self._take_launcher(failure, line)
+            stream.open = None
+            return
+        failure.lines.append(Line(line.number, line.rank, text.strip()))
+
+    def _take_launcher(self, failure: Failure, line: Line) -> None:
+        """Drop the launcher's own exception, after what it says."""
+        if failure in self.log.failures and not failure.lines:
+            self.log.failures.remove(failure)
+        if match := SIMPLE_EXIT.search(line.text):
+            code = int(match[1]) if match[1] else -int(match[2])
+            self.log.exit = self.log.exit or Exit(code=code, line=line)
+
+    def _take_fatal(self, line: Line) -> None:
+        key = re.sub(r"\d+", "0", line.text)
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        failure = Failure(rank=line.rank, lines=[line], is_exception=False)
+        if len(self.log.failures) < MOST_FAILURES:
+            self.log.failures.append(failure)
+
+    def _takes_report(self, line: Line) -> bool:
+        """Take a line of the launcher's report on the exit codes."""
+        text = line.text
+        if match := RANK_IN_REPORT.match(text):
+            self._report_rank = int(match[1])
+            self.log.ranks.add(int(match[1]))
+        elif match := CODE_IN_REPORT.match(text):
+            if self._in_root:
+                self.log.exit = Exit(code=int(match[1]), rank=self._report_rank, line=line)
+                self._in_root = False
+        elif text.startswith(ROOT_IN_REPORT):
+            self._in_root = True
+        elif ELASTIC_FIRST.search(text) and ELASTIC_LINE.match(text):
+            code = re.search(r"exitcode: (-?\d+)\) local_rank: (\d+)", text)
+            if code is not None and self.log.exit is None:
+                self.log.exit = Exit(code=int(code[1]), rank=int(code[2]), line=line)
+        elif match := DEEPSPEED_EXIT.search(text):
+            self.log.exit = self.log.exit or Exit(code=int(match[1]), line=line)
+        else:
+            return False
+        return True
+
+    def _note_progress(self, line: Line) -> None:
+        text = line.text
+        if text.strip() and not ELASTIC_LINE.match(text):
+            self.log.last = line
+        if values := METRIC.findall(text):
+            is_finite = all(value[-1].isdigit() or value[-1] == "." for value in values)
+            self.log.last_metric = None if is_finite else line
+        if BREAKDOWN in text:
+            for name, value in re.findall(r"\| (\w+): ([\d.]+)", text):
+                self.log.milliseconds[name] = self.log.milliseconds.get(name, 0) + float(value)
+        if not self.log.failures or not STEP.search(text):
+            return
+        steps = STEPS_OF_A_RUN_THAT_GOES_ON if TRAINED.search(text) else 1
+        for failure in self.log.failures:
+            failure.later_steps += steps
+
+
+def read_failures(lines: Iterable[Line]) -> Log:
+    """Read the failures of a log."""
+    reader = Reader()
+    for line in lines:
+        reader.take(line)
+    log = reader.log
+    log.failures = [failure for failure in log.failures if failure.lines]
+    return log
+
+
+def _is_other(text: str) -> bool:
+    """Whether a line is not part of an exception's message."""
+    return bool(
+        ELASTIC_LINE.match(text) or STEP.search(text) or text.startswith(("====", "toolkit: "))
+    )
+
+
+def _without(prefix: str, text: str) -> str:
+    """Return a line without the prefix of its traceback, whose digits may have changed."""
+    head = text[: len(prefix)]
+    same = prefix and re.sub(r"\d", "0", head) == re.sub(r"\d", "0", prefix)
+    return text[len(prefix) :] if same else text

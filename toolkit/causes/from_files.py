@@ -1,0 +1,52 @@
+"""Diagnosis from files: a log of any script, or the folder of one run of the toolkit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+from toolkit.causes.diagnosis import Diagnosis, diagnose
+from toolkit.causes.failures import Failure, Log, read_failures
+from toolkit.causes.lines import Line, lines_of, read_lines
+from toolkit.errors import UsageError
+from toolkit.launching.status import RankStatus
+
+LOG_FILE: Final = "stdout.log"
+
+
+def read_log(path: Path, *, rank: int | None = None) -> Log:
+    """Read the failures of one log file.
+
+    Raises:
+        UsageError: it may not be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return read_failures(read_lines(file, rank=rank))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}.") from None
+
+
+def diagnose_run(statuses: Sequence[RankStatus], log: Log) -> Diagnosis | None:
+    """Return the diagnosis of a run: its ranks' own errors count before those in its log."""
+    failed = sorted((status for status in statuses if status.error), key=lambda one: one.time)
+    log.ranks |= {status.rank for status in statuses}
+    if failed:
+        log.failures = [failure for status in failed for failure in _of_status(status)]
+        log.last_metric = None
+    return diagnose(log)
+
+
+def diagnose_lines(statuses: Sequence[RankStatus], lines: Iterable[str]) -> Diagnosis | None:
+    """Return the diagnosis of a run whose last lines are at hand."""
+    return diagnose_run(statuses, read_failures(lines_of(lines)))
+
+
+def _of_status(status: RankStatus) -> list[Failure]:
+    assert status.error is not None
+    read = read_failures(lines_of(status.error.traceback.splitlines(), rank=status.rank)).failures
+    for failure in read:
+        failure.lines = [Line(None, status.rank, line.text) for line in failure.lines]
+    message = [Line(None, status.rank, line) for line in str(status.error).splitlines()]
+    return read or [Failure(rank=status.rank, lines=message)]

@@ -1,0 +1,122 @@
+"""The table of known causes, `causes.toml`."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from toolkit.launching.status import ECHO_TEXTS
+
+TABLE: Final = Path(__file__).with_name("causes.toml")
+
+Kind = Literal["error", "line", "waiting", "echo", "slow"]
+"""Where the patterns are looked for, and whether the failure may only follow from another one.
+
+`error`: in the exceptions that end a rank. `line`: in any line, for messages that no exception has.
+`waiting`: in exceptions and lines of ranks that waited in vain for another one. `echo`: in
+exceptions of ranks that lost another one. `slow`: in any line of a run that goes on.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """One cause of failures, with the messages by which it is known."""
+
+    name: str
+    text: str
+    """A sentence; `{name}` stands for a group of the pattern that matched."""
+
+    fix: str
+    patterns: tuple[re.Pattern[str], ...]
+    kind: Kind = "error"
+    source: str | None = None
+    """Package, file and line of a message that was not reproduced, but read there."""
+
+    quote: str | None = None
+    """Text of that line."""
+
+    def match(self, text: str) -> re.Match[str] | None:
+        """Return the first match of a pattern."""
+        return next((match for item in self.patterns if (match := item.search(text))), None)
+
+    def sentence(self, match: re.Match[str]) -> str:
+        """Return the text, with the groups of the match in it."""
+        return self.text.format_map(_Groups(match.groupdict()))
+
+
+class _Groups(dict[str, str | None]):
+    """The groups of a match, in one line each; another pattern of the cause may lack some."""
+
+    def __getitem__(self, name: str) -> str:
+        return " ".join((self.get(name) or "not named").split()).rstrip(".")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """One part of a run, known by the functions in a traceback."""
+
+    frames: re.Pattern[str]
+    text: str
+    fix: str
+
+
+@cache
+def causes() -> tuple[Cause, ...]:
+    """Return the causes, in the order in which they are tried."""
+    return tuple(Cause(**_compiled(entry)) for entry in _content()["cause"])
+
+
+@cache
+def phases() -> tuple[Phase, ...]:
+    """Return the parts of a run in which memory runs out, in the order in which they are tried."""
+    return tuple(Phase(**_compiled(entry)) for entry in _content()["phase"])
+
+
+@cache
+def line_pattern() -> re.Pattern[str]:
+    """Return the pattern of lines that count without an exception around them."""
+    patterns = (
+        item.pattern
+        for cause in causes()
+        if cause.kind in ("line", "waiting", "slow")
+        for item in cause.patterns
+    )
+    return re.compile("|".join(re.sub(r"\?P<\w+>", "?:", pattern) for pattern in patterns))
+
+
+def cause_named(name: str) -> Cause:
+    """Return the cause of a name."""
+    return next(cause for cause in causes() if cause.name == name)
+
+
+def find_cause(text: str) -> tuple[Cause, re.Match[str]] | None:
+    """Return the first cause that a text names, and its match."""
+    for cause in causes():
+        if cause.kind != "slow" and (match := cause.match(text)):
+            return cause, match
+    return None
+
+
+def is_echo(text: str) -> bool:
+    """Whether an error only means that another rank is gone."""
+    lowered = text.lower()
+    return any(echo in lowered for echo in ECHO_TEXTS)
+
+
+@cache
+def _content() -> dict[str, Any]:
+    return tomllib.loads(TABLE.read_text(encoding="utf-8"))
+
+
+def _compiled(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return an entry of the table with its regular expressions compiled."""
+    changed = dict(entry)
+    if "patterns" in entry:
+        changed["patterns"] = tuple(re.compile(item, re.MULTILINE) for item in entry["patterns"])
+    if "frames" in entry:
+        changed["frames"] = re.compile(entry["frames"], re.MULTILINE)
+    return changed

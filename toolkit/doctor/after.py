@@ -1,0 +1,201 @@
+"""After a failure: findings from the log or the folder of a run, of any script or the toolkit's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, cast
+
+from toolkit.causes.diagnosis import OUT_OF_MEMORY, SLOW_SHARE, UNKNOWN, Diagnosis, slow_causes
+from toolkit.causes.failures import Log
+from toolkit.causes.from_files import LOG_FILE, diagnose_run, read_log
+from toolkit.causes.table import cause_named
+from toolkit.comparing.report.row_facts import baseline, measured, ratio
+from toolkit.comparing.report.words import size, size_between
+from toolkit.comparing.run.folders import run_names
+from toolkit.doctor.finding import Finding, fail, ok, warn
+from toolkit.errors import UsageError
+from toolkit.launching.processes import is_alive
+from toolkit.launching.status import RankStatus, read_statuses
+from toolkit.records.json_files import LostError
+from toolkit.records.record import RECORD_FILE, Record, read_record
+from toolkit.records.results import RESULTS_FILE, Ends, Results, Row, read_results
+
+LOG_NAMES: Final = ("*.log", "*.out", "*.err", "*.txt")
+STATUS: Final = "status"
+RUN: Final = "run"
+
+
+def examine_run(path: Path) -> list[Finding]:
+    """Return the cause of a failed run, or that it ended well.
+
+    Raises:
+        UsageError: the path does not exist, may not be read, or is a folder without a run.
+    """
+    if not path.exists():
+        raise UsageError(f"{path} does not exist. Name a log file, or the folder of a run.")
+    if path.is_file():
+        return _of_log(read_log(path))
+    if (path / RESULTS_FILE).exists() or run_names(path):
+        return _of_comparison(path)
+    if (path / STATUS).is_dir() or (path / RECORD_FILE).exists() or (path / LOG_FILE).exists():
+        return _of_run(path)
+    return _of_logs(path)
+
+
+def _of_log(log: Log) -> list[Finding]:
+    diagnosis = diagnose_run([], log)
+    if diagnosis is not None:
+        return [_failed(diagnosis)]
+    return [ok(RUN, f"None of its {log.lines:,} lines tells of a failure."), *_slow(log)]
+
+
+def _of_logs(folder: Path) -> list[Finding]:
+    """Return the findings of a folder with a log for each rank, such as `torchrun --log-dir`'s."""
+    files = sorted({file for name in LOG_NAMES for file in folder.rglob(name) if file.is_file()})
+    if not files:
+        raise UsageError(
+            f"{folder} has neither a record, a status nor a log of a run in it. Name a log file, "
+            "or the folder that a run wrote to."
+        )
+    together = Log()
+    for file in files:
+        rank = int(file.parent.name) if file.parent.name.isdigit() else None
+        log = read_log(file, rank=rank)
+        together.lines += log.lines
+        together.failures += log.failures
+        together.ranks |= log.ranks
+        together.exit = together.exit or log.exit
+        together.last_metric = together.last_metric or log.last_metric
+    return _of_log(together)
+
+
+def _of_run(folder: Path, *, name: str = RUN, row: Row | None = None) -> list[Finding]:
+    statuses = read_statuses(folder / STATUS)
+    if any(is_alive(status.pid, started=status.started) for status in _running(statuses)):
+        step = min(status.step for status in statuses)
+        return [ok(name, f"It is still running; every rank has finished step {step}.")]
+    record = _record(folder)
+    if record is not None and record["status"] == "ok" and not _has_ended_badly(statuses):
+        return [ok(name, "It ended well.")]
+    log = read_log(folder / LOG_FILE) if (folder / LOG_FILE).exists() else Log()
+    if stopped := [status for status in statuses if status.state == "preempted"]:
+        text = stopped[0].error.message if stopped[0].error else "It was preempted."
+        return [warn(name, text, fix="the same command with --resume_from_checkpoint FOLDER")]
+    diagnosis = diagnose_run(statuses, log)
+    if diagnosis is not None:
+        return [_failed(diagnosis, name, row)]
+    if gone := _running(statuses):
+        return [_vanished(gone[0], name)]
+    if record is None and not statuses and not log.lines:
+        text = "No rank wrote a status file, and there is no log."
+        return [
+            fail(
+                _named(UNKNOWN, name),
+                text,
+                fix="start it again, and keep its output: COMMAND 2>&1 | tee LOG",
+            )
+        ]
+    return [ok(name, "Every rank finished, and its log tells of no failure."), *_slow(log)]
+
+
+def _of_comparison(folder: Path) -> list[Finding]:
+    try:
+        results = read_results(folder)
+    except LostError:
+        starts = sorted(child for child in folder.iterdir() if (child / STATUS).is_dir())
+        return [finding for start in starts for finding in _of_run(start, name=start.name)]
+    failed = [row for row in results["runs"] if row["status"] not in ("ok", "skipped")]
+    findings = [finding for row in failed for finding in _of_row(folder, row)]
+    count = len(measured(results))
+    return [*findings, *_slow_rows(results)] or [ok(folder.name, f"All {count} runs ended well.")]
+
+
+def _of_row(folder: Path, row: Row) -> list[Finding]:
+    where = None if row["folder"] is None else folder / row["folder"]
+    findings = [] if where is None else _of_run(where, name=row["name"], row=row)
+    known = [finding for finding in findings if finding.level == "fail"]
+    if known:
+        return known
+    text = row["reason"] or "It failed, and gave no reason."
+    return [fail(row["name"], text, fix=row["fix"] or f"read {where or folder}")]
+
+
+def _failed(diagnosis: Diagnosis, run: str = RUN, row: Row | None = None) -> Finding:
+    text = diagnosis.text
+    if row is not None and diagnosis.name in OUT_OF_MEMORY:
+        text += _by_the_planner(row)
+    return fail(_named(diagnosis.name, run), text, fix=diagnosis.fix, evidence=diagnosis.evidence)
+
+
+def _named(cause: str, run: str) -> str:
+    return cause if run == RUN else f"{run}: {cause}"
+
+
+def _by_the_planner(row: Row) -> str:
+    """Return the planner's account of a device's memory, the largest part first."""
+    states, peak = row["predicted"]["memory"], row["predicted"]["peak_bytes"]
+    text = "" if peak is None else f" The planner expects {size_between(*_ends(peak))} on a device"
+    if states is None:
+        return text and f"{text}."
+    parts = {
+        part.removesuffix("_bytes"): count
+        for part, count in cast("dict[str, int]", states).items()
+        if count
+    }
+    if peak is not None:
+        middle = sum(_ends(peak)) // 2
+        parts["activations and buffers"] = max(middle - sum(parts.values()), 0)
+    ordered = sorted(parts.items(), key=lambda part: -part[1])
+    shown = ", ".join(f"{part} {size(count)}" for part, count in ordered)
+    return f"{text or ' The planner expects'}: {shown}."
+
+
+def _ends(interval: Ends) -> tuple[int, int]:
+    return interval["low"], interval["high"]
+
+
+def _slow(log: Log) -> list[Finding]:
+    return [
+        warn(diagnosis.name, diagnosis.text, fix=diagnosis.fix, evidence=diagnosis.evidence)
+        for diagnosis in slow_causes(log)
+    ]
+
+
+def _slow_rows(results: Results) -> list[Finding]:
+    """Return findings on runs that spend much of each step on what DDP does not do."""
+    base = baseline(results)
+    if results["rehearsal"] or base is None or base["strategy"] != "ddp":
+        return []
+    cause = cause_named("slow-communication")
+    shares = {row["name"]: 1 - (ratio(row, base) or 1) for row in measured(results)}
+    return [
+        warn(name, f"{share:.0%} of its step go beyond DDP's. {cause.text}", fix=cause.fix)
+        for name, share in shares.items()
+        if share >= SLOW_SHARE
+    ]
+
+
+def _running(statuses: Sequence[RankStatus]) -> list[RankStatus]:
+    return [status for status in statuses if status.state == "running"]
+
+
+def _has_ended_badly(statuses: Sequence[RankStatus]) -> bool:
+    return any(status.state != "finished" for status in statuses)
+
+
+def _vanished(status: RankStatus, name: str) -> Finding:
+    text = (
+        f"Rank {status.rank} was gone after step {status.step} without a word; how it "
+        "ended is not known."
+    )
+    return fail(
+        _named(UNKNOWN, name), text, fix="dmesg | grep -i -E 'killed process|out of memory'"
+    )
+
+
+def _record(folder: Path) -> Record | None:
+    try:
+        return read_record(folder)
+    except UsageError:
+        return None
