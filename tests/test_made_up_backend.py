@@ -28,15 +28,15 @@ from toolkit.planning.plan import plan
 from toolkit.planning.speed.traffic import textbook
 from toolkit.strategies import STRATEGIES, Backend, Strategy
 
-TENSOR = Strategy(
-    name="tensor", backend=cast("Backend", "tensor"), summary="every weight split over the ranks"
+MADE_UP = Strategy(
+    name="made_up", backend=cast("Backend", "made_up"), summary="every weight split over the ranks"
 )
-REFUSED = "does not know the backend 'tensor' of strategy 'tensor'"
+REFUSED = "does not know the backend 'made_up' of strategy 'made_up'"
 
 
 @pytest.fixture(autouse=True)
 def _a_strategy_of_a_made_up_backend(monkeypatch):
-    monkeypatch.setitem(cast("dict[str, Any]", STRATEGIES), "tensor", TENSOR)
+    monkeypatch.setitem(cast("dict[str, Any]", STRATEGIES), "made_up", MADE_UP)
 
 
 @pytest.mark.parametrize(
@@ -57,38 +57,38 @@ def _a_strategy_of_a_made_up_backend(monkeypatch):
 )
 def test_no_claim_is_made_about_a_made_up_backend(claim):
     with pytest.raises(UsageError, match=REFUSED):
-        claim(TENSOR)
+        claim(MADE_UP)
     for strategy in STRATEGIES.values():
-        if strategy is not TENSOR:
+        if strategy is not MADE_UP:
             claim(strategy)
 
 
 def test_the_refusal_names_the_strategies_that_are_known():
     with pytest.raises(UsageError, match=r"Choose from: single, ddp, .*fsdp_hybrid\.$"):
-        TENSOR.data_parallel_size(2)
+        MADE_UP.data_parallel_size(2)
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        "plan 7b --strategy tensor",
-        "plan 7b --strategy tensor --gpu L4 --gpus 1 --json",
-        "plan 7b --strategy tensor --gpu L4 --plot plan.svg",
+        "plan 7b --strategy made_up",
+        "plan 7b --strategy made_up --gpu L4 --gpus 1 --json",
+        "plan 7b --strategy made_up --gpu L4 --plot plan.svg",
         "recommend 7b --gpu L4 --write files",
-        "configs show tensor",
-        "configs path tensor",
-        "configs write tensor --to files",
-        "configs write tensor --to files --layer LlamaDecoderLayer",
-        "compare --strategies single,tensor --output run",
-        "compare --strategies tensor --scale 1,2 --output run",
-        "compare --bisect single tensor --output run",
+        "configs show made_up",
+        "configs path made_up",
+        "configs write made_up --to files",
+        "configs write made_up --to files --layer LlamaDecoderLayer",
+        "compare --strategies single,made_up --output run",
+        "compare --strategies made_up --scale 1,2 --output run",
+        "compare --bisect single made_up --output run",
     ],
 )
 def test_every_verb_that_takes_a_strategy_refuses_it(words, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     # `recommend` takes no strategy: it looks at those of a list.
-    monkeypatch.setattr(recommend, "SHARDED", (*recommend.SHARDED, "tensor"))
+    monkeypatch.setattr(recommend, "SHARDED", (*recommend.SHARDED, "made_up"))
     monkeypatch.setattr(sys, "argv", ["toolkit", *words.split()])
     with pytest.raises(SystemExit) as stopped:
         cli.main()
@@ -100,26 +100,26 @@ def test_every_verb_that_takes_a_strategy_refuses_it(words, monkeypatch, tmp_pat
 def test_a_plan_of_all_strategies_says_why_it_has_no_row():
     everything = plan("7b", strategies="all")
     assert [row.strategy.name for row in everything.rows] == [*STRATEGIES][:-2]
-    assert REFUSED in everything.left_out["tensor"]
+    assert REFUSED in everything.left_out["made_up"]
 
 
 def test_every_other_part_that_decides_by_strategy_refuses_it():
     ddp = PlannedJob(model=resolve_model("7b"), strategy=STRATEGIES["ddp"])
     with pytest.raises(UsageError, match=REFUSED):
-        replace(ddp, strategy=TENSOR)
+        replace(ddp, strategy=MADE_UP)
     for decides in (
-        lambda: optimizer_problem("adamw_torch", TENSOR),
-        lambda: num_processes_problem(TENSOR, 2),
-        lambda: deepspeed_config(TENSOR),
-        lambda: environment.missing_for(TENSOR),
-        lambda: textbook(TENSOR, trained=1, everything=1, ranks=2),
-        lambda: processes_for(TENSOR, 2),
+        lambda: optimizer_problem("adamw_torch", MADE_UP),
+        lambda: num_processes_problem(MADE_UP, 2),
+        lambda: deepspeed_config(MADE_UP),
+        lambda: environment.missing_for(MADE_UP),
+        lambda: textbook(MADE_UP, trained=1, everything=1, ranks=2),
+        lambda: processes_for(MADE_UP, 2),
     ):
         with pytest.raises(UsageError, match=REFUSED):
             decides()
 
 
-class TensorParallel(torch.nn.Module):
+class MadeUp(torch.nn.Module):
     """A wrapper that no backend of the toolkit has."""
 
     def __init__(self, module):
@@ -143,10 +143,10 @@ def test_a_rank_refuses_it_before_its_first_step():
     model = torch.nn.Linear(4, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
     with pytest.raises(UsageError, match=f"A rank {REFUSED}"):
-        Recorder(Requested(strategy=TENSOR, num_processes=1), rehearsal=True)
+        Recorder(Requested(strategy=MADE_UP, num_processes=1), rehearsal=True)
     asked = Requested(strategy=STRATEGIES["single"], num_processes=1)
     recorder = Recorder(asked, rehearsal=True)
-    recorder.requested = replace(asked, strategy=TENSOR)
+    recorder.requested = replace(asked, strategy=MADE_UP)
     with pytest.raises(UsageError, match=f"A rank {REFUSED}"):
         recorder.prepared(accelerator, model, optimizer)
     recorder.close()
@@ -155,21 +155,21 @@ def test_a_rank_refuses_it_before_its_first_step():
 def test_the_ledgers_refuse_it():
     model = torch.nn.Linear(4, 1)
     with pytest.raises(UsageError, match=REFUSED):
-        textbook_volume(model, TENSOR, ranks=2)
+        textbook_volume(model, MADE_UP, ranks=2)
 
 
 @pytest.mark.usefixtures("_fresh_accelerate_state")
 def test_a_wrapper_that_no_backend_has_is_refused_by_its_name(monkeypatch):
     """Of one process nothing is told by it: a user's own model may look like a wrapper."""
     accelerator = Accelerator(cpu=True)
-    wrapped = TensorParallel(torch.nn.Linear(4, 1))
+    wrapped = MadeUp(torch.nn.Linear(4, 1))
     assert backend_of(wrapped).engaged(accelerator)["wrapper"] == "none"
     monkeypatch.setattr(engines.ddp, "world_size", lambda: 2)
     asked = Requested(strategy=STRATEGIES["ddp"], num_processes=2).before_first_step()
     mismatches = compare(asked, engaged_before(accelerator, wrapped), rank=0)
-    said = "wrapper: asked DistributedDataParallel, engaged TensorParallel (rank 0)"
+    said = "wrapper: asked DistributedDataParallel, engaged MadeUp (rank 0)"
     assert said in [str(mismatch) for mismatch in mismatches]
-    with pytest.raises(Refused, match="TensorParallel"):
+    with pytest.raises(Refused, match="MadeUp"):
         require(mismatches)
 
 

@@ -12,9 +12,10 @@ from typing import Final, Literal, Never, NoReturn, get_args
 
 from toolkit.errors import UsageError
 
-Backend = Literal["single", "ddp", "deepspeed", "fsdp"]
+Backend = Literal["single", "ddp", "deepspeed", "fsdp", "tensor"]
 Device = Literal["none", "cpu", "nvme"]
 Sharding = Literal["whole", "flat", "tensors", "rows"]
+Engine = Literal["trainer", "loop"]
 
 DTYPES: Final = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """torch's names of dtypes, by the short ones of DeepSpeed's files and of reports."""
@@ -35,7 +36,8 @@ class Strategy:
     """Short name, used for file names, command line values, run folders and table rows."""
 
     backend: Backend
-    """The library that does it: plain PyTorch, DDP, DeepSpeed or FSDP2."""
+    """The library that does it: plain PyTorch, DDP, DeepSpeed, FSDP2, or tensor parallelism by
+    transformers."""
 
     summary: str
     """The sharded states and their device, in one line."""
@@ -55,6 +57,9 @@ class Strategy:
     replicas: int = 1
     """FSDP2: groups that each hold a whole sharded model (hybrid sharding)."""
 
+    tensor: int = 1
+    """Ranks of a tensor group, which share every matrix and read the same rows."""
+
     num_processes: int = 2
     """Processes in the bundled config file."""
 
@@ -71,7 +76,7 @@ class Strategy:
         match self.backend:
             case "single":
                 return False
-            case "ddp" | "deepspeed" | "fsdp":
+            case "ddp" | "deepspeed" | "fsdp" | "tensor":
                 return True
             case _:
                 refuse_backend(self.backend, self, "The toolkit")
@@ -82,7 +87,7 @@ class Strategy:
         match self.backend:
             case "single":
                 return True
-            case "ddp":
+            case "ddp" | "tensor":
                 return False
             case "deepspeed" | "fsdp":
                 return self.replicas == 1
@@ -95,14 +100,15 @@ class Strategy:
 
         `whole`: nothing is cut. `flat`: all tensors of a parameter group are laid end to end and
         cut once (ZeRO-1 and 2). `tensors`: each tensor is flattened and cut by itself (ZeRO-3).
-        `rows`: the rows of each tensor are dealt out (FSDP2).
+        `rows`: the rows of each tensor are dealt out (FSDP2); under tensor parallelism those of the
+        part that a rank's group left it.
         """
         match self.backend:
             case "single" | "ddp":
                 return "whole"
             case "deepspeed":
                 return "tensors" if self.zero_stage == 3 else "flat"
-            case "fsdp":
+            case "fsdp" | "tensor":
                 return "rows"
             case _:
                 refuse_backend(self.backend, self, "The toolkit")
@@ -158,7 +164,7 @@ class Strategy:
         match self.backend:
             case "deepspeed":
                 return True
-            case "single" | "ddp" | "fsdp":
+            case "single" | "ddp" | "fsdp" | "tensor":
                 return False
             case _:
                 refuse_backend(self.backend, self, "The toolkit")
@@ -172,14 +178,36 @@ class Strategy:
         return self.reads_deepspeed_json
 
     @property
+    def engines(self) -> tuple[Engine, ...]:
+        """The engines that can train it, the usual one first."""
+        match self.backend:
+            case "single" | "ddp" | "deepspeed" | "fsdp":
+                return ("trainer", "loop")
+            case "tensor":
+                # The Trainer's Accelerator takes its mesh for an accelerator's alone, so that no
+                # rehearsal would be possible (accelerate 1.15, parallelism_config.py).
+                return ("loop",)
+            case _:
+                refuse_backend(self.backend, self, "The toolkit")
+
+    @property
+    def has_key(self) -> bool:
+        """Whether a key of Accelerate's file asks for it; otherwise `--strategy` does."""
+        match self.backend:
+            case "single" | "ddp" | "deepspeed" | "fsdp" | "tensor":
+                return True
+            case _:
+                refuse_backend(self.backend, self, "The toolkit")
+
+    @property
     def offloads(self) -> bool:
         return self.offload_optimizer != "none" or self.offload_parameters != "none"
 
     def data_parallel_size(self, num_processes: int) -> int:
         """Return how many of `num_processes` ranks read rows of their own."""
         match self.backend:
-            case "single" | "ddp" | "deepspeed" | "fsdp":
-                return num_processes
+            case "single" | "ddp" | "deepspeed" | "fsdp" | "tensor":
+                return num_processes // self.tensor
             case _:
                 refuse_backend(self.backend, self, "The toolkit")
 
@@ -278,6 +306,13 @@ STRATEGIES: dict[str, Strategy] = {
             replicas=2,
             num_processes=4,
             summary="FSDP2: sharded inside a group, replicated across two groups",
+        ),
+        Strategy(
+            name="tensor",
+            backend="tensor",
+            reshard_after_forward=True,
+            tensor=2,
+            summary="every matrix split over two ranks; several such groups shard by FSDP2",
         ),
     )
 }

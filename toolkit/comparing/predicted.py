@@ -21,7 +21,7 @@ from toolkit.records.results import Ends, Prediction, States
 from toolkit.strategies import COMPUTE_DTYPES, STRATEGIES
 
 STATES: Final = ("parameters_bytes", "master_bytes", "gradients_bytes", "optimizer_bytes")
-MOVED: Final = ("parameters", "gradients")
+MOVED: Final = ("parameters", "gradients", "activations")
 
 OPTIMIZERS: Final = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw_fused"}
 """From `--optim` to the planner's names; the tests compare these predictions with counts."""
@@ -75,7 +75,8 @@ def predict(record: Record, *, room_bytes: int | None = None) -> Prediction:
         errors["counted_bytes"] = _beyond(ends, counted["total_bytes"]) / counted["total_bytes"]
     if (traffic := record["traffic"]) is not None:
         calls = [call for call in traffic["collectives"] if call["purpose"] in MOVED]
-        errors["traffic_bytes"] = _share(sent, sum(call["payload_bytes"] for call in calls))
+        read = moved_bytes(job_of(record), tokens=traffic.get("tokens"))
+        errors["traffic_bytes"] = _share(read, sum(call["payload_bytes"] for call in calls))
     return prediction
 
 
@@ -85,7 +86,7 @@ def expect(run: RunFacts | Record, *, room_bytes: int | None = None) -> Predicti
         job = job_of(run)
         estimate = estimate_memory(job)
         states = [state_bytes(job, rank).counted() for rank in range(job.gpus)]
-        moved = sum(call.payload_bytes for call in collectives(job) if call.purpose in MOVED)
+        moved = moved_bytes(job)
     except UsageError as error:
         return no_prediction(str(error), room_bytes=room_bytes)
     prediction = no_prediction(None, room_bytes=room_bytes)
@@ -96,6 +97,12 @@ def expect(run: RunFacts | Record, *, room_bytes: int | None = None) -> Predicti
     if room_bytes is not None:
         prediction["over_bytes"] = _ends(estimate.total, less=room_bytes)
     return prediction
+
+
+def moved_bytes(job: PlannedJob, *, tokens: int | None = None) -> int:
+    """Return the bytes of a step's collectives, for the tokens that a rank read in it."""
+    calls = collectives(job, tokens=tokens)
+    return sum(call.payload_bytes for call in calls if call.purpose in MOVED)
 
 
 def no_prediction(reason: str | None, *, room_bytes: int | None = None) -> Prediction:

@@ -43,13 +43,11 @@ def accelerate_config(
             distributed_type = "FSDP"
             sections = port | mixed | {"fsdp_config": _fsdp_section(strategy, options)}
             if strategy.replicas > 1:
-                sections["parallelism_config"] = {
-                    "parallelism_config_dp_replicate_size": strategy.replicas,
-                    "parallelism_config_dp_shard_size": processes // strategy.replicas,
-                    "parallelism_config_tp_size": 1,
-                    "parallelism_config_cp_size": 1,
-                    "parallelism_config_sp_size": 1,
-                }
+                sections |= _mesh(processes, replicate=strategy.replicas)
+        case "tensor":
+            # Ranks of plain processes: transformers splits the model while it is loaded.
+            distributed_type = "MULTI_GPU"
+            sections = port | mixed | _mesh(processes, tensor=strategy.tensor)
         case _:
             refuse_backend(strategy.backend, strategy, "The generator of config files")
     return {
@@ -62,6 +60,19 @@ def accelerate_config(
         "use_cpu": False,
         **sections,
     }
+
+
+def _mesh(processes: int, *, replicate: int = 1, tensor: int = 1) -> dict[str, Any]:
+    """Return the section that lays the processes out; the rest of them shard."""
+    sizes = {
+        "dp_replicate": replicate,
+        "dp_shard": processes // replicate // tensor,
+        "tp": tensor,
+        "cp": 1,
+        "sp": 1,
+    }
+    named = {f"parallelism_config_{name}_size": size for name, size in sizes.items()}
+    return {"parallelism_config": named}
 
 
 def check_num_processes(strategy: Strategy, num_processes: int) -> None:
@@ -84,6 +95,11 @@ def num_processes_problem(strategy: Strategy, num_processes: int) -> str | None:
         return (
             f"{strategy.name} needs at least {least} process{'es' if least > 1 else ''}, "
             f"{num_processes} asked. For one process, use single."
+        )
+    if num_processes % strategy.tensor:
+        return (
+            f"{strategy.name} splits every matrix over {strategy.tensor} processes, so it needs a "
+            f"multiple of {strategy.tensor}; {num_processes} asked."
         )
     replicas = strategy.replicas
     if num_processes % replicas or (replicas > 1 and num_processes // replicas < 2):

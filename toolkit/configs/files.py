@@ -124,7 +124,7 @@ def _check_options(strategy: Strategy, options: ConfigOptions) -> None:
             (options.gradient_clipping, f"--clipping {in_json}"),
             (options.offload_device, elsewhere),
         ]
-    if strategy.sharding != "rows":
+    if strategy.sharding != "rows" or strategy.tensor > 1:
         misplaced.append((options.decoder_layer, "--layer is FSDP's: leave it out"))
     if findings := [finding for value, finding in misplaced if value is not None]:
         raise UsageError(f"{strategy.name}: {'; '.join(findings)}.")

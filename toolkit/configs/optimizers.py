@@ -71,6 +71,8 @@ def optimizer_problem(name: str, strategy: Strategy) -> str | None:
             can_step, cutter = name not in OF_WHOLE, "DeepSpeed cuts"
         case "fsdp":
             can_step, cutter = name in EVERYWHERE, "FSDP2 shards"
+        case "tensor":
+            can_step, cutter = name in EVERYWHERE, "tensor parallelism splits"
         case _:
             refuse_backend(strategy.backend, strategy, "The table of optimizers")
     if can_step:

@@ -38,21 +38,43 @@ _BESIDE = {
 (utils/launch.py)."""
 
 _SPLITS = {
-    "PARALLELISM_CONFIG_TP_SIZE": "tensor parallel (parallelism_config_tp_size)",
     "PARALLELISM_CONFIG_CP_SIZE": "context parallel (parallelism_config_cp_size)",
     "PARALLELISM_CONFIG_SP_SIZE": "sequence parallel (parallelism_config_sp_size)",
 }
 
 
-def requested_strategy(environ: Mapping[str, str]) -> Strategy:
+def requested_strategy(environ: Mapping[str, str], named: Strategy | None = None) -> Strategy:
     """Return the strategy of the launcher's config, under our name if it has one.
 
+    `named` is the strategy of `--strategy`. It decides where the config has no key for it and only
+    starts the ranks.
+
     Raises:
-        UsageError: the config asks for something that is not one of our backends, or the shell
-            holds variables of another launch.
+        UsageError: the config asks for something that is not one of our backends, or only starts
+            ranks, or the shell holds variables of another launch.
     """
     check_left_over(environ)
-    return known_strategy(_from_environment(environ))
+    if not starts_ranks_alone(environ):
+        return known_strategy(_from_environment(environ))
+    if named is None or named.has_key:
+        by_name = [name for name, strategy in STRATEGIES.items() if not strategy.has_key]
+        raise UsageError(
+            "The launcher's config starts ranks and names no strategy, since Accelerate has no key "
+            f"for it. Pass --strategy with one of {', '.join(by_name)}, or the config of another."
+        )
+    return named
+
+
+def starts_ranks_alone(environ: Mapping[str, str]) -> bool:
+    """Whether the launcher's config lays no rank out: a mesh of one, and several ranks.
+
+    Accelerate refuses such a mesh, so a script that knows nothing of it trains as nothing else.
+    """
+    if not _is_true(environ, "ACCELERATE_USE_PARALLELISM_CONFIG"):
+        return False
+    axes = ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP")
+    sizes = [int(environ.get(f"PARALLELISM_CONFIG_{axis}_SIZE", "1")) for axis in axes]
+    return max(sizes) == 1 and requested_processes(environ) > 1
 
 
 def agreed_strategy(
@@ -138,6 +160,13 @@ def requested_replicas(environ: Mapping[str, str]) -> int:
     if not _is_true(environ, "ACCELERATE_USE_PARALLELISM_CONFIG"):
         return 1
     return int(environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
+
+
+def requested_tensor_size(environ: Mapping[str, str]) -> int:
+    """Return the ranks that the launcher's config has share every matrix; 1 for none."""
+    if not _is_true(environ, "ACCELERATE_USE_PARALLELISM_CONFIG"):
+        return 1
+    return int(environ.get("PARALLELISM_CONFIG_TP_SIZE", "1"))
 
 
 def requests_checkpointing(environ: Mapping[str, str]) -> bool:
@@ -289,6 +318,8 @@ def _from_environment(environ: Mapping[str, str]) -> Strategy:
             offload=_is_true(environ, "FSDP_OFFLOAD_PARAMS"),
             replicas=requested_replicas(environ),
         )
+    if (size := requested_tensor_size(environ)) > 1:
+        return replace(STRATEGIES["tensor"], tensor=size)
     if requested_processes(environ) > 1:
         return STRATEGIES["ddp"]
     return STRATEGIES["single"]
@@ -304,6 +335,12 @@ def _check_supported(environ: Mapping[str, str]) -> None:
     ]
     if _is_true(environ, "ACCELERATE_USE_MEGATRON_LM"):
         unsupported.append("Megatron-LM (ACCELERATE_USE_MEGATRON_LM)")
+    sharded = asks_for_deepspeed(environ) or _is_true(environ, "ACCELERATE_USE_FSDP")
+    if sharded and requested_tensor_size(environ) > 1:
+        unsupported.append(
+            "tensor parallel (parallelism_config_tp_size) beside FSDP or DeepSpeed: the file of "
+            "`tensor` alone shards what several groups have in common"
+        )
     _refuse(unsupported, "Accelerate")
     if _is_true(environ, "ACCELERATE_USE_FSDP") and environ.get("FSDP_IGNORED_MODULES"):
         raise UsageError(

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
 
 from toolkit.configs.requested import deepspeed_strategy, fsdp_strategy, requested_replicas
-from toolkit.engines import ddp, deepspeed, fsdp2
+from toolkit.engines import ddp, deepspeed, fsdp2, tensor_parallel
 from toolkit.engines.base import Backend, Traits
 from toolkit.errors import UsageError
 from toolkit.strategies import Strategy, refuse_backend
@@ -29,6 +29,8 @@ def backend_of(model: torch.nn.Module) -> Backend:
     Raises:
         UsageError: the model has a wrapper that no backend here knows.
     """
+    if tensor_parallel.group_size(model) > 1:
+        return tensor_parallel.TensorParallel(model)
     if isinstance(model, FSDPModule):
         return fsdp2.FSDP2(model)
     if deepspeed.is_engine(model):
@@ -41,7 +43,7 @@ def backend_of(model: torch.nn.Module) -> Backend:
     return ddp.Replicated(model)
 
 
-def traits_of(strategy: Strategy) -> Traits:
+def traits_of(strategy: Strategy, num_processes: int) -> Traits:
     """Return the traits of a strategy's backend, which are known before a model exists.
 
     Raises:
@@ -56,8 +58,19 @@ def traits_of(strategy: Strategy) -> Traits:
             return deepspeed.TRAITS
         case "fsdp":
             return fsdp2.traits_of(strategy)
+        case "tensor":
+            return tensor_parallel.traits_of(strategy, num_processes)
         case _:
             refuse_backend(strategy.backend, strategy, "A rank")
+
+
+def prepare(
+    accelerator: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loader: Any
+) -> tuple[Any, Any, Any]:
+    """Return model, optimizer and data loader, ready to be trained with by every rank."""
+    if tensor_parallel.group_size(model) > 1:
+        return tensor_parallel.prepare(accelerator, model, optimizer, loader)
+    return accelerator.prepare(model, optimizer, loader)
 
 
 def strategy_of_plugins(deepspeed: Any, fsdp: Any, parallelism: Any = None) -> Strategy | None:

@@ -20,6 +20,7 @@ from toolkit.engines.hooks import Undo, nothing
 from toolkit.engines.optimizers import optimizer_of, pending_scale, states_held, watch_optimizer
 from toolkit.engines.prepared import Prepared, world_rank, world_size
 from toolkit.engines.tensors import (
+    copies_of,
     gathered,
     is_partitioned,
     is_spread,
@@ -106,6 +107,10 @@ class Backend(ABC):
         """Return this rank's index among the ranks that read their own rows."""
         return world_rank()
 
+    def sharing_group(self) -> str | None:
+        """Return the name of the group with which this rank shares each layer; None: with none."""
+        return None
+
     def gradient_clipping(self) -> float | None:
         """Return the norm that the engine itself clips to, 0 for none; None: the loop clips."""
         return None
@@ -187,8 +192,7 @@ class Backend(ABC):
             if parameter.grad is None:
                 yield name, 0.0, world_size()
             else:
-                copies = self.replicas() if is_spread(parameter) else world_size()
-                yield name, sum_of_squares(local(parameter.grad)), copies
+                yield name, sum_of_squares(local(parameter.grad)), copies_of(parameter.grad)
 
     def parameter_groups(self, optimizer: Any) -> list[tuple[dict[str, Any], list[Parameter]]]:
         """Return the optimizer's groups, each with the parameters of the model that it steps."""
@@ -256,6 +260,21 @@ class Backend(ABC):
     def backward(self, accelerator: Accelerator, loss: torch.Tensor, *, micro_batches: int) -> None:
         """Run backward for one of `micro_batches`, whose losses are shares of the step's loss."""
         accelerator.backward(loss * micro_batches)
+
+    def run_together(
+        self, accelerator: Accelerator, window: list[dict[str, torch.Tensor]], items: Any
+    ) -> list[torch.Tensor] | None:
+        """Run all forwards and backwards of an optimizer step; None: the loop runs each.
+
+        Args:
+            accelerator: Of the run.
+            window: The step's micro-batches, without their sample ids.
+            items: Tokens that the step trains on, over all ranks.
+
+        Returns:
+            Each micro-batch's share of the step's loss, times the data-parallel size.
+        """
+        return None
 
     def undisturbed(self) -> AbstractContextManager[None]:
         """Protect the engine's memory of its last passes from the forwards inside."""

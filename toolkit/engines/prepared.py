@@ -37,6 +37,24 @@ class Prepared:
         return bool(getattr(self.unwrapped, "peft_config", None))
 
 
+def rows_of_rank(accelerator: Accelerator, loader: Any, *, readers: int, reader: int) -> Any:
+    """Return a data loader with the rows of one of `readers`; several ranks may be the same one.
+
+    `Accelerator.prepare` takes each rank for a reader of its own.
+    """
+    from accelerate.data_loader import prepare_data_loader
+
+    return prepare_data_loader(
+        loader,
+        accelerator.device,
+        num_processes=readers,
+        process_index=reader,
+        put_on_device=True,
+        rng_types=[*(accelerator.rng_types or ())],
+        even_batches=accelerator.even_batches,
+    )
+
+
 def amp_precision(accelerator: Accelerator) -> str:
     """Return the precision of torch's autocast: `no` (fp32), `bf16` or `fp16`.
 

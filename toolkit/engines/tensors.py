@@ -6,6 +6,7 @@ beside a partition. Its own attributes show the kind, before and after it is wra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
@@ -50,6 +51,16 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type != tensor.device_mesh.device_type:
         tensor = tensor.to(tensor.device_mesh.device_type)
     return tensor.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]: `to` keeps the class
+
+
+def copies_of(tensor: Any) -> int:
+    """Return the number of ranks that hold the same part of a tensor, or the whole of it."""
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if not isinstance(tensor, DTensor):
+        return ranks
+    mesh = tensor.device_mesh
+    cut = (mesh.size(at) for at, held in enumerate(tensor.placements) if not held.is_replicate())
+    return ranks // math.prod(cut)
 
 
 def is_spread_type(kind: type) -> bool:

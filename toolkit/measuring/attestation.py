@@ -81,7 +81,7 @@ class Requested:
 
     def before_first_step(self) -> dict[str, Any]:
         """The facts that must hold once the model is wrapped."""
-        strategy, traits = self.strategy, traits_of(self.strategy)
+        strategy, traits = self.strategy, traits_of(self.strategy, self.num_processes)
         facts: dict[str, Any] = {
             "distributed_type": traits.distributed_type,
             "num_processes": self.num_processes,
@@ -89,7 +89,7 @@ class Requested:
             "wrapper": traits.wrapper,
             "zero_stage": strategy.zero_stage,
             "replicas": strategy.replicas,
-            "model_split_by": "none",
+            "model_split_by": f"tensor {strategy.tensor}" if strategy.tensor > 1 else "none",
             "activation_checkpointing": self.activation_checkpointing,
             "sharded_fraction": 1 / self.shards if strategy.shards_parameters else 1.0,
             "offload_optimizer": strategy.offload_optimizer,
@@ -126,7 +126,7 @@ class Requested:
             "nothing": None,
             "weights' dtype": "float32",
             "computed dtype": COMPUTE_DTYPES[self.precision],
-        }[traits_of(self.strategy).reduces]
+        }[traits_of(self.strategy, self.num_processes).reduces]
         if self.precision == "no" and self.accumulation_dtype is None:
             facts["gradient_dtypes"] = ["float32"]
         return _requested_only(facts)

@@ -17,9 +17,9 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from toolkit.engines.backend import backend_of, traits_of
+from toolkit.engines.backend import backend_of
+from toolkit.engines.base import Traits
 from toolkit.launching.processes import age_seconds
-from toolkit.strategies import Strategy
 
 Phase = Literal["data", "forward", "backward", "optimizer", "other"]
 
@@ -127,9 +127,9 @@ class Clock:
         self._hooks.close()
         self._moments = []
 
-    def watch_builds(self, strategy: Strategy) -> None:
+    def watch_builds(self, traits: Traits) -> None:
         """Time the builds of a backend's C++ parts, where it has some."""
-        watch = traits_of(strategy).watch_builds
+        watch = traits.watch_builds
         if watch is not None:
             self._hooks.callback(watch(self._builds.append))
 

@@ -28,11 +28,11 @@ def merge(
         throughput_steps: Number of last steps on packed rows, which are only for timing.
         probed: Steps that carried ledgers, from 1: they are slower, and not timed.
     """
-    first = ranks[0]
+    first, readers = ranks[0], _readers(ranks)
     count = len(first["losses"]) - throughput_steps
     losses = [statistics.fmean(values) for values in _by_step(ranks, "losses")]
     not_measured: dict[str, str] = {}
-    ids = [rank["sample_ids"][:count] for rank in ranks]
+    ids = [rank["sample_ids"][:count] for rank in readers]
     if any(step is None for rank in ids for step in rank):
         not_measured["sample_ids"] = "the data set has no sample_id column"
     if all(norm is None for norm in first["grad_norms"]):
@@ -48,9 +48,10 @@ def merge(
     if counted is None:
         not_measured["traffic"] = traffic.NOT_COUNTED
     values = unmeasured() | _declared(ranks, not_measured)
-    values |= _times(ranks, throughput_steps, probed, values["warm_up"], not_measured)
+    values |= _times(ranks, readers, throughput_steps, probed, values["warm_up"], not_measured)
     return values | {
         "num_processes": len(ranks),
+        "data_parallel_size": len({rank["reads_as"] for rank in ranks}),
         "losses": losses[:count],
         # Every rank has the norm over all of them.
         "grad_norms": first["grad_norms"][:count],
@@ -89,8 +90,27 @@ def _declared(ranks: list[dict[str, Any]], not_measured: dict[str, str]) -> dict
     return merged
 
 
+def _readers(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one rank of each group that shares layers, so that each row counts once.
+
+    All ranks, if the ranks of a group did not train the same rows.
+    """
+    groups: dict[int, list[dict[str, Any]]] = {}
+    for rank in ranks:
+        groups.setdefault(rank["reads_as"], []).append(rank)
+    alike = all(
+        [(r["sample_ids"], r["tokens"]) for r in group].count(
+            (group[0]["sample_ids"], group[0]["tokens"])
+        )
+        == len(group)
+        for group in groups.values()
+    )
+    return [group[0] for group in groups.values()] if alike else ranks
+
+
 def _times(
     ranks: list[dict[str, Any]],
+    readers: list[dict[str, Any]],
     throughput_steps: int,
     probed: Sequence[int],
     warm_up: dict[str, Any],
@@ -103,7 +123,7 @@ def _times(
     phases = list(_by_step(ranks, "phases"))
     # Ranks wait for each other within a step: the slowest one's clock is that of all.
     seconds = [max(sum(rank.values()) for rank in step) for step in phases]
-    tokens = [sum(values) for values in _by_step(ranks, "tokens")]
+    tokens = [sum(values) for values in _by_step(readers, "tokens")]
     packed_from = len(seconds) - throughput_steps if throughput_steps else 0
     after = range(packed_from + WARMUP_STEPS, len(seconds))
     timed = [step for step in after if step + 1 not in probed]
@@ -114,7 +134,7 @@ def _times(
         # Total over total: a mean of rates would let one short step outweigh a long one.
         taken = sum(seconds[step] for step in after)
         speeds["tokens_per_second"] = sum(tokens[step] for step in after) / taken
-        supervised = list(_by_step(ranks, "supervised"))
+        supervised = list(_by_step(readers, "supervised"))
         counts = [count for step in after for count in supervised[step]]
         if None in counts:
             not_measured["supervised_tokens_per_second"] = "the batches have no labels to count"

@@ -30,14 +30,17 @@ class OrderWatch:
 
         self._rows, self._bits = 0, 0
 
-    def watch(self, loader: Any, guards: Guards) -> Undo:
+    def watch(self, loader: Any, guards: Guards, *, reads_as: int) -> Undo:
         """Follow a loader that `Accelerator.prepare` returned; every rank calls it.
 
+        Ranks with the same `reads_as` share layers, and have to train the same rows.
+
         Raises:
-            GuardError: on every rank when two would train the same rows, unless guards only warn.
+            GuardError: on every rank when ranks would train other rows than they should, unless
+                guards only warn.
         """
-        if same := same_parts(loader):
-            guards.report("data order", same, SAME_ADVICE, step=0)
+        if wrong := wrong_parts(loader, reads_as):
+            guards.report("data order", wrong, SAME_ADVICE, step=0)
         shard = getattr(loader, "batch_sampler", None)
         inner = getattr(shard, "batch_sampler", None)
         if not hasattr(shard, "process_index") or inner is None:
@@ -82,16 +85,20 @@ class _WatchedSampler(BatchSampler):
         return getattr(self._inner, name)
 
 
-def same_parts(loader: Any) -> str | None:
-    """Return a sentence on two ranks that would train the same rows, or None; a collective."""
+def wrong_parts(loader: Any, reads_as: int) -> str | None:
+    """Return a sentence on ranks that would train other rows than they should, or None.
+
+    A collective.
+    """
     shard = getattr(loader, "batch_sampler", None)
-    parts = gather_objects(
-        (getattr(shard, "process_index", None), getattr(shard, "num_processes", None))
-    )
-    # Ranks that share rows on purpose (tensor parallelism) know of fewer parts than ranks.
-    if any(part is None or count != len(parts) for part, count in parts):
+    part = (getattr(shard, "process_index", None), getattr(shard, "num_processes", None))
+    parts, readers = zip(*gather_objects((part, reads_as)), strict=True)
+    if any(at is None for at, _ in parts):
         return None
-    for rank, part in enumerate(parts):
-        if (first := parts.index(part)) < rank:
+    for rank, (part, reader) in enumerate(zip(parts, readers, strict=True)):
+        group = readers.index(reader)
+        if parts[group] != part:
+            return f"Rank {rank} shares its layers with rank {group} and trains other rows."
+        if (first := parts.index(part)) < group:
             return f"Rank {rank} trains the rows of rank {first}."
     return None

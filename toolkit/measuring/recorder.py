@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from toolkit.engines.backend import backend_of
+from toolkit.engines.backend import backend_of, traits_of
 from toolkit.engines.base import Backend
 from toolkit.engines.hooks import stand_in
 from toolkit.engines.tensors import compiled, number
@@ -68,7 +68,7 @@ class Recorder:
         self.rehearsal = rehearsal
         self._steps_file = steps_file
         self._status = status
-        self._rank = 0
+        self._rank = self._reads_as = 0
         self._device = "cpu"
         self._scales_loss = False
         self._clock = Clock()
@@ -92,7 +92,7 @@ class Recorder:
         self._peak: dict[str, Any] | None = None
         self._no_peak: str | None = None
         self._optimizer: Any = None
-        self._clock.watch_builds(requested.strategy)
+        self._clock.watch_builds(traits_of(requested.strategy, requested.num_processes))
         self._probed: list[int] = []
         self._found_inf: torch.Tensor | bool | None = None
         self._hooks = ExitStack()
@@ -110,7 +110,8 @@ class Recorder:
         A `GuardError` means that two ranks would train the same rows.
         """
         if self.heartbeat is not None:
-            self._hooks.callback(self._order.watch(loader, self.heartbeat.guards))
+            watch = self._order.watch(loader, self.heartbeat.guards, reads_as=self._reads_as)
+            self._hooks.callback(watch)
 
     def prepared(self, accelerator: Any, model: Any, optimizer: Any) -> None:
         """Attest the wrapped model, and watch its first step.
@@ -124,6 +125,7 @@ class Recorder:
         self.engaged = attestation.engaged_before(accelerator, model)
         self._require(self.requested.before_first_step())
         backend = backend_of(model)
+        self._reads_as = backend.data_parallel_rank()
         self._watch_clipping(accelerator, backend)
         self._clock.watch_compiles()
         self._clock.prepared(model, optimizer)
@@ -479,6 +481,7 @@ class Recorder:
         self._traffic = {
             "step": step,
             "micro_batches": len(self._step),
+            "tokens": sum(batch.tokens for batch in self._step),
             "transport": traffic.transport(),
             "collectives": self._ledger.counted(),
             **traffic.textbook_volume(self._model, self.requested.strategy, ranks),
@@ -495,6 +498,7 @@ class Recorder:
     def _of_this_rank(self) -> dict[str, Any]:
         return {
             "rank": self._rank,
+            "reads_as": self._reads_as,
             "losses": [step.loss() for step in self._steps],
             "grad_norms": [_plain(step.grad_norm) for step in self._steps],
             "learning_rates": [step.learning_rate for step in self._steps],

@@ -147,12 +147,14 @@ class Ledger(CountingMode):
         self._sizes: dict[str, int] = {}
         self._phase: Phase | None = None
         self._buffers: set[torch.dtype] = set()
+        self._sharing: str | None = None
 
     def start(self, model: Any) -> None:
         """Count from zero; the passes of the prepared model tell purposes apart."""
         self.calls.clear()
         self.elements.clear()
         self._buffers = {buffer.dtype for buffer in model.buffers()}
+        self._sharing = backend_of(model).sharing_group()
         self._phase = None
         self.begin_counting(
             model.register_forward_pre_hook(self._forward_begins, prepend=True).remove,
@@ -195,19 +197,22 @@ class Ledger(CountingMode):
             return
         names = [argument.name for argument in func._schema.arguments]
         given = dict(zip(names, args, strict=False)) | kwargs
-        ranks = _ranks_of(given)
+        ranks, group = _group_of(given)
         # An operation that is not known, from a later torch, is shown under its own name.
         kind, position = CALLS.get(name, (name.strip("_"), 0))
         tensors = list(tensors_in(given[names[position or 0]]))
         times = 0 if position is None else ranks if name in PARTS else 1
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             elements = times * sum(t.numel() for t in tensors if t.dtype == dtype)
-            row = Calls(kind, self._purpose(kind, dtype, elements, ranks), dtype_name(dtype), ranks)
+            purpose = self._purpose(kind, dtype, elements, ranks, group)
+            row = Calls(kind, purpose, dtype_name(dtype), ranks)
             self._sizes[row.dtype] = dtype.itemsize
             self.calls[row] += 1
             self.elements[row] += elements
 
-    def _purpose(self, kind: str, dtype: torch.dtype, elements: int, ranks: int) -> str:
+    def _purpose(
+        self, kind: str, dtype: torch.dtype, elements: int, ranks: int, group: str | None
+    ) -> str:
         """Name the purpose of a call, as far as its place in the step shows it."""
         phase = self._phase
         if phase != "clipping" and torch._C._current_graph_task_id() != -1:
@@ -216,6 +221,8 @@ class Ledger(CountingMode):
             return "norm"
         if phase == "guards":
             return "guards"
+        if phase in ("forward", "backward") and group is not None and group == self._sharing:
+            return "activations"
         if phase is None:
             of_a_rank = elements // ranks if kind in ("all_gather", "gather") else elements
             return "metrics" if of_a_rank == 1 else "other"
@@ -305,21 +312,23 @@ def ring_factor(kind: str, ranks: int) -> float:
     return 2 * once if kind == "all_reduce" else once
 
 
-def _ranks_of(given: dict[str, Any]) -> int:
-    if "group_size" in given:
-        return int(given["group_size"])
+def _group_of(given: dict[str, Any]) -> tuple[int, str | None]:
+    """Return the ranks of a call's group, and its name; None where the call doesn't have it."""
+    c10d: Any = torch.distributed.distributed_c10d
     group: Any = given.get("process_group", given.get("group_name"))
     if isinstance(group, str):
-        c10d: Any = torch.distributed.distributed_c10d
         group = c10d._resolve_process_group(group)
     if isinstance(group, torch.ScriptObject):
         group = ProcessGroup.unbox(group)
-    return group.size()
+    if "group_size" in given:
+        return int(given["group_size"]), None if group is None else str(group.group_name)
+    return group.size(), str(group.group_name)
 
 
 _ORDER = (
     "parameters",
     "gradients",
+    "activations",  # within a group of ranks that share layers
     "norm",  # all of clipping, and DeepSpeed's look for overflows
     "buffers",
     "buckets",  # DDP's assignment of parameters to buckets, sent once before its second step

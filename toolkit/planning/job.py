@@ -99,12 +99,22 @@ class PlannedJob(JobOptions):
                 "Choose a number of GPUs that the nodes divide."
             )
         match self.strategy.backend:
-            case "single" | "ddp" | "deepspeed" | "fsdp":
+            case "single" | "ddp" | "deepspeed" | "fsdp" | "tensor":
                 pass
             case _:
                 refuse_backend(self.strategy.backend, self.strategy, "The planner")
         if not self.strategy.is_distributed and self.gpus != 1:
             raise UsageError("single runs on one GPU. Ask for gpus=1, or for ddp.")
+        if self.gpus % self.strategy.tensor:
+            raise UsageError(
+                f"{self.strategy.name} splits every matrix over {self.strategy.tensor} GPUs, which "
+                f"don't divide {self.gpus}."
+            )
+        if self.strategy.tensor > 1 and self.method != "full":
+            raise UsageError(
+                f"{self.strategy.name} trains all weights: adapters need whole matrices. Choose "
+                "another strategy for them."
+            )
         if self.gpus % self.strategy.replicas:
             raise UsageError(
                 f"{self.strategy.name} keeps {self.strategy.replicas} replicas, which don't divide "
@@ -172,8 +182,13 @@ class PlannedJob(JobOptions):
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of one optimizer step on all GPUs."""
-        return self.micro_tokens * self.accumulation * self.gpus
+        """Tokens of one optimizer step on all GPUs, each row counted once."""
+        return self.micro_tokens * self.accumulation * self.readers
+
+    @property
+    def readers(self) -> int:
+        """Ranks that read rows of their own."""
+        return self.strategy.data_parallel_size(self.gpus)
 
 
 def _check_count(name: str, value: object, most: int) -> None:

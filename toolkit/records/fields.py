@@ -15,7 +15,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache
 from operator import itemgetter
-from typing import Annotated, Any, Final, Literal, NamedTuple, TypedDict, cast, is_typeddict
+from typing import (
+    Annotated,
+    Any,
+    Final,
+    Literal,
+    NamedTuple,
+    NotRequired,
+    TypedDict,
+    cast,
+    is_typeddict,
+)
 
 from toolkit.records.shapes import Least, choices_of, hints_of
 
@@ -263,6 +273,9 @@ class Traffic(TypedDict):
 
     step: int
     micro_batches: FromOne
+    tokens: NotRequired[Count]
+    """Tokens that the rank read in the step, padding included."""
+
     transport: str | None
     """The backend of the process group; null for one process."""
 

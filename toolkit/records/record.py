@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypedDict
+from typing import Annotated, Any, Final, Literal, NotRequired, TypedDict
 
 from toolkit.records.fields import Count, FromOne, Measured, Memory, RankMemory, Size
 from toolkit.records.json_files import read_as
@@ -143,6 +143,9 @@ class Record(Measured):
     status: str
     reason: str | None
     num_processes: FromOne
+    data_parallel_size: NotRequired[FromOne]
+    """Ranks that read rows of their own; those that share layers count as one."""
+
     rehearsal: bool
     model: Model
     data: Data

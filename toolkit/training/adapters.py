@@ -28,9 +28,15 @@ ADAPTER_FILE: Final = "adapter_model.safetensors"
 
 
 def load_for(
-    method: Method, arguments: ModelArguments, folder: str | Path, *, seed: int, start: Path | None
+    method: Method,
+    arguments: ModelArguments,
+    folder: str | Path,
+    *,
+    seed: int,
+    start: Path | None,
+    split: Any = None,
 ) -> Any:
-    """Return the model in `folder`, ready to be trained by `method`.
+    """Return the model in `folder`, ready to be trained by `method`, split as `load_model` splits.
 
     Adapters get initial weights from `seed`. A rank with a `start` writes them to that file.
 
@@ -41,7 +47,7 @@ def load_for(
     from toolkit.training.quantized import in_4_bits, keep_packed
 
     packed = None if method.storage is None else in_4_bits(method.storage)
-    model = load_model(arguments, folder, dtype=method.dtype, packed=packed)
+    model = load_model(arguments, folder, dtype=method.dtype, packed=packed, split=split)
     if packed is not None:
         keep_packed(model)
     if not method.arguments.is_full:

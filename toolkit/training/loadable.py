@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from toolkit.errors import UsageError, sentence_of
+from toolkit.strategies import Strategy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -77,6 +78,25 @@ def count_parameters(folder: Path) -> int | None:
             ) from error
         total += sum(map(math.prod, shapes))
     return total if files else None
+
+
+def check_split(folder: str, strategy: Strategy, *, trust_remote_code: bool = False) -> None:
+    """Check that the model in a folder can be split as the strategy asks.
+
+    Raises:
+        UsageError: it has no plan for that, or sizes that don't divide.
+    """
+    if strategy.tensor == 1:
+        return
+    from transformers import AutoConfig
+
+    from toolkit.engines.tensor_parallel import plan_problem
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    if problem := plan_problem(config, strategy.tensor):
+        raise UsageError(
+            f"{strategy.name} can't split the model in {folder}: {problem}. Use fsdp or zero3."
+        )
 
 
 def _wrong_in(config: Any) -> str | None:

@@ -21,7 +21,7 @@ from toolkit.checkpoints.resuming import Resumed
 from toolkit.checkpoints.states import read_random_state, read_states
 from toolkit.data.packing import keep_texts_apart
 from toolkit.data.tokens import IGNORED
-from toolkit.engines.backend import backend_of
+from toolkit.engines.backend import backend_of, prepare
 from toolkit.engines.prepared import Prepared
 from toolkit.engines.tensors import number
 from toolkit.errors import UsageError
@@ -85,7 +85,7 @@ def train_loop(
     keep_texts_apart(model)
     recorder.loaded(model)
     optimizer = build_optimizer(model, args)
-    wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    wrapped, optimizer, loader = prepare(accelerator, model, optimizer, loader)
     scheduler = get_scheduler(
         args.lr_scheduler_type,
         optimizer=optimizer,
@@ -194,16 +194,22 @@ def _optimizer_step(
     # Accelerate 1.15 heeds sync_each_batch only with several processes; FSDP2 offloads the reduced
     # gradients of one as well. Without a model, it defers the reduction of none.
     deferred = () if syncs_each_batch(args) else (model,)
-    for batch, count in zip(window, supervised, strict=True):
-        ids = batch.pop("sample_id", None)
+    ids = [batch.pop("sample_id", None) for batch in window]
+    tokens = [batch["input_ids"].numel() for batch in window]
+    losses = backend.run_together(accelerator, window, items)
+    for at, batch in enumerate(window):
         with accelerator.accumulate(*deferred):
-            loss = model(**batch, num_items_in_batch=items).loss
-            # Gradients are averaged over the ranks, so the loss is multiplied by their number.
-            loss = loss * ranks
-            # Dividing by the token count already covers the accumulation steps.
-            backend.backward(accelerator, loss, micro_batches=len(window))
-            tokens = batch["input_ids"].numel()
-            recorder.micro_batch(loss, tokens=tokens, supervised=count, sample_ids=ids)
+            if losses is None:
+                loss = model(**batch, num_items_in_batch=items).loss
+                # Gradients are averaged over the ranks, so the loss is multiplied by their number.
+                loss = loss * ranks
+                # Dividing by the token count already covers the accumulation steps.
+                backend.backward(accelerator, loss, micro_batches=len(window))
+            else:
+                loss = losses[at]
+            recorder.micro_batch(
+                loss, tokens=tokens[at], supervised=supervised[at], sample_ids=ids[at]
+            )
             if accelerator.sync_gradients:
                 limit = args.max_grad_norm or float("inf")
                 norm = accelerator.clip_grad_norm_(model.parameters(), limit)

@@ -139,6 +139,11 @@ def check_strategy(method: Method, strategy: Strategy, *, precision: str) -> Non
     Raises:
         UsageError: it can't.
     """
+    if not method.arguments.is_full and strategy.tensor > 1:
+        raise UsageError(
+            f"--method {method.arguments.method} attaches adapters to whole matrices, and "
+            f"{strategy.name} splits them. Use fsdp, zero3 or ddp, or --method full."
+        )
     if method.arguments.is_full or not strategy.reads_deepspeed_json:
         return
     if precision == "no" and method.dtype != "float32":

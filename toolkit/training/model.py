@@ -109,7 +109,12 @@ def build_model() -> Path:
 
 
 def load_model(
-    arguments: ModelArguments, folder: str | Path, *, dtype: str = "float32", packed: Any = None
+    arguments: ModelArguments,
+    folder: str | Path,
+    *,
+    dtype: str = "float32",
+    packed: Any = None,
+    split: Any = None,
 ) -> PreTrainedModel:
     """Return the model in `folder`, ready to be trained.
 
@@ -117,7 +122,8 @@ def load_model(
     weights to be sharded while they are loaded; those in 4 bits are loaded whole.
 
     Weights are loaded in `dtype` unless `arguments` name another; with `packed`, the result of
-    `quantized.in_4_bits`, they are packed.
+    `quantized.in_4_bits`, they are packed. With `split`, a `DistributedConfig`, each rank loads its
+    part of every matrix.
 
     Raises:
         UsageError: the folder doesn't hold a causal LM that can be loaded.
@@ -130,6 +136,7 @@ def load_model(
         "trust_remote_code": arguments.trust_remote_code,
         "attn_implementation": arguments.attn_implementation,
         "quantization_config": packed,
+        "distributed_config": split,
     }
     given = {name: value for name, value in options.items() if value is not None}
     try:

@@ -40,7 +40,7 @@ from toolkit.launching.status import STATUS_DIR
 from toolkit.records.evidence import BEFORE_FILE, EVIDENCE_FILES
 from toolkit.records.record import RECORD_FILE, STARTING_ADAPTER, STEPS_FILE
 from toolkit.rehearse import rehearse_if_needed
-from toolkit.strategies import STRATEGIES, Strategy, get_strategy
+from toolkit.strategies import STRATEGIES, Engine, Strategy, get_strategy
 from toolkit.training.arguments import (
     OwnArguments,
     RunArguments,
@@ -49,7 +49,7 @@ from toolkit.training.arguments import (
 )
 from toolkit.training.dropout import dropout_facts
 from toolkit.training.evaluation_plan import check_evaluation
-from toolkit.training.loadable import check_loadable
+from toolkit.training.loadable import check_loadable, check_split
 from toolkit.training.method_arguments import MethodArguments
 from toolkit.training.methods import Method, check_strategy, checked_method
 from toolkit.training.model import (
@@ -199,7 +199,8 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
     _refuse_under(launch, lambda strategy: _check_optimizer(values[strategy.name], strategy))
     trackers = asked_trackers(common["report_to"], engine=own.run.engine)
     resume = None
-    if launch.environ is not None:  # in a rank
+    if launch.environ is not None:  # in a rank; a comparison chooses the engine by strategy
+        _refuse_under(launch, lambda strategy: _check_engine(own.run.engine, strategy))
         check_output_folder(Path(common["output_dir"]), own.method, trackers)
         resume = asked_checkpoint(common)
         _check_evidence_folders(own.run)
@@ -220,6 +221,9 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
     fetched = None if ranks is None else rows_needed(common, num_processes=ranks)
     data = prepare_data(own.data, tokenizer, trust_remote_code=trust, rows_needed=fetched)
     check_vocabulary(model, data)
+    _refuse_under(
+        launch, lambda strategy: check_split(model.path, strategy, trust_remote_code=trust)
+    )
     precision = asked_precision(common)
     check_model(own.speed, model.path)
     method = checked_method(own.method, own.model, model, precision=precision)
@@ -268,10 +272,10 @@ def check_output_folder(folder: Path, method: MethodArguments, trackers: Sequenc
 
 def _launched_strategy(name: str | None) -> Strategy:
     """Return the strategy of the launcher's config, after comparing it with `--strategy`."""
-    launched = requested_strategy(os.environ)
-    if name is None:
+    strategy = None if name is None else get_strategy(name)
+    launched = requested_strategy(os.environ, strategy)
+    if strategy is None:
         return launched
-    strategy = get_strategy(name)
     if not same_features(strategy, launched):
         raise UsageError(
             f"--strategy {name} was asked, but the launcher's config file is for "
@@ -330,6 +334,14 @@ def _refuse_ignored_flags(values: Mapping[str, Any], own: OwnArguments) -> None:
         raise UsageError(
             "--evidence looks into the model's forward, which --torch_compile would compile away. "
             "Leave one of them out."
+        )
+
+
+def _check_engine(engine: Engine, strategy: Strategy) -> None:
+    if engine not in strategy.engines:
+        raise UsageError(
+            f"{strategy.name} does not train under --engine {engine}. Pass --engine "
+            f"{strategy.engines[0]}."
         )
 
 

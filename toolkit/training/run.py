@@ -16,6 +16,7 @@ from toolkit.checkpoints.preemption import Preempted, Preemption
 from toolkit.data.cache import check_seconds
 from toolkit.data.order import Collator
 from toolkit.engines.prepared import Prepared
+from toolkit.engines.tensor_parallel import claim_mesh
 from toolkit.launching.ranks import rank, say
 from toolkit.launching.status import StatusFile
 from toolkit.measuring import memory
@@ -70,6 +71,7 @@ def train(job: Job, status: StatusFile) -> None:
         job.request.model.path,
         seed=job.args.seed,
         start=output_dir / STARTING_ADAPTER if rank() == 0 else None,
+        split=claim_mesh(job.strategy, job.request.launch.num_processes or 1),
     )
     if own.run.dropout == "off":
         turn_off(model)

@@ -160,6 +160,18 @@ def check_speed(
             "layer are compiled anew for each until torch gives up (recompile_limit), and runs the "
             "layers as they are"
         )
+    if strategy.tensor > 1:
+        by_hand = {
+            "--loss_impl chunked": arguments.loss_impl == "chunked",
+            "--use_liger_kernel": uses_liger,
+            "--compile_blocks": compiles,
+            "--fsdp_prefetch": bool(arguments.fsdp_prefetch),
+        }
+        messages += [
+            f"{flag} computes with whole matrices, and {strategy.name} splits them: leave it out"
+            for flag, passed in by_hand.items()
+            if passed
+        ]
     if arguments.ddp_bucket_view and several and not strategy.reduces_in_buckets:
         messages.append(f"--ddp_bucket_view is for ddp, and this is {strategy.name}")
     if arguments.fsdp_prefetch and several and strategy.sharding != "rows":

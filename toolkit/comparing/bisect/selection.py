@@ -10,12 +10,12 @@ from typing import Final
 from toolkit import environment
 from toolkit.comparing.report.row_facts import is_control
 from toolkit.comparing.run.folders import short_path
-from toolkit.comparing.run.options import CompareOptions, Engine
+from toolkit.comparing.run.options import CompareOptions
 from toolkit.comparing.run.plan import ComparisonPlan, Run, build_plan, fixed_by
 from toolkit.comparing.run.rows import first_broken_step
 from toolkit.errors import UsageError
 from toolkit.records.results import Results, Row
-from toolkit.strategies import get_strategy
+from toolkit.strategies import Engine, get_strategy
 
 STEPS: Final = 2
 FP16_STEPS: Final = 24
@@ -82,7 +82,7 @@ def _strategy_and_engine(name: str, options: CompareOptions) -> tuple[str, Engin
         raise UsageError(
             f"--engine both leaves open which {name} is meant: write {name}-trainer or {name}-loop."
         )
-    return get_strategy(name).name, options.engine
+    return get_strategy(name).name, options.engines_of(get_strategy(name))[0]
 
 
 def step_of_gates(

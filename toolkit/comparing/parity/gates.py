@@ -236,7 +236,7 @@ def judge_control(record: Record) -> Judgement:
     elif not losses or len(losses) != requested:
         judgement.break_gate("loss", f"the control recorded {len(losses)} of {requested} steps")
     for step, ranks in enumerate(record["sample_ids"] or [], 1):
-        problem = judges.rank_problem(ranks, record["num_processes"])
+        problem = judges.rank_problem(ranks, judges.readers_of(record))
         if problem is not None:
             judgement.break_gate("data", problem, first_step=step)
             break

@@ -273,7 +273,7 @@ def judge_data(case: Case, judgement: Judgement) -> None:
 
     ids = ids or []
     problems = (
-        (step, rank_problem(ours, record["num_processes"]) or _row_problem(ours, theirs))
+        (step, rank_problem(ours, readers_of(record)) or _row_problem(ours, theirs))
         for step, (ours, theirs) in enumerate(zip(ids, wanted, strict=False), 1)
     )
     step, problem = next(((step, text) for step, text in problems if text), (None, None))
@@ -339,10 +339,16 @@ def judge_evaluation(case: Case, judgement: Judgement) -> None:
         judgement.leave_open("evaluation", f"no evaluation is within the first {GATED_STEPS} steps")
 
 
-def rank_problem(ranks: list[list[Any]], num_processes: int) -> str | None:
+def readers_of(record: Record) -> int:
+    """Return the ranks of a run that read rows of their own."""
+    readers = record.get("data_parallel_size")
+    return record["num_processes"] if readers is None else readers
+
+
+def rank_problem(ranks: list[list[Any]], readers: int) -> str | None:
     """Name the fault in the rows that the ranks read in one step; None where there is none."""
-    if len(ranks) != num_processes:
-        return f"rows of {len(ranks)} ranks were recorded, there are {num_processes}"
+    if len(ranks) != readers:
+        return f"rows of {len(ranks)} ranks were recorded, there are {readers}"
     if not any(ranks):
         return "no row was read"
     owners = Counter(row for rank in ranks for row in set(rank) if row != FILLER_ID)

@@ -10,8 +10,7 @@ from typing import Annotated, Final, Literal
 
 from toolkit.errors import UsageError
 from toolkit.planning.options import Flag, Precision
-
-Engine = Literal["trainer", "loop"]
+from toolkit.strategies import Engine, Strategy
 
 DEFAULT_STRATEGIES: Final = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp")
 
@@ -64,8 +63,9 @@ class CompareOptions:
     """Strategies by the names of the strategies table, in the order of the report."""
 
     engine: Annotated[
-        Literal["trainer", "loop", "both"], Flag("The HF Trainer, the loop, or both.")
-    ] = "trainer"
+        Literal["trainer", "loop", "both"] | None,
+        Flag("The HF Trainer, the loop, or both; the Trainer where a strategy trains under it."),
+    ] = None
     max_steps: Annotated[int, _flag("max_steps", "Optimizer steps compared.")] = 20
     num_processes: Annotated[
         int | None, _flag("num_processes", "Ranks of every run; 2 if left out.")
@@ -120,7 +120,7 @@ class CompareOptions:
             if not value >= least
         ]
         for name, value, choices in (
-            ("--engine", self.engine, ("trainer", "loop", "both")),
+            ("--engine", self.engine or "both", ("trainer", "loop", "both")),
             ("--precision", self.precision, ("no", "bf16", "fp16")),
         ):
             if value not in choices:
@@ -134,6 +134,23 @@ class CompareOptions:
             wrong.append("--scale and --num_processes exclude each other; leave one of them out")
         if wrong:
             raise UsageError(f"{'; '.join(wrong)}.")
+
+    def engines_of(self, strategy: Strategy) -> tuple[Engine, ...]:
+        """Return the engines that a strategy runs under.
+
+        Raises:
+            UsageError: it does not train under the one that is asked for.
+        """
+        if self.engine == "both":
+            return strategy.engines
+        if self.engine is None:
+            return strategy.engines[:1]
+        if self.engine not in strategy.engines:
+            raise UsageError(
+                f"{strategy.name} does not train under --engine {self.engine}. Leave --engine out, "
+                f"or pass {strategy.engines[0]}."
+            )
+        return (self.engine,)
 
     @property
     def processes(self) -> int:

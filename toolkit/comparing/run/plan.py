@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
 from toolkit.comparing.report.names import both_engines, without_engine
-from toolkit.comparing.run.options import CompareOptions, Engine, check_train_flags, flags_in
+from toolkit.comparing.run.options import CompareOptions, check_train_flags, flags_in
 from toolkit.configs.accelerate import num_processes_problem
 from toolkit.configs.optimizers import DEFAULT, missing_package, optimizer_problem
 from toolkit.configs.requested import check_left_over
@@ -24,7 +24,7 @@ from toolkit.errors import UsageError
 from toolkit.escaping import shell_line
 from toolkit.records.json_files import SCHEMA
 from toolkit.redaction import redacted, redacted_words
-from toolkit.strategies import STRATEGIES, Strategy, get_strategy
+from toolkit.strategies import STRATEGIES, Engine, Strategy, get_strategy
 
 CONTROLS: Final = ("single", "ddp", "zero1")
 """Candidates for the control, in order: it is the first that runs to its end."""
@@ -147,16 +147,23 @@ def build_plan(
             for run in planned
         ]
 
-    engines: tuple[Engine, ...] = (
-        ("trainer", "loop") if options.engine == "both" else (options.engine,)
-    )
+    engines = {strategy.name: options.engines_of(strategy) for strategy in strategies}
+    if options.engine != "loop":
+        notes += [
+            f"{s.name} trains under --engine {s.engines[0]} only."
+            for s in strategies
+            if len(s.engines) == 1
+        ]
     return ComparisonPlan(
         runs=tuple(
-            run for strategy in strategies for engine in engines for run in runs(strategy, engine)
+            run
+            for strategy in strategies
+            for engine in engines[strategy.name]
+            for run in runs(strategy, engine)
         ),
         # Under a scale the smallest count, which needs the fewest GPUs.
         fallbacks=tuple(
-            runs(strategy, engines[0])[0]
+            runs(strategy, options.engines_of(strategy)[0])[0]
             for strategy in (controls if distributed else controls[:1])
         ),
         rehearsal=rehearsal,
@@ -189,14 +196,15 @@ def _counts(strategy: Strategy, options: CompareOptions) -> list[int]:
 
 
 def _run(strategy: Strategy, engine: Engine, processes: int, options: CompareOptions) -> Run:
-    # Micro-batches have one size: fewer processes read them one after the other, while the ranks of
+    # Micro-batches have one size: fewer readers read them one after the other, while the ranks of
     # other runs read them in parallel.
-    one_size = bool(options.scale) or not strategy.is_distributed
+    readers = strategy.data_parallel_size(processes)
+    one_size = bool(options.scale) or not strategy.is_distributed or readers < processes
     all_micro_batches = options.gradient_accumulation_steps * (
         options.processes if one_size else processes
     )
     rows = options.global_batch_size // all_micro_batches
-    micro_batches = all_micro_batches // processes
+    micro_batches = all_micro_batches // readers
     flags = {
         "engine": engine,
         "strategy": strategy.name,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from toolkit.comparing.report.terminal import print_line
 from toolkit.comparing.run.comparison import Comparison
@@ -174,12 +174,20 @@ def _options(shared: list[StartedRun], *, repeats: int) -> CompareOptions:
     return replace(
         shared[0].options,
         strategies=list(dict.fromkeys(run.strategy.name for run in runs)),
-        engine=runs[0].engine if len({run.engine for run in runs}) == 1 else "both",
+        engine=_engine(runs),
         num_processes=None if scale else largest.num_processes,
         scale=scale,
         repeats=repeats,
         gradient_accumulation_steps=largest.gradient_accumulation_steps,
     )
+
+
+def _engine(runs: list[Run]) -> Literal["trainer", "loop", "both"] | None:
+    """Return the `--engine` that makes these runs; None where each has its usual one."""
+    engines = {run.engine for run in runs}
+    if all(run.engine == run.strategy.engines[0] for run in runs):
+        return None
+    return runs[0].engine if len(engines) == 1 else "both"
 
 
 def _failure(folder: Path, run: Run, finished: list[Finished]) -> FailedStart | None:

@@ -24,6 +24,7 @@ from toolkit.planning.memory.transient_buffers import (
     units_of,
 )
 from toolkit.planning.memory.weights import trained_size, weights_of
+from toolkit.planning.split import part_of_rank
 from toolkit.planning.terms import PHASES, Category, Interval, Phase, Term
 
 MIB = 1 << 20
@@ -99,6 +100,7 @@ def estimate_memory(job: PlannedJob) -> MemoryEstimate:
     Raises:
         UsageError: the job's precision and weights don't go together.
     """
+    asked, job = job, part_of_rank(job)
     states = most_loaded(job)
     terms = [
         *_tensor_terms(job, states),
@@ -119,7 +121,7 @@ def estimate_memory(job: PlannedJob) -> MemoryEstimate:
     # Where the peak itself is uncertain, the least of one phase can be more than that of the peak.
     idle = Interval(min(idle.low, idle.high), idle.high)
     reserved = allocated + idle
-    outside = list(_outside_terms(job))
+    outside = list(_outside_terms(asked))
     terms += [
         Term(
             category="allocator",
@@ -157,6 +159,7 @@ def step_peak(job: PlannedJob, micro_batches: Sequence[tuple[int, int]]) -> Inte
     Raises:
         UsageError: as `estimate_memory` does.
     """
+    job = part_of_rank(job)
     low = high = 0.0
     for number, (rows, tokens) in enumerate(micro_batches, 1):
         of_micro_batch = replace(
@@ -384,7 +387,8 @@ def _new_gradients(job: PlannedJob, gradients: Term, *, ends_full: bool) -> Iter
 def _outside_terms(job: PlannedJob) -> Iterator[Term]:
     yield Term(category="context", name="CUDA context", bytes=CONTEXT, formula="measured elsewhere")
     if job.gpus > 1:
-        groups = 2 if job.strategy.replicas > 1 else 1
+        several = job.strategy.replicas > 1 or 1 < job.strategy.tensor < job.gpus
+        groups = 2 if several else 1
         yield Term(
             category="context",
             name="NCCL",

@@ -21,6 +21,7 @@ from toolkit.planning.memory.zero_settings import (
     SWAPPED_FROM_BYTES,
     zero_settings,
 )
+from toolkit.planning.split import part_of_rank
 from toolkit.planning.terms import Interval, Place, Term
 
 FLAT_ALIGNMENT = 2
@@ -85,6 +86,8 @@ def state_bytes(job: PlannedJob, rank: int = 0) -> StateBytes:
     Raises:
         UsageError: the job's precision and weights don't go together.
     """
+    if job.strategy.tensor > 1:
+        return state_bytes(part_of_rank(job), rank // job.strategy.tensor)
     strategy, shards, optimizer = job.strategy, job.shards, job.optimizer
     weights, size = weights_of(job), trained_size(job)
     partition = masters = 0

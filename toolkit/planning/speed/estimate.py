@@ -17,6 +17,7 @@ from toolkit.planning.speed.computing import SpeedTerm, computing, total
 from toolkit.planning.speed.flops import CONVENTION, model_flops
 from toolkit.planning.speed.gpus import Gpu
 from toolkit.planning.speed.transfers import communicating, stepping
+from toolkit.planning.split import part_of_rank
 from toolkit.planning.terms import Interval
 from toolkit.strategies import SHORT_DTYPES
 
@@ -78,7 +79,8 @@ def estimate_speed(
     network = _network(gpu, internode_bytes_per_second)
     # Where precision isn't mixed, the dtype of the weights is computed in.
     rate = gpu.flops(job.precision if job.precision != "no" else SHORT_DTYPES[job.dtype])
-    once = computing(job, gpu, rate)
+    of_rank = part_of_rank(job)
+    once = computing(of_rank, gpu, rate)
     micro = total(once)
     terms = once
     if job.accumulation > 1:
@@ -92,7 +94,7 @@ def estimate_speed(
             for term in once
         ]
     terms += communicating(job, gpu, network, micro)
-    terms += stepping(job, gpu, micro)
+    terms += stepping(of_rank, gpu, micro)
     step = total(terms)
     per_token = model_flops(job.model, job.sequence)
     share = job.step_tokens * per_token / (job.gpus * rate)

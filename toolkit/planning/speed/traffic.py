@@ -33,11 +33,18 @@ from toolkit.planning.memory.weights import COMPUTE_SIZE, Tensors, trained_size,
 from toolkit.planning.memory.zero_settings import zero_settings
 from toolkit.planning.models.shape import ModelShape
 from toolkit.planning.options import Checkpointing
+from toolkit.planning.split import (
+    PER_HEAD,
+    part_of_rank,
+    split_inputs,
+    split_outputs,
+    splits_embedding,
+)
 from toolkit.planning.terms import GIB
 from toolkit.strategies import COMPUTE_DTYPES, DTYPE_BYTES, DTYPES, Strategy
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
-Purpose = Literal["gradients", "parameters", "norm"]
+Purpose = Literal["gradients", "parameters", "activations", "norm"]
 
 DDP_BUCKET_BYTES = 25 << 20
 """DDP's default; the first bucket is of 1 MiB (torch/nn/parallel/distributed.py)."""
@@ -92,14 +99,19 @@ class Collective:
         return "between nodes" if self.nodes > 1 else "inside a node"
 
 
-def collectives(job: PlannedJob) -> tuple[Collective, ...]:
+def collectives(job: PlannedJob, *, tokens: int | None = None) -> tuple[Collective, ...]:
     """Return the collectives of one rank of `job` in one optimizer step.
+
+    `tokens` are those that the rank reads in the step, padding included; None: full rows.
 
     Raises:
         UsageError: the job's precision and weights don't go together.
     """
     if job.gpus == 1 and not job.strategy.reads_deepspeed_json:
         return ()
+    if job.strategy.tensor > 1:
+        read = job.micro_tokens * job.accumulation if tokens is None else tokens
+        return _tensor(job, part_of_rank(job), read)
     match job.strategy.sharding:
         case "whole":
             return _ddp(job)
@@ -139,8 +151,10 @@ def textbook(strategy: Strategy, *, trained: int, everything: int, ranks: int) -
     and (N - 1) / N. Frozen parameters are gathered and have no gradients: `trained` are the
     elements that have some, `everything` is all of them.
     """
-    if ranks == 1:
+    if ranks == strategy.tensor:
         return 0
+    # A tensor group's part of the model is sharded among the groups.
+    trained, everything = trained // strategy.tensor, everything // strategy.tensor
     if not strategy.shards_parameters:
         return 2 * trained
     return (2 if strategy.gathers_again else 1) * everything + trained
@@ -375,6 +389,80 @@ def _fsdp(job: PlannedJob) -> tuple[Collective, ...]:
         ),
         *in_groups,
     )
+
+
+def _tensor(job: PlannedJob, of_rank: PlannedJob, tokens: int) -> tuple[Collective, ...]:
+    """Return what tensor groups exchange, and what shards among them, at one part of a matrix.
+
+    Nothing is fused (transformers 5.23, torch 2.15): the gradient of an input is added up once for
+    each matrix that reads it, in the dtype of the residual stream.
+    """
+    model, size = job.model, job.strategy.tensor
+    computed, held = COMPUTE_SIZE[job.precision], DTYPE_BYTES[job.dtype]
+    if job.precision == "no":
+        computed = held
+    widths = tokens * model.hidden_size
+    passes = 2 if job.checkpointing == "full" else 1
+    per_node = job.gpus // job.nodes
+    exchange = partial(
+        Collective,
+        purpose="activations",
+        ranks=size,
+        nodes=max(1, size // per_node),
+        rings=max(1, per_node // size) if size > per_node else 1,
+    )
+
+    def added(times: int, width: int, formula: str) -> Collective:
+        return exchange(
+            kind="all_reduce",
+            elements=times * widths,
+            element_size=width,
+            dtype="float32" if width == 4 else "16 bit",
+            calls=times * job.accumulation,
+            formula=formula,
+            inputs={"tokens": tokens, "hidden": model.hidden_size, "times": times, "size": width},
+        )
+
+    forward = model.layers * split_outputs(model) * passes
+    backward = model.layers * split_inputs(model) + 1
+    planned = [
+        added(forward, computed, "tokens * hidden * matrices that write the hidden state * size"),
+        added(backward, held, "tokens * hidden * matrices that read it, the head too, * size"),
+        exchange(
+            kind="all_gather",
+            elements=tokens * model.vocab_size,
+            element_size=computed,
+            dtype=COMPUTE_DTYPES[job.precision],
+            calls=job.accumulation,
+            formula="tokens * vocabulary * size: the logits",
+            inputs={"tokens": tokens, "vocabulary": model.vocab_size, "size": computed},
+        ),
+    ]
+    if splits_embedding(model):
+        planned.append(added(1, held, "tokens * hidden * size: the embeddings"))
+    norms = sum(t.elements for t in model.of_kind("norm") if t.name.endswith(PER_HEAD))
+    if norms:
+        planned.append(
+            exchange(
+                kind="all_reduce",
+                elements=norms,
+                element_size=held,
+                dtype=_SIZED[held],
+                times=job.accumulation,
+                calls=2 * model.layers,
+                formula="elements * size * micro-batches: gradients of queries' and keys' norms",
+                inputs={"elements": norms, "size": held},
+            )
+        )
+    shared = collectives(of_rank) if of_rank.gpus > 1 else ()
+    rings = 1 if job.nodes == 1 else min(size, per_node)
+    among = [
+        replace(call, nodes=min(job.nodes, of_rank.gpus), rings=rings)
+        for call in shared
+        if call.purpose != "norm"
+    ]
+    norm = replace(_norm(job, 1, 4), formula="the sum of squares over all ranks")
+    return (*planned, *among, norm)
 
 
 def _norm(job: PlannedJob, numbers: int, size: int) -> Collective:

@@ -22,7 +22,7 @@ def communicating(job: PlannedJob, gpu: Gpu, network: Interval, micro: Interval)
         taken = collective_seconds(collective, gpu, network)
         calls = collective.calls * collective.times
         # Gathers go on beside everything, reductions beside backward, two thirds of a micro-batch.
-        if not overlaps or collective.purpose == "norm":
+        if not overlaps or collective.purpose in ("norm", "activations"):
             window = Interval(0, 0)
         elif collective.kind == "all_gather":
             window = computing
@@ -31,7 +31,7 @@ def communicating(job: PlannedJob, gpu: Gpu, network: Interval, micro: Interval)
         else:
             window = micro.times(2 / 3 * collective.times)
         # The first gather and the last reduction have nothing beside them.
-        least = 1 / max(1, calls) if overlaps else 1
+        least = 1 / max(1, calls) if overlaps and window.high else 1
         hidden = Interval(window.low * rates.OVERLAP.high, window.high * rates.OVERLAP.low)
         terms.append(
             SpeedTerm(

@@ -26,7 +26,9 @@ STATE_COLOURS: Final[Mapping[str, str]] = dict(
 )
 PEAK_NAMES: Final = (*STATE_COLOURS, *PEAK_CATEGORIES[len(STATE_COLOURS) :])
 PEAK_COLOURS: Final = dict(zip(PEAK_NAMES, PARTS, strict=True))
-TRAFFIC_COLOURS: Final = {MOVED[0]: PARTS[0], MOVED[1]: PARTS[2], f"all {OTHER}": PARTS[5]}
+TRAFFIC_COLOURS: Final[dict[str, str]] = dict(
+    zip((*MOVED, f"all {OTHER}"), [PARTS[n] for n in (0, 2, 3, 5)], strict=True)
+)
 
 DEVICE: Final = (
     " The diamond is the device's peak as its allocator counts it, over all steps, packed rows "

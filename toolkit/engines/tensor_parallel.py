@@ -1,0 +1,246 @@
+"""Tensor parallelism: the ranks of a group share every matrix, by the model's own plan.
+
+transformers (5.17 to 5.23, `distributed/tensor_parallel.py`) splits the matrices while it loads the
+model, by columns or by rows, and the ranks of a group exchange activations within each layer. All
+of them read the same rows. With several groups, `fully_shard` deals out what each rank holds among
+the ranks of equal number in all groups: a mesh of data x tensor, tensor innermost.
+
+Accelerate takes no part but for precision, the process group and the data: its own path through
+`parallelism_config` imports a class that transformers 5.23 no longer has (accelerate 1.15,
+`Accelerator._prepare_tp`), and refuses ranks on a CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from toolkit.engines.base import Traits
+from toolkit.engines.fsdp2 import FSDP2
+from toolkit.engines.prepared import (
+    amp_precision,
+    rows_of_rank,
+    split_by,
+    world_rank,
+    world_size,
+)
+from toolkit.engines.tensors import copies_of, is_spread, local
+from toolkit.planning.split import PER_HEAD
+from toolkit.strategies import Strategy
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+SWITCH: Final = "ACCELERATE_USE_PARALLELISM_CONFIG"
+"""The variable by which Accelerate and transformers make a mesh of their own."""
+
+
+def traits_of(strategy: Strategy, num_processes: int) -> Traits:
+    """Return the traits; a lone group needs no `fully_shard` and reduces no gradients."""
+    if num_processes == strategy.tensor:
+        return Traits(distributed_type="MULTI_GPU", wrapper="none", reduces="nothing")
+    return Traits(
+        distributed_type="MULTI_GPU",
+        wrapper="FSDPModule",
+        reduces="weights' dtype",
+        facts={"reshard_after_forward": strategy.reshard_after_forward, "layers_wrapped": True},
+    )
+
+
+def claim_mesh(strategy: Strategy, num_processes: int) -> DistributedConfig | None:
+    """Return how `from_pretrained` is to split a model; None where it loads it whole.
+
+    From then on the config file's mesh is transformers' alone: Accelerate would make its own.
+    """
+    if strategy.tensor == 1:
+        return None
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    os.environ.pop(SWITCH, None)
+    return DistributedConfig(tp_size=strategy.tensor, fsdp_size=num_processes // strategy.tensor)
+
+
+def group_size(model: Any) -> int:
+    """Return the ranks that share every matrix of a model; 1 where each holds them whole."""
+    return int(getattr(model, "_tp_size", None) or 1)
+
+
+class TensorParallel(FSDP2):
+    """A model that `from_pretrained` has split; its unsplit parameters are on every rank."""
+
+    def engaged(self, accelerator: Accelerator) -> dict[str, Any]:
+        of_groups: dict[str, Any] = super().engaged(accelerator) if self._has_groups else {}
+        return of_groups | {
+            "wrapper": "FSDPModule" if self._has_groups else "none",
+            "model_split_by": split_by(accelerator, tensor=self._sharing()),
+            "precision": amp_precision(accelerator),
+        }
+
+    @property
+    def _has_groups(self) -> bool:
+        return isinstance(self._model, FSDPModule)
+
+    def _sharing(self) -> int:
+        """Return the ranks over which the most split matrix is split within a group."""
+        meshes = [p.device_mesh for p in self._model.parameters() if isinstance(p, DTensor)]
+        named = [mesh for mesh in meshes if "tp" in (mesh.mesh_dim_names or ())]
+        return max((mesh["tp"].size() for mesh in named), default=1)
+
+    def reduce_dtype(self) -> torch.dtype | None:
+        return super().reduce_dtype() if self._has_groups else None
+
+    def has_reduced(self) -> bool | None:
+        return super().has_reduced() if self._has_groups else None
+
+    def replicas(self) -> int:
+        return 1
+
+    def sharing_group(self) -> str | None:
+        return str(self._model._device_mesh["tp"].get_group().group_name)
+
+    def data_parallel_size(self) -> int:
+        return world_size() // group_size(self._model)
+
+    def data_parallel_rank(self) -> int:
+        return world_rank() // group_size(self._model)
+
+
+def prepare(
+    accelerator: Accelerator, model: Any, optimizer: torch.optim.Optimizer, loader: Any
+) -> tuple[Any, Any, Any]:
+    """Prepare a split model for training, as `Accelerator.prepare` does for other models."""
+    backend = TensorParallel(model)
+    has_groups = isinstance(model, FSDPModule)
+    for name, parameter in model.named_parameters():
+        if name.endswith(PER_HEAD) and parameter.requires_grad:
+            _add_up_once(parameter, group_size(model))
+    for parameter in filter(is_spread, model.parameters()):
+        _hold_only_its_part(parameter)
+        if parameter.requires_grad and not has_groups:
+            parameter.register_post_accumulate_grad_hook(_cut_gradient)
+    _group_by_mesh(optimizer)
+    # For evaluation Accelerate wraps no DDP around it; precision is that of training.
+    wrapped: Any = accelerator.prepare_model(model, evaluation_mode=True)
+    if has_groups:
+        # The outputs are parts of DTensors, and no model of transformers changes them in place.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+        # Found by `Accelerator.accumulate`, as DDP's method of this name.
+        wrapped.no_sync = lambda: _unreduced(model)
+    vars(accelerator)["clip_grad_norm_"] = _Clipping(accelerator)
+    rows = rows_of_rank(
+        accelerator,
+        loader,
+        readers=backend.data_parallel_size(),
+        reader=backend.data_parallel_rank(),
+    )
+    return wrapped, accelerator.prepare_optimizer(optimizer), rows
+
+
+@torch.no_grad()
+def _hold_only_its_part(parameter: Any) -> None:
+    """Free all but this rank's part of a parameter: transformers 5.23 may read it as a view.
+
+    In host memory it is one of the whole tensor. To be called before the first forward, with which
+    `fully_shard` begins to keep views of its own. torch (2.11 to 2.15) has no public way to a
+    DTensor's part that is not itself a view.
+    """
+    part = parameter._local_tensor
+    if part.untyped_storage().nbytes() > part.nbytes:
+        part.set_(part.clone())
+
+
+def _add_up_once(parameter: Any, ranks: int) -> None:
+    """Keep the sum over a group of a gradient from being summed again in each micro-batch.
+
+    transformers 5.23 (`ReplicatedWithGradAllReduce`) adds up the accumulated gradient, not the new
+    one. A share of it in every rank comes out as the whole.
+    """
+
+    def share(new: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            parameter.grad.div_(ranks)
+
+    parameter.register_hook(share)
+
+
+def _cut_gradient(parameter: Any) -> None:
+    """Keep this rank's part of a new gradient: that of an embedding split by words comes whole."""
+    if parameter.grad.placements != parameter.placements:
+        parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+
+
+def _group_by_mesh(optimizer: torch.optim.Optimizer) -> None:
+    """Split an optimizer's groups: one call of a fused step takes tensors of one mesh only."""
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        by_mesh: dict[Any, list[Any]] = {}
+        for parameter in group["params"]:
+            by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        groups += [group | {"params": held} for held in by_mesh.values()]
+    optimizer.param_groups[:] = groups
+
+
+@contextmanager
+def _unreduced(model: Any) -> Iterator[None]:
+    """Let gradients of the passes inside wait for the step's last micro-batch."""
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+class _Clipping:
+    """Clips by the norm over all ranks' parts, each counted once.
+
+    torch 2.15's `clip_grad_norm_` stacks all tensors' norms, and takes either whole ones or parts
+    on one mesh alone.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+    @torch.no_grad()
+    def __call__(self, parameters: Any, max_norm: float) -> torch.Tensor:
+        self._accelerator.unscale_gradients()
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        squares = [
+            torch.linalg.vector_norm(local(gradient), dtype=torch.float32) ** 2
+            / copies_of(gradient)
+            for gradient in gradients
+        ]
+        total = torch.stack(squares).sum()
+        torch.distributed.all_reduce(total)
+        norm = total.sqrt()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            local(gradient).mul_(factor.to(gradient.dtype))
+        return norm
+
+
+def plan_problem(config: Any, size: int) -> str | None:
+    """Say why a model cannot be split over `size` ranks; None where it can.
+
+    `config` is the `PreTrainedConfig` of a causal LM.
+    """
+    text = config.get_text_config(decoder=True)
+    if not getattr(text, "base_model_tp_plan", None):
+        return (
+            f"{config.model_type} has no tensor-parallel plan in transformers (base_model_tp_plan)"
+        )
+    counts: Mapping[str, Any] = {
+        "attention heads": getattr(text, "num_attention_heads", None),
+        "key-value heads": getattr(text, "num_key_value_heads", None),
+    }
+    for noun, count in counts.items():
+        if isinstance(count, int) and count % size:
+            return f"its {count} {noun} don't divide by the {size} ranks of a tensor group"
+    return None

@@ -1,0 +1,121 @@
+"""Tensor parallelism, planned: a rank trains a narrower model, in a smaller data-parallel group.
+
+By the plans of transformers 5.23 (`base_model_tp_plan`): matrices that read the hidden state are
+split by outputs, those that write it by inputs, embedding and head by words; norms stay whole.
+tests/planning/test_split.py compares the parts with those plans.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import lru_cache
+from typing import Final
+
+from toolkit.errors import UsageError
+from toolkit.planning.job import PlannedJob
+from toolkit.planning.models.shape import ModelShape, Tensor
+from toolkit.strategies import STRATEGIES
+
+BY_INPUTS: Final = re.compile(r"\.(?:o_proj|down_proj|dense|dense_4h_to_h|fc2|c_proj)\.weight$")
+"""Matrices that write the hidden state: each rank holds some inputs and all outputs."""
+
+PER_HEAD: Final = ("q_norm.weight", "k_norm.weight")
+"""Norms of one head: each rank has the gradient of its own heads, and the sum is wanted."""
+
+PLANNED: Final = (
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "GemmaForCausalLM",
+    "GPTNeoXForCausalLM",
+    "GraniteForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "OlmoForCausalLM",
+    "PhiForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "SmolLM3ForCausalLM",
+    "Starcoder2ForCausalLM",
+)
+"""Dense models whose plan splits every matrix of a layer, and gathers no result inside of one."""
+
+
+def part_of_rank(job: PlannedJob) -> PlannedJob:
+    """Return what one rank of a job computes: itself without tensor groups.
+
+    Raises:
+        UsageError: the planner does not know how the model is split, or it cannot be.
+    """
+    size = job.strategy.tensor
+    if size == 1:
+        return job
+    readers = job.gpus // size
+    kept = {name: getattr(job.strategy, name) for name in ("reshard_after_forward",)}
+    sharded = replace(STRATEGIES["fsdp"], name=job.strategy.name, **kept)
+    return replace(
+        job,
+        model=part_of_model(job.model, size),
+        strategy=sharded if readers > 1 else STRATEGIES["single"],
+        gpus=readers,
+        nodes=job.nodes if readers % job.nodes == 0 else 1,
+    )
+
+
+@lru_cache(maxsize=64)
+def part_of_model(model: ModelShape, size: int) -> ModelShape:
+    """Return the fullest rank's part of a model that `size` ranks split.
+
+    Raises:
+        UsageError: as `part_of_rank`.
+    """
+    if model.architecture not in PLANNED:
+        raise UsageError(
+            f"The planner does not know how tensor parallelism splits {model.architecture}. Choose "
+            "another strategy."
+        )
+    for noun, count in (("attention heads", model.heads), ("key-value heads", model.kv_heads)):
+        if count % size:
+            raise UsageError(
+                f"{model.name} can't be split over {size} ranks: its {count} {noun} don't divide "
+                "by them. Choose a smaller tensor group, or another strategy."
+            )
+    return replace(
+        model,
+        tensors=tuple(_part(tensor, size) for tensor in model.tensors),
+        heads=model.heads // size,
+        kv_heads=model.kv_heads // size,
+        intermediate_size=-(-model.intermediate_size // size),
+    )
+
+
+def split_inputs(model: ModelShape) -> int:
+    """Return the matrices of a layer that are split by outputs: backward adds up their inputs'."""
+    of_layer = (t for t in model.of_kind("linear") if t.layer == 0)
+    return sum(not BY_INPUTS.search(tensor.name) for tensor in of_layer)
+
+
+def split_outputs(model: ModelShape) -> int:
+    """Return the matrices of a layer that are split by inputs: forward adds up their outputs."""
+    of_layer = (t for t in model.of_kind("linear") if t.layer == 0)
+    return sum(bool(BY_INPUTS.search(tensor.name)) for tensor in of_layer)
+
+
+def splits_embedding(model: ModelShape) -> bool:
+    """Whether each rank holds some words' embeddings, and adds up all."""
+    return any(t.name.endswith("embed_tokens.weight") for t in model.of_kind("embedding"))
+
+
+def _part(tensor: Tensor, size: int) -> Tensor:
+    rows, *columns = tensor.shape
+    match tensor.kind:
+        case "linear" if BY_INPUTS.search(tensor.name):
+            return replace(tensor, shape=(rows, *(-(-width // size) for width in columns)))
+        case "embedding" if tensor.name.endswith("embed_tokens.weight"):
+            return replace(tensor, shape=(-(-rows // size), *columns))
+        case "linear" | "head":
+            return replace(tensor, shape=(-(-rows // size), *columns))
+        case "bias" if not BY_INPUTS.search(f"{tensor.name.removesuffix('bias')}weight"):
+            return replace(tensor, shape=(-(-rows // size),))
+        case _:
+            return tensor
