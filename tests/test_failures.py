@@ -10,6 +10,7 @@ import psutil
 import pytest
 from places import ROOT, SCRIPTS
 
+from toolkit.doctor.after import examine_run
 from toolkit.launching.launch import launch_command, run
 from toolkit.launching.status import read_statuses
 
@@ -52,6 +53,17 @@ def test_the_first_rank_to_fail_is_named_with_its_own_error(
     assert statuses[1].step == 3
     assert ended - statuses[1].time < 30
     assert not _alive(str(tmp_path))
+
+
+def test_a_known_cause_stands_in_the_log_and_is_read_from_it(train_and_fail, tmp_path):
+    outcome = train_and_fail("memory")
+    assert outcome.status == "oom"
+    line = "toolkit: host-out-of-memory: The host's memory (RAM) did not suffice. What helps: "
+    assert line in (tmp_path / "stdout.log").read_text()
+    (finding,) = examine_run(tmp_path)
+    assert (finding.level, finding.name) == ("fail", "host-out-of-memory")
+    assert finding.text.startswith("On rank 1 alone: ")
+    assert "rank 1: " in finding.evidence[0]
 
 
 def test_a_killed_comparison_leaves_no_process_behind(launch_environment, tmp_path):

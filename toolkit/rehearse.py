@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from toolkit.causes.diagnosis import diagnose_error
 from toolkit.configs import requested
 from toolkit.engines import deepspeed_config
 from toolkit.engines.on_cpu import patch_accelerate, patch_transformers
@@ -81,6 +82,9 @@ def main() -> None:
         code = print_reason(2, str(error))
     except Refused as error:
         code = print_reason(3, f"refused: {error}")
+    except Exception as error:
+        print_cause(error)
+        raise
     if code:
         raise SystemExit(code)
     if rehearsal:
@@ -95,6 +99,13 @@ def print_reason(code: int, reason: str) -> int:
         # The launcher ends all ranks when the first one leaves: rank 0 must have printed by then.
         time.sleep(RANK_0_SPEAKS_SECONDS)
     return code
+
+
+def print_cause(error: BaseException) -> None:
+    """Print the cause and the fix of an error that ends this rank, where they are known."""
+    diagnosis = diagnose_error(error)
+    if diagnosis is not None:
+        say(redact(f"{diagnosis.name}: {diagnosis.text} What helps: {diagnosis.fix}"))
 
 
 def _spawn_without_current_folder() -> None:

@@ -19,7 +19,7 @@ from toolkit.launching.python import check_package_folder
 from toolkit.launching.ranks import leave, quiet, rank
 from toolkit.launching.status import STATUS_DIR, StatusFile, guard, status_folder
 from toolkit.redaction import redact, redact_output, redacted_words
-from toolkit.rehearse import die_with_launcher, print_reason
+from toolkit.rehearse import die_with_launcher, print_cause, print_reason
 
 if TYPE_CHECKING:
     from toolkit.training.job import Job
@@ -54,8 +54,9 @@ def main() -> None:
         code = print_reason(EXIT_PREEMPTED, str(error))
     except GuardError as error:
         code = print_reason(EXIT_FAILED, f"stopped by a guard: {error}")
-    except Exception:
+    except Exception as error:
         sys.stderr.write(redact(traceback.format_exc()))
+        print_cause(error)
         code = EXIT_FAILED
     if code == 0:
         leave()

@@ -145,6 +145,12 @@ def test_an_exit_code_without_an_error_is_unknown_and_a_signal_is_named():
         assert (diagnosis.name, diagnosis.ranks) == (name, (3,))
 
 
+def test_an_error_without_its_traceback_counts_where_the_log_ends_with_it():
+    assert name_in(f"step 3 of 9\n{OUT}\n") == "cuda-out-of-memory"
+    assert name_in("step 3 of 9\nValueError: the flux is off\n\n") == "unknown"
+    assert name_in("ValueError: the flux is off\nwhatever\n") is None
+
+
 def test_deepspeeds_own_times_tell_of_communication():
     def breakdown(reduce):
         return f"time (ms) | fwd: 30.0 | bwd: 60.0 | bwd_allreduce: {reduce} | step: 10.0\n"

@@ -123,7 +123,8 @@ def test_a_known_fix_is_found_above_the_last_lines_that_are_shown(run_folders):
     (failed / "stdout.log").write_text("\n".join(lines))
     restored(run_folders)
     row = read_results(run_folders)["runs"][1]
-    assert row["fix"].startswith("Free disk space")
+    assert row["cause"].startswith("The disk, or a quota on it, is full.")
+    assert row["fix"].startswith("Free space")
     assert row["tail"] == lines[-30:]
 
 

@@ -6,6 +6,7 @@ Prints a line `===== <cause>` before each failure. A function has the name of it
 underscores, and a number where a cause has several messages.
 """
 
+import argparse
 import datetime
 import json
 import os
@@ -215,6 +216,10 @@ def deepspeed_unknown_key():
 
 def deepspeed_value():
     deepspeed_config(train_batch_size=1, zero_optimization={"stage": 7})
+
+
+def unknown_flag():
+    argparse.ArgumentParser().parse_args(["--no_such", "3"])
 
 
 def strategies_of_saving_and_evaluating():

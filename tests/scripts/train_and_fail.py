@@ -4,6 +4,8 @@ import os
 import signal
 import sys
 
+import torch
+
 from toolkit.measuring.recorder import Recorder
 from toolkit.train import main
 
@@ -16,6 +18,8 @@ def fail_after_three(self, **values):
     if len(self._steps) == 3 and os.environ["RANK"] == "1":
         if how == "raise":
             raise ArithmeticError("the third step went wrong on rank 1")
+        if how == "memory":
+            torch.empty(2**52)
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "leave":

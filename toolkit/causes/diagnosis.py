@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 import signal
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from toolkit.causes.failures import Exit, Failure, Log
-from toolkit.causes.lines import Line
+from toolkit.causes.failures import Exit, Failure, Log, read_failures
+from toolkit.causes.lines import Line, lines_of
 from toolkit.causes.table import Cause, Kind, cause_named, causes, find_cause, is_echo, phases
-from toolkit.launching.outcome import shorten
+from toolkit.launching.outcome import ERROR_LINE, shorten
 
 OUT_OF_MEMORY: Final = ("cuda-out-of-memory", "host-out-of-memory")
 
@@ -30,6 +31,7 @@ SLOW_SHARE: Final = 0.2
 """Share of a step from which communication makes a run slow."""
 
 UNKNOWN: Final = "unknown"
+LOST: Final = "neighbour-gone"
 MOST_EVIDENCE: Final = 4
 
 
@@ -77,6 +79,9 @@ def diagnose(log: Log) -> Diagnosis | None:
             return _of_exit(log.exit, cause_named(known))
     if matches:
         return _of_failure(matches[0], matches, log)
+    if log.last is not None and ERROR_LINE.match(log.last.text.strip()):
+        bare = _matched(Failure(rank=log.last.rank, lines=[log.last]))
+        return _of_failure(bare, [bare], log)
     if log.exit is not None and log.exit.code != 0:
         return _unknown_exit(log, log.exit)
     if log.last_metric is not None:
@@ -84,8 +89,8 @@ def diagnose(log: Log) -> Diagnosis | None:
     return None
 
 
-def diagnose_text(text: str, *, rank: int | None = None, source: str = "") -> Diagnosis | None:
-    """Return the known cause of one error, from its text; None for an unknown one, and an echo."""
+def diagnose_text(text: str) -> Diagnosis | None:
+    """Return the known cause of a failure, from any text; None for an unknown one, and an echo."""
     found = find_cause(text)
     if found is None or found[0].kind == "echo":
         return None
@@ -94,9 +99,15 @@ def diagnose_text(text: str, *, rank: int | None = None, source: str = "") -> Di
         name=cause.name,
         text=cause.sentence(match),
         fix=cause.fix,
-        evidence=(f"{source}{shorten(_line_of(text, match))}",),
-        ranks=() if rank is None else (rank,),
+        evidence=(shorten(_line_of(text, match)),),
     )
+
+
+def diagnose_error(error: BaseException) -> Diagnosis | None:
+    """Return the known cause of an exception of this process; None as for a text."""
+    lines = "".join(traceback.format_exception(error)).splitlines()
+    found = diagnose(read_failures(lines_of(lines)))
+    return found if found is not None and found.is_known and found.name != LOST else None
 
 
 def slow_causes(log: Log) -> list[Diagnosis]:
@@ -137,9 +148,7 @@ def _of_failure(first: _Match, matches: Sequence[_Match], log: Log) -> Diagnosis
         same = [failure]
     ranks = sorted({item.rank for item in same if item.rank is not None})
     if cause is None or first.match is None:
-        evidence = [failure.lines[0].shown()]
-        echo = first.order == ORDER["echo"]
-        return _unknown(failure, ranks, evidence) if not echo else _lost(failure, evidence)
+        return _lost(failure) if first.order == ORDER["echo"] else _unknown(failure)
     evidence = [
         _matched_line(item.failure, item.match).shown()
         for item in matches
@@ -197,13 +206,13 @@ def _listed(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-def _lost(failure: Failure, evidence: Sequence[str]) -> Diagnosis:
-    cause = cause_named("neighbour-gone")
+def _lost(failure: Failure) -> Diagnosis:
+    cause = cause_named(LOST)
     return Diagnosis(
         name=cause.name,
         text=cause.text,
         fix=cause.fix,
-        evidence=tuple(evidence),
+        evidence=(failure.lines[0].shown(),),
         ranks=() if failure.rank is None else (failure.rank,),
     )
 
@@ -219,14 +228,14 @@ def _of_exit(exit_: Exit, cause: Cause) -> Diagnosis:
     )
 
 
-def _unknown(failure: Failure, ranks: Sequence[int], evidence: Sequence[str]) -> Diagnosis:
-    who = "a rank" if not ranks else f"rank {ranks[0]}"
+def _unknown(failure: Failure) -> Diagnosis:
+    who = "a rank" if failure.rank is None else f"rank {failure.rank}"
     return Diagnosis(
         name=UNKNOWN,
         text=f"No known cause fits. The first error of {who}: {shorten(failure.lines[0].text)}",
         fix="Read the traceback at the first line named below.",
-        evidence=tuple(evidence),
-        ranks=tuple(ranks[:1]),
+        evidence=(failure.lines[0].shown(),),
+        ranks=() if failure.rank is None else (failure.rank,),
     )
 
 

@@ -92,7 +92,7 @@ class Log:
     """Sums over the steps for which DeepSpeed's wall_clock_breakdown was on."""
 
     last: Line | None = None
-    """The last line with any text that is not the launcher's."""
+    """The last line of the ranks that belongs to no exception."""
 
 
 @dataclass(slots=True)
@@ -130,8 +130,8 @@ class Reader:
             self._begin(stream, line)
         elif stream.open is not None and self._continue(stream, stream.open, line):
             pass
-        elif line_pattern().search(text):
-            self._take_fatal(line)
+        else:
+            self._take_other(line)
         self._note_progress(line)
 
     def _begin(self, stream: _Stream, line: Line) -> None:
@@ -184,6 +184,12 @@ class Reader:
             code = int(match[1]) if match[1] else -int(match[2])
             self.log.exit = self.log.exit or Exit(code=code, line=line)
 
+    def _take_other(self, line: Line) -> None:
+        if line.text.strip() and self.log.exit is None and not ELASTIC_LINE.match(line.text):
+            self.log.last = line
+        if line_pattern().search(line.text):
+            self._take_fatal(line)
+
     def _take_fatal(self, line: Line) -> None:
         key = re.sub(r"\d+", "0", line.text)
         if key in self._seen:
@@ -217,8 +223,6 @@ class Reader:
 
     def _note_progress(self, line: Line) -> None:
         text = line.text
-        if text.strip() and not ELASTIC_LINE.match(text):
-            self.log.last = line
         if values := METRIC.findall(text):
             is_finite = all(value[-1].isdigit() or value[-1] == "." for value in values)
             self.log.last_metric = None if is_finite else line

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from toolkit.causes.diagnosis import Diagnosis, diagnose
+from toolkit.causes.diagnosis import Diagnosis, diagnose, diagnose_text
 from toolkit.causes.failures import Failure, Log, read_failures
 from toolkit.causes.lines import Line, lines_of, read_lines
 from toolkit.errors import UsageError
@@ -35,12 +36,36 @@ def diagnose_run(statuses: Sequence[RankStatus], log: Log) -> Diagnosis | None:
     if failed:
         log.failures = [failure for status in failed for failure in _of_status(status)]
         log.last_metric = None
+    if failed and failed[0].state == "usage":
+        return _wrong_input(failed[0])
     return diagnose(log)
 
 
-def diagnose_lines(statuses: Sequence[RankStatus], lines: Iterable[str]) -> Diagnosis | None:
-    """Return the diagnosis of a run whose last lines are at hand."""
-    return diagnose_run(statuses, read_failures(lines_of(lines)))
+def diagnose_start(
+    folder: Path, statuses: Sequence[RankStatus], *, reason: str, lines: Sequence[str]
+) -> Diagnosis | None:
+    """Return the known cause of a run that surely failed; None for an unknown one.
+
+    Args:
+        folder: It may hold the whole log.
+        reason: The failure in a sentence.
+        lines: The last lines of its log; those without an exception around them count, too.
+    """
+    file = folder / LOG_FILE
+    found = diagnose_run(statuses, read_log(file) if os.path.isfile(file) else Log())
+    if found is not None and found.is_known:
+        return found
+    return diagnose_text("\n".join([reason, *lines]))
+
+
+def _wrong_input(status: RankStatus) -> Diagnosis:
+    assert status.error is not None
+    return Diagnosis(
+        name="wrong-input",
+        text=status.error.message,
+        fix="Correct it, and start the same command again.",
+        evidence=(f"rank {status.rank}: {status.error.message}",),
+    )
 
 
 def _of_status(status: RankStatus) -> list[Failure]:

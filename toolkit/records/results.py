@@ -243,6 +243,9 @@ class Row(Measured, Achieved, Judged):
     tail: list[str]
     """Last lines of the log of a failed run."""
 
+    cause: NotRequired[str | None]
+    """Cause of a failure in a sentence, where it is known; absent in results of older toolkits."""
+
     fix: str | None
 
 

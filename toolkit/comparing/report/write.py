@@ -131,6 +131,7 @@ def _failure(failure: Failure) -> list[str]:
     blocks = [
         f"### {escaped(failure.name)}: {escaped(failure.status)}",
         escaped(failure.reason),
+        f"Cause: {escaped(failure.cause)}" if failure.cause else "",
         escaped(failure.planned or ""),
         f"What helps: {escaped(failure.fix)}" if failure.fix else "",
         section_text(failure.mismatches) if failure.mismatches else "",

@@ -6,13 +6,14 @@ number has its reason in `not_measured`.
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, cast
 
+from toolkit.causes.diagnosis import Diagnosis
+from toolkit.causes.from_files import diagnose_start
 from toolkit.comparing.parity.judgement import Judgement, broken_sentence
 from toolkit.comparing.predicted import RunFacts, SharedFacts, expect, no_prediction, predict
 from toolkit.comparing.run.achieved import compute_of, cost_of, room_of
@@ -46,26 +47,6 @@ OUT_OF_MEMORY: Final = (
     "Use a smaller --global_batch_size or -- --max_length, or a strategy that shards or offloads "
     "more: zero3, fsdp, zero3_offload, fsdp_offload."
 )
-
-FIXES: Final = {
-    r"libaio": "Install libaio's headers (libaio-dev on Debian and Ubuntu), then run again.",
-    r"Python\.h: No such file": (
-        "Install this Python's headers (python3-dev on Debian and Ubuntu), then run again."
-    ),
-    r"CUDA_HOME|nvcc.*not found|[Cc]uda.*does not match the version.*compile": (
-        "DeepSpeed compiles its NVMe offload with CUDA's own compiler: install the CUDA toolkit of "
-        "torch's version, or choose a strategy without NVMe."
-    ),
-    r"No space left on device|Errno 28": "Free disk space, or choose another --output.",
-    r"[Aa]ddress already in use|EADDRINUSE": (
-        "Another program took the port; the same command with the same --output tries again."
-    ),
-    r"No module named '(\w+)": "A package is missing: run `pip install .` again.",
-    r"[Cc]onnection.*(huggingface|hf\.co)|(huggingface|hf\.co).*(offline|resolve|connect)": (
-        "The Hub cannot be reached: name a local folder or file, or go online once."
-    ),
-}
-"""Advice by the pattern of an error, in the order in which they are tried."""
 
 
 def build_row(
@@ -131,6 +112,7 @@ def bare_row(
         "notes": [],
         "guard_warnings": [],
         "tail": [],
+        "cause": None,
         "fix": None,
     }
     return cast("Row", content)
@@ -219,10 +201,17 @@ def _add_failure(row: Row, failure: FailedStart, options: CompareOptions) -> Non
         for status in failure.outcome.statuses
     ]
     row["tail"] = failure.outcome.tail[-TAIL_LINES:]
-    row["fix"] = _known_fix(failure, timeout=options.timeout)
+    diagnosis = diagnose_start(
+        failure.folder,
+        failure.outcome.statuses,
+        reason=failure.reason,
+        lines=failure.outcome.tail,
+    )
+    row["cause"] = None if diagnosis is None else diagnosis.text
+    row["fix"] = _known_fix(failure, diagnosis, timeout=options.timeout)
 
 
-def _known_fix(failure: FailedStart, *, timeout: float) -> str | None:
+def _known_fix(failure: FailedStart, diagnosis: Diagnosis | None, *, timeout: float) -> str | None:
     """Return the known fix for a failure, or None."""
     match failure.status:
         case "oom":
@@ -239,8 +228,7 @@ def _known_fix(failure: FailedStart, *, timeout: float) -> str | None:
                 "environment variable or a package version that turned it off."
             )
         case _:
-            text = "\n".join([failure.reason, *failure.outcome.tail])
-            return next((fix for pattern, fix in FIXES.items() if re.search(pattern, text)), None)
+            return None if diagnosis is None else diagnosis.fix
 
 
 def _add_cost(row: Row, dollars_per_hour: float | None) -> None:

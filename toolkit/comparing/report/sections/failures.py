@@ -18,6 +18,7 @@ class Failure(NamedTuple):
     name: str
     status: str
     reason: str
+    cause: str | None
     planned: str | None
     """The planner's expectation for a run that ran out of memory."""
 
@@ -42,6 +43,7 @@ def _failure(row: Row) -> Failure:
         name=row["name"],
         status=row["status"],
         reason=row["reason"] or "No reason was given.",
+        cause=row.get("cause"),
         planned=f"The planner: {planner_word(row)}." if row["status"] == "oom" else None,
         fix=row["fix"],
         mismatches=_mismatches(refused) if refused else None,
