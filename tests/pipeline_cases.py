@@ -72,6 +72,7 @@ def batch_of(lengths, case, generator):
     }
 
 
-def loss_between_steps(case, loss_of):
+def loss_between_steps(case, model):
     window, _ = next(iter(windows(case)))
-    return loss_of(window[-1])
+    output = model(**window[-1])
+    return torch.stack([output.loss, output.logits[0, 0, 0]])

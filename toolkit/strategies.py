@@ -12,10 +12,11 @@ from typing import Final, Literal, Never, NoReturn, get_args
 
 from toolkit.errors import UsageError
 
-Backend = Literal["single", "ddp", "deepspeed", "fsdp", "tensor"]
+Backend = Literal["single", "ddp", "deepspeed", "fsdp", "tensor", "pipeline"]
 Device = Literal["none", "cpu", "nvme"]
 Sharding = Literal["whole", "flat", "tensors", "rows"]
 Engine = Literal["trainer", "loop"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "one_at_a_time"]
 
 DTYPES: Final = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """torch's names of dtypes, by the short ones of DeepSpeed's files and of reports."""
@@ -60,6 +61,10 @@ class Strategy:
     tensor: int = 1
     """Ranks of a tensor group, which share every matrix and read the same rows."""
 
+    schedule: ScheduleName | None = None
+    """Pipelines: the order in which the ranks work on the micro-batches of a step. With
+    `one_at_a_time` each micro-batch waits until the one before is back."""
+
     num_processes: int = 2
     """Processes in the bundled config file."""
 
@@ -76,7 +81,7 @@ class Strategy:
         match self.backend:
             case "single":
                 return False
-            case "ddp" | "deepspeed" | "fsdp" | "tensor":
+            case "ddp" | "deepspeed" | "fsdp" | "tensor" | "pipeline":
                 return True
             case _:
                 refuse_backend(self.backend, self, "The toolkit")
@@ -87,7 +92,7 @@ class Strategy:
         match self.backend:
             case "single":
                 return True
-            case "ddp" | "tensor":
+            case "ddp" | "tensor" | "pipeline":
                 return False
             case "deepspeed" | "fsdp":
                 return self.replicas == 1
@@ -104,7 +109,7 @@ class Strategy:
         part that a rank's group left it.
         """
         match self.backend:
-            case "single" | "ddp":
+            case "single" | "ddp" | "pipeline":
                 return "whole"
             case "deepspeed":
                 return "tensors" if self.zero_stage == 3 else "flat"
@@ -164,7 +169,7 @@ class Strategy:
         match self.backend:
             case "deepspeed":
                 return True
-            case "single" | "ddp" | "fsdp" | "tensor":
+            case "single" | "ddp" | "fsdp" | "tensor" | "pipeline":
                 return False
             case _:
                 refuse_backend(self.backend, self, "The toolkit")
@@ -187,6 +192,8 @@ class Strategy:
                 # The Trainer's Accelerator takes its mesh for an accelerator's alone, so that no
                 # rehearsal would be possible (accelerate 1.15, parallelism_config.py).
                 return ("loop",)
+            case "pipeline":
+                return ("loop",)
             case _:
                 refuse_backend(self.backend, self, "The toolkit")
 
@@ -196,6 +203,8 @@ class Strategy:
         match self.backend:
             case "single" | "ddp" | "deepspeed" | "fsdp" | "tensor":
                 return True
+            case "pipeline":
+                return False
             case _:
                 refuse_backend(self.backend, self, "The toolkit")
 
@@ -203,11 +212,19 @@ class Strategy:
     def offloads(self) -> bool:
         return self.offload_optimizer != "none" or self.offload_parameters != "none"
 
+    def model_split_by(self, num_processes: int) -> str:
+        """Return the ways in which ranks share one copy of the model's computation, or `none`."""
+        if self.schedule is not None:
+            return f"pipeline {num_processes}"
+        return f"tensor {self.tensor}" if self.tensor > 1 else "none"
+
     def data_parallel_size(self, num_processes: int) -> int:
         """Return how many of `num_processes` ranks read rows of their own."""
         match self.backend:
             case "single" | "ddp" | "deepspeed" | "fsdp" | "tensor":
                 return num_processes // self.tensor
+            case "pipeline":
+                return 1
             case _:
                 refuse_backend(self.backend, self, "The toolkit")
 
@@ -313,6 +330,18 @@ STRATEGIES: dict[str, Strategy] = {
             reshard_after_forward=True,
             tensor=2,
             summary="every matrix split over two ranks; several such groups shard by FSDP2",
+        ),
+        Strategy(
+            name="pipeline",
+            backend="pipeline",
+            schedule="1f1b",
+            summary="layers cut into stages, through which the micro-batches follow each other",
+        ),
+        Strategy(
+            name="layer_split",
+            backend="pipeline",
+            schedule="one_at_a_time",
+            summary="layers cut into stages, with one rank at work and the others waiting",
         ),
     )
 }

@@ -39,7 +39,7 @@ DEEPSPEED = {
 def test_every_bundled_file_is_recognised(name, root, launched, monkeypatch):
     monkeypatch.chdir(root)
     environment = launched("--config_file", f"accelerate_configs/{name}.yaml")
-    assert requested_strategy(environment) is STRATEGIES[name]
+    assert requested_strategy(environment, STRATEGIES[name]) is STRATEGIES[name]
     assert requested_processes(environment) == STRATEGIES[name].num_processes
 
 
@@ -48,8 +48,16 @@ def test_other_numbers_leave_the_strategy_what_it_is(name, tmp_path, launched):
     options = ConfigOptions(num_processes=8, precision="bf16")
     files = write_configs(STRATEGIES[name], tmp_path, options=options)
     environment = launched("--config_file", str(files.accelerate))
-    assert requested_strategy(environment) is STRATEGIES[name]
+    assert requested_strategy(environment, STRATEGIES[name]) is STRATEGIES[name]
     assert requested_processes(environment) == 8
+
+
+@pytest.mark.parametrize("named", [None, "ddp"])
+def test_a_file_that_only_starts_ranks_is_never_taken_for_ddp(named, root, launched, monkeypatch):
+    monkeypatch.chdir(root)
+    environment = launched("--config_file", "accelerate_configs/pipeline.yaml")
+    with pytest.raises(UsageError, match="Pass --strategy with one of pipeline, layer_split"):
+        requested_strategy(environment, named and STRATEGIES[named])
 
 
 def test_the_groups_of_a_hybrid_config_are_read_from_the_environment(root, launched, monkeypatch):
@@ -150,7 +158,7 @@ def test_fsdp_without_a_version_is_fsdp1_and_refused(tmp_path, launched):
 @pytest.mark.parametrize(
     ("field", "words"),
     [
-        ("tp_size", r"tensor parallel \(parallelism_config_tp_size\): 2"),
+        ("tp_size", r"tensor parallel \(parallelism_config_tp_size\) beside FSDP or DeepSpeed"),
         ("cp_size", r"context parallel \(parallelism_config_cp_size\): 2"),
         ("sp_size", r"sequence parallel \(parallelism_config_sp_size\): 2"),
     ],

@@ -30,6 +30,12 @@ FSDP2 = {
     "reshard_after_forward": True,
     "sharded_fraction": 0.25,
 }
+STAGES = {
+    "distributed_type": "MULTI_GPU",
+    "wrapper": "none",
+    "model_split_by": "pipeline 4",
+    "pipeline_stages": 4,
+}
 BEFORE = {
     "single": {"distributed_type": "NO", "wrapper": "none"},
     "ddp": {"distributed_type": "MULTI_GPU", "wrapper": "DistributedDataParallel"},
@@ -47,6 +53,9 @@ BEFORE = {
     "fsdp_grad_op": FSDP2 | {"reshard_after_forward": False},
     "fsdp_offload": FSDP2 | {"offload_optimizer": "cpu", "offload_parameters": "cpu"},
     "fsdp_hybrid": FSDP2 | {"replicas": 2, "sharded_fraction": 0.5},
+    "tensor": FSDP2 | {"distributed_type": "MULTI_GPU", "model_split_by": "tensor 2"},
+    "pipeline": STAGES | {"pipeline_schedule": "1f1b"},
+    "layer_split": STAGES | {"pipeline_schedule": "one_at_a_time"},
 }
 """What four ranks (`single`: one) request beside, or other than, EVERY_STRATEGY."""
 
@@ -66,6 +75,9 @@ AFTER = {
     "ddp": {"optimizer_fraction": 1.0, "reduce_dtype": "float32"},
     "zero3_nvme": {"reduce_dtype": "bfloat16"},
     "fsdp_hybrid": {"optimizer_fraction": 0.5, "reduce_dtype": "bfloat16"},
+    "tensor": {"optimizer_fraction": 0.25, "reduce_dtype": "float32"},
+    "pipeline": {"optimizer_fraction": 1.0, "reduce_dtype": None},
+    "layer_split": {"optimizer_fraction": 1.0, "reduce_dtype": None},
 }
 SHARDED = {"optimizer_fraction": 0.25, "reduce_dtype": "bfloat16"}
 """What the strategies that AFTER does not name request beside EVERY_OPTIMIZER."""
@@ -148,7 +160,7 @@ OTHERWISE = {
     "ranks": [0, 0, 1, 1],
     "zero_stage": 9,
     "replicas": 3,
-    "model_split_by": "tensor 2",
+    "model_split_by": "tensor 8",
     "activation_checkpointing": False,
     "layers_wrapped": False,
     "offload_optimizer": "disk",
@@ -156,6 +168,8 @@ OTHERWISE = {
     "gradient_clipping": 1.0,
     "gradient_accumulation_steps": 1,
     "sync_each_batch": False,
+    "pipeline_schedule": "gpipe",
+    "pipeline_stages": 8,
     "precision": "no",
     "parameter_dtypes": ["bfloat16", "float32"],
     "optimizer_class": "SGD",

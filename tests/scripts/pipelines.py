@@ -42,7 +42,7 @@ def train(case):
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
-        outcome["between"] = loss_between_steps(case, pipeline.loss_of)
+        outcome["between"] = loss_between_steps(case, model)
     outcome["weights"] = {names[n]: p.detach() for n, p in model.named_parameters()}
     return outcome
 

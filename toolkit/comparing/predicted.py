@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypedDict, cast, get_args
@@ -18,7 +19,7 @@ from toolkit.planning.speed.traffic import collectives
 from toolkit.planning.terms import Interval
 from toolkit.records.record import Model, Record
 from toolkit.records.results import Ends, Prediction, States
-from toolkit.strategies import COMPUTE_DTYPES, STRATEGIES
+from toolkit.strategies import COMPUTE_DTYPES, STRATEGIES, Strategy
 
 STATES: Final = ("parameters_bytes", "master_bytes", "gradients_bytes", "optimizer_bytes")
 MOVED: Final = ("parameters", "gradients", "activations")
@@ -152,7 +153,7 @@ def job_of(run: RunFacts | Record) -> PlannedJob:
         model = replace(model, dropout=False)
     return PlannedJob(
         model=model,
-        strategy=STRATEGIES[run["strategy"]],
+        strategy=_strategy_of(run),
         gpus=run["num_processes"],
         batch=training["per_device_train_batch_size"],
         sequence=training["max_length"],
@@ -162,6 +163,13 @@ def job_of(run: RunFacts | Record) -> PlannedJob:
         **_method_of(run["precision"], training, model),
         **_speed_of(training),
     )
+
+
+def _strategy_of(run: RunFacts | Record) -> Strategy:
+    """Return the strategy of a run, with the schedule that its pipeline had."""
+    strategy = STRATEGIES[run["strategy"]]
+    slots = cast("Mapping[str, Any]", run).get("pipeline")
+    return strategy if slots is None else replace(strategy, schedule=slots["schedule"])
 
 
 def _speed_of(training: dict[str, Any]) -> dict[str, Any]:

@@ -48,6 +48,10 @@ def accelerate_config(
             # Ranks of plain processes: transformers splits the model while it is loaded.
             distributed_type = "MULTI_GPU"
             sections = port | mixed | _mesh(processes, tensor=strategy.tensor)
+        case "pipeline":
+            # No key asks for it: the mesh of one rank keeps other scripts from training as ddp.
+            distributed_type = "MULTI_GPU"
+            sections = port | mixed | _mesh(1)
         case _:
             refuse_backend(strategy.backend, strategy, "The generator of config files")
     return {

@@ -73,6 +73,8 @@ def optimizer_problem(name: str, strategy: Strategy) -> str | None:
             can_step, cutter = name in EVERYWHERE, "FSDP2 shards"
         case "tensor":
             can_step, cutter = name in EVERYWHERE, "tensor parallelism splits"
+        case "pipeline":
+            return None
         case _:
             refuse_backend(strategy.backend, strategy, "The table of optimizers")
     if can_step:

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
 
 from toolkit.configs.requested import deepspeed_strategy, fsdp_strategy, requested_replicas
-from toolkit.engines import ddp, deepspeed, fsdp2, tensor_parallel
+from toolkit.engines import ddp, deepspeed, fsdp2, pipeline, tensor_parallel
 from toolkit.engines.base import Backend, Traits
 from toolkit.errors import UsageError
 from toolkit.strategies import Strategy, refuse_backend
@@ -29,6 +29,8 @@ def backend_of(model: torch.nn.Module) -> Backend:
     Raises:
         UsageError: the model has a wrapper that no backend here knows.
     """
+    if pipeline.is_cut(model):
+        return pipeline.Pipelined(model)
     if tensor_parallel.group_size(model) > 1:
         return tensor_parallel.TensorParallel(model)
     if isinstance(model, FSDPModule):
@@ -60,6 +62,8 @@ def traits_of(strategy: Strategy, num_processes: int) -> Traits:
             return fsdp2.traits_of(strategy)
         case "tensor":
             return tensor_parallel.traits_of(strategy, num_processes)
+        case "pipeline":
+            return pipeline.traits_of(strategy, num_processes)
         case _:
             refuse_backend(strategy.backend, strategy, "A rank")
 
@@ -68,6 +72,8 @@ def prepare(
     accelerator: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loader: Any
 ) -> tuple[Any, Any, Any]:
     """Return model, optimizer and data loader, ready to be trained with by every rank."""
+    if pipeline.is_asked(model):
+        return pipeline.prepare(accelerator, model, optimizer, loader)
     if tensor_parallel.group_size(model) > 1:
         return tensor_parallel.prepare(accelerator, model, optimizer, loader)
     return accelerator.prepare(model, optimizer, loader)

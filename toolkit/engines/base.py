@@ -35,6 +35,8 @@ from toolkit.engines.tensors import (
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from toolkit.records.fields import PipelineSlots
+
 Parameter = Any
 """A `torch.nn.Parameter`. DeepSpeed gives it attributes of its own, which no type declares."""
 
@@ -74,6 +76,9 @@ class Backend(ABC):
     any place. Methods that gather are collectives: every rank calls them, for the same parameters
     in the same order.
     """
+
+    caches_in_generation: bool = True
+    """Whether a rank can keep the keys and values of a text that it generates."""
 
     steps_in_backward: bool = False
     """Whether the optimizer steps within the last backward, as DeepSpeed's does."""
@@ -230,6 +235,14 @@ class Backend(ABC):
         """
         parameter.copy_(numbers)
 
+    def whole_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Yield the parameters of the whole model by name, alike on every rank.
+
+        Where other ranks alone hold one, it is on the meta device. `whole_weight`,
+        `whole_gradient` and `put_weight` take them all.
+        """
+        yield from named_parameters(self._model)
+
     # Steps
 
     def watch_step(
@@ -273,6 +286,13 @@ class Backend(ABC):
 
         Returns:
             Each micro-batch's share of the step's loss, times the data-parallel size.
+        """
+        return None
+
+    def slots(self) -> PipelineSlots | None:
+        """Return the slots of the last step's pipeline; None without one.
+
+        A collective.
         """
         return None
 

@@ -63,14 +63,16 @@ def amp_precision(accelerator: Accelerator) -> str:
     return accelerator.mixed_precision if accelerator.native_amp else "no"
 
 
-def split_by(accelerator: Accelerator, *, tensor: int = 1) -> str:
+def split_by(accelerator: Accelerator, *, tensor: int = 1, pipeline: int = 1) -> str:
     """Name the ways in which one copy of the model's computation is split over ranks, or `none`.
 
     Sharded states don't count: each rank still computes all layers on its own rows.
-    `tensor` is the number of ranks that share a layer, as the backend sees it.
+    `tensor` is the number of ranks that share a layer, and `pipeline` of those that have layers of
+    their own, as the backend sees it.
     """
     config = accelerator.parallelism_config
     sizes = {
+        "pipeline": pipeline,
         "tensor": max(getattr(config, "tp_size", 1), tensor),
         "context": getattr(config, "cp_size", 1),
         "sequence": getattr(config, "sp_size", 1),

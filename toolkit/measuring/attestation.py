@@ -89,7 +89,7 @@ class Requested:
             "wrapper": traits.wrapper,
             "zero_stage": strategy.zero_stage,
             "replicas": strategy.replicas,
-            "model_split_by": f"tensor {strategy.tensor}" if strategy.tensor > 1 else "none",
+            "model_split_by": strategy.model_split_by(self.num_processes),
             "activation_checkpointing": self.activation_checkpointing,
             "sharded_fraction": 1 / self.shards if strategy.shards_parameters else 1.0,
             "offload_optimizer": strategy.offload_optimizer,

@@ -68,6 +68,7 @@ def merge(
         ],
         "peak": None if None in peaks else max(peaks, key=lambda peak: peak["total_bytes"]),
         "traffic": counted,
+        "pipeline": first["pipeline"],
         "not_measured": not_measured,
     }
 

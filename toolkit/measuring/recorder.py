@@ -88,6 +88,7 @@ class Recorder:
         self._model: Any = None
         self._ledger = traffic.Ledger()
         self._traffic: dict[str, Any] | None = None
+        self._slots: Any = None
         self._peak_ledger = PeakLedger()
         self._peak: dict[str, Any] | None = None
         self._no_peak: str | None = None
@@ -486,6 +487,7 @@ class Recorder:
             "collectives": self._ledger.counted(),
             **traffic.textbook_volume(self._model, self.requested.strategy, ranks),
         }
+        self._slots = backend_of(self._model).slots()
         if self._no_peak is None:
             self._peak = self._peak_ledger.counted(step)
         self._model = self._optimizer = None
@@ -512,6 +514,7 @@ class Recorder:
             "memory": {key: self._bytes.get(key) for key in memory.CATEGORIES},
             "gradients": None if self._gradients is None else self._gradients.read(),
             "traffic": self._traffic,
+            "pipeline": self._slots,
             "peak": self._peak,
             "no_peak": self._no_peak,
             "device": self._device,

@@ -214,6 +214,8 @@ class Ledger(CountingMode):
         self, kind: str, dtype: torch.dtype, elements: int, ranks: int, group: str | None
     ) -> str:
         """Name the purpose of a call, as far as its place in the step shows it."""
+        if kind in ("send", "receive"):
+            return "activations"
         phase = self._phase
         if phase != "clipping" and torch._C._current_graph_task_id() != -1:
             phase = "backward"
@@ -328,7 +330,7 @@ def _group_of(given: dict[str, Any]) -> tuple[int, str | None]:
 _ORDER = (
     "parameters",
     "gradients",
-    "activations",  # within a group of ranks that share layers
+    "activations",  # between ranks that share layers, and between the stages of a pipeline
     "norm",  # all of clipping, and DeepSpeed's look for overflows
     "buffers",
     "buckets",  # DDP's assignment of parameters to buckets, sent once before its second step

@@ -61,6 +61,9 @@ class PlannedJob(JobOptions):
     """Number of the planned micro-batch in its step, from 1. None: a last micro-batch that adds to
     the gradients of an earlier one, which needs the most memory."""
 
+    in_flight: float = 1.0
+    """Micro-batches whose activations are held at once: several in the stages of a pipeline."""
+
     on_cpu: bool = False
     """A rehearsal: offloaded states lie in the same memory, and AdamW steps tensor by tensor."""
 
@@ -101,6 +104,12 @@ class PlannedJob(JobOptions):
         match self.strategy.backend:
             case "single" | "ddp" | "deepspeed" | "fsdp" | "tensor":
                 pass
+            case "pipeline":
+                if self.method != "full":
+                    raise UsageError(
+                        f"{self.strategy.name} trains whole models: no adapters are cut into its "
+                        "stages. Choose another strategy for them."
+                    )
             case _:
                 refuse_backend(self.strategy.backend, self.strategy, "The planner")
         if not self.strategy.is_distributed and self.gpus != 1:

@@ -46,6 +46,8 @@ class Lever:
     def applied(self, job: PlannedJob) -> PlannedJob | None:
         """Return the job with the change; None where the lever has no place or is used already."""
         changed = self.change(job)
+        if job.strategy.schedule is not None and "method" in changed:
+            return None  # the stages of a pipeline have no adapters
         return replace(job, **changed) if changed else None
 
 

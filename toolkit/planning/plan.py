@@ -24,6 +24,7 @@ from toolkit.planning.options import (
     Precision,
     with_keywords,
 )
+from toolkit.planning.split import part_of_rank
 from toolkit.planning.terms import GIB
 from toolkit.planning.verdict import Room, Verdict, judge, largest_batch, longest_sequence
 from toolkit.strategies import STRATEGIES, Strategy, get_strategy
@@ -213,6 +214,7 @@ def plan(model: str | Path | ModelShape, options: PlanOptions) -> Plan:
             gpus, nodes = (base.gpus, base.nodes) if strategy.is_distributed else (1, 1)
             check_num_processes(strategy, gpus)
             job = replace(base, strategy=strategy, gpus=gpus, nodes=nodes)
+            part_of_rank(job)
         except UsageError as error:
             if len(strategies) == 1:
                 raise

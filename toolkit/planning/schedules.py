@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "one_at_a_time"]
+from toolkit.strategies import ScheduleName
 
 WorkKind = Literal["forward", "backward", "backward_input", "backward_weight"]
 

@@ -15,6 +15,7 @@ from typing import Final
 from toolkit.errors import UsageError
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.models.shape import ModelShape, Tensor
+from toolkit.planning.pipelined import parts_of_ranks
 from toolkit.strategies import STRATEGIES
 
 BY_INPUTS: Final = re.compile(r"\.(?:o_proj|down_proj|dense|dense_4h_to_h|fc2|c_proj)\.weight$")
@@ -42,12 +43,14 @@ PLANNED: Final = (
 
 
 def part_of_rank(job: PlannedJob) -> PlannedJob:
-    """Return what one rank of a job computes: itself without tensor groups.
+    """Return what one rank of a job computes, the first of a pipeline; else the job itself.
 
     Raises:
         UsageError: the planner does not know how the model is split, or it cannot be.
     """
     size = job.strategy.tensor
+    if job.strategy.schedule is not None:
+        return parts_of_ranks(job)[0]
     if size == 1:
         return job
     readers = job.gpus // size

@@ -54,7 +54,7 @@ Unit = Literal[
 ]
 """Unit of a value, which decides how a report prints it (`report.words.in_unit`)."""
 
-Table = Literal["speed", "memory", "peak", "agreement", "time", "warm-up"]
+Table = Literal["speed", "memory", "peak", "agreement", "time", "warm-up", "pipeline"]
 """A section of the report whose columns come from these declarations."""
 
 REHEARSED: Final = "a rehearsal runs on the CPU, where the GPU's peak has no counterpart"
@@ -324,6 +324,27 @@ class Sample(TypedDict):
     after: str | None
 
 
+class PipelineSlots(TypedDict):
+    """Work and waiting of the ranks in one step, in slots (`planning.schedules`)."""
+
+    schedule: Annotated[str, Fact("text", "pipeline", "schedule", csv="schedule")]
+    layers: list[list[int]]
+    """First and last layer of each stage."""
+
+    ranks: list[int]
+    """The rank of each stage."""
+
+    micro_batches: Annotated[
+        FromOne, Fact("count", "pipeline", "micro-batches", csv="pipeline_micro_batches")
+    ]
+    idle_slots: Annotated[Count, Fact("count", "pipeline", "idle slots")]
+    slots: Annotated[Count, Fact("count", "pipeline", "all slots")]
+    bubble: Annotated[Size, Fact("share", "pipeline", "bubble")]
+    """Share of idle slots, from the order in which each rank worked."""
+
+    expected_bubble: Annotated[Size, Fact("share", "pipeline", "by the formula")]
+
+
 class Measured(TypedDict):
     """Measurements of a run: the same fields in its record and in its row of a comparison."""
 
@@ -365,6 +386,9 @@ class Measured(TypedDict):
     """Fullest moment of the rank that held the most."""
 
     traffic: Traffic | None
+    pipeline: NotRequired[PipelineSlots | None]
+    """Slots of the step with ledgers; null without a pipeline, and where no such step was run."""
+
     evaluation: list[Evaluated] | None
     """Evaluations in order; the first before training, the last after it."""
 

@@ -86,7 +86,9 @@ def hints_of(kind: Any) -> dict[str, Any]:
 
 def choices_of(kind: Any) -> tuple[Any, ...]:
     """Return the types of a union, or the one type, without their annotations."""
-    plain = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    plain = kind
+    while get_origin(plain) in (Annotated, NotRequired):
+        plain = get_args(plain)[0]
     return get_args(plain) if get_origin(plain) in (Union, UnionType) else (plain,)
 
 

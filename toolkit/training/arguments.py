@@ -85,6 +85,12 @@ class RunArguments:
         "model: as its config and --lora_dropout ask; off: none, for a run that is to "
         "be compared. What is saved keeps the model's own.",
     )
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] | None = flag(
+        None, "Order of the work of --strategy pipeline on a step's micro-batches; none: 1f1b."
+    )
+    pipeline_balance: Literal["flops", "parameters"] = flag(
+        "flops", "What the stages of a pipeline have alike: operations, or parameters."
+    )
     evidence: str | None = flag(None, "Folder for what one step did, for toolkit compare --bisect.")
     evidence_step: int | None = flag(
         None,

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 
+from toolkit.engines.backend import backend_of
 from toolkit.engines.between_steps import between_steps
 from toolkit.engines.prepared import Prepared
 from toolkit.files import write_text
@@ -181,7 +182,7 @@ def continuations(
         "num_beams": 1,
         # Of sampling, for which the model's own configuration may have them.
         **dict.fromkeys(("temperature", "top_p", "top_k")),
-        "use_cache": True,
+        "use_cache": backend_of(model).caches_in_generation,
         "pad_token_id": tokenizer.pad_token_id,
         "eos_token_id": stop_tokens(unwrapped, tokenizer) or None,
         # Ranks may round differently; a rank that is done continues until all are done.

@@ -63,6 +63,7 @@ from toolkit.training.model import (
     resolve_model,
     resolve_tokenizer,
 )
+from toolkit.training.pipelines import bubble_note, check_pipeline, with_schedule
 from toolkit.training.precision import asked_precision, with_precision
 from toolkit.training.run_folder import check_names
 from toolkit.training.speed_arguments import check_model, check_speed
@@ -168,6 +169,7 @@ def this_launch(run: RunArguments) -> Launch:
     if asks_for_deepspeed(os.environ):
         checked_deepspeed_config()  # names all its mistakes; later checks stop at the first
     strategy, ranks = _launched_strategy(run.strategy), requested_processes(os.environ)
+    strategy = with_schedule(strategy, run)
     if not rehearsal and rank() == 0:
         on_gpus = "1 rank on a GPU" if ranks == 1 else f"{ranks} ranks on a GPU each"
         say(f"training under {shown(strategy)}: {on_gpus}")
@@ -224,6 +226,16 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
     _refuse_under(
         launch, lambda strategy: check_split(model.path, strategy, trust_remote_code=trust)
     )
+    _refuse_under(
+        launch,
+        lambda strategy: check_pipeline(
+            strategy,
+            own,
+            values[strategy.name],
+            folder=model.path,
+            num_processes=launch.num_processes,
+        ),
+    )
     precision = asked_precision(common)
     check_model(own.speed, model.path)
     method = checked_method(own.method, own.model, model, precision=precision)
@@ -237,6 +249,9 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
     if validation is not None:
         check_vocabulary(model, validation)
     notes += method.notes()
+    for strategy in launch.strategies:
+        note = bubble_note(strategy, own, values[strategy.name], launch.num_processes)
+        notes += [] if note is None else [note]
     return Request(
         own=own,
         launch=launch,

@@ -15,6 +15,7 @@ from toolkit.checkpoints.keeping import Keeper, steps_between
 from toolkit.checkpoints.preemption import Preempted, Preemption
 from toolkit.data.cache import check_seconds
 from toolkit.data.order import Collator
+from toolkit.engines.pipeline import ask_for
 from toolkit.engines.prepared import Prepared
 from toolkit.engines.tensor_parallel import claim_mesh
 from toolkit.launching.ranks import rank, say
@@ -33,6 +34,7 @@ from toolkit.training.idle_loss import check_idle_loss
 from toolkit.training.job import Job, check_fillers
 from toolkit.training.loop import train_loop
 from toolkit.training.observers import Observer
+from toolkit.training.pipelines import pipeline_request
 from toolkit.training.run_record import described, recorder_of
 from toolkit.training.saving import save_model
 from toolkit.training.speed import Speed
@@ -80,6 +82,8 @@ def train(job: Job, status: StatusFile) -> None:
     for reason in speed.left_out.values() if rank() == 0 else ():
         say(f"left out of --tuned: {reason}")
     check_idle_loss(job, model)
+    if (pipeline := pipeline_request(job.strategy, own)) is not None:
+        ask_for(model, pipeline)
     collate = speed.collating(Collator(pad_token_id=job.pad_token_id))
     recorder = recorder_of(job, status, speed)
     keeper = _keeper_of(job, recorder)

@@ -180,9 +180,9 @@ def whole_weights(
     on: DeepSpeed's fp32 masters, where its parameters are 16-bit copies.
     """
     main, backend = accelerator.is_main_process, backend_of(model)
-    for name, parameter in unwrapped.named_parameters():
+    for name, parameter in backend.whole_parameters():
         if parameter.requires_grad or not trained_only:
-            yield plain_name(name), _on_cpu(backend, parameter, main)
+            yield name, _on_cpu(backend, parameter, main)
     for name, buffer in () if trained_only else _saved_buffers(unwrapped):
         yield name, buffer.cpu() if main else None
 

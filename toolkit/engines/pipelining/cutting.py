@@ -8,7 +8,8 @@ hidden states that the stage received, and an embedding's returns zeros, which t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,17 +20,29 @@ from toolkit.engines.pipelining.observed import Autocast, Observed, Part
 from toolkit.engines.tensors import tensors_in
 from toolkit.errors import UsageError
 
-Batch = Mapping[str, torch.Tensor]
+Batch = Mapping[str, Any]
 
-LOSS_ONLY = frozenset({"labels", "shift_labels", "num_items_in_batch"})
+LOSS_ONLY = frozenset(
+    {
+        *("labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "return_dict"),
+        "supervised_positions",  # of batches for the chunked loss
+    }
+)
 """Arguments that a causal LM does not pass on to its decoder."""
 
 
 class Mailbox:
-    """The hidden states that the running stage has received."""
+    """The running stage of a rank, and the hidden states that it has received."""
 
     def __init__(self) -> None:
         self.hidden: torch.Tensor | None = None
+        self.stage: StageModule | None = None
+        self.through_all: Callable[..., Any] = _no_pipeline
+        """Runs a forward through all stages, where the model is called and not a stage of it."""
+
+
+def _no_pipeline(**_: Any) -> Any:
+    raise RuntimeError("this rank holds a part of the model, and nothing links it to the others")
 
 
 class AbsentLayer(torch.nn.Module):
@@ -75,6 +88,8 @@ class Window:
 
     batches: Sequence[Batch] = ()
     items: Any = None
+    of_training: bool = True
+    """Whether the last stage returns a loss, rather than the model's whole output."""
 
     def rows(self, number: int) -> tuple[int, int]:
         """Return the rows of a micro-batch and their length."""
@@ -112,15 +127,17 @@ class StageModule(torch.nn.Module):
     def forward(self, received: torch.Tensor | None = None, *, number: torch.Tensor) -> Any:
         (model,) = self._model
         batch = dict(self.window.batches[int(number)])
-        self._mailbox.hidden = received
+        if self.window.items is not None:
+            batch["num_items_in_batch"] = self.window.items
+        self._mailbox.hidden, self._mailbox.stage = received, self
         try:
             with put_in(model, self._modules_by_name), self._autocast():
-                if self.last:
-                    return model(**batch, num_items_in_batch=self.window.items).loss
-                inputs = {name: value for name, value in batch.items() if name not in LOSS_ONLY}
-                return model.base_model(**inputs).last_hidden_state
+                output = model(**batch)
         finally:
-            self._mailbox.hidden = None
+            self._mailbox.hidden = self._mailbox.stage = None
+        if not self.last:
+            return output.last_hidden_state
+        return output.loss if self.window.of_training else output
 
 
 @contextmanager
@@ -154,12 +171,17 @@ class Cut:
     """The ranks with a copy of each parameter, by its name in the whole model; several ranks hold
     a tied one. The first of them speaks for it."""
 
+    described: dict[str, torch.nn.Parameter]
+    """The shape and dtype of each parameter of the whole model, without its numbers."""
+
     names: dict[str, str]
     """Name in the whole model of each parameter of this rank's model, whose name differs where
     only the head of a tied pair is held."""
 
     hidden: tuple[int, torch.dtype]
     """Width and dtype of the hidden states between two stages."""
+
+    mailbox: Mailbox
 
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
     """The placement, for the record."""
@@ -196,6 +218,7 @@ def cut_model(
         for name in held:
             for below, _ in modules[name].named_parameters(remove_duplicate=False):
                 holders[whole[f"{name}.{below}"]].add(rank_of[stage])
+    described = {n: _without_numbers(p) for n, p in model.named_parameters()}
     mailbox = Mailbox()
     stages: dict[int, StageModule] = {}
     kept: dict[str, torch.nn.Module] = {}
@@ -210,14 +233,33 @@ def cut_model(
             model, here, own=[*own.values()], last=last, mailbox=mailbox, autocast=autocast
         )
     _place(model, kept)
+    model.forward = _forward_of(model, mailbox)
     return Cut(
         stages=stages,
         layers=tuple(layers),
         holders={name: tuple(sorted(ranks)) for name, ranks in holders.items()},
+        described=described,
         names={name: whole[name] for name, _ in model.named_parameters()},
         hidden=(observed.width, observed.dtype),
+        mailbox=mailbox,
         facts=_facts(observed, layers, rank_of, holders),
     )
+
+
+def _forward_of(model: Any, mailbox: Mailbox) -> Callable[..., Any]:
+    """Return the forward of a rank's model: of the running stage, or through all stages."""
+    original = model.forward
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        stage = mailbox.stage
+        if stage is None:
+            return mailbox.through_all(*args, **kwargs)
+        if stage.last:
+            return original(*args, **kwargs)
+        return model.base_model(**{n: value for n, value in kwargs.items() if n not in LOSS_ONLY})
+
+    return forward
 
 
 def _whole_names(model: torch.nn.Module) -> dict[str, str]:
@@ -227,6 +269,10 @@ def _whole_names(model: torch.nn.Module) -> dict[str, str]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[name] = first.setdefault(id(parameter), name)
     return names
+
+
+def _without_numbers(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    return torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
 
 def _places(observed: Observed) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers.modeling_outputs import CausalLMOutput
 
 from toolkit.engines.pipelining.cutting import Batch, Cut, Window, cut_model
 from toolkit.engines.pipelining.observed import Autocast, observe
@@ -62,7 +63,7 @@ class Pipeline:
         stages = schedule.stages(ranks)
         self.schedule = schedule
         self.model = model
-        self._device = device
+        self.device = device
         self.rank_of = [schedule.rank_of(stage, ranks=ranks) for stage in range(stages)]
         name = type(model).__name__
         shape = shape_from_config(model.config.to_dict(), name=name)
@@ -71,6 +72,7 @@ class Pipeline:
         self.cut: Cut = cut_model(
             model, observed, layers, rank=self.rank, rank_of=self.rank_of, autocast=autocast
         )
+        self.cut.mailbox.through_all = self.outputs
         model.to(device)
         self._shared = self._groups()
         self._schedules: dict[int, Any] = {}
@@ -108,7 +110,7 @@ class Pipeline:
             ]
         else:
             losses = self._steps(batches, items)
-        self._add_up_copies()
+        self.add_up_copies()
         return self._of_last_rank(losses, len(batches))
 
     def _steps(self, batches: Sequence[Batch], items: Any, *, first: int = 0) -> list[torch.Tensor]:
@@ -138,7 +140,7 @@ class Pipeline:
                 stage,
                 stages=len(self.rank_of),
                 hidden=self.cut.hidden,
-                device=self._device,
+                device=self.device,
                 worked=self._worked,
             )
             for stage, module in self.cut.stages.items()
@@ -148,7 +150,7 @@ class Pipeline:
     def _worked(self, work: Work) -> None:
         self.work.append(work._replace(micro_batch=self._first + work.micro_batch))
 
-    def _add_up_copies(self) -> None:
+    def add_up_copies(self) -> None:
         """Add up the gradients of weights with copies on several ranks."""
         for name, parameter in self.model.named_parameters():
             group = self._shared.get(self.cut.names[name])
@@ -160,7 +162,7 @@ class Pipeline:
 
     def _of_last_rank(self, losses: list[torch.Tensor], count: int) -> torch.Tensor:
         """Return the losses that the last stage's rank knows, on every rank."""
-        of_all = torch.zeros(count, device=self._device)
+        of_all = torch.zeros(count, device=self.device)
         if losses:
             of_all.copy_(torch.stack(losses))
         dist.broadcast(of_all, src=self.rank_of[-1])
@@ -168,7 +170,7 @@ class Pipeline:
 
     def clip(self, limit: float) -> torch.Tensor:
         """Clip the gradients by the norm over all stages, and return the norm before."""
-        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        squares = torch.zeros((), dtype=torch.float64, device=self.device)
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None and self.counts_here(name):
                 squares += sum_of_squares(parameter.grad)
@@ -183,22 +185,46 @@ class Pipeline:
 
     # Between steps
 
-    def loss_of(self, batch: Batch, *, items: Any = None) -> torch.Tensor:
-        """Return the loss of one batch, by a forward through all stages without a backward."""
-        passed: list[torch.Tensor] = []
+    @torch.no_grad()
+    def outputs(self, **batch: Any) -> CausalLMOutput:
+        """Return the loss and logits of a batch on every rank, by forwards alone.
+
+        Nothing is cached: a rank has the keys and values of its own layers only.
+        """
+        batch = {name: value for name, value in batch.items() if name != "past_key_values"}
+        items = batch.pop("num_items_in_batch", None)
+        window = Window([batch | {"use_cache": False}], items, of_training=False)
+        passed: list[Any] = []
         for stage, module in self.cut.stages.items():
-            module.window = Window([batch], items)
+            module.window = window
             before = self.rank_of[stage - 1] if stage else self.rank
             if before != self.rank:
                 width, dtype = self.cut.hidden
-                shape = (*module.window.rows(0), width)
-                passed = [torch.empty(shape, dtype=dtype, device=self._device)]
+                shape = (*window.rows(0), width)
+                passed = [torch.empty(shape, dtype=dtype, device=self.device)]
                 dist.recv(passed[0], src=before)
             passed = [module(*passed, number=torch.zeros(1, dtype=torch.long))]
             after = self.rank if module.last else self.rank_of[stage + 1]
             if after != self.rank:
                 dist.send(passed.pop().contiguous(), dst=after)
-        return self._of_last_rank(passed, 1)[0]
+        output = passed[0] if passed else CausalLMOutput()
+        return CausalLMOutput(
+            loss=self._shown_to_all(output.loss), logits=self._shown_to_all(output.logits)
+        )
+
+    def _shown_to_all(self, tensor: torch.Tensor | None) -> Any:
+        """Return a tensor of the last stage's rank, on every rank."""
+        source = self.rank_of[-1]
+        facts = [None if tensor is None else (tensor.shape, tensor.dtype)]
+        dist.broadcast_object_list(facts, src=source)
+        if facts[0] is None:
+            return None
+        if tensor is None:
+            shape, dtype = facts[0]
+            tensor = torch.empty(shape, dtype=dtype, device=self.device)
+        tensor = tensor.detach().contiguous()
+        dist.broadcast(tensor, src=source)
+        return tensor
 
     # Records
 

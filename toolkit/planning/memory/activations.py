@@ -64,7 +64,7 @@ def activations_of(job: PlannedJob) -> Activations:
         at_work = max(at_work - kept, working)
     once = 1 if job.checkpointing == "full" else model.layers
     return Activations(
-        saved=kept_per_token * tokens + _mask(job),
+        saved=(kept_per_token * tokens + _mask(job)) * job.in_flight,
         masked=_masked(job) * once,
         at_work=at_work * tokens,
         last=by_kind[model.sparse_layers[0]][2] * tokens,

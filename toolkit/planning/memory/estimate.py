@@ -24,6 +24,7 @@ from toolkit.planning.memory.transient_buffers import (
     units_of,
 )
 from toolkit.planning.memory.weights import trained_size, weights_of
+from toolkit.planning.pipelined import parts_of_ranks
 from toolkit.planning.split import part_of_rank
 from toolkit.planning.terms import PHASES, Category, Interval, Phase, Term
 
@@ -100,7 +101,24 @@ def estimate_memory(job: PlannedJob) -> MemoryEstimate:
     Raises:
         UsageError: the job's precision and weights don't go together.
     """
-    asked, job = job, part_of_rank(job)
+    if job.strategy.schedule is not None:
+        of_ranks = [_estimate(part, asked=job) for part in _different(parts_of_ranks(job))]
+        return max(of_ranks, key=lambda estimate: estimate.worst)
+    return _estimate(part_of_rank(job), asked=job)
+
+
+def _different(parts: Sequence[PlannedJob]) -> list[PlannedJob]:
+    """Return one of the parts that are alike: ends apart, the stages of many ranks differ little.
+
+    The first ranks have the most micro-batches in flight.
+    """
+    kinds: dict[tuple[int, int, int], PlannedJob] = {}
+    for part in parts:
+        kinds.setdefault((part.model.layers, part.model.parameters, part.model.vocab_size), part)
+    return [*kinds.values()]
+
+
+def _estimate(job: PlannedJob, *, asked: PlannedJob) -> MemoryEstimate:
     states = most_loaded(job)
     terms = [
         *_tensor_terms(job, states),
@@ -159,6 +177,9 @@ def step_peak(job: PlannedJob, micro_batches: Sequence[tuple[int, int]]) -> Inte
     Raises:
         UsageError: as `estimate_memory` does.
     """
+    if job.strategy.schedule is not None:
+        parts = _different(parts_of_ranks(job))
+        return max((step_peak(p, micro_batches) for p in parts), key=lambda peak: peak.high)
     job = part_of_rank(job)
     low = high = 0.0
     for number, (rows, tokens) in enumerate(micro_batches, 1):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from toolkit.configs.accelerate import num_processes_problem
 from toolkit.errors import UsageError
+from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import estimate_memory
-from toolkit.planning.plan import Plan
+from toolkit.planning.plan import Plan, PlanRow
 from toolkit.planning.render.plans import heading
+from toolkit.planning.split import part_of_rank
 from toolkit.planning.terms import CATEGORIES, GIB, Category
 
 FORMATS = (".svg", ".png")
@@ -88,11 +91,10 @@ def _by_strategy(axes: Any, plan: Plan) -> None:
 
 def _by_gpus(axes: Any, plan: Plan) -> None:
     for row in plan.rows:
-        counts = [n for n in GPU_COUNTS if not num_processes_problem(row.strategy, n)]
-        if len(counts) < 2:
+        jobs = list(_jobs_by_gpus(row))
+        if len(jobs) < 2:
             continue
-        per_node = max(8, row.job.gpus // row.job.nodes)
-        jobs = [replace(row.job, gpus=n, nodes=max(1, n // per_node)) for n in counts]
+        counts = [job.gpus for job in jobs]
         totals = [estimate_memory(job).total for job in jobs]
         (line,) = axes.plot(
             counts,
@@ -117,6 +119,20 @@ def _by_gpus(axes: Any, plan: Plan) -> None:
     axes.set_title("by number of GPUs, the same batch on each", fontsize=10)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=7)
+
+
+def _jobs_by_gpus(row: PlanRow) -> Iterator[PlannedJob]:
+    """Yield the job of a row on each number of GPUs on which its strategy runs."""
+    per_node = max(8, row.job.gpus // row.job.nodes)
+    for count in GPU_COUNTS:
+        if num_processes_problem(row.strategy, count):
+            continue
+        job = replace(row.job, gpus=count, nodes=max(1, count // per_node))
+        try:
+            part_of_rank(job)
+        except UsageError:  # a pipeline with more stages than layers
+            continue
+        yield job
 
 
 def _limit(axes: Any, plan: Plan) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from toolkit.errors import UsageError
 from toolkit.planning.job import PlannedJob
+from toolkit.planning.pipelined import parts_of_ranks, waiting_share
 from toolkit.planning.speed import rates
 from toolkit.planning.speed.computing import SpeedTerm, computing, total
 from toolkit.planning.speed.flops import CONVENTION, model_flops
@@ -79,7 +80,10 @@ def estimate_speed(
     network = _network(gpu, internode_bytes_per_second)
     # Where precision isn't mixed, the dtype of the weights is computed in.
     rate = gpu.flops(job.precision if job.precision != "no" else SHORT_DTYPES[job.dtype])
-    of_rank = part_of_rank(job)
+    # Stages wait for the slowest of them.
+    piped = job.strategy.schedule is not None
+    parts = parts_of_ranks(job) if piped else [part_of_rank(job)]
+    of_rank = max(parts, key=lambda part: total(computing(part, gpu, rate)).high)
     once = computing(of_rank, gpu, rate)
     micro = total(once)
     terms = once
@@ -93,6 +97,16 @@ def estimate_speed(
             )
             for term in once
         ]
+    if piped:
+        share = waiting_share(job)
+        terms.append(
+            SpeedTerm(
+                name="waiting for the other stages",
+                seconds=micro.times(job.accumulation * share / (1 - share)),
+                formula="computing * bubble / (1 - bubble)",
+                inputs={"bubble": share, "micro-batches": job.accumulation},
+            )
+        )
     terms += communicating(job, gpu, network, micro)
     terms += stepping(of_rank, gpu, micro)
     step = total(terms)

@@ -33,6 +33,7 @@ from toolkit.planning.memory.weights import COMPUTE_SIZE, Tensors, trained_size,
 from toolkit.planning.memory.zero_settings import zero_settings
 from toolkit.planning.models.shape import ModelShape
 from toolkit.planning.options import Checkpointing
+from toolkit.planning.pipelined import copies_of_head, crossings
 from toolkit.planning.split import (
     PER_HEAD,
     part_of_rank,
@@ -43,7 +44,7 @@ from toolkit.planning.split import (
 from toolkit.planning.terms import GIB
 from toolkit.strategies import COMPUTE_DTYPES, DTYPE_BYTES, DTYPES, Strategy
 
-Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "send", "receive"]
 Purpose = Literal["gradients", "parameters", "activations", "norm"]
 
 DDP_BUCKET_BYTES = 25 << 20
@@ -91,6 +92,8 @@ class Collective:
     @property
     def wire_bytes(self) -> float:
         """Bytes that one rank sends in an optimizer step, with the ring algorithm."""
+        if self.kind in ("send", "receive"):
+            return self.payload_bytes if self.kind == "send" else 0
         once = (self.ranks - 1) / self.ranks
         return self.payload_bytes * (2 * once if self.kind == "all_reduce" else once)
 
@@ -109,8 +112,10 @@ def collectives(job: PlannedJob, *, tokens: int | None = None) -> tuple[Collecti
     """
     if job.gpus == 1 and not job.strategy.reads_deepspeed_json:
         return ()
+    read = job.micro_tokens * job.accumulation if tokens is None else tokens
+    if job.strategy.schedule is not None:
+        return _pipeline(job, read)
     if job.strategy.tensor > 1:
-        read = job.micro_tokens * job.accumulation if tokens is None else tokens
         return _tensor(job, part_of_rank(job), read)
     match job.strategy.sharding:
         case "whole":
@@ -151,8 +156,8 @@ def textbook(strategy: Strategy, *, trained: int, everything: int, ranks: int) -
     and (N - 1) / N. Frozen parameters are gathered and have no gradients: `trained` are the
     elements that have some, `everything` is all of them.
     """
-    if ranks == strategy.tensor:
-        return 0
+    if ranks == strategy.tensor or strategy.schedule is not None:
+        return 0  # of a pipeline, activations alone cross the wire
     # A tensor group's part of the model is sharded among the groups.
     trained, everything = trained // strategy.tensor, everything // strategy.tensor
     if not strategy.shards_parameters:
@@ -463,6 +468,42 @@ def _tensor(job: PlannedJob, of_rank: PlannedJob, tokens: int) -> tuple[Collecti
     ]
     norm = replace(_norm(job, 1, 4), formula="the sum of squares over all ranks")
     return (*planned, *among, norm)
+
+
+def _pipeline(job: PlannedJob, tokens: int) -> tuple[Collective, ...]:
+    """Return what the stages of a pipeline hand on, at the rank that sends the most."""
+    model, size, times = job.model, DTYPE_BYTES[job.dtype], crossings(job)
+    passed = partial(
+        Collective,
+        purpose="activations",
+        elements=times * tokens * model.hidden_size,
+        element_size=size,
+        dtype=_SIZED[size],
+        calls=times * job.accumulation,
+        ranks=job.gpus,
+        nodes=job.nodes,
+        formula="tokens * hidden * boundaries of its stages, forward and back, * size",
+        inputs={"tokens": tokens, "hidden": model.hidden_size, "times": times, "size": size},
+    )
+    planned = [passed(kind="send"), passed(kind="receive")]
+    copies = copies_of_head(job)
+    if copies > 1:
+        elements = model.elements_of("embedding")
+        planned.append(
+            Collective(
+                kind="all_reduce",
+                purpose="gradients",
+                elements=elements,
+                element_size=size,
+                dtype=_SIZED[size],
+                calls=1,
+                ranks=copies,
+                nodes=min(job.nodes, copies),
+                formula="elements * size: the tied head's gradient, at both ends",
+                inputs={"elements": elements, "size": size},
+            )
+        )
+    return (*planned, _norm(job, 1, 8))
 
 
 def _norm(job: PlannedJob, numbers: int, size: int) -> Collective:

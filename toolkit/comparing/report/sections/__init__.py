@@ -8,6 +8,7 @@ from toolkit.comparing.report.grid import Section
 from toolkit.comparing.report.runs_table import speed_and_cost
 from toolkit.comparing.report.sections.agreement import agreement, evaluation, samples
 from toolkit.comparing.report.sections.memory import fullest, held, over_ranks
+from toolkit.comparing.report.sections.pipelines import pipelines
 from toolkit.comparing.report.sections.scaling import scaling
 from toolkit.comparing.report.sections.steps import step_time, warm_up
 from toolkit.comparing.report.sections.traffic import collectives, sent
@@ -49,6 +50,7 @@ def parts(results: Results) -> list[ReportPart]:
         ("traffic", "Traffic of one optimizer step", sent(results)),
         ("collectives", "Collectives of parameters and gradients", states),
         ("other-collectives", "Other collectives", others),
+        ("pipeline", "Pipeline of one optimizer step", pipelines(results)),
         ("agreement", "Agreement with the control", agreement(results)),
         ("evaluation", "Evaluation", evaluation(results)),
         ("samples", "Samples", samples(results)),

@@ -1,0 +1,110 @@
+"""Requests for a pipeline: its schedule, and what has to be refused before a rank starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.errors import UsageError
+from toolkit.planning.models.architectures import shape_from_config
+from toolkit.planning.schedules import SCHEDULES, Schedule, bubble, refused_micro_batches
+from toolkit.planning.stages import costs_of, cut
+from toolkit.strategies import Strategy
+from toolkit.training.arguments import OwnArguments, RunArguments
+
+if TYPE_CHECKING:
+    from toolkit.engines.pipeline import PipelineRequest
+
+
+def with_schedule(strategy: Strategy, run: RunArguments) -> Strategy:
+    """Return a strategy with the schedule that was requested; others as they are."""
+    if strategy.schedule in (None, "one_at_a_time") or run.pipeline_schedule is None:
+        return strategy
+    return replace(strategy, schedule=run.pipeline_schedule)
+
+
+def pipeline_request(strategy: Strategy, own: OwnArguments) -> PipelineRequest | None:
+    """Return how a rank's model is to be cut into stages; None if it stays whole."""
+    if strategy.schedule is None:
+        return None
+    from toolkit.engines.pipeline import PipelineRequest
+
+    return PipelineRequest(
+        strategy=strategy, balance=own.run.pipeline_balance, sequence=own.data.max_length
+    )
+
+
+def check_pipeline(
+    strategy: Strategy,
+    own: OwnArguments,
+    values: Mapping[str, Any],
+    *,
+    folder: str | Path,
+    num_processes: int | None,
+) -> None:
+    """Check that the model in a folder can be trained by a strategy's pipeline.
+
+    Args:
+        strategy: Any; one without stages passes.
+        own: Our flags.
+        values: Values of `TrainingArguments`.
+        folder: Of the model.
+        num_processes: Number of ranks, if that is known.
+
+    Raises:
+        UsageError: it cannot, or flags ask for what a pipeline does not do.
+    """
+    if strategy.schedule is None:
+        return
+    name = strategy.name
+    # Each of them needs the whole model, or one norm or scale that all ranks agree on.
+    refused = {
+        f"--method {own.method.method}": not own.method.is_full,
+        "--fp16": bool(values.get("fp16")),
+        "--torch_compile": bool(values.get("torch_compile")),
+        "--compile_blocks": own.speed.compile_blocks,
+        "--evidence": own.run.evidence is not None,
+    }
+    if flags := [flag for flag, passed in refused.items() if passed]:
+        raise UsageError(
+            f"{name} does not work with {' and '.join(flags)}. Leave that out, or use "
+            "--strategy fsdp."
+        )
+    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    model = shape_from_config(config, name=str(folder))
+    if num_processes is None:
+        return
+    schedule = schedule_of(with_schedule(strategy, own.run))
+    costs = costs_of(model, own.run.pipeline_balance, sequence=own.data.max_length)
+    cut(costs, schedule.stages(num_processes), name=str(folder))
+    micro_batches = int(values["gradient_accumulation_steps"])
+    if reason := refused_micro_batches(schedule, ranks=num_processes, micro_batches=micro_batches):
+        raise UsageError(f"{name}: {reason}. Set --gradient_accumulation_steps.")
+
+
+def schedule_of(strategy: Strategy) -> Schedule:
+    """Return the schedule of a strategy that has one."""
+    assert strategy.schedule is not None
+    return SCHEDULES[strategy.schedule]
+
+
+def bubble_note(
+    strategy: Strategy, own: OwnArguments, values: Mapping[str, Any], num_processes: int | None
+) -> str | None:
+    """Return a warning of a pipeline that is never full; None without one."""
+    if strategy.schedule in (None, "one_at_a_time") or num_processes is None:
+        return None
+    schedule = schedule_of(with_schedule(strategy, own.run))
+    micro_batches = int(values["gradient_accumulation_steps"])
+    stages = schedule.stages(num_processes)
+    if micro_batches >= stages:
+        return None
+    share = bubble(schedule, ranks=num_processes, micro_batches=micro_batches)
+    return (
+        f"{strategy.name} has {micro_batches} micro-batches in a step for {stages} stages, so that "
+        f"the ranks idle {share:.0%} of the time: raise --gradient_accumulation_steps to "
+        f"{stages} or more"
+    )
