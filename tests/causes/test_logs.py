@@ -130,9 +130,28 @@ def test_nccl_errors_are_named_and_those_of_a_lost_rank_are_echoes():
     assert name_in(traceback(f"{error}unhandled system error")) == "nccl"
     remote = f"{error}remote process exited or there was a network error\nncclRemoteError: A call"
     assert name_in(traceback(remote)) == "neighbour-gone"
-    watchdog = "[rank2]:[E1121 ProcessGroupNCCL.cpp:629] [Rank 2] Watchdog caught collective "
-    watchdog += "operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, Timeout(ms)=600000)\n"
-    assert name_in(watchdog) == "collective-not-reached"
+
+
+def watchdog(rank, number, before=""):
+    line = f"[Rank {rank}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum={number})"
+    return f"{before}[E1121 ProcessGroupNCCL.cpp:629] {line}\n"
+
+
+def test_the_rank_that_others_waited_for_is_named():
+    bar = " 20%|##   | 2/9 [00:02<00:08,  1.0s/it]"
+    behind = watchdog(5, 7, before="[rank5]:") + watchdog(0, 9, before=f"{bar}[rank0]:")
+    diagnosis = diagnose(log_of(behind))
+    assert diagnosis is not None
+    assert (diagnosis.name, diagnosis.ranks) == ("collective-not-reached", (0, 5))
+    assert "Rank 5 was the furthest behind, in collective 7 " in diagnosis.text
+    alike = diagnose(log_of(watchdog(0, 7) + watchdog(1, 7) + watchdog(0, 8)))
+    assert alike is not None
+    assert alike.ranks == (0, 1)
+    assert alike.text.endswith("before its time limit.")
+    barrier = "RuntimeError: [Rank 0]: Ranks 1, 3 failed to pass monitoredBarrier in 3000 ms"
+    named = diagnose(log_of(traceback(barrier, before="[rank0]: ")))
+    assert named is not None
+    assert named.text.endswith("Ranks 1 and 3 did not get there.")
 
 
 def test_an_exit_code_without_an_error_is_unknown_and_a_signal_is_named():

@@ -20,7 +20,7 @@ IN_A_RANK = {
     "raise": ("unknown", (1,), "rank 1: ArithmeticError: the third step went wrong"),
     "kill": ("killed", (1,), "Rank 1 was killed (SIGKILL)"),
     "leave": ("neighbour-gone", (0,), "ended without an error in this log"),
-    "skip": ("collective-not-reached", (0,), "Rank 0 waited; rank 1 did not get there."),
+    "skip": ("collective-not-reached", (0,), "Rank 0 waited: look at rank 1 first."),
     "shapes": ("collective-mismatch", (0, 1), "On every rank: "),
     "stop": ("stopped-from-outside", (), "(signal 15)"),
 }

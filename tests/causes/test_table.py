@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.causes.table import cause_named, causes, line_pattern, phases
+from toolkit.causes.literals import literal_of
+from toolkit.causes.table import cause_named, causes, line_counts, phases
 
 CITED = [cause for cause in causes() if cause.source is not None]
 READ_IN = {"accelerate": "1.15.0", "deepspeed": "0.19.8", "transformers": "5.23.0"}
@@ -56,10 +57,29 @@ def test_texts_use_only_groups_of_a_pattern_and_fixes_are_one_line():
 
 
 def test_patterns_match_no_empty_line():
-    assert not line_pattern().search("")
+    assert not line_counts("")
     assert not any(cause.match("") for cause in causes())
 
 
 def test_a_name_finds_its_cause_and_phases_are_there():
     assert cause_named("killed").name == "killed"
     assert len(phases()) == 7
+
+
+def test_a_literal_is_in_every_match_of_its_pattern():
+    patterns = {
+        r"^(?:\S+: line \d+: +)?Killed(?: +\S.*)?$": "Killed",
+        r"Ranks? [\d, ]+ failed in \d+ ms": " failed in ",
+        r"one|other": "",
+        r"ab?c{2,3}def": "def",
+        r"\(a\) [^]x]+\[b\]": "(a) ",
+        r"\d+ x": " x",
+    }
+    assert {pattern: literal_of(pattern) for pattern in patterns} == patterns
+
+
+def test_every_pattern_of_a_line_has_a_word_to_look_for_first():
+    kinds = ("line", "waiting", "slow")
+    for cause in causes():
+        if cause.kind in kinds:
+            assert all(len(literal_of(item.pattern)) > 3 for item in cause.patterns), cause.name

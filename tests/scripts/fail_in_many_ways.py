@@ -218,6 +218,30 @@ def deepspeed_value():
     deepspeed_config(train_batch_size=1, zero_optimization={"stage": 7})
 
 
+def no_zero_section():
+    from accelerate.utils import DeepSpeedPlugin
+
+    DeepSpeedPlugin(hf_ds_config={"train_batch_size": 1})
+
+
+def fsdp2(**settings):
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False, **settings)
+
+
+def keys_of_fsdp1():
+    fsdp2(reshard_after_forward="FULL_SHARD")
+
+
+def keys_of_fsdp1_2():
+    fsdp2(state_dict_type="LOCAL_STATE_DICT")
+
+
+def keys_of_fsdp1_3():
+    fsdp2(forward_prefetch=False)
+
+
 def unknown_flag():
     argparse.ArgumentParser().parse_args(["--no_such", "3"])
 
@@ -411,6 +435,15 @@ def checkpoint_not_found_2():
     resumed(str(FOLDER / "nowhere"))
 
 
+def checkpoint_torn():
+    from safetensors.torch import save_model
+
+    folder = FOLDER / "run" / "checkpoint-3"
+    folder.mkdir(parents=True)
+    save_model(nn.Linear(3, 5), folder / "model.safetensors")
+    resumed(True)
+
+
 def half_of(file):
     content = file.read_bytes()
     file.write_bytes(content[: len(content) // 2])
@@ -512,9 +545,18 @@ def main():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     ways = list(globals().items())
     first = next(index for index, (name, _) in enumerate(ways) if name == "shared_memory")
-    helpers = {"mismatched", "deepspeed_config", "mixed", "resumed", "half_of", "compiled", "main"}
+    helpers = {
+        "mismatched",
+        "deepspeed_config",
+        "mixed",
+        "resumed",
+        "half_of",
+        "compiled",
+        "main",
+        "fsdp2",
+    }
     for name, way in ways[first:]:
-        if name in helpers:
+        if name in helpers or way is main:
             continue
         cause = re.sub(r"_\d$", "", name).replace("_", "-")
         sys.stdout.write(f"===== {cause}\n")

@@ -27,6 +27,9 @@ SIGNALS: Final = {
 ORDER: Final[dict[Kind, int]] = {"error": 0, "line": 0, "slow": 0, "waiting": 2, "echo": 3}
 """What is looked at first. A process that the launcher saw die by a signal stands at 1."""
 
+SEQUENCE: Final = re.compile(r"\bSeqNum=(\d+)")
+"""Number of a collective, counted by each rank by itself."""
+
 SLOW_SHARE: Final = 0.2
 """Share of a step from which communication makes a run slow."""
 
@@ -158,7 +161,7 @@ def _of_failure(first: _Match, matches: Sequence[_Match], log: Log) -> Diagnosis
     if cause.name in OUT_OF_MEMORY:
         text, fix = _in_phase(failure, text, fix)
     if cause.kind == "waiting":
-        text = _with_missing(text, ranks, log, named=first.match.groupdict().get("missing"))
+        text = _with_missing(text, [match for match in matches if match.cause is cause], log)
     else:
         text = _with_ranks(text, ranks, log)
     return Diagnosis(
@@ -193,11 +196,27 @@ def _with_ranks(text: str, ranks: Sequence[int], log: Log) -> str:
     return f"On {_listed(ranks)} alone: {text}"
 
 
-def _with_missing(text: str, ranks: Sequence[int], log: Log, *, named: str | None) -> str:
-    missing = sorted(map(int, re.findall(r"\d+", named or ""))) or sorted(log.ranks - set(ranks))
-    if not ranks or not missing:
+def _with_missing(text: str, waited: Sequence[_Match], log: Log) -> str:
+    """Return the text with the ranks that others waited for, as far as that is known."""
+    lines = [line for match in waited for line in match.failure.lines]
+    numbers = {
+        line.rank: int(found[1])
+        for line in reversed(lines)
+        if line.rank is not None and (found := SEQUENCE.search(line.text))
+    }
+    if len(set(numbers.values())) > 1:
+        last = min(numbers, key=lambda rank: numbers[rank])
+        text += f" Rank {last} was the furthest behind, in collective {numbers[last]} of its own"
+        return f"{text}; the furthest was in {max(numbers.values())}."
+    names = [match.match.groupdict().get("missing") for match in waited if match.match is not None]
+    named = sorted({int(rank) for name in names if name for rank in re.findall(r"\d+", name)})
+    if named:
+        return f"{text} {_listed(named).capitalize()} did not get there."
+    ranks = {line.rank for line in lines if line.rank is not None}
+    if not ranks or not log.ranks - ranks:
         return text
-    return f"{text} {_listed(ranks).capitalize()} waited; {_listed(missing)} did not get there."
+    missing = _listed(sorted(log.ranks - ranks))
+    return f"{text} {_listed(sorted(ranks)).capitalize()} waited: look at {missing} first."
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from toolkit.causes.lines import BAR, TRACEBACK, Line
-from toolkit.causes.table import line_pattern
+from toolkit.causes.table import line_counts
 from toolkit.launching.outcome import ELASTIC_FIRST, ELASTIC_LINE, SIMPLE_EXIT
 
 MOST_FAILURES: Final = 200
@@ -24,6 +24,9 @@ EXCEPTION: Final = re.compile(r" {0,2}((?:\w+\.)*[A-Z]\w*)(?::(?: |$)|$)")
 CHAINED: Final = re.compile(r"\s*(During handling of the above exception|The above exception was)")
 LAUNCHERS_OWN: Final = re.compile(r"(?:torch\.distributed\.elastic\S*)?ChildFailedError\b")
 FRAME: Final = re.compile(r' *File ".*", line \d+')
+
+RANK_IN_TEXT: Final = re.compile(r"\[Rank (\d+)\]")
+"""The rank in messages of torch's process groups."""
 
 STEP: Final = re.compile(
     r"\d+/\d+ \[\d+:\d+|['\"](?:train_)?loss['\"]: |\b(?:step|iteration|iter)\b\W{1,3}\d+",
@@ -41,6 +44,7 @@ BREAKDOWN: Final = "time (ms) |"
 RANK_IN_REPORT: Final = re.compile(r"\s*rank\s+: (\d+) \(local_rank: \d+\)")
 CODE_IN_REPORT: Final = re.compile(r"\s*exitcode\s+: (-?\d+) \(pid: (\d+)\)")
 ROOT_IN_REPORT: Final = "Root Cause (first observed failure):"
+REPORT_WORDS: Final = ("local_rank", "exit", "Root Cause")
 DEEPSPEED_EXIT: Final = re.compile(r"exits with return code = (-?\d+)")
 
 
@@ -187,11 +191,15 @@ class Reader:
     def _take_other(self, line: Line) -> None:
         if line.text.strip() and self.log.exit is None and not ELASTIC_LINE.match(line.text):
             self.log.last = line
-        if line_pattern().search(line.text):
+        if line_counts(line.text):
             self._take_fatal(line)
 
     def _take_fatal(self, line: Line) -> None:
-        key = re.sub(r"\d+", "0", line.text)
+        named = RANK_IN_TEXT.search(line.text)
+        if named is not None:
+            line = Line(line.number, int(named[1]), line.text)
+            self.log.ranks.add(int(named[1]))
+        key = f"{line.rank} {re.sub(r'[0-9]+', '0', line.text)}"
         if key in self._seen:
             return
         self._seen.add(key)
@@ -202,6 +210,8 @@ class Reader:
     def _takes_report(self, line: Line) -> bool:
         """Take a line of the launcher's report on the exit codes."""
         text = line.text
+        if not any(word in text for word in REPORT_WORDS):
+            return False
         if match := RANK_IN_REPORT.match(text):
             self._report_rank = int(match[1])
             self.log.ranks.add(int(match[1]))
@@ -223,7 +233,7 @@ class Reader:
 
     def _note_progress(self, line: Line) -> None:
         text = line.text
-        if values := METRIC.findall(text):
+        if ("loss" in text or "grad_norm" in text) and (values := METRIC.findall(text)):
             is_finite = all(value[-1].isdigit() or value[-1] == "." for value in values)
             self.log.last_metric = None if is_finite else line
         if BREAKDOWN in text:

@@ -18,6 +18,9 @@ RANK: Final = re.compile(
 )
 """Begin of a line of rank 1: torch's `[rank1]:`, torchrun's `[default1]:`, mpirun's `[1,1]<...`."""
 
+BEHIND_BAR: Final = re.compile(r"\[rank(?P<rank>\d+)\]: ?(?=\[|Traceback)")
+"""Begin of a rank's message behind a progress bar that has no end."""
+
 BAR: Final = re.compile(r"\d+%\|.*\| *[\d.]+\w?/[\d.]+\w? \[.*\]")
 TRACEBACK: Final = "Traceback (most recent call last):"
 
@@ -74,4 +77,6 @@ def _lines(number: int, text: str, rank: int | None) -> Iterator[Line]:
 def _ranked(number: int, text: str, rank: int | None) -> Line:
     if "]" in text[:32] and (match := RANK.match(text)):
         return Line(number, int(match["rank"] or match["mpi"]), text[match.end() :])
+    if "[rank" in text and (match := BEHIND_BAR.search(text)):
+        return Line(number, int(match["rank"]), text[match.end() :])
     return Line(number, rank, text)

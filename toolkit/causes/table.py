@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from toolkit.causes.literals import literal_of
 from toolkit.launching.status import ECHO_TEXTS
 
 TABLE: Final = Path(__file__).with_name("causes.toml")
@@ -76,16 +77,23 @@ def phases() -> tuple[Phase, ...]:
     return tuple(Phase(**_compiled(entry)) for entry in _content()["phase"])
 
 
+def line_counts(text: str) -> bool:
+    """Whether a line counts without an exception around it."""
+    words, pattern = _line_patterns()
+    return any(word in text for word in words) and pattern.search(text) is not None
+
+
 @cache
-def line_pattern() -> re.Pattern[str]:
-    """Return the pattern of lines that count without an exception around them."""
-    patterns = (
+def _line_patterns() -> tuple[tuple[str, ...], re.Pattern[str]]:
+    """Return a word that each pattern of a line needs, and all of them as one."""
+    patterns = [
         item.pattern
         for cause in causes()
         if cause.kind in ("line", "waiting", "slow")
         for item in cause.patterns
-    )
-    return re.compile("|".join(re.sub(r"\?P<\w+>", "?:", pattern) for pattern in patterns))
+    ]
+    combined = "|".join(re.sub(r"\?P<\w+>", "?:", pattern) for pattern in patterns)
+    return tuple({literal_of(pattern) for pattern in patterns}), re.compile(combined)
 
 
 def cause_named(name: str) -> Cause:
