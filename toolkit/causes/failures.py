@@ -198,7 +198,6 @@ class Reader:
         named = RANK_IN_TEXT.search(line.text)
         if named is not None:
             line = Line(line.number, int(named[1]), line.text)
-            self.log.ranks.add(int(named[1]))
         key = f"{line.rank} {re.sub(r'[0-9]+', '0', line.text)}"
         if key in self._seen:
             return
