@@ -1,0 +1,131 @@
+"""The script beside this one, for two ranks that hold the stages of a pipeline.
+
+    accelerate launch --config_file ddp.yaml tests/faults/train_pipelines_with_faults.py \
+        MODEL OUTPUT NAME ...
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+sys.path.append(str(Path(__file__).parent))  # a rank's path is a safe one
+import torch
+import train_with_faults as script
+from transformers import AutoModelForCausalLM
+
+from toolkit.engines.pipeline import PipelineRequest, ask_for
+from toolkit.engines.pipelining import running
+from toolkit.engines.pipelining.running import Pipeline
+from toolkit.strategies import STRATEGIES
+
+STRATEGY = STRATEGIES["pipeline"]
+FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {"clean": nullcontext}
+
+
+def main() -> None:
+    """Train once for each name on the command line."""
+    with (
+        patch.object(script, "get_strategy", lambda _: STRATEGY),
+        patch.object(script, "arguments", of_one_reader(script.arguments)),
+        patch.object(script.Run, "go", cut_into_stages(script.Run.go)),
+    ):
+        script.FAULTS |= {name: lambda _, fault=fault: fault() for name, fault in FAULTS.items()}
+        script.main()
+
+
+def of_one_reader(original: Callable[..., Any]) -> Callable[..., Any]:
+    def arguments(*args: Any) -> Any:
+        with patch.object(script, "RANKS", 1):
+            return original(*args)
+
+    return arguments
+
+
+def cut_into_stages(original: Callable[..., Any]) -> Callable[..., Any]:
+    def load(folder: str, **options: Any) -> Any:
+        model = AutoModelForCausalLM.from_pretrained(folder, **options)
+        ask_for(model, PipelineRequest(strategy=STRATEGY, balance="flops", sequence=64))
+        return model
+
+    def go(run: Any, folder: Path) -> None:
+        run.load = load
+        original(run, folder)
+
+    return go
+
+
+def fault(contents: Callable[[], Iterator[None]]) -> None:
+    FAULTS[contents.__name__] = contextmanager(contents)
+
+
+@fault
+def last_micro_batch_dropped() -> Iterator[None]:
+    original = Pipeline.run
+
+    def run(self: Pipeline, batches: list[Any], *, items: Any) -> torch.Tensor:
+        losses = original(self, batches[:-1], items=items)
+        return torch.cat([losses, losses.new_zeros(1)])
+
+    with patch.object(Pipeline, "run", run):
+        yield
+
+
+@fault
+def loss_averaged_over_the_stages() -> Iterator[None]:
+    original = Pipeline.run
+
+    def run(self: Pipeline, batches: list[Any], *, items: Any) -> torch.Tensor:
+        return original(self, batches, items=items * len(self.rank_of))
+
+    with patch.object(Pipeline, "run", run):
+        yield
+
+
+@fault
+def gradients_scaled_once_per_stage() -> Iterator[None]:
+    """As deepspeedai/DeepSpeed#8154 has it: by the number of micro-batches, in each stage."""
+    original = running.torch_schedule
+
+    def scaling(*args: Any, **options: Any) -> Any:
+        schedule = original(*args, **options)
+        schedule.scale_grads = True
+        return schedule
+
+    with patch.object(running, "torch_schedule", scaling):
+        yield
+
+
+@fault
+def tied_head_trained_twice() -> Iterator[None]:
+    original = Pipeline.add_up_copies
+
+    def twice(self: Pipeline) -> None:
+        original(self)
+        original(self)
+
+    with patch.object(Pipeline, "add_up_copies", twice):
+        yield
+
+
+@fault
+def tied_head_not_added_up() -> Iterator[None]:
+    with patch.object(Pipeline, "add_up_copies", lambda self: None):
+        yield
+
+
+@fault
+def clipped_by_the_norm_of_a_stage() -> Iterator[None]:
+    def clip(self: Pipeline, limit: float) -> torch.Tensor:
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+
+    with patch.object(Pipeline, "clip", clip):
+        yield
+
+
+if __name__ == "__main__":
+    main()
