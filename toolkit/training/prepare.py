@@ -13,7 +13,7 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Final, cast
 
@@ -58,6 +58,7 @@ def prepare(
     *,
     num_processes: int | None = None,
     strategies: Sequence[str] = (),
+    ranks: Mapping[str, int] | None = None,
     rehearsal: bool = False,
 ) -> dict[str, Any]:
     """Fill the caches for a run with these flags, and return its known facts.
@@ -68,6 +69,7 @@ def prepare(
             known.
         strategies: All strategies of a comparison with these flags. Facts that differ between them
             are under `by_strategy`; the rest of the answer is for the first strategy.
+        ranks: Most ranks of each strategy, where they are not `num_processes`.
         rehearsal: Whether the runs are hidden from the GPUs.
 
     Raises:
@@ -78,6 +80,7 @@ def prepare(
     launch = Launch(
         strategies=tuple(get_strategy(name) for name in names),
         num_processes=num_processes,
+        ranks=ranks or {},
         rehearsal=rehearsal,
         # A comparison passes the precision as a flag; any other launcher's config may choose it.
         knows_precision=bool(strategies),
@@ -136,6 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--num_processes", "--num-processes", type=int)
     parser.add_argument("--strategies", default="")
+    parser.add_argument("--ranks", default="")
     parser.add_argument("--rehearsal", action="store_true")
     ours, flags = parser.parse_known_args(argv)
     redact_output()
@@ -150,6 +154,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 flags,
                 num_processes=ours.num_processes,
                 strategies=[name for name in ours.strategies.split(",") if name],
+                ranks={
+                    name: int(count)
+                    for name, _, count in (pair.partition(":") for pair in ours.ranks.split(","))
+                    if name
+                },
                 rehearsal=ours.rehearsal,
             )
     except UsageError as error:

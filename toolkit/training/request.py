@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,9 @@ class Launch:
     num_processes: int | None
     """Number of ranks; None: not known."""
 
+    ranks: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Ranks under a strategy of a comparison, where they are not `num_processes`."""
+
     rehearsal: bool
     """Whether its ranks are hidden from the GPUs."""
 
@@ -89,6 +92,10 @@ class Launch:
 
     knows_precision: bool = True
     """Whether the launcher's config can't choose another precision than the flags do."""
+
+    def ranks_under(self, strategy: Strategy) -> int | None:
+        """Return the number of ranks under a strategy; None: not known."""
+        return self.ranks.get(strategy.name, self.num_processes)
 
     @property
     def data_parallel_size(self) -> int | None:
@@ -233,7 +240,7 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
             own,
             values[strategy.name],
             folder=model.path,
-            num_processes=launch.num_processes,
+            num_processes=launch.ranks_under(strategy),
         ),
     )
     precision = asked_precision(common)
@@ -250,7 +257,8 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
         check_vocabulary(model, validation)
     notes += method.notes()
     for strategy in launch.strategies:
-        note = bubble_note(strategy, own, values[strategy.name], launch.num_processes)
+        ranks = launch.ranks_under(strategy)
+        note = bubble_note(strategy, own, values[strategy.name], ranks)
         notes += [] if note is None else [note]
     return Request(
         own=own,

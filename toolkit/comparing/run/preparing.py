@@ -32,12 +32,18 @@ def prepare(plan: ComparisonPlan, console: Console) -> dict[str, Any]:
         PrepareError: the preparation failed for another reason.
     """
     first = plan.runs[0]
-    strategies = dict.fromkeys(run.strategy.name for run in plan.runs if run.skipped is None)
+    planned = [run for run in plan.runs if run.skipped is None]
+    strategies = dict.fromkeys(run.strategy.name for run in planned)
+    ranks = {
+        name: max(run.num_processes for run in planned if run.strategy.name == name)
+        for name in strategies
+    }
     command = [
         *PREPARE,
         # With the flags, this determines the number of rows that a run reads.
         f"--num_processes={first.num_processes}",
         f"--strategies={','.join(strategies)}",
+        f"--ranks={','.join(f'{name}:{count}' for name, count in ranks.items())}",
     ]
     if plan.rehearsal:
         command.append("--rehearsal")

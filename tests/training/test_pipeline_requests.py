@@ -1,0 +1,50 @@
+"""What a pipeline cannot do is one sentence before a rank starts."""
+
+import pytest
+from test_prepare import ROWS
+
+from toolkit.errors import UsageError
+from toolkit.strategies import STRATEGIES
+from toolkit.training.arguments import own_arguments
+from toolkit.training.pipelines import bubble_note, with_schedule
+from toolkit.training.prepare import prepare
+
+STEP = ("--gradient_accumulation_steps", "5")
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "reason"),
+    [
+        ([], 6, "has 4 layers, too few for 6 stages.*Start fewer ranks"),
+        (["--pipeline_schedule", "interleaved"], 3, "has 4 layers, too few for 6 stages"),
+        (["--pipeline_schedule", "interleaved"], 2, "cannot divide 5 micro-batches.*4 or 6"),
+        (["--method", "lora"], 2, "pipeline does not work with --method lora"),
+        (["--method", "qlora"], 2, "pipeline does not work with --method qlora"),
+        (["--fp16", "true"], 2, "pipeline does not work with --fp16"),
+        (["--compile_blocks", "true"], 2, "pipeline does not work with --compile_blocks"),
+        (["--evidence", "kept"], 2, "pipeline does not work with --evidence"),
+    ],
+)
+def test_a_request_that_no_pipeline_can_meet_is_refused(flags, ranks, reason, tmp_path):
+    flags = [*ROWS, *STEP, "--engine", "loop", *flags]
+    with pytest.raises(UsageError, match=reason):
+        prepare(flags, num_processes=1, strategies=["pipeline"], ranks={"pipeline": ranks})
+
+
+def test_fewer_micro_batches_than_stages_are_a_warning_with_the_bubble():
+    own = own_arguments(["--pipeline_schedule", "gpipe"])
+    values = {"gradient_accumulation_steps": 3}
+    note = bubble_note(STRATEGIES["pipeline"], own, values, 4)
+    assert "3 micro-batches in a step for 4 stages" in note
+    assert "idle 50% of the time" in note
+    assert bubble_note(STRATEGIES["pipeline"], own, values, 3) is None
+    assert bubble_note(STRATEGIES["layer_split"], own, values, 4) is None
+    assert bubble_note(STRATEGIES["ddp"], own, values, 4) is None
+
+
+def test_the_flag_chooses_the_schedule_of_the_pipeline_alone():
+    run = own_arguments(["--pipeline_schedule", "zero_bubble"]).run
+    schedules = {name: with_schedule(s, run).schedule for name, s in STRATEGIES.items()}
+    assert schedules.pop("pipeline") == "zero_bubble"
+    assert schedules.pop("layer_split") == "one_at_a_time"
+    assert set(schedules.values()) == {None}
