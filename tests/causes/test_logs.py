@@ -125,6 +125,15 @@ def test_an_exception_behind_another_is_one_failure_with_the_cause_in_it():
     assert name_in(text) == "cuda-out-of-memory"
 
 
+def test_an_error_without_words_is_known_by_its_function_alone():
+    engine = 'File "/v/deepspeed/runtime/engine.py", line 9, in _load_zero_checkpoint'
+    silent = traceback("AssertionError")
+    loading = silent.replace('File "train.py", line 3, in <module>', engine)
+    assert name_in(loading) == "zero-checkpoint-does-not-fit"
+    assert name_in(silent) == "unknown"
+    assert name_in(loading.replace("AssertionError", "AssertionError: too few rows")) == "unknown"
+
+
 def test_nccl_errors_are_named_and_those_of_a_lost_rank_are_echoes():
     error = "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:341, "
     assert name_in(traceback(f"{error}unhandled system error")) == "nccl"

@@ -125,7 +125,7 @@ def slow_causes(log: Log) -> list[Diagnosis]:
 
 
 def _matched(failure: Failure) -> _Match:
-    cause, match = find_cause(failure.text) or (None, None)
+    cause, match = find_cause(failure.text, frames="\n".join(failure.frames)) or (None, None)
     return _Match(failure, cause, match)
 
 

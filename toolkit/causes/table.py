@@ -34,6 +34,9 @@ class Cause:
     fix: str
     patterns: tuple[re.Pattern[str], ...]
     kind: Kind = "error"
+    frames: re.Pattern[str] | None = None
+    """Function that must be in the traceback, for a message that says too little."""
+
     source: str | None = None
     """Package, file and line of a message that was not reproduced, but read there."""
 
@@ -101,10 +104,12 @@ def cause_named(name: str) -> Cause:
     return next(cause for cause in causes() if cause.name == name)
 
 
-def find_cause(text: str) -> tuple[Cause, re.Match[str]] | None:
-    """Return the first cause that a text names, and its match."""
+def find_cause(text: str, *, frames: str = "") -> tuple[Cause, re.Match[str]] | None:
+    """Return the first cause that an error's text and frames name, and its match."""
     for cause in causes():
-        if cause.kind != "slow" and (match := cause.match(text)):
+        if cause.kind == "slow" or (cause.frames and not cause.frames.search(frames)):
+            continue
+        if match := cause.match(text):
             return cause, match
     return None
 
