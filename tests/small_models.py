@@ -1,5 +1,7 @@
 """Models small enough to be run in a test, with random weights."""
 
+from typing import Any
+
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -24,25 +26,21 @@ def tiny_llama(*, attention="sdpa", vocabulary=64, **changes):
 
 def small_of(kind, attention, **changes):
     """A model of two layers and no dropout, for it would be another in each row."""
-    config = AutoConfig.for_model(
-        kind,
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        use_cache=False,
+    shape: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+        "use_cache": False,
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
-        **(
-            {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-            if "moe" in kind
-            else {}
-        ),
-        **changes,
-    )
+    }
+    if "moe" in kind:
+        shape |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = AutoConfig.for_model(kind, **shape | changes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)

@@ -61,7 +61,7 @@ def usual(toolkit, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def others(toolkit, tmp_path_factory):
-    """The other six. Their control is added by the comparison."""
+    """The others. Their control is added by the comparison."""
     folder = tmp_path_factory.mktemp("others") / "runs"
     done = toolkit(
         *("compare", "--strategies", ",".join(OTHERS), "--output", folder),
@@ -103,7 +103,7 @@ def test_six_strategies_and_both_engines_are_twelve_rows_with_every_gate_held(us
     assert results["control"]["strategy"] == "single"
 
 
-def test_the_other_six_train_too_or_say_truly_why_not(others):
+def test_the_others_train_too_or_say_truly_why_not(others):
     done, _, _ = others
     assert done.returncode == 0, done.stdout
     found = rows(others)

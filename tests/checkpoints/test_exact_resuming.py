@@ -25,6 +25,7 @@ CASES = {
     "fsdp_hybrid": ("fsdp_hybrid", "loop"),
     "fsdp_offload": ("fsdp_offload", "trainer"),
     "zero3_nvme": ("zero3_nvme", "loop"),
+    "tensor": ("tensor", "loop"),
 }
 """With zero2, in test_killed_runs.py, every strategy; and both engines with each kind of state."""
 

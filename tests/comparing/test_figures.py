@@ -89,7 +89,7 @@ def test_traffic_is_bars_by_purpose(drawn):
         calls = row["traffic"]["collectives"]
         sent = [
             sum(call["payload_bytes"] for call in calls if call["purpose"] == purpose)
-            for purpose in ("parameters", "gradients")
+            for purpose in ("parameters", "gradients", "activations")
         ]
         sent.append(sum(call["payload_bytes"] for call in calls) - sum(sent))
         assert [width * GIB for width in bars(axes, number)] == pytest.approx(sent)

@@ -176,7 +176,8 @@ def test_results_in_which_little_was_counted_make_a_page(bare_results, rehearsal
 def test_traffic_names_every_purpose_even_of_one_process(full_results):
     results = full_results()
     results["runs"] = [row for row in results["runs"] if row["num_processes"] == 1]
-    assert keys_of(figure_of(results, "traffic"))[:3] == ["parameters", "gradients", "all other"]
+    purposes = ["parameters", "gradients", "activations", "all other"]
+    assert keys_of(figure_of(results, "traffic"))[:4] == purposes
 
 
 def test_scaled_runs_without_a_speed_are_all_that_the_figure_of_scaling_is_about(full_results):

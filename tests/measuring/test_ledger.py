@@ -340,6 +340,7 @@ def test_the_step_after_the_first_is_counted_and_no_other():
     assert run.traffic == {
         "step": 2,
         "micro_batches": 1,
+        "tokens": 1,
         "transport": None,
         "collectives": [],
         "sent_elements": 0,

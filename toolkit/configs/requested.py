@@ -337,10 +337,7 @@ def _check_supported(environ: Mapping[str, str]) -> None:
         unsupported.append("Megatron-LM (ACCELERATE_USE_MEGATRON_LM)")
     sharded = asks_for_deepspeed(environ) or _is_true(environ, "ACCELERATE_USE_FSDP")
     if sharded and requested_tensor_size(environ) > 1:
-        unsupported.append(
-            "tensor parallel (parallelism_config_tp_size) beside FSDP or DeepSpeed: the file of "
-            "`tensor` alone shards what several groups have in common"
-        )
+        unsupported.append("tensor parallel (parallelism_config_tp_size) beside FSDP or DeepSpeed")
     _refuse(unsupported, "Accelerate")
     if _is_true(environ, "ACCELERATE_USE_FSDP") and environ.get("FSDP_IGNORED_MODULES"):
         raise UsageError(

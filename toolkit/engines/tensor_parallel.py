@@ -55,7 +55,9 @@ def traits_of(strategy: Strategy, num_processes: int) -> Traits:
     )
 
 
-def claim_mesh(strategy: Strategy, num_processes: int) -> DistributedConfig | None:
+def claim_mesh(
+    strategy: Strategy, num_processes: int, *, precision: str
+) -> DistributedConfig | None:
     """Return how `from_pretrained` is to split a model; None where it loads it whole.
 
     From then on the config file's mesh is transformers' alone: Accelerate would make its own.
@@ -65,7 +67,12 @@ def claim_mesh(strategy: Strategy, num_processes: int) -> DistributedConfig | No
     from transformers.distributed.configuration_utils import DistributedConfig
 
     os.environ.pop(SWITCH, None)
-    return DistributedConfig(tp_size=strategy.tensor, fsdp_size=num_processes // strategy.tensor)
+    return DistributedConfig(
+        tp_size=strategy.tensor,
+        fsdp_size=num_processes // strategy.tensor,
+        # Gathered in bf16, reduced in fp32; transformers has no such policy for fp16.
+        fsdp_mixed_precision=precision == "bf16",
+    )
 
 
 def group_size(model: Any) -> int:
@@ -105,6 +112,14 @@ class TensorParallel(FSDP2):
 
     def sharing_group(self) -> str | None:
         return str(self._model._device_mesh["tp"].get_group().group_name)
+
+    def waiting_norms(self) -> Iterator[Any]:
+        """Yield the unsharded norms of single heads whose gradients wait to be reduced."""
+        named = self._model.named_parameters()
+        of_heads = {id(parameter) for name, parameter in named if name.endswith(PER_HEAD)}
+        for parameter in self._fsdp_parameters():
+            if id(parameter.sharded_param) in of_heads:
+                yield parameter._unsharded_param
 
     def data_parallel_size(self) -> int:
         return world_size() // group_size(self._model)
@@ -196,6 +211,8 @@ def _unreduced(model: Any) -> Iterator[None]:
         yield
     finally:
         model.set_requires_gradient_sync(True)
+    for parameter in TensorParallel(model).waiting_norms():
+        parameter.grad.div_(group_size(model))  # as in `_add_up_once`
 
 
 class _Clipping:
@@ -226,8 +243,8 @@ class _Clipping:
         return norm
 
 
-def plan_problem(config: Any, size: int) -> str | None:
-    """Say why a model cannot be split over `size` ranks; None where it can.
+def plan_problem(config: Any, size: int, groups: int) -> str | None:
+    """Say why a model cannot be split over `groups` of `size` ranks; None where it can.
 
     `config` is the `PreTrainedConfig` of a causal LM.
     """
@@ -243,4 +260,11 @@ def plan_problem(config: Any, size: int) -> str | None:
     for noun, count in counts.items():
         if isinstance(count, int) and count % size:
             return f"its {count} {noun} don't divide by the {size} ranks of a tensor group"
+    words = int(getattr(text, "vocab_size", None) or 0)
+    if text.tie_word_embeddings and -(-words // size) % groups:
+        # With a padded part, `fully_shard` would give the head stale words (pytorch#176076).
+        return (
+            f"its {words} tied embeddings don't divide by the {size} ranks of each of the {groups} "
+            "groups"
+        )
     return None

@@ -119,10 +119,11 @@ class PlannedJob(JobOptions):
                 f"{self.strategy.name} splits every matrix over {self.strategy.tensor} GPUs, which "
                 f"don't divide {self.gpus}."
             )
-        if self.strategy.tensor > 1 and self.method != "full":
+        if self.strategy.tensor > 1 and (self.method != "full" or self.chunked_loss):
+            part = "The chunked loss computes" if self.chunked_loss else "Adapters compute"
             raise UsageError(
-                f"{self.strategy.name} trains all weights: adapters need whole matrices. Choose "
-                "another strategy for them."
+                f"{part} with whole matrices, and {self.strategy.name} splits them. Choose another "
+                "strategy, or leave that out."
             )
         if self.gpus % self.strategy.replicas:
             raise UsageError(
@@ -175,7 +176,7 @@ class PlannedJob(JobOptions):
     @property
     def sync_saves_memory(self) -> bool:
         """Whether `sync_each_batch` would hold fewer gradients than the job does."""
-        fewer = self.shards > 1 or self.strategy.offloads
+        fewer = self.shards > self.strategy.tensor or self.strategy.offloads
         held = self.gradients_in_buckets or (self.strategy.sharding == "rows" and fewer)
         return held and self.accumulation > 1 and not self.sync_each_batch
 

@@ -77,7 +77,8 @@ def _flash(job: PlannedJob) -> dict[str, Any]:
 
 
 def _chunked_loss(job: PlannedJob) -> dict[str, Any]:
-    if job.chunked_loss or job.model.architecture not in PROVEN_MODELS:
+    whole = job.strategy.tensor == 1  # it multiplies with the head's matrix itself
+    if job.chunked_loss or not whole or job.model.architecture not in PROVEN_MODELS:
         return {}
     return {"chunked_loss": True, "loss_chunk_tokens": CHUNK_TOKENS}
 
@@ -139,11 +140,13 @@ def _bf16_weights(job: PlannedJob) -> dict[str, Any]:
 
 
 def _lora(job: PlannedJob) -> dict[str, Any]:
-    return {"method": "lora"} if job.method == "full" else {}
+    whole = job.strategy.tensor == 1  # adapters stand beside whole matrices
+    return {"method": "lora"} if job.method == "full" and whole else {}
 
 
 def _qlora(job: PlannedJob) -> dict[str, Any]:
-    return {} if job.method == "qlora" or qlora_problem(job.model) else {"method": "qlora"}
+    has_place = job.method != "qlora" and job.strategy.tensor == 1
+    return {"method": "qlora"} if has_place and not qlora_problem(job.model) else {}
 
 
 FLASH: Final = Lever("flash attention", "nothing: it is faster too", _flash)

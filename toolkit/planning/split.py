@@ -60,6 +60,7 @@ def part_of_rank(job: PlannedJob) -> PlannedJob:
         job,
         model=part_of_model(job.model, size),
         strategy=sharded if readers > 1 else STRATEGIES["single"],
+        reduce_in_fp32=job.precision == "bf16",
         gpus=readers,
         nodes=job.nodes if readers % job.nodes == 0 else 1,
     )

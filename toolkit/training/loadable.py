@@ -80,7 +80,9 @@ def count_parameters(folder: Path) -> int | None:
     return total if files else None
 
 
-def check_split(folder: str, strategy: Strategy, *, trust_remote_code: bool = False) -> None:
+def check_split(
+    folder: str, strategy: Strategy, num_processes: int, *, trust_remote_code: bool = False
+) -> None:
     """Check that the model in a folder can be split as the strategy asks.
 
     Raises:
@@ -93,7 +95,7 @@ def check_split(folder: str, strategy: Strategy, *, trust_remote_code: bool = Fa
     from toolkit.engines.tensor_parallel import plan_problem
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    if problem := plan_problem(config, strategy.tensor):
+    if problem := plan_problem(config, strategy.tensor, num_processes // strategy.tensor):
         raise UsageError(
             f"{strategy.name} can't split the model in {folder}: {problem}. Use fsdp or zero3."
         )

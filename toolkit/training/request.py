@@ -231,7 +231,13 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
     data = prepare_data(own.data, tokenizer, trust_remote_code=trust, rows_needed=fetched)
     check_vocabulary(model, data)
     _refuse_under(
-        launch, lambda strategy: check_split(model.path, strategy, trust_remote_code=trust)
+        launch,
+        lambda strategy: check_split(
+            model.path,
+            strategy,
+            launch.num_processes or strategy.num_processes,
+            trust_remote_code=trust,
+        ),
     )
     _refuse_under(
         launch,

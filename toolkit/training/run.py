@@ -73,7 +73,11 @@ def train(job: Job, status: StatusFile) -> None:
         job.request.model.path,
         seed=job.args.seed,
         start=output_dir / STARTING_ADAPTER if rank() == 0 else None,
-        split=claim_mesh(job.strategy, job.request.launch.num_processes or 1),
+        split=claim_mesh(
+            job.strategy,
+            job.request.launch.num_processes or 1,
+            precision=job.args.mixed_precision,
+        ),
     )
     if own.run.dropout == "off":
         turn_off(model)

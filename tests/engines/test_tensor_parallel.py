@@ -1,0 +1,117 @@
+"""Tensor groups, alone and several with FSDP2, train a model as one process trains it whole."""
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import split_cases
+import torch
+from places import SCRIPTS
+from transformers import AutoConfig
+
+from toolkit.engines.tensor_parallel import plan_problem
+from toolkit.planning.models.architectures import shape_from_config
+from toolkit.planning.split import part_of_model
+
+GROUPS = {"one group": 2, "two groups": 4}
+
+
+@pytest.fixture(scope="module", params=GROUPS)
+def of_ranks(request, tmp_path_factory):
+    folder, ranks = tmp_path_factory.mktemp("splits"), GROUPS[request.param]
+    for name, case in split_cases.CASES.items():
+        case.model().save_pretrained(folder / name)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, SCRIPTS / "splits.py", *map(str, (rank, ranks, folder / "s", folder))],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ
+            | {"WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(ranks)
+    ]
+    output = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(output)
+    assert "view tensor" not in "".join(output)
+    return [torch.load(folder / f"{ranks}-{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("name", split_cases.CASES)
+def test_losses_gradients_norms_and_weights_equal_those_of_one_process(of_ranks, name):
+    case = split_cases.CASES[name]
+    model = case.model()
+    optimizer = split_cases.optimizer_for(model)
+    ranks = [outcomes[name] for outcomes in of_ranks]
+    readers = {rank["reader"]: rank for rank in ranks}
+    for step, window in enumerate(split_cases.windows(case)):
+        items = split_cases.items_of(window)
+        loss = sum(model(**batch, num_items_in_batch=items).loss for batch in window)
+        loss.backward()
+        shares = torch.stack([rank["losses"][step] for rank in readers.values()])
+        torch.testing.assert_close(shares.sum(), loss.detach(), rtol=0, atol=2e-6)
+        for parameter, weight in model.named_parameters():
+            for rank in ranks:
+                torch.testing.assert_close(
+                    rank["gradients"][step][parameter], weight.grad, rtol=1e-4, atol=1e-6
+                )
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), split_cases.LIMIT)
+        assert norm > split_cases.LIMIT, "clipping is not active"
+        for rank in ranks:
+            torch.testing.assert_close(rank["norms"][step], norm, rtol=1e-5, atol=0)
+        optimizer.step()
+        optimizer.zero_grad()
+    for parameter, weight in model.named_parameters():
+        for rank in ranks:
+            torch.testing.assert_close(
+                rank["weights"][parameter], weight.detach(), rtol=0, atol=2e-5
+            )
+            torch.testing.assert_close(rank["put"][parameter], rank["weights"][parameter] + 1)
+
+
+@pytest.mark.parametrize("name", split_cases.CASES)
+def test_squares_of_all_ranks_count_each_part_of_a_gradient_once(of_ranks, name):
+    ranks = [outcomes[name] for outcomes in of_ranks]
+    total = sum(squares / copies for rank in ranks for _, squares, copies in rank["squares"])
+    assert math.sqrt(total) == pytest.approx(float(ranks[0]["norms"][-1]), rel=1e-5)
+
+
+def test_ranks_of_a_group_read_the_same_rows_and_no_two_groups_do(of_ranks):
+    rows = {}
+    for outcomes in of_ranks:
+        rows.setdefault(outcomes["llama"]["reader"], []).append(outcomes["llama"]["rows"])
+    assert [len(of_group) for of_group in rows.values()] == [2] * (len(of_ranks) // 2)
+    assert all(of_group[0] == of_group[1] for of_group in rows.values())
+    assert sorted(row for of_group in rows.values() for row in of_group[0]) == [*range(8)]
+
+
+@pytest.mark.parametrize("name", split_cases.CASES)
+def test_the_planner_knows_the_shape_of_each_part(of_ranks, name):
+    if len(of_ranks) > 2:
+        return  # fully_shard cuts the rows of these parts
+    case = split_cases.CASES[name]
+    whole = shape_from_config(case.model().config.to_dict(), name=name)
+    planned = {tensor.name: tensor.shape for tensor in part_of_model(whole, 2).tensors}
+    first = of_ranks[0][name]["shapes"]
+    assert {name: shape for name, shape in first.items() if name in planned} == planned
+    assert first.keys() == planned.keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "words"),
+    [
+        ("gpt2", {}, "gpt2 has no tensor-parallel plan"),
+        ("llama", {"num_attention_heads": 8, "num_key_value_heads": 1}, "1 key-value heads"),
+        ("llama", {"num_attention_heads": 5, "hidden_size": 40}, "5 attention heads"),
+        ("qwen2", {"vocab_size": 61, "tie_word_embeddings": True}, "61 tied embeddings"),
+        ("qwen2", {"vocab_size": 64, "tie_word_embeddings": True}, None),
+        ("llama", {"vocab_size": 61}, None),
+    ],
+)
+def test_a_model_that_cannot_be_split_is_refused_by_name(kind, sizes, words):
+    problem = plan_problem(AutoConfig.for_model(kind, **sizes), 2, 2)
+    assert problem is None if words is None else words in problem

@@ -1,0 +1,96 @@
+"""One rank of tensor groups: trains every case, and keeps what it saw.
+
+python splits.py RANK RANKS STORE FOLDER
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import split_cases
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+from toolkit.engines.backend import backend_of, prepare
+from toolkit.engines.tensor_parallel import claim_mesh
+from toolkit.strategies import STRATEGIES
+
+
+def train(case, folder, ranks):
+    split = claim_mesh(STRATEGIES["tensor"], ranks, precision="no")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, distributed_config=split
+    ).train()
+    model.config.use_cache = False
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=case.micro_batches, sync_with_dataloader=False
+        ),
+    )
+    loader = DataLoader(list(range(8)), batch_size=2)
+    optimizer = split_cases.optimizer_for(model)
+    model, optimizer, loader = prepare(accelerator, model, optimizer, loader)
+    backend = backend_of(model)
+    readers, reader = backend.data_parallel_size(), backend.data_parallel_rank()
+    kept = {"losses": [], "norms": [], "gradients": [], "rows": torch.cat(list(loader)).tolist()}
+    for window in split_cases.windows(case):
+        items = split_cases.items_of(window)
+        share = torch.zeros(())
+        for batch in window:
+            with accelerator.accumulate(model):
+                rows = slice(reader * 4 // readers, (reader + 1) * 4 // readers)
+                own = {name: values[rows] for name, values in batch.items()}
+                loss = model(**own, num_items_in_batch=items).loss * readers
+                backend.backward(accelerator, loss, micro_batches=len(window))
+                share += loss.detach() / readers
+                if accelerator.sync_gradients:
+                    kept["gradients"].append(
+                        {
+                            name: backend.whole_gradient(parameter).clone()
+                            for name, parameter in model.named_parameters()
+                        }
+                    )
+                    kept["squares"] = [
+                        (name, float(squares), copies)
+                        for name, squares, copies in backend.gradient_squares()
+                    ]
+                    norm = accelerator.clip_grad_norm_(model.parameters(), split_cases.LIMIT)
+                    kept["norms"].append(norm)
+                optimizer.step()
+                optimizer.zero_grad()
+        kept["losses"].append(share)
+    kept["weights"] = {
+        name: backend.whole_weight(parameter).detach().clone()
+        for name, parameter in model.named_parameters()
+    }
+    kept["held"] = sum(tensor.numel() for tensor in backend.parameters_held())
+    kept["reader"] = reader
+    kept["shapes"] = {
+        name: tuple(getattr(p, "_local_tensor", p).shape) for name, p in model.named_parameters()
+    }
+    for name, parameter in model.named_parameters():
+        backend.put_weight(parameter, kept["weights"][name] + 1)
+    kept["put"] = {
+        name: backend.whole_weight(parameter).detach().clone()
+        for name, parameter in model.named_parameters()
+    }
+    return kept
+
+
+def main():
+    rank, ranks, store, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks
+    )
+    outcomes = {name: train(case, folder / name, ranks) for name, case in split_cases.CASES.items()}
+    torch.save(outcomes, folder / f"{ranks}-{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+main()
