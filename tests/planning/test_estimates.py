@@ -27,7 +27,7 @@ def term(estimate, name):
     return next(t for t in estimate.terms if name in t.name)
 
 
-SPLIT = [name for name, strategy in STRATEGIES.items() if strategy.tensor > 1]
+SPLIT = [name for name, one in STRATEGIES.items() if one.tensor > 1 or one.schedule is not None]
 METHODS = [
     (strategy, method)
     for strategy in STRATEGIES
