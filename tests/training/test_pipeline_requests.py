@@ -22,7 +22,6 @@ STEP = ("--gradient_accumulation_steps", "5")
         (["--method", "qlora"], 2, "pipeline does not work with --method qlora"),
         (["--fp16", "true"], 2, "pipeline does not work with --fp16"),
         (["--compile_blocks", "true"], 2, "pipeline does not work with --compile_blocks"),
-        (["--evidence", "kept"], 2, "pipeline does not work with --evidence"),
     ],
 )
 def test_a_request_that_no_pipeline_can_meet_is_refused(flags, ranks, reason, tmp_path):

@@ -243,6 +243,13 @@ class Backend(ABC):
         """
         yield from named_parameters(self._model)
 
+    def counts_here(self, parameter: Parameter) -> bool:
+        """Whether this rank speaks for what it holds of a parameter, of the ranks with a copy.
+
+        Only asked where ranks hold different parameters.
+        """
+        return True
+
     # Steps
 
     def watch_step(

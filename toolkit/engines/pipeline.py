@@ -36,6 +36,7 @@ SWITCH = "ACCELERATE_USE_PARALLELISM_CONFIG"
 
 _ASKED = "_toolkit_pipeline_asked"
 _RUNNING = "_toolkit_pipeline"
+_GROUPS = "_toolkit_pipeline_groups"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +87,8 @@ def prepare(
     request: PipelineRequest = getattr(model, _ASKED)
     schedule = request.strategy.schedule
     assert schedule is not None
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     pipeline = Pipeline(
         model,
         SCHEDULES[schedule],
@@ -95,6 +98,7 @@ def prepare(
         autocast=lambda: accelerator.autocast(),
     )
     setattr(model, _RUNNING, pipeline)
+    setattr(model, _GROUPS, groups)
     held = {id(parameter) for parameter in model.parameters()}
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if id(p) in held]
@@ -156,6 +160,18 @@ class Pipelined(Backend):
         here = dict(self._named())
         for name, described in self._cut.described.items():
             yield name, here.get(name, described)
+
+    def parameter_groups(self, optimizer: Any) -> list[tuple[dict[str, Any], list[Parameter]]]:
+        whole = dict(self.whole_parameters())
+        names: list[list[str]] = getattr(self._model, _GROUPS)
+        groups = optimizer_of(optimizer).param_groups
+        return [
+            (group, [whole[name] for name in of_group])
+            for group, of_group in zip(groups, names, strict=True)
+        ]
+
+    def counts_here(self, parameter: Parameter) -> bool:
+        return self._holder(parameter) == self._pipeline.rank
 
     def whole_weight(self, parameter: Parameter) -> torch.Tensor:
         return self._from_holder(parameter, parameter.detach())

@@ -27,7 +27,6 @@ from toolkit.engines.tensors import (
     elements_of,
     local,
     number,
-    plain_name,
     shape_of,
     sharded_fraction,
 )
@@ -93,8 +92,10 @@ class EvidenceKeeper:
         self._accelerator, self._optimizer = accelerator, optimizer
         self._backend = backend_of(model)
         self._main = accelerator.is_main_process
-        module = self._module = accelerator.unwrap_model(model)
-        self._sharded = sharded_fraction(model) < 1.0
+        module = accelerator.unwrap_model(model)
+        # Of a pipeline, only the ranks of the last stage see a loss.
+        self._in_stages = any(p.is_meta for _, p in self._backend.whole_parameters())
+        self._sharded = sharded_fraction(model) < 1.0 or self._in_stages
         if self._main:
             self.folder.mkdir(parents=True, exist_ok=True)
         # Before all other hooks: FSDP2's own hook rounds the model's outputs to its output dtype.
@@ -151,8 +152,8 @@ class EvidenceKeeper:
     def _find_parameters(self) -> None:
         # Frozen weights have no gradients, and 4-bit packed weights no numbers to compare.
         self._parameters = {
-            plain_name(name): parameter
-            for name, parameter in self._module.named_parameters()
+            name: parameter
+            for name, parameter in self._backend.whole_parameters()
             if parameter.requires_grad
         }
 
@@ -218,7 +219,7 @@ class EvidenceKeeper:
         held_scale = pending_scale(self._optimizer)
         for group in optimizer_of(self._optimizer).param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
+                if parameter.grad is not None and self._backend.counts_here(parameter):
                     held = local(parameter.grad)
                     norm = float(torch.linalg.vector_norm(held, dtype=torch.float64))
                     # Keyed by parameter: a class that calls its parent's step comes here twice.
@@ -256,7 +257,8 @@ class EvidenceKeeper:
         return squares**0.5
 
     def _weights_digest(self) -> str:
-        return _digest(local(parameter.detach()) for parameter in self._parameters.values())
+        held = (p for p in self._parameters.values() if not p.is_meta)
+        return _digest(local(parameter.detach()) for parameter in held)
 
     def _loss_scale(self) -> float:
         scaler = self._accelerator.scaler
@@ -330,7 +332,7 @@ class EvidenceKeeper:
                 "num_processes": len(ranks),
                 "step": self._number,
                 "given": self._weights is not None,
-                "ranks": [rank["read"] for rank in ranks],
+                "ranks": [r["read"] for r in ranks if r["read"] or not self._in_stages],
                 "gradient_norm": step.gradient_norm,
                 "gradients_agree": None if apart else _agree(ranks, "gradients_digest"),
                 "weights_agree": None if self._sharded else _agree(ranks, "weights_digest"),

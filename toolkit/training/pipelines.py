@@ -66,7 +66,6 @@ def check_pipeline(
         "--fp16": bool(values.get("fp16")),
         "--torch_compile": bool(values.get("torch_compile")),
         "--compile_blocks": own.speed.compile_blocks,
-        "--evidence": own.run.evidence is not None,
     }
     if flags := [flag for flag, passed in refused.items() if passed]:
         raise UsageError(

@@ -156,7 +156,7 @@ def _rows_of(evidence: Evidence, *, by_id: bool) -> Rows:
     rows: Rows = defaultdict(list)
     for rank, batches in enumerate(evidence["ranks"]):
         for number, micro_batch in enumerate(batches, 1):
-            weight = _token_weight(micro_batch, num_processes=evidence["num_processes"])
+            weight = _token_weight(micro_batch, readers=len(evidence["ranks"]))
             for row in micro_batch["rows"]:
                 sample_id = row["sample_id"]
                 # Twelve hex digits of the hash suffice to distinguish the rows of a step.
@@ -165,8 +165,8 @@ def _rows_of(evidence: Evidence, *, by_id: bool) -> Rows:
     return dict(rows)
 
 
-def _token_weight(micro_batch: MicroBatch, *, num_processes: int) -> float | None:
-    """Return the weight of one token of a micro-batch in the gradient averaged over the ranks.
+def _token_weight(micro_batch: MicroBatch, *, readers: int) -> float | None:
+    """Return the weight of one token of a micro-batch in the gradient averaged over the readers.
 
     This is the loss passed to backward, divided by the summed loss of the tokens. It includes each
     division by tokens, micro-batches or processes, at any place in the code.
@@ -176,7 +176,7 @@ def _token_weight(micro_batch: MicroBatch, *, num_processes: int) -> float | Non
     summed = sum(losses)
     if micro_batch["applied"] is None or len(losses) < len(rows) or not summed:
         return None
-    return micro_batch["applied"] * micro_batch["loss"] / summed / num_processes
+    return micro_batch["applied"] * micro_batch["loss"] / summed / readers
 
 
 def _common_rows(pair: RunPair) -> Iterator[tuple[Key, PlacedRow, PlacedRow]]:
@@ -221,7 +221,7 @@ def _read_repeatedly(keys: Sequence[Key], rows: Rows, *, name: str) -> str:
 def _averages_batches(evidence: Evidence) -> bool:
     """Whether a run gives each micro-batch the same weight, for any number of tokens."""
     weights = [
-        (_token_weight(micro_batch, num_processes=evidence["num_processes"]) or 0.0) * tokens
+        (_token_weight(micro_batch, readers=len(evidence["ranks"])) or 0.0) * tokens
         for batches in evidence["ranks"]
         for micro_batch in batches
         if (tokens := sum(row["supervised"] for row in micro_batch["rows"]))
