@@ -3,7 +3,7 @@
 import pytest
 import torch
 from killing import Run
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from toolkit.data.tokenizer import load_tokenizer
 from toolkit.training.model import build_model
@@ -27,6 +27,30 @@ def dropout_model(tmp_path_factory, launch_environment):
         n_head=2,
         n_positions=64,
         resid_pdrop=0.2,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def dropout_llama(dropout_model, tmp_path_factory):
+    """A folder with a Llama that does so, which can be split by matrices and by layers."""
+    folder = tmp_path_factory.mktemp("llama")
+    tokenizer = load_tokenizer(dropout_model)
+    tokenizer.save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=100,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        attention_dropout=0.2,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )

@@ -26,6 +26,8 @@ CASES = {
     "fsdp_offload": ("fsdp_offload", "trainer"),
     "zero3_nvme": ("zero3_nvme", "loop"),
     "tensor": ("tensor", "loop"),
+    "pipeline": ("pipeline", "loop", "--strategy", "pipeline"),
+    "layer_split": ("layer_split", "loop", "--strategy", "layer_split"),
 }
 """With zero2, in test_killed_runs.py, every strategy; and both engines with each kind of state."""
 
@@ -42,7 +44,9 @@ def test_no_strategy_is_left_out():
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_resumed_from_within_an_epoch_it_goes_on_bit_for_bit(run_of, dropout_model, tmp_path, case):
+def test_resumed_from_within_an_epoch_it_goes_on_bit_for_bit(
+    run_of, dropout_model, dropout_llama, tmp_path, case
+):
     strategy, engine, *flags = CASES[case]
     if (missing := environment.missing_for(STRATEGIES[strategy])) is not None:
         pytest.skip(missing)
@@ -50,7 +54,8 @@ def test_resumed_from_within_an_epoch_it_goes_on_bit_for_bit(run_of, dropout_mod
         held_out = tmp_path / "held_out.jsonl"
         held_out.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
         flags += ["--validation_file", held_out, "--eval_steps", SAVED, "--sample_prompts", 2]
-    model = ("--model_name_or_path", dropout_model)
+    splits = strategy in ("tensor", "pipeline", "layer_split")
+    model = ("--model_name_or_path", dropout_llama if splits else dropout_model)
     # 40 rows: of two ranks the first epoch ends with the third step, half filled.
     run = run_of(
         *(strategy, engine, "--max_steps", STEPS, "--max_length", 64, "--max_train_samples", 40),
