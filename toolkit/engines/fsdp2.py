@@ -102,7 +102,7 @@ class FSDP2(Backend):
         for parameter in self._fsdp_parameters():
             unsharded = getattr(parameter, "_unsharded_param", None)  # from its first use on
             gradients = [parameter.unsharded_accumulated_grad, getattr(unsharded, "grad", None)]
-            yield from tensors_in(gradients)
+            yield from map(local, tensors_in(gradients))
 
     def leaves(self) -> Iterator[torch.Tensor]:
         yield from super().leaves()

@@ -264,7 +264,9 @@ def merged(ranks: list[dict[str, Any] | None]) -> dict[str, Any] | None:
     for row in dict.fromkeys(row for rows in by_row for row in rows):
         counts = [rows.get(row) for rows in by_row]
         most[row] = max(filter(None, counts), key=lambda count: count["elements"])
-        if any(count != counts[0] for count in counts):
+        # Activations are as many as the tokens of the rank's rows.
+        by_tokens = row.purpose == "activations" and len({rank.get("tokens") for rank in known}) > 1
+        if not by_tokens and any(count != counts[0] for count in counts):
             numbers = ", ".join(
                 f"rank {rank} {'none' if count is None else count['elements']}"
                 for rank, count in enumerate(counts)
@@ -274,6 +276,7 @@ def merged(ranks: list[dict[str, Any] | None]) -> dict[str, Any] | None:
                 f"elements: {numbers}"
             )
     return known[0] | {
+        "tokens": max(rank.get("tokens", 0) for rank in known),
         "collectives": list(most.values()),
         "sent_elements": sent_elements(most.values()),
         "disagreements": disagreements,

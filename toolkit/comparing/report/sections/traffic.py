@@ -132,8 +132,11 @@ def difference_in_words(row: Row) -> str:
 
 
 def _reasons(traffic: Traffic, strategy: Strategy | None) -> list[str]:
-    trained, everything = traffic["trained_elements"], traffic["all_elements"]
-    if strategy is None or not trained or not everything:
+    if strategy is None:
+        return []
+    trained = traffic["trained_elements"] // strategy.tensor
+    everything = traffic["all_elements"] // strategy.tensor
+    if not trained or not everything:
         return []
     sent = Counter[tuple[str, str]]()
     for calls in traffic["collectives"]:
