@@ -27,7 +27,8 @@ def check_idle_loss(job: Job, model: torch.nn.Module) -> None:
     """
     if not has_fillers(job.rows):
         return
-    if job.request.method.storage is not None:  # zeros can't stand in for packed weights
+    # Zeros can't stand in for packed weights, nor for those of a forward that exchanges parts.
+    if job.request.method.storage is not None or job.strategy.tensor > 1:
         model = skeleton(job.request.model.path, trust_remote_code=job.own.model.trust_remote_code)
     loss = idle_loss(model, job.args.device)
     if job.args.device.type == "cuda":
