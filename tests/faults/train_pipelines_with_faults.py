@@ -7,15 +7,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 sys.path.append(str(Path(__file__).parent))  # a rank's path is a safe one
 import torch
-import train_with_faults as script
+from splitting import fault, main
 from transformers import AutoModelForCausalLM
 
 from toolkit.engines.pipeline import PipelineRequest, ask_for
@@ -24,43 +23,12 @@ from toolkit.engines.pipelining.running import Pipeline
 from toolkit.strategies import STRATEGIES
 
 STRATEGY = STRATEGIES["pipeline"]
-FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {"clean": nullcontext}
 
 
-def main() -> None:
-    """Train once for each name on the command line."""
-    with (
-        patch.object(script, "get_strategy", lambda _: STRATEGY),
-        patch.object(script, "arguments", of_one_reader(script.arguments)),
-        patch.object(script.Run, "go", cut_into_stages(script.Run.go)),
-    ):
-        script.FAULTS |= {name: lambda _, fault=fault: fault() for name, fault in FAULTS.items()}
-        script.main()
-
-
-def of_one_reader(original: Callable[..., Any]) -> Callable[..., Any]:
-    def arguments(*args: Any) -> Any:
-        with patch.object(script, "RANKS", 1):
-            return original(*args)
-
-    return arguments
-
-
-def cut_into_stages(original: Callable[..., Any]) -> Callable[..., Any]:
-    def load(folder: str, **options: Any) -> Any:
-        model = AutoModelForCausalLM.from_pretrained(folder, **options)
-        ask_for(model, PipelineRequest(strategy=STRATEGY, balance="flops", sequence=64))
-        return model
-
-    def go(run: Any, folder: Path) -> None:
-        run.load = load
-        original(run, folder)
-
-    return go
-
-
-def fault(contents: Callable[[], Iterator[None]]) -> None:
-    FAULTS[contents.__name__] = contextmanager(contents)
+def load(folder: str, **options: Any) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    ask_for(model, PipelineRequest(strategy=STRATEGY, balance="flops", sequence=64))
+    return model
 
 
 @fault
@@ -128,4 +96,4 @@ def clipped_by_the_norm_of_a_stage() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    main()
+    main(STRATEGY, load)

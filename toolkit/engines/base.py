@@ -243,12 +243,12 @@ class Backend(ABC):
         """
         yield from named_parameters(self._model)
 
-    def counts_here(self, parameter: Parameter) -> bool:
-        """Whether this rank speaks for what it holds of a parameter, of the ranks with a copy.
+    def share_of(self, parameter: Parameter) -> float:
+        """Return this rank's share in a part of a gradient that the optimizer steps with.
 
-        Only asked where ranks hold different parameters.
+        The shares of all ranks that step with the same part add up to 1.
         """
-        return True
+        return 1 / copies_of(parameter.grad)
 
     # Steps
 

@@ -158,6 +158,9 @@ class DeepSpeed(Backend):
             for group in swapper.swap_params_info.values():
                 yield from map(Path, [*group.get_swap_paths(), *group.get_swap_gradient_paths()])
 
+    def share_of(self, parameter: Any) -> float:
+        return 1.0  # each rank steps with its own partition
+
     def gradient_squares(self) -> Iterator[tuple[str, torch.Tensor | float, int]]:
         for name, parameter in named_parameters(self._model):
             if not parameter.requires_grad:

@@ -170,8 +170,8 @@ class Pipelined(Backend):
             for group, of_group in zip(groups, names, strict=True)
         ]
 
-    def counts_here(self, parameter: Parameter) -> bool:
-        return self._holder(parameter) == self._pipeline.rank
+    def share_of(self, parameter: Parameter) -> float:
+        return float(self._holder(parameter) == self._pipeline.rank)
 
     def whole_weight(self, parameter: Parameter) -> torch.Tensor:
         return self._from_holder(parameter, parameter.detach())

@@ -235,12 +235,16 @@ class _Clipping:
             for gradient in gradients
         ]
         total = torch.stack(squares).sum()
-        torch.distributed.all_reduce(total)
+        self.add_up(total)
         norm = total.sqrt()
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
             local(gradient).mul_(factor.to(gradient.dtype))
         return norm
+
+    def add_up(self, squares: torch.Tensor) -> None:
+        """Replace a rank's share of the squared norm by the sum over all ranks."""
+        torch.distributed.all_reduce(squares)
 
 
 def plan_problem(config: Any, size: int, groups: int) -> str | None:

@@ -219,11 +219,12 @@ class EvidenceKeeper:
         held_scale = pending_scale(self._optimizer)
         for group in optimizer_of(self._optimizer).param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None and self._backend.counts_here(parameter):
+                if parameter.grad is not None:
                     held = local(parameter.grad)
                     norm = float(torch.linalg.vector_norm(held, dtype=torch.float64))
                     # Keyed by parameter: a class that calls its parent's step comes here twice.
-                    self._step.squares[id(parameter)] = (norm / held_scale) ** 2
+                    share = self._backend.share_of(parameter)
+                    self._step.squares[id(parameter)] = share * (norm / held_scale) ** 2
 
     def _step_ended(self) -> None:
         if not self.is_open or self._backend.skipped(self._optimizer):
@@ -299,6 +300,7 @@ class EvidenceKeeper:
         unknown = [None] * len(step.read)
         ids = step.sample_ids if len(step.sample_ids) == len(unknown) else unknown
         return {
+            "reader": self._backend.data_parallel_rank(),
             "read": [
                 read.described(row_ids, scale=step.scale)
                 for read, row_ids in zip(step.read, ids, strict=True)
@@ -317,8 +319,7 @@ class EvidenceKeeper:
         apart = self._sharded or self._backend.steps_in_backward
         stepped = None
         if None not in squares:
-            replicas = self._backend.replicas()
-            stepped = math.sqrt(sum(squares) / replicas if apart else squares[0])
+            stepped = math.sqrt(sum(squares))
         clipping = Clipping(
             norm=None if step.clip_norm is None else number(step.clip_norm),
             limit=step.limit,
@@ -332,7 +333,7 @@ class EvidenceKeeper:
                 "num_processes": len(ranks),
                 "step": self._number,
                 "given": self._weights is not None,
-                "ranks": [r["read"] for r in ranks if r["read"] or not self._in_stages],
+                "ranks": _of_readers(ranks),
                 "gradient_norm": step.gradient_norm,
                 "gradients_agree": None if apart else _agree(ranks, "gradients_digest"),
                 "weights_agree": None if self._sharded else _agree(ranks, "weights_digest"),
@@ -344,6 +345,22 @@ class EvidenceKeeper:
                 ),
             },
         )
+
+
+def _of_readers(ranks: list[dict[str, Any]]) -> list[list[MicroBatch]]:
+    """Return the micro-batches of each rank that reads rows of its own.
+
+    Of ranks that share layers, the first that saw a loss; all of them if they read other rows.
+    """
+    groups: dict[int, list[list[MicroBatch]]] = {}
+    for rank in ranks:
+        groups.setdefault(rank["reader"], []).append(rank["read"])
+    readers: list[list[MicroBatch]] = []
+    for group in groups.values():
+        saw = [read for read in group if read] or group[:1]
+        tokens = [[row["tokens"] for batch in read for row in batch["rows"]] for read in saw]
+        readers += saw[:1] if tokens.count(tokens[0]) == len(tokens) else saw
+    return readers
 
 
 class _Read:
