@@ -5,6 +5,7 @@ import json
 
 import pytest
 import yaml
+from accelerate import ParallelismConfig
 
 from toolkit.configs import ConfigOptions
 from toolkit.configs.files import write_configs
@@ -182,6 +183,30 @@ def test_a_config_that_splits_the_model_otherwise_is_refused_by_name(
     environment = launched(*yaml_file(tmp_path, kind, **sections, **split))
     with pytest.raises(UsageError, match=words):
         requested_strategy(environment)
+
+
+def test_the_size_of_a_tensor_group_is_that_of_the_file(tmp_path, launched):
+    sizes = {"parallelism_config_tp_size": 4, "parallelism_config_dp_shard_size": 2}
+    words = yaml_file(tmp_path, "MULTI_GPU", parallelism_config=sizes)
+    wanted = requested_strategy(launched(*words) | {"WORLD_SIZE": "8"})
+    assert (wanted.name, wanted.tensor, wanted.data_parallel_size(8)) == ("tensor", 4, 2)
+
+
+@pytest.mark.parametrize("name", [n for n, strategy in STRATEGIES.items() if not strategy.has_key])
+def test_a_file_that_only_starts_ranks_wants_the_strategy_by_name(
+    name, tmp_path, launched, monkeypatch
+):
+    file = write_configs(STRATEGIES[name], tmp_path).accelerate
+    environment = launched("--config_file", str(file)) | {"WORLD_SIZE": "2"}
+    assert requested_strategy(environment, STRATEGIES[name]) == STRATEGIES[name]
+    for other in (None, STRATEGIES["ddp"]):
+        with pytest.raises(UsageError, match="Pass --strategy with one of pipeline, layer_split"):
+            requested_strategy(environment, other)
+    # No script that Accelerate lays out trains as under ddp by mistake.
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match="dp_shard_size must be at least 1"):
+        ParallelismConfig()
 
 
 @pytest.mark.parametrize(

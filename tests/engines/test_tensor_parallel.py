@@ -89,6 +89,15 @@ def test_ranks_of_a_group_read_the_same_rows_and_no_two_groups_do(of_ranks):
     assert sorted(row for of_group in rows.values() for row in of_group[0]) == [*range(8)]
 
 
+def test_the_guard_of_the_datas_order_knows_who_shares_layers(of_ranks):
+    for rank in of_ranks:
+        parts = rank["llama"]["parts"]
+        assert parts["as they should"] is None
+        assert parts["one each"] == "Rank 1 shares its layers with rank 0 and trains other rows."
+        repeated = "Rank 2 trains the rows of rank 0." if len(of_ranks) > 2 else None
+        assert parts["all the first"] == repeated
+
+
 @pytest.mark.parametrize("name", split_cases.CASES)
 def test_the_planner_knows_the_shape_of_each_part(of_ranks, name):
     if len(of_ranks) > 2:

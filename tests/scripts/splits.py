@@ -17,7 +17,9 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from toolkit.engines.backend import backend_of, prepare
+from toolkit.engines.prepared import rows_of_rank
 from toolkit.engines.tensor_parallel import claim_mesh
+from toolkit.measuring.order import wrong_parts
 from toolkit.strategies import STRATEGIES
 
 
@@ -68,6 +70,14 @@ def train(case, folder, ranks):
     kept["weights"] = {
         name: backend.whole_weight(parameter).detach().clone()
         for name, parameter in model.named_parameters()
+    }
+    kept["parts"] = {
+        name: wrong_parts(rows_of_rank(accelerator, DataLoader([*range(8)]), **part), reader)
+        for name, part in {
+            "as they should": {"readers": readers, "reader": reader},
+            "one each": {"readers": ranks, "reader": accelerator.process_index},
+            "all the first": {"readers": max(2, readers), "reader": 0},
+        }.items()
     }
     kept["held"] = sum(tensor.numel() for tensor in backend.parameters_held())
     kept["reader"] = reader

@@ -49,9 +49,9 @@ def accelerate_config(
             distributed_type = "MULTI_GPU"
             sections = port | mixed | _mesh(processes, tensor=strategy.tensor)
         case "pipeline":
-            # No key asks for it: the mesh of one rank keeps other scripts from training as ddp.
+            # No key asks for it: a mesh of no rank keeps other scripts from training as ddp.
             distributed_type = "MULTI_GPU"
-            sections = port | mixed | _mesh(1)
+            sections = port | mixed | _mesh(0)
         case _:
             refuse_backend(strategy.backend, strategy, "The generator of config files")
     return {
@@ -67,7 +67,10 @@ def accelerate_config(
 
 
 def _mesh(processes: int, *, replicate: int = 1, tensor: int = 1) -> dict[str, Any]:
-    """Return the section that lays the processes out; the rest of them shard."""
+    """Return the section that lays the processes out; the rest of them shard.
+
+    That of no process has Accelerate refuse every script that does not see to its ranks itself.
+    """
     sizes = {
         "dp_replicate": replicate,
         "dp_shard": processes // replicate // tensor,

@@ -66,15 +66,13 @@ def requested_strategy(environ: Mapping[str, str], named: Strategy | None = None
 
 
 def starts_ranks_alone(environ: Mapping[str, str]) -> bool:
-    """Whether the launcher's config lays no rank out: a mesh of one, and several ranks.
+    """Whether the launcher's config only starts ranks: it has a mesh with a dimension of none.
 
-    Accelerate refuses such a mesh, so a script that knows nothing of it trains as nothing else.
+    Accelerate refuses such a mesh, so no script trains by it as under `ddp`.
     """
     if not _is_true(environ, "ACCELERATE_USE_PARALLELISM_CONFIG"):
         return False
-    axes = ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP")
-    sizes = [int(environ.get(f"PARALLELISM_CONFIG_{axis}_SIZE", "1")) for axis in axes]
-    return max(sizes) == 1 and requested_processes(environ) > 1
+    return environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE") == "0"
 
 
 def agreed_strategy(
