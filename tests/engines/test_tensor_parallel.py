@@ -1,5 +1,6 @@
 """Tensor groups, alone and several with FSDP2, train a model as one process trains it whole."""
 
+import json
 import math
 import os
 import subprocess
@@ -12,8 +13,9 @@ from places import SCRIPTS
 from transformers import AutoConfig
 
 from toolkit.engines.tensor_parallel import plan_problem
+from toolkit.planning.models import families as planned
 from toolkit.planning.models.architectures import shape_from_config
-from toolkit.planning.split import part_of_model
+from toolkit.planning.split import PLANNED, part_of_model
 
 GROUPS = {"one group": 2, "two groups": 4}
 
@@ -98,16 +100,22 @@ def test_the_guard_of_the_datas_order_knows_who_shares_layers(of_ranks):
         assert parts["all the first"] == repeated
 
 
-@pytest.mark.parametrize("name", split_cases.CASES)
-def test_the_planner_knows_the_shape_of_each_part(of_ranks, name):
-    if len(of_ranks) > 2:
-        return  # fully_shard cuts the rows of these parts
-    case = split_cases.CASES[name]
-    whole = shape_from_config(case.model().config.to_dict(), name=name)
-    planned = {tensor.name: tensor.shape for tensor in part_of_model(whole, 2).tensors}
-    first = of_ranks[0][name]["shapes"]
-    assert {name: shape for name, shape in first.items() if name in planned} == planned
-    assert first.keys() == planned.keys()
+FAMILIES = [name for name, family in planned.FAMILIES.items() if family.architecture in PLANNED]
+
+
+@pytest.fixture(scope="module")
+def parts():
+    command = [sys.executable, SCRIPTS / "split_shapes.py", "2", *FAMILIES]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_planner_knows_the_shape_of_each_part(parts, family):
+    whole = shape_from_config(parts[family]["config"], name=family)
+    split = {tensor.name: list(tensor.shape) for tensor in part_of_model(whole, 2).tensors}
+    assert split == parts[family]["shapes"]
 
 
 @pytest.mark.parametrize(

@@ -81,9 +81,6 @@ def train(case, folder, ranks):
     }
     kept["held"] = sum(tensor.numel() for tensor in backend.parameters_held())
     kept["reader"] = reader
-    kept["shapes"] = {
-        name: tuple(getattr(p, "_local_tensor", p).shape) for name, p in model.named_parameters()
-    }
     for name, parameter in model.named_parameters():
         backend.put_weight(parameter, kept["weights"][name] + 1)
     kept["put"] = {
