@@ -121,7 +121,11 @@ def bare_row(
 def _measured_row(planned: Run, starts: Sequence[Finished], options: CompareOptions) -> Row:
     record, folder = starts[0].record, starts[0].folder
     rehearsal = record["rehearsal"]
-    measured: dict[str, Any] = {name: record[name] for name in FROM_THE_RECORD}
+    measured: dict[str, Any] = {
+        name: record[name]
+        for name in FROM_THE_RECORD
+        if name in record  # an older one lacks some
+    }
     bare = bare_row(planned, "ok", "", rehearsal=rehearsal, folder=folder)
     row = cast("Row", {**bare, **measured})
     row["reason"] = record["reason"]
