@@ -320,7 +320,8 @@ def test_preparing_is_told_every_strategy_that_will_run_and_whether_it_is_a_rehe
     )
     script = "import sys; print(*sys.argv[1:], file=sys.stderr); print('no'); sys.exit(2)"
     monkeypatch.setattr(preparing, "PREPARE", (sys.executable, "-c", script))
-    with pytest.raises(UsageError, match=r"--strategies=single,ddp,zero2 --rehearsal --engine"):
+    ranks = "--ranks=single:1,ddp:2,zero2:2"
+    with pytest.raises(UsageError, match=f"--strategies=single,ddp,zero2 {ranks} --rehearsal "):
         world.compare("ddp", "zero3_nvme", "zero2")
     assert not world.output.exists()
 
