@@ -148,7 +148,7 @@ class Strategy:
     @property
     def reduces_in_buckets(self) -> bool:
         """DDP: gradients are averaged in buckets, of which they may be views."""
-        return self.sharding == "whole" and self.is_distributed
+        return self.sharding == "whole" and self.is_distributed and self.schedule is None
 
     @property
     def reduces_on_request(self) -> bool:

@@ -6,13 +6,14 @@ here to be recognised, checked against their sources, and shown beside the estim
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.optimizers import STEP
 from toolkit.planning.memory.states import most_loaded, sub_groups
 from toolkit.planning.memory.weights import trained_size, weights_of
 from toolkit.planning.memory.zero_settings import zero_settings
+from toolkit.planning.pipelined import parts_of_ranks
 
 ZERO_STAGES = ("ddp", "zero1", "zero2", "zero3")
 """Stages that divide by the ranks: nothing; the optimizer; also gradients; also weights."""
@@ -56,6 +57,8 @@ def compare_with_formula(job: PlannedJob) -> FormulaComparison:
     Course figures are those of full training with Adam in the job's precision.
     """
     strategy, mixed = job.strategy, job.precision != "no"
+    if strategy.schedule is not None:
+        return _of_stages(job, mixed=mixed)
     shards = (strategy.shards_optimizer, strategy.shards_gradients, strategy.shards_parameters)
     stage = ZERO_STAGES[sum(shards)]
     course = zero_bytes(stage, job.model.parameters, job.shards, mixed=mixed)
@@ -74,6 +77,15 @@ def compare_with_formula(job: PlannedJob) -> FormulaComparison:
         implementation=implementation,
         differences={name: size for name, size in differences.items() if size},
     )
+
+
+def _of_stages(job: PlannedJob, *, mixed: bool) -> FormulaComparison:
+    """Return the comparison for the fullest rank of a pipeline, which holds some of the layers."""
+    parts = [compare_with_formula(part) for part in parts_of_ranks(job)]
+    fullest = max(parts, key=lambda part: part.implementation)
+    course = zero_bytes(ZERO_STAGES[0], job.model.parameters, 1, mixed=mixed)
+    elsewhere = {"layers that other ranks hold": fullest.course - course}
+    return replace(fullest, course=course, differences=elsewhere | fullest.differences)
 
 
 def _by_part(job: PlannedJob, stage: str, *, mixed: bool) -> dict[str, float]:
