@@ -1,9 +1,9 @@
 """Tensor parallelism: the ranks of a group share every matrix, by the model's own plan.
 
-transformers (run with 5.23, `distributed/tensor_parallel.py`) splits the matrices while it loads the
-model, by columns or by rows, and the ranks of a group exchange activations within each layer. All
-of them read the same rows. With several groups, `fully_shard` deals out what each rank holds among
-the ranks of equal number in all groups: a mesh of data x tensor, tensor innermost.
+transformers (run with 5.23, `distributed/tensor_parallel.py`) splits the matrices while it loads
+the model, by columns or by rows, and the ranks of a group exchange activations within each layer.
+All of them read the same rows. With several groups, `fully_shard` deals out what each rank holds
+among the ranks of equal number in all groups: a mesh of data x tensor, tensor innermost.
 
 Accelerate takes no part but for precision, the process group and the data: its own path through
 `parallelism_config` imports a class that transformers 5.23 no longer has (accelerate 1.15,
