@@ -170,6 +170,9 @@ class Pipelined(Backend):
             for group, of_group in zip(groups, names, strict=True)
         ]
 
+    def sharing_group(self) -> str | None:
+        return str(dist.group.WORLD.group_name) if dist.group.WORLD is not None else None
+
     def share_of(self, parameter: Parameter) -> float:
         return float(self._holder(parameter) == self._pipeline.rank)
 

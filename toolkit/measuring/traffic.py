@@ -227,7 +227,9 @@ class Ledger(CountingMode):
             return "activations"
         if phase is None:
             of_a_rank = elements // ranks if kind in ("all_gather", "gather") else elements
-            return "metrics" if of_a_rank == 1 else "other"
+            # The last stage of a pipeline tells the others its losses.
+            is_told = kind == "broadcast" and group is not None and group == self._sharing
+            return "metrics" if of_a_rank == 1 or is_told else "other"
         if (phase, kind) == ("forward", "broadcast"):
             if dtype in self._buffers:
                 return "buffers"
@@ -338,7 +340,7 @@ _ORDER = (
     "buffers",
     "buckets",  # DDP's assignment of parameters to buckets, sent once before its second step
     "bitmap",  # which parameters a rank has used, under DDP's find_unused_parameters
-    "metrics",  # one number a rank, outside of all passes: token counts, losses
+    "metrics",  # outside of all passes, one number a rank or micro-batch: token counts, losses
     "guards",  # the heartbeat: the ranks' exchange about the step
     "other",  # calls at no known place in the step; a save or an evaluation between two steps
 )
