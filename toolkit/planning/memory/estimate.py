@@ -122,6 +122,7 @@ def _estimate(job: PlannedJob, *, asked: PlannedJob) -> MemoryEstimate:
     states = most_loaded(job)
     terms = [
         *_tensor_terms(job, states),
+        *_exchange_term(asked, asked.micro_tokens),
         Term(
             category="temporaries",
             name="cuBLAS workspaces",
@@ -180,7 +181,7 @@ def step_peak(job: PlannedJob, micro_batches: Sequence[tuple[int, int]]) -> Inte
     if job.strategy.schedule is not None:
         parts = _different(parts_of_ranks(job))
         return max((step_peak(p, micro_batches) for p in parts), key=lambda peak: peak.high)
-    job = part_of_rank(job)
+    asked, job = job, part_of_rank(job)
     low = high = 0.0
     for number, (rows, tokens) in enumerate(micro_batches, 1):
         of_micro_batch = replace(
@@ -192,6 +193,7 @@ def step_peak(job: PlannedJob, micro_batches: Sequence[tuple[int, int]]) -> Inte
         )
         states = most_loaded(of_micro_batch)
         terms = _tensor_terms(of_micro_batch, states.in_one_place() if job.on_cpu else states)
+        terms += _exchange_term(asked, rows * tokens)
         for needed in _by_phase(terms).values():
             low, high = max(low, needed.low), max(high, needed.high)
     return Interval(low, high)
@@ -207,6 +209,18 @@ def _tensor_terms(job: PlannedJob, states: StateBytes) -> list[Term]:
         *buffer_terms(job),
         *step_terms(job),
     ]
+
+
+def _exchange_term(job: PlannedJob, tokens: int) -> Iterator[Term]:
+    """Yield the copy in which a tensor group adds up what its ranks computed."""
+    if job.strategy.tensor > 1:
+        yield Term(
+            category="temporaries",
+            name="a copy that a tensor group adds up",
+            bytes=Interval(0, tokens * job.model.hidden_size * 4),
+            formula="tokens * hidden * 4",
+            phases=RUNNING,
+        )
 
 
 def _sum(terms: Iterable[Term]) -> Interval:
