@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import launches
 
+from toolkit.comparing.bisect.run_pair import TracedRun
+from toolkit.comparing.parity.gates import Judgement, judge
 from toolkit.configs import ConfigOptions
 from toolkit.configs.files import write_configs
 from toolkit.launching.launch import launch_command
+from toolkit.records.evidence import read_evidence
+from toolkit.records.record import read_record
 from toolkit.strategies import get_strategy
 
 SCRIPT = Path(__file__).parent / "faults" / "train_with_faults.py"
@@ -34,13 +38,51 @@ def write_model(folder: Path) -> Path:
 
 
 def start(
-    strategy: str, folder: Path, arguments: list[object], environment: Mapping[str, str]
+    strategy: str,
+    folder: Path,
+    arguments: list[object],
+    environment: Mapping[str, str],
+    *,
+    script: Path = SCRIPT,
 ) -> None:
     files = write_configs(
         get_strategy(strategy),
         folder / f"{strategy}-config",
         options=ConfigOptions(num_processes=1 if strategy == "single" else 2),
     )
-    command = launch_command(files.accelerate, [SCRIPT, *arguments])
+    command = launch_command(files.accelerate, [script, *arguments])
     launch = launches.run(command, environment=environment)
     assert launch.returncode == 0, launch.stdout[-6000:]
+
+
+def start_all(
+    script: Path,
+    folder: Path,
+    flags: list[object],
+    faults: Iterable[str],
+    environment: Mapping[str, str],
+) -> Path:
+    """Start a sound control, and in two ranks a sound run of a script and one with each fault."""
+    start("single", folder, [*flags, folder / "control", "clean"], environment)
+    start("ddp", folder, [*flags, folder, "clean", *faults], environment, script=script)
+    return folder
+
+
+def judged(runs: Path, name: str) -> Judgement:
+    control = runs / "control" / "clean"
+    return judge(
+        read_record(runs / name),
+        read_record(control),
+        folder=runs / name,
+        control_folder=control,
+    )
+
+
+def traced(folder: Path, name: str) -> TracedRun:
+    return TracedRun(
+        name=name,
+        folder=folder / "evidence",
+        evidence=read_evidence(folder / "evidence"),
+        next_loss=read_record(folder)["losses"][-1],
+        final=None,
+    )

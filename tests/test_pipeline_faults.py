@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import launches
 import pytest
-from fault_runs import start, write_model
+from fault_runs import judged, start_all, traced, write_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.comparing.bisect.finding import bisect
-from toolkit.comparing.bisect.run_pair import TracedRun
-from toolkit.comparing.parity.gates import judge
-from toolkit.configs import ConfigOptions
-from toolkit.configs.files import write_configs
-from toolkit.launching.launch import launch_command
-from toolkit.records.evidence import read_evidence
 from toolkit.records.record import read_record
-from toolkit.strategies import get_strategy
 
 SCRIPT = Path(__file__).parent / "faults" / "train_pipelines_with_faults.py"
 FAULTS = {
@@ -52,33 +44,14 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, model, launch_environment) -> Path:
-    return start_all(tmp_path_factory.mktemp("faults"), [model], launch_environment)
+    return start_all(SCRIPT, tmp_path_factory.mktemp("faults"), [model], FAULTS, launch_environment)
 
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory, model, launch_environment) -> Path:
     """The runs with the evidence of their first step."""
-    folder = tmp_path_factory.mktemp("steps")
-    return start_all(folder, ["--evidence", model], launch_environment)
-
-
-def start_all(folder, flags, launch_environment) -> Path:
-    start("single", folder, [*flags, folder / "control", "clean"], launch_environment)
-    options = ConfigOptions(num_processes=2)
-    files = write_configs(get_strategy("ddp"), folder / "config", options=options)
-    command = launch_command(files.accelerate, [SCRIPT, *flags, folder, "clean", *FAULTS])
-    launch = launches.run(command, environment=launch_environment)
-    assert launch.returncode == 0, launch.stdout[-6000:]
-    return folder
-
-
-def judged(runs, name):
-    control = runs / "control" / "clean"
-    return judge(
-        read_record(runs / name),
-        read_record(control),
-        folder=runs / name,
-        control_folder=control,
+    return start_all(
+        SCRIPT, tmp_path_factory.mktemp("steps"), ["--evidence", model], FAULTS, launch_environment
     )
 
 
@@ -93,16 +66,6 @@ def test_a_sound_pipeline_passes_every_gate(runs):
 def test_a_fault_breaks_the_gates(runs, fault, gates):
     judgement = judged(runs, fault)
     assert {gate for gate, held in judgement.gates.items() if not held} >= gates, judgement
-
-
-def traced(folder, name) -> TracedRun:
-    return TracedRun(
-        name=name,
-        folder=folder / "evidence",
-        evidence=read_evidence(folder / "evidence"),
-        next_loss=read_record(folder)["losses"][-1],
-        final=None,
-    )
 
 
 @pytest.mark.parametrize(("fault", "link"), [("clean", None), *FIRST_DIFFERENCES.items()], ids=str)

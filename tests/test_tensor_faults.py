@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import launches
 import pytest
-from fault_runs import start, write_model
-from test_pipeline_faults import judged, traced
+from fault_runs import judged, start_all, traced, write_model
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 from toolkit.comparing.bisect.finding import bisect
-from toolkit.configs import ConfigOptions
-from toolkit.configs.files import write_configs
-from toolkit.launching.launch import launch_command
-from toolkit.strategies import get_strategy
 
 SCRIPT = Path(__file__).parent / "faults" / "train_tensor_groups_with_faults.py"
 FAULTS = {
@@ -45,25 +39,17 @@ def model(tmp_path_factory) -> Path:
     return model
 
 
-def start_all(folder, flags, launch_environment) -> Path:
-    start("single", folder, [*flags, folder / "control", "clean"], launch_environment)
-    options = ConfigOptions(num_processes=2)
-    files = write_configs(get_strategy("ddp"), folder / "config", options=options)
-    command = launch_command(files.accelerate, [SCRIPT, *flags, folder, "clean", *FAULTS])
-    launch = launches.run(command, environment=launch_environment)
-    assert launch.returncode == 0, launch.stdout[-6000:]
-    return folder
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, model, launch_environment) -> Path:
-    return start_all(tmp_path_factory.mktemp("faults"), [model], launch_environment)
+    return start_all(SCRIPT, tmp_path_factory.mktemp("faults"), [model], FAULTS, launch_environment)
 
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory, model, launch_environment) -> Path:
     """The runs with the evidence of their first step."""
-    return start_all(tmp_path_factory.mktemp("steps"), ["--evidence", model], launch_environment)
+    return start_all(
+        SCRIPT, tmp_path_factory.mktemp("steps"), ["--evidence", model], FAULTS, launch_environment
+    )
 
 
 def test_a_sound_group_passes_every_gate(runs):

@@ -30,10 +30,7 @@ def dropout_model(tmp_path_factory, launch_environment):
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
+    return _saved(config, folder)
 
 
 @pytest.fixture(scope="session")
@@ -54,6 +51,10 @@ def dropout_llama(dropout_model, tmp_path_factory):
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
+    return _saved(config, folder)
+
+
+def _saved(config, folder):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)

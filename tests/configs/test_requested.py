@@ -57,7 +57,9 @@ def test_other_numbers_leave_the_strategy_what_it_is(name, tmp_path, launched):
 def test_a_file_that_only_starts_ranks_is_never_taken_for_ddp(named, root, launched, monkeypatch):
     monkeypatch.chdir(root)
     environment = launched("--config_file", "accelerate_configs/pipeline.yaml")
-    with pytest.raises(UsageError, match="Pass --strategy with one of pipeline, layer_split"):
+    with pytest.raises(
+        UsageError, match="Start toolkit.train with --strategy pipeline or layer_split"
+    ):
         requested_strategy(environment, named and STRATEGIES[named])
 
 
@@ -200,7 +202,9 @@ def test_a_file_that_only_starts_ranks_wants_the_strategy_by_name(
     environment = launched("--config_file", str(file)) | {"WORLD_SIZE": "2"}
     assert requested_strategy(environment, STRATEGIES[name]) == STRATEGIES[name]
     for other in (None, STRATEGIES["ddp"]):
-        with pytest.raises(UsageError, match="Pass --strategy with one of pipeline, layer_split"):
+        with pytest.raises(
+            UsageError, match="Start toolkit.train with --strategy pipeline or layer_split"
+        ):
             requested_strategy(environment, other)
     # No script that Accelerate lays out trains as under ddp by mistake.
     for variable, value in environment.items():

@@ -60,7 +60,8 @@ def requested_strategy(environ: Mapping[str, str], named: Strategy | None = None
         by_name = [name for name, strategy in STRATEGIES.items() if not strategy.has_key]
         raise UsageError(
             "The launcher's config starts ranks and names no strategy, since Accelerate has no key "
-            f"for it. Pass --strategy with one of {', '.join(by_name)}, or the config of another."
+            "for it. Start toolkit.train with --strategy "
+            f"{' or '.join(by_name)}, or pass the config of another strategy."
         )
     return named
 

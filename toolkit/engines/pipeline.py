@@ -7,9 +7,9 @@ read the same rows. Accelerate takes no part but for precision, the process grou
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,18 +21,21 @@ from toolkit.engines.base import Backend, Parameter, Traits, Within
 from toolkit.engines.hooks import Undo, surround
 from toolkit.engines.optimizers import optimizer_of
 from toolkit.engines.pipelining.running import Pipeline
-from toolkit.engines.prepared import Prepared, amp_precision, rows_of_rank, split_by
+from toolkit.engines.prepared import (
+    Prepared,
+    amp_precision,
+    keep_mesh_from_accelerate,
+    rows_of_rank,
+    split_by,
+)
 from toolkit.engines.tensors import sum_of_squares
-from toolkit.planning.schedules import SCHEDULES, bubble
+from toolkit.planning.schedules import bubble, schedule_of
 from toolkit.planning.stages import Balance
 from toolkit.records.fields import PipelineSlots
 from toolkit.strategies import Strategy
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-SWITCH = "ACCELERATE_USE_PARALLELISM_CONFIG"
-"""The variable by which Accelerate would make a mesh of its own."""
 
 _ASKED = "_toolkit_pipeline_asked"
 _RUNNING = "_toolkit_pipeline"
@@ -51,8 +54,7 @@ class PipelineRequest:
 
 def traits_of(strategy: Strategy, num_processes: int) -> Traits:
     """Return the traits; the schedule and the number of stages are attested."""
-    assert strategy.schedule is not None
-    schedule = SCHEDULES[strategy.schedule]
+    schedule = schedule_of(strategy)
     return Traits(
         distributed_type="MULTI_GPU",
         wrapper="none",
@@ -66,7 +68,7 @@ def traits_of(strategy: Strategy, num_processes: int) -> Traits:
 
 def ask_for(model: Any, request: PipelineRequest) -> None:
     """Have `prepare` cut a whole model into stages."""
-    os.environ.pop(SWITCH, None)
+    keep_mesh_from_accelerate()
     setattr(model, _ASKED, request)
 
 
@@ -85,13 +87,11 @@ def prepare(
 ) -> tuple[Any, Any, Any]:
     """Cut a model into stages and prepare this rank's for training."""
     request: PipelineRequest = getattr(model, _ASKED)
-    schedule = request.strategy.schedule
-    assert schedule is not None
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     pipeline = Pipeline(
         model,
-        SCHEDULES[schedule],
+        schedule_of(request.strategy),
         device=accelerator.device,
         balance=request.balance,
         sequence=request.sequence,
@@ -174,7 +174,7 @@ class Pipelined(Backend):
         return str(dist.group.WORLD.group_name) if dist.group.WORLD is not None else None
 
     def share_of(self, parameter: Parameter) -> float:
-        return float(self._holder(parameter) == self._pipeline.rank)
+        return float(self._holder_of(parameter) == self._pipeline.rank)
 
     def whole_weight(self, parameter: Parameter) -> torch.Tensor:
         return self._from_holder(parameter, parameter.detach())
@@ -189,15 +189,16 @@ class Pipelined(Backend):
         if here.is_meta:
             here = torch.empty_like(here, device=self._pipeline.device)
         numbers = here.contiguous().clone()
-        dist.broadcast(numbers, src=self._holder(parameter))
+        dist.broadcast(numbers, src=self._holder_of(parameter))
         return numbers
 
-    def _holder(self, parameter: Parameter) -> int:
-        if parameter.is_meta:
-            name = next(n for n, p in self._cut.described.items() if p is parameter)
-        else:
-            name = next(n for n, p in self._named() if p is parameter)
-        return self._cut.holders[name][0]
+    def _holder_of(self, parameter: Parameter) -> int:
+        """Return the rank that speaks for a parameter of `whole_parameters`."""
+        return self._cut.holders[self._whole_names[id(parameter)]][0]
+
+    @cached_property
+    def _whole_names(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self.whole_parameters()}
 
     @torch.no_grad()
     def put_weight(self, parameter: Parameter, numbers: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,11 @@ class Prepared:
         Checkpoints leave the base out: a run that resumes starts from it anyway.
         """
         return bool(getattr(self.unwrapped, "peft_config", None))
+
+
+def keep_mesh_from_accelerate() -> None:
+    """Leave the mesh of the config file to a backend: Accelerate would make its own."""
+    os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
 
 
 def rows_of_rank(accelerator: Accelerator, loader: Any, *, readers: int, reader: int) -> Any:

@@ -12,11 +12,10 @@ Accelerate takes no part but for precision, the process group and the data: its 
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -26,6 +25,7 @@ from toolkit.engines.base import Traits
 from toolkit.engines.fsdp2 import FSDP2
 from toolkit.engines.prepared import (
     amp_precision,
+    keep_mesh_from_accelerate,
     rows_of_rank,
     split_by,
     world_rank,
@@ -38,9 +38,6 @@ from toolkit.strategies import Strategy
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers.distributed.configuration_utils import DistributedConfig
-
-SWITCH: Final = "ACCELERATE_USE_PARALLELISM_CONFIG"
-"""The variable by which Accelerate and transformers make a mesh of their own."""
 
 
 def traits_of(strategy: Strategy, num_processes: int) -> Traits:
@@ -58,15 +55,12 @@ def traits_of(strategy: Strategy, num_processes: int) -> Traits:
 def claim_mesh(
     strategy: Strategy, num_processes: int, *, precision: str
 ) -> DistributedConfig | None:
-    """Return how `from_pretrained` is to split a model; None where it loads it whole.
-
-    From then on the config file's mesh is transformers' alone: Accelerate would make its own.
-    """
+    """Return how `from_pretrained` is to split a model; None where it loads it whole."""
     if strategy.tensor == 1:
         return None
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    os.environ.pop(SWITCH, None)
+    keep_mesh_from_accelerate()
     return DistributedConfig(
         tp_size=strategy.tensor,
         fsdp_size=num_processes // strategy.tensor,

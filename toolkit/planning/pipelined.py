@@ -8,18 +8,12 @@ from typing import TYPE_CHECKING
 
 from toolkit.errors import UsageError
 from toolkit.planning.models.shape import ModelShape, Tensor
-from toolkit.planning.schedules import SCHEDULES, Schedule, bubble
+from toolkit.planning.schedules import SCHEDULES, Schedule, bubble, schedule_of
 from toolkit.planning.stages import costs_of, cut
 from toolkit.strategies import STRATEGIES, ScheduleName
 
 if TYPE_CHECKING:
     from toolkit.planning.job import PlannedJob
-
-
-def schedule_of(job: PlannedJob) -> Schedule:
-    """Return the schedule of a job whose strategy has one."""
-    assert job.strategy.schedule is not None
-    return SCHEDULES[job.strategy.schedule]
 
 
 def parts_of_ranks(job: PlannedJob) -> list[PlannedJob]:
@@ -33,7 +27,7 @@ def parts_of_ranks(job: PlannedJob) -> list[PlannedJob]:
             f"{job.strategy.name} can't cut {job.model.architecture}: its layers are not in the "
             "planner's table. Choose another strategy."
         )
-    name = schedule_of(job).name
+    name = schedule_of(job.strategy).name
     models = models_of_ranks(job.model, name, job.gpus, job.sequence)
     return [
         replace(
@@ -42,7 +36,7 @@ def parts_of_ranks(job: PlannedJob) -> list[PlannedJob]:
             strategy=STRATEGIES["single"],
             gpus=1,
             nodes=1,
-            in_flight=in_flight(schedule_of(job), rank, job.gpus, job.accumulation),
+            in_flight=in_flight(schedule_of(job.strategy), rank, job.gpus, job.accumulation),
         )
         for rank, model in enumerate(models)
     ]
@@ -120,7 +114,7 @@ def in_flight(schedule: Schedule, rank: int, ranks: int, micro_batches: int) -> 
 
 def crossings(job: PlannedJob) -> int:
     """Return the tensors that the busiest rank sends for one micro-batch, forward and back."""
-    schedule, ranks = schedule_of(job), job.gpus
+    schedule, ranks = schedule_of(job.strategy), job.gpus
     stages = schedule.stages(ranks)
     sent = [0] * ranks
     for stage in range(stages - 1):
@@ -133,7 +127,7 @@ def crossings(job: PlannedJob) -> int:
 
 def copies_of_head(job: PlannedJob) -> int:
     """Return the ranks that hold the weights of a tied embedding."""
-    schedule = schedule_of(job)
+    schedule = schedule_of(job.strategy)
     last = schedule.stages(job.gpus) - 1
     ends = {schedule.rank_of(stage, ranks=job.gpus) for stage in (0, last)}
     return len(ends) if job.model.tied else 1
@@ -141,4 +135,4 @@ def copies_of_head(job: PlannedJob) -> int:
 
 def waiting_share(job: PlannedJob) -> float:
     """Return the bubble of a job."""
-    return bubble(schedule_of(job), ranks=job.gpus, micro_batches=job.accumulation)
+    return bubble(schedule_of(job.strategy), ranks=job.gpus, micro_batches=job.accumulation)

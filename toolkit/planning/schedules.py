@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
-from toolkit.strategies import ScheduleName
+from toolkit.strategies import ScheduleName, Strategy
 
 WorkKind = Literal["forward", "backward", "backward_input", "backward_weight"]
 
@@ -76,6 +76,12 @@ SCHEDULES: Final[dict[ScheduleName, Schedule]] = {
         Schedule(name="one_at_a_time", title="naive model parallelism"),
     )
 }
+
+
+def schedule_of(strategy: Strategy) -> Schedule:
+    """Return the schedule of a strategy that has one."""
+    assert strategy.schedule is not None
+    return SCHEDULES[strategy.schedule]
 
 
 def bubble(schedule: Schedule, *, ranks: int, micro_batches: int) -> float:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import UsageError
 from toolkit.planning.models.architectures import shape_from_config
-from toolkit.planning.schedules import SCHEDULES, Schedule, bubble, refused_micro_batches
+from toolkit.planning.schedules import bubble, refused_micro_batches, schedule_of
 from toolkit.planning.stages import costs_of, cut
 from toolkit.strategies import Strategy
 from toolkit.training.arguments import OwnArguments, RunArguments
@@ -82,12 +82,6 @@ def check_pipeline(
     micro_batches = int(values["gradient_accumulation_steps"])
     if reason := refused_micro_batches(schedule, ranks=num_processes, micro_batches=micro_batches):
         raise UsageError(f"{name}: {reason}. Set --gradient_accumulation_steps.")
-
-
-def schedule_of(strategy: Strategy) -> Schedule:
-    """Return the schedule of a strategy that has one."""
-    assert strategy.schedule is not None
-    return SCHEDULES[strategy.schedule]
 
 
 def bubble_note(

@@ -235,7 +235,7 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
         lambda strategy: check_split(
             model.path,
             strategy,
-            launch.num_processes or strategy.num_processes,
+            launch.ranks_under(strategy) or strategy.num_processes,
             trust_remote_code=trust,
         ),
     )
