@@ -35,6 +35,10 @@ class GuardError(RuntimeError):
     """A guard stopped the run: every rank raises it after the same step, in the same words."""
 
 
+class HangError(RuntimeError):
+    """Nothing progressed in any rank for the set time, and the run was ended."""
+
+
 class SaveError(RuntimeError):
     """A failed save: the weights are not finite, could not be written, or don't load again."""
 

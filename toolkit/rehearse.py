@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 import os
 import runpy
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -29,20 +31,23 @@ from toolkit.engines.on_cpu import patch_accelerate, patch_transformers
 from toolkit.environment import check_installed
 from toolkit.errors import UsageError
 from toolkit.escaping import one_line
+from toolkit.launching.processes import start_of
 from toolkit.launching.python import check_package_folder
 from toolkit.launching.ranks import die_with_parent, leave, local_rank, quiet, rank, say
 from toolkit.launching.status import STATUS_DIR, StatusFile, guard
+from toolkit.launching.watchdog import DEFAULT_SECONDS, watching
 from toolkit.redaction import redact, redact_output
 from toolkit.search_path import put_behind_library
 
 USAGE = (
-    "Usage: accelerate launch --config_file FILE -m toolkit.rehearse SCRIPT.py [ARGS], "
-    "or -m toolkit.rehearse -m MODULE [ARGS]"
+    "Usage: accelerate launch --config_file FILE -m toolkit.rehearse [--hang_timeout SECONDS] "
+    "SCRIPT.py [ARGS], or with -m MODULE [ARGS] in place of the script"
 )
 
 PURPOSE = (
     "Runs the script unchanged, with fewer GPUs than processes on the CPU, under the same config, "
-    "and says at the end what engaged."
+    "and says at the end what engaged. A run in which nothing progresses is ended after "
+    "--hang_timeout seconds: on the CPU 600 where it is not passed, on GPUs never; 0: never."
 )
 
 RANK_0_SPEAKS_SECONDS = 5.0
@@ -65,7 +70,8 @@ def main() -> None:
     code = 0
     rehearsal = False
     try:
-        run_script = _script(sys.argv[1:])
+        hang_timeout, arguments = _hang_timeout(sys.argv[1:])
+        run_script = _script(arguments)
         folder = os.environ.get(STATUS_DIR)
         status = None if folder is None else StatusFile(Path(folder), rank())
         with guard(status, refused_by=(Refused,)) if status else contextlib.nullcontext():
@@ -74,9 +80,18 @@ def main() -> None:
             if not rehearsal and requested.asks_for_deepspeed(os.environ):
                 check_installed("deepspeed")
                 deepspeed_config.say_builds(requested.read_deepspeed_config(os.environ))
+            from toolkit.engines.flight_recorder import COLLECTIVES
             from toolkit.measuring.foreign import watch
 
-            with watch(rehearsal=rehearsal):
+            if hang_timeout is None:
+                hang_timeout = DEFAULT_SECONDS if rehearsal else 0.0
+            watchdog = watching(
+                _folder_of_launch() if folder is None else Path(folder),
+                hang_timeout,
+                collectives=COLLECTIVES,
+                ending=lambda error: None if status is None else status.failed(error),
+            )
+            with watchdog, watch(rehearsal=rehearsal):
                 run_script()
     except UsageError as error:
         code = print_reason(2, str(error))
@@ -106,6 +121,29 @@ def print_cause(error: BaseException) -> None:
     diagnosis = diagnose_error(error)
     if diagnosis is not None:
         say(redact(f"{diagnosis.name}: {diagnosis.text} What helps: {diagnosis.fix}"))
+
+
+def _hang_timeout(arguments: list[str]) -> tuple[float | None, list[str]]:
+    """Return the seconds of our own flag, and the arguments without it."""
+    flag = "--hang_timeout"
+    name, _, value = (arguments or [""])[0].partition("=")
+    if name != flag:
+        return None, arguments
+    value, rest = (value, arguments[1:]) if value else ("".join(arguments[1:2]), arguments[2:])
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < math.inf:
+        raise UsageError(f"{flag} {value}: pass seconds, or 0 for never. {USAGE}")
+    return seconds, rest
+
+
+def _folder_of_launch() -> Path:
+    """Return a folder that the ranks of a launch on this machine share, and no other launch."""
+    launcher = os.getppid()
+    name = f"toolkit-{os.getuid()}-{launcher}-{start_of(launcher):.2f}"
+    return Path(tempfile.gettempdir(), name)
 
 
 def _spawn_without_current_folder() -> None:

@@ -18,6 +18,7 @@ from toolkit.errors import GuardError, UsageError
 from toolkit.launching.python import check_package_folder
 from toolkit.launching.ranks import leave, quiet, rank
 from toolkit.launching.status import STATUS_DIR, StatusFile, guard, status_folder
+from toolkit.launching.watchdog import watching
 from toolkit.redaction import redact, redact_output, redacted_words
 from toolkit.rehearse import die_with_launcher, print_cause, print_reason
 
@@ -89,9 +90,18 @@ def _checked(argv: list[str]) -> Job:
 
 
 def _run(job: Job, status: StatusFile) -> None:
+    from toolkit.engines import flight_recorder
     from toolkit.training.run import train
 
-    train(job, status)
+    watchdog = watching(
+        status.path.parent,
+        job.own.run.hang_timeout,
+        collectives=flight_recorder.COLLECTIVES,
+        step=lambda: status.step,
+        ending=status.failed,
+    )
+    with watchdog:
+        train(job, status)
 
 
 if __name__ == "__main__":

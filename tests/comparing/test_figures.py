@@ -95,6 +95,21 @@ def test_traffic_is_bars_by_purpose(drawn):
         assert [width * GIB for width in bars(axes, number)] == pytest.approx(sent)
 
 
+def test_a_bar_without_bytes_says_whether_one_process_is_why(full_results, monkeypatch):
+    figures = {}
+    monkeypatch.setattr(
+        frame, "inline", lambda figure, *, name, title: figures.update({name: figure})
+    )
+    results = full_results(rehearsal=False)
+    rows = [row for row in results["runs"] if row["traffic"]]
+    for row in rows:
+        row["traffic"]["collectives"] = []
+    draw_all(results)
+    texts = [text.get_text() for text in figures["traffic"].axes[0].texts]
+    assert texts == ["none: one process" if row["num_processes"] == 1 else "none" for row in rows]
+    assert len(set(texts)) == 2
+
+
 def test_losses_are_drawn_from_step_1_and_gaps_below_them(drawn):
     _, rows, figures = drawn
     losses, gaps = figures["losses"].axes
@@ -110,6 +125,12 @@ def test_losses_are_drawn_from_step_1_and_gaps_below_them(drawn):
             for gap, value in zip(y, differences, strict=True)
         )
         assert least <= min(y)
+
+
+def test_the_caption_of_losses_names_the_control(full_results):
+    results = full_results(rehearsal=False)
+    figure = next(figure for figure in draw_all(results) if figure.name == "losses")
+    assert f"how far each is from {results['control']['name']} at that step" in figure.caption
 
 
 def test_times_are_a_dot_at_the_median_and_a_bar_to_the_90th_percentile(drawn):

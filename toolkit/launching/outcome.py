@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from toolkit.errors import GuardError
+from toolkit.errors import GuardError, HangError
 from toolkit.launching.status import RankStatus
 
 OutcomeStatus = Literal["ok", "failed", "oom", "timeout", "refused", "usage"]
@@ -178,7 +178,7 @@ def _error_verdict(status: RankStatus) -> Verdict:
         return "usage", shorten(status.error.message) if status.error else text
     if status.state == "refused":
         return "refused", f"rank {status.rank} refused the run: {text}"
-    if status.error and status.error.type == GuardError.__name__:
+    if status.error and status.error.type in (GuardError.__name__, HangError.__name__):
         return "failed", shorten(status.error.message)  # every rank has the same message
     kind = "oom" if OUT_OF_MEMORY.search(text) else "failed"
     return kind, f"rank {status.rank} failed {_at(status)}: {text}"

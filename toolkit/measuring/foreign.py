@@ -16,6 +16,7 @@ from inspect import signature
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from toolkit.configs.requested import (
     accumulation_dtype,
@@ -28,6 +29,7 @@ from toolkit.configs.requested import (
 )
 from toolkit.engines.backend import backend_of, strategy_of_plugins
 from toolkit.errors import UsageError
+from toolkit.launching.progress import progressed
 from toolkit.launching.ranks import rank, say
 from toolkit.measuring.attestation import Refused, Requested
 from toolkit.measuring.recorder import Recorder
@@ -86,6 +88,8 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
                 recorder.requested = replace(recorder.requested, accumulation_dtype=summed)
             recorder.prepared(self, models[0], optimizers[0])
             recorder.first_step_alone()
+            models[0].register_forward_pre_hook(lambda *_: progressed())
+            register_optimizer_step_post_hook(lambda *_: progressed(step=True))
             if self.is_main_process:
                 say(f"{shown(recorder.requested.strategy)} engaged")
         return prepared

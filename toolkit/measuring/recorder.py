@@ -26,6 +26,7 @@ from toolkit.engines.tensors import compiled, number
 from toolkit.files import without_links, write_text
 from toolkit.launching import forking
 from toolkit.launching.processes import age_seconds
+from toolkit.launching.progress import progressed
 from toolkit.launching.status import StatusFile
 from toolkit.measuring import attestation, equal_weights, gradients, memory, traffic
 from toolkit.measuring.attestation import Mismatch, Refused, Requested, gather_objects
@@ -169,6 +170,7 @@ class Recorder:
             supervised: How many of them are trained on, a scalar.
             sample_ids: Of its rows.
         """
+        progressed()
         self._clock.begin("other")
         reduced = None
         if not self._attested and self._model is not None:
@@ -182,6 +184,7 @@ class Recorder:
 
         A `GuardError` is of the step before this one.
         """
+        progressed(step=True)
         self._send_heartbeat(skipped=skipped)
         self._end_probe(skipped=skipped)
         self._clock.step_done()

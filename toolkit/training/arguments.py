@@ -25,6 +25,7 @@ from toolkit.checkpoints.resume_request import LAST, folder_to_resume
 from toolkit.data.arguments import DataArguments
 from toolkit.data.flags import flag
 from toolkit.errors import UsageError
+from toolkit.launching.watchdog import DEFAULT_SECONDS
 from toolkit.measuring.guards import GRAD_NORM_FACTOR
 from toolkit.redaction import learn
 from toolkit.strategies import get_strategy
@@ -100,6 +101,11 @@ class RunArguments:
     evidence_weights: str | None = flag(
         None, "--evidence folder of another run, whose weights the step that is kept begins with."
     )
+    hang_timeout: float = flag(
+        DEFAULT_SECONDS,
+        "Seconds without progress of any rank after which the run is ended, and the rank that "
+        "the others wait for is named; 0: never.",
+    )
     sample_prompts: int | None = flag(
         None,
         "Prompts to continue before and after training; none: 2 where rows are "
@@ -117,6 +123,8 @@ class RunArguments:
             raise UsageError(f"--evidence_step {self.evidence_step}: use 1 or more.")
         if self.sample_prompts is not None and self.sample_prompts < 0:
             raise UsageError(f"--sample_prompts {self.sample_prompts}: use 0 or more.")
+        if self.hang_timeout < 0:
+            raise UsageError(f"--hang_timeout {self.hang_timeout}: use 0 or more.")
         if self.throughput_steps < 0:
             raise UsageError(f"--throughput_steps {self.throughput_steps}: use 0 or more.")
         if (self.scale_lr == "none") is not (self.base_batch_size is None):

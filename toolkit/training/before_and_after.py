@@ -14,6 +14,7 @@ from toolkit.engines.backend import backend_of
 from toolkit.engines.between_steps import between_steps
 from toolkit.engines.prepared import Prepared
 from toolkit.files import write_text
+from toolkit.launching.progress import progressed
 from toolkit.launching.ranks import rank, say
 from toolkit.measuring.recorder import Recorder
 from toolkit.records.fields import Evaluated, Sample
@@ -202,6 +203,7 @@ def continuations(
                 max_new_tokens=NEW_TOKENS,
                 **options,
             )
+            progressed()
             texts.append(tokenizer.decode(written[0, len(prompt) :], skip_special_tokens=True))
     return texts
 

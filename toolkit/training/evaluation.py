@@ -22,6 +22,7 @@ from toolkit.data.tokens import IGNORED
 from toolkit.engines.backend import backend_of
 from toolkit.engines.between_steps import between_steps
 from toolkit.engines.prepared import Prepared
+from toolkit.launching.progress import progressed
 from toolkit.measuring.recorder import Recorder
 from toolkit.records.fields import Evaluated
 from toolkit.training.evaluation_plan import Schedule
@@ -135,6 +136,7 @@ def loss_and_tokens(
             batch = collate([filled[at] for at in range(start, start + batch_rows)])
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
             batch.pop("sample_id", None)
+            progressed()
             sums += _chunked_sums(model, batch) if POSITIONS in batch else _sums(model, batch)
         # Ranks that share one batch have all summed it.
         copies = accelerator.num_processes // ranks

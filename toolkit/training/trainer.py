@@ -34,6 +34,7 @@ from toolkit.engines.backend import backend_of, strategy_of_plugins
 from toolkit.engines.between_steps import between_steps
 from toolkit.engines.prepared import Prepared
 from toolkit.errors import UsageError
+from toolkit.launching.progress import progressed
 from toolkit.measuring.attestation import Requested
 from toolkit.measuring.finite import require_finite
 from toolkit.measuring.heartbeat import Choice, heartbeat_for
@@ -275,6 +276,7 @@ class ToolkitTrainer(Trainer):
         return output
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        progressed()
         inputs.pop("sample_id", None)
         if self._token_mean is not None:
             self._token_mean.leave_out_repeats(inputs)
