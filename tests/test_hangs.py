@@ -1,6 +1,7 @@
 """Runs in which nothing progresses: they end, and the rank that the others wait for is named."""
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -40,6 +41,15 @@ def test_a_script_that_hangs_is_ended_and_its_missing_rank_named(launch, tmp_pat
     assert named is not None
     assert named.name == "hang"
     assert VERDICTS[strategy, fault] in named.text
+
+
+def test_a_rank_that_native_code_holds_is_named_with_its_stack(launch, tmp_path):
+    script = [SCRIPTS / "hangs.py", "held", tmp_path / "begun"]
+    done = launch("ddp", "-m", "toolkit.rehearse", "--hang_timeout", SECONDS, *script)
+    assert "rank 1 is missing: it does not answer: native code keeps its Python" in done.stdout
+    file = done.stdout.partition("the stacks of all threads are in ")[2].split("\n")[0]
+    native = Path(file).read_text().partition("rank 1, innermost first:")[2]
+    assert re.search(r'tests/scripts/hangs.py", line \d+ in main', native)
 
 
 def test_a_stopped_rank_is_named_and_what_was_saved_stays(launch_environment, tmp_path):

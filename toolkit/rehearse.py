@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,18 +81,11 @@ def main() -> None:
             if not rehearsal and requested.asks_for_deepspeed(os.environ):
                 check_installed("deepspeed")
                 deepspeed_config.say_builds(requested.read_deepspeed_config(os.environ))
-            from toolkit.engines.flight_recorder import COLLECTIVES
             from toolkit.measuring.foreign import watch
 
             if hang_timeout is None:
                 hang_timeout = DEFAULT_SECONDS if rehearsal else 0.0
-            watchdog = watching(
-                _folder_of_launch() if folder is None else Path(folder),
-                hang_timeout,
-                collectives=COLLECTIVES,
-                ending=lambda error: None if status is None else status.failed(error),
-            )
-            with watchdog, watch(rehearsal=rehearsal):
+            with _watchdog(hang_timeout, status), watch(rehearsal=rehearsal):
                 run_script()
     except UsageError as error:
         code = print_reason(2, str(error))
@@ -139,11 +133,26 @@ def _hang_timeout(arguments: list[str]) -> tuple[float | None, list[str]]:
     return seconds, rest
 
 
+def _watchdog(seconds: float, status: StatusFile | None) -> AbstractContextManager[None]:
+    """Return what watches this rank of a script; nothing does for 0 seconds."""
+    if not seconds:
+        return contextlib.nullcontext()
+    from toolkit.engines.flight_recorder import COLLECTIVES
+
+    if status is None:
+        return watching(_folder_of_launch(), seconds, collectives=COLLECTIVES)
+    return watching(status.path.parent, seconds, collectives=COLLECTIVES, ending=status.failed)
+
+
 def _folder_of_launch() -> Path:
     """Return a folder that the ranks of a launch on this machine share, and no other launch."""
     launcher = os.getppid()
     name = f"toolkit-{os.getuid()}-{launcher}-{start_of(launcher):.2f}"
-    return Path(tempfile.gettempdir(), name)
+    folder = Path(tempfile.gettempdir(), name)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.lstat().st_uid != os.getuid():
+        raise UsageError(f"{folder} belongs to another user: set TMPDIR to a folder of your own.")
+    return folder
 
 
 def _spawn_without_current_folder() -> None:

@@ -5,6 +5,7 @@ accelerate launch --config_file ddp.yaml -m toolkit.rehearse tests/scripts/hangs
 FILE gets the time at which the fault begins.
 """
 
+import ctypes
 import os
 import signal
 import sys
@@ -15,7 +16,7 @@ import torch
 from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM
 
-FAULTS = ("raises", "skips", "stopped", "slow", "uneven", "unused")
+FAULTS = ("raises", "skips", "stopped", "slow", "uneven", "unused", "held")
 STEPS = 4
 FAULTY_STEP = 3
 
@@ -59,6 +60,8 @@ def main(fault: str, file: str) -> None:
             raise ValueError("rank 1 has had enough")
         if now and fault == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
+        if now and fault == "held":
+            ctypes.PyDLL(None).sleep(10_000)  # and no thread of Python's runs meanwhile
         if now and fault == "slow":
             time.sleep(10_000)
         if now and fault == "uneven":

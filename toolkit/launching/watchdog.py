@@ -36,6 +36,7 @@ TICKS: Final = 12
 """Looks at the run within the set time."""
 
 LONGEST_TICK: Final = 10.0
+READING_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,12 +141,11 @@ class _Watchdog:
 
     def stop(self) -> None:
         self._over.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(self.tick)
+        self._thread.join(self.tick)
         faulthandler.cancel_dump_traceback_later()
         if self._native is not None:
             self._native.close()
-            Path(self._native.name).unlink(missing_ok=True)
+            self._native_file(self.rank).unlink(missing_ok=True)
         self._write_sign(left=True)  # its neighbours may wait for a rank that has left
         with contextlib.suppress(OSError):
             signs = self._signs()
@@ -187,12 +187,14 @@ class _Watchdog:
     def _file(self, kind: str, number: int) -> Path:
         return self.folder / f"{kind}-rank-{number}.json"
 
+    def _native_file(self, number: int) -> Path:
+        return self.folder / f"native-rank-{number}.txt"
+
     def _dump_if_held(self) -> None:
         """Have the stacks written without Python, if native code keeps this thread from running."""
-        if self._native is None:
-            self._native = self._file("native", self.rank).with_suffix(".txt").open("w")
-        faulthandler.cancel_dump_traceback_later()
-        faulthandler.dump_traceback_later(self.seconds, file=self._native)
+        with contextlib.suppress(OSError):
+            self._native = self._native or self._native_file(self.rank).open("w")
+            faulthandler.dump_traceback_later(self.seconds, file=self._native)
 
     # The others
 
@@ -240,7 +242,17 @@ class _Watchdog:
             sys.stderr.write(f"toolkit: {redact(line)}\n")
         sys.stderr.flush()
         # The others leave when it is there, and with the first of them the launcher ends all.
-        self._write(path, redact(hang.stacks()))
+        native = (
+            f"\nrank {number}, innermost first:\n{self._native_stacks(number)}"
+            for number in hang.silent
+        )
+        self._write(path, redact(hang.stacks() + "".join(native)))
+
+    def _native_stacks(self, number: int) -> str:
+        try:
+            return self._native_file(number).read_text(errors="replace")
+        except OSError:
+            return "not known\n"
 
     def _wait_for(self, happened: Callable[[], bool]) -> None:
         end = time.monotonic() + 4 * self.tick + 2
@@ -248,10 +260,17 @@ class _Watchdog:
             time.sleep(self.tick / 4)
 
     def _groups(self) -> list[Group]:
-        # A report without collectives is better than none.
-        with contextlib.suppress(RuntimeError, ValueError, KeyError):
-            return self.collectives.groups()
-        return []
+        """Return the groups; none where a GPU that hangs keeps them from being read."""
+        groups: list[Group] = []
+
+        def read() -> None:
+            with contextlib.suppress(RuntimeError, ValueError, KeyError):
+                groups.extend(self.collectives.groups())
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        reader.join(READING_SECONDS)
+        return groups
 
     def _gathered(self, own: Report) -> Hang:
         """Wait a little for the reports of the others, and return all."""

@@ -1,4 +1,4 @@
-"""What counts as progress of a rank, and what does not."""
+"""What the watchdog of a rank takes for progress, and what not."""
 
 import subprocess
 import sys
