@@ -137,6 +137,7 @@ class _Watchdog:
         if self.rank == 0:
             (self.folder / HANG_FILE).unlink(missing_ok=True)
         self._write_sign()
+        self._dump_if_held()
         self._thread.start()
 
     def stop(self) -> None:
