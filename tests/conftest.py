@@ -8,7 +8,7 @@ import sys
 import launches
 import pytest
 from launches import environment_in
-from places import KIT, ROOT
+from places import ROOT
 
 from toolkit.launching import forking
 from toolkit.launching.forking import SOCKET, warm_process
@@ -20,6 +20,22 @@ def pytest_addoption(parser):
 
 def pytest_configure():
     launches.count_runs()
+
+
+def pytest_collection_modifyitems(items):
+    """Run the files that launch first: short tests then fill the gap at the end of a worker."""
+    of_launches = {item.path for item in items if "launch_environment" in item.fixturenames}
+    items.sort(key=lambda item: item.path not in of_launches)
+
+
+def pytest_sessionfinish(session):
+    if output := getattr(session.config, "workeroutput", None):
+        output["started"] = launches.started
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    launches.started.extend(node.workeroutput["started"] if hasattr(node, "workeroutput") else [])
 
 
 def pytest_terminal_summary(terminalreporter, config):
@@ -42,26 +58,6 @@ def interruptible():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def kit_in_background(request, tmp_path_factory):
-    """Run all parts of the GPU kit while the other tests go on, where a test will ask for it.
-
-    Gives the process and its folder. It takes minutes, and only what the other tests leave idle.
-    """
-    if not any("smoke" in item.fixturenames for item in request.session.items):
-        yield None
-        return
-    folder = tmp_path_factory.mktemp("kit")
-    command = ["nice", "-n", "19", sys.executable, KIT, "--smoke", "--out", str(folder)]
-    environment = request.getfixturevalue("launch_environment")
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-    yield process, folder
-    if process.poll() is None:
-        process.terminate()
-        process.wait(60)
 
 
 @pytest.fixture
