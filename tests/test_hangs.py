@@ -1,5 +1,6 @@
 """Runs in which nothing progresses: they end, and the rank that the others wait for is named."""
 
+import math
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ from toolkit.checkpoints.folders import checkpoints_in
 from toolkit.errors import UsageError
 from toolkit.launching.launch import launch_command, run
 from toolkit.launching.status import read_status
+from toolkit.training.arguments import RunArguments
 
 SECONDS = 6
 VERDICTS = {
@@ -104,6 +106,12 @@ def test_a_rehearsal_that_goes_on_is_not_ended_and_leaves_nothing(launch, tmp_pa
 def test_a_wrong_limit_is_one_sentence(words):
     with pytest.raises(UsageError, match="--hang_timeout .*: pass seconds, or 0 for never"):
         rehearse._hang_timeout(["--hang_timeout", *words])
+
+
+@pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf])
+def test_a_wrong_limit_of_a_training_is_the_same_sentence(seconds):
+    with pytest.raises(UsageError, match="--hang_timeout .*: pass seconds, or 0 for never"):
+        RunArguments(hang_timeout=seconds)
 
 
 def test_the_limit_is_taken_from_in_front_of_the_script_alone():

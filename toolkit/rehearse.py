@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import math
 import os
 import runpy
 import socket
@@ -36,7 +35,7 @@ from toolkit.launching.processes import start_of
 from toolkit.launching.python import check_package_folder
 from toolkit.launching.ranks import die_with_parent, leave, local_rank, quiet, rank, say
 from toolkit.launching.status import STATUS_DIR, StatusFile, guard
-from toolkit.launching.watchdog import DEFAULT_SECONDS, watching
+from toolkit.launching.watchdog import DEFAULT_SECONDS, seconds_of, watching
 from toolkit.redaction import redact, redact_output
 from toolkit.search_path import put_behind_library
 
@@ -124,13 +123,7 @@ def _hang_timeout(arguments: list[str]) -> tuple[float | None, list[str]]:
     if name != flag:
         return None, arguments
     value, rest = (value, arguments[1:]) if value else ("".join(arguments[1:2]), arguments[2:])
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < math.inf:
-        raise UsageError(f"{flag} {value}: pass seconds, or 0 for never. {USAGE}")
-    return seconds, rest
+    return seconds_of(value), rest
 
 
 def _watchdog(seconds: float, status: StatusFile | None) -> AbstractContextManager[None]:

@@ -27,13 +27,12 @@ class Branching(LlamaForCausalLM):
     short = False
 
     def forward(self, **inputs):
-        layers, kept = self.model.layers, self.config.num_hidden_layers
+        kept = self.config.num_hidden_layers
         self.config.num_hidden_layers = kept - int(self.short)  # the layers that run
         try:
             return super().forward(**inputs)
         finally:
             self.config.num_hidden_layers = kept
-            assert len(layers) == kept
 
 
 def main(fault: str, file: str) -> None:

@@ -33,18 +33,23 @@ def completed() -> int:
 
 def groups() -> list[Group]:
     """Return the collectives that this rank has entered, by process group."""
-    found: list[Group] = []
+    groups: list[Group] = []
     for dump in _dumps(collectives=True):
         by_group: dict[str, list[Mapping[str, Any]]] = {}
         for entry in dump.get("entries", []):
+            entries = by_group.setdefault(str(entry["process_group"][0]), [])
+            if entries and entries[-1]["pg_id"] != entry["pg_id"]:
+                entries.clear()  # of a group of the same name that was destroyed
             if not entry["is_p2p"]:
-                by_group.setdefault(str(entry["process_group"][0]), []).append(entry)
+                entries.append(entry)
         for name, entries in by_group.items():
+            if not entries:
+                continue
             status = dump.get("pg_status", {}).get(str(entries[-1]["pg_id"]), {})
-            found.append(
+            groups.append(
                 _group(name, entries, over=int(status.get("last_completed_collective", 0)))
             )
-    return found
+    return groups
 
 
 def _group(name: str, entries: list[Mapping[str, Any]], *, over: int) -> Group:

@@ -37,7 +37,7 @@ class Group:
     def shown(self, number: int) -> str:
         """Name a collective of the group in words."""
         name = self.last.get(number, "a collective")
-        ranks = f"of ranks {_listed(self.ranks)}" if self.ranks else self.name
+        ranks = f"of ranks {', '.join(map(str, self.ranks))}" if self.ranks else self.name
         return f"{name} (number {number} in the group {ranks})"
 
 
@@ -54,7 +54,7 @@ class Report:
 
     @property
     def main_stack(self) -> list[str]:
-        return [*self.stacks.values()][0]
+        return next(iter(self.stacks.values()), list[str]())
 
     @property
     def waiting(self) -> Group | None:
@@ -131,8 +131,8 @@ def _not_entered(report: Report, waiting: Sequence[Report]) -> str:
         group = other.waiting
         if group is None or (group.ranks and report.rank not in group.ranks):
             continue
-        own = next((one for one in report.groups if one.name == group.name), None)
-        if own is None or own.entered < group.entered:
+        entered = next((one.entered for one in report.groups if one.name == group.name), 0)
+        if entered < group.entered:
             return f"it has not entered {group.shown(group.entered)}, rank {other.rank} has"
     return "the others wait, and it does not"
 
@@ -159,7 +159,3 @@ def _mismatch(waiting: Sequence[Report]) -> str:
                 f"rank {ahead} has"
             )
     return "all ranks wait for each other"
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))

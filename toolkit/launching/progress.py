@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Final
 
 import psutil
@@ -107,11 +108,17 @@ class ProgressLook:
 
 
 def _in_debugger() -> bool:
-    frames = frames_of_threads()[threading.main_thread().ident or 0]
-    return any(frame.filename.endswith(_DEBUGGERS) for frame in frames)
+    frame = _frames()[threading.main_thread().ident or 0]
+    while frame is not None and not frame.f_code.co_filename.endswith(_DEBUGGERS):
+        frame = frame.f_back
+    return frame is not None
 
 
 def frames_of_threads() -> dict[int, traceback.StackSummary]:
     """Return the frames of every thread of this process, by its number, the outermost first."""
-    threads = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
-    return {number: traceback.extract_stack(frame) for number, frame in threads.items()}
+    return {number: traceback.extract_stack(frame) for number, frame in _frames().items()}
+
+
+def _frames() -> dict[int, FrameType | None]:
+    """Return the innermost frame of every thread of this process, by its number."""
+    return {**sys._current_frames()}  # pyright: ignore[reportPrivateUsage]

@@ -1,7 +1,7 @@
 """The watchdog of a rank: it ends a run in which nothing progresses, and names the missing rank.
 
-A thread in every rank. Each keeps a small file with the time since its own last progress, and reads
-those of the others: a run hangs when no rank has progressed for the set time. Then each rank writes
+A thread in every rank. Each leaves the time since its own last progress where the others read it: a
+run hangs when no rank has progressed for the set time. Then each rank writes
 where it is, one of them prints what all have written, and all leave. Ranks that cannot (stopped, or
 held by native code) are killed. Files that a run has saved stay as they are.
 """
@@ -11,22 +11,22 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import math
 import os
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Generator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, TextIO
 
-from toolkit.errors import HangError
+from toolkit.errors import HangError, UsageError
 from toolkit.files import write_text
 from toolkit.launching import processes
 from toolkit.launching.hang import Group, Hang, Report, read_report
 from toolkit.launching.progress import ProgressLook, frames_of_threads, steps
-from toolkit.launching.ranks import rank
+from toolkit.launching.signs import Signs
 from toolkit.redaction import redact
 
 DEFAULT_SECONDS: Final = 600.0
@@ -45,6 +45,21 @@ class Collectives:
 
     completed: Callable[[], int] = lambda: 0
     groups: Callable[[], list[Group]] = lambda: []
+
+
+def seconds_of(value: str | float) -> float:
+    """Return the seconds that a user's `--hang_timeout` names.
+
+    Raises:
+        UsageError: it is no number, or not one of 0 or more.
+    """
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise UsageError(f"--hang_timeout {value}: pass seconds, or 0 for never.")
+    return seconds
 
 
 @contextlib.contextmanager
@@ -83,34 +98,6 @@ def watching(
         watchdog.stop()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sign:
-    """A rank's sign of life, the content of its file."""
-
-    rank: int
-    host: str
-    pid: int
-    started: float
-    idle: float
-    """Seconds since its last progress, when it was written."""
-
-    monotonic: float
-    """Time of writing, by the machine's clock since its start."""
-
-    day: float
-    """Time of writing, by the time of day: for ranks on other machines."""
-
-    left: bool = False
-
-    @property
-    def is_here(self) -> bool:
-        return self.host == socket.gethostname()
-
-    def idle_now(self) -> float:
-        since = time.monotonic() - self.monotonic if self.is_here else time.time() - self.day
-        return self.idle + max(0.0, since)
-
-
 @dataclass(kw_only=True)
 class _Watchdog:
     folder: Path
@@ -118,13 +105,13 @@ class _Watchdog:
     collectives: Collectives
     step: Callable[[], int]
     ending: Callable[[HangError], None]
-    rank: int = field(default_factory=rank)
 
     def __post_init__(self) -> None:
         self.tick = min(LONGEST_TICK, self.seconds / TICKS)
+        self._signs = Signs(self.folder)
+        self._rank = self._signs.rank
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="toolkit-watchdog", daemon=True)
-        self._started = processes.start_of(os.getpid())
         self._idle = 0.0
         self._look = ProgressLook(self.collectives.completed)
         self._native: TextIO | None = None
@@ -132,11 +119,11 @@ class _Watchdog:
     # Life
 
     def start(self) -> None:
-        for kind in ("alive", "hang"):
-            self._file(kind, self.rank).unlink(missing_ok=True)
-        if self.rank == 0:
+        self._report_file(self._rank).unlink(missing_ok=True)
+        if self._rank == 0:
             (self.folder / HANG_FILE).unlink(missing_ok=True)
-        self._write_sign()
+        self._signs.forget()
+        self._signs.write(self._idle)
         self._dump_if_held()
         self._thread.start()
 
@@ -146,14 +133,9 @@ class _Watchdog:
         faulthandler.cancel_dump_traceback_later()
         if self._native is not None:
             self._native.close()
-            self._native_file(self.rank).unlink(missing_ok=True)
-        self._write_sign(left=True)  # its neighbours may wait for a rank that has left
-        with contextlib.suppress(OSError):
-            signs = self._signs()
-            if len(signs) == int(os.environ.get("WORLD_SIZE", "1")) and all(s.left for s in signs):
-                for sign in signs:
-                    self._file("alive", sign.rank).unlink(missing_ok=True)
-                self.folder.rmdir()  # if nothing else is in it
+            self._native_file(self._rank).unlink(missing_ok=True)
+        self._signs.write(self._idle, left=True)  # its neighbours may wait for a rank that has left
+        self._signs.clear()
 
     def _run(self) -> None:
         last = time.monotonic()
@@ -162,73 +144,37 @@ class _Watchdog:
             # A process that was stopped for a while has not been idle meanwhile.
             passed, last = min(now - last, 2 * self.tick), now
             self._idle = 0.0 if self._look.has_progressed(passed) else self._idle + passed
-            self._write_sign()
+            self._signs.write(self._idle)
             self._dump_if_held()
             if self._idle > self.seconds and self._all_idle():
                 self._end()
 
-    def _write_sign(self, *, left: bool = False) -> None:
-        sign = _Sign(
-            rank=self.rank,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            started=self._started,
-            idle=self._idle,
-            monotonic=time.monotonic(),
-            day=time.time(),
-            left=left,
+    def _all_idle(self) -> bool:
+        return all(
+            sign.idle_now() > self.seconds
+            for sign in self._signs.read()
+            if not sign.left and sign.lives()
         )
-        self._write(self._file("alive", self.rank), json.dumps(asdict(sign)))
-
-    def _write(self, path: Path, text: str) -> None:
-        # A full disk must not end the watchdog.
-        with contextlib.suppress(OSError):
-            write_text(path, text, durable=False)
-
-    def _file(self, kind: str, number: int) -> Path:
-        return self.folder / f"{kind}-rank-{number}.json"
-
-    def _native_file(self, number: int) -> Path:
-        return self.folder / f"native-rank-{number}.txt"
 
     def _dump_if_held(self) -> None:
         """Have the stacks written without Python, if native code keeps this thread from running."""
         with contextlib.suppress(OSError):
-            self._native = self._native or self._native_file(self.rank).open("w")
+            self._native = self._native or self._native_file(self._rank).open("w")
             faulthandler.dump_traceback_later(self.seconds, file=self._native)
-
-    # The others
-
-    def _signs(self) -> list[_Sign]:
-        """Return the signs of life of all visible ranks of this launch."""
-        signs: list[_Sign] = []
-        for path in self.folder.glob("alive-rank-*.json"):
-            with contextlib.suppress(OSError, ValueError, TypeError):
-                sign = _Sign(**json.loads(path.read_text(encoding="utf-8")))
-                if sign.rank < int(os.environ.get("WORLD_SIZE", "1")):
-                    signs.append(sign)
-        return signs
-
-    def _all_idle(self) -> bool:
-        return all(
-            sign.idle_now() > self.seconds
-            for sign in self._signs()
-            if not sign.left and _lives(sign)
-        )
 
     # The end
 
     def _end(self) -> None:
         report = Report(
-            rank=self.rank,
+            rank=self._rank,
             step=self.step(),
             stacks=_stacks(),
             groups=self._groups(),
         )
-        self._write(self._file("hang", self.rank), json.dumps(asdict(report)))
+        self._write(self._report_file(self._rank), json.dumps(asdict(report)))
         hang = self._gathered(report)
         error = HangError(_message(hang))
-        if self.rank == min(report.rank for report in hang.reports):
+        if self._rank == min(report.rank for report in hang.reports):
             self._print(hang, error)
         else:
             self._wait_for(lambda: (self.folder / HANG_FILE).exists())
@@ -236,6 +182,39 @@ class _Watchdog:
             self.ending(error)
         self._kill_silent()
         os._exit(1)
+
+    def _groups(self) -> list[Group]:
+        """Return the groups; none where a GPU that hangs keeps them from being read."""
+        groups: list[Group] = []
+
+        def read() -> None:
+            with contextlib.suppress(RuntimeError, ValueError, KeyError):
+                groups.extend(self.collectives.groups())
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        reader.join(READING_SECONDS)
+        return groups
+
+    def _gathered(self, report: Report) -> Hang:
+        """Wait a little for the reports of the others, and return all."""
+        self._wait_for(
+            lambda: all(
+                sign.left or sign.stands() or self._report_file(sign.rank).exists()
+                for sign in self._signs.read()
+            )
+        )
+        reports = {self._rank: report}
+        silent = dict.fromkeys(range(self._signs.ranks), "has left no sign of life here")
+        for sign in self._signs.read():
+            silent[sign.rank] = sign.why_silent()
+            if sign.rank != self._rank and (other := read_report(self._report_file(sign.rank))):
+                reports[sign.rank] = other
+        return Hang(
+            seconds=self.seconds,
+            reports=[reports[number] for number in sorted(reports)],
+            silent={number: why for number, why in silent.items() if number not in reports},
+        )
 
     def _print(self, hang: Hang, error: HangError) -> None:
         path = self.folder / HANG_FILE
@@ -255,51 +234,28 @@ class _Watchdog:
         except OSError:
             return "not known\n"
 
+    def _kill_silent(self) -> None:
+        """Kill the ranks of this machine that cannot leave by themselves."""
+        for sign in self._signs.read():
+            if sign.is_here and not sign.left and not self._report_file(sign.rank).exists():
+                process = processes.find_process(sign.pid, started=sign.started)
+                processes.kill([process] if process else [])
+
     def _wait_for(self, happened: Callable[[], bool]) -> None:
         end = time.monotonic() + 4 * self.tick + 2
         while not happened() and time.monotonic() < end:
             time.sleep(self.tick / 4)
 
-    def _groups(self) -> list[Group]:
-        """Return the groups; none where a GPU that hangs keeps them from being read."""
-        groups: list[Group] = []
+    def _write(self, path: Path, text: str) -> None:
+        # A full disk must not end the watchdog.
+        with contextlib.suppress(OSError):
+            write_text(path, text, durable=False)
 
-        def read() -> None:
-            with contextlib.suppress(RuntimeError, ValueError, KeyError):
-                groups.extend(self.collectives.groups())
+    def _report_file(self, number: int) -> Path:
+        return self.folder / f"hang-rank-{number}.json"
 
-        reader = threading.Thread(target=read, daemon=True)
-        reader.start()
-        reader.join(READING_SECONDS)
-        return groups
-
-    def _gathered(self, own: Report) -> Hang:
-        """Wait a little for the reports of the others, and return all."""
-        self._wait_for(
-            lambda: all(
-                sign.left or _stands(sign) or self._file("hang", sign.rank).exists()
-                for sign in self._signs()
-            )
-        )
-        reports = {sign.rank: read_report(self._file("hang", sign.rank)) for sign in self._signs()}
-        reports[self.rank] = own
-        silent = {
-            sign.rank: _why_silent(sign) for sign in self._signs() if reports.get(sign.rank) is None
-        }
-        unseen = set(range(int(os.environ.get("WORLD_SIZE", "1")))) - reports.keys()
-        silent |= dict.fromkeys(sorted(unseen), "has left no sign of life here")
-        return Hang(
-            seconds=self.seconds,
-            reports=[report for _, report in sorted(reports.items()) if report is not None],
-            silent=dict(sorted(silent.items())),
-        )
-
-    def _kill_silent(self) -> None:
-        """Kill the ranks of this machine that cannot leave by themselves."""
-        for sign in self._signs():
-            if sign.is_here and not sign.left and not self._file("hang", sign.rank).exists():
-                process = processes.find_process(sign.pid, started=sign.started)
-                processes.kill([process] if process else [])
+    def _native_file(self, number: int) -> Path:
+        return self.folder / f"native-rank-{number}.txt"
 
 
 def _message(hang: Hang) -> str:
@@ -307,27 +263,6 @@ def _message(hang: Hang) -> str:
         f"nothing has progressed for {hang.seconds:g} s (no step, batch, save, build or compile), "
         "and the run was ended; saved files stay: " + "; ".join(hang.missing())
     )
-
-
-def _lives(sign: _Sign) -> bool:
-    return not sign.is_here or processes.is_alive(sign.pid, started=sign.started)
-
-
-def _stands(sign: _Sign) -> bool:
-    """Whether a rank of this machine cannot write a report."""
-    return not _lives(sign) or (
-        sign.is_here and processes.is_stopped(sign.pid, started=sign.started)
-    )
-
-
-def _why_silent(sign: _Sign) -> str:
-    if sign.left:
-        return "has left its training"
-    if not _lives(sign):
-        return "is gone"
-    if _stands(sign):
-        return "is stopped (SIGSTOP)"
-    return "does not answer: native code keeps its Python from running"
 
 
 def _stacks() -> dict[str, list[str]]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from toolkit.configs.requested import (
     accumulation_dtype,
@@ -59,6 +60,7 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
     watched: list[tuple[Any, Any]] = []
     models: list[Any] = []
     optimizers: list[Any] = []
+    counting: list[RemovableHandle] = []
     plugins: dict[int, dict[str, Any]] = {}
     original, original_init = Accelerator.prepare, Accelerator.__init__
 
@@ -88,8 +90,12 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
                 recorder.requested = replace(recorder.requested, accumulation_dtype=summed)
             recorder.prepared(self, models[0], optimizers[0])
             recorder.first_step_alone()
-            models[0].register_forward_pre_hook(lambda *_: progressed())
-            register_optimizer_step_post_hook(lambda *_: progressed(step=True))
+            counting.extend(
+                (
+                    models[0].register_forward_pre_hook(lambda *_: progressed()),
+                    register_optimizer_step_post_hook(lambda *_: progressed(step=True)),
+                )
+            )
             if self.is_main_process:
                 say(f"{shown(recorder.requested.strategy)} engaged")
         return prepared
@@ -103,6 +109,8 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
         raise
     finally:  # a script that crashes may have been attested, too
         Accelerator.prepare, Accelerator.__init__ = original, original_init
+        for hook in counting:
+            hook.remove()
         if rank() == 0 and not refused:
             for line in _report(recorder, watched):
                 say(line)

@@ -25,7 +25,7 @@ from toolkit.checkpoints.resume_request import LAST, folder_to_resume
 from toolkit.data.arguments import DataArguments
 from toolkit.data.flags import flag
 from toolkit.errors import UsageError
-from toolkit.launching.watchdog import DEFAULT_SECONDS
+from toolkit.launching.watchdog import DEFAULT_SECONDS, seconds_of
 from toolkit.measuring.guards import GRAD_NORM_FACTOR
 from toolkit.redaction import learn
 from toolkit.strategies import get_strategy
@@ -123,8 +123,7 @@ class RunArguments:
             raise UsageError(f"--evidence_step {self.evidence_step}: use 1 or more.")
         if self.sample_prompts is not None and self.sample_prompts < 0:
             raise UsageError(f"--sample_prompts {self.sample_prompts}: use 0 or more.")
-        if self.hang_timeout < 0:
-            raise UsageError(f"--hang_timeout {self.hang_timeout}: use 0 or more.")
+        seconds_of(self.hang_timeout)
         if self.throughput_steps < 0:
             raise UsageError(f"--throughput_steps {self.throughput_steps}: use 0 or more.")
         if (self.scale_lr == "none") is not (self.base_batch_size is None):
