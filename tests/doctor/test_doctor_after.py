@@ -11,7 +11,10 @@ from example_record import RECORD
 from typer.testing import CliRunner
 
 from toolkit.cli import app
+from toolkit.comparing.predicted import job_of
 from toolkit.launching.processes import start_of
+from toolkit.planning.speed.estimate import estimate_speed
+from toolkit.planning.speed.gpus import gpu as planned_gpu
 from toolkit.records.json_files import write_json
 
 OUT = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
@@ -42,7 +45,7 @@ def run(tmp_path):
     """Write the status files and the log of a run, and return its folder."""
 
     def write(*statuses, log=None, record=None):
-        (tmp_path / "status").mkdir()
+        (tmp_path / "status").mkdir(exist_ok=True)
         for rank, (state, error) in enumerate(statuses):
             kind, _, message = (error or "").partition(": ")
             recorded = {"type": kind.rpartition(".")[2], "message": message}
@@ -153,6 +156,50 @@ def test_a_slow_run_is_a_warning_and_no_failure(tmp_path):
     (ok, _, _), (level, name, finding) = findings(log)
     assert (ok, level, name) == ("ok", "warn", "slow-communication")
     assert "50% of the step" in finding["text"]
+
+
+def test_a_run_whose_links_take_much_of_its_step_is_a_warning(run, tmp_path):
+    """One run of ours has no DDP to be held against: the planner says what its links take."""
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128_256,
+        "tie_word_embeddings": True,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    gpu = {"name": "NVIDIA GeForce RTX 4090", "memory_bytes": 24 * 2**30}
+    facts = {
+        "strategy": "zero3",
+        "precision": "bf16",
+        "rehearsal": False,
+        "environment": {"gpus": [gpu, gpu]},
+        "model": RECORD["model"] | {"path": str(tmp_path)},
+        "step_seconds": {"median": 0.5, "p90": 0.6},
+    }
+    found = findings(run(("finished", None), record=facts))
+    assert [(level, name) for level, name, _ in found] == [
+        ("ok", "run"),
+        ("warn", "slow-communication"),
+    ]
+    text = found[1][2]["text"]
+    speed = estimate_speed(job_of(RECORD | facts), planned_gpu(gpu["name"]))
+    low, high = (f"{seconds / 0.5:.0%}" for seconds in (speed.sending.low, speed.sending.high))
+    assert f"By the planner {low} to {high} of its step of 0.5 s go to sending" in text
+    assert "between 2 x RTX 4090" in text
+    for less in (
+        {"step_seconds": {"median": speed.sending.middle * 5.1, "p90": 60.0}},
+        {"rehearsal": True},
+        {"environment": {"gpus": [gpu, gpu | {"name": "NVIDIA L4"}]}},
+        {"environment": {"gpus": [gpu | {"name": "NVIDIA Z1"}] * 2}},
+        {"step_seconds": None},
+    ):
+        ((level, _, _),) = findings(run(("finished", None), record=facts | less))
+        assert level == "ok"
 
 
 def test_control_characters_of_a_log_do_not_reach_the_terminal(tmp_path):

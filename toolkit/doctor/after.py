@@ -10,13 +10,17 @@ from toolkit.causes.diagnosis import OUT_OF_MEMORY, SLOW_SHARE, UNKNOWN, Diagnos
 from toolkit.causes.failures import Log
 from toolkit.causes.from_files import LOG_FILE, diagnose_run, read_log
 from toolkit.causes.table import cause_named
+from toolkit.comparing.predicted import job_of
 from toolkit.comparing.report.row_facts import baseline, measured, ratio
 from toolkit.comparing.report.words import size, size_between
+from toolkit.comparing.run.achieved import gpus_of
 from toolkit.comparing.run.folders import run_names
 from toolkit.doctor.finding import Finding, fail, ok, warn
 from toolkit.errors import UsageError
 from toolkit.launching.processes import is_alive
 from toolkit.launching.status import RankStatus, read_statuses
+from toolkit.planning.speed.estimate import estimate_speed
+from toolkit.planning.speed.gpus import gpu
 from toolkit.records.json_files import LostError
 from toolkit.records.record import RECORD_FILE, Record, read_record
 from toolkit.records.results import RESULTS_FILE, Ends, Results, Row, read_results
@@ -78,7 +82,7 @@ def _of_run(folder: Path, *, name: str = RUN, row: Row | None = None) -> list[Fi
         return [ok(name, f"It is still running; every rank has finished step {step}.")]
     record = _record(folder)
     if record is not None and record["status"] == "ok" and not _has_ended_badly(statuses):
-        return [ok(name, "It ended well.")]
+        return [ok(name, "It ended well."), *_sending(record, name)]
     log = read_log(folder / LOG_FILE) if (folder / LOG_FILE).exists() else Log()
     if stopped := [status for status in statuses if status.state == "preempted"]:
         text = stopped[0].error.message if stopped[0].error else "It was preempted."
@@ -161,6 +165,27 @@ def _slow(log: Log) -> list[Finding]:
         warn(diagnosis.name, diagnosis.text, fix=diagnosis.fix, evidence=diagnosis.evidence)
         for diagnosis in slow_causes(log)
     ]
+
+
+def _sending(record: Record, name: str) -> list[Finding]:
+    """Return a finding on a run on GPUs whose links take much of its step, by the planner."""
+    times, count = record["step_seconds"], record["num_processes"]
+    kinds = {kind for kind, _ in gpus_of(record["environment"], count)}
+    if record["rehearsal"] or times is None or not times["median"] or len(kinds) != 1:
+        return []
+    try:
+        speed = estimate_speed(job_of(record), gpu(kinds.pop()))
+    except UsageError:  # no such GPU or model in the planner's tables
+        return []
+    shares = speed.sending.times(1 / times["median"])
+    if shares.middle < SLOW_SHARE:
+        return []
+    cause = cause_named("slow-communication")
+    text = (
+        f"By the planner {shares.low:.0%} to {min(shares.high, 1):.0%} of its step of "
+        f"{times['median']:.3g} s go to sending between {count} x {speed.gpu}. {cause.text}"
+    )
+    return [warn(_named(cause.name, name), text, fix=cause.fix)]
 
 
 def _slow_rows(results: Results) -> list[Finding]:

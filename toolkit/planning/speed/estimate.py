@@ -56,6 +56,11 @@ class PlannedSpeed:
     convention: str = CONVENTION
     notes: tuple[str, ...] = ()
 
+    @property
+    def sending(self) -> Interval:
+        """Seconds of a step in which the ranks send, and nothing is computed beside it."""
+        return total([term for term in self.terms if "wire bytes" in term.inputs])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedCost:
