@@ -10,6 +10,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from toolkit.cli import app
+from toolkit.data.arguments import DataArguments
 from toolkit.errors import UsageError
 from toolkit.planning.learning_rate import LearningRate
 from toolkit.planning.levers import CHECKPOINTING, SELECTIVE
@@ -446,6 +447,13 @@ def shown(found):
     text = io.StringIO()
     show_recommendation(found, Console(file=text, width=300))
     return text.getvalue()
+
+
+def test_short_texts_are_said_to_need_packing_for_the_planned_rows():
+    reasons = recommend("7b", gpu="H100", gpus=8, sequence=1536).reasons
+    (reason,) = [reason for reason in reasons if "--packing" in reason]
+    assert "rows of 1,536 tokens" in reason
+    assert f"--packing {DataArguments(packing='best_fit').packing} " in reason
 
 
 def test_hours_and_price_stand_beside_every_option_and_the_command_trains_so_many_steps(tmp_path):

@@ -75,6 +75,10 @@ def _of_levers(choice: Candidate, goal: Goal) -> Iterator[str]:
         f"Batch {job.batch} x {job.gpus} GPU{'s' if job.gpus > 1 else ''} x {job.accumulation} "
         f"accumulated keeps the global batch of {job.batch * job.gpus * job.accumulation}."
     )
+    yield (
+        f"Memory and tokens/s are those of rows of {job.sequence:,} tokens. Where your texts are "
+        "shorter, --packing best_fit fills the rows with them."
+    )
     if job.method == "full":
         return
     yield (
