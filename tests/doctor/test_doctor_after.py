@@ -15,6 +15,7 @@ from toolkit.comparing.predicted import job_of
 from toolkit.launching.processes import start_of
 from toolkit.planning.speed.estimate import estimate_speed
 from toolkit.planning.speed.gpus import gpu as planned_gpu
+from toolkit.planning.terms import Interval
 from toolkit.records.json_files import write_json
 
 OUT = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
@@ -188,6 +189,10 @@ def test_a_run_whose_links_take_much_of_its_step_is_a_warning(run, tmp_path):
     ]
     text = found[1][2]["text"]
     speed = estimate_speed(job_of(RECORD | facts), planned_gpu(gpu["name"]))
+    kinds = ("all-gather of ", "reduce-scatter of ", "all-reduce of ", "reduce of ")
+    sent = [term.seconds for term in speed.terms if term.name.startswith(kinds)]
+    assert len(sent) > 1
+    assert speed.sending == Interval.total(sent)
     low, high = (f"{seconds / 0.5:.0%}" for seconds in (speed.sending.low, speed.sending.high))
     assert f"By the planner {low} to {high} of its step of 0.5 s go to sending" in text
     assert "between 2 x RTX 4090" in text
