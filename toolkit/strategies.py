@@ -345,6 +345,7 @@ STRATEGIES: dict[str, Strategy] = {
         ),
     )
 }
+"""Every strategy by its name, in the order of the README's table."""
 
 
 def get_strategy(name: str) -> Strategy:

@@ -220,7 +220,7 @@ def own_arguments(argv: Sequence[str]) -> OwnArguments:
     is_file = len(argv) == 1 and Path(argv[0]).suffix in {".json", ".yaml", ".yml"}
     flags = _flags_of_file(argv[0]) if is_file else list(argv)
     if {"-h", "--help"} & set(flags):
-        _full_parser().print_help()
+        full_parser().print_help()
         raise SystemExit(0)
     parsed: Any = _Parser(tuple(OWN.values()), **_PARSER_OPTIONS).parse_args_into_dataclasses(
         flags, return_remaining_strings=True, look_for_args_file=False
@@ -318,7 +318,7 @@ class _Parser(HfArgumentParser):
 _PARSER_OPTIONS: dict[str, Any] = {"allow_abbrev": False, "add_help": False}
 
 
-def _full_parser() -> HfArgumentParser:
+def full_parser() -> HfArgumentParser:
     from transformers.training_args import TrainingArguments
 
     kinds: tuple[Any, ...] = (*OWN.values(), TrainingArguments)

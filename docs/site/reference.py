@@ -1,0 +1,173 @@
+"""Pages of the reference: verbs, flags and Python names, as Markdown made from the code."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+import textwrap
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
+
+import typer.main
+from json_reference import json_page
+
+import toolkit
+from toolkit.cli import app
+from toolkit.records.record import Record
+from toolkit.records.results import Results
+
+CODE_SPAN = re.compile(r"(`[^`]+`)")
+MARKUP = re.compile(r"([\\*_<>\[\]{}$#|])")
+
+
+def reference_pages() -> dict[str, str]:
+    """Return the text of each page by its name."""
+    return {
+        "commands": commands_page(),
+        "flags": flags_page(),
+        "python": python_page(),
+        "results": json_page(
+            "results.json",
+            Results,
+            "`toolkit compare` writes this file into the folder of the comparison. "
+            "`toolkit.records.results.read_results` reads and checks it.",
+        ),
+        "record": json_page(
+            "record.json",
+            Record,
+            "Rank 0 writes this file into the folder of its run. "
+            "`toolkit.records.record.read_record` reads and checks it.",
+        ),
+    }
+
+
+def commands_page() -> str:
+    """Return every verb, with its arguments, options and examples."""
+    command = typer.main.get_command(app)
+    root = command.make_context("toolkit", [], resilient_parsing=True)
+    parts = ["# Commands"]
+    for context in _with_inner(root):
+        if context is not root:
+            parts.append(f"## `{context.command_path}`")
+        parts += _verb(context)
+    return _joined(parts)
+
+
+def flags_page() -> str:
+    """Return every flag of `toolkit.train`, in the groups in which it declares them."""
+    from toolkit.training.arguments import OWN, full_parser
+
+    actions = {action.dest: [] for action in full_parser()._actions}
+    for action in full_parser()._actions:
+        actions[action.dest].append(action)
+    parts = [
+        "# Flags of training",
+        "`accelerate launch ... -m toolkit.train` takes these flags, in either spelling. "
+        "`toolkit compare` and `toolkit prepare` take them after `--`, and refuse with a reason "
+        "those that they set themselves.",
+        "```{program} toolkit.train\n```",
+    ]
+    for kind in OWN.values():
+        parts += [f"## {inspect.getdoc(kind).rstrip('.')}"]
+        parts += _flags(actions.pop(field.name) for field in fields(kind))
+    actions.pop("help")
+    parts += [
+        "## Flags of `transformers.TrainingArguments`",
+        "The HF Trainer's own flags, with its own words. Defaults are those of the toolkit.",
+        *_flags(actions.values()),
+    ]
+    return _joined(parts)
+
+
+def python_page() -> str:
+    """Return the directives that render the docstring of each public name."""
+    parts = [
+        "# Python names",
+        "`import toolkit` loads neither torch nor transformers. Each name is resolved when it is "
+        "used: `from toolkit import ToolkitTrainer`.",
+    ]
+    for name in sorted(toolkit.__all__, key=str.lower):
+        value = getattr(toolkit, name)
+        parts += [f"## `{name}`", _directive(name, value)]
+    return _joined(parts)
+
+
+def _directive(name: str, value: object) -> str:
+    path = f"toolkit.{name}"
+    if inspect.isclass(value):
+        kind = "autoexception" if issubclass(value, BaseException) else "autoclass"
+    else:
+        kind = "autofunction" if inspect.isroutine(value) else "autodata"
+    if kind == "autodata":  # its docstring stands where it is assigned
+        path = f"{toolkit._HOMES[name]}.{name}"
+    lines = [f".. {kind}:: {path}"]
+    if kind == "autoclass":
+        lines.append("   :members:")
+    if kind == "autodata":
+        lines.append("   :no-value:")
+    return "\n".join(["```{eval-rst}", *lines, "```"])
+
+
+def _with_inner(context: typer.Context) -> Iterator[typer.Context]:
+    """Yield a command's context, and those of the commands within it."""
+    yield context
+    for name, command in getattr(context.command, "commands", {}).items():
+        yield from _with_inner(
+            command.make_context(name, [], parent=context, resilient_parsing=True)
+        )
+
+
+def _verb(context: typer.Context) -> Iterator[str]:
+    command, path = context.command, context.command_path
+    yield f"```{{program}} {path}\n```"
+    yield plain(command.help or "")
+    yield f"```text\n{' '.join([path, *command.collect_usage_pieces(context)])}\n```"
+    parameters = command.get_params(context)
+    lines = [(parameter, parameter.get_help_record(context)) for parameter in parameters]
+    arguments = [
+        f"- `{line[0]}`: {plain(line[1])}"
+        for parameter, line in lines
+        if line is not None and parameter.param_type_name == "argument"
+    ]
+    yield "\n".join(arguments)
+    for parameter, line in lines:
+        if line is not None and parameter.param_type_name == "option":
+            yield _option(*line)
+    examples = (command.epilog or "").partition("Examples:\n")[2]
+    yield f"```sh\n{textwrap.dedent(examples)}\n```"
+
+
+def _flags(groups: Iterable[list[argparse.Action]]) -> Iterator[str]:
+    for group in groups:
+        for action in group:
+            signature = ", ".join(action.option_strings)
+            value = _value_of(action)
+            text = (action.help or "") % {"default": action.default, "prog": "toolkit.train"}
+            if action.default not in (None, argparse.SUPPRESS):
+                text += f" (default: `{action.default}`)"
+            yield _option(f"{signature} {value}".strip(), text)
+
+
+def _value_of(action: argparse.Action) -> str:
+    """Return the form of a flag's value, as `--help` shows it, once for all spellings."""
+    if action.nargs == 0:
+        return ""
+    name = action.dest.upper()
+    if action.choices is not None:
+        name = "{" + ",".join(map(str, action.choices)) + "}"
+    return {"?": f"[{name}]", "+": f"{name} ...", "*": f"[{name} ...]"}.get(str(action.nargs), name)
+
+
+def _option(signature: str, text: str) -> str:
+    return f"```{{option}} {signature}\n{plain(text)}\n```"
+
+
+def plain(text: str) -> str:
+    """Return a help text as Markdown: what stands in backquotes is code, the rest has no markup."""
+    parts = CODE_SPAN.split(" ".join(text.split()))
+    return "".join(part if part.startswith("`") else MARKUP.sub(r"\\\1", part) for part in parts)
+
+
+def _joined(parts: Iterable[str]) -> str:
+    return "\n\n".join(part for part in parts if part) + "\n"
