@@ -2,15 +2,18 @@
 
 By the plans of transformers 5.23 (`base_model_tp_plan`): matrices that read the hidden state are
 split by outputs, those that write it by inputs, embedding and head by words; norms stay whole.
-tests/planning/test_split.py compares the parts with those plans.
+tests/engines/test_tensor_parallel.py compares the parts with those plans.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 from dataclasses import replace
 from functools import lru_cache
 from typing import Final
+
+from packaging.version import Version
 
 from toolkit.errors import UsageError
 from toolkit.planning.job import PlannedJob
@@ -107,7 +110,15 @@ def split_outputs(model: ModelShape) -> int:
 
 def splits_embedding(model: ModelShape) -> bool:
     """Whether each rank holds some words' embeddings, and adds up all."""
-    return any(t.name.endswith("embed_tokens.weight") for t in model.of_kind("embedding"))
+    return any(t.name.endswith(_split_embeddings()) for t in model.of_kind("embedding"))
+
+
+@lru_cache(maxsize=1)
+def _split_embeddings() -> tuple[str, ...]:
+    # transformers 5.24 is the first that splits GPT-NeoX's embedding.
+    plans = Version(importlib.metadata.version("transformers"))
+    newer = ("embed_in.weight",) if plans >= Version("5.24") else ()
+    return ("embed_tokens.weight", *newer)
 
 
 def _part(tensor: Tensor, size: int) -> Tensor:
@@ -115,7 +126,7 @@ def _part(tensor: Tensor, size: int) -> Tensor:
     match tensor.kind:
         case "linear" if BY_INPUTS.search(tensor.name):
             return replace(tensor, shape=(rows, *(-(-width // size) for width in columns)))
-        case "embedding" if tensor.name.endswith("embed_tokens.weight"):
+        case "embedding" if tensor.name.endswith(_split_embeddings()):
             return replace(tensor, shape=(-(-rows // size), *columns))
         case "linear" | "head":
             return replace(tensor, shape=(-(-rows // size), *columns))
