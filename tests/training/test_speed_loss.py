@@ -165,7 +165,10 @@ def test_a_copy_computes_with_its_own_weights():
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_adapters_learn_the_same_within_the_model_and_around_it(wrapped):
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, get_peft_model, inject_adapter_in_model
+
+    def injected(model, config):
+        return inject_adapter_in_model(config, model)
 
     def adapted(speed):
         model = tiny_llama()
@@ -173,10 +176,7 @@ def test_adapters_learn_the_same_within_the_model_and_around_it(wrapped):
         config = LoraConfig(
             r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"
         )
-        if wrapped:
-            model = get_peft_model(model, config)
-        else:
-            model.add_adapter(config)
+        model = (get_peft_model if wrapped else injected)(model, config)
         Speed(speed).apply(model)
         return model
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.configs.proven_models import PROVEN_MODELS
 from toolkit.data.tokens import (
+    CACHES,
     IGNORED,
     add_row,
     empty_rows,
@@ -190,7 +191,7 @@ def _refuse_mixing(decoder: Any, _: Any, inputs: Mapping[str, Any]) -> None:
     caches = inputs.get("use_cache")
     if caches is None:
         caches = getattr(decoder.config, "use_cache", False)
-    if not caches and inputs.get("past_key_values") is None:
+    if not caches and all(inputs.get(name) is None for name in CACHES):
         return
     # Only now: the answer waits for the device.
     if (positions[:, 1:] != positions[:, :-1] + 1).any():

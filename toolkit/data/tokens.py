@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 IGNORED = -100
 """The label of a token that the loss leaves out, as PyTorch and transformers have it."""
 
+CACHES = ("cache", "past_key_values")
+"""Names of a model's argument for the cache of keys and values: transformers 5.24 renamed it."""
+
 
 @dataclass(slots=True)
 class Tally:

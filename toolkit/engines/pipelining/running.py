@@ -191,7 +191,9 @@ class Pipeline:
 
         Nothing is cached: a rank has the keys and values of its own layers only.
         """
-        batch = {name: value for name, value in batch.items() if name != "past_key_values"}
+        # transformers 5.24 renamed the second to the first.
+        caches = ("cache", "past_key_values")
+        batch = {name: value for name, value in batch.items() if name not in caches}
         items = batch.pop("num_items_in_batch", None)
         window = Window([batch | {"use_cache": False}], items, of_training=False)
         passed: list[Any] = []

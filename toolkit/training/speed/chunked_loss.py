@@ -13,7 +13,7 @@ in fp16, which can't hold the factor of loss scaling; and it has no soft-capping
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MethodType
 from typing import Any
 
@@ -111,6 +111,9 @@ def use_chunked_loss(model: PreTrainedModel, *, chunk_tokens: int) -> None:
             logits_of=logits_of,
         )
 
+    # By their names: transformers 5.24 renamed the cache.
+    kept = {field.name for field in fields(CausalLMOutputWithPast)}
+
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         positions = kwargs.pop(POSITIONS, None)
         inputs = dict(signature.bind_partial(self, *args, **kwargs).arguments)
@@ -127,7 +130,7 @@ def use_chunked_loss(model: PreTrainedModel, *, chunk_tokens: int) -> None:
             hidden, loss_for=(targets, inputs.get("num_items_in_batch"))
         )
         return CausalLMOutputWithPast(
-            loss=loss, logits=None, past_key_values=getattr(outputs, "past_key_values", None)
+            loss=loss, **{name: outputs[name] for name in kept & {*outputs}}
         )
 
     # The Trainer reads the model's data columns and arguments from the signature.

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from toolkit.configs.proven_models import PROVEN_MODELS
-from toolkit.data.tokens import IGNORED
+from toolkit.data.tokens import CACHES, IGNORED
 from toolkit.errors import UsageError
 
 POSITIONS = "supervised_positions"
@@ -106,7 +106,7 @@ def spare_the_device(model: PreTrainedModel) -> None:
 
 def _begins(decoder: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
     masked = kwargs.get("attention_mask") is not None
-    if masked or kwargs.get("past_key_values") is not None:
+    if masked or any(kwargs.get(name) is not None for name in CACHES):
         return None  # for example generation, whose rows are padded on the left
     positions = kwargs.get("position_ids")
     if positions is not None:
