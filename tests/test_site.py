@@ -139,6 +139,15 @@ def test_every_field_of_a_record_and_of_results_is_there(pages, tmp_path):
         assert seen > 4
 
 
+def test_every_field_has_a_meaning(pages):
+    for page in ("record", "results"):
+        tables = tables_of(pages[page])
+        assert len(tables) > 8
+        for table in tables:
+            for name, (meaning, *_) in table.rows.items():
+                assert meaning.strip(), (page, table.paths, name)
+
+
 def test_each_measured_value_has_its_unit_and_what_null_means(pages):
     for kind, page, start in ((Record, "record", ""), (Row, "results", "runs[].")):
         tables = tables_of(pages[page])

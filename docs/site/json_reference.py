@@ -168,7 +168,9 @@ def _type(declared: Any) -> str:
 
 
 def _meaning(kind: Any, name: str, declared: Any) -> str:
-    text = meanings_of(kind).get(name) or ""
+    # Functional syntax has no string below a field, so that it stands beside the type.
+    beside = [part for part in _metadata(declared) if isinstance(part, str)]
+    text = meanings_of(kind).get(name) or "".join(beside)
     if not text:
         inner = [part for part, _ in _objects_in(declared)]
         text = _meaning_of_kind(inner[0]) if inner else ""
@@ -184,11 +186,19 @@ def _meaning_of_kind(kind: Any) -> str:
 def meanings_of(kind: Any) -> dict[str, str]:
     """Return the string below each field of a TypedDict and of those that it inherits from."""
     meanings: dict[str, str] = {}
-    for base in (*getattr(kind, "__orig_bases__", ()), kind):
-        if is_typeddict(base):
-            source = meanings_in(base.__module__, base.__name__)
-            meanings |= source if base is kind else meanings_of(base)
-    return meanings
+    for base in _bases_of(kind):
+        meanings |= meanings_of(base)
+    return meanings | meanings_in(kind.__module__, kind.__name__)
+
+
+def _bases_of(kind: Any) -> list[Any]:
+    """Return the TypedDicts that another inherits from, which Python 3.11 has only as text."""
+    module = sys.modules[kind.__module__]
+    for node in ast.parse(inspect.getsource(module)).body:
+        if isinstance(node, ast.ClassDef) and node.name == kind.__name__:
+            names = [base.id for base in node.bases if isinstance(base, ast.Name)]
+            return [base for name in names if is_typeddict(base := getattr(module, name))]
+    return []
 
 
 @cache

@@ -124,6 +124,8 @@ class Difference(TypedDict):
     """The largest of all differences between two sets of weights or gradients."""
 
     value: Annotated[float, Fact("gap", csv="{around}")]
+    """The largest difference."""
+
     tensor: Annotated[str, Fact("text", csv="{around}_tensor")]
     """Name of the parameter with the largest difference."""
 
@@ -132,7 +134,10 @@ class StepSeconds(TypedDict):
     """Spread of the time of one optimizer step, after warm-up."""
 
     median: Annotated[Size | None, Fact("seconds", csv="{around}_median_seconds")]
+    """Time that half of the steps stay below; null without a timed step."""
+
     p90: Annotated[Size | None, Fact("seconds", csv="{around}_p90_seconds")]
+    """Time that nine of ten steps stay below; null without a timed step."""
 
 
 class Phases(TypedDict):
@@ -177,6 +182,8 @@ class WarmUp(TypedDict):
     """Part of `start_seconds`: reading the toolkit's cache against its manifests, once for all."""
 
     first_step_seconds: Annotated[float, Fact("seconds", "warm-up", "first step")]
+    """Time of the first optimizer step."""
+
     compile_seconds: Annotated[
         float | None, _slowest("compiling", null_means="it runs without torch.compile")
     ]
@@ -190,11 +197,17 @@ class Memory(TypedDict):
     """Bytes, counted from the tensors that a rank holds."""
 
     parameters_bytes: Annotated[Count | None, _held("parameters")]
+    """Bytes of the weights that the forward uses, frozen ones included."""
+
     master_bytes: Annotated[Count | None, _held("master")]
+    """Bytes of the fp32 copies of weights that are computed with in 16 bits."""
+
     gradients_bytes: Annotated[Count | None, _held("gradients")]
     """Bytes of the gradients at their peak, before the step."""
 
     optimizer_bytes: Annotated[Count | None, _held("optimizer")]
+    """Bytes of the optimizer's state, without the fp32 copies of weights."""
+
     peak_bytes: Annotated[Count | None, _held("peak", csv="device_peak_bytes", missing=REHEARSED)]
     """Most bytes allocated by torch's allocator on the device; null in a rehearsal."""
 
@@ -217,6 +230,8 @@ class BatchShape(TypedDict):
     """Input of one forward on one rank."""
 
     rows: FromOne
+    """Number of rows."""
+
     tokens: FromOne
     """Number of tokens of all rows, padding included."""
 
@@ -228,7 +243,11 @@ class Peak(TypedDict):
     """`forward`, `backward` or `optimizer`."""
 
     step: Annotated[int, Fact("count", "peak", "step", csv=None)]
+    """Number of the step, from 1."""
+
     total_bytes: Annotated[Count, Fact("bytes", "peak", "together", csv="counted_peak_bytes")]
+    """Bytes of all live tensors at that moment."""
+
     categories: dict[str, Count]
     """Parts of the total: `parameters` (gathered ones included), `master`, `gradients`,
     `optimizer`, `activations` (kept for backward), `other` (buffers, inputs, temporaries)."""
@@ -239,9 +258,14 @@ class Peak(TypedDict):
 
 class RankMemory(TypedDict):
     rank: int
+    """Number of the rank, from 0."""
+
     memory: Memory
     device: str
+    """Device that the rank trained on: `cpu`, `cuda:0`, ..."""
+
     peak: Peak | None
+    """Fullest moment of one step; null where none was counted."""
 
 
 class CountedCollective(TypedDict):
@@ -255,15 +279,21 @@ class CountedCollective(TypedDict):
     `other`."""
 
     dtype: str
+    """Type of the elements: `float32`, `bfloat16`, ..."""
+
     ranks: FromOne
     """Number of ranks in the group."""
 
     calls: Count
+    """Number of calls."""
+
     elements: Count
     """Elements of the whole buffers, padding included: the input of an all-reduce or
     reduce-scatter, the output of an all-gather."""
 
     payload_bytes: Count
+    """Bytes of the whole buffers: `elements` times the size of one."""
+
     wire_bytes: Size
     """Bytes that one rank sends with the ring algorithm."""
 
@@ -272,7 +302,11 @@ class Traffic(TypedDict):
     """Every collective of one optimizer step, metric gathers before it included."""
 
     step: int
+    """Number of the step, from 1."""
+
     micro_batches: FromOne
+    """Number of forwards of the step on one rank."""
+
     tokens: NotRequired[Count]
     """Tokens that the rank read in the step, padding included."""
 
@@ -292,6 +326,7 @@ class Traffic(TypedDict):
     """Trained elements of the model, without padding."""
 
     all_elements: Count
+    """Elements of all weights of the model, frozen ones included, without padding."""
 
     disagreements: list[str]
     """Rows that ranks counted differently."""
@@ -310,24 +345,34 @@ class Evaluated(TypedDict):
     """exp(loss)"""
 
     tokens: int
+    """Number of predicted tokens."""
+
     rows: int
+    """Number of validation rows."""
+
     seconds: float
+    """Time of the evaluation."""
 
 
 class Sample(TypedDict):
     """A model's greedy continuation of a prompt."""
 
     prompt: str
+    """Text that the model continues."""
+
     before: str | None
     """Text before training; null if the run resumed from a checkpoint without it."""
 
     after: str | None
+    """Text after training; null if the run ended before."""
 
 
 class PipelineSlots(TypedDict):
     """Work and waiting of the ranks in one step, in slots (`planning.schedules`)."""
 
     schedule: Annotated[str, Fact("text", "pipeline", "schedule", csv="schedule")]
+    """Name of the schedule: `gpipe`, `1f1b`, ..."""
+
     layers: list[list[int]]
     """First and last layer of each stage."""
 
@@ -337,12 +382,19 @@ class PipelineSlots(TypedDict):
     micro_batches: Annotated[
         FromOne, Fact("count", "pipeline", "micro-batches", csv="pipeline_micro_batches")
     ]
+    """Number of micro-batches of the step."""
+
     idle_slots: Annotated[Count, Fact("count", "pipeline", "idle slots")]
+    """Slots of all ranks without work."""
+
     slots: Annotated[Count, Fact("count", "pipeline", "all slots")]
+    """Slots of all ranks in the step."""
+
     bubble: Annotated[Size, Fact("share", "pipeline", "bubble")]
     """Share of idle slots, from the order in which each rank worked."""
 
     expected_bubble: Annotated[Size, Fact("share", "pipeline", "by the formula")]
+    """Share of idle slots by the schedule's formula."""
 
 
 class Measured(TypedDict):
@@ -352,6 +404,8 @@ class Measured(TypedDict):
     """Norms before clipping; null for a step, or for all steps, where none was measured."""
 
     final_loss: Annotated[float | None, Fact("loss", column="final loss", diff="losses")]
+    """Training loss of the last step."""
+
     tokens_per_second: Annotated[Size | None, Fact("tokens/s", column="tokens/s", diff="speed")]
     """Speed on packed rows, summed over all ranks; in a row the median over the repeats."""
 
