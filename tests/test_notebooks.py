@@ -1,6 +1,7 @@
 """Notebooks: calls and no functions, committed without outputs, and they run."""
 
 import ast
+import os
 import shutil
 from pathlib import Path
 
@@ -12,9 +13,53 @@ FOLDER = Path(__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
 
+SHOWN = {
+    "01_first_run": (
+        "deepspeed_config_file: deepspeed_configs/zero2.json",
+        "<td style='text-align:left'>DeepSpeedEngine</td>",
+        "'after': 'Return the",
+        "\n| zero2 | ok | ",
+    ),
+    "02_choose_a_strategy": (
+        "zero2    70 GB on each of two GPUs\nzero3    56 GB on each of two GPUs",
+        "zero3    0.0% away at most",
+        "Qwen/Qwen2.5-1.5B on L4: ",
+        "zero3   140.0 GB",
+    ),
+    "03_compare_backends": (
+        "**All 8 runs trained the same model",
+        "held: loss, grad_norm, weights, data",
+        "tensor-loop        right to the byte",
+        "bubble       0.2\nexpected_bubble 0.2",
+    ),
+    "04_your_own_loop": (
+        "attested zero3: distributed_type DEEPSPEED",
+        "attested fsdp: distributed_type FSDP",
+    ),
+    "05_own_trainer": (
+        "'perplexity': ",
+        "270,336 of 2,606,784",
+        "qlora",
+        "## How to load it",
+    ),
+    "06_when_it_breaks": (
+        "The loss of step 2 is not finite",
+        "Did you mean 'zero3'?",
+        "unused-parameters: ",
+        "rank 1 is missing: it has not entered all_reduce",
+        "Nothing differs beyond its limit",
+    ),
+}
+
+
 @pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
-def notebook(request):
-    return nbformat.read(request.param, as_version=4)
+def path(request):
+    return request.param
+
+
+@pytest.fixture
+def notebook(path):
+    return nbformat.read(path, as_version=4)
 
 
 def code_of(notebook):
@@ -30,6 +75,8 @@ def test_it_is_committed_without_outputs(notebook):
 
 def test_it_holds_calls_and_no_functions(notebook):
     for cell in code_of(notebook):
+        if cell.source.startswith("%%writefile"):
+            continue  # a script of the user's, which runs in processes of its own
         lines = cell.source.splitlines()
         python = [line for line in lines if not line.startswith("!") and " = !" not in line]
         kinds = [type(node) for node in ast.walk(ast.parse("\n".join(python)))]
@@ -38,23 +85,19 @@ def test_it_holds_calls_and_no_functions(notebook):
 
 
 def test_the_kernel_never_loads_what_touches_cuda(notebook):
-    source = "\n".join(cell.source for cell in code_of(notebook))
-    for package in ("torch", "transformers", "accelerate", "deepspeed", "notebook_launcher"):
+    cells = [c.source for c in code_of(notebook) if not c.source.startswith("%%writefile")]
+    # Accelerate's launcher forks from this kernel before anything touches CUDA.
+    source = "\n".join(cells).replace("from accelerate import notebook_launcher", "")
+    for package in ("torch", "transformers", "accelerate", "deepspeed"):
         assert f"import {package}" not in source
         assert f"from {package}" not in source
 
 
-def test_the_first_run_ends_with_a_table_of_two_good_strategies(tmp_path):
-    ran = run(FOLDER / "01_first_run.ipynb", tmp_path)
+def test_it_runs_from_top_to_bottom(path, tmp_path):
+    ran = run(path, tmp_path)
     text = "\n".join(texts_of(ran))
-    assert "deepspeed_config_file: deepspeed_configs/zero2.json" in text
-    assert "'wrapper': 'DeepSpeedEngine'" in text
-
-    (report,) = [text for text in texts_of(ran) if text.startswith("# Comparison")]
-    rows = [line.split(" | ") for line in report.splitlines() if " | ok | " in line]
-    assert [row[0].strip("| ") for row in rows] == ["single", "ddp", "zero2"]
-    assert (tmp_path / "runs" / "zero2" / "final" / "model.safetensors").is_file()
-    assert ran.cells[-1].outputs[0].output_type == "execute_result"
+    for part in SHOWN[path.stem]:
+        assert part in text, text
 
 
 def run(path, folder):
@@ -64,7 +107,11 @@ def run(path, folder):
     client = nbclient.NotebookClient(
         notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
     )
-    return client.execute()
+    ran = client.execute()
+    if executed := os.environ.get("TOOLKIT_EXECUTED_NOTEBOOKS"):  # for the site
+        Path(executed).mkdir(parents=True, exist_ok=True)
+        nbformat.write(ran, Path(executed) / path.name)
+    return ran
 
 
 def texts_of(notebook):

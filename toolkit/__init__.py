@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from toolkit.comparing.run.options import CompareOptions as CompareOptions
-    from toolkit.comparing.run.schedule import compare as compare
     from toolkit.configs.files import write_configs as write_configs
     from toolkit.errors import GuardError as GuardError
     from toolkit.errors import UsageError as UsageError
+    from toolkit.notebook import compare as compare
+    from toolkit.notebook import launch as launch
+    from toolkit.notebook import report as report
     from toolkit.planning.plan import plan as plan
     from toolkit.planning.recommend import recommend as recommend
     from toolkit.strategies import STRATEGIES as STRATEGIES
@@ -31,9 +33,11 @@ _HOMES = {
     "Strategy": "toolkit.strategies",
     "ToolkitTrainer": "toolkit.training.trainer",
     "UsageError": "toolkit.errors",
-    "compare": "toolkit.comparing.run.schedule",
+    "compare": "toolkit.notebook",
+    "launch": "toolkit.notebook",
     "plan": "toolkit.planning.plan",
     "recommend": "toolkit.planning.recommend",
+    "report": "toolkit.notebook",
     "write_configs": "toolkit.configs.files",
 }
 

@@ -80,13 +80,7 @@ def write_run(
     files = write_configs(planned.strategy, folder, options=options)
     flags = ("--output_dir", str(folder), *planned.flags)
     single = not planned.strategy.is_distributed
-    variables: dict[str, str] = {}
-    if spec["rehearsal"]:
-        variables["CUDA_VISIBLE_DEVICES"] = ""
-    elif single:
-        # Only the first of the GPUs that the user made visible.
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-        variables["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0].strip()
+    variables = visible_gpus(single=single, rehearsal=spec["rehearsal"])
     # Accelerate overwrites the variable with the GPU ids in the file of `single`, unless `all`.
     command = launch_command(
         files.accelerate, ["-m", "toolkit.train", *flags], gpu_ids="all" if single else None
@@ -95,6 +89,17 @@ def write_run(
     line = " ".join([*words, shell_line(shown_command(command))])
     write_text(folder / COMMAND_FILE, f"{line}\n", private=True)
     return command, variables
+
+
+def visible_gpus(*, single: bool, rehearsal: bool) -> dict[str, str]:
+    """Return the variable that shows a run its GPUs, if it has to be set."""
+    if rehearsal:
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    if not single:
+        return {}
+    # Only the first of the GPUs that the user made visible.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    return {"CUDA_VISIBLE_DEVICES": visible.split(",")[0].strip()}
 
 
 def end_of(folder: Path, outcome: Outcome, *, repeat: int) -> Finished | FailedStart:

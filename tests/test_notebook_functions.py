@@ -1,0 +1,117 @@
+"""Functions for notebooks: runs in own processes, shown as one output, and stopped as a whole."""
+
+import subprocess
+import sys
+import time
+
+import nbclient
+import psutil
+import pytest
+from jupyter_client.manager import KernelManager
+from nbformat.v4 import new_code_cell, new_notebook
+
+import toolkit
+from toolkit.errors import UsageError
+
+FAILS = 'print("before it")\nraise ValueError("no such column: text")\n'
+INTERRUPTED_AFTER = "'loss':"
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_run_shows_what_engaged_and_a_script_that_fails_its_reason(here, capsys):
+    ran = toolkit.launch("zero2", args=["--max_steps", 2, "--output_dir", "mine"])
+    assert (ran.status, ran.reason, ran.folder) == ("ok", None, here / "mine")
+    assert ran.record["attestation"]["held"] is True
+    assert "<td style='text-align:left'>DeepSpeedEngine</td>" in ran._repr_html_()
+    assert "in 2 steps" in str(ran)
+    assert "effective batch: 4 rows x 2 processes" in capsys.readouterr().out
+
+    (here / "own.py").write_text(FAILS)
+    failed = toolkit.launch("single", "own.py")
+    assert failed.status == "failed"
+    assert (
+        failed.reason
+        == "rank 0 failed before its first step was done: ValueError: no such column: text"
+    )
+    assert "no such column" in failed._repr_html_()
+    assert (failed.record, failed.folder.parent) == (None, here / "runs")
+    assert "before it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("zeroo2",), "zero2"),
+        (("ddp", "missing.py"), "missing.py is no file here"),
+        (("single", "toolkit.train", (), 2), "single"),
+    ],
+)
+def test_a_mistake_is_a_sentence_and_nothing_is_written(here, arguments, named):
+    with pytest.raises(UsageError, match=named):
+        toolkit.launch(*arguments)
+    assert not list(here.iterdir())
+
+
+def test_a_comparison_and_its_report_are_the_same_page(here):
+    done = toolkit.compare("single, ddp", max_steps=2, throughput_steps=0, output="both")
+    assert done.sound
+    assert [row["strategy"] for row in done.rows] == ["single", "ddp"]
+    page = done._repr_markdown_()
+    assert page == (here / "both" / "report.md").read_text()
+    assert toolkit.report("both")._repr_markdown_() == page == str(done)
+    with pytest.raises(UsageError, match="nowhere"):
+        toolkit.report("nowhere")
+
+
+def test_nothing_of_torch_is_loaded():
+    code = "import sys, toolkit; toolkit.launch, toolkit.report; print('torch' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "False\n"
+
+
+def test_a_cell_has_one_output_for_the_lines_and_one_for_the_answer(here):
+    cell = new_code_cell("import toolkit\ntoolkit.launch('ddp', args=['--max_steps', '2'])")
+    client = nbclient.NotebookClient(
+        new_notebook(cells=[cell]), timeout=300, resources={"metadata": {"path": str(here)}}
+    )
+    lines, answer = client.execute().cells[0].outputs
+    assert (lines.output_type, answer.output_type) == ("display_data", "execute_result")
+    assert "'train_loss'" in lines.data["text/plain"]
+    assert "DistributedDataParallel" in answer.data["text/html"]
+
+
+def test_the_stop_button_ends_every_process_of_a_run(here):
+    manager = KernelManager(kernel_name="python3")
+    manager.start_kernel(cwd=str(here))
+    client = manager.client()
+    client.start_channels()
+    try:
+        client.wait_for_ready(timeout=60)
+        client.execute("import toolkit; toolkit.launch('ddp', args=['--max_steps', '100000'])")
+        wait_for(client, lambda content: INTERRUPTED_AFTER in str(content.get("data")))
+        kernel = psutil.Process(manager.provisioner.pid)
+        started = kernel.children(recursive=True)
+        assert len([each for each in started if "toolkit.train" in each.cmdline()]) >= 2
+        manager.interrupt_kernel()
+        wait_for(client, lambda content: content.get("ename") == "KeyboardInterrupt")
+        wait_for(client, lambda content: content.get("execution_state") == "idle")
+        _, alive = psutil.wait_procs(started, timeout=30)
+        assert not alive
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+def wait_for(client, matches):
+    """Read what the kernel publishes, up to the message with such content."""
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
+        message = client.get_iopub_msg(timeout=300)
+        if matches(message["content"]):
+            return
+    raise AssertionError("the kernel published no such message")
