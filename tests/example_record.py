@@ -20,6 +20,7 @@ TRAINING = {
     "lora_alpha": None,
     "lora_dropout": None,
     "lora_target_modules": None,
+    "lora_embeddings": None,
 }
 
 DATA = {

@@ -20,6 +20,9 @@ pytestmark = pytest.mark.filterwarnings(
 
 STRATEGIES = ("ddp", "zero2", "zero3", "fsdp")
 ENGINES = {"lora": "trainer", "qlora": "loop"}
+PRECISION = {"lora": "bf16", "qlora": "no"}
+BESIDE = {"lora": (), "qlora": ("--lora_embeddings",)}
+WHOLE = {"base_model.model.model.embed_tokens.weight", "base_model.model.lm_head.weight"}
 ROWS = 200
 STEPS = 13
 """Of 16 rows: all of them, and 8 fillers."""
@@ -48,8 +51,9 @@ def comparison(request, toolkit, chats, tmp_path_factory):
     folder = tmp_path_factory.mktemp(method) / "runs"
     done = toolkit(
         *("compare", "--strategies", ",".join(STRATEGIES), "--engine", ENGINES[method]),
+        *("--precision", PRECISION[method]),
         *("--output", folder, "--max_steps", STEPS, "--throughput_steps", 0, "--"),
-        *("--method", method, "--merge", "--max_length", 64),
+        *("--method", method, "--merge", "--max_length", 64, *BESIDE[method]),
         *("--train_file", chats),
     )
     return method, done, folder, read_results(folder)
@@ -88,7 +92,10 @@ def test_only_adapters_are_trained_and_the_rest_is_sharded_all_the_same(comparis
         model, memory = record["model"], record["memory"]
         adapter = load_file(final_of(comparison, strategy) / "adapter_model.safetensors")
         trained = sum(tensor.numel() for tensor in adapter.values())
-        assert model["trained_parameters"] == trained < model["parameters"] / 8
+        whole = sum(adapter[name].numel() for name in WHOLE & adapter.keys())
+        assert (whole > 0) == (method == "qlora")
+        assert model["trained_parameters"] == trained
+        assert trained - whole < model["parameters"] / 8
         assert memory["optimizer_bytes"] < 9 * trained
         if strategy == "ddp":
             assert memory["gradients_bytes"] == 4 * trained
@@ -102,8 +109,11 @@ def test_only_adapters_are_trained_and_the_rest_is_sharded_all_the_same(comparis
 def test_the_planner_predicts_bytes_and_traffic_of_adapters_too(comparison):
     for strategy, row in rows_of(comparison).items():
         assert row["predicted"]["reason"] is None, strategy
-        exact = dict.fromkeys((*STATES, "counted_bytes", "traffic_bytes"), 0)
-        assert row["predicted"]["errors"] == exact, strategy
+        errors = dict(row["predicted"]["errors"])
+        # A CPU without bf16 instructions adds up each product in fp32 buffers.
+        counted = errors.pop("counted_bytes")
+        assert abs(counted) <= (0 if comparison[0] == "qlora" else 0.06), strategy
+        assert errors == dict.fromkeys((*STATES, "traffic_bytes"), 0), strategy
 
 
 def test_every_adapter_is_whole_loads_and_generates(comparison):
@@ -115,7 +125,8 @@ def test_every_adapter_is_whole_loads_and_generates(comparison):
         config = PeftConfig.from_pretrained(str(final))
         assert config.base_model_name_or_path == record["model"]["path"]
         saved = load_file(final / "adapter_model.safetensors")
-        assert len(saved) == 4 * 7 * 2
+        assert len(saved.keys() - WHOLE) == 4 * 7 * 2
+        assert (saved.keys() >= WHOLE) == (method == "qlora")
         assert all(tensor.any() for tensor in saved.values()), strategy
         assert saved.keys() == load_file(final.parent / STARTING_ADAPTER).keys()
         model = AutoPeftModelForCausalLM.from_pretrained(final)
@@ -144,13 +155,18 @@ def test_merged_models_are_ordinary_ones_and_equal_to_base_and_adapter(compariso
         assert ours.keys() == adapted.keys()
         away = max(float((ours[name] - adapted[name]).abs().max()) for name in ours)
         # NF4's values are 0.3 of the largest of a block apart at most, and half of that is lost.
-        low, high = (0, 1e-6) if method == "lora" else (1e-3, 0.16 * largest(base))
+        # A rounding to bf16 loses up to 2^-8 of a value: the base is rounded, then the sum.
+        low, high = (
+            (0, 2**-7 * largest(merged)) if method == "lora" else (1e-3, 0.16 * largest(base))
+        )
         assert low <= away < high, strategy
-        assert torch.equal(ours["lm_head.weight"], adapted["lm_head.weight"])
+        head = adapted["lm_head.weight"]
+        assert torch.equal(ours["lm_head.weight"], head.to(merged.dtype))
 
 
 def largest(model):
-    return max(float(weight.abs().max()) for weight in model.parameters() if weight.dim() == 2)
+    matrices = [weight for weight in model.state_dict().values() if weight.dim() == 2]
+    return max(float(weight.abs().max()) for weight in matrices)
 
 
 def final_of(comparison, strategy):

@@ -366,6 +366,7 @@ def _adapt(model: Any, method: str, dtype: str) -> None:
         storage=dtype if method == "qlora" else None,
         layers=tuple(layers),
         trained_parameters=sum(layers.values()),
+        embeddings=(),
         base_model="random weights",
         base_revision=None,
     )

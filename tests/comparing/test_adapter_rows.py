@@ -21,6 +21,7 @@ LORA = {
     "lora_r": 4,
     "lora_alpha": 8,
     "lora_target_modules": ["all-linear"],
+    "lora_embeddings": False,
     "dtype": "float32",
 }
 

@@ -139,7 +139,7 @@ def test_bytes_of_a_layer_are_counted_as_the_table_has_them(family, eager):
             # The table replays an operation with all its inputs' gradients at once.
             peak = max(layer.backward_peak for layer in recorded)
             assert counted["backward_peak"] == pytest.approx(peak, rel=0.15)
-            tail = _recorded_tail(table, REGIMES[regime], True)
+            tail = _recorded_tail(table, REGIMES[regime], True, True)
             assert counted["outside"] == pytest.approx(tail, rel=0.001)
             compared += 1
     assert compared == (0 if family in EAGER_ONLY and not eager else 3)

@@ -15,6 +15,11 @@ from toolkit.planning.models.shape import Tensor
 from toolkit.planning.plan import plan
 from toolkit.planning.render.commands import train_command
 from toolkit.strategies import STRATEGIES
+from toolkit.training.adapters import load_for
+from toolkit.training.arguments import ModelArguments
+from toolkit.training.method_arguments import MethodArguments
+from toolkit.training.methods import checked_method
+from toolkit.training.model import model_facts
 
 WIDTHS = {
     "vocab_size": 97,
@@ -112,6 +117,35 @@ def test_adapters_of_attention_alone_are_those_that_the_written_names_attach(fam
     place = words.index("--lora_target_modules") + 1
     assert words[place : place + len(names) + 1] == [*names, "--model_name_or_path"]
     assert weights_of(job).trained.elements == attached(family, names) > 0
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "mixtral"])
+def test_embeddings_beside_adapters_are_those_that_a_run_trains(tmp_path, family):
+    config = config_of(family)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    flags = {"method": "lora", "lora_r": RANK, "lora_embeddings": True}
+    asked = MethodArguments(**flags)
+    arguments = ModelArguments(model_name_or_path=str(tmp_path))
+    method = checked_method(asked, arguments, model_facts(tmp_path), precision="no")
+    model = load_for(method, arguments, tmp_path, seed=1, start=None)
+    shape = shape_from_config(config.to_dict(), name=family)
+    single = STRATEGIES["single"]
+    job = PlannedJob(
+        model=shape,
+        strategy=single,
+        gpus=1,
+        method="lora",
+        lora_rank=RANK,
+        lora_embeddings=True,
+    )
+    counted = [(t.name, t.elements) for t in weights_of(job).trained.listed]
+    trained = [(n, p.numel()) for n, p in model.named_parameters() if p.requires_grad]
+    assert [name for name, _ in counted] == [name for name, _ in trained]
+    assert sum(n for _, n in counted) == sum(n for _, n in trained) == method.trained_parameters
+    assert {name for name, _ in counted} > {name for name, _ in trained if ".lora_" in name}
+    assert "--lora_embeddings" in train_command(job, Path("ddp.yaml"), rate=2e-4)
+    with pytest.raises(UsageError, match="trains the embeddings anyway"):
+        replace(job, method="full")
 
 
 def test_where_no_layer_is_of_attention_by_its_name_there_is_nothing_to_adapt():

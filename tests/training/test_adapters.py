@@ -121,6 +121,36 @@ def test_every_linear_layer_but_the_head_is_adapted(tmp_path, tied):
     assert {name for name, _ in adapters.adapted_modules(model)} == set(method.layers)
 
 
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_trained_beside_adapters_come_back_alone_and_merged(
+    tmp_path, accelerator, method, tied
+):
+    base, start = tmp_path / "base", tmp_path / "start.safetensors"
+    tiny_llama(tie_word_embeddings=tied).save_pretrained(base)
+    asked = method_of(base, method, lora_embeddings=True)
+    model = adapted(base, method, lora_embeddings=True, start=start)
+    whole = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}
+    assert len(whole) == (1 if tied else 2)
+    every = {each for each in model.parameters() if each.requires_grad}
+    assert whole < every
+    assert sum(each.numel() for each in every) == asked.trained_parameters
+    assert {each.dtype for each in every} == {torch.float32}
+    began = {name: tensor.clone() for name, tensor in load_file(start).items()}
+    trained(model)
+    save_model(accelerator, model, tmp_path / "final", strategy="single")
+    save_model(accelerator, model, tmp_path / "merged", merge=True, strategy="single")
+    saved = load_file(tmp_path / "final" / ADAPTER_FILE)
+    assert saved.keys() == began.keys()
+    assert not any(torch.equal(saved[name], began[name]) for name in saved)
+    packed = {} if method == "lora" else {"quantization_config": model.config.quantization_config}
+    loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "final", **packed)
+    keep_packed(loaded)
+    assert torch.equal(logits(loaded), logits(model))
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
+    assert torch.allclose(logits(merged), logits(model), atol=1e-5)
+
+
 def test_names_choose_layers_by_their_last_parts_or_whole(llama):
     by_last = method_of(llama, lora_target_modules=["q_proj", "v_proj"])
     assert len(by_last.layers) == 4

@@ -150,6 +150,7 @@ def test_the_command_trains_it_again_with_what_the_record_has():
     training = described()["training"] | {
         **{"method": "lora", "lora_r": 4, "lora_alpha": 64, "lora_dropout": 0.1, "merge": True},
         **{"lora_target_modules": ["q_proj", "v_proj"], "dtype": "float32"},
+        "lora_embeddings": True,
         **{"weight_decay": 0.01, "max_grad_norm": 0.5, "lr_scheduler_type": "cosine"},
         **{"optimizer": "adamw_torch_fused", "activation_checkpointing": True, "tf32": True},
         "speed": {

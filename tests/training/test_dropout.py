@@ -105,12 +105,10 @@ def drops(config):
 
 
 def test_dropout_of_adapters_is_off_and_kept_in_their_config(accelerator):
-    from peft import LoraConfig
+    from peft import LoraConfig, inject_adapter_in_model
 
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA))
-    model.add_adapter(
-        LoraConfig(lora_dropout=0.3, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    )
+    config = LoraConfig(lora_dropout=0.3, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = inject_adapter_in_model(config, AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA)))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # zeros, so that nothing of the adapter would be seen
             torch.nn.init.normal_(parameter)

@@ -217,6 +217,7 @@ def _method_of(precision: str, training: dict[str, Any], model: ModelShape) -> d
         "method": method,
         "lora_rank": training["lora_r"],
         "lora_targets": targets,
+        "lora_embeddings": bool(training["lora_embeddings"]),
         "lora_dropout": training["lora_dropout"] or 0.0,
     }
 

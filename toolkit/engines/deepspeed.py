@@ -212,15 +212,7 @@ class DeepSpeed(Backend):
             master = safe_get_full_fp32_param(parameter)
             if master is not None:
                 return master.detach()
-        if not is_partitioned(parameter):
-            return parameter.detach()
-        # The engine's own gathering (`_zero3_consolidated_16bit_state_dict`) refuses to work when
-        # the config file doesn't say so; GatheredParameters is public and always does.
-        from deepspeed.runtime.zero import GatheredParameters
-
-        with GatheredParameters([parameter]):
-            # Not on the device, where the gathered parameter still lies.
-            return parameter.detach().to("cpu", copy=True)
+        return joined(parameter)
 
     def whole_gradient(self, parameter: Any) -> torch.Tensor:
         gradient = parameter.grad
@@ -347,6 +339,19 @@ def engine_tag(step: int) -> str:
 
 def _device(on_nvme: object, on_cpu: object) -> str:
     return "nvme" if on_nvme else "cpu" if on_cpu else "none"
+
+
+def joined(parameter: Any) -> torch.Tensor:
+    """Return a parameter whole, from `zero.Init` on; a collective where it is partitioned."""
+    if not is_partitioned(parameter):
+        return parameter.detach()
+    # The engine's own gathering (`_zero3_consolidated_16bit_state_dict`) refuses to work when the
+    # config file doesn't say so; GatheredParameters is public and always does.
+    from deepspeed.runtime.zero import GatheredParameters
+
+    with GatheredParameters([parameter]):
+        # Not on the device, where the gathered parameter still lies.
+        return parameter.detach().to("cpu", copy=True)
 
 
 def _put_into_partitions(parameter: Any, numbers: torch.Tensor) -> None:

@@ -92,6 +92,11 @@ class PlannedJob(JobOptions):
             ("lora_rank", self.model.hidden_size),
         ):
             _check_count(name, getattr(self, name), most)
+        if self.lora_embeddings and self.method == "full":
+            raise UsageError(
+                "lora_embeddings goes with adapters, and a full fine-tune trains the embeddings "
+                "anyway. Leave it out, or ask for method lora or qlora."
+            )
         if not 0 <= self.lora_dropout < 1:
             raise UsageError(
                 f"lora_dropout is {self.lora_dropout!r}. It is 0 or more, less than 1."
@@ -136,6 +141,21 @@ class PlannedJob(JobOptions):
         """Whether embeddings, norms and head of a 4-bit model are held in fp32."""
         sharded = self.strategy.shards_parameters
         return self.method == "qlora" and self.raises_frozen and not sharded
+
+    @property
+    def trains_head(self) -> bool:
+        """Whether embeddings and head are trained: with all weights, or beside adapters."""
+        return self.method == "full" or self.lora_embeddings
+
+    @property
+    def stream_in_fp32(self) -> bool:
+        """Whether embeddings in fp32 make a residual stream in fp32 above layers in 16 bits.
+
+        `toolkit.train` raises embeddings that it trains beside adapters; engines that cast or
+        gather weights lower them again.
+        """
+        raised = self.lora_embeddings and self.strategy.sharding == "whole"
+        return self.precision != "no" and (raised or self.frozen_in_fp32)
 
     @property
     def compiles(self) -> bool:

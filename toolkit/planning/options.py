@@ -96,6 +96,10 @@ class JobOptions:
     lora_targets: Annotated[LoraTargets, Flag("Linear layers that have adapters.")] = "all-linear"
     """`all-linear` is every one but the head, as peft has it; `attention` is those of attention."""
 
+    lora_embeddings: Annotated[
+        bool, Flag("Embeddings and head trained whole beside adapters.", ("--lora-embeddings",))
+    ] = False
+
     lora_dropout: Annotated[float, Flag("Share of the adapters' inputs that is dropped.")] = 0.0
     """Above 0, each adapter keeps a copy of its input, and a mask."""
 
@@ -163,7 +167,8 @@ class PlanOptions(JobOptions):
     """None leaves verdict and speed out."""
 
     strategies: str | tuple[str, ...] | list[str] | None = None
-    """One name, several, or `all`. None takes the usual ones for the number of GPUs."""
+    """Names in a list or with commas between, or `all`. None takes the usual ones for the number of
+    GPUs."""
 
     host_gib: HostGib = None
     """RAM of one node in GiB, judged too where it is given."""

@@ -313,7 +313,7 @@ def _strategies(names: str | Sequence[str] | None, *, alone: bool) -> list[Strat
         names = USUAL_ALONE if alone else USUAL_STRATEGIES
     if names == "all":
         return list(STRATEGIES.values())
-    listed = dict.fromkeys([names] if isinstance(names, str) else names)
+    listed = dict.fromkeys(names.split(",") if isinstance(names, str) else names)
     if not listed:
         raise UsageError(f"Name a strategy. Choose from: {', '.join(STRATEGIES)}, or all.")
-    return [get_strategy(name) for name in listed]
+    return [get_strategy(name.strip()) for name in listed]

@@ -15,11 +15,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from toolkit.engines.tensors import plain_name, shape_of
+from toolkit.engines.deepspeed import joined
+from toolkit.engines.tensors import is_partitioned, plain_name, shape_of
 from toolkit.errors import SaveError
 from toolkit.training.arguments import ModelArguments
 from toolkit.training.generation import generation_config_of
-from toolkit.training.methods import Method
+from toolkit.training.methods import Method, embeddings_of
 
 ADAPTER: Final = "default"
 """peft's name for the adapter of a model that has one."""
@@ -52,23 +53,34 @@ def load_for(
         keep_packed(model)
     if not method.arguments.is_full:
         attach_adapters(model, method, seed=seed)
-        if start is not None:  # before anything wraps the model, this rank has its adapters whole
-            trained = {
-                name: parameter.detach().cpu()
-                for name, parameter in model.named_parameters()
-                if parameter.requires_grad
-            }
+        trained = _as_loaded(model)
+        if start is not None:
             start.parent.mkdir(parents=True, exist_ok=True)
             write_tensors(_by_peft_names(model, trained), start)
     return model
 
 
+def _as_loaded(model: Any) -> dict[str, torch.Tensor]:
+    """Return the trained weights of a model that nothing wraps yet, whole on rank 0; a collective.
+
+    Adapters are whole on each rank, embeddings may have been partitioned by `zero.Init`.
+    """
+    return {
+        name: joined(parameter).cpu()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and not parameter.is_meta
+    }
+
+
 def attach_adapters(model: Any, method: Method, *, seed: int) -> None:
     """Freeze a model, and attach adapters to the layers of `method`, lora or qlora.
 
+    Its embeddings and its head are trained in place, where the method asks for it: peft's own
+    wrapper would keep a frozen copy of each.
+
     The weights of the model may be partitioned by `zero.Init` or missing on this rank.
     """
-    from peft import LoraConfig
+    from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.tuners_utils import cast_adapter_dtype
 
     arguments = method.arguments
@@ -85,10 +97,20 @@ def attach_adapters(model: Any, method: Method, *, seed: int) -> None:
     # strategy, and every rank and every strategy has to begin with the same adapters.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model.add_adapter(config, ADAPTER)
+        inject_adapter_in_model(config, model, ADAPTER)
+    # As the model's own `add_adapter` does, which wants a peft that is not released yet
+    # (transformers 5.24, peft 0.21).
+    model._hf_peft_config_loaded = True
     model.peft_config[ADAPTER].base_model_name_or_path = method.base_model
-    # As peft's own wrapper does it: FSDP2 wants all trained weights in one dtype.
-    cast_adapter_dtype(model, ADAPTER)
+    whole = [p for name in method.embeddings for p in model.get_submodule(name).parameters()]
+    for parameter in whole:
+        parameter.requires_grad_(True)
+    # FSDP2 wants all trained weights in one dtype, and peft's own wrapper takes fp32. DeepSpeed
+    # steps on fp32 masters of 16-bit weights, but casts no model that `zero.Init` has built.
+    if not any(map(is_partitioned, model.parameters())):
+        cast_adapter_dtype(model, ADAPTER)
+        for parameter in whole:
+            parameter.data = parameter.data.float()
     adapted = {name for name, _ in adapted_modules(model)}
     assert adapted == set(method.layers), adapted ^ set(method.layers)
 
@@ -146,6 +168,9 @@ def write_adapter(
     config = copy.copy(adapter_config(model))
     assert config is not None
     config.inference_mode = True
+    if whole := _whole_modules(model):
+        config.modules_to_save = list(whole)
+        config.ensure_weight_tying = bool(model.config.tie_word_embeddings)
     if isinstance(config.target_modules, set):  # in an order of its own in every process
         config.target_modules = sorted(config.target_modules)
     config.save_pretrained(str(folder))
@@ -178,9 +203,7 @@ def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
     )
 
 
-def _by_peft_names(
-    model: Any, weights: Mapping[str, torch.Tensor | None]
-) -> dict[str, torch.Tensor]:
+def _by_peft_names(model: Any, weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the trained weights under the names that peft loads them by."""
     from peft import PeftModel, get_peft_model_state_dict
 
@@ -188,11 +211,37 @@ def _by_peft_names(
     named = get_peft_model_state_dict(
         model, state_dict=weights, adapter_name=_active(model), save_embedding_layers=False
     )
-    if len(named) != len(weights):
+    whole = _names_beside(model)
+    if len(named) + len(set(whole.values())) != len(weights):
         raise SaveError(f"{len(weights)} weights are trained, and peft saves {len(named)} of them")
+    # peft asks for the weight of tied modules under both names, a file holds none twice.
+    named |= {name: weights[own].clone() for name, own in whole.items()}
     # peft loads an adapter's file into a model that it wraps.
     prefix = "" if isinstance(model, PeftModel) else "base_model.model."
     return {prefix + name: tensor.contiguous() for name, tensor in named.items()}
+
+
+def _names_beside(model: Any) -> dict[str, str]:
+    """Return the names of all weights trained beside adapters, each with its name in the model."""
+    own = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+    return {
+        f"{module_name}.{name}": own[id(parameter)]
+        for module_name, module in _whole_modules(model).items()
+        for name, parameter in module.named_parameters()
+    }
+
+
+def _whole_modules(model: Any) -> dict[str, Any]:
+    """Return the embeddings and the head by name, if they are trained beside our adapters."""
+    from peft import PeftModel
+
+    if isinstance(model, PeftModel):  # wraps what it trains, under names of its own
+        return {}
+    return {
+        plain_name(name): module
+        for name, module in embeddings_of(model).items()
+        if all(parameter.requires_grad for parameter in module.parameters())
+    }
 
 
 def _check_whole(model: Any, gathered: Mapping[str, torch.Tensor | None]) -> None:
@@ -217,7 +266,7 @@ def _check_whole(model: Any, gathered: Mapping[str, torch.Tensor | None]) -> Non
 
 def _active(model: Any) -> str:
     """Return the name of the adapter that is trained."""
-    # A property of peft's own models, a method of transformers'.
     names: Any = model.active_adapters
-    names = names() if callable(names) else names
+    if callable(names):  # transformers' method, which wants the newer peft too
+        names = next(layer.active_adapters for _, layer in adapted_modules(model))
     return names[0]

@@ -31,6 +31,9 @@ class MethodArguments:
     lora_target_modules: list[str] = flag(
         [ALL_LINEAR], "Names of the linear layers with adapters; all-linear: all but the head"
     )
+    lora_embeddings: bool = flag(
+        False, "Also train the input embeddings and the output head, whole: for new tokens"
+    )
     merge: bool = flag(
         False, "Also write merged/, an ordinary model with the adapters in its weights"
     )

@@ -7,7 +7,7 @@ weights.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,9 @@ class Method:
 
     layers: tuple[str, ...]
     """Names of the layers with adapters."""
+
+    embeddings: tuple[str, ...]
+    """Names of the input embeddings and the output head, if they are trained beside adapters."""
 
     trained_parameters: int | None
     """Number of trained parameters; None if a fully trained model has no safetensors files."""
@@ -98,6 +101,7 @@ def checked_method(
     dtype = model.dtype or ("float32" if arguments.is_full else computed)
     _refuse_quantised(folder)
     layers: dict[str, int] = {}
+    embeddings: dict[str, Any] = {}
     fused = 0.0
     if not arguments.is_full:
         check_installed("peft")
@@ -108,6 +112,8 @@ def checked_method(
             )
         bare_model = skeleton(folder, trust_remote_code=model.trust_remote_code)
         layers, fused = adapted_layers(bare_model, arguments), fused_share(bare_model)
+        if arguments.lora_embeddings:
+            embeddings = embeddings_of(bare_model)
         if arguments.method == "qlora":
             if fused > MOST_UNPACKED:
                 raise UsageError(
@@ -125,7 +131,10 @@ def checked_method(
         dtype=dtype,
         storage=(dtype if precision == "no" else computed) if arguments.method == "qlora" else None,
         layers=tuple(layers),
-        trained_parameters=facts.parameters if arguments.is_full else sum(layers.values()),
+        embeddings=tuple(embeddings),
+        trained_parameters=facts.parameters
+        if arguments.is_full
+        else sum(layers.values()) + _parameters_of(embeddings.values()),
         # Absolute: a saved adapter is loaded from any current folder.
         base_model=str(folder.absolute()) if is_local else str(name),
         base_revision=None if is_local else model.model_revision,
@@ -194,6 +203,18 @@ def adapted_layers(model: PreTrainedModel, arguments: MethodArguments) -> dict[s
     return {name: arguments.lora_r * sum(linear[name]) for name in chosen}
 
 
+def embeddings_of(model: Any) -> dict[str, Any]:
+    """Return the input embeddings and the output head of a model, by name; tied ones are two."""
+    ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
+    return {name: module for name, module in model.named_modules() if id(module) in ends}
+
+
+def _parameters_of(modules: Iterable[Any]) -> int:
+    """Return the number of parameters of modules, each counted once."""
+    every = {id(parameter): parameter for module in modules for parameter in module.parameters()}
+    return sum(parameter.numel() for parameter in every.values())
+
+
 def fused_share(model: PreTrainedModel) -> float:
     """Return the share of fused experts in the weights without embeddings and head, 0 to 1.
 
@@ -201,10 +222,8 @@ def fused_share(model: PreTrainedModel) -> float:
     """
     from torch.nn import modules
 
-    outside = {id(model.get_input_embeddings().weight)}
-    head = model.get_output_embeddings()
-    if head is not None:
-        outside |= {id(parameter) for parameter in head.parameters()}
+    ends = embeddings_of(model).values()
+    outside = {id(parameter) for module in ends for parameter in module.parameters()}
     fused = total = 0
     for module in model.modules():
         is_convolution = isinstance(module, modules.conv._ConvNd)

@@ -137,7 +137,8 @@ def method_in_words(training: Mapping[str, Any]) -> str:
         and not (name == "dropout" and training["dropout"] == "off")
     ]
     layers = ", ".join(training["lora_target_modules"] or ["some layers"])
-    return f"{', '.join([method, *numbers])}, on {layers}"
+    beside = " and the embeddings" if training["lora_embeddings"] else ""
+    return f"{', '.join([method, *numbers])}, on {layers}{beside}"
 
 
 def dropout_in_words(training: Mapping[str, Any]) -> str | None:

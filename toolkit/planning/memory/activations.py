@@ -168,9 +168,8 @@ def cast_weights(job: PlannedJob, *, ends_full: bool) -> Iterator[Term]:
     head = max(
         (t.elements for t in model.of_kind("embedding" if model.tied else "head")), default=0
     )
-    if job.frozen_in_fp32 and job.precision != "no":
-        # The head of a 4-bit model is in fp32; autocast keeps no copy. The other linear layers have
-        # their copies from the 4-bit weights.
+    if job.stream_in_fp32:
+        # The head alone is in fp32: other linear layers are in 16 bits, or in 4.
         factors = {"size": regime.compute, "elements of the head": head}
         yield product("gathered", "head cast by autocast", factors, FIRST)
     elif regime.autocast and regime.weight != regime.compute:
@@ -271,24 +270,30 @@ def loss_bytes(job: PlannedJob) -> LossBytes:
 def _tail(job: PlannedJob, regime: Regime) -> float:
     model, trains = job.model, job.method == "full"
     if model.counted is None:
-        return _recorded_tail(model, regime, trains)
+        return _recorded_tail(model, regime, trains, job.trains_head)
     adapters = 0 if trains else job.lora_rank
-    return counted_bytes(
-        model,
-        regime,
-        job.sequence,
-        fused=job.attention == "flash",
-        adapters=adapters,
-        targets=job.lora_targets,
-    ).outside
+    # Models are counted with adapters alone; a head that is trained keeps its input.
+    into_head = regime.compute * model.hidden_size if job.lora_embeddings else 0
+    return (
+        into_head
+        + counted_bytes(
+            model,
+            regime,
+            job.sequence,
+            fused=job.attention == "flash",
+            adapters=adapters,
+            targets=job.lora_targets,
+        ).outside
+    )
 
 
 @lru_cache(maxsize=1024)
-def _recorded_tail(model: ModelShape, regime: Regime, trains: bool) -> float:
+def _recorded_tail(model: ModelShape, regime: Regime, trains: bool, trains_head: bool) -> float:
     tape = LayerTape(model=model, regime=regime, trains=trains)
     stream = Value(model.hidden_size, tape.entering)
     if model.block.order != "post":
         stream = tape.norm(stream)
+    tape.trains = trains_head
     tape.linear(stream, 1)
     return tape.saved_bytes
 

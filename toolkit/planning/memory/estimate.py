@@ -21,7 +21,7 @@ from toolkit.planning.memory.transient_buffers import (
     RUNNING,
     buffer_terms,
     step_terms,
-    units_of,
+    trained_units,
 )
 from toolkit.planning.memory.weights import trained_size, weights_of
 from toolkit.planning.pipelined import parts_of_ranks
@@ -254,7 +254,7 @@ def _tied_bytes(job: PlannedJob, parts: Activations) -> int:
     dtype, passed as a transposed view: then the sum is a third tensor. If a gradient is held from
     an earlier micro-batch, the head's gradient waits beside it.
     """
-    plain = job.strategy.sharding == "whole" and job.method == "full"
+    plain = job.strategy.sharding == "whole" and job.trains_head
     if not plain or not job.model.tied:
         return 0
     head_gradient = job.model.vocab_size * job.model.hidden_size * trained_size(job)
@@ -318,9 +318,10 @@ def _state_terms(
         terms = [exact("parameters", "weights", partition, formula)]
     else:
         constants = weights.quantisation_bytes
+        adapted = "adapters and embeddings" if job.lora_embeddings else "adapters"
         adapters = min(partition - constants, weights.trained.elements * size // shards)
         terms = [
-            exact("adapters", "adapters", adapters, "size * trained parameters / shards"),
+            exact("adapters", adapted, adapters, "size * trained parameters / shards"),
             exact(
                 "parameters",
                 "frozen weights",
@@ -370,7 +371,7 @@ def _gradient_terms(
         )
     if states.gradients.gpu:
         yield gradients
-    if job.strategy.sharding == "whole" and job.method == "full":
+    if job.strategy.sharding == "whole" and job.trains_head:
         yield from _new_gradients(job, gradients, ends_full=ends_full)
     at_step = job.strategy.shards_at_the_step
     if at_step and (job.sums_up or ends_full):
@@ -408,7 +409,7 @@ def _new_gradients(job: PlannedJob, gradients: Term, *, ends_full: bool) -> Iter
         phases=tuple(phases),
     )
     if added and not ends_full:
-        widest = units_of(job.model).widest * size
+        widest = trained_units(job).widest * size
         yield replace(
             gradients,
             name="gradient of a layer's weight, until it is added",

@@ -47,9 +47,9 @@ def regime_of(job: PlannedJob) -> Regime:
         return Regime(compute=compute, weight=compute, autocast=autocast, adapter=compute)
     if job.strategy.sharding == "rows":
         return Regime(compute=compute, weight=compute, autocast=True, adapter=compute)
-    if job.frozen_in_fp32:
-        # Embeddings and norms in fp32 make a residual stream in fp32.
-        return Regime(compute=compute, weight=FP32, autocast=True, returns_input=True)
+    if job.stream_in_fp32:
+        packed = job.method == "qlora"
+        return Regime(compute=compute, weight=FP32, autocast=True, returns_input=packed)
     weight = trained_size(job) if job.method == "full" else compute
     return Regime(compute=compute, weight=weight, autocast=True)
 

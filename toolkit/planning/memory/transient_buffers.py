@@ -54,6 +54,15 @@ def units_of(model: ModelShape) -> Units:
     )
 
 
+def trained_units(job: PlannedJob) -> Units:
+    """Return the elements of the units that have gradients: of adapters, none worth a buffer."""
+    units = units_of(job.model)
+    if job.method == "full":
+        return units
+    ends = [t.elements for t in weights_of(job).trained.listed if t.layer is None]
+    return Units(layer=0, tail=ends[-1], largest=max(ends), widest=0)
+
+
 def buffer_terms(job: PlannedJob) -> Iterator[Term]:
     """Yield the terms of the job's strategy beside the states, except for the optimizer's step."""
     weights = weights_of(job)
@@ -144,8 +153,8 @@ def _fsdp(job: PlannedJob, weights: Weights) -> Iterator[Term]:
             formula=f"{least} to 3 * size * layer, and up to a copy of the tail",
             phases=FIRST,
         )
-    if job.method == "full":
-        yield from _fsdp_gradients(job, units, compute, reduce)
+    if job.trains_head:
+        yield from _fsdp_gradients(job, trained_units(job), compute, reduce)
     if job.sums_unreduced:
         yield product(
             "gradients",

@@ -110,6 +110,9 @@ class Weights:
     packed: Tensors
     """Frozen tensors that are held in 4 bits."""
 
+    adapters: Tensors
+    """The trained tensors that are adapters."""
+
     @property
     def groups(self) -> tuple[Tensors, ...]:
         return tuple(group for group in (self.decayed, self.undecayed) if group.sizes)
@@ -132,8 +135,8 @@ class Weights:
 def weights_of(job: PlannedJob) -> Weights:
     """Return the tensors of `job`; the same object for the same model and method."""
     if job.method == "full":
-        return _weights(job.model, job.method, 0, "all-linear")
-    return _weights(job.model, job.method, job.lora_rank, job.lora_targets)
+        return _weights(job.model, job.method, 0, "all-linear", False)
+    return _weights(job.model, job.method, job.lora_rank, job.lora_targets, job.lora_embeddings)
 
 
 def trained_size(job: PlannedJob) -> int:
@@ -159,27 +162,45 @@ def trained_size(job: PlannedJob) -> int:
 
 
 @lru_cache(maxsize=512)
-def _weights(model: ModelShape, method: Method, lora_rank: int, targets: LoraTargets) -> Weights:
-    trained, frozen, packed = model.tensors, (), ()
+def _weights(
+    model: ModelShape, method: Method, lora_rank: int, targets: LoraTargets, embeddings: bool
+) -> Weights:
+    trained, frozen, packed, adapters = model.tensors, (), (), ()
     if method != "full":
-        adapted = adapted_tensors(model, targets)
-        trained = tuple(matrix for tensor in adapted for matrix in _adapters(tensor, lora_rank))
-        if not trained:
+        adapted = set(adapted_tensors(model, targets))
+        whole = set(_of_embeddings(model)) if embeddings else set[Tensor]()
+        trained = tuple(
+            part
+            for tensor in model.tensors
+            for part in (_adapters(tensor, lora_rank) if tensor in adapted else (tensor,))
+            if tensor in adapted or tensor in whole
+        )
+        adapters = tuple(part for part in trained if part not in whole)
+        if not adapters:
             of_attention = " of attention by their names" if targets == "attention" else ""
             raise UsageError(
                 f"{model.name} has no linear layers{of_attention} that adapters could stand on. "
                 "Ask for other targets, or for a full fine-tune."
             )
         packed = tuple(model.of_kind("linear")) if method == "qlora" else ()
-        in_4_bits = set(packed)
-        frozen = tuple(tensor for tensor in model.tensors if tensor not in in_4_bits)
+        elsewhere = whole.union(packed)
+        frozen = tuple(tensor for tensor in model.tensors if tensor not in elsewhere)
     return Weights(
         trained=Tensors(trained),
         decayed=Tensors(tuple(tensor for tensor in trained if not _is_undecayed(tensor))),
         undecayed=Tensors(tuple(filter(_is_undecayed, trained))),
         frozen=Tensors(frozen),
         packed=Tensors(packed),
+        adapters=Tensors(adapters),
     )
+
+
+def _of_embeddings(model: ModelShape) -> Iterator[Tensor]:
+    """Yield the input embeddings and the output head, with its bias if it has one."""
+    modules = {_module(tensor) for tensor in model.of_kind("embedding", "head")}
+    for tensor in model.tensors:
+        if tensor.name.rpartition(".")[0] in modules:
+            yield tensor
 
 
 def adapted_tensors(model: ModelShape, targets: LoraTargets) -> Iterator[Tensor]:

@@ -52,6 +52,8 @@ def _flags(job: PlannedJob, rate: float) -> dict[str, str | bool | int | list[st
         flags |= {"method": job.method, "lora_r": job.lora_rank}
     if job.method != "full" and job.lora_targets != "all-linear":
         flags["lora_target_modules"] = names_of_targets(job.model, job.lora_targets)
+    if job.lora_embeddings:
+        flags["lora_embeddings"] = True
     flags |= {
         "model_name_or_path": job.model.name if job.model.exact else "MODEL",
         "max_length": job.sequence,

@@ -51,7 +51,9 @@ def linear_flops(job: PlannedJob) -> float:
     if job.method == "full":
         flops = 6.0 * used
     else:
-        flops = 4.0 * used + 6.0 * weights_of(job).trained.elements
+        flops = 4.0 * used + 6.0 * weights_of(job).adapters.elements
+        if job.lora_embeddings:
+            flops += 2.0 * (1 - layer_share(job.model)) * used
     again = {"none": 0.0, "selective": 0.0, "every_second": 0.5, "full": 1.0}[job.checkpointing]
     return flops + again * 2 * used * layer_share(job.model)
 

@@ -222,7 +222,7 @@ def _zero3(job: PlannedJob) -> tuple[Collective, ...]:
         max_live=settings.max_live,
         ranks=job.gpus,
     )
-    first, again = gathered_if(trains_base=job.method == "full")
+    first, again = gathered_if(trains_base=job.method == "full", trains_embedding=job.trains_head)
     parts = (weights.trained, weights.frozen, weights.packed)
     persistent = sum(part.at_most(settings.persistence_threshold, job.gpus) for part in parts)
     gathered = first + again
@@ -230,9 +230,10 @@ def _zero3(job: PlannedJob) -> tuple[Collective, ...]:
     if job.method != "full":
         # Adapters of a few thousand elements persist like norms; the others come and go with the
         # layers that they stand in, like 4-bit weights.
-        small = weights.trained.at_most(settings.persistence_threshold, job.gpus)
-        _, as_trained = gathered_if(trains_base=True)
-        gathered += round((gradients - small) * (1 + as_trained / first))
+        small = weights.adapters.at_most(settings.persistence_threshold, job.gpus)
+        large = weights.adapters.partitioned(job.gpus) * job.gpus - small
+        _, as_trained = gathered_if(trains_base=True, trains_embedding=True)
+        gathered += round(large * (1 + as_trained / first))
         gathered -= round(_packed_savings(job, weights.packed) * (1 + again / first))
     gather = partial(
         Collective,
@@ -313,8 +314,7 @@ def _fsdp(job: PlannedJob) -> tuple[Collective, ...]:
     dtype = COMPUTE_DTYPES[job.precision] if mixed else _SIZED[size]
     once, again = _fsdp_units(job.model, shards)
     gradients = weights.trained.chunked(shards) * shards
-    if job.method != "full":
-        again += gradients
+    again += weights.adapters.chunked(shards) * shards
     again -= _packed_savings(job, weights.packed)
     gathers = 2 if job.strategy.gathers_again else 1
     per_node = job.gpus // job.nodes
@@ -560,6 +560,7 @@ def _fsdp_units(model: ModelShape, shards: int) -> tuple[int, int]:
 def gathered_elements(
     model: ModelShape,
     trains_base: bool,
+    trains_embedding: bool,
     checkpointing: Checkpointing,
     threshold: int,
     reuse_distance: int,
@@ -608,7 +609,7 @@ def gathered_elements(
         elif tensor.kind == "embedding" and model.tied:
             # From the embedding to the head, and back from the head to the embedding.
             ways = (layers_behind + outside_behind,) * 2
-        elif trains_base or checkpointing != "none" or tensor.kind == "head":
+        elif trains_embedding or checkpointing != "none" or tensor.kind == "head":
             passes = 3 if checkpointing != "none" else 2
             ways = (passes * layers_behind + 2 * outside_behind,)
         else:
