@@ -54,7 +54,14 @@ StrategyName = Annotated[
     str,
     typer.Argument(help=f"One of: {', '.join(STRATEGIES)}.", autocompletion=_complete_strategies),
 ]
-NUM_PROCESSES = ("--num-processes", "--num_processes")
+
+
+def flag_names(name: str) -> tuple[str, str]:
+    """Return the two spellings of an option that `accelerate launch` has too."""
+    return f"--{name.replace('_', '-')}", f"--{name}"
+
+
+NUM_PROCESSES = flag_names("num_processes")
 TrainFlags = Annotated[
     list[str] | None, typer.Argument(metavar="[-- FLAGS]", help="Flags of toolkit.train, after --.")
 ]
@@ -147,12 +154,33 @@ def configs_show(name: StrategyName) -> None:
     epilog=_examples(
         "toolkit configs write zero3 --to my_configs --num-processes 2",
         "toolkit configs write zero2 --to my_configs --precision bf16 --clipping 1.0",
+        "toolkit configs write zero3 --to my_configs --num-processes 16 --num-machines 2 "
+        "--main-process-ip 10.0.0.1 --main-process-port 29500",
     ),
 )
 def configs_write(
     name: StrategyName,
     to: Annotated[Path, typer.Option("--to", help="Folder to write to.")],
     num_processes: Annotated[int | None, typer.Option(*NUM_PROCESSES, help="Ranks in all.")] = None,
+    num_machines: Annotated[
+        int | None, typer.Option(*flag_names("num_machines"), help="Machines.", show_default="1")
+    ] = None,
+    machine_rank: Annotated[
+        int | None,
+        typer.Option(*flag_names("machine_rank"), help="Number of this machine, from 0."),
+    ] = None,
+    main_process_ip: Annotated[
+        str | None,
+        typer.Option(*flag_names("main_process_ip"), help="Address of machine 0."),
+    ] = None,
+    main_process_port: Annotated[
+        int | None,
+        typer.Option(*flag_names("main_process_port"), help="Free port on machine 0."),
+    ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(help="fsdp_hybrid: groups; one on each machine if left out."),
+    ] = None,
     precision: Annotated[
         Precision | None, typer.Option(help="Precision in the files; else the run decides.")
     ] = None,
@@ -176,10 +204,15 @@ def configs_write(
 ) -> None:
     """Write a strategy's files, with absolute paths inside."""
     from toolkit.configs import ConfigOptions
-    from toolkit.configs.files import write_configs
+    from toolkit.configs.files import commands_of_machines, write_configs
 
     options = ConfigOptions(
         num_processes=num_processes,
+        num_machines=num_machines,
+        machine_rank=machine_rank,
+        main_process_ip=main_process_ip,
+        main_process_port=main_process_port,
+        replicas=replicas,
         precision=precision,
         gradient_accumulation_steps=accumulation,
         gradient_clipping=clipping,
@@ -191,6 +224,8 @@ def configs_write(
     for path in (files.accelerate, files.deepspeed):
         if path is not None:
             typer.echo(path)
+    for number, command in enumerate(commands_of_machines(files, options)):
+        typer.echo(f"machine {number}: {command}")
 
 
 @configs.command(

@@ -39,6 +39,10 @@ class HangError(RuntimeError):
     """Nothing progressed in any rank for the set time, and the run was ended."""
 
 
+class MachineLostError(RuntimeError):
+    """Another machine of the launch is gone; the text names it."""
+
+
 class SaveError(RuntimeError):
     """A failed save: the weights are not finite, could not be written, or don't load again."""
 

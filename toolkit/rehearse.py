@@ -24,12 +24,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from toolkit.causes.diagnosis import diagnose_error
 from toolkit.configs import requested
 from toolkit.engines import deepspeed_config
 from toolkit.engines.on_cpu import patch_accelerate, patch_transformers
 from toolkit.environment import check_installed
-from toolkit.errors import UsageError
+from toolkit.errors import MachineLostError, UsageError
 from toolkit.escaping import one_line
 from toolkit.launching.processes import start_of
 from toolkit.launching.python import check_package_folder
@@ -50,7 +52,7 @@ PURPOSE = (
     "--hang_timeout seconds: on the CPU 600 where it is not passed, on GPUs never; 0: never."
 )
 
-RANK_0_SPEAKS_SECONDS = 5.0
+FIRST_SPEAKS_SECONDS = 5.0
 
 
 def main() -> None:
@@ -80,16 +82,23 @@ def main() -> None:
             if not rehearsal and requested.asks_for_deepspeed(os.environ):
                 check_installed("deepspeed")
                 deepspeed_config.say_builds(requested.read_deepspeed_config(os.environ))
+            from toolkit.measuring import machines
             from toolkit.measuring.foreign import watch
 
             if hang_timeout is None:
                 hang_timeout = DEFAULT_SECONDS if rehearsal else 0.0
-            with _watchdog(hang_timeout, status), watch(rehearsal=rehearsal):
+            with (
+                _watchdog(hang_timeout, status),
+                watch(rehearsal=rehearsal),
+                machines.watched(),
+            ):
                 run_script()
     except UsageError as error:
         code = print_reason(2, str(error))
     except Refused as error:
         code = print_reason(3, f"refused: {error}")
+    except MachineLostError as error:
+        code = print_reason(1, str(error))
     except Exception as error:
         print_cause(error)
         raise
@@ -100,12 +109,12 @@ def main() -> None:
 
 
 def print_reason(code: int, reason: str) -> int:
-    """Print on rank 0 why all ranks leave, and return the exit code."""
-    if rank() == 0:
+    """Print once on each machine why all ranks leave, and return the exit code."""
+    if local_rank() == 0:
         print(f"toolkit: {one_line(redact(reason))}", file=sys.stderr, flush=True)  # noqa: T201
     else:
-        # The launcher ends all ranks when the first one leaves: rank 0 must have printed by then.
-        time.sleep(RANK_0_SPEAKS_SECONDS)
+        # The launcher ends all ranks when one leaves: the first must have printed by then.
+        time.sleep(FIRST_SPEAKS_SECONDS)
     return code
 
 
@@ -239,9 +248,8 @@ def rehearse_if_needed() -> bool:
         "ACCELERATE_BYPASS_DEVICE_MAP": "true",  # DDP gets no device_ids
         "DS_ACCELERATOR": "cpu",
     }
-    on_one_machine = os.environ.get("WORLD_SIZE", "1") == str(ranks)
-    if on_one_machine and "lo" in {name for _, name in socket.if_nameindex()}:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if (interface := _interface(ranks)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if requested.asks_for_deepspeed(os.environ):
         deepspeed_config.use_deepspeed_config(
             deepspeed_config.checked_deepspeed_config(), rehearsal=True
@@ -251,6 +259,26 @@ def rehearse_if_needed() -> bool:
     if importlib.util.find_spec("deepspeed") is not None:
         deepspeed_config.fit_configs_of_scripts()
     return True
+
+
+def _interface(ranks: int) -> str | None:
+    """Return the network interface by which the ranks reach each other; None if not known.
+
+    Gloo takes that of the host's name, which often stands for an address of loopback
+    (torch 2.13, ProcessGroupGloo.cpp).
+    """
+    if os.environ.get("WORLD_SIZE", "1") == str(ranks):
+        return "lo" if "lo" in {name for _, name in socket.if_nameindex()} else None
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+            own = probe.getsockname()[0]  # nothing is sent: the address is that of the route
+    except (OSError, KeyError, ValueError):
+        return None
+    addresses = psutil.net_if_addrs().items()
+    return next(
+        (name for name, all_of in addresses if own in {one.address for one in all_of}), None
+    )
 
 
 def _of_strategy() -> str:

@@ -322,7 +322,7 @@ STRATEGIES: dict[str, Strategy] = {
             reshard_after_forward=True,
             replicas=2,
             num_processes=4,
-            summary="FSDP2: sharded inside a group, replicated across two groups",
+            summary="FSDP2: sharded inside a group, replicated across groups",
         ),
         Strategy(
             name="tensor",

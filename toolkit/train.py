@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from toolkit.errors import GuardError, UsageError
+from toolkit.errors import GuardError, MachineLostError, UsageError
 from toolkit.launching.python import check_package_folder
 from toolkit.launching.ranks import leave, quiet, rank
 from toolkit.launching.status import STATUS_DIR, StatusFile, guard, status_folder
@@ -55,6 +55,8 @@ def main() -> None:
         code = print_reason(EXIT_PREEMPTED, str(error))
     except GuardError as error:
         code = print_reason(EXIT_FAILED, f"stopped by a guard: {error}")
+    except MachineLostError as error:
+        code = print_reason(EXIT_FAILED, str(error))
     except Exception as error:
         sys.stderr.write(redact(traceback.format_exc()))
         print_cause(error)
@@ -91,6 +93,7 @@ def _checked(argv: list[str]) -> Job:
 
 def _run(job: Job, status: StatusFile) -> None:
     from toolkit.engines import flight_recorder
+    from toolkit.measuring import machines
     from toolkit.training.run import train
 
     watchdog = watching(
@@ -100,7 +103,7 @@ def _run(job: Job, status: StatusFile) -> None:
         step=lambda: status.step,
         ending=status.failed,
     )
-    with watchdog:
+    with watchdog, machines.watched():
         train(job, status)
 
 

@@ -23,9 +23,12 @@ def accelerate_config(
     processes = options.num_processes
     if processes is None:
         processes = strategy.num_processes
+    machines = options.num_machines or 1
     check_num_processes(strategy, processes)
     # 0 asks for a free port: two launches on one machine don't meet on 29500.
-    port: dict[str, Any] = {"main_process_port": 0}
+    port: dict[str, Any] = {"main_process_port": options.main_process_port or 0}
+    if machines > 1:
+        port = {"main_process_ip": options.main_process_ip} | port
     mixed = {} if options.precision is None else {"mixed_precision": options.precision}
     match strategy.backend:
         case "single":
@@ -38,7 +41,11 @@ def accelerate_config(
             sections = port | mixed
         case "deepspeed":
             distributed_type = "DEEPSPEED"
-            sections = port | {"deepspeed_config": _deepspeed_section(strategy, deepspeed_json)}
+            section = _deepspeed_section(strategy, deepspeed_json)
+            if machines > 1:
+                # The default, pdsh, would start the other machines from this one, by SSH.
+                section["deepspeed_multinode_launcher"] = "standard"
+            sections = port | {"deepspeed_config": section}
         case "fsdp":
             distributed_type = "FSDP"
             sections = port | mixed | {"fsdp_config": _fsdp_section(strategy, options)}
@@ -58,8 +65,8 @@ def accelerate_config(
         "compute_environment": "LOCAL_MACHINE",
         "debug": False,
         "distributed_type": distributed_type,
-        "machine_rank": 0,
-        "num_machines": 1,
+        "machine_rank": options.machine_rank or 0,
+        "num_machines": machines,
         "num_processes": processes,
         "use_cpu": False,
         **sections,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,6 +36,7 @@ def render_configs(
 
     options = ConfigOptions() if options is None else options
     _check_options(strategy, options)
+    strategy = with_groups(strategy, options)
     text = None
     if strategy.reads_deepspeed_json:
         text = json.dumps(deepspeed_config(strategy, options), indent=2) + "\n"
@@ -82,6 +84,17 @@ def write_configs(
     return files
 
 
+def commands_of_machines(files: ConfigFiles, options: ConfigOptions) -> list[str]:
+    """Return the command that starts the training on each of several machines; none for one.
+
+    The flag stands above the file, so one file serves all of them.
+    """
+    machines = options.num_machines or 1
+    start = f"accelerate launch --config_file {shlex.quote(str(files.accelerate))} --machine_rank"
+    train = "-m toolkit.train --output_dir SHARED_FOLDER"
+    return [f"{start} {number} {train}" for number in range(machines if machines > 1 else 0)]
+
+
 def write_bundled(root: Path) -> list[Path]:
     """Write `accelerate_configs/` and `deepspeed_configs/` below a repository root.
 
@@ -113,6 +126,25 @@ def cached_configs(strategy: Strategy) -> ConfigFiles:
     return write_configs(strategy, environment.cache_root() / "configs" / key, force=True)
 
 
+def with_groups(strategy: Strategy, options: ConfigOptions) -> Strategy:
+    """Return a hybrid strategy with as many groups as asked for, or else one on each machine.
+
+    Raises:
+        UsageError: a group would have ranks on two machines.
+    """
+    machines = options.num_machines or 1
+    if strategy.replicas == 1 or (options.replicas is None and machines == 1):
+        return strategy
+    groups = machines if options.replicas is None else options.replicas
+    if groups < 2 or groups % machines:
+        raise UsageError(
+            f"--replicas {groups}: {strategy.name} needs two groups or more, and groups of "
+            f"{machines} machines in multiples of {machines}, since links inside a machine are "
+            "faster. For one group, use fsdp."
+        )
+    return replace(strategy, replicas=groups)
+
+
 def _check_options(strategy: Strategy, options: ConfigOptions) -> None:
     """Raise UsageError for every option that no file of the strategy has a place for."""
     misplaced: list[tuple[object, str]] = []
@@ -124,6 +156,11 @@ def _check_options(strategy: Strategy, options: ConfigOptions) -> None:
             (options.gradient_clipping, f"--clipping {in_json}"),
             (options.offload_device, elsewhere),
         ]
+    if strategy.replicas == 1:
+        misplaced.append((options.replicas, "--replicas is for fsdp_hybrid: leave it out"))
+    if not strategy.is_distributed:
+        several = None if options.num_machines == 1 else options.num_machines
+        misplaced.append((several, "--num-machines is for several processes: use ddp"))
     if strategy.sharding != "rows" or strategy.tensor > 1:
         misplaced.append((options.decoder_layer, "--layer is FSDP's: leave it out"))
     if findings := [finding for value, finding in misplaced if value is not None]:

@@ -134,8 +134,14 @@ def check_left_over(environ: Mapping[str, str], *, launched: bool = True) -> Non
 
 def known_strategy(strategy: Strategy) -> Strategy:
     """Return our strategy with the same features, or `strategy` itself."""
-    same = (known for known in STRATEGIES.values() if same_features(known, strategy))
-    return next(same, strategy)
+    for known in STRATEGIES.values():
+        # The hybrid one is the same with any number of groups.
+        groups = (
+            {"replicas": strategy.replicas} if min(known.replicas, strategy.replicas) > 1 else {}
+        )
+        if same_features(of_groups := replace(known, **groups), strategy):
+            return of_groups
+    return strategy
 
 
 def same_features(first: Strategy, second: Strategy) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from toolkit.errors import GuardError, HangError
+from toolkit.errors import GuardError, HangError, MachineLostError
 from toolkit.launching.status import RankStatus
 
 OutcomeStatus = Literal["ok", "failed", "oom", "timeout", "refused", "usage"]
@@ -23,6 +23,9 @@ OUT_OF_MEMORY = re.compile(
 PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 
 # torchelastic's lines: `E1121 10:39:00.123456 4711 .../torch/distributed/elastic/...:1002] ...`
+SAID_FOR_ALL = tuple(error.__name__ for error in (GuardError, HangError, MachineLostError))
+"""Errors whose message is that of the run, whichever rank raised them."""
+
 ELASTIC_LINE = re.compile(r"[IWE]\d{4} [\d:.]+ \d+ \S*torch/(distributed/(run|elastic)\b|_?numa)")
 ELASTIC_EXIT = re.compile(r"exitcode\s*: (-?\d+)\)?.*?\(pid: (\d+)\)")
 ELASTIC_FIRST = re.compile(r"failed \(exitcode: -?\d+\) local_rank: \d+ \(pid: (\d+)\)")
@@ -178,8 +181,8 @@ def _error_verdict(status: RankStatus) -> Verdict:
         return "usage", shorten(status.error.message) if status.error else text
     if status.state == "refused":
         return "refused", f"rank {status.rank} refused the run: {text}"
-    if status.error and status.error.type in (GuardError.__name__, HangError.__name__):
-        return "failed", shorten(status.error.message)  # every rank has the same message
+    if status.error and status.error.type in SAID_FOR_ALL:
+        return "failed", shorten(status.error.message)
     kind = "oom" if OUT_OF_MEMORY.search(text) else "failed"
     return kind, f"rank {status.rank} failed {_at(status)}: {text}"
 

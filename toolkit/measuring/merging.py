@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from toolkit.measuring import gradients, traffic
+from toolkit.measuring import gradients, machines, traffic
 from toolkit.measuring.clock import PHASES
 from toolkit.records.fields import fields_of, spread_of, unmeasured, value_at
 from toolkit.records.record import Record
@@ -51,6 +51,7 @@ def merge(
     values |= _times(ranks, readers, throughput_steps, probed, values["warm_up"], not_measured)
     return values | {
         "num_processes": len(ranks),
+        "machines": machines.of_ranks(ranks),
         "data_parallel_size": len({rank["reads_as"] for rank in ranks}),
         "losses": losses[:count],
         # Every rank has the norm over all of them.

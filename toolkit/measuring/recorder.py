@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import statistics
 import time
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from toolkit.launching import forking
 from toolkit.launching.processes import age_seconds
 from toolkit.launching.progress import progressed
 from toolkit.launching.status import StatusFile
-from toolkit.measuring import attestation, equal_weights, gradients, memory, traffic
+from toolkit.measuring import attestation, equal_weights, gradients, machines, memory, traffic
 from toolkit.measuring.attestation import Mismatch, Refused, Requested, gather_objects
 from toolkit.measuring.clock import Clock
 from toolkit.measuring.evidence import EvidenceKeeper
@@ -503,6 +504,7 @@ class Recorder:
     def _of_this_rank(self) -> dict[str, Any]:
         return {
             "rank": self._rank,
+            "machine": (machines.number(), socket.gethostname()),
             "reads_as": self._reads_as,
             "losses": [step.loss() for step in self._steps],
             "grad_norms": [_plain(step.grad_norm) for step in self._steps],

@@ -168,6 +168,14 @@ class Environment(TypedDict, total=False):
     """GPUs of the machine; null where they could not be asked."""
 
 
+class Machine(TypedDict):
+    name: str | None
+    """Host name; null for a run on one machine."""
+
+    ranks: list[int]
+    """Ranks on it."""
+
+
 class Mismatch(TypedDict):
     what: str
     """Setting that differs."""
@@ -246,6 +254,9 @@ class Record(Measured):
 
     data_parallel_size: NotRequired[FromOne]
     """Ranks that read rows of their own; those that share layers count as one."""
+
+    machines: NotRequired[list[Machine]]
+    """Machines of the run, in the order of `--machine_rank`."""
 
     rehearsal: bool
     """Whether the run was a rehearsal on the CPU."""

@@ -1,0 +1,192 @@
+"""The machines of a launch: their names, and which of them is gone when a rank loses a neighbour.
+
+The first rank of every machine leaves a sign of life, each second, in the store where the ranks
+met; the launcher of machine 0 keeps it. A machine whose signs end is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Final
+
+from torch import distributed
+
+from toolkit.errors import MachineLostError
+from toolkit.launching.ranks import local_rank, say
+from toolkit.launching.status import RankError
+
+SIGN_SECONDS: Final = 1.0
+
+GONE_SECONDS: Final = 4.0
+"""Silence after which a machine is gone, once a collective has failed."""
+
+LISTENING_SECONDS: Final = 10.0
+"""Longest time for which a rank that lost a neighbour waits for a machine's silence."""
+
+SILENT_SECONDS: Final = 30.0
+"""Silence that is said while no collective has failed: with NCCL a rank may only wait then."""
+
+
+def count() -> int:
+    """Return the number of machines of this launch."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    return max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE") or ranks))
+
+
+def number() -> int:
+    """Return the number of this machine, as `--machine_rank` gave it."""
+    if "GROUP_RANK" in os.environ:
+        return int(os.environ["GROUP_RANK"])
+    return int(os.environ.get("RANK", "0")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def of_ranks(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return each machine's name and ranks, from every rank's `machine` (number and host name).
+
+    The name is None on one machine: there it tells nothing apart.
+    """
+    machines: dict[int, dict[str, Any]] = {}
+    for rank in ranks:
+        place, name = rank["machine"]
+        machines.setdefault(place, {"name": name, "ranks": []})["ranks"].append(rank["rank"])
+    if len(machines) == 1:
+        return [machine | {"name": None} for machine in machines.values()]
+    return [machines[place] for place in sorted(machines)]
+
+
+@contextlib.contextmanager
+def watched() -> Generator[None]:
+    """Exchange signs of life with the other machines while the body lasts.
+
+    Raises:
+        MachineLostError: the body lost a neighbour, and a machine is gone.
+    """
+    if count() == 1:
+        yield
+        return
+    if local_rank() != 0:
+        try:
+            yield
+        except Exception as error:
+            if RankError.of(error).is_echo:
+                time.sleep(LISTENING_SECONDS)  # launchers end all ranks when the first one leaves
+            raise
+        return
+    signs = Signs(number=number(), machines=count())
+    signs.start()
+    try:
+        yield
+    except Exception as error:
+        if RankError.of(error).is_echo and (gone := signs.first_gone()) is not None:
+            raise MachineLostError(gone) from error
+        raise
+    finally:
+        signs.stop()
+
+
+@dataclass(eq=False)
+class Signs:
+    """The signs of life of all machines, of which this one leaves its own."""
+
+    number: int
+    machines: int
+    _names: dict[int, str] = field(default_factory=dict[int, str])
+    _beats: dict[int, int] = field(default_factory=dict[int, int])
+    _heard: dict[int, float] = field(default_factory=dict[int, float])
+    _left: set[int] = field(default_factory=set[int])
+    _said: set[int] = field(default_factory=set[int])
+    _store_gone: bool = False
+
+    def __post_init__(self) -> None:
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="toolkit-machines", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Say to the others that this machine has left of itself."""
+        self._over.set()
+        self._thread.join(SIGN_SECONDS)
+
+    def first_gone(self) -> str | None:
+        """Return a sentence about the machine that is gone; None if all of them are there."""
+        until = time.monotonic() + LISTENING_SECONDS
+        while time.monotonic() < until:
+            if self._store_gone and self.number != 0:
+                return self._gone(0, "the ranks' meeting point there has closed")
+            for machine, silence in self._silences().items():
+                if silence >= GONE_SECONDS:
+                    return self._gone(machine, f"no sign of life for {silence:.0f} s")
+            time.sleep(SIGN_SECONDS / 4)
+        return None
+
+    def _silences(self) -> dict[int, float]:
+        """Return the seconds since each other machine's last sign; one that left is not silent."""
+        now = time.monotonic()
+        heard = {**self._heard}
+        return {machine: now - at for machine, at in heard.items() if machine not in self._left}
+
+    def _gone(self, machine: int, why: str) -> str:
+        return (
+            f"{self._named(machine)} is gone: {why}. Its launcher was killed, or the machine or "
+            "its network is down; see its log. This machine ends with it. Start all of them again; "
+            "with --resume_from_checkpoint they go on from the last checkpoint."
+        )
+
+    def _named(self, machine: int) -> str:
+        name = self._names.get(machine)
+        return f"Machine {machine}" if name is None else f"Machine {machine} ({name})"
+
+    # In the thread
+
+    def _run(self) -> None:
+        try:
+            store: Any = distributed.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+                os.environ["MASTER_ADDR"],
+                int(os.environ["MASTER_PORT"]),
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=LISTENING_SECONDS),
+            )
+            beat = 0
+            while not self._over.wait(SIGN_SECONDS if beat else 0):
+                beat += 1
+                self._leave_sign(store, beat)
+                self._read_signs(store)
+            self._leave_sign(store, beat, left=True)
+        except (RuntimeError, KeyError, ValueError):
+            # The store ended with machine 0, or no launcher has named one.
+            self._store_gone = not self._over.is_set()
+
+    def _leave_sign(self, store: Any, beat: int, *, left: bool = False) -> None:
+        sign = {"name": socket.gethostname(), "beat": beat, "left": left}
+        store.set(_key(self.number), json.dumps(sign))
+
+    def _read_signs(self, store: Any) -> None:
+        for machine in range(self.machines):
+            if machine == self.number or not store.check([_key(machine)]):
+                continue
+            sign = json.loads(store.get(_key(machine)))
+            if sign["beat"] != self._beats.get(machine):
+                self._beats[machine], self._names[machine] = sign["beat"], sign["name"]
+                self._heard[machine] = time.monotonic()
+                self._said.discard(machine)
+            if sign["left"]:
+                self._left.add(machine)
+        for machine, silence in self._silences().items():
+            if silence >= SILENT_SECONDS and machine not in self._said:
+                self._said.add(machine)
+                say(f"{self._named(machine)} has given no sign of life for {silence:.0f} s.")
+
+
+def _key(machine: int) -> str:
+    return f"toolkit/machine/{machine}"
