@@ -154,8 +154,6 @@ def configs_show(name: StrategyName) -> None:
     epilog=_examples(
         "toolkit configs write zero3 --to my_configs --num-processes 2",
         "toolkit configs write zero2 --to my_configs --precision bf16 --clipping 1.0",
-        "toolkit configs write zero3 --to my_configs --num-processes 16 --num-machines 2 "
-        "--main-process-ip 10.0.0.1 --main-process-port 29500",
     ),
 )
 def configs_write(

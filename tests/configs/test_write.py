@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from toolkit.cli import app, main
 from toolkit.configs import ConfigOptions
 from toolkit.configs.files import cached_configs, write_configs
+from toolkit.configs.requested import requested_strategy
 from toolkit.errors import UsageError
 from toolkit.strategies import STRATEGIES
 
@@ -110,6 +111,43 @@ def test_the_layer_of_fsdp_and_the_groups_of_fsdp_hybrid(tmp_path):
     assert config["parallelism_config"]["parallelism_config_dp_shard_size"] == 4
 
 
+SEVERAL = ("--num-machines", "2", "--main-process-ip", "10.0.0.1", "--main-process-port", "29500")
+
+
+@pytest.mark.parametrize(("words", "groups"), [((), 2), (("--replicas", "4"), 4)])
+def test_a_hybrid_group_stays_within_its_machine(words, groups, tmp_path, launched):
+    asked = ("fsdp_hybrid", "--to", str(tmp_path), "--num-processes", "8", *words)
+    config = write(*asked, *SEVERAL)[0]
+    rank = launched("--config_file", config)
+    assert rank["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] == str(groups)
+    assert rank["PARALLELISM_CONFIG_DP_SHARD_SIZE"] == str(8 // groups)
+    found = requested_strategy(rank)
+    assert (found.name, found.replicas) == ("fsdp_hybrid", groups)
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero3"])
+def test_several_machines_start_by_the_same_file(name, tmp_path, launched):
+    asked = (name, "--to", str(tmp_path), "--num-processes", "4", "--machine-rank", "1")
+    result = CliRunner().invoke(app, ["configs", "write", *asked, *SEVERAL])
+    file = tmp_path / f"{name}.yaml"
+    assert [line for line in result.output.splitlines() if line.startswith("machine ")] == [
+        f"machine {number}: accelerate launch --config_file {file} --machine_rank {number} "
+        "-m toolkit.train --output_dir SHARED_FOLDER"
+        for number in (0, 1)
+    ]
+    config = yaml.safe_load(file.read_text())
+    machines = {key: config[key] for key in config if "machine" in key or "main" in key}
+    assert machines == {
+        "machine_rank": 1,
+        "num_machines": 2,
+        "main_process_ip": "10.0.0.1",
+        "main_process_port": 29500,
+    }
+    assert config["num_processes"] == 4
+    if name == "zero3":
+        assert config["deepspeed_config"]["deepspeed_multinode_launcher"] == "standard"
+
+
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_accelerate_takes_what_was_written(name, precision, tmp_path, launched):
@@ -161,6 +199,35 @@ MISTAKES = {
     "clipping outside DeepSpeed": (("fsdp", "--clipping", "1"), "--clipping"),
     "offload outside DeepSpeed": (("fsdp", "--offload-device", "cpu"), "fsdp_offload"),
     "a layer outside FSDP": (("zero3", "--layer", "LlamaDecoderLayer"), "--layer"),
+    "no number of ranks for two machines": (("ddp", *SEVERAL), "--num-processes"),
+    "ranks that two machines can't share": (
+        ("ddp", "--num-processes", "3", *SEVERAL),
+        "a multiple of 2",
+    ),
+    "machines without an address": (
+        ("ddp", "--num-processes", "4", "--num-machines", "2"),
+        "--main-process-ip",
+    ),
+    "no such machine": (
+        ("ddp", "--num-processes", "4", "--machine-rank", "2", *SEVERAL),
+        "from 0 to 1",
+    ),
+    "no machine": (("ddp", "--num-machines", "0"), "1 machine or more"),
+    "no such port": (
+        ("ddp", "--num-processes", "4", *SEVERAL, "--main-process-port", "65536"),
+        "from 1 to 65535",
+    ),
+    "an address of one machine": (("ddp", "--main-process-ip", "10.0.0.1"), "--num-machines"),
+    "one process on several machines": (
+        ("single", "--num-processes", "2", *SEVERAL),
+        "use ddp",
+    ),
+    "a group on two machines": (
+        ("fsdp_hybrid", "--num-processes", "12", "--replicas", "3", *SEVERAL),
+        "multiples of 2",
+    ),
+    "one group": (("fsdp_hybrid", "--replicas", "1"), "use fsdp"),
+    "groups outside fsdp_hybrid": (("fsdp", "--replicas", "2"), "--replicas is for fsdp_hybrid"),
     "no accumulation": (("zero2", "--accumulation", "0"), "1 step or more"),
     "a negative clip": (("zero2", "--clipping", "-1"), "0 for no clipping"),
     "a clip that is no number": (("zero2", "--clipping", "nan"), "0 for no clipping"),

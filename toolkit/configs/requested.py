@@ -135,12 +135,11 @@ def check_left_over(environ: Mapping[str, str], *, launched: bool = True) -> Non
 def known_strategy(strategy: Strategy) -> Strategy:
     """Return our strategy with the same features, or `strategy` itself."""
     for known in STRATEGIES.values():
-        # The hybrid one is the same with any number of groups.
-        groups = (
-            {"replicas": strategy.replicas} if min(known.replicas, strategy.replicas) > 1 else {}
-        )
-        if same_features(of_groups := replace(known, **groups), strategy):
-            return of_groups
+        # The hybrid one keeps its name with any number of groups.
+        if 1 < known.replicas != strategy.replicas > 1:
+            known = replace(known, replicas=strategy.replicas)
+        if same_features(known, strategy):
+            return known
     return strategy
 
 

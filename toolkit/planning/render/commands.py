@@ -38,6 +38,8 @@ def train_command(
     if job.nodes > 1:
         words += ["--num_machines", str(job.nodes), "--machine_rank", "RANK"]
         words += ["--main_process_ip", "ADDRESS", "--main_process_port", str(PORT)]
+        if job.strategy.reads_deepspeed_json:
+            words += ["--deepspeed_multinode_launcher", "standard"]
     words += ["-m", "toolkit.train", "--strategy", job.strategy.name]
     flags = _flags(job, rate) | ({} if steps is None else {"max_steps": steps})
     for name, value in flags.items():

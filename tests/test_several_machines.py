@@ -1,0 +1,169 @@
+"""Several machines: two launchers train as one, on loopback and in two network namespaces."""
+
+import contextlib
+import json
+import shutil
+import socket
+import subprocess
+import time
+
+import launches
+import pytest
+
+from toolkit.causes.diagnosis import diagnose_text
+from toolkit.configs import ConfigOptions
+from toolkit.configs.files import commands_of_machines, write_configs
+from toolkit.strategies import STRATEGIES
+
+STRATEGIES_AND_RANKS = {"ddp": 2, "zero3": 2, "fsdp_hybrid": 4}
+STEPS = ("--max_steps", "4")
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def configs(name, folder, *, ranks, address="127.0.0.1"):
+    options = ConfigOptions(
+        num_processes=ranks,
+        num_machines=2,
+        main_process_ip=address,
+        main_process_port=free_port(),
+    )
+    files = write_configs(STRATEGIES[name], folder / "configs", options=options)
+    return [command.split() for command in commands_of_machines(files, options)]
+
+
+@contextlib.contextmanager
+def started(commands, output_dir, environment, *flags, before=((), ())):
+    """Start both launchers, and yield them and their logs; none is left behind."""
+    with contextlib.ExitStack() as stack:
+        running = []
+        for number, words in enumerate(commands):
+            log = output_dir.parent / f"machine-{number}.log"
+            words = [*before[number], *words[:-1], output_dir, *flags]
+            file = stack.enter_context(log.open("wb"))
+            launcher = launches.start(words, environment=environment, log=file)
+            stack.callback(launcher.kill)
+            running.append((launcher, log))
+        yield running
+
+
+def record_of(folder):
+    return json.loads((folder / "record.json").read_text())
+
+
+def train(commands, output_dir, environment, **options):
+    with started(commands, output_dir, environment, *STEPS, **options) as running:
+        for launcher, log in running:
+            assert launcher.wait(300) == 0, log.read_text()
+    return record_of(output_dir)
+
+
+@pytest.fixture(scope="module")
+def on_one_machine(launch_environment, tmp_path_factory):
+    """Return the record of a strategy that one launcher trains with the same ranks."""
+    known = {}
+
+    def record(name):
+        if name not in known:
+            folder = tmp_path_factory.mktemp(name)
+            options = ConfigOptions(num_processes=STRATEGIES_AND_RANKS[name])
+            files = write_configs(STRATEGIES[name], folder, options=options)
+            command = [*launches.TYPED, "--config_file", files.accelerate, "-m", "toolkit.train"]
+            done = launches.run(
+                [*command, *STEPS, "--output_dir", folder / "run"], environment=launch_environment
+            )
+            assert done.returncode == 0, done.stdout
+            known[name] = record_of(folder / "run")
+        return known[name]
+
+    return record
+
+
+@pytest.mark.parametrize("name", STRATEGIES_AND_RANKS)
+def test_two_launchers_train_as_one(name, on_one_machine, launch_environment, tmp_path):
+    ranks = STRATEGIES_AND_RANKS[name]
+    record = train(configs(name, tmp_path, ranks=ranks), tmp_path / "run", launch_environment)
+    control = on_one_machine(name)
+    assert record["losses"] == pytest.approx(control["losses"], rel=1e-6)
+    assert len(set(record["losses"])) == 4
+    assert record["strategy"] == name
+    assert record["attestation"]["held"]
+    assert record["sample_ids"] == control["sample_ids"]
+    half = ranks // 2
+    held = [machine["ranks"] for machine in record["machines"]]
+    assert held == [[*range(half)], [*range(half, ranks)]]
+    assert all(machine["name"] for machine in record["machines"])
+    assert control["machines"] == [{"name": None, "ranks": [*range(ranks)]}]
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_the_machine_that_is_gone_is_named(killed, cold_environment, tmp_path):
+    commands = configs("ddp", tmp_path, ranks=2)
+    many = ("--max_steps", "100000")
+    with started(commands, tmp_path / "run", cold_environment, *many) as running:
+        launcher, log = running[killed]
+        other, its_log = running[1 - killed]
+        until = time.monotonic() + 300
+        while "'loss'" not in log.read_text():
+            assert launcher.poll() is None, log.read_text()
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        launcher.kill()
+        assert other.wait(120) == 1
+    text = its_log.read_text()
+    (said,) = [line for line in text.splitlines() if line.startswith("toolkit: Machine")]
+    assert said.startswith(f"toolkit: Machine {killed} (")
+    assert ") is gone: " in said
+    (failed,) = [
+        status["error"]
+        for path in (tmp_path / "run" / "status").glob("rank-*.json")
+        if (status := json.loads(path.read_text()))["rank"] == 1 - killed
+    ]
+    assert failed["type"] == "MachineLostError"
+    assert failed["message"] == said.removeprefix("toolkit: ")
+    found = diagnose_text(text)
+    assert found is not None
+    assert found.name == "machine-gone"
+
+
+@pytest.fixture
+def two_hosts():
+    """Two network namespaces with names of their own, joined by a cable: words before a command."""
+    ip = shutil.which("ip")
+    names = [f"toolkit-{free_port()}-{number}" for number in (0, 1)]
+    run = lambda *words: subprocess.run([ip, *words], check=True, capture_output=True)  # noqa: E731
+    with contextlib.ExitStack() as stack:
+        try:
+            if ip is None or shutil.which("unshare") is None:
+                raise FileNotFoundError("ip or unshare")
+            for name in names:
+                run("netns", "add", name)
+                stack.callback(run, "netns", "delete", name)
+            cable = [f"tk{free_port()}{end}" for end in "ab"]
+            run("link", "add", cable[0], "type", "veth", "peer", "name", cable[1])
+            for number, (name, end) in enumerate(zip(names, cable, strict=True)):
+                run("link", "set", end, "netns", name)
+                run("-n", name, "address", "add", f"10.77.0.{number + 1}/24", "dev", end)
+                run("-n", name, "link", "set", end, "up")
+                run("-n", name, "link", "set", "lo", "up")
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"this machine makes no network namespaces: {error}")
+        rename = 'hostname "$0" && exec "$@"'
+        yield [
+            (ip, "netns", "exec", name, "unshare", "--uts", "sh", "-c", rename, f"node-{number}")
+            for number, name in enumerate(names)
+        ]
+
+
+def test_two_hosts_train_as_one(two_hosts, on_one_machine, cold_environment, tmp_path):
+    commands = configs("ddp", tmp_path, ranks=2, address="10.77.0.1")
+    record = train(commands, tmp_path / "run", cold_environment, before=two_hosts)
+    assert record["losses"] == pytest.approx(on_one_machine("ddp")["losses"], rel=1e-6)
+    assert record["machines"] == [
+        {"name": "node-0", "ranks": [0]},
+        {"name": "node-1", "ranks": [1]},
+    ]
