@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import time
+from pathlib import Path
 
 import launches
 import pytest
@@ -14,6 +15,8 @@ from toolkit.causes.diagnosis import diagnose_text
 from toolkit.configs import ConfigOptions
 from toolkit.configs.files import commands_of_machines, write_configs
 from toolkit.strategies import STRATEGIES
+
+SCRIPTS = Path(__file__).parent / "scripts"
 
 STRATEGIES_AND_RANKS = {"ddp": 2, "zero3": 2, "fsdp_hybrid": 4}
 STEPS = ("--max_steps", "4")
@@ -37,13 +40,21 @@ def configs(name, folder, *, ranks, address="127.0.0.1"):
 
 
 @contextlib.contextmanager
-def started(commands, output_dir, environment, *flags, before=((), ())):
-    """Start both launchers, and yield them and their logs; none is left behind."""
+def started(commands, output_dir, environment, *flags, before=((), ()), script=()):
+    """Start both launchers, and yield them and their logs; none is left behind.
+
+    A script is rehearsed in place of the training.
+    """
     with contextlib.ExitStack() as stack:
         running = []
         for number, words in enumerate(commands):
             log = output_dir.parent / f"machine-{number}.log"
-            words = [*before[number], *words[:-1], output_dir, *flags]
+            launcher, train = (
+                words[: words.index("-m")],
+                [*words[words.index("-m") : -1], output_dir],
+            )
+            rehearsed = ["-m", "toolkit.rehearse", *script]
+            words = [*before[number], *launcher, *(rehearsed if script else train), *flags]
             file = stack.enter_context(log.open("wb"))
             launcher = launches.start(words, environment=environment, log=file)
             stack.callback(launcher.kill)
@@ -128,6 +139,19 @@ def test_the_machine_that_is_gone_is_named(killed, cold_environment, tmp_path):
     found = diagnose_text(text)
     assert found is not None
     assert found.name == "machine-gone"
+
+
+def test_a_machine_whose_rank_failed_is_named_too(cold_environment, tmp_path):
+    commands = configs("ddp", tmp_path, ranks=2)
+    script = [SCRIPTS / "fails_on_a_machine.py"]
+    with started(commands, tmp_path / "unused", cold_environment, script=script) as running:
+        for launcher, log in running:
+            assert launcher.wait(200) == 1, log.read_text()
+    assert "ValueError: this rank is broken" in running[1][1].read_text()
+    found = diagnose_text(running[0][1].read_text())
+    assert found is not None
+    assert found.name == "machine-gone"
+    assert any("Machine 1 (" in line for line in found.evidence)
 
 
 @pytest.fixture

@@ -34,6 +34,11 @@ LISTENING_SECONDS: Final = 10.0
 SILENT_SECONDS: Final = 30.0
 """Silence that is said while no collective has failed: with NCCL a rank may only wait then."""
 
+ADVICE: Final = (
+    "Its log says more, and this machine ends with it. Start all of them again; with "
+    "--resume_from_checkpoint they go on from the last checkpoint."
+)
+
 
 def count() -> int:
     """Return the number of machines of this launch."""
@@ -118,7 +123,10 @@ class Signs:
         self._thread.join(SIGN_SECONDS)
 
     def first_gone(self) -> str | None:
-        """Return a sentence about the machine that is gone; None if all of them are there."""
+        """Return a sentence about the machine that is gone, else about the first that has left.
+
+        None if all of them are there.
+        """
         until = time.monotonic() + LISTENING_SECONDS
         while time.monotonic() < until:
             if self._store_gone and self.number != 0:
@@ -127,7 +135,8 @@ class Signs:
                 if silence >= GONE_SECONDS:
                     return self._gone(machine, f"no sign of life for {silence:.0f} s")
             time.sleep(SIGN_SECONDS / 4)
-        return None
+        left = sorted(self._left)
+        return f"{self._named(left[0])} has left its training. {ADVICE}" if left else None
 
     def _silences(self) -> dict[int, float]:
         """Return the seconds since each other machine's last sign; one that left is not silent."""
@@ -137,9 +146,8 @@ class Signs:
 
     def _gone(self, machine: int, why: str) -> str:
         return (
-            f"{self._named(machine)} is gone: {why}. Its launcher was killed, or the machine or "
-            "its network is down; see its log. This machine ends with it. Start all of them again; "
-            "with --resume_from_checkpoint they go on from the last checkpoint."
+            f"{self._named(machine)} is gone: {why}. Its launcher was killed or has ended, or the "
+            f"machine or its network is down. {ADVICE}"
         )
 
     def _named(self, machine: int) -> str:
@@ -180,8 +188,8 @@ class Signs:
                 self._beats[machine], self._names[machine] = sign["beat"], sign["name"]
                 self._heard[machine] = time.monotonic()
                 self._said.discard(machine)
-            if sign["left"]:
-                self._left.add(machine)
+            # torchelastic may start a machine that has left again.
+            (self._left.add if sign["left"] else self._left.discard)(machine)
         for machine, silence in self._silences().items():
             if silence >= SILENT_SECONDS and machine not in self._said:
                 self._said.add(machine)
