@@ -1,17 +1,24 @@
 """`toolkit configs write`, as a user calls it."""
 
+import io
 import json
 import os
+import shlex
 
 import pytest
 import yaml
+from places import ROOT
+from rich.console import Console
 from typer.testing import CliRunner
 
 from toolkit.cli import app, main
 from toolkit.configs import ConfigOptions
 from toolkit.configs.files import cached_configs, write_configs
-from toolkit.configs.requested import requested_strategy
+from toolkit.configs.requested import requested_strategy, same_features
 from toolkit.errors import UsageError
+from toolkit.planning.recommend import recommend
+from toolkit.planning.render.commands import paste_line
+from toolkit.planning.render.recommendations import show_recommendation, write_recommendation
 from toolkit.strategies import STRATEGIES
 
 NOT_DEEPSPEED = [name for name, each in STRATEGIES.items() if each.backend != "deepspeed"]
@@ -123,6 +130,29 @@ def test_a_hybrid_group_stays_within_its_machine(words, groups, tmp_path, launch
     assert rank["PARALLELISM_CONFIG_DP_SHARD_SIZE"] == str(8 // groups)
     found = requested_strategy(rank)
     assert (found.name, found.replicas) == ("fsdp_hybrid", groups)
+
+
+def test_hybrid_sharding_has_a_group_in_each_node_and_its_files_and_commands_start_it(
+    tmp_path, launched
+):
+    found = recommend("7b", gpu="H100", gpus=1024)
+    job = found.choice.job
+    assert (job.strategy.name, job.nodes, job.strategy.replicas) == ("fsdp_hybrid", 128, 128)
+    text = io.StringIO()
+    show_recommendation(found, Console(file=text, width=300))
+    assert "fsdp_hybrid on 1024 GPUs in 128 groups" in text.getvalue()
+    assert "on each of the 128 nodes, with RANK from 0 to 127" in text.getvalue()
+    written = write_recommendation(found, tmp_path)
+    pasted = paste_line(found.options[0]).replace('"$(toolkit configs path fsdp_hybrid)"', "X")
+    bundled = str(ROOT / "accelerate_configs" / "fsdp_hybrid.yaml")
+    file = yaml.safe_load((tmp_path / "fsdp_hybrid.yaml").read_text())
+    machines = {"num_machines": 128, "main_process_ip": "ADDRESS", "main_process_port": 29500}
+    assert {key: file[key] for key in machines} == machines
+    for words in (written, [bundled if word == "X" else word for word in shlex.split(pasted)]):
+        flags = words[2 : words.index("-m")]
+        rank = launched(*["1" if word == "RANK" else word for word in flags])
+        assert same_features(requested_strategy(rank), job.strategy)
+        assert rank["PARALLELISM_CONFIG_DP_SHARD_SIZE"] == "8"
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero3"])

@@ -227,6 +227,17 @@ def test_nodes_meet_at_a_port_and_a_count_is_no_model(tmp_path):
     assert f"--strategy {found.choice.job.strategy.name}" in line
 
 
+def test_a_plan_of_hybrid_sharding_has_a_group_in_each_node():
+    found = plan("7b", gpu="H100", gpus=32, strategies="fsdp_hybrid,fsdp")
+    hybrid, fsdp = found.rows
+    assert (hybrid.strategy.replicas, hybrid.job.nodes) == (4, 4)
+    assert any("fsdp_hybrid is planned in 4 groups" in note for note in found.notes)
+    parameters = [row.memory.by_category()["parameters"].high for row in (hybrid, fsdp)]
+    assert parameters[0] == pytest.approx(4 * parameters[1], rel=0.01)
+    with pytest.raises(UsageError, match="4 groups of at least 2 processes"):
+        plan("7b", gpu="H100", gpus=4, nodes=4, strategies="fsdp_hybrid")
+
+
 def test_without_known_ram_adapters_come_before_offload():
     assumed = recommend("7b", gpu="L4", gpus=2)
     assert assumed.choice.job.method == "lora"

@@ -297,8 +297,9 @@ SITUATIONS = [
         gpu="H100",
         strategies=FSDP | {"fsdp_hybrid", "zero1", "zero2"},
         says=("64 nodes of 8", "network"),
-        disagreement="fsdp_hybrid of the toolkit has two groups of GPUs, and not one for each "
-        "node: it is weighed like the others and is not ahead.",
+        disagreement="fsdp_hybrid, planned with a group in each node, is among the best but not "
+        "ahead: on a ring, its all-reduce sends each node as much as FSDP's collectives do. With "
+        "128 nodes, where the waiting along the ring counts more, it is chosen.",
     ),
     Situation(
         number=27,

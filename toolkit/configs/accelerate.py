@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,24 @@ def _mesh(processes: int, *, replicate: int = 1, tensor: int = 1) -> dict[str, A
     }
     named = {f"parallelism_config_{name}_size": size for name, size in sizes.items()}
     return {"parallelism_config": named}
+
+
+def with_groups(strategy: Strategy, *, machines: int, replicas: int | None = None) -> Strategy:
+    """Return a hybrid strategy with `replicas` groups; None: one on each of several machines.
+
+    Raises:
+        UsageError: a group would have ranks on two machines.
+    """
+    if strategy.replicas == 1 or (replicas is None and machines == 1):
+        return strategy
+    groups = machines if replicas is None else replicas
+    if groups < 2 or groups % machines:
+        raise UsageError(
+            f"--replicas {groups}: {strategy.name} needs two groups or more, and groups of "
+            f"{machines} machines in multiples of {machines}, since links inside a machine are "
+            "faster. For one group, use fsdp."
+        )
+    return replace(strategy, replicas=groups)
 
 
 def check_num_processes(strategy: Strategy, num_processes: int) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from toolkit import environment
 from toolkit.configs import ConfigOptions
-from toolkit.configs.accelerate import accelerate_config
+from toolkit.configs.accelerate import accelerate_config, with_groups
 from toolkit.configs.deepspeed import deepspeed_config
 from toolkit.errors import UsageError, is_full_disk
 from toolkit.files import write_text
@@ -36,7 +36,7 @@ def render_configs(
 
     options = ConfigOptions() if options is None else options
     _check_options(strategy, options)
-    strategy = with_groups(strategy, options)
+    strategy = with_groups(strategy, machines=options.num_machines or 1, replicas=options.replicas)
     text = None
     if strategy.reads_deepspeed_json:
         text = json.dumps(deepspeed_config(strategy, options), indent=2) + "\n"
@@ -124,25 +124,6 @@ def cached_configs(strategy: Strategy) -> ConfigFiles:
     launcher, deepspeed = render_configs(strategy, deepspeed_json=Path("x"))
     key = hashlib.sha256((launcher + (deepspeed or "")).encode()).hexdigest()[:12]
     return write_configs(strategy, environment.cache_root() / "configs" / key, force=True)
-
-
-def with_groups(strategy: Strategy, options: ConfigOptions) -> Strategy:
-    """Return a hybrid strategy with as many groups as asked for, or else one on each machine.
-
-    Raises:
-        UsageError: a group would have ranks on two machines.
-    """
-    machines = options.num_machines or 1
-    if strategy.replicas == 1 or (options.replicas is None and machines == 1):
-        return strategy
-    groups = machines if options.replicas is None else options.replicas
-    if groups < 2 or groups % machines:
-        raise UsageError(
-            f"--replicas {groups}: {strategy.name} needs two groups or more, and groups of "
-            f"{machines} machines in multiples of {machines}, since links inside a machine are "
-            "faster. For one group, use fsdp."
-        )
-    return replace(strategy, replicas=groups)
 
 
 def _check_options(strategy: Strategy, options: ConfigOptions) -> None:

@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.configs.accelerate import check_num_processes
+from toolkit.configs.accelerate import check_num_processes, with_groups
 from toolkit.errors import UsageError
 from toolkit.planning.job import GPUS_PER_NODE, PlannedJob, nodes_for
 from toolkit.planning.memory.estimate import MemoryEstimate, estimate_memory
@@ -212,6 +212,7 @@ def plan(model: str | Path | ModelShape, options: PlanOptions) -> Plan:
     for strategy in strategies:
         try:
             gpus, nodes = (base.gpus, base.nodes) if strategy.is_distributed else (1, 1)
+            strategy = with_groups(strategy, machines=nodes)
             check_num_processes(strategy, gpus)
             job = replace(base, strategy=strategy, gpus=gpus, nodes=nodes)
             part_of_rank(job)
@@ -220,6 +221,11 @@ def plan(model: str | Path | ModelShape, options: PlanOptions) -> Plan:
                 raise
             left_out[strategy.name] = str(error)
             continue
+        if nodes > 1 and strategy.replicas > 1:
+            notes.append(
+                f"{strategy.name} is planned in {strategy.replicas} groups, each of the "
+                f"{gpus // nodes} GPUs of a node: --replicas of toolkit configs write makes others"
+            )
         rows.append(PlanRow(job=job, gpu=gpu, room=room, internode_bytes_per_second=network))
     if options.method == "qlora" and any(row.strategy.shards_parameters for row in rows):
         notes.append(

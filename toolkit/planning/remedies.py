@@ -232,7 +232,10 @@ def _more_gpus(job: PlannedJob, room: Room) -> Changed | None:
 
 def _larger(job: PlannedJob) -> Iterator[list[PlannedJob]]:
     """Yield the job on more GPUs: in its node, then on more nodes, a list of them at a time."""
-    strategy = job.strategy if job.strategy.shards_parameters else STRATEGIES["fsdp"]
+    strategy = job.strategy
+    if not strategy.shards_parameters or strategy.replicas > 1:
+        # A further node holds a further group of hybrid sharding, and no group gets smaller.
+        strategy = STRATEGIES["fsdp"]
     per_node = max(GPUS_PER_NODE, job.gpus) if job.nodes == 1 else job.gpus // job.nodes
 
     def on(gpus: int, nodes: int) -> PlannedJob:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from toolkit.configs.accelerate import num_processes_problem
+from toolkit.configs.accelerate import num_processes_problem, with_groups
 from toolkit.configs.optimizers import optimizer_problem
 from toolkit.planning import levers
 from toolkit.planning.job import PlannedJob
@@ -143,7 +143,8 @@ class Search:
 
     def under(self, names: Sequence[str], training: Training) -> list[Candidate]:
         """Return the candidates under some strategies; where none fits, the leanest of each."""
-        strategies = (STRATEGIES[name] for name in names)
+        nodes = self.base.job.nodes
+        strategies = (with_groups(STRATEGIES[name], machines=nodes) for name in names)
         return [
             candidate
             for strategy in strategies

@@ -303,8 +303,8 @@ def _launched_strategy(name: str | None) -> Strategy:
     """Return the strategy of the launcher's config, after comparing it with `--strategy`."""
     strategy = None if name is None else get_strategy(name)
     launched = requested_strategy(os.environ, strategy)
-    if strategy is None:
-        return launched
+    if strategy is None or strategy.name == launched.name:
+        return launched  # with the groups of the config, of which a strategy may have any number
     if not same_features(strategy, launched):
         raise UsageError(
             f"--strategy {name} was asked, but the launcher's config file is for "

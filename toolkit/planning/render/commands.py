@@ -13,6 +13,9 @@ from toolkit.planning.recommend import Option
 PORT = 29500
 """Where nodes meet: a free port of one of them, which 0 asks for, the others would not know."""
 
+ADDRESS = "ADDRESS"
+"""Stands for the address of node 0."""
+
 CONFIG = Path("CONFIG")
 """Stands for the config file until the shell names it."""
 
@@ -22,7 +25,19 @@ def paste_line(option: Option) -> str:
     job, steps = option.candidate.job, None if option.cost is None else option.cost.steps
     line = shlex.join(train_command(job, CONFIG, rate=option.learning_rate.linear, steps=steps))
     path = f'"$(toolkit configs path {job.strategy.name})" --num_processes {job.gpus}'
+    groups = job.strategy.replicas
+    if groups > 1:
+        path += f" --parallelism_config_dp_replicate_size {groups}"
+        path += f" --parallelism_config_dp_shard_size {job.gpus // groups}"
     return line.replace(str(CONFIG), path, 1)
+
+
+def nodes_sentence(nodes: int) -> str:
+    """Return how to start a command on each of several nodes."""
+    return (
+        f"Start the command on each of the {nodes} nodes, with RANK from 0 to {nodes - 1} and the "
+        f"address of node 0 as {ADDRESS}. --output_dir must be a folder that all nodes share."
+    )
 
 
 def train_command(
@@ -37,7 +52,7 @@ def train_command(
     words = ["accelerate", "launch", "--config_file", str(config)]
     if job.nodes > 1:
         words += ["--num_machines", str(job.nodes), "--machine_rank", "RANK"]
-        words += ["--main_process_ip", "ADDRESS", "--main_process_port", str(PORT)]
+        words += ["--main_process_ip", ADDRESS, "--main_process_port", str(PORT)]
         if job.strategy.reads_deepspeed_json:
             words += ["--deepspeed_multinode_launcher", "standard"]
     words += ["-m", "toolkit.train", "--strategy", job.strategy.name]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from toolkit.configs.accelerate import num_processes_problem
+from toolkit.configs.accelerate import num_processes_problem, with_groups
 from toolkit.errors import UsageError
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import estimate_memory
@@ -15,6 +15,7 @@ from toolkit.planning.plan import Plan, PlanRow
 from toolkit.planning.render.plans import heading
 from toolkit.planning.split import part_of_rank
 from toolkit.planning.terms import CATEGORIES, GIB, Category
+from toolkit.strategies import STRATEGIES
 
 FORMATS = (".svg", ".png")
 GPU_COUNTS = (1, 2, 4, 8, 16, 32, 64)
@@ -125,9 +126,11 @@ def _jobs_by_gpus(row: PlanRow) -> Iterator[PlannedJob]:
     """Yield the job of a row on each number of GPUs on which its strategy runs."""
     per_node = max(8, row.job.gpus // row.job.nodes)
     for count in GPU_COUNTS:
-        if num_processes_problem(row.strategy, count):
+        nodes = max(1, count // per_node)
+        strategy = with_groups(STRATEGIES[row.strategy.name], machines=nodes)
+        if num_processes_problem(strategy, count):
             continue
-        job = replace(row.job, gpus=count, nodes=max(1, count // per_node))
+        job = replace(row.job, strategy=strategy, gpus=count, nodes=nodes)
         try:
             part_of_rank(job)
         except UsageError:  # a pipeline with more stages than layers

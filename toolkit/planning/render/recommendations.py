@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +12,13 @@ from toolkit.planning.job import PlannedJob
 from toolkit.planning.learning_rate import LearningRate
 from toolkit.planning.reasons import lever_words
 from toolkit.planning.recommend import Option, Recommendation
-from toolkit.planning.render.commands import paste_line, train_command
+from toolkit.planning.render.commands import (
+    ADDRESS,
+    PORT,
+    nodes_sentence,
+    paste_line,
+    train_command,
+)
 from toolkit.planning.render.plans import gib_span, span, verdict_sentence
 from toolkit.planning.search import Candidate
 
@@ -40,6 +47,8 @@ def show_recommendation(answer: Recommendation, console: Console) -> None:
             write(line)
     if answer.options:
         write("\nAdd --train_file or --dataset_name with your rows to a command.")
+        if answer.choice is not None and answer.choice.job.nodes > 1:
+            write(nodes_sentence(answer.choice.job.nodes))
 
 
 def option_lines(number: int, option: Option) -> list[str]:
@@ -88,6 +97,10 @@ def write_recommendation(answer: Recommendation, folder: Path, *, force: bool = 
 
     job, cost = answer.choice.job, answer.options[0].cost
     options = ConfigOptions(num_processes=job.gpus)
+    if job.nodes > 1:
+        options = replace(
+            options, num_machines=job.nodes, main_process_ip=ADDRESS, main_process_port=PORT
+        )
     files = write_configs(job.strategy, folder, options=options, force=force)
     steps = None if cost is None else cost.steps
     return train_command(job, files.accelerate, rate=answer.learning_rate.linear, steps=steps)
@@ -96,6 +109,8 @@ def write_recommendation(answer: Recommendation, folder: Path, *, force: bool = 
 def describe_job(job: PlannedJob) -> str:
     """Return strategy, GPUs, method, batch, precision and levers of a job in a few words."""
     text = f"{job.strategy.name} on {job.gpus} GPU{'s' if job.gpus > 1 else ''}"
+    if job.strategy.replicas > 1:
+        text += f" in {job.strategy.replicas} groups"
     if job.method != "full":
         text += f", {'LoRA' if job.method == 'lora' else 'QLoRA'}"
     text += f", batch {job.batch} x {job.accumulation} accumulated, "
