@@ -1,4 +1,4 @@
-"""Several machines: two launchers train as one, on loopback and in two network namespaces."""
+"""Several machines: launchers train as one, on loopback and in two network namespaces."""
 
 import contextlib
 import json
@@ -18,7 +18,10 @@ from toolkit.strategies import STRATEGIES
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
-STRATEGIES_AND_RANKS = {"ddp": 2, "zero3": 2, "fsdp_hybrid": 4}
+MACHINES = {"ddp": 2, "zero3": 2, "fsdp_hybrid": 3}
+RANKS = {"ddp": 2, "zero3": 2, "fsdp_hybrid": 6}
+"""Of all machines together: of fsdp_hybrid three groups of two ranks, not the bundled two."""
+
 STEPS = ("--max_steps", "4")
 
 
@@ -31,7 +34,7 @@ def free_port():
 def configs(name, folder, *, ranks, address="127.0.0.1"):
     options = ConfigOptions(
         num_processes=ranks,
-        num_machines=2,
+        num_machines=MACHINES[name],
         main_process_ip=address,
         main_process_port=free_port(),
     )
@@ -40,8 +43,8 @@ def configs(name, folder, *, ranks, address="127.0.0.1"):
 
 
 @contextlib.contextmanager
-def started(commands, output_dir, environment, *flags, before=((), ()), script=()):
-    """Start both launchers, and yield them and their logs; none is left behind.
+def started(commands, output_dir, environment, *flags, before=((), (), ()), script=()):
+    """Start all launchers, and yield them and their logs; none is left behind.
 
     A script is rehearsed in place of the training.
     """
@@ -66,8 +69,8 @@ def record_of(folder):
     return json.loads((folder / "record.json").read_text())
 
 
-def train(commands, output_dir, environment, **options):
-    with started(commands, output_dir, environment, *STEPS, **options) as running:
+def train(commands, output_dir, environment, *flags, **options):
+    with started(commands, output_dir, environment, *STEPS, *flags, **options) as running:
         for launcher, log in running:
             assert launcher.wait(300) == 0, log.read_text()
     return record_of(output_dir)
@@ -81,7 +84,8 @@ def on_one_machine(launch_environment, tmp_path_factory):
     def record(name):
         if name not in known:
             folder = tmp_path_factory.mktemp(name)
-            options = ConfigOptions(num_processes=STRATEGIES_AND_RANKS[name])
+            groups = MACHINES[name] if name == "fsdp_hybrid" else None
+            options = ConfigOptions(num_processes=RANKS[name], replicas=groups)
             files = write_configs(STRATEGIES[name], folder, options=options)
             command = [*launches.TYPED, "--config_file", files.accelerate, "-m", "toolkit.train"]
             done = launches.run(
@@ -94,28 +98,31 @@ def on_one_machine(launch_environment, tmp_path_factory):
     return record
 
 
-@pytest.mark.parametrize("name", STRATEGIES_AND_RANKS)
-def test_two_launchers_train_as_one(name, on_one_machine, launch_environment, tmp_path):
-    ranks = STRATEGIES_AND_RANKS[name]
-    record = train(configs(name, tmp_path, ranks=ranks), tmp_path / "run", launch_environment)
+@pytest.mark.parametrize("name", MACHINES)
+def test_launchers_train_as_one(name, on_one_machine, launch_environment, tmp_path):
+    ranks, machines = RANKS[name], MACHINES[name]
+    commands = configs(name, tmp_path, ranks=ranks)
+    record = train(commands, tmp_path / "run", launch_environment, "--strategy", name)
     control = on_one_machine(name)
     assert record["losses"] == pytest.approx(control["losses"], rel=1e-6)
     assert len(set(record["losses"])) == 4
     assert record["strategy"] == name
     assert record["attestation"]["held"]
     assert record["sample_ids"] == control["sample_ids"]
-    half = ranks // 2
+    each = ranks // machines
     held = [machine["ranks"] for machine in record["machines"]]
-    assert held == [[*range(half)], [*range(half, ranks)]]
+    assert held == [[*range(first, first + each)] for first in range(0, ranks, each)]
+    groups = record["attestation"]["engaged"]["replicas"]
+    assert groups == (machines if name == "fsdp_hybrid" else 1)
     assert all(machine["name"] for machine in record["machines"])
     assert control["machines"] == [{"name": None, "ranks": [*range(ranks)]}]
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_the_machine_that_is_gone_is_named(killed, cold_environment, tmp_path):
+def test_the_machine_that_is_gone_is_named(killed, launch_environment, tmp_path):
     commands = configs("ddp", tmp_path, ranks=2)
     many = ("--max_steps", "100000")
-    with started(commands, tmp_path / "run", cold_environment, *many) as running:
+    with started(commands, tmp_path / "run", launch_environment, *many) as running:
         launcher, log = running[killed]
         other, its_log = running[1 - killed]
         until = time.monotonic() + 300
@@ -141,10 +148,10 @@ def test_the_machine_that_is_gone_is_named(killed, cold_environment, tmp_path):
     assert found.name == "machine-gone"
 
 
-def test_a_machine_whose_rank_failed_is_named_too(cold_environment, tmp_path):
+def test_a_machine_whose_rank_failed_is_named_too(launch_environment, tmp_path):
     commands = configs("ddp", tmp_path, ranks=2)
     script = [SCRIPTS / "fails_on_a_machine.py"]
-    with started(commands, tmp_path / "unused", cold_environment, script=script) as running:
+    with started(commands, tmp_path / "unused", launch_environment, script=script) as running:
         for launcher, log in running:
             assert launcher.wait(200) == 1, log.read_text()
     assert "ValueError: this rank is broken" in running[1][1].read_text()

@@ -237,9 +237,11 @@ def rehearse_if_needed() -> bool:
         return False
     if local_rank() == 0:
         hidden = f" The {gpus} found stay hidden." if gpus else ""
-        noun = "rank" if ranks == 1 else "ranks"
+        everywhere = int(os.environ.get("WORLD_SIZE", ranks))
+        count = str(ranks) if everywhere == ranks else f"{ranks} of {everywhere}"
+        noun = "rank" if everywhere == 1 else "ranks"
         say(
-            f"rehearsal{_of_strategy()}: {ranks} {noun}, {gpus} GPUs. Training runs on the CPU."
+            f"rehearsal{_of_strategy()}: {count} {noun}, {gpus} GPUs. Training runs on the CPU."
             f"{hidden}"
         )
     os.environ |= {

@@ -42,6 +42,8 @@ ADVICE: Final = (
 
 def count() -> int:
     """Return the number of machines of this launch."""
+    if "GROUP_WORLD_SIZE" in os.environ:
+        return int(os.environ["GROUP_WORLD_SIZE"])
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     return max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE") or ranks))
 

@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 from transformers.trainer_utils import SchedulerType
 from transformers.training_args import OptimizerNames
 
+from toolkit.checkpoints.resuming import WORDS
+from toolkit.errors import UsageError
+from toolkit.measuring import machines
+from toolkit.measuring.attestation import gather_objects
 from toolkit.redaction import redacted
 
 if TYPE_CHECKING:
@@ -22,6 +26,12 @@ _SAME_NAME: Final = (
     *("adam_beta1", "adam_beta2", "adam_epsilon", "optim_args", "label_smoothing_factor"),
     *("neftune_noise_alpha",),
 )
+
+_OF_MACHINES: Final = (
+    *("output_dir", "max_steps", "save_strategy", "save_steps", "logging_steps"),
+    "gradient_checkpointing",
+)
+"""Arguments that don't decide the next step, and must be equal on all machines."""
 
 
 def facts_of_job(job: Job) -> dict[str, Any]:
@@ -48,6 +58,34 @@ def facts_of_job(job: Job) -> dict[str, Any]:
     }
     facts |= {name: getattr(args, name) for name in _SAME_NAME} | {"dropout": own.run.dropout}
     return _plain(facts | request.method.facts())
+
+
+def check_machines_agree(job: Job) -> None:
+    """Refuse a launch whose machines were started for different trainings; a collective.
+
+    Each machine has a command of its own. Ranks that differ would wait for each other, or train a
+    mixture of two trainings without a word.
+
+    Raises:
+        UsageError: on every rank, with every difference to machine 0.
+    """
+    if machines.count() == 1:
+        return
+    facts = facts_of_job(job) | {name: str(getattr(job.args, name)) for name in _OF_MACHINES}
+    of_ranks = gather_objects((machines.number(), facts))
+    first = of_ranks[0][1]
+    found = {
+        f"{WORDS.get(name, name)} is {first.get(name)} on machine 0 and {other.get(name)} on "
+        f"machine {number}"
+        for number, other in of_ranks
+        for name in (*first, *other)
+        if first.get(name) != other.get(name)
+    }
+    if found:
+        raise UsageError(
+            f"The machines were started for different trainings: {'; '.join(sorted(found))}. "
+            "Start all of them with the same flags, config file, data and model."
+        )
 
 
 def facts_of_trainer(trainer: Any, strategy: Any) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from toolkit.training.arguments import (
     sync_each_batch,
     training_arguments,
 )
-from toolkit.training.fingerprint import facts_of_job
+from toolkit.training.fingerprint import check_machines_agree, facts_of_job
 from toolkit.training.model import resolve_tokenizer
 from toolkit.training.request import (
     Request,
@@ -175,6 +175,7 @@ def checked_job(argv: list[str]) -> Job:
         deepspeed_changes=deepspeed_changes,
     )
     _ = args.device  # starts the process group: ranks can communicate from here on
+    check_machines_agree(job)
     folder = Path(values["output_dir"])
     # Looking for a checkpoint tidies the folder: no other run may be working in it.
     with held(folder, partial(check_output_folder, folder, own.method, trackers)):
