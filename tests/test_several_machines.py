@@ -18,7 +18,7 @@ from toolkit.strategies import STRATEGIES
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
-MACHINES = {"ddp": 2, "zero3": 2, "fsdp_hybrid": 3}
+MACHINES = {"ddp": 2, "zero2": 2, "zero3": 2, "fsdp_hybrid": 3}
 RANKS = {"ddp": 2, "zero3": 2, "fsdp_hybrid": 6}
 """Of all machines together: of fsdp_hybrid three groups of two ranks, not the bundled two."""
 
@@ -31,22 +31,22 @@ def free_port():
         return one.getsockname()[1]
 
 
-def configs(name, folder, *, ranks, address="127.0.0.1"):
+def configs(name, folder, *, ranks, address="127.0.0.1", port=None):
     options = ConfigOptions(
         num_processes=ranks,
         num_machines=MACHINES[name],
         main_process_ip=address,
-        main_process_port=free_port(),
+        main_process_port=port or free_port(),
     )
     files = write_configs(STRATEGIES[name], folder / "configs", options=options)
     return [command.split() for command in commands_of_machines(files, options)]
 
 
 @contextlib.contextmanager
-def started(commands, output_dir, environment, *flags, before=((), (), ()), script=()):
+def started(commands, output_dir, environment, *flags, before=((), (), ()), own=(), script=()):
     """Start all launchers, and yield them and their logs; none is left behind.
 
-    A script is rehearsed in place of the training.
+    `own` are flags of the last machine only. A script is rehearsed in place of the training.
     """
     with contextlib.ExitStack() as stack:
         running = []
@@ -58,6 +58,7 @@ def started(commands, output_dir, environment, *flags, before=((), (), ()), scri
             )
             rehearsed = ["-m", "toolkit.rehearse", *script]
             words = [*before[number], *launcher, *(rehearsed if script else train), *flags]
+            words += own if number == len(commands) - 1 else ()
             file = stack.enter_context(log.open("wb"))
             launcher = launches.start(words, environment=environment, log=file)
             stack.callback(launcher.kill)
@@ -98,7 +99,7 @@ def on_one_machine(launch_environment, tmp_path_factory):
     return record
 
 
-@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("name", RANKS)
 def test_launchers_train_as_one(name, on_one_machine, launch_environment, tmp_path):
     ranks, machines = RANKS[name], MACHINES[name]
     commands = configs(name, tmp_path, ranks=ranks)
