@@ -149,6 +149,36 @@ def test_the_machine_that_is_gone_is_named(killed, launch_environment, tmp_path)
     assert found.name == "machine-gone"
 
 
+def test_machines_that_were_started_differently_are_refused(launch_environment, tmp_path):
+    port = free_port()
+    ddp, zero2 = (configs(name, tmp_path, ranks=2, port=port) for name in ("ddp", "zero2"))
+    commands = [ddp[0], zero2[1]]
+    run, own = tmp_path / "run", ("--learning_rate", "0.5", "--max_steps", "5")
+    with started(commands, run, launch_environment, *STEPS, own=own) as running:
+        for launcher, log in running:
+            assert launcher.wait(200) == 1, log.read_text()
+    for _, log in running:
+        (said,) = [line for line in log.read_text().splitlines() if "machine 1" in line]
+        assert said.startswith("toolkit: The machines were started for different trainings: ")
+        assert "learning_rate is 0.001 on machine 0 and 0.5 on machine 1" in said
+        assert "strategy is ddp on machine 0 and zero2 on machine 1" in said
+        assert "steps of the training is 4 on machine 0 and 5 on machine 1" in said
+    assert not run.exists()
+
+
+def test_a_machine_that_leaves_before_the_ranks_meet_is_named(launch_environment, tmp_path):
+    commands = configs("ddp", tmp_path, ranks=2)
+    own = ("--train_file", "nowhere.jsonl")
+    with started(commands, tmp_path / "run", launch_environment, *STEPS, own=own) as running:
+        for launcher, log in running:
+            assert launcher.wait(200) == 1, log.read_text()
+    assert "toolkit: --train_file nowhere.jsonl is not there" in running[1][1].read_text()
+    found = diagnose_text(running[0][1].read_text())
+    assert found is not None
+    assert found.name == "machine-gone"
+    assert any("Machine 1 (" in line for line in found.evidence)
+
+
 def test_a_machine_whose_rank_failed_is_named_too(launch_environment, tmp_path):
     commands = configs("ddp", tmp_path, ranks=2)
     script = [SCRIPTS / "fails_on_a_machine.py"]

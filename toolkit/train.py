@@ -69,15 +69,21 @@ def main() -> None:
 
 
 def _train(argv: list[str], *, refused_by: type[BaseException]) -> None:
+    from toolkit.measuring import machines
+
     if STATUS_DIR in os.environ:  # a launcher that listens hears of mistakes too
         status = StatusFile(Path(os.environ[STATUS_DIR]), rank())
         with guard(status, refused_by=(refused_by,)):
             check_package_folder()
-            _run(_checked(argv), status)
+            with machines.watched(meeting=True):
+                job = _checked(argv)
+            with machines.watched():
+                _run(job, status)
         return
-    job = _checked(argv)  # without a launcher, a mistake leaves no files behind
+    with machines.watched(meeting=True):
+        job = _checked(argv)  # without a launcher, a mistake leaves no files behind
     status = StatusFile(status_folder(job.output_dir), rank())
-    with guard(status, refused_by=(refused_by,)):
+    with guard(status, refused_by=(refused_by,)), machines.watched():
         _run(job, status)
 
 
@@ -93,7 +99,6 @@ def _checked(argv: list[str]) -> Job:
 
 def _run(job: Job, status: StatusFile) -> None:
     from toolkit.engines import flight_recorder
-    from toolkit.measuring import machines
     from toolkit.training.run import train
 
     watchdog = watching(
@@ -103,7 +108,7 @@ def _run(job: Job, status: StatusFile) -> None:
         step=lambda: status.step,
         ending=status.failed,
     )
-    with watchdog, machines.watched():
+    with watchdog:
         train(job, status)
 
 

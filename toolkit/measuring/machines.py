@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Generator
@@ -20,10 +21,12 @@ from typing import Any, Final
 from torch import distributed
 
 from toolkit.errors import MachineLostError
+from toolkit.escaping import one_line
 from toolkit.launching.ranks import local_rank, say
 from toolkit.launching.status import RankError
 
 SIGN_SECONDS: Final = 1.0
+CLOSED: Final = "the ranks' meeting point there has closed"
 
 GONE_SECONDS: Final = 4.0
 """Silence after which a machine is gone, once a collective has failed."""
@@ -33,6 +36,9 @@ LISTENING_SECONDS: Final = 10.0
 
 SILENT_SECONDS: Final = 30.0
 """Silence that is said while no collective has failed: with NCCL a rank may only wait then."""
+
+MEETING_SECONDS: Final = 10.0
+"""Time in which a rank that waits for a machine that has left may fail by itself."""
 
 ADVICE: Final = (
     "Its log says more, and this machine ends with it. Start all of them again; with "
@@ -70,8 +76,13 @@ def of_ranks(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def watched() -> Generator[None]:
+def watched(*, meeting: bool = False) -> Generator[None]:
     """Exchange signs of life with the other machines while the body lasts.
+
+    Args:
+        meeting: Whether the ranks meet in the body: a machine that leaves meanwhile has failed, and
+            this process ends with a sentence. Torch would wait for it for half an hour, or for 10
+            minutes with NCCL.
 
     Raises:
         MachineLostError: the body lost a neighbour, and a machine is gone.
@@ -87,16 +98,18 @@ def watched() -> Generator[None]:
                 time.sleep(LISTENING_SECONDS)  # launchers end all ranks when the first one leaves
             raise
         return
-    signs = Signs(number=number(), machines=count())
+    signs = Signs(number=number(), machines=count(), meeting=meeting)
     signs.start()
+    goes_on = False
     try:
         yield
+        goes_on = meeting
     except Exception as error:
         if RankError.of(error).is_echo and (gone := signs.first_gone()) is not None:
             raise MachineLostError(gone) from error
         raise
     finally:
-        signs.stop()
+        signs.stop(left=not goes_on)
 
 
 @dataclass(eq=False)
@@ -105,6 +118,7 @@ class Signs:
 
     number: int
     machines: int
+    meeting: bool = False
     _names: dict[int, str] = field(default_factory=dict[int, str])
     _beats: dict[int, int] = field(default_factory=dict[int, int])
     _heard: dict[int, float] = field(default_factory=dict[int, float])
@@ -114,13 +128,15 @@ class Signs:
 
     def __post_init__(self) -> None:
         self._over = threading.Event()
+        self._leaves = False
         self._thread = threading.Thread(target=self._run, name="toolkit-machines", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
-        """Say to the others that this machine has left of itself."""
+    def stop(self, *, left: bool) -> None:
+        """End the signs; if `left`, say to the others that this machine has left of itself."""
+        self._leaves = left
         self._over.set()
         self._thread.join(SIGN_SECONDS)
 
@@ -132,19 +148,21 @@ class Signs:
         until = time.monotonic() + LISTENING_SECONDS
         while time.monotonic() < until:
             if self._store_gone and self.number != 0:
-                return self._gone(0, "the ranks' meeting point there has closed")
+                return self._gone(0, CLOSED)
             for machine, silence in self._silences().items():
                 if silence >= GONE_SECONDS:
                     return self._gone(machine, f"no sign of life for {silence:.0f} s")
             time.sleep(SIGN_SECONDS / 4)
-        left = sorted(self._left)
-        return f"{self._named(left[0])} has left its training. {ADVICE}" if left else None
+        return self._has_left() if self._left else None
 
     def _silences(self) -> dict[int, float]:
         """Return the seconds since each other machine's last sign; one that left is not silent."""
         now = time.monotonic()
         heard = {**self._heard}
         return {machine: now - at for machine, at in heard.items() if machine not in self._left}
+
+    def _has_left(self) -> str:
+        return f"{self._named(min(self._left))} has left its training. {ADVICE}"
 
     def _gone(self, machine: int, why: str) -> str:
         return (
@@ -167,15 +185,26 @@ class Signs:
                 wait_for_workers=False,
                 timeout=timedelta(seconds=LISTENING_SECONDS),
             )
-            beat = 0
+            beat, waited = 0, 0.0
             while not self._over.wait(SIGN_SECONDS if beat else 0):
                 beat += 1
                 self._leave_sign(store, beat)
                 self._read_signs(store)
-            self._leave_sign(store, beat, left=True)
+                waited = waited + SIGN_SECONDS if self.meeting and self._left else 0.0
+                if waited > MEETING_SECONDS:
+                    self._end_process(self._has_left())
+            self._leave_sign(store, beat, left=self._leaves)
         except (RuntimeError, KeyError, ValueError):
             # The store ended with machine 0, or no launcher has named one.
             self._store_gone = not self._over.is_set()
+            ends = self.meeting and self._store_gone and self.number != 0
+            if ends and not self._over.wait(MEETING_SECONDS):
+                self._end_process(self._gone(0, CLOSED))
+
+    def _end_process(self, why: str) -> None:
+        """End this process, whose other threads wait for a machine that will not come."""
+        print(f"toolkit: {one_line(why)}", file=sys.stderr, flush=True)  # noqa: T201
+        os._exit(1)
 
     def _leave_sign(self, store: Any, beat: int, *, left: bool = False) -> None:
         sign = {"name": socket.gethostname(), "beat": beat, "left": left}
