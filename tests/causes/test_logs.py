@@ -179,6 +179,87 @@ def test_an_error_without_its_traceback_counts_where_the_log_ends_with_it():
     assert name_in("ValueError: the flux is off\nwhatever\n") is None
 
 
+def test_an_exception_in_native_code_is_one_of_its_rank():
+    def aborted(message):
+        begin = "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
+        return f"step 3 of 9\n{begin}  what():  {message}\ntoolkit: ddp engaged\n"
+
+    sizes = "[enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 34528 vs 4."
+    assert name_in(aborted(sizes)) == "collective-mismatch"
+    other = diagnose(log_of(aborted("the flux is off")))
+    assert other is not None
+    assert other.name == "unknown"
+    assert "The first error of a rank: the flux is off" in other.text
+    assert other.evidence == ("line 3: the flux is off",)
+
+
+def test_the_watchdogs_line_is_found_without_an_exception():
+    line = "toolkit: nothing has progressed for 10 s (no step, batch, save, build or compile), and "
+    line += "the run was ended; saved files stay: rank 1 is missing: it is stopped (SIGSTOP)"
+    found = diagnose(log_of(f"{STEPS}{line}\ntoolkit: rank 0, after step 3, is at a.py:1 f\n"))
+    assert found is not None
+    assert found.name == "hang"
+    assert "rank 1 is missing: it is stopped (SIGSTOP)" in found.text
+
+
+SLURM = "slurmstepd: error: *** JOB 7 ON node1 CANCELLED AT 2026-11-24T10:00:00 DUE TO "
+OUTSIDE = {
+    f"{SLURM}TIME LIMIT ***": ("slurm-cancelled", "(reason: TIME LIMIT)"),
+    f"{SLURM}PREEMPTION ***": ("slurm-cancelled", "(reason: PREEMPTION)"),
+    f"{SLURM}NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***": (
+        "slurm-cancelled",
+        "(reason: NODE FAILURE)",
+    ),
+    f"{SLURM.removesuffix(' DUE TO ')} ***": ("slurm-cancelled", "(reason: not named)"),
+    "slurmstepd: error: Detected 2 oom-kill event(s) in StepId=7.0. Some of your processes may "
+    "have been killed by the cgroup out-of-memory handler.": ("slurm-out-of-memory", "RAM"),
+    "error: StepId=7.0 exceeded memory limit (734003200 > 52428800), being killed": (
+        "slurm-out-of-memory",
+        "RAM",
+    ),
+    "      Reason:       OOMKilled": ("pod-out-of-memory", "limit"),
+    "Message: The node was low on resource: memory. ": ("pod-evicted", "memory"),
+    "NVRM: Xid (PCI:0000:2b:00): 79, GPU has fallen off the bus.": ("gpu-failed", "failed"),
+}
+"""Lines in the form of the cited sources. None was reproduced."""
+
+
+@pytest.mark.parametrize(("line", "expected"), OUTSIDE.items())
+def test_the_machine_or_scheduler_counts_before_what_the_ranks_made_of_it(line, expected):
+    name, words = expected
+    stopped = traceback(
+        "torch.distributed.elastic.multiprocessing.api.SignalException: Process 7 got signal: 15"
+    )
+    ended = "Root Cause (first observed failure):\n  rank      : 1 (local_rank: 1)\n"
+    ended += "  exitcode  : -9 (pid: 7)\n"
+    for text in (f"{line}\n{stopped}", f"{stopped}{line}\n", f"{ended}{line}\n"):
+        found = diagnose(log_of(STEPS + text))
+        assert found is not None
+        assert found.name == name
+        assert words in found.text
+        assert line.strip()[:60] in found.evidence[0]
+
+
+DRIVER = {
+    "RuntimeError: The NVIDIA driver on your system is too old (found version 11040).": "driver",
+    "RuntimeError: Found no NVIDIA driver on your system. Please check": "driver",
+    "RuntimeError: CUDA unknown error - this may be due to an incorrectly set up env": "driver",
+    "torch.AcceleratorError: CUDA error: invalid device ordinal": "gpu-not-there",
+    "RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable": "gpu-busy",
+    "RuntimeError: CUDA error: all CUDA-capable devices are busy or unavailable": "gpu-busy",
+    "torch.AcceleratorError: CUDA error: device-side assert triggered": "device-side-assert",
+    "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`": "cublas",
+    "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:275, invalid usage\n"
+    "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 10": "nccl-shared-gpu",
+}
+"""Messages in the form of the cited sources, and their cause. None was reproduced."""
+
+
+@pytest.mark.parametrize(("error", "name"), DRIVER.items())
+def test_errors_of_cuda_and_its_driver_are_told_apart(error, name):
+    assert name_in(traceback(error)) == name
+
+
 def test_deepspeeds_own_times_tell_of_communication():
     def breakdown(reduce):
         return f"time (ms) | fwd: 30.0 | bwd: 60.0 | bwd_allreduce: {reduce} | step: 10.0\n"

@@ -8,10 +8,17 @@ from pathlib import Path
 import pytest
 
 from toolkit.causes.literals import literal_of
-from toolkit.causes.table import cause_named, causes, line_counts, phases
+from toolkit.causes.table import OF_LINES, cause_named, causes, line_counts, phases
 
-CITED = [cause for cause in causes() if cause.source is not None]
-READ_IN = {"accelerate": "1.15.0", "deepspeed": "0.19.8", "transformers": "5.23.0"}
+ON_THE_WEB = re.compile(
+    r"https://github\.com/[\w.-]+/[\w.-]+/"
+    r"(?:issues/\d+|blob/(?:[0-9a-f]{40}|slurm(?:-\d+){4})/\S+\.\w+#L\d+)"
+)
+"""A thread, or a line at a commit or a tag: it stays what was read."""
+
+SOURCES = [cause for cause in causes() if cause.source is not None]
+CITED = [cause for cause in SOURCES if not cause.source.startswith("https://")]
+READ_IN = {"accelerate": "1.15.0", "deepspeed": "0.19.8", "transformers": "5.24.0"}
 READ_IN |= {"torch": "2.13.0"}
 """Releases whose lines are cited."""
 
@@ -47,6 +54,13 @@ def test_the_cited_source_still_has_the_message(cause):
         assert cause.quote in lines[number - 1]
 
 
+def test_an_address_on_the_web_names_a_line_or_a_thread_and_its_words_are_known_by_the_cause():
+    others = [cause for cause in SOURCES if cause not in CITED]
+    assert len(others) > 5
+    for cause in others:
+        assert ON_THE_WEB.fullmatch(cause.source), cause.name
+
+
 def test_texts_use_only_groups_of_a_pattern_and_fixes_are_one_line():
     for cause in causes():
         groups = {name for pattern in cause.patterns for name in pattern.groupindex} | {"who"}
@@ -79,7 +93,6 @@ def test_a_literal_is_in_every_match_of_its_pattern():
 
 
 def test_every_pattern_of_a_line_has_a_word_to_look_for_first():
-    kinds = ("line", "waiting", "slow")
     for cause in causes():
-        if cause.kind in kinds:
+        if cause.kind in OF_LINES:
             assert all(len(literal_of(item.pattern)) > 3 for item in cause.patterns), cause.name

@@ -154,14 +154,14 @@ def not_finite_2():
     raise GuardError("The loss of step 7 is not finite: nan on rank 1.")
 
 
-def mismatched(config):
+def mismatched(config, sizes=types.MappingProxyType({"hidden_size": 3})):
     from transformers import TrainingArguments
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
     arguments = TrainingArguments(output_dir=str(FOLDER), use_cpu=True)
-    config = HfTrainerDeepSpeedConfig(config | {"zero_optimization": {"stage": 2}})
+    config = HfTrainerDeepSpeedConfig({"zero_optimization": {"stage": 2}} | config)
     config.trainer_config_process(arguments)
-    model = types.SimpleNamespace(config=types.SimpleNamespace(hidden_size=3))
+    model = types.SimpleNamespace(config=types.SimpleNamespace(**sizes))
     config.trainer_config_finalize(arguments, model, 260)
 
 
@@ -195,6 +195,85 @@ def deepspeed_config(**content):
     from deepspeed.runtime.config import DeepSpeedConfig
 
     DeepSpeedConfig(content)
+
+
+def deepspeed_config_mismatch_3():
+    from accelerate.utils import DeepSpeedPlugin
+
+    plugin = DeepSpeedPlugin(
+        hf_ds_config={"train_batch_size": 8, "zero_optimization": {"stage": 2}}
+    )
+    plugin.deepspeed_config_process(must_match=True, train_batch_size=3)
+
+
+def deepspeed_auto():
+    deepspeed_config(train_batch_size="auto")
+
+
+def deepspeed_auto_2():
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    deepspeed_config(**dict.fromkeys(names, "auto"))
+
+
+def deepspeed_hidden_size():
+    mismatched({"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}, sizes={})
+
+
+def deepspeed_file():
+    from accelerate.utils import DeepSpeedPlugin
+
+    DeepSpeedPlugin(hf_ds_config=str(FOLDER / "nowhere.json"))
+
+
+def deepspeed_file_2():
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    DeepSpeedConfig(str(FOLDER / "nowhere.json"))
+
+
+def deepspeed_keys_twice():
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    file = FOLDER / "twice.json"
+    file.write_text('{"train_batch_size": 3, "train_batch_size": 5}')
+    DeepSpeedConfig(str(file))
+
+
+def warmup_steps():
+    from deepspeed.runtime.lr_schedules import WarmupLR
+
+    WarmupLR(torch.optim.SGD(nn.Linear(3, 5).parameters()), warmup_num_steps=0)
+
+
+def two_precisions():
+    deepspeed_config(train_batch_size=1, fp16={"enabled": True}, bf16={"enabled": True})
+
+
+def two_precisions_2():
+    from transformers import TrainingArguments
+
+    TrainingArguments(str(FOLDER), use_cpu=True, bf16=True, fp16=True)
+
+
+def weights_in_fp16():
+    model = nn.Linear(3, 5).half()
+    optimizer, scaler = torch.optim.SGD(model.parameters()), torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(1, 3).half()).sum()).backward()
+    scaler.unscale_(optimizer)
+
+
+def device_ids():
+    nn.parallel.DistributedDataParallel(nn.Linear(3, 5), device_ids=[0])
+
+
+def package_too_old():
+    from transformers.utils.versions import require_version
+
+    require_version("torch>=99.0")
+
+
+def packages_do_not_fit():
+    from transformers import NoSuchTrainer  # noqa: F401
 
 
 def deepspeed_batch_sizes():
@@ -253,6 +332,13 @@ def strategies_of_saving_and_evaluating():
     TrainingArguments(str(FOLDER), use_cpu=True, load_best_model_at_end=True, **strategies)
 
 
+def strategies_of_saving_and_evaluating_2():
+    from transformers import TrainingArguments
+
+    steps = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 3, "save_steps": 5}
+    TrainingArguments(str(FOLDER), use_cpu=True, load_best_model_at_end=True, **steps)
+
+
 def parallelism_config():
     from accelerate.parallelism_config import ParallelismConfig
 
@@ -307,6 +393,12 @@ def no_bf16():
     from transformers import TrainingArguments
 
     TrainingArguments(str(FOLDER), bf16=True)
+
+
+def no_bf16_2():
+    from transformers import TrainingArguments
+
+    TrainingArguments(str(FOLDER), use_cpu=True, tf32=True)
 
 
 def types_differ():

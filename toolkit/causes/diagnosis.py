@@ -24,7 +24,10 @@ SIGNALS: Final = {
 }
 """Causes of processes that ended by a signal, without an error of their own."""
 
-ORDER: Final[dict[Kind, int]] = {"error": 0, "line": 0, "slow": 0, "waiting": 2, "echo": 3}
+ORDER: Final[dict[Kind, int]] = {
+    **{"outside": -1, "error": 0, "line": 0, "slow": 0},
+    **{"waiting": 2, "echo": 3},
+}
 """What is looked at first. A process that the launcher saw die by a signal stands at 1."""
 
 SEQUENCE: Final = re.compile(r"\bSeqNum=(\d+)")
@@ -138,6 +141,8 @@ def _explains(matches: Sequence[_Match], exit_: Exit) -> bool:
     """Whether the process that died by a signal had an error of its own before."""
     if not matches or matches[0].order > 1:
         return False
+    if matches[0].order == ORDER["outside"]:
+        return True
     rank = matches[0].failure.rank
     # SIGABRT follows an error, SIGTERM comes from the launcher.
     by_itself = -exit_.code in SIGNALS

@@ -25,6 +25,9 @@ CHAINED: Final = re.compile(r"\s*(During handling of the above exception|The abo
 LAUNCHERS_OWN: Final = re.compile(r"(?:torch\.distributed\.elastic\S*)?ChildFailedError\b")
 FRAME: Final = re.compile(r' *File ".*", line \d+')
 
+NATIVE: Final = re.compile(r"\s*what\(\):\s+(.*)")
+"""The message of an exception that ends a process in C++, as the standard library prints it."""
+
 RANK_IN_TEXT: Final = re.compile(r"\[Rank (\d+)\]")
 """The rank in messages of torch's process groups."""
 
@@ -191,8 +194,14 @@ class Reader:
     def _take_other(self, line: Line) -> None:
         if line.text.strip() and self.log.exit is None and not ELASTIC_LINE.match(line.text):
             self.log.last = line
-        if line_counts(line.text):
+        if native := NATIVE.match(line.text):
+            self._take_native(Line(line.number, line.rank, native[1]))
+        elif line_counts(line.text):
             self._take_fatal(line)
+
+    def _take_native(self, line: Line) -> None:
+        if len(self.log.failures) < MOST_FAILURES:
+            self.log.failures.append(Failure(rank=line.rank, lines=[line]))
 
     def _take_fatal(self, line: Line) -> None:
         named = RANK_IN_TEXT.search(line.text)

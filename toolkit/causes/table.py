@@ -14,13 +14,17 @@ from toolkit.launching.status import ECHO_TEXTS
 
 TABLE: Final = Path(__file__).with_name("causes.toml")
 
-Kind = Literal["error", "line", "waiting", "echo", "slow"]
+Kind = Literal["outside", "error", "line", "waiting", "echo", "slow"]
 """Where the patterns are looked for, and whether the failure may only follow from another one.
 
+`outside`: in any line, from the machine or the scheduler; the errors of ranks follow from it.
 `error`: in the exceptions that end a rank. `line`: in any line, for messages that no exception has.
 `waiting`: in exceptions and lines of ranks that waited in vain for another one. `echo`: in
 exceptions of ranks that lost another one. `slow`: in any line of a run that goes on.
 """
+
+OF_LINES: Final[tuple[Kind, ...]] = ("outside", "line", "waiting", "slow")
+"""Kinds whose patterns count without an exception around them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +42,8 @@ class Cause:
     """Function that must be in the traceback, for a message that says too little."""
 
     source: str | None = None
-    """Package, file and line of a message that was not reproduced, but read there."""
+    """Package, file and line of a message that was not reproduced, but read there; the address of a
+    line or a thread on the web for programs that are no package here."""
 
     quote: str | None = None
     """Text of that line."""
@@ -90,10 +95,7 @@ def line_counts(text: str) -> bool:
 def _line_patterns() -> tuple[tuple[str, ...], re.Pattern[str]]:
     """Return a word that each pattern of a line needs, and all of them as one."""
     patterns = [
-        item.pattern
-        for cause in causes()
-        if cause.kind in ("line", "waiting", "slow")
-        for item in cause.patterns
+        item.pattern for cause in causes() if cause.kind in OF_LINES for item in cause.patterns
     ]
     combined = "|".join(re.sub(r"\?P<\w+>", "?:", pattern) for pattern in patterns)
     return tuple({literal_of(pattern) for pattern in patterns}), re.compile(combined)
