@@ -1,6 +1,7 @@
 """Real trainings in which a rank dies: the run ends soon, with that rank's own error."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -63,6 +64,9 @@ def test_a_known_cause_stands_in_the_log_and_is_read_from_it(train_and_fail, tmp
     (finding,) = examine_run(tmp_path)
     assert (finding.level, finding.name) == ("fail", "host-out-of-memory")
     assert finding.text.startswith("On rank 1 alone: ")
+    # There is no record of a run that failed: the planner has what was asked of it.
+    parts = dict(re.findall(r"(\w+) ([\d.]+) MiB", finding.text.partition(" on a device: ")[2]))
+    assert float(parts["optimizer"]) == pytest.approx(2 * float(parts["parameters"]), rel=0.05)
     assert "rank 1: " in finding.evidence[0]
 
 

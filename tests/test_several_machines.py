@@ -192,6 +192,34 @@ def test_a_machine_whose_rank_failed_is_named_too(launch_environment, tmp_path):
     assert any("Machine 1 (" in line for line in found.evidence)
 
 
+@pytest.mark.parametrize(
+    ("fault", "code", "verdict"),
+    [
+        ("slow", 1, "rank 1 is missing: it has not entered broadcast of Float"),
+        ("works", 0, None),
+    ],
+)
+def test_machines_that_share_no_folder_wait_for_each_other_and_name_who_is_missing(
+    fault, code, verdict, cold_environment, tmp_path
+):
+    """Each launcher has a temporary folder of its own; the store of the launch joins them."""
+    script = ["--hang_timeout", "5", SCRIPTS / "hangs.py", fault, tmp_path / "begun"]
+    commands = configs("ddp", tmp_path, ranks=2)
+    with started(commands, tmp_path / "unused", cold_environment, script=script) as running:
+        for launcher, log in running:
+            assert launcher.wait(200) == code, log.read_text()
+    for _, log in running:
+        text = log.read_text()
+        lines = [line for line in text.splitlines() if "nothing has progressed" in line]
+        assert len(lines) == (verdict is not None), text
+        assert all(verdict in line for line in lines)
+        if verdict is not None:
+            assert "rank 0, after step 2, waits in broadcast" in text
+            assert "rank 1, after step 2, is at tests/scripts/hangs.py" in text.replace(
+                f"{SCRIPTS.parent.parent}/", ""
+            )
+
+
 @pytest.fixture
 def two_hosts():
     """Two network namespaces with names of their own, joined by a cable: words before a command."""

@@ -14,6 +14,7 @@ import contextlib
 import importlib.util
 import os
 import runpy
+import shutil
 import socket
 import sys
 import tempfile
@@ -37,7 +38,7 @@ from toolkit.launching.processes import start_of
 from toolkit.launching.python import check_package_folder
 from toolkit.launching.ranks import die_with_parent, leave, local_rank, quiet, rank, say
 from toolkit.launching.status import STATUS_DIR, StatusFile, guard
-from toolkit.launching.watchdog import DEFAULT_SECONDS, seconds_of, watching
+from toolkit.launching.watchdog import DEFAULT_SECONDS, HANG_FILE, seconds_of, watching
 from toolkit.redaction import redact, redact_output
 from toolkit.search_path import put_behind_library
 
@@ -53,6 +54,9 @@ PURPOSE = (
 )
 
 FIRST_SPEAKS_SECONDS = 5.0
+
+SWEEP_SECONDS = 3600.0
+"""Age from which the folder of a launch that was killed is removed."""
 
 
 def main() -> None:
@@ -140,21 +144,45 @@ def _watchdog(seconds: float, status: StatusFile | None) -> AbstractContextManag
     if not seconds:
         return contextlib.nullcontext()
     from toolkit.engines.flight_recorder import COLLECTIVES
+    from toolkit.measuring import machines
 
     if status is None:
-        return watching(_folder_of_launch(), seconds, collectives=COLLECTIVES)
-    return watching(status.path.parent, seconds, collectives=COLLECTIVES, ending=status.failed)
+        return watching(
+            folder_of_launch(), seconds, texts=machines.meeting(), collectives=COLLECTIVES
+        )
+    return watching(
+        status.path.parent,
+        seconds,
+        texts=machines.meeting(),
+        collectives=COLLECTIVES,
+        ending=status.failed,
+    )
 
 
-def _folder_of_launch() -> Path:
+def folder_of_launch() -> Path:
     """Return a folder that the ranks of a launch on this machine share, and no other launch."""
-    launcher = os.getppid()
-    name = f"toolkit-{os.getuid()}-{launcher}-{start_of(launcher):.2f}"
+    _sweep()
+    launcher = os.getppid() if "WORLD_SIZE" in os.environ else os.getpid()
+    name = f"{_folders()}{launcher}-{start_of(launcher):.2f}"
     folder = Path(tempfile.gettempdir(), name)
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.lstat().st_uid != os.getuid():
         raise UsageError(f"{folder} belongs to another user: set TMPDIR to a folder of your own.")
     return folder
+
+
+def _folders() -> str:
+    return f"toolkit-{os.getuid()}-"
+
+
+def _sweep() -> None:
+    """Remove the folders of launches that were killed; one with the stacks of a hang stays."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_folders()}*"):
+        with contextlib.suppress(OSError, ValueError):
+            # A launch that lives, also one in another container, writes there all the time.
+            newest = max(path.stat().st_mtime for path in [folder, *folder.iterdir()])
+            if time.time() - newest > SWEEP_SECONDS and not (folder / HANG_FILE).exists():
+                shutil.rmtree(folder)
 
 
 def _spawn_without_current_folder() -> None:

@@ -20,7 +20,7 @@ from toolkit.launching.ranks import leave, quiet, rank
 from toolkit.launching.status import STATUS_DIR, StatusFile, guard, status_folder
 from toolkit.launching.watchdog import watching
 from toolkit.redaction import redact, redact_output, redacted_words
-from toolkit.rehearse import die_with_launcher, print_cause, print_reason
+from toolkit.rehearse import die_with_launcher, folder_of_launch, print_cause, print_reason
 
 if TYPE_CHECKING:
     from toolkit.training.job import Job
@@ -76,7 +76,7 @@ def _train(argv: list[str], *, refused_by: type[BaseException]) -> None:
         with guard(status, refused_by=(refused_by,)):
             check_package_folder()
             with machines.watched(meeting=True):
-                job = _checked(argv)
+                job = _checked(argv, status)
             with machines.watched():
                 _run(job, status)
         return
@@ -91,19 +91,34 @@ def _train(argv: list[str], *, refused_by: type[BaseException]) -> None:
 # must come after a rehearsal has hidden the GPUs, which happens in the check of the job.
 
 
-def _checked(argv: list[str]) -> Job:
+def _checked(argv: list[str], status: StatusFile | None = None) -> Job:
+    """Return the training that the flags ask for; its preparation of data is watched, too."""
+    from toolkit.measuring import machines
     from toolkit.training.job import checked_job
+    from toolkit.training.request import checked_flags
 
-    return checked_job(argv)
+    own = checked_flags(argv)
+    if not (seconds := own.run.hang_timeout):
+        return checked_job(own)
+    watchdog = watching(
+        folder_of_launch() if status is None else status.path.parent,
+        seconds,
+        texts=machines.meeting(),
+        ending=(lambda error: None) if status is None else status.failed,
+    )
+    with watchdog:
+        return checked_job(own)
 
 
 def _run(job: Job, status: StatusFile) -> None:
     from toolkit.engines import flight_recorder
+    from toolkit.measuring import machines
     from toolkit.training.run import train
 
     watchdog = watching(
         status.path.parent,
         job.own.run.hang_timeout,
+        texts=machines.meeting(),
         collectives=flight_recorder.COLLECTIVES,
         step=lambda: status.step,
         ending=status.failed,

@@ -225,6 +225,7 @@ import sys
 import torch.distributed as dist
 from accelerate.state import PartialState
 from toolkit.training.job import checked_job
+from toolkit.training.request import checked_flags
 from toolkit.data import building
 
 def write(self, raw, folder):
@@ -232,7 +233,7 @@ def write(self, raw, folder):
     raise SystemExit(0)
 
 building.Build.write = write
-checked_job(sys.argv[1:])
+checked_job(checked_flags(sys.argv[1:]))
 """
 
 

@@ -1,5 +1,6 @@
 """Signs of life of the ranks of a launch, as their neighbours read them."""
 
+import json
 import os
 import signal
 import subprocess
@@ -55,6 +56,51 @@ def test_the_last_rank_that_leaves_takes_the_files_along(signs_of, tmp_path):
     assert not tmp_path.exists()
 
 
+def test_a_rank_that_died_counts_as_one_that_has_left(signs_of, tmp_path):
+    zero, one = signs_of(0), signs_of(1)
+    one.write(0.0)
+    content = json.loads((tmp_path / "alive-rank-1.json").read_text())
+    (tmp_path / "alive-rank-1.json").write_text(json.dumps(content | {"pid": 2**22 + 1}))
+    zero.write(0.0, left=True)
+    zero.clear()
+    assert not tmp_path.exists()
+
+
+class Shared(dict):
+    """What ranks of all machines read, in place of the store of a launch."""
+
+    put = dict.__setitem__
+
+
+def test_machines_without_a_folder_in_common_see_each_other(monkeypatch, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    shared, signs = Shared(), []
+    for number in (0, 1):
+        (tmp_path / str(number)).mkdir()
+        monkeypatch.setenv("RANK", str(number))
+        signs.append(Signs(tmp_path / str(number), shared))
+        signs[-1].write(3.0)
+    monkeypatch.setenv("RANK", "0")
+    zero, one = signs[0].read()
+    assert (zero.is_here, one.is_here, one.idle) == (True, False, 3.0)
+    begun = time.monotonic()
+    # What stays the same grows old; what is new is young, whatever the other machine's clock says.
+    (_, again), heard = signs[0].read(), one.heard
+    assert again.heard == heard <= begun
+    signs[1].write(0.0)
+    _, new = signs[0].read()
+    assert new.heard >= begun
+    signs[1].put("hang-rank-1.json", "a report")
+    assert signs[0].get("hang-rank-1.json") == "a report"
+    signs[1].remove("hang-rank-1.json")
+    assert signs[0].get("hang-rank-1.json") is None
+    signs[0].write(0.0, left=True)
+    signs[0].clear()  # rank 1 clears its own folder
+    assert not (tmp_path / "0").exists()
+    assert (tmp_path / "1").exists()
+
+
 def test_why_a_rank_is_silent(signs_of):
     rank = signs_of(0)
     rank.write(0.0)
@@ -77,12 +123,13 @@ def test_why_a_rank_is_silent(signs_of):
     assert of_child.why_silent() == "is gone"
 
 
-def test_of_another_machine_the_time_of_day_counts_and_its_processes_are_not_looked_for(signs_of):
+def test_of_another_machine_the_readers_clock_counts_and_its_processes_are_not_looked_for(signs_of):
     rank = signs_of(0)
     rank.write(2.0)
     (sign,) = rank.read()
-    far = replace(sign, host="elsewhere", monotonic=0.0, day=time.time() - 40, pid=2**22 + 1)
+    far = replace(sign, host="1 (elsewhere)", heard=time.monotonic() - 40, pid=2**22 + 1)
     assert 42 <= far.idle_now() < 52
     assert (far.is_here, far.lives(), far.stands()) == (False, True, False)
+    assert far.why_silent() == "does not answer from machine 1 (elsewhere)"
     near = replace(sign, monotonic=time.monotonic() - 70)
     assert 72 <= near.idle_now() < 82

@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 FAULTS = ("raises", "skips", "stopped", "slow", "uneven", "unused", "held")
 STEPS = 4
 FAULTY_STEP = 3
+SECONDS_OF_WORK = 12
 
 
 class Branching(LlamaForCausalLM):
@@ -65,6 +66,10 @@ def main(fault: str, file: str) -> None:
             time.sleep(10_000)
         if now and fault == "uneven":
             break
+        if now and fault == "works":  # for longer than the others' limit
+            for second in range(SECONDS_OF_WORK):
+                Path(file).write_bytes(bytes(2**21 + second))
+                time.sleep(1)
         accelerator.unwrap_model(model).short = now and fault == "unused"
         loss = model(input_ids=batch, labels=batch).loss
         accelerator.backward(loss)

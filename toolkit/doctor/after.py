@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, cast
@@ -10,7 +11,7 @@ from toolkit.causes.diagnosis import OUT_OF_MEMORY, SLOW_SHARE, UNKNOWN, Diagnos
 from toolkit.causes.failures import Log
 from toolkit.causes.from_files import LOG_FILE, diagnose_run, read_log
 from toolkit.causes.table import cause_named
-from toolkit.comparing.predicted import job_of
+from toolkit.comparing.predicted import RunFacts, expect, job_of
 from toolkit.comparing.report.row_facts import baseline, measured, ratio
 from toolkit.comparing.report.words import size, size_between
 from toolkit.comparing.run.achieved import gpus_of
@@ -18,12 +19,12 @@ from toolkit.comparing.run.folders import run_names
 from toolkit.doctor.finding import Finding, fail, ok, warn
 from toolkit.errors import UsageError
 from toolkit.launching.processes import is_alive
-from toolkit.launching.status import RankStatus, read_statuses
+from toolkit.launching.status import ASKED_FILE, RankStatus, read_statuses
 from toolkit.planning.speed.estimate import estimate_speed
 from toolkit.planning.speed.gpus import gpu
 from toolkit.records.json_files import LostError
 from toolkit.records.record import RECORD_FILE, Record, read_record
-from toolkit.records.results import RESULTS_FILE, Ends, Results, Row, read_results
+from toolkit.records.results import RESULTS_FILE, Ends, Prediction, Results, Row, read_results
 from toolkit.strategies import get_strategy
 
 LOG_NAMES: Final = ("*.log", "*.out", "*.err", "*.txt")
@@ -89,7 +90,8 @@ def _of_run(folder: Path, *, name: str = RUN, row: Row | None = None) -> list[Fi
         return [warn(name, text, fix="the same command with --resume_from_checkpoint FOLDER")]
     diagnosis = diagnose_run(statuses, log)
     if diagnosis is not None:
-        return [_failed(diagnosis, name, row)]
+        predicted = _predicted_in(folder) if row is None else row["predicted"]
+        return [_failed(diagnosis, name, predicted)]
     if gone := _running(statuses):
         return [_vanished(gone[0], name)]
     if record is None and not statuses and not log.lines:
@@ -126,10 +128,10 @@ def _of_row(folder: Path, row: Row) -> list[Finding]:
     return [fail(row["name"], text, fix=row["fix"] or f"read {where or folder}")]
 
 
-def _failed(diagnosis: Diagnosis, run: str = RUN, row: Row | None = None) -> Finding:
+def _failed(diagnosis: Diagnosis, run: str = RUN, predicted: Prediction | None = None) -> Finding:
     text = diagnosis.text
-    if row is not None and diagnosis.name in OUT_OF_MEMORY:
-        text += _by_the_planner(row)
+    if predicted is not None and diagnosis.name in OUT_OF_MEMORY:
+        text += _by_the_planner(predicted)
     return fail(_named(diagnosis.name, run), text, fix=diagnosis.fix, evidence=diagnosis.evidence)
 
 
@@ -137,9 +139,18 @@ def _named(cause: str, run: str) -> str:
     return cause if run == RUN else f"{run}: {cause}"
 
 
-def _by_the_planner(row: Row) -> str:
+def _predicted_in(folder: Path) -> Prediction | None:
+    """Return the prediction for a run that left no record; None where it is not known."""
+    try:
+        content = json.loads((folder / STATUS / ASKED_FILE).read_text(encoding="utf-8"))
+        return expect(cast("RunFacts", content))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # of a script, or of a release before
+
+
+def _by_the_planner(predicted: Prediction) -> str:
     """Return the planner's account of a device's memory, the largest part first."""
-    states, peak = row["predicted"]["memory"], row["predicted"]["peak_bytes"]
+    states, peak = predicted["memory"], predicted["peak_bytes"]
     text = "" if peak is None else f" The planner expects {size_between(*_ends(peak))} on a device"
     if states is None:
         return text and f"{text}."

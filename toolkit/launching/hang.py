@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 FRAMES_SHOWN: Final = 4
@@ -110,10 +109,10 @@ class Hang:
         return "\n".join(lines) + "\n"
 
 
-def read_report(path: Path) -> Report | None:
-    """Return a rank's report; None where there is none yet."""
+def read_report(text: str) -> Report | None:
+    """Return a rank's report; None where it is not one."""
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, Any] = json.loads(text)
         groups = [
             Group(**group | {"last": {int(number): name for number, name in group["last"].items()}})
             for group in content["groups"]
@@ -121,7 +120,7 @@ def read_report(path: Path) -> Report | None:
         return Report(
             rank=content["rank"], step=content["step"], stacks=content["stacks"], groups=groups
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return None
 
 

@@ -50,6 +50,21 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def machines() -> int:
+    """Return the number of machines of this launch."""
+    if "GROUP_WORLD_SIZE" in os.environ:
+        return int(os.environ["GROUP_WORLD_SIZE"])
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    return max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE") or ranks))
+
+
+def machine() -> int:
+    """Return the number of this machine, as `--machine_rank` gave it."""
+    if "GROUP_RANK" in os.environ:
+        return int(os.environ["GROUP_RANK"])
+    return rank() * machines() // int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def say(text: str) -> None:
     """Print one line for the user."""
     print(f"toolkit: {one_line(text)}", flush=True)  # noqa: T201

@@ -1,4 +1,7 @@
-"""Signs of life: each rank's small file in a folder of the run, which the other ranks read."""
+"""Signs of life: what each rank leaves for the others, in a folder of the run.
+
+Where there are several machines, which may share no folder, also in the store where the ranks met.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,19 @@ import socket
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from toolkit.files import write_text
 from toolkit.launching import processes
-from toolkit.launching.ranks import rank
+from toolkit.launching.ranks import machine, rank
+
+
+class Texts(Protocol):
+    """Texts by name, which the ranks of all machines leave and read."""
+
+    def put(self, name: str, text: str) -> None: ...
+
+    def get(self, name: str) -> str | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +33,8 @@ class Sign:
 
     rank: int
     host: str
+    """Number and name of its machine."""
+
     pid: int
     started: float
     idle: float = 0.0
@@ -29,19 +43,19 @@ class Sign:
     monotonic: float = 0.0
     """Time of writing, by the machine's clock since its start."""
 
-    day: float = 0.0
-    """Time of writing, by the time of day: for ranks on other machines."""
+    heard: float = 0.0
+    """Time at which it was read first, by the reader's clock: for ranks on other machines."""
 
     left: bool = False
 
     @property
     def is_here(self) -> bool:
         """Whether the rank is on this machine."""
-        return self.host == socket.gethostname()
+        return self.host == _host()
 
     def idle_now(self) -> float:
         """Return the seconds since its last progress."""
-        since = time.monotonic() - self.monotonic if self.is_here else time.time() - self.day
+        since = time.monotonic() - (self.monotonic if self.is_here else self.heard)
         return self.idle + max(0.0, since)
 
     def lives(self) -> bool:
@@ -62,49 +76,81 @@ class Sign:
             return "is gone"
         if self.stands():
             return "is stopped (SIGSTOP)"
+        if not self.is_here:
+            return f"does not answer from machine {self.host}"
         return "does not answer: native code keeps its Python from running"
 
 
 class Signs:
     """The files of all ranks of a launch, of which this rank writes its own."""
 
-    def __init__(self, folder: Path) -> None:
-        """Name the folder, the same for all ranks that see each other."""
+    def __init__(self, folder: Path, texts: Texts | None = None) -> None:
+        """Name the folder, the same for all ranks of a machine, and what all machines share."""
         self.folder = folder
+        self._texts = texts
+        self._heard: dict[int, tuple[str, float]] = {}
         self.rank = rank()
         self.ranks = int(os.environ.get("WORLD_SIZE", "1"))
         pid = os.getpid()
         started = processes.start_of(pid)
-        self._own = Sign(rank=self.rank, host=socket.gethostname(), pid=pid, started=started)
+        self._own = Sign(rank=self.rank, host=_host(), pid=pid, started=started)
 
     def write(self, idle: float, *, left: bool = False) -> None:
-        """Write the sign of this rank; a full disk must not end it."""
-        now = replace(self._own, idle=idle, monotonic=time.monotonic(), day=time.time(), left=left)
-        with contextlib.suppress(OSError):
-            write_text(self._file(self.rank), json.dumps(asdict(now)), durable=False)
+        """Write the sign of this rank."""
+        now = replace(self._own, idle=idle, monotonic=time.monotonic(), left=left)
+        self.put(_name(self.rank), json.dumps(asdict(now)))
 
     def read(self) -> list[Sign]:
         """Return those of all visible ranks of this launch."""
         signs: list[Sign] = []
-        for path in self.folder.glob("alive-rank-*.json"):
-            with contextlib.suppress(OSError, ValueError, TypeError):
-                sign = Sign(**json.loads(path.read_text(encoding="utf-8")))
-                if sign.rank < self.ranks:
-                    signs.append(sign)
+        for number in range(self.ranks):
+            text = self.get(_name(number))
+            if text is None:
+                continue
+            if self._heard.get(number, ("", 0.0))[0] != text:
+                self._heard[number] = (text, time.monotonic())
+            with contextlib.suppress(ValueError, TypeError):
+                sign = Sign(**json.loads(text))
+                signs.append(replace(sign, heard=self._heard[number][1]))
         return signs
+
+    def put(self, name: str, text: str) -> None:
+        """Leave a text for the other ranks; a full disk must not end this one."""
+        with contextlib.suppress(OSError):
+            write_text(self.folder / name, text, durable=False)
+        if self._texts is not None:
+            self._texts.put(name, text)
+
+    def get(self, name: str) -> str | None:
+        """Return the text that a rank has left; None where there is none."""
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            return (self.folder / name).read_text(encoding="utf-8")
+        return None if self._texts is None else self._texts.get(name) or None
+
+    def remove(self, name: str) -> None:
+        """Remove a text, here and for all machines."""
+        (self.folder / name).unlink(missing_ok=True)
+        if self._texts is not None:
+            self._texts.put(name, "")
 
     def forget(self) -> None:
         """Remove the one of a rank that had this number in a run before."""
-        self._file(self.rank).unlink(missing_ok=True)
+        self.remove(_name(self.rank))
 
     def clear(self) -> None:
-        """Remove all of them after the last rank has left, and the folder if it is empty then."""
+        """Remove those of a machine after its last rank has left or died, and an empty folder."""
         with contextlib.suppress(OSError):
-            signs = self.read()
-            if len(signs) == self.ranks and all(sign.left for sign in signs):
+            signs = [sign for sign in self.read() if sign.is_here]
+            count = int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks))
+            if len(signs) == count and all(sign.left or not sign.lives() for sign in signs):
                 for sign in signs:
-                    self._file(sign.rank).unlink(missing_ok=True)
+                    (self.folder / _name(sign.rank)).unlink(missing_ok=True)
                 self.folder.rmdir()
 
-    def _file(self, number: int) -> Path:
-        return self.folder / f"alive-rank-{number}.json"
+
+def _name(number: int) -> str:
+    return f"alive-rank-{number}.json"
+
+
+def _host() -> str:
+    return f"{machine()} ({socket.gethostname()})"

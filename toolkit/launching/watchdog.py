@@ -26,7 +26,8 @@ from toolkit.files import write_text
 from toolkit.launching import processes
 from toolkit.launching.hang import Group, Hang, Report, read_report
 from toolkit.launching.progress import ProgressLook, frames_of_threads, steps
-from toolkit.launching.signs import Signs
+from toolkit.launching.ranks import local_rank, machine
+from toolkit.launching.signs import Signs, Texts
 from toolkit.redaction import redact
 
 DEFAULT_SECONDS: Final = 600.0
@@ -67,6 +68,7 @@ def watching(
     folder: Path,
     seconds: float,
     *,
+    texts: Texts | None = None,
     collectives: Collectives | None = None,
     step: Callable[[], int] = steps,
     ending: Callable[[HangError], None] = lambda error: None,
@@ -74,8 +76,9 @@ def watching(
     """Watch the run while the body lasts.
 
     Args:
-        folder: The same for all ranks that see each other.
+        folder: The same for all ranks of a machine, which see each other in it.
         seconds: Longest time without progress; 0 for no watchdog.
+        texts: What the ranks of several machines leave for each other.
         collectives: Those of this rank.
         step: Returns the number of its last finished step.
         ending: Is called before this rank leaves.
@@ -87,6 +90,7 @@ def watching(
     watchdog = _Watchdog(
         folder=folder,
         seconds=seconds,
+        texts=texts,
         collectives=collectives or Collectives(),
         step=step,
         ending=ending,
@@ -102,13 +106,14 @@ def watching(
 class _Watchdog:
     folder: Path
     seconds: float
+    texts: Texts | None
     collectives: Collectives
     step: Callable[[], int]
     ending: Callable[[HangError], None]
 
     def __post_init__(self) -> None:
         self.tick = min(LONGEST_TICK, self.seconds / TICKS)
-        self._signs = Signs(self.folder)
+        self._signs = Signs(self.folder, self.texts)
         self._rank = self._signs.rank
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="toolkit-watchdog", daemon=True)
@@ -119,9 +124,10 @@ class _Watchdog:
     # Life
 
     def start(self) -> None:
-        self._report_file(self._rank).unlink(missing_ok=True)
-        if self._rank == 0:
+        self._signs.remove(_report_name(self._rank))
+        if local_rank() == 0:
             (self.folder / HANG_FILE).unlink(missing_ok=True)
+            self._signs.remove(_told_name(machine()))
         self._signs.forget()
         self._signs.write(self._idle)
         self._dump_if_held()
@@ -146,7 +152,8 @@ class _Watchdog:
             self._idle = 0.0 if self._look.has_progressed(passed) else self._idle + passed
             self._signs.write(self._idle)
             self._dump_if_held()
-            if self._idle > self.seconds and self._all_idle():
+            # Signs of other machines are timed by when they are read: not only at the end.
+            if self._idle and self._all_idle() and self._idle > self.seconds:
                 self._end()
 
     def _all_idle(self) -> bool:
@@ -171,17 +178,35 @@ class _Watchdog:
             stacks=_stacks(),
             groups=self._groups(),
         )
-        self._write(self._report_file(self._rank), json.dumps(asdict(report)))
+        self._signs.put(_report_name(self._rank), json.dumps(asdict(report)))
         hang = self._gathered(report)
         error = HangError(_message(hang))
-        if self._rank == min(report.rank for report in hang.reports):
+        # Each machine has a log of its own.
+        here = {self._rank, *(sign.rank for sign in self._signs.read() if sign.is_here)}
+        if self._rank == min(report.rank for report in hang.reports if report.rank in here):
             self._print(hang, error)
+            self._signs.put(_told_name(machine()), str(self._rank))
         else:
             self._wait_for(lambda: (self.folder / HANG_FILE).exists())
         with contextlib.suppress(OSError):
             self.ending(error)
         self._kill_silent()
+        if machine() == 0:
+            # The store of the launch ends with its launcher, and the others read there.
+            self._wait_for(self._all_machines_have_told)
         os._exit(1)
+
+    def _all_machines_have_told(self) -> bool:
+        """Whether every machine with a rank that has reported has printed what it knows."""
+        machines = {
+            int(sign.host.partition(" ")[0])
+            for sign in self._signs.read()
+            if self._report_of(sign.rank) is not None
+        }
+        return all(self._signs.get(_told_name(number)) for number in machines)
+
+    def _report_of(self, number: int) -> Report | None:
+        return read_report(self._signs.get(_report_name(number)) or "")
 
     def _groups(self) -> list[Group]:
         """Return the groups; none where a GPU that hangs keeps them from being read."""
@@ -200,7 +225,7 @@ class _Watchdog:
         """Wait a little for the reports of the others, and return all."""
         self._wait_for(
             lambda: all(
-                sign.left or sign.stands() or self._report_file(sign.rank).exists()
+                sign.left or sign.stands() or self._report_of(sign.rank) is not None
                 for sign in self._signs.read()
             )
         )
@@ -208,7 +233,7 @@ class _Watchdog:
         silent = dict.fromkeys(range(self._signs.ranks), "has left no sign of life here")
         for sign in self._signs.read():
             silent[sign.rank] = sign.why_silent()
-            if sign.rank != self._rank and (other := read_report(self._report_file(sign.rank))):
+            if sign.rank != self._rank and (other := self._report_of(sign.rank)) is not None:
                 reports[sign.rank] = other
         return Hang(
             seconds=self.seconds,
@@ -226,7 +251,8 @@ class _Watchdog:
             f"\nrank {number}, innermost first:\n{self._native_stacks(number)}"
             for number in hang.silent
         )
-        self._write(path, redact(hang.stacks() + "".join(native)))
+        with contextlib.suppress(OSError):  # a full disk must not end the watchdog
+            write_text(path, redact(hang.stacks() + "".join(native)), durable=False)
 
     def _native_stacks(self, number: int) -> str:
         try:
@@ -237,7 +263,7 @@ class _Watchdog:
     def _kill_silent(self) -> None:
         """Kill the ranks of this machine that cannot leave by themselves."""
         for sign in self._signs.read():
-            if sign.is_here and not sign.left and not self._report_file(sign.rank).exists():
+            if sign.is_here and not sign.left and self._report_of(sign.rank) is None:
                 process = processes.find_process(sign.pid, started=sign.started)
                 processes.kill([process] if process else [])
 
@@ -246,16 +272,16 @@ class _Watchdog:
         while not happened() and time.monotonic() < end:
             time.sleep(self.tick / 4)
 
-    def _write(self, path: Path, text: str) -> None:
-        # A full disk must not end the watchdog.
-        with contextlib.suppress(OSError):
-            write_text(path, text, durable=False)
-
-    def _report_file(self, number: int) -> Path:
-        return self.folder / f"hang-rank-{number}.json"
-
     def _native_file(self, number: int) -> Path:
         return self.folder / f"native-rank-{number}.txt"
+
+
+def _report_name(number: int) -> str:
+    return f"hang-rank-{number}.json"
+
+
+def _told_name(number: int) -> str:
+    return f"hang-told-{number}"
 
 
 def _message(hang: Hang) -> str:

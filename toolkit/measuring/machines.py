@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final
@@ -23,6 +23,8 @@ from torch import distributed
 from toolkit.errors import MachineLostError
 from toolkit.escaping import one_line
 from toolkit.launching.ranks import local_rank, say
+from toolkit.launching.ranks import machine as number
+from toolkit.launching.ranks import machines as count
 from toolkit.launching.status import RankError
 
 SIGN_SECONDS: Final = 1.0
@@ -40,25 +42,13 @@ SILENT_SECONDS: Final = 30.0
 MEETING_SECONDS: Final = 10.0
 """Time in which a rank that waits for a machine that has left may fail by itself."""
 
+AGAIN_SECONDS: Final = 60.0
+"""Time after which a store that could not be reached is tried again."""
+
 ADVICE: Final = (
     "Its log says more, and this machine ends with it. Start all of them again; with "
     "--resume_from_checkpoint they go on from the last checkpoint."
 )
-
-
-def count() -> int:
-    """Return the number of machines of this launch."""
-    if "GROUP_WORLD_SIZE" in os.environ:
-        return int(os.environ["GROUP_WORLD_SIZE"])
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    return max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE") or ranks))
-
-
-def number() -> int:
-    """Return the number of this machine, as `--machine_rank` gave it."""
-    if "GROUP_RANK" in os.environ:
-        return int(os.environ["GROUP_RANK"])
-    return int(os.environ.get("RANK", "0")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def of_ranks(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -178,13 +168,7 @@ class Signs:
 
     def _run(self) -> None:
         try:
-            store: Any = distributed.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-                os.environ["MASTER_ADDR"],
-                int(os.environ["MASTER_PORT"]),
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=LISTENING_SECONDS),
-            )
+            store = _connected()
             beat, waited = 0, 0.0
             while not self._over.wait(SIGN_SECONDS if beat else 0):
                 beat += 1
@@ -225,6 +209,51 @@ class Signs:
             if silence >= SILENT_SECONDS and machine not in self._said:
                 self._said.add(machine)
                 say(f"{self._named(machine)} has given no sign of life for {silence:.0f} s.")
+
+
+class Meeting:
+    """Texts that ranks leave for each other in the store where they met."""
+
+    def __init__(self) -> None:
+        self._store: Any = None
+        self._gone = False
+        self._not_before = 0.0
+
+    def put(self, name: str, text: str) -> None:
+        """Leave a text; without effect where the store cannot be reached."""
+        self._ask(lambda store: store.set(f"toolkit/text/{name}", text))
+
+    def get(self, name: str) -> str | None:
+        """Return a text; None where there is none, or the store cannot be reached."""
+        key = f"toolkit/text/{name}"
+        return self._ask(lambda store: store.get(key).decode() if store.check([key]) else None)
+
+    def _ask(self, question: Callable[[Any], Any]) -> Any:
+        if self._gone or time.monotonic() < self._not_before:
+            return None
+        try:
+            self._store = self._store or _connected()
+            return question(self._store)
+        except (RuntimeError, KeyError, ValueError):
+            # Before the ranks have met there may be none yet; one that has ended does not return.
+            self._gone = self._store is not None
+            self._not_before = time.monotonic() + AGAIN_SECONDS
+            return None
+
+
+def meeting() -> Meeting | None:
+    """Return the texts of a launch on several machines; on one, a folder is enough."""
+    return Meeting() if count() > 1 else None
+
+
+def _connected() -> Any:
+    return distributed.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=LISTENING_SECONDS),
+    )
 
 
 def _key(machine: int) -> str:

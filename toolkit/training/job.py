@@ -32,7 +32,6 @@ from toolkit.training.request import (
     Request,
     check_output_folder,
     check_request,
-    checked_flags,
     this_launch,
 )
 from toolkit.training.run_folder import held
@@ -88,7 +87,7 @@ class Job:
         return min(self.steps, self.args.max_steps)
 
 
-def checked_job(argv: list[str]) -> Job:
+def checked_job(own: OwnArguments) -> Job:
     """Return the training that the flags and the launcher ask for. A rehearsal begins here.
 
     The output folder is this run's alone afterwards, until the process of rank 0 ends.
@@ -97,7 +96,6 @@ def checked_job(argv: list[str]) -> Job:
         UsageError: the flags, the config, the model, the data or the output folder don't fit;
             nothing was written.
     """
-    own = checked_flags(argv)
     launch = this_launch(own.run)
     request = check_request(own, launch)
     (strategy,) = launch.strategies

@@ -19,7 +19,7 @@ from toolkit.engines.pipeline import ask_for
 from toolkit.engines.prepared import Prepared
 from toolkit.engines.tensor_parallel import claim_mesh
 from toolkit.launching.ranks import rank, say
-from toolkit.launching.status import StatusFile
+from toolkit.launching.status import ASKED_FILE, StatusFile
 from toolkit.measuring import memory
 from toolkit.measuring.attestation import Refused
 from toolkit.measuring.recorder import Recorder
@@ -35,7 +35,7 @@ from toolkit.training.job import Job, check_fillers
 from toolkit.training.loop import train_loop
 from toolkit.training.observers import Observer
 from toolkit.training.pipelines import pipeline_request
-from toolkit.training.run_record import described, recorder_of
+from toolkit.training.run_record import asked, described, recorder_of
 from toolkit.training.saving import save_model
 from toolkit.training.speed import Speed
 from toolkit.training.tracking import keep_local
@@ -85,6 +85,8 @@ def train(job: Job, status: StatusFile) -> None:
     speed.apply(model, loop=job.args if own.run.engine == "loop" else None)
     for reason in speed.left_out.values() if rank() == 0 else ():
         say(f"left out of --tuned: {reason}")
+    if rank() == 0:
+        write_json(status.path.parent / ASKED_FILE, asked(job, speed))
     check_idle_loss(job, model)
     if (pipeline := pipeline_request(job.strategy, own)) is not None:
         ask_for(model, pipeline)

@@ -125,6 +125,13 @@ def described(job: Job, speed: Speed) -> dict[str, Any]:
     }
 
 
+def asked(job: Job, speed: Speed) -> dict[str, Any]:
+    """Return the facts from which the planner tells the memory of a run, also of a failed one."""
+    facts = described(job, speed)
+    kept = {name: facts[name] for name in ("strategy", "precision", "model", "training")}
+    return kept | {"num_processes": job.request.launch.num_processes or 1}
+
+
 def optimizer_settings(args: TrainingArguments) -> dict[str, Any]:
     """Return the settings that the optimizer's groups must have at the first step.
 
