@@ -18,10 +18,10 @@ from toolkit.launching.status import read_statuses
 
 @pytest.fixture
 def train_and_fail(as_launched, tmp_path, monkeypatch):
-    def start(how, strategy="ddp"):
+    def start(how, strategy="ddp", *flags):
         monkeypatch.chdir(ROOT)
         script = [str(SCRIPTS / "train_and_fail.py"), how]
-        script += ["--output_dir", str(tmp_path / "out"), "--max_steps", "200"]
+        script += ["--output_dir", str(tmp_path / "out"), "--max_steps", "200", *flags]
         config = ROOT / "accelerate_configs" / f"{strategy}.yaml"
         return run(
             launch_command(config, script, num_processes=2),
@@ -68,6 +68,18 @@ def test_a_known_cause_stands_in_the_log_and_is_read_from_it(train_and_fail, tmp
     parts = dict(re.findall(r"(\w+) ([\d.]+) MiB", finding.text.partition(" on a device: ")[2]))
     assert float(parts["optimizer"]) == pytest.approx(2 * float(parts["parameters"]), rel=0.05)
     assert "rank 1: " in finding.evidence[0]
+
+
+def test_a_preparation_of_data_in_which_nothing_moves_is_ended_and_its_rank_named(
+    train_and_fail, tmp_path
+):
+    outcome = train_and_fail("prepare", "ddp", "--hang_timeout", "6")
+    assert outcome.status == "failed"
+    assert outcome.reason.startswith("nothing has progressed for 6 s")
+    assert outcome.reason.endswith("rank 1 is missing: the others wait, and it does not")
+    stacks = (tmp_path / "status" / "hang.txt").read_text()
+    assert "count_for_ever" in stacks.partition("rank 1, main thread:")[2]
+    assert not _alive(str(tmp_path))
 
 
 def test_a_killed_comparison_leaves_no_process_behind(launch_environment, tmp_path):

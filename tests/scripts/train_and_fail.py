@@ -1,8 +1,9 @@
-"""`toolkit.train`, in which one rank comes to grief after its third step."""
+"""`toolkit.train`, in which one rank comes to grief: after its third step, or before the first."""
 
 import os
 import signal
 import sys
+import time
 
 import torch
 
@@ -26,5 +27,15 @@ def fail_after_three(self, **values):
             os._exit(0)
 
 
+def count_for_ever(*args, **options):
+    if os.environ["RANK"] == "1":
+        time.sleep(10_000)
+    return count_steps(*args, **options)
+
+
 Recorder.step_done = fail_after_three
+if how == "prepare":
+    from toolkit.training import job
+
+    count_steps, job.count_steps = job.count_steps, count_for_ever
 main()
