@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from toolkit import environment
+from toolkit.comparing.report.figures.cell import CellFigure, cell_figure
 from toolkit.comparing.report.redact import redact_results
 from toolkit.comparing.report.write import render_markdown
 from toolkit.comparing.run import schedule
@@ -187,6 +188,9 @@ def launch(
             loopback=True,
             on_line=output.line,
         )
+    except KeyboardInterrupt:
+        output.line("Interrupted: every process of the run has ended.")
+        raise
     finally:
         output.show()
     if outcome.status != "ok":
@@ -230,6 +234,14 @@ class Compared:
     def sound(self) -> bool:
         """Whether each run ended well or was skipped for a true reason, and every gate held."""
         return schedule.exit_code(self.results) == 0
+
+    def figure(self, name: str) -> CellFigure:
+        """Return one figure of `report.html`: `memory`, `losses`, `traffic`, `bubble`, ...
+
+        Raises:
+            UsageError: the report has no such figure; the message lists those that it has.
+        """
+        return cell_figure(redact_results(self.results), name)
 
     def __repr__(self) -> str:
         return self._repr_markdown_()

@@ -8,6 +8,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
+from typing import Any, get_args, get_type_hints
 
 import typer.main
 from json_reference import json_page
@@ -90,7 +91,28 @@ def python_page() -> str:
     for name in sorted(toolkit.__all__, key=str.lower):
         value = getattr(toolkit, name)
         parts += [f"## `{name}`", _directive(name, value)]
+    parts += ["## Types of arguments and answers", "The functions above take and return these."]
+    for kind in types_of_functions():
+        path = f"{kind.__module__}.{kind.__qualname__}"
+        parts += [f"### `{kind.__name__}`", _eval_rst(f".. autoclass:: {path}", "   :members:")]
     return _joined(parts)
+
+
+def types_of_functions() -> list[type]:
+    """Return the toolkit's classes that a public function takes or returns, by their names."""
+    public = {getattr(toolkit, name) for name in toolkit.__all__ if name != "STRATEGIES"}
+    found: set[type] = set()
+    for function in filter(inspect.isroutine, public):
+        hints = get_type_hints(inspect.unwrap(function))
+        found |= {kind for hint in hints.values() for kind in _classes_in(hint)}
+    return sorted(found - public, key=lambda kind: kind.__name__.lower())
+
+
+def _classes_in(hint: Any) -> Iterator[type]:
+    if inspect.isclass(hint) and hint.__module__.startswith("toolkit."):
+        yield hint
+    for part in get_args(hint):
+        yield from _classes_in(part)
 
 
 def _directive(name: str, value: object) -> str:
@@ -106,6 +128,10 @@ def _directive(name: str, value: object) -> str:
         lines.append("   :members:")
     if kind == "autodata":
         lines.append("   :no-value:")
+    return _eval_rst(*lines)
+
+
+def _eval_rst(*lines: str) -> str:
     return "\n".join(["```{eval-rst}", *lines, "```"])
 
 

@@ -29,7 +29,7 @@ from toolkit.engines.prepared import (
     split_by,
 )
 from toolkit.engines.tensors import sum_of_squares
-from toolkit.planning.schedules import bubble, schedule_of
+from toolkit.planning.schedules import bubble, counted_slots, schedule_of
 from toolkit.planning.stages import Balance
 from toolkit.records.fields import PipelineSlots
 from toolkit.strategies import Strategy
@@ -214,7 +214,8 @@ class Pipelined(Backend):
 
     def slots(self) -> PipelineSlots | None:
         pipeline = self._pipeline
-        slots, ranks = pipeline.slots(), dist.get_world_size()
+        orders, ranks = pipeline.orders(), dist.get_world_size()
+        slots = counted_slots(orders, stages=len(pipeline.rank_of))
         count = len({work.micro_batch for work in pipeline.work})
         return PipelineSlots(
             schedule=pipeline.schedule.name,
@@ -225,6 +226,7 @@ class Pipelined(Backend):
             slots=slots.all,
             bubble=slots.bubble,
             expected_bubble=bubble(pipeline.schedule, ranks=ranks, micro_batches=count),
+            order=[[work.code for work in order] for order in orders],
         )
 
     def watch_passes(self, within: Within) -> Undo:

@@ -8,6 +8,7 @@ ranks. Of the other schedules the share is the same, however long a backward tak
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
@@ -24,12 +25,42 @@ SLOTS: Final[dict[WorkKind, int]] = {
 }
 
 
+LETTERS: Final[dict[WorkKind, str]] = {
+    "forward": "F",
+    "backward": "B",
+    "backward_input": "I",
+    "backward_weight": "W",
+}
+"""Letters of torch's text of a schedule (torch 2.13, pipelining/schedules.py, `_Action`)."""
+
+CODE: Final = re.compile(rf"(\d{{1,9}})([{''.join(LETTERS.values())}])(\d{{1,9}})")
+
+
 class Work(NamedTuple):
     """One pass of one micro-batch through one stage."""
 
     kind: WorkKind
     stage: int
     micro_batch: int
+
+    @property
+    def code(self) -> str:
+        """The work as torch writes it, such as `1F0`: stage, kind, micro-batch."""
+        return f"{self.stage}{LETTERS[self.kind]}{self.micro_batch}"
+
+
+def work_of(code: str) -> Work:
+    """Return the work that a code names.
+
+    Raises:
+        ValueError: it is none.
+    """
+    parts = CODE.fullmatch(code)
+    if parts is None:
+        raise ValueError(f"{code!r} is no work of a schedule, such as 1F0.")
+    stage, letter, micro_batch = parts.groups()
+    kinds: dict[str, WorkKind] = {letter: kind for kind, letter in LETTERS.items()}
+    return Work(kinds[letter], int(stage), int(micro_batch))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -396,6 +396,10 @@ class PipelineSlots(TypedDict):
     expected_bubble: Annotated[Size, Fact("share", "pipeline", "by the formula")]
     """Share of idle slots by the schedule's formula."""
 
+    order: NotRequired[list[list[str]]]
+    """The passes of each rank in the order in which they ran, as PyTorch writes a schedule: stage,
+    `F`, `B`, `I` or `W` for forward, backward, or its part for inputs or weights, micro-batch."""
+
 
 class Measured(TypedDict):
     """Measurements of a run: the same fields in its record and in its row of a comparison."""

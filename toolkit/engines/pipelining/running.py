@@ -230,8 +230,12 @@ class Pipeline:
 
     # Records
 
-    def slots(self) -> Slots:
-        """Count the slots of the last step, from the work that each rank recorded."""
+    def orders(self) -> list[list[Work]]:
+        """Return the work of every rank in the last step, as each recorded it."""
         orders: list[list[Work]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(orders, self.work)
-        return counted_slots(orders, stages=len(self.rank_of))
+        return orders
+
+    def slots(self) -> Slots:
+        """Count the slots of the last step, from the work that each rank recorded."""
+        return counted_slots(self.orders(), stages=len(self.rank_of))

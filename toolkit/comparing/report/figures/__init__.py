@@ -11,6 +11,7 @@ from toolkit.comparing.report.figures.memory import (
     fullest_moment,
     memory_by_category,
 )
+from toolkit.comparing.report.figures.pipelines import bubbles
 from toolkit.comparing.report.figures.speed import scaling, speed_and_memory
 from toolkit.comparing.report.figures.times import phases, step_times
 from toolkit.environment import is_installed
@@ -39,6 +40,7 @@ def draw_all(results: Results) -> list[ReportFigure]:
         fullest_moment,
         bytes_by_purpose,
         losses_and_gaps,
+        bubbles,
         step_times,
         phases,
         scaling,

@@ -1,0 +1,82 @@
+"""One figure of a report by itself, for the cell of a notebook.
+
+It is in the page's light colours on a card of its own, so that it can be read in a dark theme too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from toolkit.comparing.report.figures import draw_all
+from toolkit.comparing.report.figures.frame import Mark, ReportFigure
+from toolkit.comparing.report.names import for_readers
+from toolkit.comparing.report.picture import page_colours
+from toolkit.errors import UsageError
+from toolkit.records.results import Results
+
+MARKS: Final[dict[Mark, str]] = {
+    "area": "■",
+    "line": "━",
+    "dashed": "╍",
+    "tick": "|",
+    "dot": "●",
+    "square": "■",
+    "diamond": "◆",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class CellFigure:
+    """A figure of a comparison; it shows itself in a notebook."""
+
+    title: str
+    caption: str
+    notes: tuple[str, ...]
+    """Runs that are not drawn, and why."""
+
+    html: str
+
+    def __repr__(self) -> str:
+        return "\n".join([self.title, self.caption, *self.notes])
+
+    def _repr_html_(self) -> str:
+        return self.html
+
+
+def cell_figure(results: Results, name: str) -> CellFigure:
+    """Return a figure of the report; the caller should pass redacted results.
+
+    Raises:
+        UsageError: the report has no such figure.
+    """
+    figures = {figure.name: figure for figure in draw_all(for_readers(results))}
+    if name not in figures:
+        raise UsageError(f"The report has no figure {name!r}. It has {', '.join(figures)}.")
+    figure = figures[name]
+    return CellFigure(
+        title=figure.title,
+        caption=figure.caption,
+        notes=tuple(figure.notes),
+        html=_html(figure, page_colours()),
+    )
+
+
+def _html(figure: ReportFigure, colours: dict[str, str]) -> str:
+    from markupsafe import Markup, escape
+
+    keys = Markup(" &ensp; ").join(
+        Markup('<span style="color: {}">{}</span> {}').format(key.colour, MARKS[key.kind], key.text)
+        for key in figure.keys
+    )
+    drawing = escape(figure.instead) if figure.svg is None else Markup(figure.svg)
+    small = Markup('<div style="font-size: 0.85em; color: var(--muted)">{}</div>')
+    lines = [small.format(line) for line in (keys, figure.caption, *figure.notes) if line]
+    text = Markup(
+        '<div style="background: var(--paper); color: var(--ink); padding: 0.8em; '
+        'max-width: 46em; font-family: sans-serif">'
+        "<div><b>{}</b></div>{}{}</div>"
+    ).format(figure.title, drawing, Markup("").join(lines))
+    for variable, colour in colours.items():
+        text = text.replace(f"var(--{variable})", colour)
+    return str(text)
