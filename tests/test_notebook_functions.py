@@ -15,6 +15,7 @@ from toolkit.errors import UsageError
 
 FAILS = 'print("before it")\nraise ValueError("no such column: text")\n'
 INTERRUPTED_AFTER = "'loss':"
+ENDED = "Interrupted: every process of the run has ended."
 
 
 @pytest.fixture
@@ -64,6 +65,7 @@ def test_a_comparison_and_its_report_are_the_same_page(here):
     page = done._repr_markdown_()
     assert page == (here / "both" / "report.md").read_text()
     assert toolkit.report("both")._repr_markdown_() == page == str(done)
+    assert "<svg" in done.figure("losses")._repr_html_()
     with pytest.raises(UsageError, match="nowhere"):
         toolkit.report("nowhere")
 
@@ -98,6 +100,7 @@ def test_the_stop_button_ends_every_process_of_a_run(here):
         started = kernel.children(recursive=True)
         assert len([each for each in started if "toolkit.train" in each.cmdline()]) >= 2
         manager.interrupt_kernel()
+        wait_for(client, lambda content: ENDED in str(content.get("data")))
         wait_for(client, lambda content: content.get("ename") == "KeyboardInterrupt")
         wait_for(client, lambda content: content.get("execution_state") == "idle")
         _, alive = psutil.wait_procs(started, timeout=30)

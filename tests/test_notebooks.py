@@ -17,12 +17,13 @@ SHOWN = {
     "01_first_run": (
         "deepspeed_config_file: deepspeed_configs/zero2.json",
         "<td style='text-align:left'>DeepSpeedEngine</td>",
-        "'after': 'Return the",
-        "\n| zero2 | ok | ",
+        "after: 'Return the",
     ),
     "02_choose_a_strategy": (
         "zero2    70 GB on each of two GPUs\nzero3    56 GB on each of two GPUs",
-        "zero3    0.0% away at most",
+        "zero2       24.86    24.86     4.97",
+        "zero3  60,969,216 60,969,216",
+        "Memory by category, predicted beside measured",
         "Qwen/Qwen2.5-1.5B on L4: ",
         "zero3   140.0 GB",
     ),
@@ -30,11 +31,14 @@ SHOWN = {
         "**All 8 runs trained the same model",
         "held: loss, grad_norm, weights, data",
         "tensor-loop        right to the byte",
-        "bubble       0.2\nexpected_bubble 0.2",
+        "counted 0.2, by the formula 0.2",
+        "The bubble of a pipeline",
     ),
     "04_your_own_loop": (
         "attested zero3: distributed_type DEEPSPEED",
         "attested fsdp: distributed_type FSDP",
+        "fsdp_hybrid    ok",
+        "attested ddp: distributed_type MULTI_GPU, num_processes 2",
     ),
     "05_own_trainer": (
         "'perplexity': ",
@@ -47,7 +51,9 @@ SHOWN = {
         "Did you mean 'zero3'?",
         "unused-parameters: ",
         "rank 1 is missing: it has not entered all_reduce",
-        "Nothing differs beyond its limit",
+        "sound: False",
+        "ddp {'loss': False",
+        "The first difference: ",
     ),
 }
 

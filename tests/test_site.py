@@ -3,7 +3,7 @@
 import importlib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import pytest
 from documents import PAGES
@@ -18,6 +18,7 @@ from toolkit.comparing.run.comparison import Comparison
 from toolkit.comparing.run.options import CompareOptions
 from toolkit.comparing.run.plan import build_plan
 from toolkit.comparing.run.rows import bare_row
+from toolkit.planning.options import PlanOptions, RecommendOptions
 from toolkit.records.fields import fields_of
 from toolkit.records.record import Record
 from toolkit.records.results import Row
@@ -79,11 +80,26 @@ def test_every_flag_of_training_is_there_once(pages):
 def test_every_public_name_is_there_with_a_docstring(pages):
     for name in toolkit.__all__:
         assert re.search(
-            rf"^\.\. auto\w+:: toolkit(\.\w+)*\.{name}$", pages["python"], re.MULTILINE
+            rf"^\.\. auto\w+:: toolkit(\.\w+)*\.{name}(\(.*\))?$", pages["python"], re.MULTILINE
         )
     assert {"autoclass", "autodata", "autoexception", "autofunction"} == set(
         re.findall(r"^\.\. (\w+)::", pages["python"], re.MULTILINE)
     )
+
+
+def test_every_option_of_a_function_has_a_meaning(pages):
+    for kind in (CompareOptions, PlanOptions, RecommendOptions):
+        section = re.split(rf"^#+ `{kind.__name__}`$", pages["python"], flags=re.MULTILINE)[1]
+        rows = [
+            re.split(r"(?<!\\) \| ", line[2:-2])
+            for line in re.split(r"^#", section, flags=re.MULTILINE)[0].splitlines()
+            if line[:3] == "| `"
+        ]
+        assert [row[0] for row in rows] == [f"`{field.name}`" for field in fields(kind)]
+        for name, meaning, kind_of_value, default in rows:
+            assert meaning.strip(), name
+            assert default.strip(), name
+            assert "Annotated" not in kind_of_value, name
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ SHOWN_LINES: Final = 30
 
 REDRAW_SECONDS: Final = 0.25
 
-WIDTH: Final = 110
+WIDTH: Final = 96
 """Characters of a line in a cell."""
 
 TRAIN: Final = "toolkit.train"
@@ -159,6 +159,7 @@ def launch(
 
     Raises:
         UsageError: no such strategy or file, or not with so many ranks; nothing was written.
+        KeyboardInterrupt: interrupted, after all processes have ended.
     """
     chosen = get_strategy(strategy)
     words = [str(word) for word in args]
@@ -190,9 +191,11 @@ def launch(
         )
     except KeyboardInterrupt:
         output.line("Interrupted: every process of the run has ended.")
-        raise
+        outcome = None
     finally:
         output.show()
+    if outcome is None:
+        raise KeyboardInterrupt  # from here: a cell shows no frame of the launch
     if outcome.status != "ok":
         output.show(outcome.tail)  # without the launcher's own traceback
     try:

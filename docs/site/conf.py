@@ -1,5 +1,11 @@
 """Settings of Sphinx for the site; `build_site.py` names it."""
 
+from sphinx.ext.napoleon import GoogleDocstring
+
+# Napoleon takes the words before a colon in the text of an attribute for its type, and moves them
+# behind it (sphinx 9.0, napoleon/docstring.py). Here types are in the annotations.
+GoogleDocstring._parse_attribute_docstring = lambda self: self._consume_to_end()
+
 project = "toolkit"
 html_title = "toolkit"
 root_doc = "index"
@@ -11,12 +17,14 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 4
 nb_execution_mode = "off"
 nb_merge_streams = True
+nb_render_markdown_format = "myst"  # the default has no tables
 smartquotes = False  # they make a dash of `--` in a sentence
 
 # A docstring has code between single backquotes.
 default_role = "code"
 add_module_names = False
 autodoc_member_order = "bysource"
+autodoc_inherit_docstrings = False  # the Trainer's own methods have their page elsewhere
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_class_signature = "mixed"

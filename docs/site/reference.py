@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import inspect
 import re
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer.main
-from json_reference import json_page
+from json_reference import json_page, meanings_in
 
 import toolkit
 from toolkit.cli import app
+from toolkit.planning.options import Flag
+from toolkit.planning.speed.gpus import Gpu
 from toolkit.records.record import Record
 from toolkit.records.results import Results
 
 CODE_SPAN = re.compile(r"(`[^`]+`)")
+MODULES = re.compile(r"\b[a-z_]\w*\.(?=\w)")
 MARKUP = re.compile(r"([\\*_<>\[\]{}$#|])")
 
 
@@ -90,11 +94,11 @@ def python_page() -> str:
     ]
     for name in sorted(toolkit.__all__, key=str.lower):
         value = getattr(toolkit, name)
-        parts += [f"## `{name}`", _directive(name, value)]
+        parts += [f"## `{name}`", *_named(f"toolkit.{name}", value)]
     parts += ["## Types of arguments and answers", "The functions above take and return these."]
     for kind in types_of_functions():
         path = f"{kind.__module__}.{kind.__qualname__}"
-        parts += [f"### `{kind.__name__}`", _eval_rst(f".. autoclass:: {path}", "   :members:")]
+        parts += [f"### `{kind.__name__}`", *_named(path, kind)]
     return _joined(parts)
 
 
@@ -115,20 +119,51 @@ def _classes_in(hint: Any) -> Iterator[type]:
         yield from _classes_in(part)
 
 
-def _directive(name: str, value: object) -> str:
-    path = f"toolkit.{name}"
+def _named(path: str, value: Any) -> Iterator[str]:
+    """Yield what shows a Python name: a directive, and the fields of options as a table."""
     if inspect.isclass(value):
-        kind = "autoexception" if issubclass(value, BaseException) else "autoclass"
-    else:
-        kind = "autofunction" if inspect.isroutine(value) else "autodata"
-    if kind == "autodata":  # its docstring stands where it is assigned
-        path = f"{toolkit._HOMES[name]}.{name}"
-    lines = [f".. {kind}:: {path}"]
-    if kind == "autoclass":
-        lines.append("   :members:")
-    if kind == "autodata":
-        lines.append("   :no-value:")
-    return _eval_rst(*lines)
+        if issubclass(value, BaseException):
+            yield _eval_rst(f".. autoexception:: {path}")
+        elif rows := list(_option_rows(value)):
+            yield _eval_rst(f".. autoclass:: {path}(**fields)")
+            header = ("field", "meaning", "type", "default")
+            lines = [header, ("---",) * len(header), *rows]
+            yield "\n".join(["{.fields}", *("| " + " | ".join(line) + " |" for line in lines)])
+        else:
+            yield _eval_rst(f".. autoclass:: {path}", "   :members:")
+    elif inspect.isroutine(value):
+        # The options that such a function takes as keywords have a table of their own.
+        keywords = "" if inspect.unwrap(value) is value else "(model, **options)"
+        yield _eval_rst(f".. autofunction:: {path}{keywords}")
+    else:  # its docstring stands where it is assigned
+        name = path.rpartition(".")[2]
+        yield _eval_rst(f".. autodata:: {toolkit._HOMES[name]}.{name}", "   :no-value:")
+
+
+def _option_rows(kind: type) -> Iterator[tuple[str, ...]]:
+    """Yield name, meaning, type and default of each field, if some of them are flags too."""
+    if not dataclasses.is_dataclass(kind):
+        return
+    # The planner's options import the type of a GPU for the type checker alone.
+    hints = get_type_hints(kind, localns={"Gpu": Gpu}, include_extras=True)
+    if not any(_flag_help(hint) for hint in hints.values()):
+        return
+    meanings: dict[str, str] = {}
+    for base in reversed(kind.__mro__[:-1]):
+        meanings |= meanings_in(base.__module__, base.__name__)
+    for field in fields(kind):
+        hint = hints[field.name]
+        meaning = " ".join([_flag_help(hint), meanings.get(field.name, "")]).strip()
+        plain_type = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+        shown = MODULES.sub("", inspect.formatannotation(plain_type)).replace("|", "\\|")
+        missing = field.default is dataclasses.MISSING
+        default = "must be given" if missing else f"`{field.default!r}`"
+        yield f"`{field.name}`", " ".join(plain(meaning).split()), f"`{shown}`", default
+
+
+def _flag_help(hint: Any) -> str:
+    notes = [note for note in getattr(hint, "__metadata__", ()) if isinstance(note, Flag)]
+    return notes[0].help if notes else ""
 
 
 def _eval_rst(*lines: str) -> str:

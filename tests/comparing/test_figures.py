@@ -3,7 +3,10 @@
 import pytest
 
 from toolkit.comparing.report.figures import draw_all, frame
+from toolkit.comparing.report.figures.cell import cell_figure
+from toolkit.comparing.report.figures.pipelines import bubbles
 from toolkit.comparing.report.figures.speed import _spread
+from toolkit.errors import UsageError
 
 GIB = 2**30
 
@@ -161,3 +164,79 @@ def test_speed_up_is_drawn_over_the_number_of_processes(drawn):
     }
     ideal, fsdp = ([1, 4], [1, 4]), [1, speeds["fsdp-trainer-x2"], speeds["fsdp-trainer-x4"]]
     assert lines(axes) == [ideal, ([1, 2, 4], pytest.approx(fsdp))]
+
+
+ORDER = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
+"""1F1B of two micro-batches in two stages."""
+
+
+@pytest.fixture
+def piped(full_results):
+    """Results of which one run was a pipeline, and that run."""
+    results = full_results()
+    row = next(row for row in results["runs"] if row["status"] == "ok")
+    row["pipeline"] = {
+        "schedule": "1f1b",
+        "layers": [[0, 1], [2, 3]],
+        "ranks": [0, 1],
+        "micro_batches": 2,
+        "idle_slots": 6,
+        "slots": 18,
+        "bubble": 1 / 3,
+        "expected_bubble": 1 / 3,
+        "order": ORDER,
+    }
+    return results, row
+
+
+def test_a_pipelines_work_lies_in_its_slots_and_the_bubble_is_empty(piped, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(frame, "inline", lambda figure, **_: drawn.append(figure))
+    results, row = piped
+    figure = bubbles(results)
+    assert figure is not None
+    assert [key.text for key in figure.keys] == ["forward", "backward"]
+    (axes,) = drawn[0].axes
+    boxes = {
+        (round(box.get_y() + box.get_height() / 2), box.get_x()): box.get_width()
+        for box in axes.patches
+    }
+    first = {(0, 0): 1, (0, 1): 1, (0, 4): 2, (0, 7): 2}
+    second = {(1, 1): 1, (1, 2): 2, (1, 4): 1, (1, 5): 2}
+    assert boxes == first | second
+    length = axes.get_xlim()[1]
+    assert 1 - sum(boxes.values()) / (2 * length) == pytest.approx(row["pipeline"]["bubble"])
+    assert [text.get_text() for text in axes.texts] == list("01010011")
+
+
+@pytest.mark.parametrize(
+    ("order", "reason"),
+    [
+        (None, "no order of the work"),
+        ([["0F0"], ["nothing"]], "damaged: 'nothing' is no work"),
+        ([["0F0"], ["1B0"]], "damaged: Work whose input no rank recorded"),
+        ([[f"0F{number}" for number in range(201)], []], "201 slots, too many"),
+    ],
+)
+def test_a_pipeline_that_cannot_be_drawn_says_why(piped, order, reason):
+    results, row = piped
+    row["pipeline"].pop("order")
+    if order is not None:
+        row["pipeline"]["order"] = order
+    figure = bubbles(results)
+    assert figure is not None
+    assert figure.svg is None
+    assert reason in figure.notes[0]
+
+
+def test_a_figure_of_a_cell_is_a_drawing_with_its_legend_in_fixed_colours(piped):
+    results, _ = piped
+    figure = cell_figure(results, "bubble")
+    html = figure._repr_html_()
+    assert "<svg" in html
+    assert "var(--" not in html
+    assert "■</span> forward" in html
+    assert figure.caption in html
+    assert str(figure).splitlines()[:2] == [figure.title, figure.caption]
+    with pytest.raises(UsageError, match=r"no figure 'bubbles'\. It has .*losses, bubble"):
+        cell_figure(results, "bubbles")

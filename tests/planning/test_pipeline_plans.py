@@ -13,6 +13,7 @@ from toolkit.planning.schedules import (
     counted_slots,
     placed,
     refused_micro_batches,
+    work_of,
 )
 from toolkit.planning.stages import Costs, costs_of, cut
 
@@ -53,6 +54,20 @@ def test_a_gap_in_the_recorded_work_is_named():
     first, second = by_hand("gpipe", 2, 2)
     with pytest.raises(ValueError, match="no rank recorded.*'backward', stage=0, micro_batch=1"):
         placed([first, second[:-1]], stages=2)
+
+
+def test_work_is_written_as_torch_reads_it():
+    from torch.distributed.pipelining.schedules import _Action
+
+    kinds = ("forward", "backward", "backward_input", "backward_weight")
+    for work in (Work(kind, 2, 13) for kind in kinds):
+        assert work_of(work.code) == work
+        action = _Action.from_str(work.code)
+        name = action.computation_type.name.lower().replace("full_", "")
+        assert (name, action.stage_index, action.microbatch_index) == work
+    for code in ("", "F0", "1X0", "1F", "1F0 ", "-1F0"):
+        with pytest.raises(ValueError, match="is no work of a schedule"):
+            work_of(code)
 
 
 def test_a_rank_of_a_v_holds_the_first_and_the_last_stage():

@@ -196,6 +196,8 @@ class RecommendOptions:
     precision: MixedPrecision = JobOptions.precision
     optimizer: StatesOf = JobOptions.optimizer
     attention: Attention = JobOptions.attention
+    """Kernels: flash holds no scores, eager holds all of them."""
+
     learning_rate: Annotated[
         float | None, Flag("Of --method, or else of a full fine-tune; 2e-5 if left out.")
     ] = None

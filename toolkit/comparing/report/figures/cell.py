@@ -69,7 +69,9 @@ def _html(figure: ReportFigure, colours: dict[str, str]) -> str:
         Markup('<span style="color: {}">{}</span> {}').format(key.colour, MARKS[key.kind], key.text)
         for key in figure.keys
     )
-    drawing = escape(figure.instead) if figure.svg is None else Markup(figure.svg)
+    drawing = escape(figure.instead)
+    if figure.svg is not None:
+        drawing = Markup(figure.svg.replace("<svg ", '<svg style="width: 100%; height: auto" ', 1))
     small = Markup('<div style="font-size: 0.85em; color: var(--muted)">{}</div>')
     lines = [small.format(line) for line in (keys, figure.caption, *figure.notes) if line]
     text = Markup(

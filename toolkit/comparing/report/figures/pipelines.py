@@ -78,6 +78,7 @@ def _draw(figure: ReportFigure, panels: list[tuple[Row, list[list[Placed]]]]) ->
         grid = canvas.subplots(len(panels), 1, squeeze=False, height_ratios=heights)
         for (axes,), (row, work) in zip(grid, panels, strict=True):
             _panel(axes, row, work)
+        grid[-1][0].set_xlabel("slots")
     kinds = {one.work.kind for _, work in panels for of_rank in work for one in of_rank}
     for kind, colour in COLOURS.items():
         if kind in kinds:
