@@ -96,7 +96,7 @@ def test_every_option_of_a_function_has_a_meaning(pages):
             if line[:3] == "| `"
         ]
         assert [row[0] for row in rows] == [f"`{field.name}`" for field in fields(kind)]
-        for name, meaning, kind_of_value, default in rows:
+        for name, meaning, default, kind_of_value in rows:
             assert meaning.strip(), name
             assert default.strip(), name
             assert "Annotated" not in kind_of_value, name

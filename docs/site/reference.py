@@ -23,6 +23,7 @@ from toolkit.records.results import Results
 
 CODE_SPAN = re.compile(r"(`[^`]+`)")
 MODULES = re.compile(r"\b[a-z_]\w*\.(?=\w)")
+OPTIONAL = re.compile(r"^Optional\[(.*)\]$")
 MARKUP = re.compile(r"([\\*_<>\[\]{}$#|])")
 
 
@@ -126,7 +127,7 @@ def _named(path: str, value: Any) -> Iterator[str]:
             yield _eval_rst(f".. autoexception:: {path}")
         elif rows := list(_option_rows(value)):
             yield _eval_rst(f".. autoclass:: {path}(**fields)")
-            header = ("field", "meaning", "type", "default")
+            header = ("field", "meaning", "default", "type")
             lines = [header, ("---",) * len(header), *rows]
             yield "\n".join(["{.fields}", *("| " + " | ".join(line) + " |" for line in lines)])
         else:
@@ -141,7 +142,7 @@ def _named(path: str, value: Any) -> Iterator[str]:
 
 
 def _option_rows(kind: type) -> Iterator[tuple[str, ...]]:
-    """Yield name, meaning, type and default of each field, if some of them are flags too."""
+    """Yield name, meaning, default and type of each field, if some of them are flags too."""
     if not dataclasses.is_dataclass(kind):
         return
     # The planner's options import the type of a GPU for the type checker alone.
@@ -155,10 +156,11 @@ def _option_rows(kind: type) -> Iterator[tuple[str, ...]]:
         hint = hints[field.name]
         meaning = " ".join([_flag_help(hint), meanings.get(field.name, "")]).strip()
         plain_type = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-        shown = MODULES.sub("", inspect.formatannotation(plain_type)).replace("|", "\\|")
+        shown = MODULES.sub("", inspect.formatannotation(plain_type))
+        shown = OPTIONAL.sub(r"\1 | None", shown).replace("|", "\\|")
         missing = field.default is dataclasses.MISSING
         default = "must be given" if missing else f"`{field.default!r}`"
-        yield f"`{field.name}`", " ".join(plain(meaning).split()), f"`{shown}`", default
+        yield f"`{field.name}`", " ".join(plain(meaning).split()), default, f"`{shown}`"
 
 
 def _flag_help(hint: Any) -> str:
