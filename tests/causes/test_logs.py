@@ -173,6 +173,15 @@ def test_an_exit_code_without_an_error_is_unknown_and_a_signal_is_named():
         assert (diagnosis.name, diagnosis.ranks) == (name, (3,))
 
 
+def test_a_rank_that_was_killed_after_its_own_error_did_not_lack_one():
+    ended = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
+    report = "Root Cause (first observed failure):\n  rank      : {} (local_rank: 1)\n"
+    errors = traceback(OUT, before="[rank1]: ") + traceback(OUT, before="[rank0]: ")
+    for rank, name in ((0, "cuda-out-of-memory"), (1, "cuda-out-of-memory"), (2, "killed")):
+        killed = f"{traceback(ended)}{report.format(rank)}  exitcode  : -9 (pid: 7)\n"
+        assert name_in(errors + killed) == name
+
+
 def test_an_error_without_its_traceback_counts_where_the_log_ends_with_it():
     assert name_in(f"step 3 of 9\n{OUT}\n") == "cuda-out-of-memory"
     assert name_in("step 3 of 9\nValueError: the flux is off\n\n") == "unknown"

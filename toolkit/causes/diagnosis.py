@@ -143,10 +143,10 @@ def _explains(matches: Sequence[_Match], exit_: Exit) -> bool:
         return False
     if matches[0].order == ORDER["outside"]:
         return True
-    rank = matches[0].failure.rank
+    ranks = {match.failure.rank for match in matches if match.order <= 1}
     # SIGABRT follows an error, SIGTERM comes from the launcher.
     by_itself = -exit_.code in SIGNALS
-    return not by_itself or (exit_.rank is not None and rank == exit_.rank)
+    return not by_itself or (exit_.rank is not None and exit_.rank in ranks)
 
 
 def _of_failure(first: _Match, matches: Sequence[_Match], log: Log) -> Diagnosis:
