@@ -459,9 +459,7 @@ def recommend(
     if as_json:
         _print_json(answer.to_dict() | {"command": command})
     else:
-        from rich.console import Console
-
-        recommendations.show_recommendation(answer, Console())
+        typer.echo("\n".join(recommendations.recommendation_lines(answer)))
         if command is not None:
             typer.echo(command)
     if answer.choice is None:

@@ -1,4 +1,3 @@
-import io
 import json
 import shlex
 from dataclasses import replace
@@ -6,7 +5,6 @@ from html import escape
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from toolkit.cli import app
@@ -19,7 +17,7 @@ from toolkit.planning.options import USUAL_STRATEGIES
 from toolkit.planning.plan import plan
 from toolkit.planning.recommend import recommend
 from toolkit.planning.render.commands import paste_line
-from toolkit.planning.render.recommendations import show_recommendation, write_recommendation
+from toolkit.planning.render.recommendations import recommendation_lines, write_recommendation
 from toolkit.planning.search import SAME_SPEED, SHARDED, WHOLE, Search, rank
 from toolkit.planning.terms import Interval
 from toolkit.strategies import STRATEGIES
@@ -455,9 +453,7 @@ def test_a_recommendation_for_many_gpus_names_nodes_and_network_that_it_assumes(
 
 
 def shown(found):
-    text = io.StringIO()
-    show_recommendation(found, Console(file=text, width=300))
-    return text.getvalue()
+    return "\n".join(recommendation_lines(found))
 
 
 def test_short_texts_are_said_to_need_packing_for_the_planned_rows():

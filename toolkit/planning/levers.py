@@ -45,10 +45,18 @@ class Lever:
 
     def applied(self, job: PlannedJob) -> PlannedJob | None:
         """Return the job with the change; None where the lever has no place or is used already."""
+        changed = self._changed(job)
+        return replace(job, **changed) if changed else None
+
+    def has_place(self, job: PlannedJob) -> bool:
+        """Whether `applied` returns a job."""
+        return bool(self._changed(job))
+
+    def _changed(self, job: PlannedJob) -> Mapping[str, Any]:
         changed = self.change(job)
         if job.strategy.schedule is not None and "method" in changed:
-            return None  # the stages of a pipeline have no adapters
-        return replace(job, **changed) if changed else None
+            return {}  # the stages of a pipeline have no adapters
+        return changed
 
 
 def unpacked_share(model: ModelShape) -> float:

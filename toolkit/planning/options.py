@@ -3,8 +3,6 @@
 Nothing of the planner is imported, so that the command line starts at once.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable
@@ -163,7 +161,7 @@ class PlanOptions(JobOptions):
     selective: Annotated[
         bool, Flag("Checkpointing that keeps results of matrix products.", ("--selective",))
     ] = False
-    gpu: Annotated[str | Gpu | None, GpuName] = None
+    gpu: Annotated["str | Gpu | None", GpuName] = None
     """None leaves verdict and speed out."""
 
     strategies: str | tuple[str, ...] | list[str] | None = None
@@ -184,7 +182,7 @@ class PlanOptions(JobOptions):
 class RecommendOptions:
     """What `toolkit recommend` and `toolkit.recommend` can be asked beside the model."""
 
-    gpu: Annotated[str | Gpu, GpuName]
+    gpu: Annotated["str | Gpu", GpuName]
     gpus: Gpus = JobOptions.gpus
     nodes: Nodes = JobOptions.nodes
     goal: Annotated[Goal, Flag("Fastest, or with the least memory.")] = "speed"

@@ -179,7 +179,7 @@ class Search:
         ends = [self._job(strategy, batch) for batch in (batches[0], batches[-1])]
         ladders = [training.levers]
         for rung in RUNGS:
-            usable = [lever for lever in rung if any(lever.applied(job) for job in ends)]
+            usable = [lever for lever in rung if any(lever.has_place(job) for job in ends)]
             if usable:
                 ladders.append((*ladders[-1], *usable))
         if self.is_quick:

@@ -7,13 +7,10 @@ tests/engines/test_tensor_parallel.py compares the parts with those plans.
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 from dataclasses import replace
 from functools import lru_cache
 from typing import Final
-
-from packaging.version import Version
 
 from toolkit.errors import UsageError
 from toolkit.planning.job import PlannedJob
@@ -115,6 +112,11 @@ def splits_embedding(model: ModelShape) -> bool:
 
 @lru_cache(maxsize=1)
 def _split_embeddings() -> tuple[str, ...]:
+    # A plan of other strategies starts sooner without them.
+    import importlib.metadata
+
+    from packaging.version import Version
+
     # transformers 5.24 is the first that splits GPT-NeoX's embedding.
     plans = Version(importlib.metadata.version("transformers"))
     newer = ("embed_in.weight",) if plans >= Version("5.24") else ()

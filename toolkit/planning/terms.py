@@ -114,3 +114,15 @@ def product(
         inputs=factors,
         phases=phases,
     )
+
+
+def sums_by_phase(terms: Iterable[Term]) -> dict[Phase, Interval]:
+    """Return the bytes on the GPU in each phase."""
+    sums: dict[Phase, list[float]] = {phase: [0.0, 0.0] for phase in PHASES}
+    for term in terms:
+        if term.place == "gpu":
+            for phase in term.phases:
+                ends = sums[phase]
+                ends[0] += term.bytes.low
+                ends[1] += term.bytes.high
+    return {phase: Interval(*ends) for phase, ends in sums.items()}

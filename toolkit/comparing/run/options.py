@@ -1,7 +1,5 @@
 """Options of `toolkit compare`, checked as far as they can be without the machine."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

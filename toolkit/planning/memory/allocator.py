@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from toolkit.planning.terms import PHASES, Interval, Term
+from toolkit.planning.terms import PHASES, Interval, Term, sums_by_phase
 
 STAYING = Interval(1.0, 1.02)
 """Factor on what stays: a request of over 10 MiB is rounded up to 2 MiB
@@ -74,7 +74,7 @@ def pools_of(terms: Sequence[Term]) -> Pools:
     on_gpu = [term for term in terms if term.place == "gpu"]
 
     def most(pool: Sequence[Term]) -> Interval:
-        held = [Interval.total(t.bytes for t in pool if phase in t.phases) for phase in PHASES]
+        held = sums_by_phase(pool).values()
         return Interval(max(h.low for h in held), max(h.high for h in held))
 
     stays = [term for term in on_gpu if term.phases == PHASES]

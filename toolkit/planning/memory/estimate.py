@@ -26,7 +26,7 @@ from toolkit.planning.memory.transient_buffers import (
 from toolkit.planning.memory.weights import trained_size, weights_of
 from toolkit.planning.pipelined import parts_of_ranks
 from toolkit.planning.split import part_of_rank
-from toolkit.planning.terms import PHASES, Category, Interval, Phase, Term
+from toolkit.planning.terms import PHASES, Category, Interval, Phase, Term, sums_by_phase
 
 MIB = 1 << 20
 
@@ -131,7 +131,7 @@ def _estimate(job: PlannedJob, *, asked: PlannedJob) -> MemoryEstimate:
             formula="2 * 8.1 MiB, 32 MiB on Hopper",
         ),
     ]
-    sums = _by_phase(terms)
+    sums = sums_by_phase(terms)
     phase = max(PHASES, key=lambda name: sums[name].high)
     allocated = sums[phase]
     pools = pools_of(terms)
@@ -194,7 +194,7 @@ def step_peak(job: PlannedJob, micro_batches: Sequence[tuple[int, int]]) -> Inte
         states = most_loaded(of_micro_batch)
         terms = _tensor_terms(of_micro_batch, states.in_one_place() if job.on_cpu else states)
         terms += _exchange_term(asked, rows * tokens)
-        for needed in _by_phase(terms).values():
+        for needed in sums_by_phase(terms).values():
             low, high = max(low, needed.low), max(high, needed.high)
     return Interval(low, high)
 
@@ -225,11 +225,6 @@ def _exchange_term(job: PlannedJob, tokens: int) -> Iterator[Term]:
 
 def _sum(terms: Iterable[Term]) -> Interval:
     return Interval.total(term.bytes for term in terms)
-
-
-def _by_phase(terms: Iterable[Term]) -> dict[Phase, Interval]:
-    on_gpu = [term for term in terms if term.place == "gpu"]
-    return {phase: _sum(t for t in on_gpu if phase in t.phases) for phase in PHASES}
 
 
 def _ends_full(job: PlannedJob, states: StateBytes, parts: Activations) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
@@ -39,7 +40,7 @@ class Tensors:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        return tuple(tensor.elements for tensor in self.listed)
+        return tuple(math.prod(tensor.shape) for tensor in self.listed)
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
@@ -167,15 +168,16 @@ def _weights(
 ) -> Weights:
     trained, frozen, packed, adapters = model.tensors, (), (), ()
     if method != "full":
-        adapted = set(adapted_tensors(model, targets))
-        whole = set(_of_embeddings(model)) if embeddings else set[Tensor]()
+        # By name: the hash of a name is kept, that of a tensor computed anew each time.
+        adapted = {tensor.name for tensor in adapted_tensors(model, targets)}
+        whole = {tensor.name for tensor in _of_embeddings(model)} if embeddings else set[str]()
         trained = tuple(
             part
             for tensor in model.tensors
-            for part in (_adapters(tensor, lora_rank) if tensor in adapted else (tensor,))
-            if tensor in adapted or tensor in whole
+            for part in (_adapters(tensor, lora_rank) if tensor.name in adapted else (tensor,))
+            if tensor.name in adapted or tensor.name in whole
         )
-        adapters = tuple(part for part in trained if part not in whole)
+        adapters = tuple(part for part in trained if part.name not in whole)
         if not adapters:
             of_attention = " of attention by their names" if targets == "attention" else ""
             raise UsageError(
@@ -183,12 +185,16 @@ def _weights(
                 "Ask for other targets, or for a full fine-tune."
             )
         packed = tuple(model.of_kind("linear")) if method == "qlora" else ()
-        elsewhere = whole.union(packed)
-        frozen = tuple(tensor for tensor in model.tensors if tensor not in elsewhere)
+        elsewhere = whole.union(tensor.name for tensor in packed)
+        frozen = tuple(tensor for tensor in model.tensors if tensor.name not in elsewhere)
+    decayed: list[Tensor] = []
+    undecayed: list[Tensor] = []
+    for tensor in trained:
+        (undecayed if _is_undecayed(tensor) else decayed).append(tensor)
     return Weights(
         trained=Tensors(trained),
-        decayed=Tensors(tuple(tensor for tensor in trained if not _is_undecayed(tensor))),
-        undecayed=Tensors(tuple(filter(_is_undecayed, trained))),
+        decayed=Tensors(tuple(decayed)),
+        undecayed=Tensors(tuple(undecayed)),
         frozen=Tensors(frozen),
         packed=Tensors(packed),
         adapters=Tensors(adapters),

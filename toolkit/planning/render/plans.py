@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from rich.text import Text
-
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import MemoryEstimate
 from toolkit.planning.memory.formulas import compare_with_formula
@@ -19,6 +17,7 @@ from toolkit.planning.verdict import Verdict
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from toolkit.planning.remedies import Remedy
 
@@ -180,6 +179,8 @@ def _beside_the_course(job: PlannedJob) -> Iterator[str]:
 
 def bars(plan: Plan) -> Iterator[Text]:
     """Yield one stacked bar a strategy, all to one scale, with the GPU's limit marked."""
+    from rich.text import Text
+
     limit = None if plan.gpu is None else plan.gpu.memory_bytes
     longest = max((row.memory.total.high for row in plan.rows), default=1.0)
     # What is far beyond the limit would press all else to nothing.
@@ -194,6 +195,8 @@ def bars(plan: Plan) -> Iterator[Text]:
 
 
 def _bar(row: PlanRow, scale: float) -> Text:
+    from rich.text import Text
+
     filled = Text()
     drawn, upto = 0, 0.0
     parts = row.memory.by_category()
@@ -213,6 +216,8 @@ def _bar(row: PlanRow, scale: float) -> Text:
 
 
 def _legend(plan: Plan) -> Text:
+    from rich.text import Text
+
     used = {name for row in plan.rows for name, v in row.memory.by_category().items() if v.high}
     legend = Text()
     for category in CATEGORIES:
@@ -295,6 +300,8 @@ _MEANINGS = {
 
 
 def _cells(plan: Plan, row: PlanRow) -> dict[str, Text | str]:
+    from rich.text import Text
+
     memory, verdict, speed = row.memory, row.verdict, row.speed
     cells: dict[str, Text | str] = {
         "strategy": row.strategy.name,

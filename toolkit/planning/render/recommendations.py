@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from toolkit.errors import UsageError
 from toolkit.planning.job import PlannedJob
@@ -22,33 +21,28 @@ from toolkit.planning.render.commands import (
 from toolkit.planning.render.plans import gib_span, span, verdict_sentence
 from toolkit.planning.search import Candidate
 
-if TYPE_CHECKING:
-    from rich.console import Console
 
-
-def show_recommendation(answer: Recommendation, console: Console) -> None:
-    """Print the choice, the reasons, and the options with their commands."""
-    write = partial(console.print, highlight=False, soft_wrap=True, markup=False)
+def recommendation_lines(answer: Recommendation) -> Iterator[str]:
+    """Yield the choice, the reasons, and the options with their commands, in lines of any width."""
     if answer.choice is None:
-        write(f"{answer.model.name}: nothing fits for sure on this {answer.gpu.name}.")
+        yield f"{answer.model.name}: nothing fits for sure on this {answer.gpu.name}."
     else:
-        write(f"{answer.model.name} on {answer.gpu.name}: {describe_job(answer.choice.job)}")
-        write(verdict_sentence(answer.choice.verdict))
-        write(pace(answer.choice))
-    write("")
+        yield f"{answer.model.name} on {answer.gpu.name}: {describe_job(answer.choice.job)}"
+        yield verdict_sentence(answer.choice.verdict)
+        yield pace(answer.choice)
+    yield ""
     for reason in answer.reasons:
-        write(f"- {reason}")
+        yield f"- {reason}"
     for candidate in answer.runners_up:
-        write(f"- Under another strategy: {_beside(candidate)}")
-    write(learning_rate_sentence(answer.learning_rate))
+        yield f"- Under another strategy: {_beside(candidate)}"
+    yield learning_rate_sentence(answer.learning_rate)
     for number, option in enumerate(answer.options, 1):
-        write("")
-        for line in option_lines(number, option):
-            write(line)
+        yield ""
+        yield from option_lines(number, option)
     if answer.options:
-        write("\nAdd --train_file or --dataset_name with your rows to a command.")
+        yield "\nAdd --train_file or --dataset_name with your rows to a command."
         if answer.choice is not None and answer.choice.job.nodes > 1:
-            write(nodes_sentence(answer.choice.job.nodes))
+            yield nodes_sentence(answer.choice.job.nodes)
 
 
 def option_lines(number: int, option: Option) -> list[str]:

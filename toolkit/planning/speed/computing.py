@@ -10,6 +10,7 @@ from functools import lru_cache
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.weights import Weights, adapted_tensors, weights_of
 from toolkit.planning.models.shape import ModelShape
+from toolkit.planning.options import LoraTargets
 from toolkit.planning.speed import rates
 from toolkit.planning.speed.flops import attention_flops, linear_flops
 from toolkit.planning.speed.gpus import Gpu
@@ -143,11 +144,15 @@ def _kernels(job: PlannedJob) -> float:
         counted.forward * _forwards(job) + counted.backward
         for counted in (rates.KERNELS, rates.ADAPTED_KERNELS)
     )
-    share = 0.0
-    if job.method != "full":
-        targeted = sum(1 for _ in adapted_tensors(job.model, job.lora_targets))
-        share = targeted / sum(1 for _ in adapted_tensors(job.model, "all-linear"))
+    share = 0.0 if job.method == "full" else _adapted_share(job.model, job.lora_targets)
     return plain + share * (adapted - plain)
+
+
+@lru_cache(maxsize=64)
+def _adapted_share(model: ModelShape, targets: LoraTargets) -> float:
+    """Return the part of a model's linear layers that get adapters."""
+    targeted = sum(1 for _ in adapted_tensors(model, targets))
+    return targeted / sum(1 for _ in adapted_tensors(model, "all-linear"))
 
 
 def _forwards(job: PlannedJob) -> int:

@@ -88,8 +88,8 @@ def estimate_speed(
     # Stages wait for the slowest of them.
     piped = job.strategy.schedule is not None
     parts = parts_of_ranks(job) if piped else [part_of_rank(job)]
-    of_rank = max(parts, key=lambda part: total(computing(part, gpu, rate)).high)
-    once = computing(of_rank, gpu, rate)
+    of_parts = [(part, computing(part, gpu, rate)) for part in parts]
+    of_rank, once = max(of_parts, key=lambda part: total(part[1]).high)
     micro = total(once)
     terms = once
     if job.accumulation > 1:

@@ -104,6 +104,9 @@ class Gpu:
         return self.bf16_flops
 
 
+BUILT_IN = Path(__file__).with_name("gpus.json")
+
+
 def gpu(name: str, *, file: Path | None = None) -> Gpu:
     """Return the GPU called `name`: `l4`, `RTX 4090`, or as torch has it, `NVIDIA A100-SXM4-80GB`.
 
@@ -113,10 +116,12 @@ def gpu(name: str, *, file: Path | None = None) -> Gpu:
     Raises:
         UsageError: no such GPU, several that it could be, or a broken file.
     """
+    wanted = _word(name)
+    if file is None and wanted in (places := _built_in_places()):
+        return _entry(_built_in_entries()[places[wanted]], BUILT_IN)  # the others are not read
     table = built_in_gpus() if file is None else {**built_in_gpus(), **read_gpus(file)}
     by_word = {_word(alias): entry for entry in table.values() for alias in entry.aliases}
     by_word |= {_word(entry.name): entry for entry in table.values()}
-    wanted = _word(name)
     if wanted in by_word:
         return by_word[wanted]
     starts = (wanted, f"rtx{wanted}")
@@ -139,13 +144,25 @@ def _word(name: str) -> str:
     word = name.lower()
     for vendor in ("nvidia", "geforce", "tesla"):
         word = word.replace(vendor, "")
-    return "".join(letter for letter in word if letter.isalnum())
+    return "".join(filter(str.isalnum, word))
 
 
 @lru_cache(maxsize=1)
 def built_in_gpus() -> Mapping[str, Gpu]:
     """Return the built-in table, by name."""
-    return read_gpus(Path(__file__).with_name("gpus.json"))
+    return read_gpus(BUILT_IN)
+
+
+@lru_cache(maxsize=1)
+def _built_in_entries() -> list[dict[str, Any]]:
+    return json.loads(BUILT_IN.read_text(encoding="utf-8"))["gpus"]
+
+
+def _built_in_places() -> dict[str, int]:
+    """Return the place in the built-in table of each name and alias."""
+    entries = _built_in_entries()
+    words = {_word(a): n for n, entry in enumerate(entries) for a in entry.get("aliases", ())}
+    return words | {_word(entry["name"]): n for n, entry in enumerate(entries)}
 
 
 _REQUIRED = (
