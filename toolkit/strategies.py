@@ -12,7 +12,7 @@ from typing import Final, Literal, Never, NoReturn, get_args
 
 from toolkit.errors import UsageError
 
-Backend = Literal["single", "ddp", "deepspeed", "fsdp", "tensor", "pipeline"]
+Backend = Literal["single", "ddp", "deepspeed", "fsdp", "tensor", "pipeline", "parameter_server"]
 Device = Literal["none", "cpu", "nvme"]
 Sharding = Literal["whole", "flat", "tensors", "rows"]
 Engine = Literal["trainer", "loop"]
@@ -81,7 +81,7 @@ class Strategy:
         match self.backend:
             case "single":
                 return False
-            case "ddp" | "deepspeed" | "fsdp" | "tensor" | "pipeline":
+            case "ddp" | "deepspeed" | "fsdp" | "tensor" | "pipeline" | "parameter_server":
                 return True
             case _:
                 refuse_backend(self.backend, self, "The toolkit")
@@ -92,7 +92,7 @@ class Strategy:
         match self.backend:
             case "single":
                 return True
-            case "ddp" | "tensor" | "pipeline":
+            case "ddp" | "tensor" | "pipeline" | "parameter_server":
                 return False
             case "deepspeed" | "fsdp":
                 return self.replicas == 1
@@ -109,7 +109,7 @@ class Strategy:
         part that a rank's group left it.
         """
         match self.backend:
-            case "single" | "ddp" | "pipeline":
+            case "single" | "ddp" | "pipeline" | "parameter_server":
                 return "whole"
             case "deepspeed":
                 return "tensors" if self.zero_stage == 3 else "flat"
@@ -146,17 +146,23 @@ class Strategy:
         return self.shards_optimizer and not self.shards_gradients
 
     @property
+    def has_server(self) -> bool:
+        """Whether one rank holds the optimizer and steps for all."""
+        return self.backend == "parameter_server"
+
+    @property
     def reduces_in_buckets(self) -> bool:
         """DDP: gradients are averaged in buckets, of which they may be views."""
-        return self.sharding == "whole" and self.is_distributed and self.schedule is None
+        by_ranks = self.sharding == "whole" and self.is_distributed and self.schedule is None
+        return by_ranks and not self.has_server
 
     @property
     def reduces_on_request(self) -> bool:
         """Whether the training loop decides in which micro-batches gradients are reduced.
 
-        Under DeepSpeed the stage decides.
+        Under DeepSpeed the stage decides, and to a server they are pushed once a step.
         """
-        return self.is_distributed and not self.reads_deepspeed_json
+        return self.is_distributed and not (self.reads_deepspeed_json or self.has_server)
 
     @property
     def gathers_again(self) -> bool:
@@ -169,7 +175,7 @@ class Strategy:
         match self.backend:
             case "deepspeed":
                 return True
-            case "single" | "ddp" | "fsdp" | "tensor" | "pipeline":
+            case "single" | "ddp" | "fsdp" | "tensor" | "pipeline" | "parameter_server":
                 return False
             case _:
                 refuse_backend(self.backend, self, "The toolkit")
@@ -192,7 +198,7 @@ class Strategy:
                 # The Trainer's Accelerator takes its mesh for an accelerator's alone, so that no
                 # rehearsal would be possible (accelerate 1.15, parallelism_config.py).
                 return ("loop",)
-            case "pipeline":
+            case "pipeline" | "parameter_server":
                 return ("loop",)
             case _:
                 refuse_backend(self.backend, self, "The toolkit")
@@ -203,7 +209,7 @@ class Strategy:
         match self.backend:
             case "single" | "ddp" | "deepspeed" | "fsdp" | "tensor":
                 return True
-            case "pipeline":
+            case "pipeline" | "parameter_server":
                 return False
             case _:
                 refuse_backend(self.backend, self, "The toolkit")
@@ -221,7 +227,7 @@ class Strategy:
     def data_parallel_size(self, num_processes: int) -> int:
         """Return how many of `num_processes` ranks read rows of their own."""
         match self.backend:
-            case "single" | "ddp" | "deepspeed" | "fsdp" | "tensor":
+            case "single" | "ddp" | "deepspeed" | "fsdp" | "tensor" | "parameter_server":
                 return num_processes // self.tensor
             case "pipeline":
                 return 1
@@ -342,6 +348,11 @@ STRATEGIES: dict[str, Strategy] = {
             backend="pipeline",
             schedule="one_at_a_time",
             summary="layers cut into stages, with one rank at work and the others waiting",
+        ),
+        Strategy(
+            name="parameter_server",
+            backend="parameter_server",
+            summary="rank 0 steps for all: the others push gradients to it and pull weights",
         ),
     )
 }

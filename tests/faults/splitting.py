@@ -1,4 +1,4 @@
-"""The script with faults, for ranks that split one model and all read the same rows."""
+"""The script with faults, for a backend of which `Accelerator.prepare` knows nothing."""
 
 from __future__ import annotations
 
@@ -20,19 +20,23 @@ def fault(contents: Callable[[], Iterator[None]]) -> None:
 
 
 def main(strategy: Strategy, load: Callable[..., Any]) -> None:
-    """Train once for each name on the command line, with a model as `load` returns it."""
+    """Train once for each name on the command line, with a model as `load` returns it.
+
+    Ranks that split one model read the same rows.
+    """
+    readers = strategy.data_parallel_size(script.RANKS)
     with (
         patch.object(script, "get_strategy", lambda _: strategy),
-        patch.object(script, "arguments", _of_one_reader(script.arguments)),
+        patch.object(script, "arguments", _of_readers(script.arguments, readers)),
         patch.object(script.Run, "go", _loading(script.Run.go, load)),
     ):
         script.FAULTS |= {name: lambda _, fault=fault: fault() for name, fault in FAULTS.items()}
         script.main()
 
 
-def _of_one_reader(original: Callable[..., Any]) -> Callable[..., Any]:
+def _of_readers(original: Callable[..., Any], readers: int) -> Callable[..., Any]:
     def arguments(*args: Any) -> Any:
-        with patch.object(script, "RANKS", 1):
+        with patch.object(script, "RANKS", readers):
             return original(*args)
 
     return arguments

@@ -78,6 +78,10 @@ def predict(record: Record, *, room_bytes: int | None = None) -> Prediction:
         calls = [call for call in traffic["collectives"] if call["purpose"] in MOVED]
         read = moved_bytes(job_of(record), tokens=traffic.get("tokens"))
         errors["traffic_bytes"] = _share(read, sum(call["payload_bytes"] for call in calls))
+    if (load := record.get("server")) is not None:
+        moved = load["worker_sent_bytes"] + load["worker_received_bytes"]
+        of_worker = _share(moved_bytes(job_of(record), rank=1), moved)
+        errors["traffic_bytes"] = max(errors["traffic_bytes"], of_worker, key=abs)
     return prediction
 
 
@@ -100,9 +104,9 @@ def expect(run: RunFacts | Record, *, room_bytes: int | None = None) -> Predicti
     return prediction
 
 
-def moved_bytes(job: PlannedJob, *, tokens: int | None = None) -> int:
+def moved_bytes(job: PlannedJob, *, tokens: int | None = None, rank: int = 0) -> int:
     """Return the bytes of a step's collectives, for the tokens that a rank read in it."""
-    calls = collectives(job, tokens=tokens)
+    calls = collectives(job, tokens=tokens, rank=rank)
     return sum(call.payload_bytes for call in calls if call.purpose in MOVED)
 
 

@@ -56,7 +56,7 @@ def accelerate_config(
             # Ranks of plain processes: transformers splits the model while it is loaded.
             distributed_type = "MULTI_GPU"
             sections = port | mixed | _mesh(processes, tensor=strategy.tensor)
-        case "pipeline":
+        case "pipeline" | "parameter_server":
             # No key asks for it: a mesh of no rank keeps other scripts from training as ddp.
             distributed_type = "MULTI_GPU"
             sections = port | mixed | _mesh(0)

@@ -58,7 +58,7 @@ def optimizer_problem(name: str, strategy: Strategy) -> str | None:
     if name not in (*EVERYWHERE, *OF_WHOLE_OR_FLAT, *OF_WHOLE):
         return f"--optim {name} is not known to train with the toolkit. {others}"
     match strategy.backend:
-        case "single" | "ddp":
+        case "single" | "ddp" | "parameter_server":
             return None
         case "deepspeed" if strategy.offload_optimizer != "none":
             if name in SWAPPED:

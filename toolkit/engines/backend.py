@@ -17,7 +17,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
 
 from toolkit.configs.requested import deepspeed_strategy, fsdp_strategy, requested_replicas
-from toolkit.engines import ddp, deepspeed, fsdp2, pipeline, tensor_parallel
+from toolkit.engines import ddp, deepspeed, fsdp2, parameter_server, pipeline, tensor_parallel
 from toolkit.engines.base import Backend, Traits
 from toolkit.errors import UsageError
 from toolkit.strategies import Strategy, refuse_backend
@@ -31,6 +31,8 @@ def backend_of(model: torch.nn.Module) -> Backend:
     """
     if pipeline.is_cut(model):
         return pipeline.Pipelined(model)
+    if parameter_server.is_served(model):
+        return parameter_server.Served(model)
     if tensor_parallel.group_size(model) > 1:
         return tensor_parallel.TensorParallel(model)
     if isinstance(model, FSDPModule):
@@ -64,6 +66,8 @@ def traits_of(strategy: Strategy, num_processes: int) -> Traits:
             return tensor_parallel.traits_of(strategy, num_processes)
         case "pipeline":
             return pipeline.traits_of(strategy, num_processes)
+        case "parameter_server":
+            return parameter_server.TRAITS
         case _:
             refuse_backend(strategy.backend, strategy, "A rank")
 
@@ -74,6 +78,8 @@ def prepare(
     """Return model, optimizer and data loader, ready to be trained with by every rank."""
     if pipeline.is_asked(model):
         return pipeline.prepare(accelerator, model, optimizer, loader)
+    if parameter_server.is_asked(model):
+        return parameter_server.prepare(accelerator, model, optimizer, loader)
     if tensor_parallel.group_size(model) > 1:
         return tensor_parallel.prepare(accelerator, model, optimizer, loader)
     return accelerator.prepare(model, optimizer, loader)

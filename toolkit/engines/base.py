@@ -35,7 +35,7 @@ from toolkit.engines.tensors import (
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from toolkit.records.fields import PipelineSlots
+    from toolkit.records.fields import PipelineSlots, Serving
 
 Parameter = Any
 """A `torch.nn.Parameter`. DeepSpeed gives it attributes of its own, which no type declares."""
@@ -82,6 +82,10 @@ class Backend(ABC):
 
     steps_in_backward: bool = False
     """Whether the optimizer steps within the last backward, as DeepSpeed's does."""
+
+    one_rank_steps: bool = False
+    """Whether one rank holds the optimizer's states and the averaged gradients, and the others
+    take the stepped weights from it."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model: Any = model
@@ -301,6 +305,10 @@ class Backend(ABC):
 
         A collective.
         """
+        return None
+
+    def serving(self) -> Serving | None:
+        """Return what a parameter server exchanges with each rank; None without one."""
         return None
 
     def undisturbed(self) -> AbstractContextManager[None]:

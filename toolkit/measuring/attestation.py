@@ -33,6 +33,7 @@ MAY_BE_UNKNOWN = {
     "gradient_accumulation_steps",  # likewise
     "sync_each_batch",  # a step of one micro-batch
     "optimizer_fraction",  # an optimizer without states in its parameters' shape
+    "optimizer_fractions",  # likewise, of all ranks, where one of them steps for all
     "optimizer_dtypes",  # likewise
     "learning_rate",  # an optimizer whose groups hold no parameters of the model
     "weight_decay",  # likewise
@@ -117,6 +118,9 @@ class Requested:
         }
         if not self.strategy.reduces_on_request:
             del facts["sync_each_batch"]
+        if self.strategy.has_server:
+            del facts["optimizer_fraction"]
+            facts["optimizer_fractions"] = [1.0] + [0.0] * (self.num_processes - 1)
         if self.strategy.offload_optimizer == "nvme":
             del facts["optimizer_fraction"]  # swapped out after the step
         if self.precision is None or self.dtype != "float32":
@@ -199,6 +203,10 @@ def engaged_after(model: Any, optimizer: Any) -> dict[str, Any]:
         facts["optimizer_fraction"] = round(stepped / trained, 4)
     if states and tells:
         facts["optimizer_dtypes"] = _dtypes(states)
+    if backend.one_rank_steps:
+        fractions = gather_objects(facts.pop("optimizer_fraction", 0.0))
+        if any(fractions):
+            facts["optimizer_fractions"] = fractions
     return facts
 
 

@@ -50,8 +50,10 @@ class Clock:
         self._hooks.callback(model.register_forward_hook(self._forward_ends).remove)
         step_hooks = backend.watch_step(
             optimizer,
-            # DeepSpeed's step contains collectives.
-            before=lambda: self.begin("optimizer", alone=not backend.steps_in_backward),
+            # DeepSpeed's step contains collectives, and a parameter server's the pull.
+            before=lambda: self.begin(
+                "optimizer", alone=not (backend.steps_in_backward or backend.one_rank_steps)
+            ),
             after=lambda: self.begin("other"),
         )
         self._hooks.callback(step_hooks)

@@ -316,7 +316,9 @@ class EvidenceKeeper:
             return
         step = self._step
         squares = [rank["squares"] for rank in ranks]
-        apart = self._sharded or self._backend.steps_in_backward
+        apart = self._sharded or self._backend.steps_in_backward or self._backend.one_rank_steps
+        if self._backend.one_rank_steps:
+            squares = [square for square in squares if square is not None]
         stepped = None
         if None not in squares:
             stepped = math.sqrt(sum(squares))

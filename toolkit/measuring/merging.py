@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from toolkit.measuring import gradients, machines, traffic
+from toolkit.measuring import gradients, machines, serving, traffic
 from toolkit.measuring.clock import PHASES
 from toolkit.records.fields import fields_of, spread_of, unmeasured, value_at
 from toolkit.records.record import Record
@@ -44,7 +44,10 @@ def merge(
     if None in peaks:
         reasons = [rank["no_peak"] for rank in ranks if rank["no_peak"]]
         not_measured["peak"] = reasons[0] if reasons else traffic.NOT_COUNTED
-    counted = traffic.merged([rank["traffic"] for rank in ranks])
+    served = first["serving"]
+    counted = traffic.merged(
+        [rank["traffic"] for rank in ranks], server=None if served is None else served["rank"]
+    )
     if counted is None:
         not_measured["traffic"] = traffic.NOT_COUNTED
     values = unmeasured() | _declared(ranks, not_measured)
@@ -70,6 +73,7 @@ def merge(
         "peak": None if None in peaks else max(peaks, key=lambda peak: peak["total_bytes"]),
         "traffic": counted,
         "pipeline": first["pipeline"],
+        "server": None if counted is None or served is None else serving.load_of(ranks),
         "not_measured": not_measured,
     }
 

@@ -91,6 +91,7 @@ class Recorder:
         self._ledger = traffic.Ledger()
         self._traffic: dict[str, Any] | None = None
         self._slots: Any = None
+        self._serving: Any = None
         self._peak_ledger = PeakLedger()
         self._peak: dict[str, Any] | None = None
         self._no_peak: str | None = None
@@ -492,6 +493,7 @@ class Recorder:
             **traffic.textbook_volume(self._model, self.requested.strategy, ranks),
         }
         self._slots = backend_of(self._model).slots()
+        self._serving = backend_of(self._model).serving()
         if self._no_peak is None:
             self._peak = self._peak_ledger.counted(step)
         self._model = self._optimizer = None
@@ -520,6 +522,7 @@ class Recorder:
             "gradients": None if self._gradients is None else self._gradients.read(),
             "traffic": self._traffic,
             "pipeline": self._slots,
+            "serving": self._serving,
             "peak": self._peak,
             "no_peak": self._no_peak,
             "device": self._device,

@@ -215,7 +215,8 @@ class Ledger(CountingMode):
     ) -> str:
         """Name the purpose of a call, as far as its place in the step shows it."""
         if kind in ("send", "receive"):
-            return "activations"
+            # A pipeline's passes are not marked; a parameter server's pushes and pulls are.
+            return _PURPOSES.get((self._phase or "", kind, True), "activations")
         phase = self._phase
         if phase != "clipping" and torch._C._current_graph_task_id() != -1:
             phase = "backward"
@@ -246,10 +247,13 @@ class Ledger(CountingMode):
         self._phase = None
 
 
-def merged(ranks: list[dict[str, Any] | None]) -> dict[str, Any] | None:
+def merged(
+    ranks: list[dict[str, Any] | None], *, server: int | None = None
+) -> dict[str, Any] | None:
     """Return a record's `traffic`: each row's maximum over the ranks; None if a rank has none.
 
-    If ranks differ, `disagreements` names the differences.
+    If ranks differ, `disagreements` names the differences. A parameter server differs from its
+    workers: its own rows are kept, and the workers are compared among themselves.
     """
     known = [rank for rank in ranks if rank is not None]
     if not known or len(known) < len(ranks):
@@ -264,14 +268,20 @@ def merged(ranks: list[dict[str, Any] | None]) -> dict[str, Any] | None:
     most: dict[Calls, dict[str, Any]] = {}
     disagreements: list[str] = []
     for row in dict.fromkeys(row for rows in by_row for row in rows):
-        counts = [rows.get(row) for rows in by_row]
-        most[row] = max(filter(None, counts), key=lambda count: count["elements"])
+        counts = {rank: rows.get(row) for rank, rows in enumerate(by_row)}
+        if server is not None and row.kind in ("send", "receive"):
+            of_server = counts.pop(server)
+            if of_server is not None:
+                most[row] = of_server
+        else:
+            most[row] = max(filter(None, counts.values()), key=lambda count: count["elements"])
         # Activations are as many as the tokens of the rank's rows.
         by_tokens = row.purpose == "activations" and len({rank.get("tokens") for rank in known}) > 1
-        if not by_tokens and any(count != counts[0] for count in counts):
+        first = next(iter(counts.values()))
+        if not by_tokens and any(count != first for count in counts.values()):
             numbers = ", ".join(
                 f"rank {rank} {'none' if count is None else count['elements']}"
-                for rank, count in enumerate(counts)
+                for rank, count in counts.items()
             )
             disagreements.append(
                 f"{row.kind} of {row.purpose} in {row.dtype} over {row.ranks} ranks, "
@@ -290,8 +300,9 @@ def sent_elements(counted: Iterable[dict[str, Any]]) -> int:
 
     A ring all-reduces in two passes. Compare it with `textbook_elements`.
     """
+    passes = {"all_reduce": 2, "receive": 0}
     return sum(
-        row["elements"] * (2 if row["kind"] == "all_reduce" else 1)
+        row["elements"] * passes.get(row["kind"], 1)
         for row in counted
         if row["purpose"] in ("parameters", "gradients")
     )
@@ -353,6 +364,10 @@ _PURPOSES = {
     ("backward", "all_reduce", True): "gradients",
     ("backward", "all_reduce", False): "bitmap",
     ("backward", "reduce_scatter", True): "gradients",
+    ("backward", "send", True): "gradients",  # to a parameter server
+    ("backward", "receive", True): "gradients",
+    ("step", "send", True): "parameters",
+    ("step", "receive", True): "parameters",
     ("step", "all_gather", True): "parameters",
     ("step", "all_reduce", True): "norm",
     ("step", "all_reduce", False): "norm",

@@ -107,7 +107,7 @@ class PlannedJob(JobOptions):
                 "Choose a number of GPUs that the nodes divide."
             )
         match self.strategy.backend:
-            case "single" | "ddp" | "deepspeed" | "fsdp" | "tensor":
+            case "single" | "ddp" | "deepspeed" | "fsdp" | "tensor" | "parameter_server":
                 pass
             case "pipeline":
                 if self.method != "full":

@@ -54,7 +54,7 @@ Unit = Literal[
 ]
 """Unit of a value, which decides how a report prints it (`report.words.in_unit`)."""
 
-Table = Literal["speed", "memory", "peak", "agreement", "time", "warm-up", "pipeline"]
+Table = Literal["speed", "memory", "peak", "agreement", "time", "warm-up", "pipeline", "server"]
 """A section of the report whose columns come from these declarations."""
 
 REHEARSED: Final = "a rehearsal runs on the CPU, where the GPU's peak has no counterpart"
@@ -314,7 +314,8 @@ class Traffic(TypedDict):
     """The backend of the process group; null for one process."""
 
     collectives: list[CountedCollective]
-    """Collectives by row, each with the largest count of any rank."""
+    """Collectives by row, each with the largest count of any rank. With a parameter server, what it
+    sends and receives itself: each worker does less."""
 
     sent_elements: Count
     """Elements of parameters and gradients that a rank sends, for a large number of ranks N."""
@@ -401,6 +402,76 @@ class PipelineSlots(TypedDict):
     `F`, `B`, `I` or `W` for forward, backward, or its part for inputs or weights, micro-batch."""
 
 
+class Serving(TypedDict):
+    """What a parameter server has to exchange with each worker in a step."""
+
+    rank: Count
+    """Rank that holds the optimizer."""
+
+    workers: FromOne
+    """Number of ranks that push gradients to it and pull weights."""
+
+    pushed_bytes: Count
+    """Bytes of the trained parameters: what a worker pushes, and what it pulls."""
+
+    buffer_bytes: Count
+    """Bytes of this rank's buffers for arriving gradients; 0 on a worker."""
+
+
+class ServerLoad(TypedDict):
+    """Traffic of a parameter server in one step, and the memory of its ranks."""
+
+    rank: Count
+    """Rank that holds the optimizer."""
+
+    workers: Annotated[FromOne, Fact("count", "server", "workers", csv="server_workers")]
+    """Number of ranks that push gradients to it and pull weights."""
+
+    received_bytes: Annotated[
+        Count, Fact("bytes", "server", "received by the server", csv="server_received_bytes")
+    ]
+    """Bytes of gradients that it received."""
+
+    sent_bytes: Annotated[
+        Count, Fact("bytes", "server", "sent by the server", csv="server_sent_bytes")
+    ]
+    """Bytes of weights that it sent."""
+
+    expected_bytes: Annotated[Count, Fact("bytes", "server", "each by the formula", csv=None)]
+    """Bytes of either by the formula: workers times the bytes of the trained parameters."""
+
+    worker_sent_bytes: Annotated[
+        Count, Fact("bytes", "server", "sent by a worker", csv="worker_sent_bytes")
+    ]
+    """Most bytes of gradients that a worker sent."""
+
+    worker_received_bytes: Annotated[
+        Count, Fact("bytes", "server", "received by a worker", csv="worker_received_bytes")
+    ]
+    """Most bytes of weights that a worker received."""
+
+    all_reduce_bytes: Annotated[
+        Size, Fact("bytes", "server", "each rank of an all-reduce", csv="all_reduce_bytes")
+    ]
+    """Bytes that each rank would send, and receive, if a ring reduced the same gradients, as under
+    `ddp`."""
+
+    states_bytes: Annotated[
+        Count, Fact("bytes", "server", "states of the server", csv="server_states_bytes")
+    ]
+    """Bytes of the server's parameters, gradients and optimizer states."""
+
+    buffer_bytes: Annotated[
+        Count, Fact("bytes", "server", "its receive buffers", csv="server_buffer_bytes")
+    ]
+    """Bytes of its buffers for arriving gradients: the largest one of each worker."""
+
+    worker_states_bytes: Annotated[
+        Count, Fact("bytes", "server", "states of a worker", csv="worker_states_bytes")
+    ]
+    """Most bytes of a worker's parameters, gradients and optimizer states."""
+
+
 class Measured(TypedDict):
     """Measurements of a run: the same fields in its record and in its row of a comparison."""
 
@@ -446,6 +517,10 @@ class Measured(TypedDict):
     traffic: Traffic | None
     pipeline: NotRequired[PipelineSlots | None]
     """Slots of the step with ledgers; null without a pipeline, and where no such step was run."""
+
+    server: NotRequired[ServerLoad | None]
+    """Load of the step with ledgers; null without a parameter server, and where no such step was
+    run."""
 
     evaluation: list[Evaluated] | None
     """Evaluations in order; the first before training, the last after it."""

@@ -249,6 +249,7 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
             num_processes=launch.ranks_under(strategy),
         ),
     )
+    _refuse_under(launch, lambda strategy: _check_server(values[strategy.name], strategy))
     precision = asked_precision(common)
     check_model(own.speed, model.path)
     method = checked_method(own.method, own.model, model, precision=precision)
@@ -371,6 +372,14 @@ def _check_engine(engine: Engine, strategy: Strategy) -> None:
         raise UsageError(
             f"{strategy.name} does not train under --engine {engine}. Pass --engine "
             f"{strategy.engines[0]}."
+        )
+
+
+def _check_server(values: Mapping[str, Any], strategy: Strategy) -> None:
+    if strategy.has_server and values.get("fp16"):
+        raise UsageError(
+            f"{strategy.name} does not work with --fp16: only rank 0 would know that a step was "
+            "skipped. Pass --bf16, or use --strategy ddp."
         )
 
 

@@ -15,6 +15,7 @@ from toolkit.checkpoints.keeping import Keeper, steps_between
 from toolkit.checkpoints.preemption import Preempted, Preemption
 from toolkit.data.cache import check_seconds
 from toolkit.data.order import Collator
+from toolkit.engines import parameter_server
 from toolkit.engines.pipeline import ask_for
 from toolkit.engines.prepared import Prepared
 from toolkit.engines.tensor_parallel import claim_mesh
@@ -90,6 +91,8 @@ def train(job: Job, status: StatusFile) -> None:
     check_idle_loss(job, model)
     if (pipeline := pipeline_request(job.strategy, own)) is not None:
         ask_for(model, pipeline)
+    if job.strategy.has_server:
+        parameter_server.ask_for(model)
     collate = speed.collating(Collator(pad_token_id=job.pad_token_id))
     recorder = recorder_of(job, status, speed)
     keeper = _keeper_of(job, recorder)

@@ -177,9 +177,11 @@ def check_speed(
     if arguments.fsdp_prefetch and several and strategy.sharding != "rows":
         messages.append(f"--fsdp_prefetch is for FSDP2, and this is {strategy.name}")
     if arguments.sync_each_batch and several and not strategy.reduces_on_request:
+        when = "workers push once a step"
+        if not strategy.has_server:
+            when = "stage decides when gradients are reduced"
         messages.append(
-            f"--sync_each_batch is for FSDP2 and ddp, and this is {strategy.name}, whose stage "
-            "decides when gradients are reduced"
+            f"--sync_each_batch is for FSDP2 and ddp, and this is {strategy.name}, whose {when}"
         )
     if arguments.sync_each_batch and values.get("gradient_accumulation_steps") == 1:
         messages.append(

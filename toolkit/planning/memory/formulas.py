@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.optimizers import STEP
-from toolkit.planning.memory.states import most_loaded, sub_groups
+from toolkit.planning.memory.states import most_loaded, receive_buffer_bytes, sub_groups
 from toolkit.planning.memory.weights import trained_size, weights_of
 from toolkit.planning.memory.zero_settings import zero_settings
 from toolkit.planning.pipelined import parts_of_ranks
@@ -136,5 +136,7 @@ def _lasting_buckets(job: PlannedJob) -> float:
             return zero_settings(job).reduce_bucket * size
         case "whole" if job.strategy.reduces_in_buckets and not job.gradient_as_bucket_view:
             return job.model.parameters * size
+        case "whole" if job.strategy.has_server:
+            return receive_buffer_bytes(job)
         case "whole" | "flat" | "rows":
             return 0.0

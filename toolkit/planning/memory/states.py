@@ -99,6 +99,8 @@ def state_bytes(job: PlannedJob, rank: int = 0) -> StateBytes:
         case "whole":
             held = graded = weights.trained.elements
             states = optimizers.of_tensors(optimizer, weights.trained, size)
+            if strategy.has_server and rank > 0:
+                states = 0
         case "rows":
             held = graded = weights.trained.chunked(shards)
             # The replicas of hybrid sharding hold the same shards.
@@ -270,6 +272,13 @@ def stepped_at_once(job: PlannedJob, weights: Weights) -> int:
             return weights.trained.chunked(job.shards)
 
 
+def receive_buffer_bytes(job: PlannedJob) -> int:
+    """Return the bytes in which a parameter server receives gradients: one tensor a worker."""
+    if not job.strategy.has_server:
+        return 0
+    return (job.gpus - 1) * weights_of(job).trained.largest * trained_size(job)
+
+
 PINNED = Interval(1, 2)
 """Factor on pinned buffers: torch's cache rounds each up to a power of two."""
 
@@ -281,7 +290,8 @@ def host_terms(job: PlannedJob, states: StateBytes) -> Iterator[Term]:
     """Yield the terms of a node's RAM and disk for all of its ranks; none without offload."""
     if not (job.strategy.offloads or optimizers.is_paged(job.optimizer)):
         return
-    ranks = job.gpus // job.nodes
+    # With a server, it alone has states that could be there.
+    ranks = 1 if job.strategy.has_server else job.gpus // job.nodes
     for name, needed, place in _off_gpu(job, states):
         if needed.high:
             yield Term(

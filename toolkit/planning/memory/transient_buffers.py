@@ -87,6 +87,13 @@ def packed_size(job: PlannedJob, weights: Weights) -> float:
 
 
 def _ddp(job: PlannedJob, weights: Weights) -> Iterator[Term]:
+    if job.strategy.has_server:
+        largest = weights.trained.largest
+        yield product(
+            "buckets",
+            "the server's buffers for arriving gradients, one a worker",
+            {"workers": job.gpus - 1, "size": trained_size(job), "largest tensor": largest},
+        )
     if job.strategy.reduces_in_buckets and not job.gradient_as_bucket_view:
         yield product(
             "buckets",

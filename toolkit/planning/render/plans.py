@@ -105,7 +105,8 @@ def show_row(plan: Plan, row: PlanRow, console: Console) -> None:
         write("None of these makes it fit, alone or all together.")
     sent = sum(collective.wire_bytes for collective in collectives(row.job))
     if sent:
-        write(f"Each GPU sends {sent / GIB:.2f} GiB a step.")
+        sender = "The server" if row.strategy.has_server else "Each GPU"
+        write(f"{sender} sends {sent / GIB:.2f} GiB a step.")
     if row.speed is None:
         return
     write(

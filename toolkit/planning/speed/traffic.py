@@ -98,14 +98,26 @@ class Collective:
         return self.payload_bytes * (2 * once if self.kind == "all_reduce" else once)
 
     @property
+    def link_bytes(self) -> float:
+        """Bytes in the busier direction of a rank's link.
+
+        A parameter server receives while nothing is sent; stages of a pipeline do both at once.
+        """
+        arrives_alone = self.kind == "receive" and self.purpose != "activations"
+        return self.payload_bytes if arrives_alone else self.wire_bytes
+
+    @property
     def scope(self) -> str:
         return "between nodes" if self.nodes > 1 else "inside a node"
 
 
-def collectives(job: PlannedJob, *, tokens: int | None = None) -> tuple[Collective, ...]:
+def collectives(
+    job: PlannedJob, *, tokens: int | None = None, rank: int = 0
+) -> tuple[Collective, ...]:
     """Return the collectives of one rank of `job` in one optimizer step.
 
-    `tokens` are those that the rank reads in the step, padding included; None: full rows.
+    `tokens` are those that the rank reads in the step, padding included; None: full rows. `rank`
+    makes a difference with a parameter server, which is rank 0.
 
     Raises:
         UsageError: the job's precision and weights don't go together.
@@ -117,6 +129,8 @@ def collectives(job: PlannedJob, *, tokens: int | None = None) -> tuple[Collecti
         return _pipeline(job, read)
     if job.strategy.tensor > 1:
         return _tensor(job, part_of_rank(job), read)
+    if job.strategy.has_server:
+        return _parameter_server(job, rank)
     match job.strategy.sharding:
         case "whole":
             return _ddp(job)
@@ -153,11 +167,14 @@ def textbook(strategy: Strategy, *, trained: int, everything: int, ranks: int) -
 
     2 psi for data parallelism and ZeRO-1/2, 3 psi where parameters are sharded and gathered twice
     (ZeRO, arXiv 1910.02054, section 7), 2 psi where they stay gathered; times the element's size
-    and (N - 1) / N. Frozen parameters are gathered and have no gradients: `trained` are the
-    elements that have some, `everything` is all of them.
+    and (N - 1) / N. A parameter server sends psi to each of N - 1 workers. Frozen parameters are
+    gathered and have no gradients: `trained` are the elements that have some, `everything` is all
+    of them.
     """
     if ranks == strategy.tensor or strategy.schedule is not None:
         return 0  # of a pipeline, activations alone cross the wire
+    if strategy.has_server:
+        return (ranks - 1) * trained
     # A tensor group's part of the model is sharded among the groups.
     trained, everything = trained // strategy.tensor, everything // strategy.tensor
     if not strategy.shards_parameters:
@@ -181,6 +198,37 @@ def _ddp(job: PlannedJob) -> tuple[Collective, ...]:
             formula="trained * size * times, in the dtype of the weights",
             inputs={"trained": trained, "size": size, "times": job.reductions},
         ),
+    )
+
+
+def _parameter_server(job: PlannedJob, rank: int) -> tuple[Collective, ...]:
+    """Return the pushes and pulls of one rank: the server has those of all workers."""
+    weights, size, per_node = weights_of(job).trained, trained_size(job), job.gpus // job.nodes
+    # Workers of the server's own machine, and those of all others.
+    groups = [(per_node - 1, 1), (job.gpus - per_node, job.nodes)]
+    if rank:
+        groups = [(1, 1 if rank < per_node else job.nodes)]
+
+    def moved(kind: Kind, purpose: Purpose, workers: int, nodes: int) -> Collective:
+        return Collective(
+            kind=kind,
+            purpose=purpose,
+            elements=workers * weights.elements,
+            element_size=size,
+            dtype=_SIZED[size],
+            calls=workers * len(weights.sizes),
+            ranks=job.gpus,
+            nodes=nodes,
+            formula="workers * trained * size, once a step",
+            inputs={"workers": workers, "trained": weights.elements, "size": size},
+        )
+
+    pushes: Kind = "send" if rank else "receive"
+    pulls: Kind = "receive" if rank else "send"
+    groups = [(workers, nodes) for workers, nodes in groups if workers]
+    return (
+        *(moved(pushes, "gradients", workers, nodes) for workers, nodes in groups),
+        *(moved(pulls, "parameters", workers, nodes) for workers, nodes in groups),
     )
 
 

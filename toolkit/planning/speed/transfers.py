@@ -22,7 +22,8 @@ def communicating(job: PlannedJob, gpu: Gpu, network: Interval, micro: Interval)
         taken = collective_seconds(collective, gpu, network)
         calls = collective.calls * collective.times
         # Gathers go on beside everything, reductions beside backward, two thirds of a micro-batch.
-        if not overlaps or collective.purpose in ("norm", "activations"):
+        waits = collective.purpose in ("norm", "activations") or job.strategy.has_server
+        if not overlaps or waits:
             window = Interval(0, 0)
         elif collective.kind == "all_gather":
             window = computing
@@ -42,7 +43,7 @@ def communicating(job: PlannedJob, gpu: Gpu, network: Interval, micro: Interval)
                 ),
                 formula="calls * latency + wire bytes / (bandwidth * share), less what is hidden",
                 inputs={
-                    "wire bytes": collective.wire_bytes,
+                    "wire bytes": collective.link_bytes,
                     "calls": calls,
                     "ranks": collective.ranks,
                     "scope": collective.scope,
@@ -58,12 +59,14 @@ def collective_seconds(collective: Collective, gpu: Gpu, network: Interval) -> I
     """Return the seconds of all calls of a step, nothing beside them: alpha-beta, on a ring."""
     link = gpu.nvlink_bandwidth or gpu.pcie_bandwidth
     share = rates.NVLINK_SHARE if gpu.nvlink_bandwidth else rates.PCIE_SHARE
-    moving = Interval.exactly(collective.wire_bytes) / share.times(link)
+    moving = Interval.exactly(collective.link_bytes) / share.times(link)
     hops = (collective.ranks - 1) * (2 if collective.kind == "all_reduce" else 1)
+    if collective.kind in ("send", "receive"):
+        hops = 1
     hop = rates.HOP_SECONDS
     if collective.nodes > 1:
         hop = rates.NODE_HOP_SECONDS
-        shared = Interval.exactly(collective.wire_bytes * collective.rings)
+        shared = Interval.exactly(collective.link_bytes * collective.rings)
         between = shared / (network * rates.NETWORK_SHARE)
         moving = Interval(max(moving.low, between.low), max(moving.high, between.high))
     calls = collective.calls * collective.times

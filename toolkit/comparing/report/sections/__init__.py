@@ -10,6 +10,7 @@ from toolkit.comparing.report.sections.agreement import agreement, evaluation, s
 from toolkit.comparing.report.sections.memory import fullest, held, over_ranks
 from toolkit.comparing.report.sections.pipelines import pipelines
 from toolkit.comparing.report.sections.scaling import scaling
+from toolkit.comparing.report.sections.server import server
 from toolkit.comparing.report.sections.steps import step_time, warm_up
 from toolkit.comparing.report.sections.traffic import collectives, sent
 from toolkit.records.results import Results
@@ -51,6 +52,7 @@ def parts(results: Results) -> list[ReportPart]:
         ("collectives", "Collectives of parameters and gradients", states),
         ("other-collectives", "Other collectives", others),
         ("pipeline", "Pipeline of one optimizer step", pipelines(results)),
+        ("server", "Parameter server of one optimizer step", server(results)),
         ("agreement", "Agreement with the control", agreement(results)),
         ("evaluation", "Evaluation", evaluation(results)),
         ("samples", "Samples", samples(results)),
