@@ -64,7 +64,7 @@ def test_no_claim_is_made_about_a_made_up_backend(claim):
 
 
 def test_the_refusal_names_the_strategies_that_are_known():
-    with pytest.raises(UsageError, match=r"Choose from: single, ddp, .*layer_split\.$"):
+    with pytest.raises(UsageError, match=r"Choose from: single, ddp, .*parameter_server\.$"):
         MADE_UP.data_parallel_size(2)
 
 

@@ -28,6 +28,7 @@ CASES = {
     "tensor": ("tensor", "loop"),
     "pipeline": ("pipeline", "loop", "--strategy", "pipeline"),
     "layer_split": ("layer_split", "loop", "--strategy", "layer_split"),
+    "parameter_server": ("parameter_server", "loop", "--strategy", "parameter_server"),
 }
 """With zero2, in test_killed_runs.py, every strategy; and both engines with each kind of state."""
 

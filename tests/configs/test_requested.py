@@ -53,10 +53,12 @@ def test_other_numbers_leave_the_strategy_what_it_is(name, tmp_path, launched):
     assert requested_processes(environment) == 8
 
 
-@pytest.mark.parametrize("named", [None, "ddp"])
-def test_a_file_that_only_starts_ranks_is_never_taken_for_ddp(named, root, launched, monkeypatch):
+@pytest.mark.parametrize(("file", "named"), [("pipeline", None), ("parameter_server", "ddp")])
+def test_a_file_that_only_starts_ranks_is_never_taken_for_ddp(
+    file, named, root, launched, monkeypatch
+):
     monkeypatch.chdir(root)
-    environment = launched("--config_file", "accelerate_configs/pipeline.yaml")
+    environment = launched("--config_file", f"accelerate_configs/{file}.yaml")
     with pytest.raises(
         UsageError, match="Start toolkit.train with --strategy pipeline or layer_split"
     ):

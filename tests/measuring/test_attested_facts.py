@@ -56,6 +56,7 @@ BEFORE = {
     "tensor": FSDP2 | {"distributed_type": "MULTI_GPU", "model_split_by": "tensor 2"},
     "pipeline": STAGES | {"pipeline_schedule": "1f1b"},
     "layer_split": STAGES | {"pipeline_schedule": "one_at_a_time"},
+    "parameter_server": {"distributed_type": "MULTI_GPU", "wrapper": "none", "servers": [0]},
 }
 """What four ranks (`single`: one) request beside, or other than, EVERY_STRATEGY."""
 
@@ -78,6 +79,7 @@ AFTER = {
     "tensor": {"optimizer_fraction": 0.25, "reduce_dtype": "float32"},
     "pipeline": {"optimizer_fraction": 1.0, "reduce_dtype": None},
     "layer_split": {"optimizer_fraction": 1.0, "reduce_dtype": None},
+    "parameter_server": {"optimizer_fractions": [1.0, 0.0, 0.0, 0.0], "reduce_dtype": "float32"},
 }
 SHARDED = {"optimizer_fraction": 0.25, "reduce_dtype": "bfloat16"}
 """What the strategies that AFTER does not name request beside EVERY_OPTIMIZER."""
@@ -110,7 +112,7 @@ def before(name):
 
 def after(name):
     facts = EVERY_OPTIMIZER | AFTER.get(name, SHARDED)
-    if name == "single" or name.startswith("zero"):
+    if name in ("single", "parameter_server") or name.startswith("zero"):
         del facts["sync_each_batch"]  # not up to the training loop
     return facts
 
@@ -170,6 +172,8 @@ OTHERWISE = {
     "sync_each_batch": False,
     "pipeline_schedule": "gpipe",
     "pipeline_stages": 8,
+    "servers": [0, 1],
+    "optimizer_fractions": [1.0, 0.0, 1.0, 0.0],
     "precision": "no",
     "parameter_dtypes": ["bfloat16", "float32"],
     "optimizer_class": "SGD",
@@ -210,6 +214,7 @@ def test_a_fact_that_was_not_seen_is_refused_but_for_those_that_cannot_always_be
         "gradient_accumulation_steps",
         "sync_each_batch",
         "optimizer_fraction",
+        "optimizer_fractions",
         "optimizer_dtypes",
         "learning_rate",
         "weight_decay",

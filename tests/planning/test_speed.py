@@ -19,6 +19,8 @@ from speed_rows import (
 from toolkit.errors import UsageError
 from toolkit.planning.job import PlannedJob, nodes_for
 from toolkit.planning.memory import estimate
+from toolkit.planning.memory.states import receive_buffer_bytes, state_bytes
+from toolkit.planning.models.resolve import resolve_model
 from toolkit.planning.speed import rates
 from toolkit.planning.speed.estimate import cost, estimate_speed
 from toolkit.planning.speed.flops import (
@@ -366,3 +368,24 @@ def test_no_interval_of_a_module_is_upside_down(module):
     intervals = {name: value for name, value in vars(module).items() if isinstance(value, Interval)}
     assert intervals
     assert not [name for name, value in intervals.items() if not 0 <= value.low <= value.high]
+
+
+def test_a_parameter_server_is_as_slow_as_its_link_and_holds_what_no_worker_does():
+    a100, model = gpu("A100-80"), resolve_model("1b")
+
+    def planned(strategy, gpus):
+        job = PlannedJob(model=model, strategy=STRATEGIES[strategy], gpus=gpus)
+        return job, estimate_speed(job, a100).sending.high
+
+    (two, seconds), (eight, more) = planned("parameter_server", 2), planned("parameter_server", 8)
+    assert more == pytest.approx(7 * seconds, rel=0.01)
+    (_, reduced), (_, with_more) = planned("ddp", 2), planned("ddp", 8)
+    assert with_more < 3 * max(reduced, seconds)
+    states = [state_bytes(eight, rank) for rank in (0, 1)]
+    assert states[1].optimizer.gpu == 0 < states[0].optimizer.gpu
+    assert states[1].parameters == states[0].parameters == state_bytes(two, 1).parameters
+    buffers = receive_buffer_bytes(eight)
+    assert buffers == 7 * receive_buffer_bytes(two)
+    assert buffers == sum(
+        t.bytes.high for t in estimate.estimate_memory(eight).terms if "arriv" in t.name
+    )

@@ -280,11 +280,11 @@ def test_reducing_in_fp32_doubles_the_gradients_and_nothing_else():
 
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "single"])
 def test_gradients_cross_the_wire_once_a_step_or_in_every_micro_batch(strategy):
-    """As counted with real processes; DeepSpeed goes by its stage."""
+    """As counted with real processes; DeepSpeed goes by its stage, a server is pushed to once."""
     asked = {"gpus": 6, "accumulation": 3}
     once = collectives(job(strategy, **asked))
     often = collectives(job(strategy, **asked, sync_each_batch=True))
-    times = 1 if strategy.startswith("zero") else 3
+    times = 1 if strategy.startswith("zero") or strategy == "parameter_server" else 3
     for before, after in zip(once, often, strict=True):
         more = times if before.purpose == "gradients" else 1
         assert after.payload_bytes == more * before.payload_bytes
@@ -318,6 +318,30 @@ def test_one_gpu_sends_nothing(strategy):
     assert textbook(STRATEGIES[strategy], trained=1, everything=1, ranks=1) == 0
 
 
+def test_all_workers_traffic_is_at_the_server_and_grows_with_them():
+    def moved(gpus, rank, nodes=1):
+        found = collectives(job("parameter_server", gpus=gpus, nodes=nodes), rank=rank)
+        by_kind = {(c.kind, c.purpose): 0 for c in found}
+        for c in found:
+            by_kind[c.kind, c.purpose] += c.payload_bytes
+        return by_kind
+
+    weights = 4 * LLAMA.parameters
+    for gpus in (2, 3, 8):
+        everything = (gpus - 1) * weights
+        at_server = {("receive", "gradients"): everything, ("send", "parameters"): everything}
+        assert moved(gpus, 0) == at_server
+        assert moved(gpus, gpus - 1) == {
+            ("send", "gradients"): weights,
+            ("receive", "parameters"): weights,
+        }
+    assert moved(8, 0, nodes=2) == at_server
+    between = [c for c in collectives(job("parameter_server", gpus=8, nodes=2)) if c.nodes > 1]
+    assert {c.payload_bytes for c in between} == {4 * weights}
+    # An all-reduce stays below twice the model, which a ring of any length sends.
+    assert collectives(job("ddp", gpus=8))[0].wire_bytes == 2 * 7 / 8 * weights
+
+
 def test_textbook_volumes_are_two_and_three_times_the_model():
     psi = BIG.parameters
     volumes = {
@@ -334,6 +358,8 @@ def test_textbook_volumes_are_two_and_three_times_the_model():
     }
     assert {volume for name, volume in volumes.items() if name.startswith("zero3")} == {3}
     assert volumes["fsdp"] == volumes["fsdp_hybrid"] == 3
+    served = STRATEGIES["parameter_server"]
+    assert textbook(served, trained=psi, everything=psi, ranks=9) == 8 * psi
 
 
 def test_deepspeed_sends_three_psi_where_the_paper_has_two():

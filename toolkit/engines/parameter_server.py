@@ -68,9 +68,7 @@ def prepare(
     exchange = Exchange(wrapped)
     setattr(wrapped, _EXCHANGE, exchange)
     if not exchange.is_server:
-        optimizer.state.clear()  # Adagrad makes its states at once
-        for group in optimizer.param_groups:
-            group["params"] = []
+        step_on_nothing(optimizer)
     exchange.steps = any(group["params"] for group in optimizer.param_groups)
     exchange.pull()
     optimizer.register_step_post_hook(lambda *_: exchange.step_done())
@@ -79,6 +77,13 @@ def prepare(
     vars(accelerator)["clip_grad_norm_"] = clip if exchange.is_server else lambda *_: None
     rows = accelerator.prepare_data_loader(loader)
     return wrapped, accelerator.prepare_optimizer(optimizer), rows
+
+
+def step_on_nothing(optimizer: torch.optim.Optimizer) -> None:
+    """Leave a worker's optimizer nothing to step on; its groups keep their learning rates."""
+    optimizer.state.clear()  # Adagrad makes its states at once
+    for group in optimizer.param_groups:
+        group["params"] = []
 
 
 class Exchange:

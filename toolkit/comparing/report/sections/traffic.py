@@ -46,8 +46,8 @@ def sent(results: Results) -> Section:
         "rank. `other` are norms, counts, buffers and logged losses. On the wire is what a rank "
         "sends of all that with the ring algorithm. The last column sets the elements of "
         "parameters and gradients against the papers' 2 psi (DDP, ZeRO-1/2) and 3 psi (ZeRO-3, "
-        "FSDP) for a step of one micro-batch, and of a parameter server, the worst rank, against (N - 1) "
-        "psi; psi is the number of parameters."
+        "FSDP) for a step of one micro-batch, and those of a parameter server, the worst rank, "
+        "against (N - 1) psi; psi is the number of parameters."
     )
     notes = [
         f"{row['name']}: {reason_for(row, 'traffic')}" for row in good if row["traffic"] is None
