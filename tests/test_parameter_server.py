@@ -87,14 +87,15 @@ def test_a_worker_can_call_the_step_of_every_optimizer_and_nothing_moves(name, t
 
 
 @pytest.mark.parametrize(
-    ("flags", "reason"),
+    ("flags", "ranks", "reason"),
     [
-        (["--fp16", "true"], "parameter_server does not work with --fp16"),
-        (["--sync_each_batch", "true"], "parameter_server, whose workers push once a step"),
-        (["--ddp_bucket_view", "true"], "--ddp_bucket_view is for ddp"),
+        ([], 1, "parameter_server needs at least 2 processes"),
+        (["--fp16", "true"], 2, "parameter_server does not work with --fp16"),
+        (["--sync_each_batch", "true"], 2, "parameter_server, whose workers push once a step"),
+        (["--ddp_bucket_view", "true"], 2, "--ddp_bucket_view is for ddp"),
     ],
 )
-def test_a_request_that_a_server_cannot_meet_is_refused(flags, reason):
+def test_a_request_that_a_server_cannot_meet_is_refused(flags, ranks, reason):
     flags = [
         "--max_train_samples",
         "40",
@@ -105,4 +106,4 @@ def test_a_request_that_a_server_cannot_meet_is_refused(flags, reason):
         *flags,
     ]
     with pytest.raises(UsageError, match=reason):
-        prepare(flags, num_processes=2, strategies=["parameter_server"])
+        prepare(flags, num_processes=ranks, strategies=["parameter_server"])

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoints.resume_request import ResumeRequest, asked_checkpoint
+from toolkit.configs.accelerate import check_num_processes
 from toolkit.configs.optimizers import missing_package, optimizer_problem
 from toolkit.configs.requested import (
     asks_for_deepspeed,
@@ -249,7 +250,12 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
             num_processes=launch.ranks_under(strategy),
         ),
     )
-    _refuse_under(launch, lambda strategy: _check_server(values[strategy.name], strategy))
+    _refuse_under(
+        launch,
+        lambda strategy: _check_server(
+            values[strategy.name], strategy, num_processes=launch.ranks_under(strategy)
+        ),
+    )
     precision = asked_precision(common)
     check_model(own.speed, model.path)
     method = checked_method(own.method, own.model, model, precision=precision)
@@ -375,8 +381,14 @@ def _check_engine(engine: Engine, strategy: Strategy) -> None:
         )
 
 
-def _check_server(values: Mapping[str, Any], strategy: Strategy) -> None:
-    if strategy.has_server and values.get("fp16"):
+def _check_server(
+    values: Mapping[str, Any], strategy: Strategy, *, num_processes: int | None
+) -> None:
+    if not strategy.has_server:
+        return
+    if num_processes is not None:
+        check_num_processes(strategy, num_processes)
+    if values.get("fp16"):
         raise UsageError(
             f"{strategy.name} does not work with --fp16: only rank 0 would know that a step was "
             "skipped. Pass --bf16, or use --strategy ddp."
