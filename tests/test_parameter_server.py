@@ -67,7 +67,11 @@ def test_adapters_alone_are_pushed_and_pulled_over_4_bit_weights(toolkit, tmp_pa
     assert all(row["gates"].values()), row["broken"]
     assert row["server"]["received_bytes"] == 4 * row["traffic"]["trained_elements"]
     assert row["server"]["received_bytes"] < row["memory"]["parameters_bytes"] / 2
-    assert not any(row["predicted"]["errors"].values()), row["predicted"]["errors"]
+    errors = dict(row["predicted"]["errors"])
+    # The activations of 4-bit weights are an estimate, with or without a server.
+    control = rows["single"]["predicted"]["errors"]["counted_bytes"]
+    assert errors.pop("counted_bytes") == pytest.approx(control, abs=0.005)
+    assert not any(errors.values()), errors
 
 
 @pytest.mark.parametrize("name", [*EVERYWHERE, *OF_WHOLE_OR_FLAT, *OF_WHOLE])
