@@ -71,6 +71,18 @@ def others(toolkit, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def meshes(toolkit, tmp_path_factory):
+    """Tensor groups with FSDP2 beside them; those with data parallel have four ranks anyway."""
+    folder = tmp_path_factory.mktemp("meshes") / "runs"
+    done = toolkit(
+        *("compare", "--strategies", "single,tensor,pipeline", "--num_processes", 4),
+        *("--output", folder, "--max_steps", STEPS, "--throughput_steps", 0),
+        *("--", *FLAGS, "--pipeline_schedule", "gpipe"),
+    )
+    return done, folder, read_results(folder)
+
+
+@pytest.fixture(scope="module")
 def alone(toolkit, tmp_path_factory):
     """One process, as people offload on a single GPU."""
     folder = tmp_path_factory.mktemp("alone") / "runs"
@@ -118,6 +130,29 @@ def test_the_others_train_too_or_say_truly_why_not(others):
         assert all(row["gates"].values()), (name, row["broken"])
         assert_equal_gradients(row)
     assert found["fsdp_hybrid", "trainer"]["num_processes"] == 4
+
+
+def test_four_ranks_split_a_model_with_data_parallel_beside_or_alone(meshes, others):
+    done, folder, _ = meshes
+    assert done.returncode == 0, done.stdout
+    found = {name: row for (name, _), row in rows(meshes).items()}
+    found["tensor_ddp"] = rows(others)["tensor_ddp", "loop"]
+    readers = {"single": 1, "tensor": 2, "tensor_ddp": 2, "pipeline": 1}
+    assert found.keys() == readers.keys()
+    for name, row in found.items():
+        assert row["status"] == "ok", (name, row["reason"], row["tail"])
+        assert all(row["gates"].values()), (name, row["broken"])
+        assert_equal_gradients(row)
+        record = read_record((others[1] if name == "tensor_ddp" else folder) / row["folder"])
+        assert record["data_parallel_size"] == readers[name]
+        errors = row["predicted"]["errors"]
+        assert not any(value for key, value in errors.items() if key != "counted_bytes"), errors
+    slots = found["pipeline"]["pipeline"]
+    assert slots["bubble"] == slots["expected_bubble"] == 3 / (8 + 3)
+    report = (folder / "report.md").read_text()
+    for mesh in ("shards 2 x tensor 2", "pipeline 4", "one rank"):
+        assert f"| {mesh} " in report
+    assert "replicas 2 x tensor 2" in (others[1] / "report.md").read_text()
 
 
 def test_one_process_trains_under_an_offload_as_it_is_planned(alone):
@@ -180,6 +215,7 @@ def test_each_strategy_proves_what_engaged(usual, others):
             strategy.offload_optimizer,
             strategy.offload_parameters,
         )
+        assert engaged["model_split_by"] == strategy.model_split_by(ranks)
         if strategy.backend == "fsdp":
             assert engaged["reshard_after_forward"] is strategy.reshard_after_forward
         assert engaged["gradient_clipping"] == 1.0

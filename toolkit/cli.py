@@ -62,6 +62,10 @@ def flag_names(name: str) -> tuple[str, str]:
 
 
 NUM_PROCESSES = flag_names("num_processes")
+TensorSize = Annotated[
+    int | None,
+    typer.Option(*flag_names("tensor_size"), help="tensor, tensor_ddp: ranks of a group."),
+]
 TrainFlags = Annotated[
     list[str] | None, typer.Argument(metavar="[-- FLAGS]", help="Flags of toolkit.train, after --.")
 ]
@@ -179,6 +183,7 @@ def configs_write(
         int | None,
         typer.Option(help="fsdp_hybrid: groups; one on each machine if left out."),
     ] = None,
+    tensor_size: TensorSize = None,
     precision: Annotated[
         Precision | None, typer.Option(help="Precision in the files; else the run decides.")
     ] = None,
@@ -211,6 +216,7 @@ def configs_write(
         main_process_ip=main_process_ip,
         main_process_port=main_process_port,
         replicas=replicas,
+        tensor_size=tensor_size,
         precision=precision,
         gradient_accumulation_steps=accumulation,
         gradient_clipping=clipping,
@@ -233,11 +239,12 @@ def configs_write(
         'accelerate launch --config_file "$(toolkit configs path ddp)" my_script.py',
     ),
 )
-def configs_path(name: StrategyName) -> None:
+def configs_path(name: StrategyName, tensor_size: TensorSize = None) -> None:
     """Print the path of a strategy's YAML, for `accelerate launch --config_file`."""
     from toolkit.configs.files import cached_configs
 
-    typer.echo(cached_configs(get_strategy(name)).accelerate)
+    strategy = get_strategy(name).with_tensor_groups(tensor_size)
+    typer.echo(cached_configs(strategy).accelerate)
 
 
 @app.command(

@@ -7,7 +7,8 @@ report can talk about strategies without loading torch or touching a GPU.
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Final, Literal, Never, NoReturn, get_args
 
 from toolkit.errors import UsageError
@@ -56,7 +57,7 @@ class Strategy:
     """Where parameters live when not on the GPU."""
 
     replicas: int = 1
-    """FSDP2: groups that each hold a whole sharded model (hybrid sharding)."""
+    """FSDP2 and tensor groups: sets of ranks that each hold a whole model (hybrid sharding)."""
 
     tensor: int = 1
     """Ranks of a tensor group, which share every matrix and read the same rows."""
@@ -218,11 +219,54 @@ class Strategy:
     def offloads(self) -> bool:
         return self.offload_optimizer != "none" or self.offload_parameters != "none"
 
+    def sized_as(self, other: Strategy) -> Strategy:
+        """Return this strategy with the sizes of another where both have several of a kind."""
+        replicas = other.replicas if min(self.replicas, other.replicas) > 1 else self.replicas
+        tensor = other.tensor if min(self.tensor, other.tensor) > 1 else self.tensor
+        if (replicas, tensor) == (self.replicas, self.tensor):
+            return self
+        return replace(self, replicas=replicas, tensor=tensor)
+
+    def on_ranks(self, num_processes: int) -> Strategy:
+        """Return this strategy with each tensor group a replica, if its groups shard nothing."""
+        if self.tensor == 1 or self.replicas == 1:
+            return self
+        return replace(self, replicas=max(2, num_processes // self.tensor))
+
+    def with_tensor_groups(self, size: int | None) -> Strategy:
+        """Return this strategy with tensor groups of `size` ranks; None leaves them as they are.
+
+        Raises:
+            UsageError: it has no tensor groups, or one rank is no group.
+        """
+        if size is None:
+            return self
+        if self.tensor == 1:
+            raise UsageError(f"{self.name} has no tensor groups. Leave --tensor-size out.")
+        if size < 2:
+            raise UsageError(f"--tensor-size {size}: a tensor group has two ranks or more.")
+        return replace(self, tensor=size)
+
     def model_split_by(self, num_processes: int) -> str:
         """Return the ways in which ranks share one copy of the model's computation, or `none`."""
         if self.schedule is not None:
             return f"pipeline {num_processes}"
         return f"tensor {self.tensor}" if self.tensor > 1 else "none"
+
+    @property
+    def splits_model(self) -> bool:
+        """Whether several ranks share one copy of the model's computation."""
+        return self.tensor > 1 or self.schedule is not None
+
+    def mesh(self, num_processes: int) -> str:
+        """Return the dimensions of the ranks' mesh in words, as in `shards 2 x tensor 2`."""
+        if self.schedule is not None:
+            return f"pipeline {num_processes}"
+        groups = num_processes // self.tensor
+        replicas = self.replicas if self.shards_optimizer else groups
+        sizes = {"replicas": replicas, "shards": groups // replicas, "tensor": self.tensor}
+        named = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+        return " x ".join(named) or "one rank"
 
     def data_parallel_size(self, num_processes: int) -> int:
         """Return how many of `num_processes` ranks read rows of their own."""
@@ -338,6 +382,15 @@ STRATEGIES: dict[str, Strategy] = {
             summary="every matrix split over two ranks; several such groups shard by FSDP2",
         ),
         Strategy(
+            name="tensor_ddp",
+            backend="tensor",
+            reshard_after_forward=True,
+            tensor=2,
+            replicas=2,
+            num_processes=4,
+            summary="as tensor; several groups average their gradients and shard nothing",
+        ),
+        Strategy(
             name="pipeline",
             backend="pipeline",
             schedule="1f1b",
@@ -357,6 +410,23 @@ STRATEGIES: dict[str, Strategy] = {
     )
 }
 """Every strategy by its name, in the order of the README's table."""
+
+
+def with_tensor_size(strategies: Sequence[Strategy], size: int | None) -> list[Strategy]:
+    """Return strategies whose tensor groups, if they have some, have `size` ranks.
+
+    Raises:
+        UsageError: none of them has tensor groups, or one rank is no group.
+    """
+    if size is None:
+        return list(strategies)
+    if not any(strategy.tensor > 1 for strategy in strategies):
+        names = [name for name, strategy in STRATEGIES.items() if strategy.tensor > 1]
+        raise UsageError(
+            f"--tensor-size is the size of tensor groups, and no strategy here has some. Leave it "
+            f"out, or add {' or '.join(names)}."
+        )
+    return [s.with_tensor_groups(size) if s.tensor > 1 else s for s in strategies]
 
 
 def get_strategy(name: str) -> Strategy:

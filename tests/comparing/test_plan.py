@@ -52,6 +52,27 @@ def test_no_rank_goes_without_a_row_where_none_were_asked_for():
     assert plan_of("ddp", num_processes=8, global_batch_size=usual_rows(8, 2)).runs
 
 
+def test_tensor_groups_have_the_size_that_is_asked_for_and_rows_are_read_once():
+    strategies = ("single", "tensor", "tensor_ddp")
+    runs = {run.strategy.name: run for run in plan_of(*strategies, num_processes=4).runs}
+    meshes = {name: run.strategy.mesh(run.num_processes) for name, run in runs.items()}
+    assert meshes == {
+        "single": "one rank",
+        "tensor": "shards 2 x tensor 2",
+        "tensor_ddp": "replicas 2 x tensor 2",
+    }
+    for run in runs.values():
+        readers = run.strategy.data_parallel_size(run.num_processes)
+        micro_batches = run.gradient_accumulation_steps
+        assert run.per_device_train_batch_size * micro_batches * readers == 8
+    (_, four) = plan_of("single", "tensor", num_processes=4, tensor_size=4).runs
+    assert four.strategy.mesh(4) == "tensor 4"
+    assert four.spec(rehearsal=True)["tensor_size"] == 4
+    assert "tensor_size" not in runs["tensor"].spec(rehearsal=True)
+    with pytest.raises(UsageError, match="no strategy here has some. Leave it out, or add tensor"):
+        plan_of("ddp", tensor_size=2)
+
+
 def test_fsdp_hybrid_gets_four_processes():
     assert plan_of("single", "fsdp_hybrid").runs[1].num_processes == 4
 

@@ -49,7 +49,7 @@ def test_other_numbers_leave_the_strategy_what_it_is(name, tmp_path, launched):
     options = ConfigOptions(num_processes=8, precision="bf16")
     files = write_configs(STRATEGIES[name], tmp_path, options=options)
     environment = launched("--config_file", str(files.accelerate))
-    assert requested_strategy(environment, STRATEGIES[name]) is STRATEGIES[name]
+    assert requested_strategy(environment, STRATEGIES[name]) == STRATEGIES[name].on_ranks(8)
     assert requested_processes(environment) == 8
 
 
@@ -194,6 +194,49 @@ def test_the_size_of_a_tensor_group_is_that_of_the_file(tmp_path, launched):
     words = yaml_file(tmp_path, "MULTI_GPU", parallelism_config=sizes)
     wanted = requested_strategy(launched(*words) | {"WORLD_SIZE": "8"})
     assert (wanted.name, wanted.tensor, wanted.data_parallel_size(8)) == ("tensor", 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "size", "readers", "replicas"),
+    [("tensor", 8, 4, 2, 1), ("tensor", 4, 4, 1, 1), ("tensor_ddp", 6, 2, 3, 3)],
+)
+def test_tensor_groups_of_any_size_keep_their_name(
+    name, ranks, size, readers, replicas, tmp_path, launched
+):
+    options = ConfigOptions(num_processes=ranks, tensor_size=size)
+    file = write_configs(STRATEGIES[name], tmp_path, options=options).accelerate
+    environment = launched("--config_file", str(file)) | {"WORLD_SIZE": str(ranks)}
+    wanted = requested_strategy(environment)
+    assert (wanted.name, wanted.tensor, wanted.replicas) == (name, size, replicas)
+    assert wanted.data_parallel_size(ranks) == readers
+    assert agreed_strategy(environment, STRATEGIES[name], named="--strategy") == wanted
+    other = "tensor" if name == "tensor_ddp" else "tensor_ddp"
+    with pytest.raises(UsageError, match="asks for"):
+        agreed_strategy(environment, STRATEGIES[other], named="--strategy")
+
+
+def test_sharding_inside_of_replicas_of_tensor_groups_is_refused(tmp_path, launched):
+    sizes = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
+    mesh = {f"parallelism_config_{name}_size": size for name, size in sizes.items()}
+    words = yaml_file(tmp_path, "MULTI_GPU", parallelism_config=mesh)
+    with pytest.raises(UsageError, match="sharding inside of replicas of tensor groups"):
+        requested_strategy(launched(*words) | {"WORLD_SIZE": "8"})
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("fsdp", {"tensor_size": 2}, "fsdp has no tensor groups"),
+        ("tensor", {"tensor_size": 1}, "two ranks or more"),
+        ("tensor", {"tensor_size": 4, "num_processes": 6}, "a multiple of 4; 6 asked"),
+        ("tensor_ddp", {"num_processes": 2}, "2 groups of at least 2 processes"),
+        ("tensor_ddp", {"num_processes": 8, "replicas": 2}, "--replicas is for fsdp_hybrid"),
+    ],
+)
+def test_groups_that_a_strategy_does_not_have_are_refused(name, options, words, tmp_path):
+    with pytest.raises(UsageError, match=words):
+        write_configs(STRATEGIES[name], tmp_path, options=ConfigOptions(**options))
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("name", [n for n, strategy in STRATEGIES.items() if not strategy.has_key])

@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 import split_cases
@@ -17,30 +18,60 @@ from toolkit.planning.models import families as planned
 from toolkit.planning.models.architectures import shape_from_config
 from toolkit.planning.split import PLANNED, part_of_model
 
-GROUPS = {"one group": 2, "two groups": 4}
+GROUPS = {
+    "one group": ("tensor", 2),
+    "two groups that shard": ("tensor", 4),
+    "two groups that average": ("tensor_ddp", 4),
+}
 
 
-@pytest.fixture(scope="module", params=GROUPS)
-def of_ranks(request, tmp_path_factory):
-    folder, ranks = tmp_path_factory.mktemp("splits"), GROUPS[request.param]
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Return what all ranks of a number of them kept, under each strategy that has it."""
+    folder = tmp_path_factory.mktemp("splits")
     for name, case in split_cases.CASES.items():
         case.model().save_pretrained(folder / name)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, SCRIPTS / "splits.py", *map(str, (rank, ranks, folder / "s", folder))],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ
-            | {"WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(ranks)
-    ]
-    output = [process.communicate(timeout=300)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(output)
-    assert "view tensor" not in "".join(output)
-    return [torch.load(folder / f"{ranks}-{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+    @cache
+    def of_ranks(ranks):
+        strategies = [name for name, count in GROUPS.values() if count == ranks]
+        kept = folder / str(ranks)
+        kept.mkdir()
+        arguments = (ranks, kept / "store", folder, kept, *strategies)
+        processes = [
+            subprocess.Popen(
+                [sys.executable, SCRIPTS / "splits.py", *map(str, (rank, *arguments))],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=os.environ
+                | {"WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "OMP_NUM_THREADS": "1"},
+            )
+            for rank in range(ranks)
+        ]
+        output = [process.communicate(timeout=400)[0] for process in processes]
+        assert [process.returncode for process in processes] == [0] * ranks, "\n".join(output)
+        assert "view tensor" not in "".join(output)
+        return [torch.load(kept / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+    return of_ranks
+
+
+@pytest.fixture(params=GROUPS)
+def of_ranks(request, trained):
+    strategy, ranks = GROUPS[request.param]
+    return [of_rank[strategy] for of_rank in trained(ranks)]
+
+
+def test_groups_are_replicas_where_they_shard_nothing(trained):
+    found = {
+        (name, ranks): {of_rank[name]["llama"]["replicas"] for of_rank in trained(ranks)}
+        for name, ranks in GROUPS.values()
+    }
+    assert found == {("tensor", 2): {1}, ("tensor", 4): {1}, ("tensor_ddp", 4): {2}}
+    held = {name: trained(4)[0][name]["llama"]["held"] for name in ("tensor", "tensor_ddp")}
+    assert held["tensor_ddp"] == pytest.approx(2 * held["tensor"], rel=0.02)
 
 
 @pytest.mark.parametrize("name", split_cases.CASES)

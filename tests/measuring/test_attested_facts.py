@@ -54,6 +54,9 @@ BEFORE = {
     "fsdp_offload": FSDP2 | {"offload_optimizer": "cpu", "offload_parameters": "cpu"},
     "fsdp_hybrid": FSDP2 | {"replicas": 2, "sharded_fraction": 0.5},
     "tensor": FSDP2 | {"distributed_type": "MULTI_GPU", "model_split_by": "tensor 2"},
+    "tensor_ddp": FSDP2
+    | {"distributed_type": "MULTI_GPU", "model_split_by": "tensor 2"}
+    | {"replicas": 2, "sharded_fraction": 0.5},
     "pipeline": STAGES | {"pipeline_schedule": "1f1b"},
     "layer_split": STAGES | {"pipeline_schedule": "one_at_a_time"},
     "parameter_server": {"distributed_type": "MULTI_GPU", "wrapper": "none", "servers": [0]},
@@ -77,6 +80,7 @@ AFTER = {
     "zero3_nvme": {"reduce_dtype": "bfloat16"},
     "fsdp_hybrid": {"optimizer_fraction": 0.5, "reduce_dtype": "bfloat16"},
     "tensor": {"optimizer_fraction": 0.25, "reduce_dtype": "float32"},
+    "tensor_ddp": {"optimizer_fraction": 0.5, "reduce_dtype": "float32"},
     "pipeline": {"optimizer_fraction": 1.0, "reduce_dtype": None},
     "layer_split": {"optimizer_fraction": 1.0, "reduce_dtype": None},
     "parameter_server": {"optimizer_fractions": [1.0, 0.0, 0.0, 0.0], "reduce_dtype": "float32"},

@@ -146,7 +146,9 @@ def slower(one, other):
 
 
 ALL = [
-    small(name, gpus=4 if name == "fsdp_hybrid" else 2) for name in STRATEGIES if name != "single"
+    small(name, gpus=max(2, each.num_processes))
+    for name, each in STRATEGIES.items()
+    if name != "single"
 ]
 
 

@@ -21,8 +21,9 @@ BIG = llama(hidden=4096, intermediate=11008, layers=32, heads=32, kv_heads=32, v
 
 
 def job(strategy, model=LLAMA, **options):
-    ranks = options.pop("gpus", 4 if strategy == "fsdp_hybrid" else 2)
-    return PlannedJob(model=model, strategy=STRATEGIES[strategy], gpus=ranks, **options)
+    ranks = options.pop("gpus", max(2, STRATEGIES[strategy].num_processes))
+    sized = STRATEGIES[strategy].on_ranks(ranks)
+    return PlannedJob(model=model, strategy=sized, gpus=ranks, **options)
 
 
 def payload(found, kind, purpose):

@@ -1,6 +1,6 @@
 """One rank of tensor groups: trains every case, and keeps what it saw.
 
-python splits.py RANK RANKS STORE FOLDER
+python splits.py RANK RANKS STORE MODELS OUTPUT STRATEGY ...
 """
 
 import sys
@@ -23,8 +23,8 @@ from toolkit.measuring.order import wrong_parts
 from toolkit.strategies import STRATEGIES
 
 
-def train(case, folder, ranks):
-    split = claim_mesh(STRATEGIES["tensor"], ranks, precision="no")
+def train(case, folder, strategy, ranks):
+    split = claim_mesh(strategy.on_ranks(ranks), ranks, precision="no")
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, distributed_config=split
     ).train()
@@ -81,6 +81,7 @@ def train(case, folder, ranks):
     }
     kept["held"] = sum(tensor.numel() for tensor in backend.parameters_held())
     kept["reader"] = reader
+    kept["replicas"] = backend.replicas()
     for name, parameter in model.named_parameters():
         backend.put_weight(parameter, kept["weights"][name] + 1)
     kept["put"] = {
@@ -91,12 +92,19 @@ def train(case, folder, ranks):
 
 
 def main():
-    rank, ranks, store, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+    rank, ranks = int(sys.argv[1]), int(sys.argv[2])
+    store, models, output = sys.argv[3], Path(sys.argv[4]), Path(sys.argv[5])
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks
     )
-    outcomes = {name: train(case, folder / name, ranks) for name, case in split_cases.CASES.items()}
-    torch.save(outcomes, folder / f"{ranks}-{rank}.pt")
+    outcomes = {
+        name: {
+            case: train(settings, models / case, STRATEGIES[name], ranks)
+            for case, settings in split_cases.CASES.items()
+        }
+        for name in sys.argv[6:]
+    }
+    torch.save(outcomes, output / f"{rank}.pt")
     torch.distributed.destroy_process_group()
 
 

@@ -17,7 +17,7 @@ from toolkit.planning.models.shape import ModelShape
 from toolkit.planning.options import Dtype, Method
 from toolkit.planning.speed.traffic import collectives
 from toolkit.planning.terms import Interval
-from toolkit.records.record import Model, Record
+from toolkit.records.record import Model, Record, strategy_of
 from toolkit.records.results import Ends, Prediction, States
 from toolkit.strategies import COMPUTE_DTYPES, STRATEGIES, Strategy
 
@@ -171,7 +171,8 @@ def job_of(run: RunFacts | Record) -> PlannedJob:
 
 def _strategy_of(run: RunFacts | Record) -> Strategy:
     """Return the strategy of a run, with the schedule that its pipeline had."""
-    strategy = STRATEGIES[run["strategy"]]
+    strategy = strategy_of(run)
+    assert strategy is not None
     slots = cast("Mapping[str, Any]", run).get("pipeline")
     return strategy if slots is None else replace(strategy, schedule=slots["schedule"])
 

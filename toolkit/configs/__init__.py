@@ -34,6 +34,9 @@ class ConfigOptions:
     replicas: int | None = None
     """FSDP2, hybrid: groups that each hold a whole sharded model."""
 
+    tensor_size: int | None = None
+    """Ranks of a tensor group."""
+
     precision: str | None = None
     """One of `PRECISIONS`."""
 

@@ -55,7 +55,8 @@ def accelerate_config(
         case "tensor":
             # Ranks of plain processes: transformers splits the model while it is loaded.
             distributed_type = "MULTI_GPU"
-            sections = port | mixed | _mesh(processes, tensor=strategy.tensor)
+            sizes = {"replicate": strategy.replicas, "tensor": strategy.tensor}
+            sections = port | mixed | _mesh(processes, **sizes)
         case "pipeline" | "parameter_server":
             # No key asks for it: a mesh of no rank keeps other scripts from training as ddp.
             distributed_type = "MULTI_GPU"
@@ -96,7 +97,7 @@ def with_groups(strategy: Strategy, *, machines: int, replicas: int | None = Non
     Raises:
         UsageError: a group would have ranks on two machines.
     """
-    if strategy.replicas == 1 or (replicas is None and machines == 1):
+    if strategy.replicas == 1 or strategy.tensor > 1 or (replicas is None and machines == 1):
         return strategy
     groups = machines if replicas is None else replicas
     if groups < 2 or groups % machines:
@@ -134,11 +135,11 @@ def num_processes_problem(strategy: Strategy, num_processes: int) -> str | None:
             f"{strategy.name} splits every matrix over {strategy.tensor} processes, so it needs a "
             f"multiple of {strategy.tensor}; {num_processes} asked."
         )
-    replicas = strategy.replicas
-    if num_processes % replicas or (replicas > 1 and num_processes // replicas < 2):
+    replicas, least = strategy.replicas, max(2, strategy.tensor)
+    if num_processes % replicas or (replicas > 1 and num_processes // replicas < least):
         return (
-            f"{strategy.name} keeps {replicas} groups of at least 2 processes each, so it needs "
-            f"{2 * replicas} or more in multiples of {replicas}; {num_processes} asked."
+            f"{strategy.name} keeps {replicas} groups of at least {least} processes each, so it "
+            f"needs {least * replicas} or more in multiples of {replicas}; {num_processes} asked."
         )
     return None
 

@@ -37,6 +37,8 @@ def render_configs(
     options = ConfigOptions() if options is None else options
     _check_options(strategy, options)
     strategy = with_groups(strategy, machines=options.num_machines or 1, replicas=options.replicas)
+    strategy = strategy.with_tensor_groups(options.tensor_size)
+    strategy = strategy.on_ranks(options.num_processes or strategy.num_processes)
     text = None
     if strategy.reads_deepspeed_json:
         text = json.dumps(deepspeed_config(strategy, options), indent=2) + "\n"
@@ -137,7 +139,7 @@ def _check_options(strategy: Strategy, options: ConfigOptions) -> None:
             (options.gradient_clipping, f"--clipping {in_json}"),
             (options.offload_device, elsewhere),
         ]
-    if strategy.replicas == 1:
+    if strategy.replicas == 1 or strategy.tensor > 1:
         misplaced.append((options.replicas, "--replicas is for fsdp_hybrid: leave it out"))
     if not strategy.is_distributed:
         several = None if options.num_machines == 1 else options.num_machines

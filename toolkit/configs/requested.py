@@ -100,7 +100,7 @@ def agreed_strategy(
         if name not in _BESIDE or _BESIDE[name] in environ
     }
     of_config = requested_strategy(as_launched)
-    if not same_features(of_config, of_script):
+    if not same_features(of_config, of_script.sized_as(of_config)):
         raise UsageError(
             f"The launcher's config asks for {shown(of_config)}, and {named} for "
             f"{shown(known_strategy(of_script))}. Take {named} out, or start the script "
@@ -135,11 +135,10 @@ def check_left_over(environ: Mapping[str, str], *, launched: bool = True) -> Non
 def known_strategy(strategy: Strategy) -> Strategy:
     """Return our strategy with the same features, or `strategy` itself."""
     for known in STRATEGIES.values():
-        # The hybrid one keeps its name with any number of groups.
-        if 1 < known.replicas != strategy.replicas > 1:
-            known = replace(known, replicas=strategy.replicas)
-        if same_features(known, strategy):
-            return known
+        # Hybrid sharding and tensor groups keep their names in any size.
+        sized = known.sized_as(strategy)
+        if same_features(sized, strategy):
+            return sized
     return strategy
 
 
@@ -323,7 +322,11 @@ def _from_environment(environ: Mapping[str, str]) -> Strategy:
             replicas=requested_replicas(environ),
         )
     if (size := requested_tensor_size(environ)) > 1:
-        return replace(STRATEGIES["tensor"], tensor=size)
+        replicas = requested_replicas(environ)
+        if replicas > 1 and replicas * size != requested_processes(environ):
+            split = "parallelism_config_dp_replicate_size beside dp_shard_size and tp_size"
+            _refuse([f"sharding inside of replicas of tensor groups ({split})"], "Accelerate")
+        return replace(STRATEGIES["tensor"], tensor=size, replicas=replicas)
     if requested_processes(environ) > 1:
         return STRATEGIES["ddp"]
     return STRATEGIES["single"]

@@ -3,7 +3,9 @@
 transformers (run with 5.23, `distributed/tensor_parallel.py`) splits the matrices while it loads
 the model, by columns or by rows, and the ranks of a group exchange activations within each layer.
 All of them read the same rows. With several groups, `fully_shard` deals out what each rank holds
-among the ranks of equal number in all groups: a mesh of data x tensor, tensor innermost.
+among the ranks of equal number in all groups: a mesh of data x tensor, tensor innermost. Groups
+that are replicas keep what they hold and average their gradients; `fully_shard` does that too, over
+a mesh whose shards are single ranks, as torch's own `replicate` (torch 2.13).
 
 Accelerate takes no part but for precision, the process group and the data: its own path through
 `parallelism_config` imports a class that transformers 5.23 no longer has (accelerate 1.15,
@@ -63,7 +65,8 @@ def claim_mesh(
     keep_mesh_from_accelerate()
     return DistributedConfig(
         tp_size=strategy.tensor,
-        fsdp_size=num_processes // strategy.tensor,
+        dp_replicate_size=strategy.replicas,
+        fsdp_size=num_processes // strategy.tensor // strategy.replicas,
         # Gathered in bf16, reduced in fp32; transformers has no such policy for fp16.
         fsdp_mixed_precision=precision == "bf16",
     )
@@ -91,9 +94,13 @@ class TensorParallel(FSDP2):
 
     def _sharing(self) -> int:
         """Return the ranks over which the most split matrix is split within a group."""
+        return self._most_along("tp")
+
+    def _most_along(self, name: str) -> int:
+        """Return the ranks along a dimension of the meshes that parameters are spread over."""
         meshes = [p.device_mesh for p in self._model.parameters() if isinstance(p, DTensor)]
-        named = [mesh for mesh in meshes if "tp" in (mesh.mesh_dim_names or ())]
-        return max((mesh["tp"].size() for mesh in named), default=1)
+        named = [mesh for mesh in meshes if name in (mesh.mesh_dim_names or ())]
+        return max((mesh[name].size() for mesh in named), default=1)
 
     def reduce_dtype(self) -> torch.dtype | None:
         return super().reduce_dtype() if self._has_groups else None
@@ -102,7 +109,7 @@ class TensorParallel(FSDP2):
         return super().has_reduced() if self._has_groups else None
 
     def replicas(self) -> int:
-        return 1
+        return self._most_along("dp_replicate")
 
     def sharing_group(self) -> str | None:
         return str(self._model._device_mesh["tp"].get_group().group_name)
@@ -241,10 +248,13 @@ class _Clipping:
         torch.distributed.all_reduce(squares)
 
 
-def plan_problem(config: Any, size: int, groups: int) -> str | None:
-    """Say why a model cannot be split over `groups` of `size` ranks; None where it can.
+def plan_problem(config: Any, size: int, shards: int) -> str | None:
+    """Say why a model cannot be split over groups of `size` ranks; None where it can.
 
-    `config` is the `PreTrainedConfig` of a causal LM.
+    Args:
+        config: The `PreTrainedConfig` of a causal LM.
+        size: Ranks of a group.
+        shards: Groups among which `fully_shard` deals out what each rank holds.
     """
     text = config.get_text_config(decoder=True)
     if not getattr(text, "base_model_tp_plan", None):
@@ -259,10 +269,10 @@ def plan_problem(config: Any, size: int, groups: int) -> str | None:
         if isinstance(count, int) and count % size:
             return f"its {count} {noun} don't divide by the {size} ranks of a tensor group"
     words = int(getattr(text, "vocab_size", None) or 0)
-    if text.tie_word_embeddings and -(-words // size) % groups:
+    if text.tie_word_embeddings and -(-words // size) % shards:
         # With a padded part, `fully_shard` would give the head stale words (pytorch#176076).
         return (
-            f"its {words} tied embeddings don't divide by the {size} ranks of each of the {groups} "
+            f"its {words} tied embeddings don't divide by the {size} ranks of each of the {shards} "
             "groups"
         )
     return None

@@ -54,7 +54,7 @@ def part_of_rank(job: PlannedJob) -> PlannedJob:
     if size == 1:
         return job
     readers = job.gpus // size
-    kept = {name: getattr(job.strategy, name) for name in ("reshard_after_forward",)}
+    kept = {name: getattr(job.strategy, name) for name in ("reshard_after_forward", "replicas")}
     sharded = replace(STRATEGIES["fsdp"], name=job.strategy.name, **kept)
     return replace(
         job,

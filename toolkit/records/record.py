@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NotRequired, TypedDict
 
 from toolkit.records.fields import Count, FromOne, Measured, Memory, RankMemory, Size
 from toolkit.records.json_files import read_as
+from toolkit.strategies import STRATEGIES, Strategy
 
 RECORD_FILE: Final = "record.json"
 STEPS_FILE: Final = "steps.jsonl"
@@ -316,3 +319,21 @@ class Record(Measured):
 def read_record(folder: Path) -> Record:
     """Read the record in `folder`; errors are those of `read_as`."""
     return read_as(folder / RECORD_FILE, Record)
+
+
+def strategy_of(run: Mapping[str, Any]) -> Strategy | None:
+    """Return the strategy of a run in the sizes that engaged; None if the table has none.
+
+    `run` is a record, a row of a comparison, or the part of them that is known beforehand.
+    """
+    strategy, ranks = STRATEGIES.get(run["strategy"]), run["num_processes"]
+    if strategy is None:
+        return None
+    attestation: dict[str, Any] = run.get("attestation") or {}
+    engaged: dict[str, Any] = attestation.get("engaged") or {}
+    way, _, size = str(engaged.get("model_split_by")).partition(" ")
+    if strategy.tensor > 1 and way == "tensor":
+        strategy = strategy.with_tensor_groups(int(size))
+    if strategy.replicas > 1 and (replicas := engaged.get("replicas")):
+        return replace(strategy, replicas=replicas)
+    return strategy.on_ranks(ranks)

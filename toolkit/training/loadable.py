@@ -95,7 +95,9 @@ def check_split(
     from toolkit.engines.tensor_parallel import plan_problem
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    if problem := plan_problem(config, strategy.tensor, num_processes // strategy.tensor):
+    groups = max(1, num_processes // strategy.tensor)
+    shards = groups // strategy.on_ranks(num_processes).replicas
+    if problem := plan_problem(config, strategy.tensor, shards):
         raise UsageError(
             f"{strategy.name} can't split the model in {folder}: {problem}. Use fsdp or zero3."
         )

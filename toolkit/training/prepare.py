@@ -28,7 +28,7 @@ from transformers.utils.logging import disable_progress_bar
 from toolkit.data.flags import plain_value
 from toolkit.errors import UsageError, file_sentence, is_full_disk
 from toolkit.redaction import redact_output
-from toolkit.strategies import Strategy, get_strategy
+from toolkit.strategies import Strategy, get_strategy, with_tensor_size
 from toolkit.training.methods import skeleton
 from toolkit.training.request import (
     Launch,
@@ -60,6 +60,7 @@ def prepare(
     strategies: Sequence[str] = (),
     ranks: Mapping[str, int] | None = None,
     rehearsal: bool = False,
+    tensor_size: int | None = None,
 ) -> dict[str, Any]:
     """Fill the caches for a run with these flags, and return its known facts.
 
@@ -71,14 +72,16 @@ def prepare(
             are under `by_strategy`; the rest of the answer is for the first strategy.
         ranks: Most ranks of each strategy, where they are not `num_processes`.
         rehearsal: Whether the runs are hidden from the GPUs.
+        tensor_size: Ranks of the tensor groups; None leaves them as bundled.
 
     Raises:
         UsageError: the run can't go well, or one of the strategies can't.
     """
     own = checked_flags(argv)
     names = strategies or filter(None, [own.run.strategy])
+    known = with_tensor_size([get_strategy(name) for name in names], tensor_size)
     launch = Launch(
-        strategies=tuple(get_strategy(name) for name in names),
+        strategies=tuple(known),
         num_processes=num_processes,
         ranks=ranks or {},
         rehearsal=rehearsal,
@@ -140,6 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--num_processes", "--num-processes", type=int)
     parser.add_argument("--strategies", default="")
     parser.add_argument("--ranks", default="")
+    parser.add_argument("--tensor_size", type=int)
     parser.add_argument("--rehearsal", action="store_true")
     ours, flags = parser.parse_known_args(argv)
     redact_output()
@@ -160,6 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     if name
                 },
                 rehearsal=ours.rehearsal,
+                tensor_size=ours.tensor_size,
             )
     except UsageError as error:
         sys.stderr.write(f"{error}\n")

@@ -40,6 +40,7 @@ from toolkit.comparing.report.words import (
     tokens_per_second,
 )
 from toolkit.records.fields import NO_PRICE, value_at
+from toolkit.records.record import strategy_of
 from toolkit.records.results import Control, Results, Row
 
 MEASURED: Final = ("states", "peak memory", "final loss", "gap")
@@ -127,7 +128,8 @@ def _naming_columns(runs: Sequence[Row]) -> list[str]:
     """Return the columns that identify the runs."""
     counts = {row["num_processes"] for row in runs if row["strategy"] != "single"}
     engines = ["engine"] if both_engines(row["engine"] for row in runs) else []
-    return ["strategy", *engines, *(["processes"] if len(counts) > 1 else [])]
+    splits = ["mesh"] if any(s.splits_model for s in map(strategy_of, runs) if s) else []
+    return ["strategy", *engines, *(["processes"] if len(counts) > 1 else []), *splits]
 
 
 def _measured_columns(results: Results, base: Row | None, *, speed: bool) -> dict[str, str | None]:
@@ -152,6 +154,8 @@ def _all_cells(row: Row, results: Results, base: Row | None) -> dict[str, str]:
     """Return every cell that a run can have in the main table."""
     line = cells(row, results["control"], counted=counts_peaks(results))
     line["processes"] = str(row["num_processes"])
+    strategy = strategy_of(row)
+    line["mesh"] = NOT_AVAILABLE if strategy is None else strategy.mesh(row["num_processes"])
     if base is not None:
         line[f"vs {base['name']}"] = _times(row, base)
     last = next(reversed(row["evaluation"] or []), None)

@@ -91,6 +91,9 @@ class CompareOptions:
         int, _flag("throughput_steps", "Steps on packed rows that tokens/s is read from.")
     ] = 10
     timeout: Annotated[float, Flag("Seconds until a run is given up.")] = 3600.0
+    tensor_size: Annotated[
+        int | None, _flag("tensor_size", "Ranks of a tensor group; 2 if left out.")
+    ] = None
     nvme_path: Annotated[Path | None, _flag("nvme_path", "Folder on a fast disk.")] = None
     dollars_per_hour: Annotated[float | None, _flag("dollars_per_hour", "Price of one GPU.")] = None
     show_speed: Annotated[bool, _flag("show_speed", "Show the speeds of a rehearsal, too.")] = False

@@ -24,7 +24,7 @@ from toolkit.errors import UsageError
 from toolkit.escaping import shell_line
 from toolkit.records.json_files import SCHEMA
 from toolkit.redaction import redacted, redacted_words
-from toolkit.strategies import STRATEGIES, Engine, Strategy, get_strategy
+from toolkit.strategies import STRATEGIES, Engine, Strategy, get_strategy, with_tensor_size
 
 CONTROLS: Final = ("single", "ddp", "zero1")
 """Candidates for the control, in order: it is the first that runs to its end."""
@@ -69,6 +69,8 @@ class Run:
             "flags": redacted_words(self.flags),
             "rehearsal": rehearsal,
         }
+        if self.strategy.tensor != STRATEGIES[self.strategy.name].tensor:
+            spec["tensor_size"] = self.strategy.tensor
         return cast("dict[str, Any]", redacted(spec))
 
 
@@ -116,6 +118,7 @@ def build_plan(
     if problem := optimizer_problem(optimizer, STRATEGIES["single"]) or missing_package(optimizer):
         raise UsageError(problem)
     strategies, notes = _with_control(options.strategies)
+    strategies = with_tensor_size(strategies, options.tensor_size)
     controls = [get_strategy(name) for name in CONTROLS]
     counts = {s.name: _counts(s, options) for s in (*strategies, *controls)}
     distributed = [s for s in strategies if s.is_distributed]
@@ -196,6 +199,7 @@ def _counts(strategy: Strategy, options: CompareOptions) -> list[int]:
 
 
 def _run(strategy: Strategy, engine: Engine, processes: int, options: CompareOptions) -> Run:
+    strategy = strategy.on_ranks(processes)
     # Micro-batches have one size: fewer readers read them one after the other, while the ranks of
     # other runs read them in parallel.
     readers = strategy.data_parallel_size(processes)
@@ -262,7 +266,7 @@ def processes_for(strategy: Strategy, usual: int) -> int:
     if strategy.replicas == 1:
         return usual
     # A group of one rank would not shard.
-    processes = max(usual, strategy.num_processes)
+    processes = max(usual, strategy.replicas * max(2, strategy.tensor))
     if processes % strategy.replicas:
         raise UsageError(
             f"{strategy.name} has {strategy.replicas} groups of equal size, which "

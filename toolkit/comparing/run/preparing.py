@@ -45,6 +45,8 @@ def prepare(plan: ComparisonPlan, console: Console) -> dict[str, Any]:
         f"--strategies={','.join(strategies)}",
         f"--ranks={','.join(f'{name}:{count}' for name, count in ranks.items())}",
     ]
+    if sizes := {run.strategy.tensor for run in planned} - {1}:
+        command.append(f"--tensor_size={max(sizes)}")
     if plan.rehearsal:
         command.append("--rehearsal")
     last = ""

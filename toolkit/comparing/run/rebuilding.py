@@ -136,8 +136,9 @@ def _read_started(folder: Path, name: str) -> StartedRun | None:
         end += 2
     values = flags_in(flags[:end])
     try:
+        strategy = get_strategy(spec["strategy"]).with_tensor_groups(spec.get("tensor_size"))
         run = Run(
-            strategy=get_strategy(spec["strategy"]),
+            strategy=strategy.on_ranks(count),
             engine=spec["engine"],
             num_processes=count,
             per_device_train_batch_size=int(values["--per_device_train_batch_size"]),
@@ -150,7 +151,9 @@ def _read_started(folder: Path, name: str) -> StartedRun | None:
         options = CompareOptions(
             max_steps=int(values["--max_steps"]),
             precision=spec["precision"],
-            global_batch_size=run.per_device_train_batch_size * micro_batches * count,
+            global_batch_size=run.per_device_train_batch_size
+            * micro_batches
+            * run.strategy.data_parallel_size(count),
             throughput_steps=int(values["--throughput_steps"]),
             output=folder,
             train_flags=tuple(flags[end:]),

@@ -141,13 +141,15 @@ def _fsdp(job: PlannedJob, weights: Weights) -> Iterator[Term]:
             FIRST if job.on_cpu else RUNNING,
         )
         least, copy = (0, tail) if job.on_cpu else (2, 0)
+        # The only shard is copied when its layer begins, and never ahead (torch 2.13).
+        fewest = 1 if job.shards == 1 else 2
         gathered = Term(
             category="gathered",
             name="the layer at work, the one after it, and a buffer of the all-gather",
             # Forward keeps the last all-gather's buffer; backward gathers one layer ahead. On a
             # CPU it waits for that, and gloo's thread may free the buffer late: 1 run of 8.
-            bytes=Interval(2 * units.layer * size, 3 * units.layer * size),
-            formula="2 to 3 * size * layer",
+            bytes=Interval(fewest * units.layer * size, 3 * units.layer * size),
+            formula=f"{fewest} to 3 * size * layer",
             inputs=inputs,
             phases=("backward",),
             communicated=True,

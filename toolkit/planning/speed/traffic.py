@@ -177,7 +177,8 @@ def textbook(strategy: Strategy, *, trained: int, everything: int, ranks: int) -
         return (ranks - 1) * trained
     # A tensor group's part of the model is sharded among the groups.
     trained, everything = trained // strategy.tensor, everything // strategy.tensor
-    if not strategy.shards_parameters:
+    averages = strategy.tensor > 1 and strategy.replicas > 1  # and shards nothing
+    if averages or not strategy.shards_parameters:
         return 2 * trained
     return (2 if strategy.gathers_again else 1) * everything + trained
 

@@ -11,8 +11,9 @@ from toolkit.comparing.report.row_facts import measured, reason_for
 from toolkit.comparing.report.sections.memory import not_predicted
 from toolkit.comparing.report.words import number, size
 from toolkit.records.fields import Traffic
+from toolkit.records.record import strategy_of
 from toolkit.records.results import Results, Row
-from toolkit.strategies import STRATEGIES, Strategy
+from toolkit.strategies import Strategy
 
 OTHER: Final = "other"
 
@@ -125,7 +126,7 @@ def difference_in_words(row: Row) -> str:
         return "nothing to send"
     if sent == papers:
         return "equal"
-    reasons = _reasons(traffic, STRATEGIES.get(row["strategy"]))
+    reasons = _reasons(traffic, strategy_of(row))
     if not reasons:
         near = abs(sent - papers) <= PADDING * papers
         reasons = ["tensors are padded to the ranks" if near else "the reason is not known"]
@@ -149,7 +150,7 @@ def _reasons(traffic: Traffic, strategy: Strategy | None) -> list[str]:
 def _of_gradients(sent: Counter[tuple[str, str]], trained: int, strategy: Strategy) -> list[str]:
     reasons: list[str] = []
     reduced = sent["gradients", "all_reduce"]
-    if reduced and strategy.replicas > 1:
+    if reduced and strategy.replicas > 1 and strategy.tensor == 1:
         reasons.append("gradients are all-reduced between the replicas besides")
     elif reduced and strategy.shards_optimizer:
         reasons.append("DeepSpeed all-reduces gradients where the paper reduce-scatters them")
