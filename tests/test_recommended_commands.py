@@ -36,7 +36,7 @@ def option_for(method, folder):
     )
     base = replace(found.choice, job=replace(found.choice.job, method="full"))
     training = next(training for training in TRAININGS if training.method == method)
-    leanest, *_ = Search(base=base, rows=ROWS // 2).under((KINDS[method],), training)
+    leanest, *_ = Search(base=base, global_rows=ROWS).under((KINDS[method],), training)
     return replace(found.options[0], candidate=leanest)
 
 

@@ -1,4 +1,5 @@
 import json
+import re
 import shlex
 from dataclasses import replace
 from html import escape
@@ -46,7 +47,7 @@ def test_what_is_recommended_fits_for_sure_and_keeps_the_global_batch(answers):
             if one is None:
                 continue
             assert one.verdict.fits, asked
-            assert one.job.batch * one.job.accumulation * one.job.gpus == 32, asked
+            assert one.job.batch * one.job.accumulation * one.job.readers == 32, asked
             assert one.job.gpus == asked[2]
 
 
@@ -60,6 +61,7 @@ def test_a_plan_of_the_choice_says_the_same(answers):
             gpu=gpu,
             gpus=gpus,
             strategies=job.strategy.name,
+            tensor_size=job.strategy.tensor if job.strategy.tensor > 1 else None,
             method=job.method,
             batch=job.batch,
             accumulation=job.accumulation,
@@ -158,7 +160,7 @@ def test_learning_rates_after_the_two_rules():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"global_batch": 31}, "can't be spread over 2 GPUs"),
+        ({"global_batch": 31, "method": "lora"}, "can't be spread over 2 GPUs"),
         ({"global_batch": 0}, "can't be spread"),
         ({"learning_rate": 0.0}, "learning_rate is 0.0"),
         ({"base_batch": -1}, "base_batch is -1"),
@@ -548,3 +550,74 @@ def test_a_way_out_names_its_strategy_once():
     (sentence,) = (s for s in recommend("3b", gpu="L4", gpus=1).reasons if "fine-tune fits" in s)
     assert "zero2_offload (" in sentence
     assert sentence.count("zero2_offload") == 1
+
+
+def reason_about(found, words):
+    (sentence,) = [reason for reason in found.reasons if words in reason]
+    return sentence
+
+
+def test_a_global_batch_below_the_gpus_is_split_over_groups_of_them():
+    found = recommend("7b", gpu="H100", gpus=8, global_batch=4)
+    job = found.choice.job
+    assert job.strategy.splits_model
+    assert job.batch * job.accumulation * job.readers == 4
+    assert "A multiple of 8 opens the others." in reason_about(found, "can't be dealt out")
+    assert "groups of 2 GPUs x 1 accumulated keeps the global batch of 4" in " ".join(found.reasons)
+    one = recommend("7b", gpu="H100", gpus=8, global_batch=1).choice.job
+    assert one.readers == 1
+
+
+def test_a_layer_too_large_for_one_gpu_is_split_by_the_strategies_that_can():
+    # FSDP gathers two whole layers and has the gradients of one; a tensor group shares them.
+    found = recommend("13b", gpu="L4", gpus=16, sequence=2048, global_batch=16)
+    assert found.choice.job.method == "full"
+    assert found.choice.job.strategy.name == "tensor"
+    said = " ".join(found.reasons)
+    for name in ("ddp", "fsdp", "zero3"):
+        assert re.search(rf"\b{name} (does|may) not fit", said), name
+    assert found.choice.verdict.fits
+    assert f"tensor {found.choice.job.strategy.tensor})" in shown(found)
+    assert "activations cross the wire in every layer" in shown(found)
+
+
+def test_why_the_model_is_not_split_is_one_sentence():
+    found = recommend("1b", gpu="A100-80", gpus=4)
+    sentence = reason_about(found, "Of the strategies that split the model")
+    for name in ("tensor", "tensor_ddp", "pipeline"):
+        assert f"{name} (" in sentence
+    assert "layer_split lets one GPU work at a time" in sentence
+    assert not any(
+        "split the model" in reason for reason in recommend("1b", gpu="L4", gpus=1).reasons
+    )
+    heads = reason_about(recommend("openai-community/gpt2", gpu="L4", gpus=2), "split the model")
+    assert "does not know how tensor parallelism splits GPT2LMHeadModel" in heads
+    adapters = recommend("34b", gpu="L4", gpus=2, method="qlora")
+    assert "tensor trains whole models only" in reason_about(adapters, "split the model")
+    no_loss_scale = recommend("1b", gpu="T4", gpus=2)
+    assert "pipeline has no fp16" in reason_about(no_loss_scale, "split the model")
+
+
+def test_tensor_groups_stay_inside_a_node_and_pipelines_span_nodes():
+    base = recommend("7b", gpu="A100-80", gpus=16, nodes=4).choice
+    search = Search(base=base, global_rows=32)
+    sizes = {each.tensor for each in search.in_sizes(STRATEGIES["tensor"])}
+    assert sizes == {2, 4}
+    across = plan("7b", gpu="A100-80", gpus=16, nodes=4, strategies="tensor", tensor_size=8)
+    assert any("don't lie inside nodes of 4" in note for note in across.all_notes)
+    inside = plan("7b", gpu="A100-80", gpus=16, nodes=4, strategies="tensor", tensor_size=4)
+    assert not any("don't lie inside" in note for note in inside.all_notes)
+    wide, narrow = (each.rows[0].speed.tokens_per_second.high for each in (across, inside))
+    assert wide < narrow
+    assert search.has_place(STRATEGIES["pipeline"])
+
+
+def test_the_command_of_a_split_has_its_engine_and_the_size_of_its_groups(tmp_path):
+    found = recommend("13b", gpu="L4", gpus=16, sequence=2048, global_batch=16)
+    size = found.choice.job.strategy.tensor
+    line = paste_line(found.options[0])
+    assert "--engine loop" in line
+    wanted = "" if size == 2 else f" --tensor_size {size}"
+    assert f'"$(toolkit configs path tensor{wanted})" --num_processes 16' in line
+    write_recommendation(found, tmp_path)
+    assert f"parallelism_config_tp_size: {size}" in (tmp_path / "tensor.yaml").read_text()

@@ -115,6 +115,11 @@ class PlannedJob(JobOptions):
                         f"{self.strategy.name} trains whole models: no adapters are cut into its "
                         "stages. Choose another strategy for them."
                     )
+                if self.precision == "fp16":
+                    raise UsageError(
+                        f"{self.strategy.name} has no fp16: its stages would need one loss scale "
+                        "that all of them agree on. Choose another strategy."
+                    )
             case _:
                 refuse_backend(self.strategy.backend, self.strategy, "The planner")
         if not self.strategy.is_distributed and self.gpus != 1:

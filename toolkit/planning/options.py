@@ -168,6 +168,9 @@ class PlanOptions(JobOptions):
     """Names in a list or with commas between, or `all`. None takes the usual ones for the number of
     GPUs."""
 
+    tensor_size: Annotated[
+        int | None, Flag("GPUs of a tensor group; 2 if left out.", ("--tensor-size",))
+    ] = None
     host_gib: HostGib = None
     """RAM of one node in GiB, judged too where it is given."""
 

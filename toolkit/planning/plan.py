@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from importlib import import_module
@@ -27,7 +27,7 @@ from toolkit.planning.options import (
 from toolkit.planning.split import part_of_rank
 from toolkit.planning.terms import GIB
 from toolkit.planning.verdict import Room, Verdict, judge, largest_batch, longest_sequence
-from toolkit.strategies import STRATEGIES, Strategy, get_strategy
+from toolkit.strategies import STRATEGIES, Strategy, get_strategy, with_tensor_size
 
 if TYPE_CHECKING:  # a plan without a GPU needs none of them, and answers at once
     from toolkit.planning.remedies import Remedy
@@ -201,7 +201,12 @@ def plan(model: str | Path | ModelShape, options: PlanOptions) -> Plan:
     room = None if gpu is None else Room(gpu_bytes=gpu.memory_bytes, host_bytes=host)
     rows: list[PlanRow] = []
     left_out: dict[str, str] = {}
-    strategies = _strategies(options.strategies, alone=options.gpus == 1)
+    strategies = [
+        strategy.on_ranks(options.gpus)
+        for strategy in _strategies(
+            options.strategies, alone=options.gpus == 1, tensor_size=options.tensor_size
+        )
+    ]
     values: dict[str, Any] = {f.name: getattr(options, f.name) for f in fields(JobOptions)}
     values |= {"sequence": sequence, "precision": precision}
     values["nodes"] = _nodes(options, gpu, notes)
@@ -221,12 +226,13 @@ def plan(model: str | Path | ModelShape, options: PlanOptions) -> Plan:
                 raise
             left_out[strategy.name] = str(error)
             continue
-        if nodes > 1 and strategy.replicas > 1:
+        if nodes > 1 and strategy.replicas > 1 and strategy.tensor == 1:
             notes.append(
                 f"{strategy.name} is planned in {strategy.replicas} groups, each of the "
                 f"{gpus // nodes} GPUs of a node: --replicas of toolkit configs write makes others"
             )
         rows.append(PlanRow(job=job, gpu=gpu, room=room, internode_bytes_per_second=network))
+    notes += _mesh_notes(row.job for row in rows)
     if options.method == "qlora" and any(row.strategy.shards_parameters for row in rows):
         notes.append(
             "QLoRA sharded by ZeRO-3 or FSDP counts on 4-bit weights stored in a floating dtype "
@@ -262,6 +268,18 @@ def _expert_notes(job: PlannedJob) -> list[str]:
             f"routers too, with {more:,} more trained parameters."
         )
     return [note]
+
+
+def _mesh_notes(jobs: Iterable[PlannedJob]) -> Iterator[str]:
+    """Yield a sentence for each job whose tensor groups don't lie inside a node."""
+    for job in jobs:
+        per_node, size = job.gpus // job.nodes, job.strategy.tensor
+        if per_node % size:
+            yield (
+                f"Tensor groups of {size} GPUs don't lie inside nodes of {per_node}: what they "
+                "exchange in every layer crosses the network. Put tensor groups inside a node "
+                "(--tensor-size), and a pipeline between nodes."
+            )
 
 
 def _precision(requested: Precision | None, gpu: Gpu | None, notes: list[str]) -> Precision:
@@ -314,12 +332,14 @@ def _positive_or_none(name: str, value: float | None) -> float | None:
     return None if value is None else positive(name, value)
 
 
-def _strategies(names: str | Sequence[str] | None, *, alone: bool) -> list[Strategy]:
+def _strategies(
+    names: str | Sequence[str] | None, *, alone: bool, tensor_size: int | None
+) -> list[Strategy]:
     if names is None:
         names = USUAL_ALONE if alone else USUAL_STRATEGIES
     if names == "all":
-        return list(STRATEGIES.values())
+        names = list(STRATEGIES)
     listed = dict.fromkeys(names.split(",") if isinstance(names, str) else names)
     if not listed:
         raise UsageError(f"Name a strategy. Choose from: {', '.join(STRATEGIES)}, or all.")
-    return [get_strategy(name.strip()) for name in listed]
+    return with_tensor_size([get_strategy(name.strip()) for name in listed], tensor_size)

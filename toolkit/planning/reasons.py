@@ -9,7 +9,7 @@ from toolkit.planning.job import PlannedJob
 from toolkit.planning.levers import unpacked_share
 from toolkit.planning.options import Goal
 from toolkit.planning.remedies import LARGEST_CLUSTER, Remedy
-from toolkit.planning.search import ORDER, Candidate, Training
+from toolkit.planning.search import ORDER, SPLIT, Candidate, Search, Training
 from toolkit.planning.speed.traffic import cost_of_sync
 from toolkit.planning.terms import GIB
 from toolkit.strategies import STRATEGIES
@@ -56,6 +56,48 @@ def reasons_for(
     yield from _of_levers(choice, goal)
 
 
+def of_splits(
+    search: Search, choice: Candidate | None, looked_at: Sequence[Candidate]
+) -> Iterator[str]:
+    """Yield why no strategy that splits the model was chosen, or why no other could be."""
+    gpus = search.base.job.gpus
+    if search.global_rows % gpus:
+        yield (
+            f"A global batch of {search.global_rows} rows can't be dealt out to {gpus} GPUs, so "
+            "only strategies whose GPUs share rows were looked at. A multiple of "
+            f"{gpus} opens the others."
+        )
+    if choice is None or gpus == 1 or choice.job.strategy.splits_model:
+        return
+    clauses = [_of_split(name, search, choice, looked_at) for name in SPLIT]
+    yield (
+        "Of the strategies that split the model over GPUs, "
+        f"{'; '.join(clause for clause in clauses if clause)}; layer_split lets one GPU work at a "
+        "time."
+    )
+
+
+def _of_split(
+    name: str, search: Search, choice: Candidate, looked_at: Sequence[Candidate]
+) -> str | None:
+    """Return what became of a strategy that splits the model, as a clause; None: no such mesh."""
+    if choice.job.method != "full":
+        return f"{name} trains whole models only"
+    tried = [c for c in looked_at if c.job.strategy.name == name and c.training == choice.training]
+    fitting = [candidate for candidate in tried if candidate.fits]
+    if fitting:
+        best = max(fitting, key=lambda candidate: candidate.tokens_per_second)
+        share = best.tokens_per_second / choice.tokens_per_second
+        mesh = best.job.strategy.mesh(best.job.gpus)
+        return f"{name} ({mesh}) would train at about {share:.0%} of the choice's rate"
+    if tried:
+        leanest = max(tried, key=lambda candidate: candidate.verdict.worst_margin_bytes)
+        return f"{name} {_short(leanest)}"
+    meshes = search.in_sizes(STRATEGIES[name])
+    problems = dict.fromkeys(filter(None, map(search.split_problem, meshes)))
+    return f"{name} was left out, since {next(iter(problems))}" if problems else None
+
+
 def _of_levers(choice: Candidate, goal: Goal) -> Iterator[str]:
     job = choice.job
     if job.checkpointing == "full":
@@ -71,9 +113,13 @@ def _of_levers(choice: Candidate, goal: Goal) -> Iterator[str]:
         )
     if job.chunked_loss:
         yield "The chunked loss is on: the logits of a whole micro-batch are never held."
+    readers = f"{job.gpus} GPU{'s' if job.gpus > 1 else ''}"
+    if job.strategy.splits_model:
+        groups = job.readers
+        readers = f"{groups} group{'s' if groups > 1 else ''} of {job.gpus // groups} GPUs"
     yield (
-        f"Batch {job.batch} x {job.gpus} GPU{'s' if job.gpus > 1 else ''} x {job.accumulation} "
-        f"accumulated keeps the global batch of {job.batch * job.gpus * job.accumulation}."
+        f"Batch {job.batch} x {readers} x {job.accumulation} "
+        f"accumulated keeps the global batch of {job.batch * job.readers * job.accumulation}."
     )
     yield (
         f"Memory and tokens/s are those of rows of {job.sequence:,} tokens. Where your texts are "

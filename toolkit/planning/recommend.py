@@ -18,6 +18,7 @@ from toolkit.planning.learning_rate import LearningRate
 from toolkit.planning.levers import qlora_problem
 from toolkit.planning.models.shape import ModelShape
 from toolkit.planning.options import Goal, PlanOptions, RecommendOptions, with_keywords
+from toolkit.planning.pipelined import waiting_share
 from toolkit.planning.plan import Plan, Rendered, plan, positive
 from toolkit.planning.remedies import Remedy, ways_out
 from toolkit.planning.search import (
@@ -28,6 +29,7 @@ from toolkit.planning.search import (
     QLORA,
     SAME_SPEED,
     SHARDED,
+    SPLIT,
     TRAININGS,
     WHOLE,
     Candidate,
@@ -114,7 +116,8 @@ def recommend(model: str | Path | ModelShape, options: RecommendOptions) -> Reco
     looked_at: list[Candidate] = []
     ranked: list[Candidate] = []
     for training, offloads in _in_turn(trainings, options.host_gib is not None):
-        found = search.offloaded(training) if offloads else search.under(WHOLE + SHARDED, training)
+        on_gpus = WHOLE + SHARDED + SPLIT
+        found = search.offloaded(training) if offloads else search.under(on_gpus, training)
         looked_at += found
         fitting = [candidate for candidate in found if candidate.fits]
         unconditional = [c for c in fitting if c.verdict.answer == "fits"]
@@ -146,6 +149,7 @@ def recommend(model: str | Path | ModelShape, options: RecommendOptions) -> Reco
         nearest += other
     sentences += start.notes
     sentences += (choice or closest or search.base).speed.notes
+    sentences += reasons.of_splits(search, choice, looked_at)
     sentences += _left_out(search, start.model, looked_at, options)
     return Recommendation(
         model=start.model,
@@ -167,11 +171,6 @@ def _search(start: Plan, options: RecommendOptions) -> Search:
     rows = options.global_batch
     if rows is None:
         rows = gpus * -(-GLOBAL_BATCH // gpus)
-    if isinstance(rows, bool) or rows < 1 or rows % gpus:
-        raise UsageError(
-            f"A global batch of {rows} rows can't be spread over {gpus} GPUs. "
-            f"Choose a multiple of {gpus}."
-        )
     if row.gpu is None or row.room is None:
         raise UsageError("A recommendation needs a GPU: name one.")
     base = Candidate(
@@ -180,7 +179,18 @@ def _search(start: Plan, options: RecommendOptions) -> Search:
         room=row.room,
         internode_bytes_per_second=row.internode_bytes_per_second,
     )
-    return Search(base=base, rows=rows // gpus)
+    search = Search(base=base, global_rows=rows)
+    whole = not isinstance(rows, bool) and rows > 0
+    if whole and rows % gpus and options.method in (None, "full"):
+        splits = [each for name in SPLIT for each in search.in_sizes(STRATEGIES[name])]
+        if any(map(search.has_place, splits)):
+            return search
+    if not whole or rows % gpus:
+        raise UsageError(
+            f"A global batch of {rows} rows can't be spread over {gpus} GPUs. "
+            f"Choose a multiple of {gpus}."
+        )
+    return search
 
 
 def _trainings(model: ModelShape, options: RecommendOptions) -> list[Training]:
@@ -269,7 +279,12 @@ def _option(
 def _given_up(candidate: Candidate) -> Iterator[str]:
     yield from (lever.price for lever in candidate.levers if not lever.is_free)
     strategy = candidate.job.strategy
-    if strategy.offloads:
+    if strategy.schedule is not None:
+        share = waiting_share(candidate.job)
+        yield f"each GPU waits for the others {share:.0%} of the time, by slots"
+    elif strategy.tensor > 1:
+        yield "activations cross the wire in every layer, and nothing is computed meanwhile"
+    elif strategy.offloads:
         yield "each step waits for PCIe and the CPU"
     elif strategy.shards_parameters:
         yield "weights are gathered layer by layer, again in every micro-batch"
@@ -277,7 +292,7 @@ def _given_up(candidate: Candidate) -> Iterator[str]:
 
 def _rate(candidate: Candidate, search: Search, options: RecommendOptions) -> LearningRate:
     """Return the learning rate of a candidate; that of a full fine-tune is raised for adapters."""
-    batch = search.rows * candidate.job.gpus
+    batch = search.global_rows
     base_batch = batch if options.base_batch is None else options.base_batch
     positive("base_batch", base_batch)
     base = FULL_RATE if options.learning_rate is None else options.learning_rate
@@ -292,10 +307,13 @@ def _missed(
     choice: Candidate | None, closest: Candidate | None, looked_at: Sequence[Candidate]
 ) -> list[Candidate]:
     """Return what does not fit and is worth a way out: the full fine-tune, and the closest."""
+    looked_at = [c for c in looked_at if not c.job.strategy.splits_model]
     on_gpus = [c for c in looked_at if c.training is FULL and not c.memory.host_bytes.high]
     full = max(on_gpus, key=lambda c: c.verdict.worst_margin_bytes, default=None)
     if choice is not None and choice.training is FULL and choice.verdict.answer == "fits":
         full = None
+    if closest is not None and closest.job.strategy.splits_model:
+        closest = None
     missed = (full, closest if full is None or closest is None or closest.job != full.job else None)
     return [candidate for candidate in missed if candidate is not None]
 

@@ -14,6 +14,7 @@ from functools import cached_property, partial
 
 from toolkit.configs.accelerate import num_processes_problem, with_groups
 from toolkit.configs.optimizers import optimizer_problem
+from toolkit.errors import UsageError
 from toolkit.planning import levers
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.levers import Lever
@@ -21,14 +22,22 @@ from toolkit.planning.memory.estimate import MemoryEstimate, estimate_memory
 from toolkit.planning.options import OPTIM_FLAGS, Goal, Method
 from toolkit.planning.speed.estimate import PlannedSpeed, estimate_speed
 from toolkit.planning.speed.gpus import Gpu
+from toolkit.planning.split import part_of_rank
 from toolkit.planning.verdict import Room, Verdict, judge
 from toolkit.strategies import STRATEGIES, Strategy
 
 WHOLE = ("single", "ddp")
 SHARDED = ("zero1", "zero2", "fsdp_grad_op", "fsdp", "zero3", "fsdp_hybrid")
+SPLIT = ("tensor", "tensor_ddp", "pipeline")
+"""Strategies in which several GPUs share one copy of the model. `layer_split` is none to choose:
+it is a pipeline in which one GPU works at a time."""
+
 OFFLOADED = ("zero2_offload", "fsdp_offload", "zero3_offload")
 
-ORDER = (*WHOLE, "zero1", "fsdp", "zero2", "zero3", "fsdp_grad_op", "fsdp_hybrid", *OFFLOADED)
+ORDER = (
+    *(*WHOLE, "zero1", "fsdp", "zero2", "zero3", "fsdp_grad_op", "fsdp_hybrid"),
+    *(*SPLIT, *OFFLOADED),
+)
 """From the simplest to set up and to understand; `fsdp` comes with torch."""
 
 RUNGS = (
@@ -135,22 +144,30 @@ class Search:
     base: Candidate
     """The requested job, of which strategy, batch and levers change."""
 
-    rows: int
-    """Of one GPU in an optimizer step."""
+    global_rows: int
+    """Of all GPUs in an optimizer step."""
 
     is_quick: bool = False
     """Whether only the ends of the ladder of levers are tried, as for options beside the choice."""
 
     def under(self, names: Sequence[str], training: Training) -> list[Candidate]:
         """Return the candidates under some strategies; where none fits, the leanest of each."""
-        nodes = self.base.job.nodes
-        strategies = (with_groups(STRATEGIES[name], machines=nodes) for name in names)
         return [
             candidate
-            for strategy in strategies
+            for name in names
+            for strategy in self.in_sizes(STRATEGIES[name])
             if self.has_place(strategy)
             for candidate in self._under(strategy, training)
         ]
+
+    def in_sizes(self, strategy: Strategy) -> list[Strategy]:
+        """Return a strategy in groups that suit the nodes; a tensor group lies inside of one."""
+        job = self.base.job
+        if strategy.tensor == 1:
+            return [with_groups(strategy, machines=job.nodes)]
+        per_node = job.gpus // job.nodes
+        sizes = [size for size in range(2, per_node + 1) if per_node % size == 0]
+        return [replace(strategy, tensor=size).on_ranks(job.gpus) for size in sizes]
 
     def offloaded(self, training: Training) -> list[Candidate]:
         """Return the candidates that keep states in a node's RAM, if nodes have so much."""
@@ -167,15 +184,30 @@ class Search:
             return False
         if job.gpus == 1 and strategy.is_distributed and not strategy.offloads:
             return False  # one rank keeps all that these would shard
+        if self.global_rows % strategy.data_parallel_size(job.gpus):
+            return False  # some ranks would have no rows
+        if strategy.splits_model:
+            return self.split_problem(strategy) is None
         # Replicas in one node only cost memory.
         return strategy.replicas == 1 or job.nodes > 1
+
+    def split_problem(self, strategy: Strategy) -> str | None:
+        """Say why a strategy cannot split the model; None where it can."""
+        try:
+            part_of_rank(replace(self.base.job, strategy=strategy))
+        except UsageError as error:
+            return str(error).split(". ")[0]
+        return None
 
     def can_step(self, strategy: Strategy) -> bool:
         """Whether the requested optimizer can step under a strategy."""
         return optimizer_problem(OPTIM_FLAGS[self.base.job.optimizer], strategy) is None
 
     def _under(self, strategy: Strategy, training: Training) -> Iterator[Candidate]:
-        batches = [n for n in range(1, min(self.rows, MOST_ROWS) + 1) if self.rows % n == 0]
+        if strategy.splits_model and training is not FULL:
+            return  # adapters and rounded states stand beside whole matrices
+        rows = self._rows(strategy)
+        batches = [n for n in range(1, min(rows, MOST_ROWS) + 1) if rows % n == 0]
         ends = [self._job(strategy, batch) for batch in (batches[0], batches[-1])]
         ladders = [training.levers]
         for rung in RUNGS:
@@ -200,7 +232,9 @@ class Search:
                 roomy = bisect_left(
                     batches, True, hi=most, key=lambda rows: not ways[rows].is_roomy
                 )
-            for count in {most, roomy} - {0}:
+            # Larger micro-batches make fewer of them, and so a larger bubble.
+            tried = {*range(most)} if strategy.schedule is not None else set[int]()
+            for count in {most, roomy, *tried} - {0}:
                 yield from self._with_less_traffic(ways[batches[count - 1]], ladder)
             place = most
             if roomy == len(batches):
@@ -216,8 +250,12 @@ class Search:
                 yield once
 
     def _job(self, strategy: Strategy, batch: int) -> PlannedJob:
-        accumulation = self.rows // batch
+        accumulation = self._rows(strategy) // batch
         return replace(self.base.job, strategy=strategy, batch=batch, accumulation=accumulation)
+
+    def _rows(self, strategy: Strategy) -> int:
+        """Return the rows of an optimizer step that one rank reads."""
+        return self.global_rows // strategy.data_parallel_size(self.base.job.gpus)
 
     def _candidate(
         self, strategy: Strategy, training: Training, ladder: Sequence[Lever], batch: int

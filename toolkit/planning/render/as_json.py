@@ -9,6 +9,7 @@ from toolkit.planning.job import PlannedJob
 from toolkit.planning.learning_rate import LearningRate
 from toolkit.planning.memory.estimate import MemoryEstimate
 from toolkit.planning.models.shape import ModelShape
+from toolkit.planning.pipelined import waiting_share
 from toolkit.planning.plan import SCHEMA, Plan, PlanRow
 from toolkit.planning.recommend import Option, Recommendation
 from toolkit.planning.remedies import Remedy
@@ -51,6 +52,8 @@ def _row(row: PlanRow, plan: Plan) -> dict[str, Any]:
         not_planned["cost"] = NO_GPU if speed is None else "no length was given (--tokens)"
     return {
         "strategy": row.strategy.name,
+        "mesh": row.strategy.mesh(row.job.gpus),
+        "bubble": None if row.strategy.schedule is None else waiting_share(row.job),
         "job": _job(row.job),
         "memory": _memory(row.memory),
         "traffic": [

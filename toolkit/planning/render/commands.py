@@ -9,12 +9,15 @@ from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.weights import names_of_targets
 from toolkit.planning.options import OPTIM_FLAGS
 from toolkit.planning.recommend import Option
+from toolkit.strategies import STRATEGIES
 
 PORT = 29500
 """Where nodes meet: a free port of one of them, which 0 asks for, the others would not know."""
 
 ADDRESS = "ADDRESS"
 """Stands for the address of node 0."""
+
+TENSOR_SIZE = "--tensor_size {}"
 
 CONFIG = Path("CONFIG")
 """Stands for the config file until the shell names it."""
@@ -24,11 +27,15 @@ def paste_line(option: Option) -> str:
     """Return the command line of an option, with the bundled config of its strategy."""
     job, steps = option.candidate.job, None if option.cost is None else option.cost.steps
     line = shlex.join(train_command(job, CONFIG, rate=option.learning_rate.linear, steps=steps))
-    path = f'"$(toolkit configs path {job.strategy.name})" --num_processes {job.gpus}'
-    groups = job.strategy.replicas
+    strategy = job.strategy
+    size = "" if strategy.tensor == STRATEGIES[strategy.name].tensor else f" {TENSOR_SIZE}"
+    path = f"$(toolkit configs path {strategy.name}{size.format(strategy.tensor)})"
+    path = f'"{path}" --num_processes {job.gpus}'
+    groups = strategy.replicas
     if groups > 1:
         path += f" --parallelism_config_dp_replicate_size {groups}"
-        path += f" --parallelism_config_dp_shard_size {job.gpus // groups}"
+        shards = job.gpus // groups // strategy.tensor
+        path += f" --parallelism_config_dp_shard_size {shards}"
     return line.replace(str(CONFIG), path, 1)
 
 
@@ -65,6 +72,8 @@ def train_command(
 def _flags(job: PlannedJob, rate: float) -> dict[str, str | bool | int | list[str]]:
     """Return the flags of toolkit.train for a job."""
     flags: dict[str, str | bool | int | list[str]] = {}
+    if len(job.strategy.engines) == 1:
+        flags["engine"] = job.strategy.engines[0]
     if job.method != "full":
         flags |= {"method": job.method, "lora_r": job.lora_rank}
     if job.method != "full" and job.lora_targets != "all-linear":

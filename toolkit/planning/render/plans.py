@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import MemoryEstimate
 from toolkit.planning.memory.formulas import compare_with_formula
+from toolkit.planning.pipelined import waiting_share
 from toolkit.planning.plan import Plan, PlanRow
 from toolkit.planning.speed.traffic import collectives
 from toolkit.planning.terms import CATEGORIES, GIB, Category, Interval, Phase, Term
@@ -275,6 +276,8 @@ def _table(plan: Plan) -> Table:
 _HEADERS: dict[str, Literal["left", "right"]] = {
     "strategy": "left",
     "GPUs": "right",
+    "mesh": "left",
+    "bubble": "right",
     "allocated": "right",
     "expected": "right",
     "worst": "right",
@@ -289,6 +292,8 @@ _HEADERS: dict[str, Literal["left", "right"]] = {
 }
 
 _MEANINGS = {
+    "mesh": "the ranks that share one model, and the groups beside them",
+    "bubble": "share of slots in which a pipeline's ranks wait",
     "allocated": "GiB of tensors on the fullest GPU",
     "expected": "with the allocator's gaps, CUDA and NCCL, at least",
     "worst": "the same, at most",
@@ -308,6 +313,10 @@ def _cells(plan: Plan, row: PlanRow) -> dict[str, Text | str]:
         "strategy": row.strategy.name,
         "GPUs": str(row.job.gpus),
     }
+    if any(other.strategy.splits_model for other in plan.rows):
+        cells["mesh"] = row.strategy.mesh(row.job.gpus)
+    if row.strategy.schedule is not None:
+        cells["bubble"] = f"{waiting_share(row.job):.0%}"
     figures = (_short(size / GIB) for size in figures_of(memory))
     cells |= dict(zip(("allocated", "expected", "worst"), figures, strict=True))
     if memory.host_bytes.high:

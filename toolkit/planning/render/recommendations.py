@@ -90,7 +90,8 @@ def write_recommendation(answer: Recommendation, folder: Path, *, force: bool = 
     from toolkit.configs.files import write_configs
 
     job, cost = answer.choice.job, answer.options[0].cost
-    options = ConfigOptions(num_processes=job.gpus)
+    size = job.strategy.tensor if job.strategy.tensor > 1 else None
+    options = ConfigOptions(num_processes=job.gpus, tensor_size=size)
     if job.nodes > 1:
         options = replace(
             options, num_machines=job.nodes, main_process_ip=ADDRESS, main_process_port=PORT
@@ -103,7 +104,9 @@ def write_recommendation(answer: Recommendation, folder: Path, *, force: bool = 
 def describe_job(job: PlannedJob) -> str:
     """Return strategy, GPUs, method, batch, precision and levers of a job in a few words."""
     text = f"{job.strategy.name} on {job.gpus} GPU{'s' if job.gpus > 1 else ''}"
-    if job.strategy.replicas > 1:
+    if job.strategy.splits_model:
+        text += f" ({job.strategy.mesh(job.gpus)})"
+    elif job.strategy.replicas > 1:
         text += f" in {job.strategy.replicas} groups"
     if job.method != "full":
         text += f", {'LoRA' if job.method == 'lora' else 'QLoRA'}"
