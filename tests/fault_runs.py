@@ -61,10 +61,12 @@ def start_all(
     flags: list[object],
     faults: Iterable[str],
     environment: Mapping[str, str],
+    *,
+    strategy: str = "ddp",
 ) -> Path:
     """Start a sound control, and in two ranks a sound run of a script and one with each fault."""
     start("single", folder, [*flags, folder / "control", "clean"], environment)
-    start("ddp", folder, [*flags, folder, "clean", *faults], environment, script=script)
+    start(strategy, folder, [*flags, folder, "clean", *faults], environment, script=script)
     return folder
 
 

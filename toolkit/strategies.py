@@ -27,6 +27,9 @@ SHORT_DTYPES: Final = {name: short for short, name in DTYPES.items()}
 COMPUTE_DTYPES: Final = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """The dtype in which each precision computes, by Accelerate's names of precisions."""
 
+ALL_RANKS: Final = 0
+"""The ranks that share a row where that is every rank of the run."""
+
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -62,6 +65,9 @@ class Strategy:
     tensor: int = 1
     """Ranks of a tensor group, which share every matrix and read the same rows."""
 
+    sequence: int = 1
+    """Ranks that share each row, a piece each, along the sequence; `ALL_RANKS` for all of a run."""
+
     schedule: ScheduleName | None = None
     """Pipelines: the order in which the ranks work on the micro-batches of a step. With
     `one_at_a_time` each micro-batch waits until the one before is back."""
@@ -96,7 +102,7 @@ class Strategy:
             case "ddp" | "tensor" | "pipeline" | "parameter_server":
                 return False
             case "deepspeed" | "fsdp":
-                return self.replicas == 1
+                return self.replicas == 1 and not self.splits_rows
             case _:
                 refuse_backend(self.backend, self, "The toolkit")
 
@@ -192,6 +198,10 @@ class Strategy:
     @property
     def engines(self) -> tuple[Engine, ...]:
         """The engines that can train it, the usual one first."""
+        if self.splits_rows:
+            # The Trainer takes a mean over each micro-batch under sequence parallelism, not over
+            # the tokens of the step (transformers 5.23, `deepspeed_sp_compute_loss`).
+            return ("loop",)
         match self.backend:
             case "single" | "ddp" | "deepspeed" | "fsdp":
                 return ("trainer", "loop")
@@ -223,9 +233,10 @@ class Strategy:
         """Return this strategy with the sizes of another where both have several of a kind."""
         replicas = other.replicas if min(self.replicas, other.replicas) > 1 else self.replicas
         tensor = other.tensor if min(self.tensor, other.tensor) > 1 else self.tensor
-        if (replicas, tensor) == (self.replicas, self.tensor):
+        sequence = other.sequence if self.splits_rows and other.splits_rows else self.sequence
+        if (replicas, tensor, sequence) == (self.replicas, self.tensor, self.sequence):
             return self
-        return replace(self, replicas=replicas, tensor=tensor)
+        return replace(self, replicas=replicas, tensor=tensor, sequence=sequence)
 
     def on_ranks(self, num_processes: int) -> Strategy:
         """Return this strategy with each tensor group a replica, if its groups shard nothing."""
@@ -247,10 +258,33 @@ class Strategy:
             raise UsageError(f"--tensor-size {size}: a tensor group has two ranks or more.")
         return replace(self, tensor=size)
 
+    @property
+    def splits_rows(self) -> bool:
+        """Whether several ranks share each row, a piece each."""
+        return self.sequence != 1
+
+    def sequence_size(self, num_processes: int) -> int:
+        """Return how many of `num_processes` ranks share each row."""
+        return num_processes if self.sequence == ALL_RANKS else self.sequence
+
+    def row_multiple(self, num_processes: int) -> int:
+        """Return the tokens by which the length of a row has to divide."""
+        size = self.sequence_size(num_processes)
+        # torch's ring gives each rank an early and a late part of each row.
+        return size if size == 1 or self.reads_deepspeed_json else 2 * size
+
+    def padded(self, tokens: int, num_processes: int) -> int:
+        """Return the tokens of a row with the padding that lets it be split."""
+        multiple = self.row_multiple(num_processes)
+        return -(-tokens // multiple) * multiple
+
     def model_split_by(self, num_processes: int) -> str:
         """Return the ways in which ranks share one copy of the model's computation, or `none`."""
         if self.schedule is not None:
             return f"pipeline {num_processes}"
+        if self.splits_rows:
+            name = "sequence" if self.reads_deepspeed_json else "context"
+            return f"{name} {self.sequence_size(num_processes)}"
         return f"tensor {self.tensor}" if self.tensor > 1 else "none"
 
     @property
@@ -262,6 +296,10 @@ class Strategy:
         """Return the dimensions of the ranks' mesh in words, as in `shards 2 x tensor 2`."""
         if self.schedule is not None:
             return f"pipeline {num_processes}"
+        if self.splits_rows:
+            readers = self.data_parallel_size(num_processes)
+            split = self.model_split_by(num_processes)
+            return split if readers == 1 else f"data {readers} x {split}"
         groups = num_processes // self.tensor
         replicas = self.replicas if self.shards_optimizer else groups
         sizes = {"replicas": replicas, "shards": groups // replicas, "tensor": self.tensor}
@@ -272,7 +310,7 @@ class Strategy:
         """Return how many of `num_processes` ranks read rows of their own."""
         match self.backend:
             case "single" | "ddp" | "deepspeed" | "fsdp" | "tensor" | "parameter_server":
-                return num_processes // self.tensor
+                return num_processes // self.tensor // self.sequence_size(num_processes)
             case "pipeline":
                 return 1
             case _:
@@ -389,6 +427,20 @@ STRATEGIES: dict[str, Strategy] = {
             replicas=2,
             num_processes=4,
             summary="as tensor; several groups average their gradients and shard nothing",
+        ),
+        Strategy(
+            name="context",
+            backend="fsdp",
+            reshard_after_forward=True,
+            sequence=ALL_RANKS,
+            summary="each row split over all ranks, keys and values going around; sharded as fsdp",
+        ),
+        Strategy(
+            name="ulysses",
+            backend="deepspeed",
+            zero_stage=3,
+            sequence=ALL_RANKS,
+            summary="each row split over all ranks, which swap tokens for heads; sharded as zero3",
         ),
         Strategy(
             name="pipeline",

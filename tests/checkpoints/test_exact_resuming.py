@@ -26,6 +26,8 @@ CASES = {
     "fsdp_offload": ("fsdp_offload", "trainer"),
     "zero3_nvme": ("zero3_nvme", "loop"),
     "tensor": ("tensor", "loop"),
+    "context": ("context", "loop", "--dropout", "off"),
+    "ulysses": ("ulysses", "loop"),
     "pipeline": ("pipeline", "loop", "--strategy", "pipeline"),
     "layer_split": ("layer_split", "loop", "--strategy", "layer_split"),
     "parameter_server": ("parameter_server", "loop", "--strategy", "parameter_server"),
@@ -55,7 +57,7 @@ def test_resumed_from_within_an_epoch_it_goes_on_bit_for_bit(
         held_out = tmp_path / "held_out.jsonl"
         held_out.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
         flags += ["--validation_file", held_out, "--eval_steps", SAVED, "--sample_prompts", 2]
-    splits = strategy in ("tensor", "pipeline", "layer_split")
+    splits = strategy in ("tensor", "context", "ulysses", "pipeline", "layer_split")
     model = ("--model_name_or_path", dropout_llama if splits else dropout_model)
     # 40 rows: of two ranks the first epoch ends with the third step, half filled.
     run = run_of(

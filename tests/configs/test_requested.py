@@ -160,19 +160,26 @@ def test_fsdp_without_a_version_is_fsdp1_and_refused(tmp_path, launched):
         requested_strategy(environment)
 
 
+WORDS_OF_SPLITS = {
+    "tp_size": r"tensor parallel \(parallelism_config_tp_size\): 2 beside {}",
+    "cp_size": r"context parallel \(parallelism_config_cp_size\): 2 beside {}",
+    "sp_size": r"sequence parallel \(parallelism_config_sp_size\): 2 beside {}",
+}
+
+
 @pytest.mark.parametrize(
-    ("field", "words"),
+    ("kind", "field", "words"),
     [
-        ("tp_size", r"tensor parallel \(parallelism_config_tp_size\) beside FSDP or DeepSpeed"),
-        ("cp_size", r"context parallel \(parallelism_config_cp_size\): 2"),
-        ("sp_size", r"sequence parallel \(parallelism_config_sp_size\): 2"),
+        (kind, field, words)
+        for field, words in WORDS_OF_SPLITS.items()
+        for kind in ("FSDP", "DEEPSPEED")
+        if (kind, field) not in (("DEEPSPEED", "sp_size"), ("FSDP", "cp_size"))  # which are ours
     ],
 )
-@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
 def test_a_config_that_splits_the_model_otherwise_is_refused_by_name(
     kind, field, words, tmp_path, launched
 ):
-    """As TRL's `context_parallel_2gpu.yaml`, Accelerate's `tp_hsdp.yaml`, and TRL's for Ulysses."""
+    """As Accelerate's `tp_hsdp.yaml`."""
     sections = {
         "FSDP": {"fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": True}},
         "DEEPSPEED": {"deepspeed_config": {"zero_stage": 3}},
@@ -185,8 +192,32 @@ def test_a_config_that_splits_the_model_otherwise_is_refused_by_name(
         },
     }
     environment = launched(*yaml_file(tmp_path, kind, **sections, **split))
-    with pytest.raises(UsageError, match=words):
+    with pytest.raises(UsageError, match=words.format("FSDP" if kind == "FSDP" else "DeepSpeed")):
         requested_strategy(environment)
+
+
+@pytest.mark.parametrize(("ranks", "readers"), [(2, 1), (4, 2)])
+def test_the_ranks_that_share_a_row_are_those_of_the_file(ranks, readers, tmp_path, launched):
+    sizes = {"parallelism_config_sp_size": 2, "parallelism_config_dp_shard_size": readers}
+    words = yaml_file(
+        tmp_path, "DEEPSPEED", deepspeed_config={"zero_stage": 3}, parallelism_config=sizes
+    )
+    wanted = requested_strategy(launched(*words) | {"WORLD_SIZE": str(ranks)})
+    assert (wanted.name, wanted.data_parallel_size(ranks)) == ("ulysses", readers)
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"zero_stage": 0}, "needs a ZeRO stage from 1 to 3"),
+        ({"zero_stage": 2, "offload_optimizer_device": "cpu"}, "not proven with an offload"),
+    ],
+)
+def test_rows_are_split_beside_no_other_deepspeed(section, said, tmp_path, launched):
+    sizes = {"parallelism_config_sp_size": 2, "parallelism_config_dp_shard_size": 1}
+    words = yaml_file(tmp_path, "DEEPSPEED", deepspeed_config=section, parallelism_config=sizes)
+    with pytest.raises(UsageError, match=said):
+        requested_strategy(launched(*words) | {"WORLD_SIZE": "2"})
 
 
 def test_the_size_of_a_tensor_group_is_that_of_the_file(tmp_path, launched):

@@ -57,6 +57,9 @@ BEFORE = {
     "tensor_ddp": FSDP2
     | {"distributed_type": "MULTI_GPU", "model_split_by": "tensor 2"}
     | {"replicas": 2, "sharded_fraction": 0.5},
+    "context": FSDP2 | {"model_split_by": "context 4"},
+    "ulysses": DEEPSPEED
+    | {"zero_stage": 3, "sharded_fraction": 0.25, "model_split_by": "sequence 4"},
     "pipeline": STAGES | {"pipeline_schedule": "1f1b"},
     "layer_split": STAGES | {"pipeline_schedule": "one_at_a_time"},
     "parameter_server": {"distributed_type": "MULTI_GPU", "wrapper": "none", "servers": [0]},
@@ -81,6 +84,7 @@ AFTER = {
     "fsdp_hybrid": {"optimizer_fraction": 0.5, "reduce_dtype": "bfloat16"},
     "tensor": {"optimizer_fraction": 0.25, "reduce_dtype": "float32"},
     "tensor_ddp": {"optimizer_fraction": 0.5, "reduce_dtype": "float32"},
+    "ulysses": {"optimizer_fraction": 0.25, "reduce_dtype": "float32"},
     "pipeline": {"optimizer_fraction": 1.0, "reduce_dtype": None},
     "layer_split": {"optimizer_fraction": 1.0, "reduce_dtype": None},
     "parameter_server": {"optimizer_fractions": [1.0, 0.0, 0.0, 0.0], "reduce_dtype": "float32"},
@@ -116,7 +120,7 @@ def before(name):
 
 def after(name):
     facts = EVERY_OPTIMIZER | AFTER.get(name, SHARDED)
-    if name in ("single", "parameter_server") or name.startswith("zero"):
+    if name in ("single", "ulysses", "parameter_server") or name.startswith("zero"):
         del facts["sync_each_batch"]  # not up to the training loop
     return facts
 

@@ -170,9 +170,12 @@ def job_of(run: RunFacts | Record) -> PlannedJob:
 
 
 def _strategy_of(run: RunFacts | Record) -> Strategy:
-    """Return the strategy of a run, with the schedule that its pipeline had."""
+    """Return the strategy of a run, with its pipeline's schedule and the ranks that share rows."""
     strategy = strategy_of(run)
     assert strategy is not None
+    readers = cast("Mapping[str, Any]", run).get("data_parallel_size")
+    if strategy.splits_rows and readers:
+        return replace(strategy, sequence=run["num_processes"] // readers)
     slots = cast("Mapping[str, Any]", run).get("pipeline")
     return strategy if slots is None else replace(strategy, schedule=slots["schedule"])
 

@@ -47,11 +47,16 @@ def accelerate_config(
                 # The default, pdsh, would start the other machines from this one, by SSH.
                 section["deepspeed_multinode_launcher"] = "standard"
             sections = port | {"deepspeed_config": section}
+            if strategy.splits_rows:
+                size = strategy.sequence_size(processes)
+                sections |= _mesh(processes, sequence=size)
         case "fsdp":
             distributed_type = "FSDP"
             sections = port | mixed | {"fsdp_config": _fsdp_section(strategy, options)}
             if strategy.replicas > 1:
                 sections |= _mesh(processes, replicate=strategy.replicas)
+            if strategy.splits_rows:
+                sections |= _mesh(processes, context=strategy.sequence_size(processes))
         case "tensor":
             # Ranks of plain processes: transformers splits the model while it is loaded.
             distributed_type = "MULTI_GPU"
@@ -75,17 +80,19 @@ def accelerate_config(
     }
 
 
-def _mesh(processes: int, *, replicate: int = 1, tensor: int = 1) -> dict[str, Any]:
+def _mesh(
+    processes: int, *, replicate: int = 1, tensor: int = 1, context: int = 1, sequence: int = 1
+) -> dict[str, Any]:
     """Return the section that lays the processes out; the rest of them shard.
 
     That of no process has Accelerate refuse every script that does not see to its ranks itself.
     """
     sizes = {
         "dp_replicate": replicate,
-        "dp_shard": processes // replicate // tensor,
+        "dp_shard": processes // replicate // tensor // context // sequence,
         "tp": tensor,
-        "cp": 1,
-        "sp": 1,
+        "cp": context,
+        "sp": sequence,
     }
     named = {f"parallelism_config_{name}_size": size for name, size in sizes.items()}
     return {"parallelism_config": named}
@@ -134,6 +141,12 @@ def num_processes_problem(strategy: Strategy, num_processes: int) -> str | None:
         return (
             f"{strategy.name} splits every matrix over {strategy.tensor} processes, so it needs a "
             f"multiple of {strategy.tensor}; {num_processes} asked."
+        )
+    sharing = strategy.sequence_size(num_processes)
+    if num_processes % sharing:
+        return (
+            f"{strategy.name} splits each row over {sharing} processes, so it needs a multiple of "
+            f"{sharing}; {num_processes} asked."
         )
     replicas, least = strategy.replicas, max(2, strategy.tensor)
     if num_processes % replicas or (replicas > 1 and num_processes // replicas < least):

@@ -16,7 +16,7 @@ from typing import Any, cast
 from toolkit.configs.deepspeed import AUTO
 from toolkit.configs.deepspeed_keys import mistakes_by_key
 from toolkit.errors import UsageError
-from toolkit.strategies import DTYPES, STRATEGIES, Device, Strategy
+from toolkit.strategies import ALL_RANKS, DTYPES, STRATEGIES, Device, Strategy
 
 DEEPSPEED_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 CUSTOM = "custom"
@@ -38,9 +38,11 @@ _BESIDE = {
 (utils/launch.py)."""
 
 _SPLITS = {
-    "PARALLELISM_CONFIG_CP_SIZE": "context parallel (parallelism_config_cp_size)",
-    "PARALLELISM_CONFIG_SP_SIZE": "sequence parallel (parallelism_config_sp_size)",
+    "CP": "context parallel (parallelism_config_cp_size)",
+    "SP": "sequence parallel (parallelism_config_sp_size)",
+    "TP": "tensor parallel (parallelism_config_tp_size)",
 }
+"""The ways in which ranks share rows or layers, by Accelerate's names of their dimensions."""
 
 
 def requested_strategy(environ: Mapping[str, str], named: Strategy | None = None) -> Strategy:
@@ -135,7 +137,7 @@ def check_left_over(environ: Mapping[str, str], *, launched: bool = True) -> Non
 def known_strategy(strategy: Strategy) -> Strategy:
     """Return our strategy with the same features, or `strategy` itself."""
     for known in STRATEGIES.values():
-        # Hybrid sharding and tensor groups keep their names in any size.
+        # Hybrid sharding, tensor groups and split rows keep their names in any size.
         sized = known.sized_as(strategy)
         if same_features(sized, strategy):
             return sized
@@ -167,9 +169,38 @@ def requested_replicas(environ: Mapping[str, str]) -> int:
 
 def requested_tensor_size(environ: Mapping[str, str]) -> int:
     """Return the ranks that the launcher's config has share every matrix; 1 for none."""
+    return _requested_size(environ, "TP")
+
+
+def _requested_size(environ: Mapping[str, str], dimension: str) -> int:
+    """Return the size of a dimension of the launcher's mesh; 1 without one."""
     if not _is_true(environ, "ACCELERATE_USE_PARALLELISM_CONFIG"):
         return 1
-    return int(environ.get("PARALLELISM_CONFIG_TP_SIZE", "1"))
+    return int(environ.get(f"PARALLELISM_CONFIG_{dimension}_SIZE", "1"))
+
+
+def _split_rows(
+    strategy: Strategy, environ: Mapping[str, str], dimension: str, config: Mapping[str, Any]
+) -> Strategy:
+    """Return a strategy with the ranks that the launcher's config has share each row."""
+    size = _requested_size(environ, dimension)
+    if size == 1:
+        return strategy
+    groups = _requested_size(environ, "DP_SHARD") * _requested_size(environ, "DP_REPLICATE")
+    ranks = int(environ.get("WORLD_SIZE", size * groups))
+    if size * groups != ranks:
+        raise UsageError(
+            f"{_SPLITS[dimension]}: {size} for each of {groups} groups that share rows "
+            "(parallelism_config_dp_shard_size) makes "
+            f"{size * groups} ranks, and {ranks} were started. Change one of the three."
+        )
+    split = replace(
+        strategy,
+        sequence=ALL_RANKS if groups == 1 else size,
+        summary=f"{strategy.summary}, each row split over {size} ranks",
+    )
+    _check_split(split, dimension, config)
+    return split
 
 
 def requests_checkpointing(environ: Mapping[str, str]) -> bool:
@@ -313,14 +344,16 @@ def _not_there(file: Path) -> str:
 def _from_environment(environ: Mapping[str, str]) -> Strategy:
     _check_supported(environ)
     if asks_for_deepspeed(environ):
-        return deepspeed_strategy(read_deepspeed_config(environ))
+        config = read_deepspeed_config(environ)
+        return _split_rows(deepspeed_strategy(config), environ, "SP", config)
     if _is_true(environ, "ACCELERATE_USE_FSDP"):
-        return fsdp_strategy(
+        strategy = fsdp_strategy(
             version=int(environ.get("FSDP_VERSION", "1")),
             reshard_after_forward=_is_true(environ, "FSDP_RESHARD_AFTER_FORWARD"),
             offload=_is_true(environ, "FSDP_OFFLOAD_PARAMS"),
             replicas=requested_replicas(environ),
         )
+        return _split_rows(strategy, environ, "CP", {})
     if (size := requested_tensor_size(environ)) > 1:
         replicas = requested_replicas(environ)
         if replicas > 1 and replicas * size != requested_processes(environ):
@@ -332,19 +365,44 @@ def _from_environment(environ: Mapping[str, str]) -> Strategy:
     return STRATEGIES["single"]
 
 
+def _check_split(strategy: Strategy, dimension: str, config: Mapping[str, Any]) -> None:
+    """Raise UsageError for a config that does not go with split rows.
+
+    `config` is DeepSpeed's, empty beside FSDP.
+    """
+    zero: dict[str, Any] = config.get("zero_optimization") or {}
+    problem = None
+    if strategy.reads_deepspeed_json and strategy.zero_stage == 0:
+        problem = "needs a ZeRO stage from 1 to 3, and the DeepSpeed config has none"
+    elif strategy.offloads:
+        problem = "is not proven with an offload, which the config asks for"
+    elif strategy.replicas > 1:
+        problem = "is not proven with hybrid sharding (parallelism_config_dp_replicate_size)"
+    elif strategy.zero_stage == 3 and not zero.get("reduce_scatter", True):
+        # deepspeed 0.19, stage3.py: large buckets are divided by the ranks, small ones by the rows.
+        problem = "needs reduce_scatter at stage 3, or DeepSpeed divides gradients in two ways"
+    if problem:
+        name = "ulysses" if strategy.reads_deepspeed_json else "context"
+        raise UsageError(
+            f"{_SPLITS[dimension]} {problem}. Use accelerate_configs/{name}.yaml, or change the "
+            "config."
+        )
+
+
 def _check_supported(environ: Mapping[str, str]) -> None:
     """Raise UsageError for Accelerate features in a config that no strategy here supports."""
+    of_deepspeed = asks_for_deepspeed(environ)
+    of_fsdp = _is_true(environ, "ACCELERATE_USE_FSDP")
+    beside = "DeepSpeed" if of_deepspeed else "FSDP" if of_fsdp else "plain ranks"
+    mine = "SP" if of_deepspeed else "CP" if of_fsdp else "TP"
+    sizes = {name: _requested_size(environ, name) for name in _SPLITS}
     unsupported = [
-        f"{words}: {environ[name]}"
-        for name, words in _SPLITS.items()
-        if _is_true(environ, "ACCELERATE_USE_PARALLELISM_CONFIG")
-        and int(environ.get(name, "1")) > 1
+        f"{_SPLITS[name]}: {size} beside {beside}"
+        for name, size in sizes.items()
+        if size > 1 and name != mine
     ]
     if _is_true(environ, "ACCELERATE_USE_MEGATRON_LM"):
         unsupported.append("Megatron-LM (ACCELERATE_USE_MEGATRON_LM)")
-    sharded = asks_for_deepspeed(environ) or _is_true(environ, "ACCELERATE_USE_FSDP")
-    if sharded and requested_tensor_size(environ) > 1:
-        unsupported.append("tensor parallel (parallelism_config_tp_size) beside FSDP or DeepSpeed")
     _refuse(unsupported, "Accelerate")
     if _is_true(environ, "ACCELERATE_USE_FSDP") and environ.get("FSDP_IGNORED_MODULES"):
         raise UsageError(

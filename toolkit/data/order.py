@@ -124,14 +124,16 @@ class Collator:
     """
 
     pad_token_id: int
+    multiple: int = 1
+    """Of tokens, up to which the longest row is padded as well."""
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         import torch
 
         lengths = [len(row["input_ids"]) for row in rows]
+        width = -(-max(lengths) // self.multiple) * self.multiple
 
         def padded(values: Iterable[Sequence[int]], filler: int) -> torch.Tensor:
-            width = max(lengths)
             return torch.tensor([[*value, *[filler] * (width - len(value))] for value in values])
 
         if "position_ids" in rows[0]:

@@ -17,7 +17,16 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
 
 from toolkit.configs.requested import deepspeed_strategy, fsdp_strategy, requested_replicas
-from toolkit.engines import ddp, deepspeed, fsdp2, parameter_server, pipeline, tensor_parallel
+from toolkit.engines import (
+    context,
+    ddp,
+    deepspeed,
+    fsdp2,
+    parameter_server,
+    pipeline,
+    tensor_parallel,
+    ulysses,
+)
 from toolkit.engines.base import Backend, Traits
 from toolkit.errors import UsageError
 from toolkit.strategies import Strategy, refuse_backend
@@ -35,9 +44,13 @@ def backend_of(model: torch.nn.Module) -> Backend:
         return parameter_server.Served(model)
     if tensor_parallel.group_size(model) > 1:
         return tensor_parallel.TensorParallel(model)
+    if context.is_split(model):
+        return context.Context(model)
     if isinstance(model, FSDPModule):
         return fsdp2.FSDP2(model)
     if deepspeed.is_engine(model):
+        if ulysses.is_split(model):
+            return ulysses.Ulysses(model)
         return deepspeed.DeepSpeed(model)
     if isinstance(model, FullyShardedDataParallel):
         raise UsageError(
@@ -59,7 +72,7 @@ def traits_of(strategy: Strategy, num_processes: int) -> Traits:
         case "ddp":
             return ddp.TRAITS
         case "deepspeed":
-            return deepspeed.TRAITS
+            return deepspeed.SPLIT_TRAITS if strategy.splits_rows else deepspeed.TRAITS
         case "fsdp":
             return fsdp2.traits_of(strategy)
         case "tensor":
@@ -82,6 +95,10 @@ def prepare(
         return parameter_server.prepare(accelerator, model, optimizer, loader)
     if tensor_parallel.group_size(model) > 1:
         return tensor_parallel.prepare(accelerator, model, optimizer, loader)
+    if context.is_asked(accelerator):
+        return context.prepare(accelerator, model, optimizer, loader)
+    if ulysses.is_asked(accelerator):
+        return ulysses.prepare(accelerator, model, optimizer, loader)
     return accelerator.prepare(model, optimizer, loader)
 
 

@@ -58,7 +58,7 @@ class Traits:
     """Whether mixed precision casts the weights, and the optimizer steps on fp32 copies of them.
     Elsewhere the weights stay in fp32 and are cast for each operation."""
 
-    reduces: Literal["nothing", "weights' dtype", "computed dtype"]
+    reduces: Literal["nothing", "weights' dtype", "computed dtype", "fp32"]
     """The dtype in which gradients cross the wire."""
 
     watch_builds: Callable[[Callable[[float], object]], Undo] | None = None
@@ -86,6 +86,9 @@ class Backend(ABC):
     one_rank_steps: bool = False
     """Whether one rank holds the optimizer's states and the averaged gradients, and the others
     take the stepped weights from it."""
+
+    splits_rows: bool = False
+    """Whether several ranks share each row, a piece each."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model: Any = model
@@ -299,6 +302,24 @@ class Backend(ABC):
             Each micro-batch's share of the step's loss, times the data-parallel size.
         """
         return None
+
+    def piece(
+        self, accelerator: Accelerator, batch: dict[str, torch.Tensor]
+    ) -> AbstractContextManager[dict[str, torch.Tensor]]:
+        """Give what this rank's forward takes of a batch that its group has read: all of it.
+
+        Where rows are split, its piece of them, with `shift_labels` beside the labels. Forward and
+        backward have to run within.
+        """
+        return nullcontext(batch)
+
+    def loss_of_rows(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss of a piece so that its mean over the ranks is that of the rows."""
+        return loss
+
+    def splitting(self, rows: int) -> AbstractContextManager[None]:
+        """Have ranks share rows outside of training too, in batches of `rows`."""
+        return nullcontext()
 
     def slots(self) -> PipelineSlots | None:
         """Return the slots of the last step's pipeline; None without one.

@@ -7,6 +7,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -56,6 +57,10 @@ TRAITS: Final = Traits(
     reduces="computed dtype",
     watch_builds=_watch_builds,
 )
+
+SPLIT_TRAITS: Final = replace(TRAITS, reduces="fp32")
+"""With rows that ranks share: `seq_parallel_communication_data_type` is fp32 where nothing is said
+(deepspeed 0.19, runtime/constants.py)."""
 
 _TRACE: Final = tuple(
     f"_PartitionedParameterCoordinator__{name}"

@@ -86,3 +86,57 @@ def patch_transformers() -> None:
     )
     for module in modules:
         module.is_torch_bf16_gpu_available = lambda: True
+
+
+def register_ring() -> None:
+    """Have torch's context parallelism take SDPA's kernel for the CPU around its ring.
+
+    torch 2.15 (`_context_parallel/_attention.py`) knows those for GPUs alone. The ring itself takes
+    any kernel; tests/test_split_row_faults.py fails when this moves.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+    def local(values: Any) -> list[Any]:
+        return [value.to_local() if isinstance(value, DTensor) else value for value in values]
+
+    def spread(results: Any, like: Any) -> tuple[Any, ...]:
+        return tuple(
+            DTensor.from_local(result, like.device_mesh, like.placements) for result in results
+        )
+
+    def run(_: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+        query, key, value, *options = args
+        dropout, causal = (*options, 0.0, False)[:2]
+        results = ring._templated_ring_attention(
+            query.device_mesh.get_group(),
+            2,
+            kernel,
+            *local((query, key, value)),
+            is_causal=bool(causal),
+            dropout_p=dropout,
+            scale=kwargs.get("scale"),
+        )
+        return spread(results, query)
+
+    def run_backward(_: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+        gradient, query, key, value, out, logsumexp, dropout, causal = args[:8]
+        parts = local((gradient, query, key, value, out, logsumexp))
+        results = ring._templated_ring_attention_backward(
+            query.device_mesh.get_group(),
+            2,
+            backward,
+            parts[0],
+            "grad_out",
+            *parts[1:],
+            is_causal=causal,
+            dropout_p=dropout,
+            scale=kwargs.get("scale"),
+        )
+        return spread(results, query)
+
+    ring.custom_ops |= {kernel: run, backward: run_backward}

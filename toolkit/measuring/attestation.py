@@ -129,6 +129,7 @@ class Requested:
         facts["reduce_dtype"] = {
             "nothing": None,
             "weights' dtype": "float32",
+            "fp32": "float32",
             "computed dtype": COMPUTE_DTYPES[self.precision],
         }[traits_of(self.strategy, self.num_processes).reduces]
         if self.precision == "no" and self.accumulation_dtype is None:

@@ -38,6 +38,12 @@ NOT_COUNTED = (
 
 NAMESPACES = {"c10d", "_c10d_functional", "c10d_functional", "_dtensor"}
 
+OF_SHARDS = {"_allgather_base_", "_reduce_scatter_base_"}
+"""Calls of `fully_shard`, which may use the group of ranks that share rows."""
+
+OPAQUE = {"deepspeed::dim_zero_all_to_all"}
+"""Operations of other libraries with a collective inside, which the mode does not see."""
+
 CALLS = {
     "allreduce_": ("all_reduce", 0),
     "allreduce_coalesced_": ("all_reduce", 0),
@@ -62,6 +68,7 @@ CALLS = {
     "alltoall_base_": ("all_to_all", 1),
     "all_to_all_single": ("all_to_all", 0),
     "shard_dim_alltoall": ("all_to_all", 0),
+    "dim_zero_all_to_all": ("all_to_all", 0),
     "broadcast_": ("broadcast", 0),
     "broadcast": ("broadcast", 0),
     "reduce_": ("reduce", 0),
@@ -187,7 +194,7 @@ class Ledger(CountingMode):
         ]
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if getattr(func, "namespace", None) in NAMESPACES:
+        if getattr(func, "namespace", None) in NAMESPACES or func._schema.name in OPAQUE:
             self._count(func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -204,16 +211,20 @@ class Ledger(CountingMode):
         times = 0 if position is None else ranks if name in PARTS else 1
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             elements = times * sum(t.numel() for t in tensors if t.dtype == dtype)
-            purpose = self._purpose(kind, dtype, elements, ranks, group)
+            shared = group is not None and group == self._sharing and name not in OF_SHARDS
+            purpose = self._purpose(kind, dtype, elements, ranks, shared=shared)
             row = Calls(kind, purpose, dtype_name(dtype), ranks)
             self._sizes[row.dtype] = dtype.itemsize
             self.calls[row] += 1
             self.elements[row] += elements
 
     def _purpose(
-        self, kind: str, dtype: torch.dtype, elements: int, ranks: int, group: str | None
+        self, kind: str, dtype: torch.dtype, elements: int, ranks: int, *, shared: bool
     ) -> str:
-        """Name the purpose of a call, as far as its place in the step shows it."""
+        """Name the purpose of a call, as far as its place in the step shows it.
+
+        `shared`: it is among ranks that share layers or rows.
+        """
         if kind in ("send", "receive"):
             # A pipeline's passes are not marked; a parameter server's pushes and pulls are.
             return _PURPOSES.get((self._phase or "", kind, True), "activations")
@@ -224,12 +235,12 @@ class Ledger(CountingMode):
             return "norm"
         if phase == "guards":
             return "guards"
-        if phase in ("forward", "backward") and group is not None and group == self._sharing:
+        if phase in ("forward", "backward") and shared:
             return "activations"
         if phase is None:
             of_a_rank = elements // ranks if kind in ("all_gather", "gather") else elements
             # The last stage of a pipeline tells the others its losses.
-            is_told = kind == "broadcast" and group is not None and group == self._sharing
+            is_told = kind == "broadcast" and shared
             return "metrics" if of_a_rank == 1 or is_told else "other"
         if (phase, kind) == ("forward", "broadcast"):
             if dtype in self._buffers:

@@ -64,6 +64,9 @@ class PlannedJob(JobOptions):
     in_flight: float = 1.0
     """Micro-batches whose activations are held at once: several in the stages of a pipeline."""
 
+    pieces: int = 1
+    """Ranks that share each row: `sequence` is then a piece's tokens, and attention sees all."""
+
     on_cpu: bool = False
     """A rehearsal: offloaded states lie in the same memory, and AdamW steps tensor by tensor."""
 
@@ -134,6 +137,11 @@ class PlannedJob(JobOptions):
             raise UsageError(
                 f"{part} with whole matrices, and {self.strategy.name} splits them. Choose another "
                 "strategy, or leave that out."
+            )
+        if self.strategy.splits_rows and self.method == "qlora":
+            raise UsageError(
+                f"{self.strategy.name} is not proven with qlora. Choose method lora, or another "
+                "strategy."
             )
         if self.gpus % self.strategy.replicas:
             raise UsageError(

@@ -153,7 +153,8 @@ def _lora(job: PlannedJob) -> dict[str, Any]:
 
 
 def _qlora(job: PlannedJob) -> dict[str, Any]:
-    has_place = job.method != "qlora" and job.strategy.tensor == 1
+    whole = job.strategy.tensor == 1 and not job.strategy.splits_rows
+    has_place = job.method != "qlora" and whole
     return {"method": "qlora"} if has_place and not qlora_problem(job.model) else {}
 
 

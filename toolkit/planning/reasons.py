@@ -9,13 +9,10 @@ from toolkit.planning.job import PlannedJob
 from toolkit.planning.levers import unpacked_share
 from toolkit.planning.options import Goal
 from toolkit.planning.remedies import LARGEST_CLUSTER, Remedy
-from toolkit.planning.search import ORDER, SPLIT, Candidate, Search, Training
+from toolkit.planning.search import LONG_ROW, ORDER, SPLIT, SPLIT_ROWS, Candidate, Search, Training
 from toolkit.planning.speed.traffic import cost_of_sync
 from toolkit.planning.terms import GIB
 from toolkit.strategies import STRATEGIES
-
-LONG_ROW = 16_384
-"""Tokens from which a row that does not fit is one to split over GPUs, not to shorten."""
 
 
 def why_nothing_fits(closest: Candidate) -> str:
@@ -114,17 +111,17 @@ def _of_levers(choice: Candidate, goal: Goal) -> Iterator[str]:
     if job.chunked_loss:
         yield "The chunked loss is on: the logits of a whole micro-batch are never held."
     readers = f"{job.gpus} GPU{'s' if job.gpus > 1 else ''}"
-    if job.strategy.splits_model:
+    if job.strategy.splits_model or job.strategy.splits_rows:
         groups = job.readers
         readers = f"{groups} group{'s' if groups > 1 else ''} of {job.gpus // groups} GPUs"
     yield (
         f"Batch {job.batch} x {readers} x {job.accumulation} "
         f"accumulated keeps the global batch of {job.batch * job.readers * job.accumulation}."
     )
-    yield (
-        f"Memory and tokens/s are those of rows of {job.sequence:,} tokens. Where your texts are "
-        "shorter, --packing best_fit fills the rows with them."
-    )
+    of_rows = f"Memory and tokens/s are those of rows of {job.sequence:,} tokens."
+    if not job.strategy.splits_rows:  # nothing would keep the texts of a row apart
+        of_rows += " Where your texts are shorter, --packing best_fit fills the rows with them."
+    yield of_rows
     if job.method == "full":
         return
     yield (
@@ -173,12 +170,18 @@ def what_it_takes(leanest: Candidate, ways: Sequence[Remedy]) -> Iterator[str]:
             f"The longest row that fits {name} here is {way.job.sequence:,} tokens, under "
             f"{way.job.strategy.name}{_with_levers(leanest)}."
         )
-        if leanest.job.sequence >= LONG_ROW:
-            yield (
-                f"No strategy here splits a row: {leanest.job.sequence:,} tokens of one row lie on "
-                "one GPU. Longer ones need the sequence split over GPUs (context parallelism, "
-                "Ulysses), which toolkit.train does not have."
-            )
+        job = leanest.job
+        if job.sequence >= LONG_ROW and not job.strategy.splits_rows:
+            yield _why_not_split(job)
+
+
+def _why_not_split(job: PlannedJob) -> str:
+    """Return why GPUs don't share the long rows of a job, or the strategy with which they can."""
+    who = "Several GPUs" if job.gpus == 1 else "The GPUs"
+    return (
+        f"{job.sequence:,} tokens of one row lie on one GPU. {who} can share each row, under "
+        f"{' or '.join(SPLIT_ROWS)}."
+    )
 
 
 def _condition(way: Remedy) -> str:
@@ -193,6 +196,11 @@ def _why(choice: Candidate, ranked: Sequence[Candidate], goal: Goal) -> str:
     name = choice.job.strategy.name
     if goal == "memory":
         return f"{name} needs the least memory of what fits."
+    if choice.job.strategy.splits_rows:
+        return (
+            f"Such rows fit where GPUs share them: {name} gives each a piece of every row, and "
+            "attention alone sees all."
+        )
     if not choice.whole_and_plain:
         return f"{name} is the fastest of what fits, by the estimate, or as fast and simpler."
     sentence = f"The model fits whole, so {name} comes first: sharding adds traffic and waiting."

@@ -30,6 +30,7 @@ from toolkit.planning.search import (
     SAME_SPEED,
     SHARDED,
     SPLIT,
+    SPLIT_ROWS,
     TRAININGS,
     WHOLE,
     Candidate,
@@ -118,6 +119,8 @@ def recommend(model: str | Path | ModelShape, options: RecommendOptions) -> Reco
     for training, offloads in _in_turn(trainings, options.host_gib is not None):
         on_gpus = WHOLE + SHARDED + SPLIT
         found = search.offloaded(training) if offloads else search.under(on_gpus, training)
+        if not offloads and not any(candidate.fits for candidate in found):
+            found += search.under(SPLIT_ROWS, training)
         looked_at += found
         fitting = [candidate for candidate in found if candidate.fits]
         unconditional = [c for c in fitting if c.verdict.answer == "fits"]
@@ -287,6 +290,8 @@ def _given_up(candidate: Candidate) -> Iterator[str]:
     elif strategy.offloads:
         yield "each step waits for PCIe and the CPU"
     elif strategy.shards_parameters:
+        if strategy.splits_rows:
+            yield "each layer waits for the GPUs that share a row, and a step for its rows in turn"
         yield "weights are gathered layer by layer, again in every micro-batch"
 
 

@@ -20,6 +20,7 @@ from toolkit.planning.job import PlannedJob
 from toolkit.planning.levers import Lever
 from toolkit.planning.memory.estimate import MemoryEstimate, estimate_memory
 from toolkit.planning.options import OPTIM_FLAGS, Goal, Method
+from toolkit.planning.rows import split_problem
 from toolkit.planning.speed.estimate import PlannedSpeed, estimate_speed
 from toolkit.planning.speed.gpus import Gpu
 from toolkit.planning.split import part_of_rank
@@ -33,12 +34,17 @@ SPLIT = ("tensor", "tensor_ddp", "pipeline")
 it is a pipeline in which one GPU works at a time."""
 
 OFFLOADED = ("zero2_offload", "fsdp_offload", "zero3_offload")
+SPLIT_ROWS = ("context", "ulysses")
+"""Those that split each row, looked at where rows of `LONG_ROW` tokens fit under no other."""
 
 ORDER = (
     *(*WHOLE, "zero1", "fsdp", "zero2", "zero3", "fsdp_grad_op", "fsdp_hybrid"),
-    *(*SPLIT, *OFFLOADED),
+    *(*SPLIT, *SPLIT_ROWS, *OFFLOADED),
 )
 """From the simplest to set up and to understand; `fsdp` comes with torch."""
+
+LONG_ROW = 16_384
+"""Tokens from which a row that does not fit is one to split over GPUs, not to shorten."""
 
 RUNGS = (
     (levers.CHUNKED_LOSS, levers.BUCKET_VIEW, levers.SYNC_EACH_BATCH),
@@ -188,6 +194,9 @@ class Search:
             return False  # some ranks would have no rows
         if strategy.splits_model:
             return self.split_problem(strategy) is None
+        if strategy.splits_rows:
+            sharing = strategy.sequence_size(job.gpus)
+            return job.sequence >= LONG_ROW and not split_problem(strategy, sharing, job.model)
         # Replicas in one node only cost memory.
         return strategy.replicas == 1 or job.nodes > 1
 

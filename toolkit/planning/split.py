@@ -16,6 +16,7 @@ from toolkit.errors import UsageError
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.models.shape import ModelShape, Tensor
 from toolkit.planning.pipelined import parts_of_ranks
+from toolkit.planning.rows import piece_of_rank
 from toolkit.strategies import STRATEGIES
 
 BY_INPUTS: Final = re.compile(r"\.(?:o_proj|down_proj|dense|dense_4h_to_h|fc2|c_proj)\.weight$")
@@ -51,6 +52,8 @@ def part_of_rank(job: PlannedJob) -> PlannedJob:
     size = job.strategy.tensor
     if job.strategy.schedule is not None:
         return parts_of_ranks(job)[0]
+    if job.strategy.splits_rows:
+        return piece_of_rank(job)
     if size == 1:
         return job
     readers = job.gpus // size

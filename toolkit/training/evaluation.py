@@ -129,7 +129,7 @@ def loss_and_tokens(
     backend = backend_of(model)
     ranks = backend.data_parallel_size()
     filled = validation_rows(rows, global_batch=batch_rows * ranks, pad_token_id=pad_token_id)
-    with between_steps(accelerator, model):
+    with between_steps(accelerator, model), backend.splitting(batch_rows):
         # Not a DataLoader, which draws a random number whenever it is iterated.
         starts = range(backend.data_parallel_rank() * batch_rows, len(filled), ranks * batch_rows)
         for start in starts:
@@ -137,9 +137,11 @@ def loss_and_tokens(
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
             batch.pop("sample_id", None)
             progressed()
-            sums += _chunked_sums(model, batch) if POSITIONS in batch else _sums(model, batch)
-        # Ranks that share one batch have all summed it.
-        copies = accelerator.num_processes // ranks
+            of_batch = _chunked_sums if POSITIONS in batch else _sums
+            with backend.piece(accelerator, batch) as piece:
+                sums += of_batch(model, piece)
+        # Ranks that share one batch have all summed it, or a piece each.
+        copies = 1 if backend.splits_rows else accelerator.num_processes // ranks
         total, tokens = (accelerator.reduce(sums, "sum") / copies).tolist()
     return total, int(tokens)
 
@@ -147,22 +149,29 @@ def loss_and_tokens(
 def _chunked_sums(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return the result of `_sums` for a model with the chunked loss, summed in fp32 by batch."""
     loss = model(**batch, num_items_in_batch=1).loss  # undivided, thus the sum
-    return torch.stack([loss.double(), (batch["labels"][:, 1:] != IGNORED).sum().double()])
+    return torch.stack([loss.double(), (_targets(batch) != IGNORED).sum().double()])
 
 
 def _sums(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return the summed loss and the number of predicted tokens of a batch."""
-    labels = batch.pop("labels")
-    logits = model(**batch).logits
+    targets_of_rows = _targets(batch)
+    unlabelled = {n: t for n, t in batch.items() if n not in ("labels", "shift_labels")}
+    logits = model(**unlabelled).logits
     sums = torch.zeros(2, dtype=torch.float64, device=logits.device)
-    for row, wanted in zip(logits, labels, strict=True):
-        chunks = zip(row[:-1].split(CHUNK), wanted[1:].split(CHUNK), strict=True)
+    for row, wanted in zip(logits, targets_of_rows, strict=True):
+        chunks = zip(row[: len(wanted)].split(CHUNK), wanted.split(CHUNK), strict=True)
         for scores, targets in chunks:
             losses = cross_entropy(
                 scores.float(), targets, ignore_index=IGNORED, reduction="none"
             ).double()
             sums += torch.stack([losses.sum(), (targets != IGNORED).sum().double()])
     return sums
+
+
+def _targets(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the tokens to predict, [rows, tokens]: in a piece of rows, one for each token."""
+    shifted = batch.get("shift_labels")
+    return batch["labels"][:, 1:] if shifted is None else shifted
 
 
 def perplexity(loss: float) -> float:

@@ -200,11 +200,14 @@ def _optimizer_step(
     for at, batch in enumerate(window):
         with accelerator.accumulate(*deferred):
             if losses is None:
-                loss = model(**batch, num_items_in_batch=items).loss
-                # Gradients are averaged over the ranks, so the loss is multiplied by their number.
-                loss = loss * ranks
-                # Dividing by the token count already covers the accumulation steps.
-                backend.backward(accelerator, loss, micro_batches=len(window))
+                with backend.piece(accelerator, batch) as piece:
+                    loss = model(**piece, num_items_in_batch=items).loss
+                    # Gradients are averaged over the ranks, so the loss is multiplied by their
+                    # number.
+                    loss = loss * ranks
+                    # Dividing by the token count already covers the accumulation steps.
+                    backend.backward(accelerator, loss, micro_batches=len(window))
+                loss = backend.loss_of_rows(loss.detach())
             else:
                 loss = losses[at]
             recorder.micro_batch(

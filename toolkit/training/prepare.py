@@ -109,7 +109,7 @@ def prepare(
 
 def _under(request: Request, strategy: Strategy) -> dict[str, Any]:
     """Return the fields of a record's `training` that may differ between strategies."""
-    values, switches = request.values[strategy.name], request.own.speed
+    values, switches = request.values[strategy.name], request.own.speed.under(strategy)
     # The real `TrainingArguments` would start a process group.
     stand_in = SimpleNamespace(**dict.fromkeys(TRAINER_SWITCHES) | values)
     args = cast("TrainingArguments", stand_in)

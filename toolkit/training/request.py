@@ -68,6 +68,7 @@ from toolkit.training.pipelines import bubble_note, check_pipeline, with_schedul
 from toolkit.training.precision import asked_precision, with_precision
 from toolkit.training.run_folder import check_names
 from toolkit.training.speed_arguments import check_model, check_speed
+from toolkit.training.split_rows import check_rows
 from toolkit.training.tracking import asked_trackers, names_of_trackers
 
 
@@ -254,6 +255,16 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
         launch,
         lambda strategy: _check_server(
             values[strategy.name], strategy, num_processes=launch.ranks_under(strategy)
+        ),
+    )
+    _refuse_under(
+        launch,
+        lambda strategy: check_rows(
+            strategy,
+            own,
+            values[strategy.name],
+            folder=model.path,
+            num_processes=launch.ranks_under(strategy),
         ),
     )
     precision = asked_precision(common)

@@ -82,7 +82,7 @@ def train(job: Job, status: StatusFile) -> None:
     )
     if own.run.dropout == "off":
         turn_off(model)
-    speed = Speed(own.speed, job.args)
+    speed = Speed(own.speed.under(job.strategy), job.args)
     speed.apply(model, loop=job.args if own.run.engine == "loop" else None)
     for reason in speed.left_out.values() if rank() == 0 else ():
         say(f"left out of --tuned: {reason}")
@@ -93,7 +93,12 @@ def train(job: Job, status: StatusFile) -> None:
         ask_for(model, pipeline)
     if job.strategy.has_server:
         parameter_server.ask_for(model)
-    collate = speed.collating(Collator(pad_token_id=job.pad_token_id))
+    collate = speed.collating(
+        Collator(
+            pad_token_id=job.pad_token_id,
+            multiple=job.strategy.row_multiple(job.args.world_size),
+        )
+    )
     recorder = recorder_of(job, status, speed)
     keeper = _keeper_of(job, recorder)
     try:

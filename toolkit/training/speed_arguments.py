@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -92,6 +92,10 @@ class SpeedArguments:
     @property
     def prefetched_layers(self) -> int:
         return int(self.tuned) if self.fsdp_prefetch is None else self.fsdp_prefetch
+
+    def under(self, strategy: Strategy) -> SpeedArguments:
+        """Return the switches that have a place under a strategy: split rows have no masks."""
+        return replace(self, lean_masks=False) if strategy.splits_rows else self
 
     def with_flags(self, rest: Sequence[str], strategy: Strategy) -> list[str]:
         """Return the flags for `TrainingArguments`, with the tuned ones added.

@@ -76,6 +76,11 @@ def _find_run(plan: ComparisonPlan, strategy: str, engine: Engine) -> Run:
 
 def _strategy_and_engine(name: str, options: CompareOptions) -> tuple[str, Engine]:
     strategy, _, last = name.rpartition("-")
+    if get_strategy(strategy if last in ("trainer", "loop") else name).splits_rows:
+        raise UsageError(
+            f"{name} splits rows over ranks, and a bisection compares whole ones: it finds no "
+            "first difference there. Read the gates of toolkit compare."
+        )
     if last in ("trainer", "loop") and strategy:
         return get_strategy(strategy).name, last
     if options.engine == "both":

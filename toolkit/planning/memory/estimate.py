@@ -18,13 +18,16 @@ from toolkit.planning.memory.activations import (
 from toolkit.planning.memory.allocator import Pools, pools_of
 from toolkit.planning.memory.states import StateBytes, host_terms, most_loaded, persistent_bytes
 from toolkit.planning.memory.transient_buffers import (
+    FIRST,
     RUNNING,
     buffer_terms,
     step_terms,
     trained_units,
 )
-from toolkit.planning.memory.weights import trained_size, weights_of
+from toolkit.planning.memory.weights import COMPUTE_SIZE, trained_size, weights_of
+from toolkit.planning.memory.zero_settings import zero_settings
 from toolkit.planning.pipelined import parts_of_ranks
+from toolkit.planning.rows import exchanged_width
 from toolkit.planning.split import part_of_rank
 from toolkit.planning.terms import PHASES, Category, Interval, Phase, Term, sums_by_phase
 
@@ -120,9 +123,10 @@ def _different(parts: Sequence[PlannedJob]) -> list[PlannedJob]:
 
 def _estimate(job: PlannedJob, *, asked: PlannedJob) -> MemoryEstimate:
     states = most_loaded(job)
+    exchanged = job if asked.strategy.splits_rows else asked
     terms = [
         *_tensor_terms(job, states),
-        *_exchange_term(asked, asked.micro_tokens),
+        *_exchange_term(asked, exchanged.micro_tokens),
         Term(
             category="temporaries",
             name="cuBLAS workspaces",
@@ -212,7 +216,12 @@ def _tensor_terms(job: PlannedJob, states: StateBytes) -> list[Term]:
 
 
 def _exchange_term(job: PlannedJob, tokens: int) -> Iterator[Term]:
-    """Yield the copy in which a tensor group adds up what its ranks computed."""
+    """Yield what a rank holds to exchange activations with others that share its rows or layers.
+
+    `tokens` are those of whole rows under tensor parallelism, else of the rank's pieces.
+    """
+    if job.strategy.splits_rows:
+        yield from _swap_terms(job, tokens)
     if job.strategy.tensor > 1:
         yield Term(
             category="temporaries",
@@ -220,6 +229,54 @@ def _exchange_term(job: PlannedJob, tokens: int) -> Iterator[Term]:
             bytes=Interval(0, tokens * job.model.hidden_size * 4),
             formula="tokens * hidden * 4",
             phases=RUNNING,
+        )
+
+
+def _swap_terms(job: PlannedJob, tokens: int) -> Iterator[Term]:
+    """Yield what a rank holds beside its own activations where ranks share rows.
+
+    The results of attention, once for its backward and once more for the product behind it. Under
+    Ulysses (deepspeed 0.19.8, ulysses_sp.py) copies, as queries, keys and values are laid out to be
+    sent and when they have come. Under torch's ring the keys and values of whole rows, and in fp32
+    the results and gradients that are added up.
+    """
+    model, size = job.model, COMPUTE_SIZE[job.precision]
+    results = tokens * model.heads * model.head_dim * size
+    layers = 1 if job.checkpointing == "full" else model.layers
+    yield Term(
+        category="activations",
+        name="attention's results, for its backward, of a rank's heads",
+        bytes=Interval.exactly(results * layers),
+        formula="tokens * heads * head * size * layers",
+        phases=FIRST if job.checkpointing == "none" else RUNNING,
+    )
+    if not job.strategy.reads_deepspeed_json:
+        own = tokens * exchanged_width(model) * 4
+        pieces = job.strategy.sequence_size(job.gpus)
+        rows = 2 * tokens * pieces * model.kv_heads * model.head_dim * size
+        yield Term(
+            category="temporaries",
+            name="keys and values of whole rows, and what a ring adds up",
+            bytes=Interval(0, 2 * (own + rows)),
+            formula="up to 2 * (rows * (keys, values) * size + tokens * (queries, ...) * 4)",
+            phases=RUNNING,
+        )
+        return
+    copied = tokens * exchanged_width(model) * size
+    yield Term(
+        category="temporaries",
+        name="copies of queries, keys, values and results, as they are swapped",
+        bytes=Interval(0, 2 * copied),
+        formula="up to 2 * tokens * (queries, keys, values, results) * size",
+        phases=RUNNING,
+    )
+    if size < 4:
+        yield Term(
+            category="temporaries",
+            name="a bucket of gradients in fp32, as it is reduced",
+            bytes=Interval(0, 2 * 4 * zero_settings(job).reduce_bucket),
+            formula="up to 2 * 4 * reduce_bucket_size",
+            phases=("backward",),
         )
 
 
@@ -419,6 +476,7 @@ def _outside_terms(job: PlannedJob) -> Iterator[Term]:
     yield Term(category="context", name="CUDA context", bytes=CONTEXT, formula="measured elsewhere")
     if job.gpus > 1:
         several = job.strategy.replicas > 1 or 1 < job.strategy.tensor < job.gpus
+        several |= job.strategy.splits_rows
         groups = 2 if several else 1
         yield Term(
             category="context",

@@ -62,7 +62,13 @@ def train_command(
         words += ["--main_process_ip", ADDRESS, "--main_process_port", str(PORT)]
         if job.strategy.reads_deepspeed_json:
             words += ["--deepspeed_multinode_launcher", "standard"]
+    if job.strategy.splits_rows:
+        dimension = "sp" if job.strategy.reads_deepspeed_json else "cp"
+        size = job.strategy.sequence_size(job.gpus)
+        words += [f"--parallelism_config_{dimension}_size", str(size)]
     words += ["-m", "toolkit.train", "--strategy", job.strategy.name]
+    if "trainer" not in job.strategy.engines:
+        words += ["--engine", job.strategy.engines[0]]
     flags = _flags(job, rate) | ({} if steps is None else {"max_steps": steps})
     for name, value in flags.items():
         words += [f"--{name}", *(value if isinstance(value, list) else [str(value)])]

@@ -65,7 +65,7 @@ def attention_flops(job: PlannedJob) -> float:
     all of them.
     """
     width = job.model.layers * job.model.heads * job.model.head_dim
-    forward = 4.0 * width * job.sequence
+    forward = 4.0 * width * job.sequence * job.pieces
     again = 1 if job.checkpointing == "full" else 0
     if job.attention == "eager":
         return forward * (3 + again)

@@ -34,6 +34,7 @@ from toolkit.planning.memory.zero_settings import zero_settings
 from toolkit.planning.models.shape import ModelShape
 from toolkit.planning.options import Checkpointing
 from toolkit.planning.pipelined import copies_of_head, crossings
+from toolkit.planning.rows import exchanged_width
 from toolkit.planning.split import (
     PER_HEAD,
     part_of_rank,
@@ -44,7 +45,7 @@ from toolkit.planning.split import (
 from toolkit.planning.terms import GIB
 from toolkit.strategies import COMPUTE_DTYPES, DTYPE_BYTES, DTYPES, Strategy
 
-Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "send", "receive"]
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "receive"]
 Purpose = Literal["gradients", "parameters", "activations", "norm"]
 
 DDP_BUCKET_BYTES = 25 << 20
@@ -61,7 +62,7 @@ class Collective:
     purpose: Purpose
     elements: int
     """Of the whole buffer, padding included, each time that all of it travels: what an all-reduce
-    takes, an all-gather gives, a reduce-scatter takes."""
+    takes, an all-gather gives, a reduce-scatter and an all-to-all take."""
 
     element_size: int
     dtype: str
@@ -131,6 +132,11 @@ def collectives(
         return _tensor(job, part_of_rank(job), read)
     if job.strategy.has_server:
         return _parameter_server(job, rank)
+    if job.strategy.splits_rows:
+        shares = part_of_rank(job)
+        if job.strategy.reads_deepspeed_json:
+            return (*_swaps(job, shares, read), *_zero3(job))
+        return (*_ring(job, shares, read), *_fsdp(job))
     match job.strategy.sharding:
         case "whole":
             return _ddp(job)
@@ -335,7 +341,11 @@ def _zero_gradients(
     """Return the collective that reduces gradients under ZeRO."""
     # The weights' own dtype, unless a file names another by one of three names (DeepSpeed 0.19,
     # runtime/config.py, `get_communication_data_type`).
-    named = None if job.deepspeed is None else job.deepspeed.get("communication_data_type")
+    key = "communication_data_type"
+    named = None if job.deepspeed is None else job.deepspeed.get(key)
+    if job.strategy.splits_rows:
+        # fp32 where nothing is said (runtime/constants.py).
+        named = (job.deepspeed or {}).get(f"seq_parallel_{key}", "fp32")
     dtype = DTYPES.get(str(named).lower())
     size = trained_size(job) if dtype is None else DTYPE_BYTES[dtype]
     return Collective(
@@ -517,6 +527,82 @@ def _tensor(job: PlannedJob, of_rank: PlannedJob, tokens: int) -> tuple[Collecti
     ]
     norm = replace(_norm(job, 1, 4), formula="the sum of squares over all ranks")
     return (*planned, *among, norm)
+
+
+def _among_pieces(job: PlannedJob, ranks: int) -> partial[Collective]:
+    """Return what the collectives of ranks that share rows have in common."""
+    per_node = job.gpus // job.nodes
+    return partial(
+        Collective, purpose="activations", ranks=ranks, nodes=max(1, -(-ranks // per_node))
+    )
+
+
+def _ring(job: PlannedJob, of_rank: PlannedJob, tokens: int) -> tuple[Collective, ...]:
+    """Return what goes around among ranks that share rows: keys and values, and their gradients.
+
+    Accelerate 1.15 has torch's ring gather keys and values at once, in forward and again in
+    backward; gradients go around in fp32, with one call for each rank.
+    """
+    model, size, ranks = job.model, COMPUTE_SIZE[job.precision], of_rank.pieces
+    passes = 2 if job.checkpointing == "none" else 3
+    shared = _among_pieces(job, ranks)
+    width = 2 * model.kv_heads * model.head_dim
+    inputs = {"tokens": tokens, "width": width, "layers": model.layers}
+    return (
+        shared(
+            kind="all_gather",
+            elements=tokens * width * model.layers * passes,
+            element_size=size,
+            dtype=COMPUTE_DTYPES[job.precision],
+            calls=model.layers * passes * job.accumulation,
+            formula="tokens * (keys, values) * layers * passes * size",
+            inputs=inputs | {"passes": passes, "size": size},
+        ),
+        shared(
+            kind="all_to_all",
+            elements=tokens * width * model.layers,
+            element_size=4,
+            dtype="float32",
+            calls=model.layers * ranks * job.accumulation,
+            formula="tokens * (keys, values) * layers * 4: their gradients, from rank to rank",
+            inputs=inputs,
+        ),
+    )
+
+
+def _swaps(job: PlannedJob, of_rank: PlannedJob, tokens: int) -> tuple[Collective, ...]:
+    """Return what the ranks that share rows swap around attention: tokens for heads, and back."""
+    model, size, ranks = job.model, COMPUTE_SIZE[job.precision], of_rank.pieces
+    passes = 3 if job.checkpointing != "none" else 2
+    swap = _among_pieces(job, ranks)
+    width = exchanged_width(model)
+    return (
+        swap(
+            kind="all_to_all",
+            elements=tokens // ranks * width * model.layers * passes,
+            element_size=size,
+            dtype=COMPUTE_DTYPES[job.precision],
+            calls=4 * model.layers * passes * job.accumulation,
+            formula="tokens / ranks * (queries, keys, values, results) * layers * passes * size",
+            inputs={
+                "tokens": tokens,
+                "ranks": ranks,
+                "width": width,
+                "layers": model.layers,
+                "passes": passes,
+                "size": size,
+            },
+        ),
+        swap(
+            kind="all_gather",
+            elements=tokens * model.layers * (passes - 1),
+            element_size=8,
+            dtype="int64",
+            calls=model.layers * (passes - 1) * job.accumulation,
+            formula="tokens * layers * forwards * 8: the positions, anew in each layer",
+            inputs={"tokens": tokens, "layers": model.layers, "forwards": passes - 1},
+        ),
+    )
 
 
 def _pipeline(job: PlannedJob, tokens: int) -> tuple[Collective, ...]:

@@ -1,0 +1,101 @@
+"""Context parallelism: ranks share each row, and keys and values go around a ring in attention.
+
+torch's `context_parallel` (2.15, experimental) replaces SDPA while its context is open, in forward
+and backward, and deals rows out so that each rank has an early and a late part of each: all have as
+much to attend to. Accelerate 1.15 opens it, and shards the model by FSDP2 over all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from toolkit.engines.fsdp2 import FSDP2
+from toolkit.engines.on_cpu import register_ring
+from toolkit.engines.prepared import rows_of_rank, world_rank, world_size
+from toolkit.engines.rows import Batch, rows_to_split
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+_MESH = "_ranks_that_share_rows"
+"""Attribute of a prepared model."""
+
+
+def is_asked(accelerator: Any) -> bool:
+    return getattr(accelerator.parallelism_config, "cp_size", 1) > 1
+
+
+def is_split(model: Any) -> bool:
+    """Whether the ranks of a model share rows."""
+    return hasattr(model, _MESH)
+
+
+class Context(FSDP2):
+    """A model of FSDP2 whose keys and values go around a ring."""
+
+    splits_rows = True
+    # Accelerate's hook asks for a causal mask in every forward, which a last token alone reads as
+    # that of the first (accelerate 1.15, `_attach_context_parallel_hooks`).
+    caches_in_generation = False
+
+    def engaged(self, accelerator: Accelerator) -> dict[str, Any]:
+        return super().engaged(accelerator) | {"model_split_by": f"context {self._size}"}
+
+    @property
+    def _mesh(self) -> Any:
+        return getattr(self._model, _MESH)
+
+    @property
+    def _size(self) -> int:
+        return int(self._mesh.size())
+
+    def sharing_group(self) -> str | None:
+        return str(self._mesh.get_group().group_name)
+
+    def data_parallel_size(self) -> int:
+        return world_size() // self._size
+
+    def data_parallel_rank(self) -> int:
+        return world_rank() // self._size
+
+    def backward(self, accelerator: Accelerator, loss: torch.Tensor, *, micro_batches: int) -> None:
+        # FSDP2 averages over all ranks, and those of a group have a piece of the loss each.
+        super().backward(accelerator, loss * self._size, micro_batches=micro_batches)
+
+    @contextmanager
+    def piece(self, accelerator: Accelerator, batch: Batch) -> Iterator[Batch]:
+        # Cut in place, and never put together again.
+        rows = {n: t.clone() for n, t in rows_to_split(batch, 2 * self._size).items()}
+        buffers = list(rows.values())
+        with accelerator.maybe_context_parallel(
+            buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers=set(buffers)
+        ):
+            # A mask of four dimensions is taken as it is, and none is made of the positions, which
+            # go on with a gap; Accelerate then drops it, in front of each layer's attention.
+            yield rows | {"attention_mask": torch.ones(1, 1, 1, 1, device=buffers[0].device)}
+
+    def loss_of_rows(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss * self._size
+
+
+def prepare(
+    accelerator: Accelerator, model: Any, optimizer: torch.optim.Optimizer, loader: Any
+) -> tuple[Any, Any, Any]:
+    """Prepare a model and its rows for training, as `Accelerator.prepare` does for others."""
+    if accelerator.device.type == "cpu":
+        register_ring()
+    wrapped, optimizer = accelerator.prepare(model, optimizer)
+    mesh: Any = accelerator.torch_device_mesh
+    setattr(wrapped, _MESH, mesh["cp"])
+    backend = Context(wrapped)
+    rows = rows_of_rank(
+        accelerator,
+        loader,
+        readers=backend.data_parallel_size(),
+        reader=backend.data_parallel_rank(),
+    )
+    return wrapped, optimizer, rows

@@ -1,0 +1,206 @@
+"""Requests to split rows over ranks: everything that has to be refused before a rank starts.
+
+Attention is all that has to see more than a piece of a row, and the library replaces it where the
+model calls it by name. A model that computes it elsewhere, or needs a mask of its own, would train
+on other attention without an error, so its skeleton is asked first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from toolkit.errors import UsageError
+from toolkit.strategies import Strategy
+from toolkit.training.arguments import OwnArguments
+from toolkit.training.methods import skeleton
+
+PROBE: Final = "toolkit_probe"
+"""Name of an attention that only takes notes."""
+
+WITHOUT_MASKS: Final = ("sdpa", "flash_attention_2", "flash_attention_3")
+"""Implementations of attention that see no later token where they get no mask."""
+
+
+def check_rows(
+    strategy: Strategy,
+    own: OwnArguments,
+    values: Mapping[str, Any],
+    *,
+    folder: str | Path,
+    num_processes: int | None,
+) -> None:
+    """Check that ranks can share the rows of a model in a folder, as a strategy asks.
+
+    Args:
+        strategy: Any; one whose rows stay whole passes.
+        own: Our flags.
+        values: Values of `TrainingArguments`.
+        folder: Of the model.
+        num_processes: Number of ranks; None: not known.
+
+    Raises:
+        UsageError: they cannot, or flags ask for what does not go with it.
+    """
+    if not strategy.splits_rows:
+        return
+    name, attention = strategy.name, own.model.attn_implementation
+    # torch's ring takes the place of its own SDPA.
+    takes = WITHOUT_MASKS if strategy.reads_deepspeed_json else ("sdpa",)
+    refused = {
+        "--packing best_fit, since nothing would keep the texts of a row apart": own.data.packing
+        == "best_fit",
+        "--method qlora": own.method.method == "qlora",
+        "--fsdp_prefetch": bool(own.speed.fsdp_prefetch),
+        "--lean_masks, since it needs no masks at all": bool(own.speed.lean_masks),
+        "--compile_blocks": own.speed.compile_blocks,
+        "--use_liger_kernel, whose loss is not proven for pieces of rows": bool(
+            values.get("use_liger_kernel")
+        ),
+        "--evidence, which reads whole rows": own.run.evidence is not None,
+        f"--attn_implementation {attention}, where {' or '.join(takes)} is due": attention
+        not in (None, *takes),
+    }
+    if flags := [flag for flag, passed in refused.items() if passed]:
+        raise UsageError(
+            f"{name} splits rows over ranks, and does not go with {'; '.join(flags)}. Leave that "
+            "out, or use another strategy."
+        )
+    model = skeleton(folder, trust_remote_code=own.model.trust_remote_code)
+    size = None if num_processes is None else strategy.sequence_size(num_processes)
+    problem = model_problem(
+        model,
+        size=size if strategy.reads_deepspeed_json else None,
+        length=own.data.max_length,
+        attention=attention,
+        takes=takes,
+    )
+    if problem is None and strategy.sharding == "rows":
+        problem = _ring_problem(model, drops=own.run.dropout != "off")
+    if problem is not None:
+        raise UsageError(
+            f"{name} can't split the rows of the model in {folder}: {problem}. Use zero3 or fsdp, "
+            "with shorter rows where these are too long for one GPU."
+        )
+
+
+def model_problem(
+    model: Any,
+    *,
+    size: int | None,
+    length: int,
+    attention: str | None = None,
+    takes: Sequence[str] = WITHOUT_MASKS,
+) -> str | None:
+    """Say why ranks can't share the rows of a model; None where they can.
+
+    Args:
+        model: A causal LM on the meta device.
+        size: Ranks that share the heads of a row; None: not known, or none do.
+        length: Tokens of the longest row.
+        attention: Its implementation; None: the model's own choice.
+        takes: The implementations that can do without a mask.
+    """
+    config = model.config.get_text_config(decoder=True)
+    implementation = attention or config._attn_implementation
+    if implementation not in takes:
+        return f"its attention is {implementation}, which needs a mask of whole rows"
+    counts = {
+        "attention heads": getattr(config, "num_attention_heads", None),
+        "key-value heads": getattr(config, "num_key_value_heads", None),
+    }
+    for noun, count in counts.items():
+        if size is not None and isinstance(count, int) and count % size:
+            return f"its {count} {noun} don't divide by the {size} ranks that share a row"
+    if getattr(config, "output_router_logits", False):
+        return "the loss of its routers (output_router_logits) is one over whole rows"
+    kinds = set(getattr(config, "layer_types", None) or ()) - {
+        "full_attention",
+        "sliding_attention",
+    }
+    if kinds:
+        return f"{' and '.join(sorted(kinds))} of its layers would see a piece of a row alone"
+    notes = _probed(model)
+    if notes is None:
+        return "its forward fails on the meta device, where its attention is looked at"
+    if len(notes.layers) < config.num_hidden_layers:
+        return "not every layer calls its attention where the library replaces it"
+    if not notes.has_positions:
+        return "its attention is not told the positions of its tokens"
+    windows = [window for window in notes.windows if window < length]
+    # flash_attention_2 and 3 keep to the window by themselves, on whole rows.
+    if windows and implementation == "sdpa":
+        return (
+            f"its attention slides over {min(windows):,} tokens, and would see all {length:,} "
+            "without a mask (huggingface/accelerate#4177)"
+        )
+    return None
+
+
+def _ring_problem(model: Any, *, drops: bool = True) -> str | None:
+    """Say why the attention of a model does not go around torch's ring.
+
+    Accelerate has to find its mask, to leave it out; and dropout, which `drops` says is on, would
+    be drawn anew in backward (torch 2.15, `_templated_ring_attention_backward`).
+    """
+    config = model.config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None) or ()
+    if set(kinds) - {"full_attention"} or (not kinds and getattr(config, "sliding_window", None)):
+        return "its attention has a window (sliding_window), with which Accelerate refuses a ring"
+    named = sum(name.endswith("self_attn") for name, _ in model.named_modules())
+    if named < config.num_hidden_layers:
+        return "its layers do not call their attention self_attn, by which Accelerate finds it"
+    notes = _probed(model.train())
+    if drops and notes is not None and notes.dropout:
+        return (
+            f"its attention has a dropout of {notes.dropout:g}, which a ring draws anew in "
+            "backward. Pass --dropout off"
+        )
+    return None
+
+
+@dataclass(slots=True)
+class _Notes:
+    """What the layers of a model hand to their attention."""
+
+    layers: set[int] = field(default_factory=set[int])
+    windows: list[int] = field(default_factory=list[int])
+    has_positions: bool = True
+    dropout: float = 0.0
+
+
+def _probed(model: Any) -> _Notes | None:
+    """Run a model on the meta device, with an attention that takes notes; None where it fails."""
+    from transformers import AttentionInterface
+
+    notes = _Notes()
+
+    def attention(
+        module: Any, query: Any, key: Any, value: Any, mask: Any, *_: Any, **told: Any
+    ) -> tuple[Any, None]:
+        notes.layers.add(id(module))
+        notes.has_positions &= told.get("position_ids") is not None
+        notes.dropout = max(notes.dropout, told.get("dropout") or 0.0)
+        window = told.get("sliding_window")
+        if isinstance(window, int):
+            notes.windows.append(window)
+        return query.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register(PROBE, attention)
+    ids = torch.zeros(1, 4, dtype=torch.long, device="meta")
+    positions = torch.arange(4, device="meta").expand_as(ids)
+    text = model.config.get_text_config(decoder=True)
+    before = text._attn_implementation
+    try:
+        text._attn_implementation = PROBE
+        with torch.no_grad():
+            model(input_ids=ids, position_ids=positions, use_cache=False)
+    except Exception:  # a model's own code, of any kind
+        return None
+    finally:
+        text._attn_implementation = before
+    return notes
