@@ -52,7 +52,7 @@ def test_rows_that_no_gpu_holds_are_split_where_they_are_long():
     job = found.choice.job
     assert (job.strategy.name, job.method, job.readers) == ("context", "full", 1)
     assert job.batch * job.accumulation == 8
-    assert any("1 group x" in reason for reason in found.reasons)
+    assert any("1 group of 8 GPUs x" in reason for reason in found.reasons)
     line = paste_line(found.options[0])
     assert "--parallelism_config_cp_size 8" in line
     assert "--engine loop" in line
