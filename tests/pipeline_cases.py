@@ -1,4 +1,4 @@
-"""Models, schedules and rows for pipelines, the same in two ranks and in one process."""
+"""Models, schedules and rows for pipelines, the same in several ranks and in one process."""
 
 from dataclasses import dataclass, field
 
@@ -37,6 +37,13 @@ CASES = {
     "fewer": Case("qwen2", "1f1b", 1),
     "packed": Case("llama", "1f1b", 3, packed=True),
 }
+IN_GROUPS = {
+    "tied": Case("llama", "1f1b", 3, changes=TIED),
+    "interleaved": Case("llama", "interleaved", 4, changes=TIED),
+    # Its queries and keys have norms: each rank has the gradient of its own heads.
+    "heads": Case("qwen3", "gpipe", 3),
+}
+"""Cases in which each stage is a tensor group's."""
 
 
 def optimizer_for(model):

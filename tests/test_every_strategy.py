@@ -1,4 +1,4 @@
-"""Two real processes train under every strategy; four under `fsdp_hybrid`."""
+"""Two real processes train under every strategy; four under `fsdp_hybrid`, eight `three_d`."""
 
 import itertools
 import json
@@ -206,7 +206,7 @@ def test_each_strategy_proves_what_engaged(usual, others):
         assert engaged["ranks"] == list(range(ranks))
         assert engaged["zero_stage"] == strategy.zero_stage
         assert engaged["replicas"] == strategy.replicas
-        shards = ranks // strategy.replicas
+        shards = strategy.shards(ranks)
         wanted = 1 / shards if strategy.shards_parameters else 1
         assert engaged["sharded_fraction"] == pytest.approx(wanted, abs=0.01)
         # A small model must not stay whole below a threshold made for large ones.
@@ -292,6 +292,7 @@ def test_bytes_on_the_wire_equal_the_planner_and_the_rest_is_listed_apart(usual,
             gpus=row["num_processes"],
             accumulation=row["gradient_accumulation_steps"],
             precision="no",
+            sequence=DATA.max_length,
         )
         found = row["traffic"]
         assert found["disagreements"] == []

@@ -68,6 +68,10 @@ class Strategy:
     sequence: int = 1
     """Ranks that share each row, a piece each, along the sequence; `ALL_RANKS` for all of a run."""
 
+    pipeline: int | None = None
+    """Ranks of a pipeline, each with its own tensor group; the pipelines read rows of their own.
+    None: all ranks are one pipeline, if there is a schedule."""
+
     schedule: ScheduleName | None = None
     """Pipelines: the order in which the ranks work on the micro-batches of a step. With
     `one_at_a_time` each micro-batch waits until the one before is back."""
@@ -113,11 +117,13 @@ class Strategy:
         `whole`: nothing is cut. `flat`: all tensors of a parameter group are laid end to end and
         cut once (ZeRO-1 and 2). `tensors`: each tensor is flattened and cut by itself (ZeRO-3).
         `rows`: the rows of each tensor are dealt out (FSDP2); under tensor parallelism those of the
-        part that a rank's group left it.
+        part that a rank's group left it, or, in a pipeline, that part itself.
         """
         match self.backend:
-            case "single" | "ddp" | "pipeline" | "parameter_server":
+            case "single" | "ddp" | "parameter_server":
                 return "whole"
+            case "pipeline":
+                return "rows" if self.tensor > 1 else "whole"
             case "deepspeed":
                 return "tensors" if self.zero_stage == 3 else "flat"
             case "fsdp" | "tensor":
@@ -280,12 +286,24 @@ class Strategy:
 
     def model_split_by(self, num_processes: int) -> str:
         """Return the ways in which ranks share one copy of the model's computation, or `none`."""
-        if self.schedule is not None:
-            return f"pipeline {num_processes}"
         if self.splits_rows:
             name = "sequence" if self.reads_deepspeed_json else "context"
             return f"{name} {self.sequence_size(num_processes)}"
-        return f"tensor {self.tensor}" if self.tensor > 1 else "none"
+        sizes = {"pipeline": self.pipeline_ranks(num_processes), "tensor": self.tensor}
+        return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "none"
+
+    def pipeline_ranks(self, num_processes: int) -> int:
+        """Return how many of `num_processes` ranks a micro-batch passes through, one at a time."""
+        if self.schedule is None:
+            return 1
+        return num_processes // self.tensor if self.pipeline is None else self.pipeline
+
+    def shards(self, num_processes: int) -> int:
+        """Return how many ranks share one copy of the sharded states.
+
+        Of a pipeline these are the ranks of a tensor group: each stage is a copy of its own.
+        """
+        return self.tensor if self.schedule is not None else num_processes // self.replicas
 
     @property
     def splits_model(self) -> bool:
@@ -295,7 +313,12 @@ class Strategy:
     def mesh(self, num_processes: int) -> str:
         """Return the dimensions of the ranks' mesh in words, as in `shards 2 x tensor 2`."""
         if self.schedule is not None:
-            return f"pipeline {num_processes}"
+            sizes = {
+                "pipeline": self.pipeline_ranks(num_processes),
+                "data": self.data_parallel_size(num_processes),
+                "tensor": self.tensor,
+            }
+            return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
         if self.splits_rows:
             readers = self.data_parallel_size(num_processes)
             split = self.model_split_by(num_processes)
@@ -309,10 +332,11 @@ class Strategy:
     def data_parallel_size(self, num_processes: int) -> int:
         """Return how many of `num_processes` ranks read rows of their own."""
         match self.backend:
-            case "single" | "ddp" | "deepspeed" | "fsdp" | "tensor" | "parameter_server":
-                return num_processes // self.tensor // self.sequence_size(num_processes)
-            case "pipeline":
-                return 1
+            case (
+                "single" | "ddp" | "deepspeed" | "fsdp" | "tensor" | "pipeline" | "parameter_server"
+            ):
+                sharing = self.pipeline_ranks(num_processes) * self.tensor
+                return num_processes // sharing // self.sequence_size(num_processes)
             case _:
                 refuse_backend(self.backend, self, "The toolkit")
 
@@ -453,6 +477,15 @@ STRATEGIES: dict[str, Strategy] = {
             backend="pipeline",
             schedule="one_at_a_time",
             summary="layers cut into stages, with one rank at work and the others waiting",
+        ),
+        Strategy(
+            name="three_d",
+            backend="pipeline",
+            schedule="1f1b",
+            pipeline=2,
+            tensor=2,
+            num_processes=8,
+            summary="pipelines of two tensor groups, of which several average their gradients",
         ),
         Strategy(
             name="parameter_server",

@@ -1,4 +1,4 @@
-"""Two ranks train a model cut into stages as one process trains it whole."""
+"""Two ranks, or two tensor groups, train a model cut into stages as one process trains it whole."""
 
 import subprocess
 import sys
@@ -11,36 +11,57 @@ from places import SCRIPTS
 from toolkit.planning.schedules import SCHEDULES, bubble
 
 
-@pytest.fixture(scope="module")
-def of_ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pipelines")
-    ranks = [
+def started(folder, *, tensor):
+    ranks = range(2 * tensor)
+    processes = [
         subprocess.Popen(
-            [sys.executable, SCRIPTS / "pipelines.py", str(rank), folder / "store", folder],
+            [
+                *(sys.executable, SCRIPTS / "pipelines.py", str(rank), folder / "store", folder),
+                str(tensor),
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(2)
+        for rank in ranks
     ]
-    output = [process.communicate(timeout=300)[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(output)
-    return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
+    output = [process.communicate(timeout=300)[0] for process in processes]
+    assert not any(process.returncode for process in processes), "\n".join(output)
+    return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in ranks]
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory):
+    return started(tmp_path_factory.mktemp("pipelines"), tensor=1)
+
+
+@pytest.fixture(scope="module")
+def of_groups(tmp_path_factory):
+    return started(tmp_path_factory.mktemp("groups"), tensor=2)
 
 
 @pytest.mark.parametrize("name", pipeline_cases.CASES)
 def test_losses_gradients_and_weights_equal_those_of_one_process(of_ranks, name):
-    case = pipeline_cases.CASES[name]
+    assert_as_one_process(pipeline_cases.CASES[name], [outcomes[name] for outcomes in of_ranks])
+
+
+@pytest.mark.parametrize("name", pipeline_cases.IN_GROUPS)
+def test_so_do_those_of_stages_that_are_tensor_groups(of_groups, name):
+    ranks = [outcomes[name] for outcomes in of_groups]
+    assert_as_one_process(pipeline_cases.IN_GROUPS[name], ranks, gap=1e-4)
+
+
+def assert_as_one_process(case, ranks, *, gap=2e-5):
+    """`gap` of the weights: AdamW here moves each by 1e-2 a step, however small its gradient."""
     model = case.model()
     optimizer = pipeline_cases.optimizer_for(model)
-    first, second = (outcomes[name] for outcomes in of_ranks)
     for step, (window, items) in enumerate(pipeline_cases.windows(case)):
         losses = [model(**batch, num_items_in_batch=items).loss for batch in window]
         sum(losses).backward()
         gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), case.limit)
         assert norm > case.limit, "clipping is not active"
-        for rank in (first, second):
+        for rank in ranks:
             torch.testing.assert_close(
                 rank["losses"][step], torch.stack(losses).detach(), rtol=0, atol=1e-6
             )
@@ -50,13 +71,13 @@ def test_losses_gradients_and_weights_equal_those_of_one_process(of_ranks, name)
     with torch.no_grad():
         between = pipeline_cases.loss_between_steps(case, model)
     whole = dict(model.named_parameters())
-    assert first["weights"].keys() | second["weights"].keys() == whole.keys()
-    for rank in (first, second):
+    assert {name for rank in ranks for name in rank["weights"]} == whole.keys()
+    for rank in ranks:
         torch.testing.assert_close(rank["between"], between, rtol=0, atol=1e-6)
         for parameter, gradient in rank["gradients"].items():
             torch.testing.assert_close(gradient, gradients[parameter], rtol=1e-4, atol=1e-6)
         for parameter, weight in rank["weights"].items():
-            torch.testing.assert_close(weight, whole[parameter].detach(), rtol=0, atol=2e-5)
+            torch.testing.assert_close(weight, whole[parameter].detach(), rtol=0, atol=gap)
 
 
 @pytest.mark.parametrize("name", pipeline_cases.CASES)

@@ -35,6 +35,7 @@ STAGES = {
     "wrapper": "none",
     "model_split_by": "pipeline 4",
     "pipeline_stages": 4,
+    "mesh": "pipeline 4 x data 1 x tensor 1",
 }
 BEFORE = {
     "single": {"distributed_type": "NO", "wrapper": "none"},
@@ -62,6 +63,9 @@ BEFORE = {
     | {"zero_stage": 3, "sharded_fraction": 0.25, "model_split_by": "sequence 4"},
     "pipeline": STAGES | {"pipeline_schedule": "1f1b"},
     "layer_split": STAGES | {"pipeline_schedule": "one_at_a_time"},
+    "three_d": STAGES
+    | {"pipeline_schedule": "1f1b", "pipeline_stages": 2, "sharded_fraction": 0.5}
+    | {"model_split_by": "pipeline 2, tensor 2", "mesh": "pipeline 2 x data 1 x tensor 2"},
     "parameter_server": {"distributed_type": "MULTI_GPU", "wrapper": "none", "servers": [0]},
 }
 """What four ranks (`single`: one) request beside, or other than, EVERY_STRATEGY."""
@@ -87,6 +91,7 @@ AFTER = {
     "ulysses": {"optimizer_fraction": 0.25, "reduce_dtype": "float32"},
     "pipeline": {"optimizer_fraction": 1.0, "reduce_dtype": None},
     "layer_split": {"optimizer_fraction": 1.0, "reduce_dtype": None},
+    "three_d": {"optimizer_fraction": 0.5, "reduce_dtype": None},
     "parameter_server": {"optimizer_fractions": [1.0, 0.0, 0.0, 0.0], "reduce_dtype": "float32"},
 }
 SHARDED = {"optimizer_fraction": 0.25, "reduce_dtype": "bfloat16"}
@@ -180,6 +185,7 @@ OTHERWISE = {
     "sync_each_batch": False,
     "pipeline_schedule": "gpipe",
     "pipeline_stages": 8,
+    "mesh": "pipeline 1 x data 4 x tensor 1",
     "servers": [0, 1],
     "optimizer_fractions": [1.0, 0.0, 1.0, 0.0],
     "precision": "no",

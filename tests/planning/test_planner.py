@@ -397,7 +397,7 @@ def test_compiling_is_an_option_of_the_command_line_with_its_note_in_the_answer(
 
 def test_one_gpu_has_a_row_for_each_strategy_that_runs_on_one_process():
     found = plan("3b", gpus=1, gpu="l4", strategies="all", host_gib=200, checkpointing=True)
-    splits = {"tensor", "tensor_ddp", "context", "ulysses", "pipeline", "layer_split"}
+    splits = {"tensor", "tensor_ddp", "context", "ulysses", "pipeline", "layer_split", "three_d"}
     assert set(found.left_out) == {"ddp", "fsdp_hybrid", "parameter_server", *splits}
     assert "needs at least 2 processes" in found.left_out["ddp"]
     answers = {row.strategy.name: row.verdict.answer for row in found.rows}

@@ -282,12 +282,13 @@ def test_reducing_in_fp32_doubles_the_gradients_and_nothing_else():
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "single"])
 def test_gradients_cross_the_wire_once_a_step_or_in_every_micro_batch(strategy):
     """As counted with real processes; DeepSpeed goes by its stage, a server is pushed to once."""
-    gpus = 2 if strategy == "ulysses" else 6  # whose heads have to divide
+    # The heads of ulysses have to divide, and the layers of stages.
+    gpus = {"ulysses": 2, "pipeline": 3, "layer_split": 3, "three_d": 8}.get(strategy, 6)
     asked = {"gpus": gpus, "accumulation": 3}
     once = collectives(job(strategy, **asked))
     often = collectives(job(strategy, **asked, sync_each_batch=True))
-    by_engine = STRATEGIES[strategy].reads_deepspeed_json or strategy == "parameter_server"
-    times = 1 if by_engine else 3
+    by_engine = STRATEGIES[strategy].reads_deepspeed_json
+    times = 1 if by_engine or strategy in ("three_d", "parameter_server") else 3
     for before, after in zip(once, often, strict=True):
         more = times if before.purpose == "gradients" else 1
         assert after.payload_bytes == more * before.payload_bytes

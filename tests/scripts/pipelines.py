@@ -1,39 +1,53 @@
-"""Two ranks that train small models cut into stages, and write what one process has to equal.
+"""Ranks that train small models cut into stages, and write what one process has to equal.
 
-Arguments: the rank, the store's file, the folder of the outcome.
+Arguments: the rank, the store's file, the folder of the outcome, and the ranks of a tensor group.
 """
 
 import sys
 from pathlib import Path
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
-RANK, STORE, FOLDER = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+RANK, STORE, FOLDER, TENSOR = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pipeline_cases import CASES, loss_between_steps, optimizer_for, windows  # noqa: E402
+import pipeline_cases  # noqa: E402
+from pipeline_cases import loss_between_steps, optimizer_for, windows  # noqa: E402
 
-from toolkit.engines.pipelining.running import Pipeline  # noqa: E402
+from toolkit.engines.pipelining.running import MESH, Pipeline  # noqa: E402
+from toolkit.engines.tensor_parallel import group_by_mesh  # noqa: E402
+from toolkit.engines.tensors import gathered  # noqa: E402
 from toolkit.planning.schedules import SCHEDULES  # noqa: E402
 
 torch.set_num_threads(1)
-store = torch.distributed.FileStore(STORE, 2)
-torch.distributed.init_process_group("gloo", store=store, rank=RANK, world_size=2)
+ranks = 2 * TENSOR
+store = torch.distributed.FileStore(STORE, ranks)
+torch.distributed.init_process_group("gloo", store=store, rank=RANK, world_size=ranks)
+cases, mesh = pipeline_cases.CASES, None
+if TENSOR > 1:
+    cases = pipeline_cases.IN_GROUPS
+    mesh = init_device_mesh("cpu", (2, 1, TENSOR), mesh_dim_names=MESH)
 
 
 def train(case):
     model = case.model()
     pipeline = Pipeline(
-        model, SCHEDULES[case.schedule], device=torch.device("cpu"), balance=case.balance
+        model,
+        SCHEDULES[case.schedule],
+        device=torch.device("cpu"),
+        balance=case.balance,
+        mesh=mesh,
     )
     optimizer = optimizer_for(model)
+    group_by_mesh(optimizer)
     names = pipeline.cut.names
     outcome = {"losses": [], "norms": [], "slots": [], "facts": pipeline.cut.facts}
     for window, items in windows(case):
         losses = pipeline.run(window, items=items)
         outcome["losses"].append(losses)
         outcome["gradients"] = {
-            names[name]: None if p.grad is None else p.grad.clone()
+            names[name]: None if p.grad is None else gathered(p.grad).clone()
             for name, p in model.named_parameters()
         }
         outcome["norms"].append(pipeline.clip(case.limit))
@@ -43,10 +57,10 @@ def train(case):
         optimizer.zero_grad()
     with torch.no_grad():
         outcome["between"] = loss_between_steps(case, model)
-    outcome["weights"] = {names[n]: p.detach() for n, p in model.named_parameters()}
+    outcome["weights"] = {names[n]: gathered(p.detach()) for n, p in model.named_parameters()}
     return outcome
 
 
-torch.save({name: train(case) for name, case in CASES.items()}, FOLDER / f"rank-{RANK}.pt")
+torch.save({name: train(case) for name, case in cases.items()}, FOLDER / f"rank-{RANK}.pt")
 torch.distributed.barrier()
 torch.distributed.destroy_process_group()

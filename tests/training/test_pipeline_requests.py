@@ -37,6 +37,7 @@ def test_fewer_micro_batches_than_stages_are_a_warning_with_the_bubble():
     assert "3 micro-batches in a step for 4 stages" in note
     assert "idle 50% of the time" in note
     assert bubble_note(STRATEGIES["pipeline"], own, values, 3) is None
+    assert bubble_note(STRATEGIES["three_d"], own, values, 16) is None  # of two stages
     assert bubble_note(STRATEGIES["layer_split"], own, values, 4) is None
     assert bubble_note(STRATEGIES["ddp"], own, values, 4) is None
 
@@ -44,6 +45,21 @@ def test_fewer_micro_batches_than_stages_are_a_warning_with_the_bubble():
 def test_the_flag_chooses_the_schedule_of_the_pipeline_alone():
     run = own_arguments(["--pipeline_schedule", "zero_bubble"]).run
     schedules = {name: with_schedule(s, run).schedule for name, s in STRATEGIES.items()}
-    assert schedules.pop("pipeline") == "zero_bubble"
+    assert schedules.pop("pipeline") == schedules.pop("three_d") == "zero_bubble"
     assert schedules.pop("layer_split") == "one_at_a_time"
     assert set(schedules.values()) == {None}
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "reason"),
+    [
+        (["--pipeline_schedule", "zero_bubble"], 8, "three_d does not work with .*zero_bubble"),
+        (["--method", "lora"], 8, "three_d does not work with --method lora"),
+        (["--optim", "adafactor"], 8, "adafactor cannot step on parameters that tensor"),
+        ([], 6, "needs a multiple of 4; 6 asked"),
+    ],
+)
+def test_a_request_that_no_mesh_can_meet_is_refused(flags, ranks, reason):
+    flags = [*ROWS, "--gradient_accumulation_steps", "4", "--engine", "loop", *flags]
+    with pytest.raises(UsageError, match=reason):
+        prepare(flags, num_processes=1, strategies=["three_d"], ranks={"three_d": ranks})

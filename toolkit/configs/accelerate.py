@@ -137,6 +137,12 @@ def num_processes_problem(strategy: Strategy, num_processes: int) -> str | None:
             f"{strategy.name} needs at least {least} process{'es' if least > 1 else ''}, "
             f"{num_processes} asked. For one process, use single."
         )
+    if strategy.pipeline and num_processes % (strategy.pipeline * strategy.tensor):
+        unit = strategy.pipeline * strategy.tensor
+        return (
+            f"{strategy.name} is made of pipelines of {strategy.pipeline} tensor groups of "
+            f"{strategy.tensor} processes, so it needs a multiple of {unit}; {num_processes} asked."
+        )
     if num_processes % strategy.tensor:
         return (
             f"{strategy.name} splits every matrix over {strategy.tensor} processes, so it needs a "

@@ -74,7 +74,8 @@ def optimizer_problem(name: str, strategy: Strategy) -> str | None:
         case "tensor":
             can_step, cutter = name in EVERYWHERE, "tensor parallelism splits"
         case "pipeline":
-            return None
+            can_step = strategy.tensor == 1 or name in EVERYWHERE
+            cutter = "tensor parallelism splits"
         case _:
             refuse_backend(strategy.backend, strategy, "The table of optimizers")
     if can_step:

@@ -119,9 +119,13 @@ class Backend(ABC):
         """Return this rank's index among the ranks that read their own rows."""
         return world_rank()
 
-    def sharing_group(self) -> str | None:
-        """Return the name of the group with which this rank shares each layer; None: with none."""
-        return None
+    def sharing_groups(self) -> tuple[str, ...]:
+        """Return the names of the groups with which this rank shares a copy of the model."""
+        return ()
+
+    def stage(self) -> int:
+        """Return this rank's number among those that send other bytes: 0 where all send alike."""
+        return 0
 
     def gradient_clipping(self) -> float | None:
         """Return the norm that the engine itself clips to, 0 for none; None: the loop clips."""

@@ -53,8 +53,8 @@ class Context(FSDP2):
     def _size(self) -> int:
         return int(self._mesh.size())
 
-    def sharing_group(self) -> str | None:
-        return str(self._mesh.get_group().group_name)
+    def sharing_groups(self) -> tuple[str, ...]:
+        return (str(self._mesh.get_group().group_name),)
 
     def data_parallel_size(self) -> int:
         return world_size() // self._size

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-from torch.distributed.tensor import distribute_tensor
 
 from toolkit.engines.base import Backend, Traits
 from toolkit.engines.optimizers import optimizer_of
 from toolkit.engines.prepared import Prepared, amp_precision, split_by
-from toolkit.engines.tensors import is_spread, local, state_tensors, tensors_in
+from toolkit.engines.tensors import is_spread, local, put_part, state_tensors, tensors_in
 from toolkit.strategies import Strategy
 
 if TYPE_CHECKING:
@@ -122,14 +121,7 @@ class FSDP2(Backend):
 
     @torch.no_grad()
     def put_weight(self, parameter: Any, numbers: torch.Tensor) -> None:
-        if not is_spread(parameter):
-            super().put_weight(parameter, numbers)
-            return
-        # Each rank has the whole tensor, so no communication is needed.
-        spread: Any = distribute_tensor(
-            numbers, parameter.device_mesh, parameter.placements, src_data_rank=None
-        )
-        local(parameter).copy_(spread.to_local())
+        put_part(parameter, numbers)
 
     # Steps
 

@@ -3,11 +3,16 @@
 torch's schedules say which rank works on which micro-batch when (`pipelining`). Layer split is the
 same model without a pipeline: the next micro-batch starts when the one before is back. All ranks
 read the same rows. Accelerate takes no part but for precision, the process group and the data.
+
+In three dimensions a tensor group takes each rank's place, and several pipelines with rows of their
+own average their gradients, as DDP does: a mesh of pipeline x data x tensor. `fully_shard` would
+gather a stage's weights anew for each micro-batch in flight, and like DDP's wrapper it reduces
+within a backward, of which a schedule runs many, with some in parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,19 +21,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from toolkit.engines.base import Backend, Parameter, Traits, Within
 from toolkit.engines.hooks import Undo, surround
 from toolkit.engines.optimizers import optimizer_of
-from toolkit.engines.pipelining.running import Pipeline
+from toolkit.engines.pipelining.running import MESH, Pipeline
 from toolkit.engines.prepared import (
     Prepared,
     amp_precision,
     keep_mesh_from_accelerate,
     rows_of_rank,
     split_by,
+    world_size,
 )
-from toolkit.engines.tensors import sum_of_squares
+from toolkit.engines.tensor_parallel import group_by_mesh, ranks_along
+from toolkit.engines.tensors import (
+    gathered,
+    is_spread,
+    like_part,
+    local,
+    put_part,
+    sum_of_squares,
+)
 from toolkit.planning.schedules import bubble, counted_slots, schedule_of
 from toolkit.planning.stages import Balance
 from toolkit.records.fields import PipelineSlots
@@ -53,17 +68,32 @@ class PipelineRequest:
 
 
 def traits_of(strategy: Strategy, num_processes: int) -> Traits:
-    """Return the traits; the schedule and the number of stages are attested."""
-    schedule = schedule_of(strategy)
+    """Return the traits; the schedule, the number of stages and the mesh are attested."""
+    schedule, sizes = schedule_of(strategy), _sizes(strategy, num_processes)
     return Traits(
         distributed_type="MULTI_GPU",
         wrapper="none",
-        reduces="nothing",
+        reduces="weights' dtype" if sizes["data"] > 1 else "nothing",
         facts={
             "pipeline_schedule": schedule.name,
-            "pipeline_stages": schedule.stages(num_processes),
+            "pipeline_stages": schedule.stages(sizes["pipeline"]),
+            "mesh": _in_words(sizes),
         },
     )
+
+
+def _sizes(strategy: Strategy, num_processes: int) -> dict[str, int]:
+    """Return the ranks along each dimension of the mesh."""
+    along = (
+        strategy.pipeline_ranks(num_processes),
+        strategy.data_parallel_size(num_processes),
+        strategy.tensor,
+    )
+    return dict(zip(MESH, along, strict=True))
+
+
+def _in_words(sizes: Mapping[str, int]) -> str:
+    return " x ".join(f"{name} {size}" for name, size in sizes.items())
 
 
 def ask_for(model: Any, request: PipelineRequest) -> None:
@@ -96,15 +126,46 @@ def prepare(
         balance=request.balance,
         sequence=request.sequence,
         autocast=lambda: accelerator.autocast(),
+        mesh=_mesh(request.strategy, accelerator.device.type),
     )
     setattr(model, _RUNNING, pipeline)
-    setattr(model, _GROUPS, groups)
-    held = {id(parameter) for parameter in model.parameters()}
-    for group in optimizer.param_groups:
-        group["params"] = [p for p in group["params"] if id(p) in held]
+    # Splitting a matrix puts another parameter in its place.
+    held = {pipeline.cut.names[name]: p for name, p in model.named_parameters()}
+    for group, of_group in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = [held[name] for name in of_group if name in held]
+    parts_of = group_by_mesh(optimizer)
+    setattr(model, _GROUPS, _names_by_part(optimizer, parts_of, groups, held))
     vars(accelerator)["clip_grad_norm_"] = lambda _, limit: pipeline.clip(limit)
-    rows = rows_of_rank(accelerator, loader, readers=1, reader=0)
+    rows = rows_of_rank(
+        accelerator, loader, readers=pipeline.size("data"), reader=pipeline.place("data")
+    )
     return model, accelerator.prepare_optimizer(optimizer), rows
+
+
+def _mesh(strategy: Strategy, device: str) -> DeviceMesh | None:
+    """Return the mesh of all ranks; None where they are one pipeline."""
+    if strategy.pipeline is None:
+        return None
+    sizes = tuple(_sizes(strategy, world_size()).values())
+    return init_device_mesh(device, sizes, mesh_dim_names=MESH)
+
+
+def _names_by_part(
+    optimizer: torch.optim.Optimizer,
+    parts_of: Sequence[int],
+    groups: Sequence[Sequence[str]],
+    held: Mapping[str, Parameter],
+) -> list[list[str]]:
+    """Return the names in the whole model of each part of an optimizer's groups.
+
+    Names of other stages go to the first part.
+    """
+    names: list[list[str]] = []
+    for number, (group, whole) in enumerate(zip(optimizer.param_groups, parts_of, strict=True)):
+        here = {id(parameter) for parameter in group["params"]}
+        is_first = parts_of.index(whole) == number
+        names.append([n for n in groups[whole] if (id(held[n]) in here if n in held else is_first)])
+    return names
 
 
 class Pipelined(Backend):
@@ -121,22 +182,31 @@ class Pipelined(Backend):
         return False
 
     def engaged(self, accelerator: Accelerator) -> dict[str, Any]:
+        along = (
+            len(set(self._pipeline.rank_of)),
+            self._pipeline.size("data"),
+            ranks_along(self._model, "tensor"),
+        )
+        sizes = dict(zip(MESH, along, strict=True))
         return {
             "wrapper": "none",
-            "model_split_by": split_by(accelerator, pipeline=len(set(self._pipeline.rank_of))),
+            "model_split_by": split_by(
+                accelerator, pipeline=sizes["pipeline"], tensor=sizes["tensor"]
+            ),
             "precision": amp_precision(accelerator),
             "pipeline_schedule": self._pipeline.schedule.name,
             "pipeline_stages": len(self._cut.layers),
+            "mesh": _in_words(sizes),
         } | self._cut.facts
 
     def reduce_dtype(self) -> torch.dtype | None:
-        return None
+        return super().reduce_dtype() if self._pipeline.size("data") > 1 else None
 
     def data_parallel_size(self) -> int:
-        return 1
+        return self._pipeline.size("data")
 
     def data_parallel_rank(self) -> int:
-        return 0
+        return self._pipeline.place("data")
 
     # Tensors that a rank holds
 
@@ -146,15 +216,18 @@ class Pipelined(Backend):
             yield self._cut.names[name], parameter
 
     def pieces(self) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...]]]:
-        for name, parameter in self._named():
-            if len(self._cut.holders[name]) > 1:
-                yield name, parameter.detach(), ()
+        part = self._pipeline.place("tensor")
+        for name, parameter in self._model.named_parameters():
+            if self._pipeline.copies(name, parameter) > 1:
+                piece = (part,) if is_spread(parameter) else ()
+                yield self._cut.names[name], local(parameter.detach()), piece
 
     def gradient_squares(self) -> Iterator[tuple[str, torch.Tensor | float, int]]:
-        for name, parameter in self._named():
+        for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
-                square = 0.0 if parameter.grad is None else sum_of_squares(parameter.grad)
-                yield name, square, len(self._cut.holders[name])
+                grad = parameter.grad
+                square = 0.0 if grad is None else sum_of_squares(local(grad))
+                yield self._cut.names[name], square, self._pipeline.copies(name, parameter)
 
     def whole_parameters(self) -> Iterator[tuple[str, Parameter]]:
         here = dict(self._named())
@@ -170,11 +243,18 @@ class Pipelined(Backend):
             for group, of_group in zip(groups, names, strict=True)
         ]
 
-    def sharing_group(self) -> str | None:
-        return str(dist.group.WORLD.group_name) if dist.group.WORLD is not None else None
+    def sharing_groups(self) -> tuple[str, ...]:
+        return tuple(str(group.group_name) for group in self._pipeline.groups())
+
+    def stage(self) -> int:
+        return self._pipeline.rank
 
     def share_of(self, parameter: Parameter) -> float:
-        return float(self._holder_of(parameter) == self._pipeline.rank)
+        return 1 / self._pipeline.copies(self._names_here[id(parameter)], parameter)
+
+    @cached_property
+    def _names_here(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self._model.named_parameters()}
 
     def whole_weight(self, parameter: Parameter) -> torch.Tensor:
         return self._from_holder(parameter, parameter.detach())
@@ -185,15 +265,16 @@ class Pipelined(Backend):
         return self._from_holder(parameter, here.detach())
 
     def _from_holder(self, parameter: Parameter, here: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the first rank that holds a parameter, on every rank."""
+        """Return a tensor of the first stage with a parameter, whole and on every rank."""
         if here.is_meta:
             here = torch.empty_like(here, device=self._pipeline.device)
-        numbers = here.contiguous().clone()
-        dist.broadcast(numbers, src=self._holder_of(parameter))
+        numbers = gathered(here).contiguous().clone()
+        holder, group = self._holder_of(parameter), self._pipeline.group
+        dist.broadcast(numbers, group_src=holder, group=group)
         return numbers
 
     def _holder_of(self, parameter: Parameter) -> int:
-        """Return the rank that speaks for a parameter of `whole_parameters`."""
+        """Return the rank of a pipeline that speaks for a parameter of `whole_parameters`."""
         return self._cut.holders[self._whole_names[id(parameter)]][0]
 
     @cached_property
@@ -203,7 +284,7 @@ class Pipelined(Backend):
     @torch.no_grad()
     def put_weight(self, parameter: Parameter, numbers: torch.Tensor) -> None:
         if not parameter.is_meta:
-            parameter.copy_(numbers)
+            put_part(parameter, numbers)
 
     # Steps
 
@@ -214,7 +295,7 @@ class Pipelined(Backend):
 
     def slots(self) -> PipelineSlots | None:
         pipeline = self._pipeline
-        orders, ranks = pipeline.orders(), dist.get_world_size()
+        orders, ranks = pipeline.orders(), dist.get_world_size(pipeline.group)
         slots = counted_slots(orders, stages=len(pipeline.rank_of))
         count = len({work.micro_batch for work in pipeline.work})
         return PipelineSlots(
@@ -232,22 +313,38 @@ class Pipelined(Backend):
     def watch_passes(self, within: Within) -> Undo:
         return surround(self._pipeline, "add_up_copies", lambda: within("backward"))
 
-    # Checkpoints: each rank writes its stages
+    # Checkpoints: each rank of the first pipeline writes its part of its stages
+
+    def checkpoint_bytes(self, prepared: Prepared) -> int:
+        return 0 if self.data_parallel_rank() else super().checkpoint_bytes(prepared)
 
     def write_alone(self, folder: Path, prepared: Prepared) -> None:
-        numbers = {name: parameter.detach().contiguous() for name, parameter in self._named()}
+        if self.data_parallel_rank():
+            return
+        numbers = {name: local(p.detach()).contiguous() for name, p in self._named()}
         save_file(numbers, folder / self._file("stage", "safetensors"))
         states = optimizer_of(prepared.optimizer).state_dict()
+        states["state"] = {
+            number: {name: local(value) for name, value in state.items()}
+            for number, state in states["state"].items()
+        }
         torch.save(states, folder / self._file("optimizer", "pt"))
 
     def _file(self, content: str, suffix: str) -> str:
-        return f"{content}-{self._pipeline.rank}.{suffix}"
+        at = self._pipeline.rank * self._pipeline.size("tensor") + self._pipeline.place("tensor")
+        return f"{content}-{at}.{suffix}"
 
     def read(self, folder: Path, prepared: Prepared, *, step: int) -> None:
         self.read_model(folder, prepared, step=step)
         file = folder / self._file("optimizer", "pt")
         states = torch.load(file, map_location="cpu", weights_only=True)
-        optimizer_of(prepared.optimizer).load_state_dict(states)
+        optimizer = optimizer_of(prepared.optimizer)
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        states["state"] = {
+            number: {name: like_part(value, stepped[number]) for name, value in state.items()}
+            for number, state in states["state"].items()
+        }
+        optimizer.load_state_dict(states)
 
     @torch.no_grad()
     def read_model(self, folder: Path, prepared: Prepared, *, step: int) -> None:
@@ -259,7 +356,7 @@ class Pipelined(Backend):
                 "number of ranks of the run that wrote it"
             )
         for name, parameter in held.items():
-            parameter.copy_(saved[name])
+            local(parameter).copy_(saved[name])
 
     def trainer_saves_whole(self) -> bool:
         return False

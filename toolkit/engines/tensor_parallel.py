@@ -39,6 +39,7 @@ from toolkit.strategies import Strategy
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from torch.distributed.device_mesh import DeviceMesh
     from transformers.distributed.configuration_utils import DistributedConfig
 
 
@@ -58,8 +59,8 @@ def claim_mesh(
     strategy: Strategy, num_processes: int, *, precision: str
 ) -> DistributedConfig | None:
     """Return how `from_pretrained` is to split a model; None where it loads it whole."""
-    if strategy.tensor == 1:
-        return None
+    if strategy.tensor == 1 or strategy.schedule is not None:
+        return None  # a stage is split once it is cut
     from transformers.distributed.configuration_utils import DistributedConfig
 
     keep_mesh_from_accelerate()
@@ -75,6 +76,13 @@ def claim_mesh(
 def group_size(model: Any) -> int:
     """Return the ranks that share every matrix of a model; 1 where each holds them whole."""
     return int(getattr(model, "_tp_size", None) or 1)
+
+
+def ranks_along(model: torch.nn.Module, dimension: str) -> int:
+    """Return the ranks over which the most split matrix is split along a dimension of its mesh."""
+    meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+    named = [mesh for mesh in meshes if dimension in (mesh.mesh_dim_names or ())]
+    return max((mesh[dimension].size() for mesh in named), default=1)
 
 
 class TensorParallel(FSDP2):
@@ -93,14 +101,7 @@ class TensorParallel(FSDP2):
         return isinstance(self._model, FSDPModule)
 
     def _sharing(self) -> int:
-        """Return the ranks over which the most split matrix is split within a group."""
-        return self._most_along("tp")
-
-    def _most_along(self, name: str) -> int:
-        """Return the ranks along a dimension of the meshes that parameters are spread over."""
-        meshes = [p.device_mesh for p in self._model.parameters() if isinstance(p, DTensor)]
-        named = [mesh for mesh in meshes if name in (mesh.mesh_dim_names or ())]
-        return max((mesh[name].size() for mesh in named), default=1)
+        return ranks_along(self._model, "tp")
 
     def reduce_dtype(self) -> torch.dtype | None:
         return super().reduce_dtype() if self._has_groups else None
@@ -109,10 +110,10 @@ class TensorParallel(FSDP2):
         return super().has_reduced() if self._has_groups else None
 
     def replicas(self) -> int:
-        return self._most_along("dp_replicate")
+        return ranks_along(self._model, "dp_replicate")
 
-    def sharing_group(self) -> str | None:
-        return str(self._model._device_mesh["tp"].get_group().group_name)
+    def sharing_groups(self) -> tuple[str, ...]:
+        return (str(self._model._device_mesh["tp"].get_group().group_name),)
 
     def waiting_norms(self) -> Iterator[Any]:
         """Yield the unsharded norms of single heads whose gradients wait to be reduced."""
@@ -135,14 +136,8 @@ def prepare(
     """Prepare a split model for training, as `Accelerator.prepare` does for other models."""
     backend = TensorParallel(model)
     has_groups = isinstance(model, FSDPModule)
-    for name, parameter in model.named_parameters():
-        if name.endswith(PER_HEAD) and parameter.requires_grad:
-            _add_up_once(parameter, group_size(model))
-    for parameter in filter(is_spread, model.parameters()):
-        _hold_only_its_part(parameter)
-        if parameter.requires_grad and not has_groups:
-            parameter.register_post_accumulate_grad_hook(_cut_gradient)
-    _group_by_mesh(optimizer)
+    keep_parts(model, group_size(model), reduced=has_groups)
+    group_by_mesh(optimizer)
     # For evaluation Accelerate wraps no DDP around it; precision is that of training.
     wrapped: Any = accelerator.prepare_model(model, evaluation_mode=True)
     if has_groups:
@@ -158,6 +153,51 @@ def prepare(
         reader=backend.data_parallel_rank(),
     )
     return wrapped, accelerator.prepare_optimizer(optimizer), rows
+
+
+def split(model: Any, mesh: DeviceMesh, *, but: tuple[type, ...] = ()) -> None:
+    """Split a loaded model over the ranks of a mesh of one dimension, in place, and alone.
+
+    `from_pretrained` would want all ranks in its own mesh, whose pipelines are for inference and
+    have no data-parallel ones beside them (transformers 5.24, `DistributedConfig`).
+
+    Args:
+        model: With the same weights on every rank.
+        mesh: Of a tensor group.
+        but: Classes of modules that the plan is not for.
+
+    `keep_parts` has to follow.
+    """
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    modules, first = dict(model.named_modules()), dict[int, str]()
+    named = list(model.named_parameters(remove_duplicate=False))
+    tied = {name: of for name, p in named if (of := first.setdefault(id(p), name)) != name}
+    plan: dict[str, str] = model._expand_parallel_plan(model.tp_plan)
+    here = {name: style for name, style in plan.items() if not isinstance(modules.get(name), but)}
+    apply_tensor_parallelism(model, mesh, here)
+    for name, of in tied.items():
+        module, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(module), attribute, model.get_parameter(of))
+
+
+def keep_parts(model: Any, ranks: int, *, reduced: bool = False) -> None:
+    """Have a rank keep its part of each split weight alone, and its gradient of that part.
+
+    On the rank's device: `Module.to` swaps DTensors for others, without hooks (torch 2.13).
+
+    Args:
+        model: Split over a group.
+        ranks: Of the group.
+        reduced: Whether `fully_shard` deals the gradients out.
+    """
+    for name, parameter in model.named_parameters():
+        if name.endswith(PER_HEAD) and parameter.requires_grad:
+            _add_up_once(parameter, ranks)
+    for parameter in filter(is_spread, model.parameters()):
+        _hold_only_its_part(parameter)
+        if parameter.requires_grad and not reduced:
+            parameter.register_post_accumulate_grad_hook(_cut_gradient)
 
 
 @torch.no_grad()
@@ -193,15 +233,22 @@ def _cut_gradient(parameter: Any) -> None:
         parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 
 
-def _group_by_mesh(optimizer: torch.optim.Optimizer) -> None:
-    """Split an optimizer's groups: one call of a fused step takes tensors of one mesh only."""
+def group_by_mesh(optimizer: torch.optim.Optimizer) -> list[int]:
+    """Split an optimizer's groups: one call of a fused step takes tensors of one mesh only.
+
+    Returns the number of the group that each of the new ones was a part of.
+    """
     groups: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:
+    parts_of: list[int] = []
+    for number, group in enumerate(optimizer.param_groups):
         by_mesh: dict[Any, list[Any]] = {}
         for parameter in group["params"]:
             by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-        groups += [group | {"params": held} for held in by_mesh.values()]
+        parts = [group | {"params": held} for held in by_mesh.values()] or [group]
+        groups += parts
+        parts_of += [number] * len(parts)
     optimizer.param_groups[:] = groups
+    return parts_of
 
 
 @contextmanager

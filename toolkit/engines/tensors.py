@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 SUMMED_AT_ONCE: Final = 1 << 20
 """Elements of a tensor whose squares are added up at once."""
@@ -51,6 +51,33 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type != tensor.device_mesh.device_type:
         tensor = tensor.to(tensor.device_mesh.device_type)
     return tensor.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]: `to` keeps the class
+
+
+@torch.no_grad()
+def put_part(tensor: Any, numbers: torch.Tensor) -> None:
+    """Give this rank's part of a tensor its numbers of the whole one, without communication."""
+    if not isinstance(tensor, DTensor):
+        tensor.copy_(numbers)
+        return
+    spread: Any = distribute_tensor(
+        numbers, tensor.device_mesh, tensor.placements, src_data_rank=None
+    )
+    local(tensor).copy_(spread.to_local())
+
+
+def like_part(part: Any, tensor: Any) -> Any:
+    """Return this rank's part of a tensor that is spread as another, where it has its shape."""
+    spread = isinstance(tensor, DTensor) and isinstance(part, torch.Tensor)
+    if not spread or part.shape != local(tensor).shape:
+        return part
+    return DTensor.from_local(
+        part.to(local(tensor).device),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
 
 
 def copies_of(tensor: Any) -> int:

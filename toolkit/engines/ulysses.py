@@ -71,8 +71,8 @@ class Ulysses(DeepSpeed):
     def _size(self) -> int:
         return int(self._model.sequence_parallel_size)
 
-    def sharing_group(self) -> str | None:
-        return str(self._model.seq_parallel_group.group_name)
+    def sharing_groups(self) -> tuple[str, ...]:
+        return (str(self._model.seq_parallel_group.group_name),)
 
     def data_parallel_size(self) -> int:
         return world_size() // self._size

@@ -78,7 +78,7 @@ class Requested:
     @property
     def shards(self) -> int:
         """Number of ranks that share one copy of the sharded states."""
-        return self.num_processes // self.strategy.replicas
+        return self.strategy.shards(self.num_processes)
 
     def before_first_step(self) -> dict[str, Any]:
         """The facts that must hold once the model is wrapped."""

@@ -46,7 +46,9 @@ def merge(
         not_measured["peak"] = reasons[0] if reasons else traffic.NOT_COUNTED
     served = first["serving"]
     counted = traffic.merged(
-        [rank["traffic"] for rank in ranks], server=None if served is None else served["rank"]
+        [rank["traffic"] for rank in ranks],
+        server=None if served is None else served["rank"],
+        stages=[rank["stage"] for rank in ranks],
     )
     if counted is None:
         not_measured["traffic"] = traffic.NOT_COUNTED

@@ -92,6 +92,7 @@ class Recorder:
         self._traffic: dict[str, Any] | None = None
         self._slots: Any = None
         self._serving: Any = None
+        self._stage = 0
         self._peak_ledger = PeakLedger()
         self._peak: dict[str, Any] | None = None
         self._no_peak: str | None = None
@@ -492,6 +493,7 @@ class Recorder:
             "collectives": self._ledger.counted(),
             **traffic.textbook_volume(self._model, self.requested.strategy, ranks),
         }
+        self._stage = backend_of(self._model).stage()
         self._slots = backend_of(self._model).slots()
         self._serving = backend_of(self._model).serving()
         if self._no_peak is None:
@@ -523,6 +525,7 @@ class Recorder:
             "traffic": self._traffic,
             "pipeline": self._slots,
             "serving": self._serving,
+            "stage": self._stage,
             "peak": self._peak,
             "no_peak": self._no_peak,
             "device": self._device,

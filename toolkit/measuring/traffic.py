@@ -15,7 +15,7 @@ reduce-scatter, an all-reduce.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, NamedTuple
 
@@ -154,14 +154,14 @@ class Ledger(CountingMode):
         self._sizes: dict[str, int] = {}
         self._phase: Phase | None = None
         self._buffers: set[torch.dtype] = set()
-        self._sharing: str | None = None
+        self._sharing: tuple[str, ...] = ()
 
     def start(self, model: Any) -> None:
         """Count from zero; the passes of the prepared model tell purposes apart."""
         self.calls.clear()
         self.elements.clear()
         self._buffers = {buffer.dtype for buffer in model.buffers()}
-        self._sharing = backend_of(model).sharing_group()
+        self._sharing = backend_of(model).sharing_groups()
         self._phase = None
         self.begin_counting(
             model.register_forward_pre_hook(self._forward_begins, prepend=True).remove,
@@ -211,7 +211,7 @@ class Ledger(CountingMode):
         times = 0 if position is None else ranks if name in PARTS else 1
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             elements = times * sum(t.numel() for t in tensors if t.dtype == dtype)
-            shared = group is not None and group == self._sharing and name not in OF_SHARDS
+            shared = group in self._sharing and name not in OF_SHARDS
             purpose = self._purpose(kind, dtype, elements, ranks, shared=shared)
             row = Calls(kind, purpose, dtype_name(dtype), ranks)
             self._sizes[row.dtype] = dtype.itemsize
@@ -259,12 +259,16 @@ class Ledger(CountingMode):
 
 
 def merged(
-    ranks: list[dict[str, Any] | None], *, server: int | None = None
+    ranks: list[dict[str, Any] | None],
+    *,
+    server: int | None = None,
+    stages: Sequence[int] | None = None,
 ) -> dict[str, Any] | None:
     """Return a record's `traffic`: each row's maximum over the ranks; None if a rank has none.
 
-    If ranks differ, `disagreements` names the differences. A parameter server differs from its
-    workers: its own rows are kept, and the workers are compared among themselves.
+    If ranks of one stage differ, `disagreements` names the differences. `stages` are those of the
+    ranks in a pipeline; None: all are alike. A parameter server differs from its workers: its own
+    rows are kept, and the workers are compared among themselves.
     """
     known = [rank for rank in ranks if rank is not None]
     if not known or len(known) < len(ranks):
@@ -288,8 +292,11 @@ def merged(
             most[row] = max(filter(None, counts.values()), key=lambda count: count["elements"])
         # Activations are as many as the tokens of the rank's rows.
         by_tokens = row.purpose == "activations" and len({rank.get("tokens") for rank in known}) > 1
-        first = next(iter(counts.values()))
-        if not by_tokens and any(count != first for count in counts.values()):
+        of_stages: dict[int, set[Any]] = {}
+        for rank, count in counts.items():
+            seen = None if count is None else tuple(count.values())
+            of_stages.setdefault(0 if stages is None else stages[rank], set()).add(seen)
+        if not by_tokens and any(len(seen) > 1 for seen in of_stages.values()):
             numbers = ", ".join(
                 f"rank {rank} {'none' if count is None else count['elements']}"
                 for rank, count in counts.items()
@@ -321,7 +328,7 @@ def sent_elements(counted: Iterable[dict[str, Any]]) -> int:
 
 def textbook_volume(model: Any, strategy: Strategy, ranks: int) -> dict[str, int]:
     """Return the elements that `textbook` has a rank send for this model, and its inputs."""
-    parameters = list(model.parameters())
+    parameters = [parameter for _, parameter in backend_of(model).whole_parameters()]
     trained = sum(elements_of(p) for p in parameters if p.requires_grad)
     everything = sum(map(elements_of, parameters))
     sent = textbook(strategy, trained=trained, everything=everything, ranks=ranks)

@@ -127,6 +127,11 @@ class PlannedJob(JobOptions):
                 refuse_backend(self.strategy.backend, self.strategy, "The planner")
         if not self.strategy.is_distributed and self.gpus != 1:
             raise UsageError("single runs on one GPU. Ask for gpus=1, or for ddp.")
+        if (pipeline := self.strategy.pipeline) and self.gpus % (pipeline * self.strategy.tensor):
+            raise UsageError(
+                f"{self.strategy.name} is made of pipelines of {pipeline} tensor groups of "
+                f"{self.strategy.tensor} GPUs, which don't divide {self.gpus}."
+            )
         if self.gpus % self.strategy.tensor:
             raise UsageError(
                 f"{self.strategy.name} splits every matrix over {self.strategy.tensor} GPUs, which "
@@ -216,7 +221,7 @@ class PlannedJob(JobOptions):
     @property
     def shards(self) -> int:
         """Ranks that share one copy of the sharded states."""
-        return self.gpus // self.strategy.replicas
+        return self.strategy.shards(self.gpus)
 
     @property
     def micro_tokens(self) -> int:
@@ -227,6 +232,11 @@ class PlannedJob(JobOptions):
     def step_tokens(self) -> int:
         """Tokens of one optimizer step on all GPUs, each row counted once."""
         return self.micro_tokens * self.accumulation * self.readers
+
+    @property
+    def pipeline_ranks(self) -> int:
+        """Ranks that a micro-batch passes through, one at a time."""
+        return self.strategy.pipeline_ranks(self.gpus)
 
     @property
     def readers(self) -> int:

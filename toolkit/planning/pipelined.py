@@ -6,40 +6,13 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from toolkit.errors import UsageError
 from toolkit.planning.models.shape import ModelShape, Tensor
 from toolkit.planning.schedules import SCHEDULES, Schedule, bubble, schedule_of
 from toolkit.planning.stages import costs_of, cut
-from toolkit.strategies import STRATEGIES, ScheduleName
+from toolkit.strategies import ScheduleName
 
 if TYPE_CHECKING:
     from toolkit.planning.job import PlannedJob
-
-
-def parts_of_ranks(job: PlannedJob) -> list[PlannedJob]:
-    """Return what each rank of a pipeline computes.
-
-    Raises:
-        UsageError: the model has fewer layers than stages, or its layers are not in the table.
-    """
-    if job.model.counted is not None:
-        raise UsageError(
-            f"{job.strategy.name} can't cut {job.model.architecture}: its layers are not in the "
-            "planner's table. Choose another strategy."
-        )
-    name = schedule_of(job.strategy).name
-    models = models_of_ranks(job.model, name, job.gpus, job.sequence)
-    return [
-        replace(
-            job,
-            model=model,
-            strategy=STRATEGIES["single"],
-            gpus=1,
-            nodes=1,
-            in_flight=in_flight(schedule_of(job.strategy), rank, job.gpus, job.accumulation),
-        )
-        for rank, model in enumerate(models)
-    ]
 
 
 @lru_cache(maxsize=64)
@@ -112,9 +85,12 @@ def in_flight(schedule: Schedule, rank: int, ranks: int, micro_batches: int) -> 
     return min(passes, v * micro_batches) / v
 
 
-def crossings(job: PlannedJob) -> int:
-    """Return the tensors that the busiest rank sends for one micro-batch, forward and back."""
-    schedule, ranks = schedule_of(job.strategy), job.gpus
+def crossings(job: PlannedJob) -> list[int]:
+    """Return the tensors that each rank of a pipeline sends for one micro-batch, forward and back.
+
+    It receives as many.
+    """
+    schedule, ranks = schedule_of(job.strategy), job.pipeline_ranks
     stages = schedule.stages(ranks)
     sent = [0] * ranks
     for stage in range(stages - 1):
@@ -122,17 +98,18 @@ def crossings(job: PlannedJob) -> int:
         if here != there:
             sent[here] += 1  # hidden states
             sent[there] += 1  # and their gradients
-    return max(sent)
+    return sent
 
 
-def copies_of_head(job: PlannedJob) -> int:
-    """Return the ranks that hold the weights of a tied embedding."""
-    schedule = schedule_of(job.strategy)
-    last = schedule.stages(job.gpus) - 1
-    ends = {schedule.rank_of(stage, ranks=job.gpus) for stage in (0, last)}
-    return len(ends) if job.model.tied else 1
+def holders_of_head(job: PlannedJob) -> list[int]:
+    """Return the ranks of a pipeline that hold a copy of a tied embedding."""
+    schedule, ranks = schedule_of(job.strategy), job.pipeline_ranks
+    last = schedule.stages(ranks) - 1
+    return sorted({schedule.rank_of(stage, ranks=ranks) for stage in (0, last)})
 
 
 def waiting_share(job: PlannedJob) -> float:
     """Return the bubble of a job."""
-    return bubble(schedule_of(job.strategy), ranks=job.gpus, micro_batches=job.accumulation)
+    return bubble(
+        schedule_of(job.strategy), ranks=job.pipeline_ranks, micro_batches=job.accumulation
+    )

@@ -15,8 +15,9 @@ from typing import Final
 from toolkit.errors import UsageError
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.models.shape import ModelShape, Tensor
-from toolkit.planning.pipelined import parts_of_ranks
+from toolkit.planning.pipelined import in_flight, models_of_ranks
 from toolkit.planning.rows import piece_of_rank
+from toolkit.planning.schedules import schedule_of
 from toolkit.strategies import STRATEGIES
 
 BY_INPUTS: Final = re.compile(r"\.(?:o_proj|down_proj|dense|dense_4h_to_h|fc2|c_proj)\.weight$")
@@ -66,6 +67,40 @@ def part_of_rank(job: PlannedJob) -> PlannedJob:
         reduce_in_fp32=job.precision == "bf16",
         gpus=readers,
         nodes=job.nodes if readers % job.nodes == 0 else 1,
+    )
+
+
+def parts_of_ranks(job: PlannedJob) -> list[PlannedJob]:
+    """Return what each rank of a pipeline computes, with its part of each matrix of a stage.
+
+    Raises:
+        UsageError: the model has fewer layers than stages, its layers are not in the table, or it
+            cannot be split.
+    """
+    if job.model.counted is not None:
+        raise UsageError(
+            f"{job.strategy.name} can't cut {job.model.architecture}: its layers are not in the "
+            "planner's table. Choose another strategy."
+        )
+    schedule, ranks = schedule_of(job.strategy), job.pipeline_ranks
+    size = job.strategy.tensor
+    return [
+        replace(
+            job,
+            model=model if size == 1 else part_of_model(model, size),
+            strategy=STRATEGIES["single"],
+            gpus=1,
+            nodes=1,
+            in_flight=in_flight(schedule, rank, ranks, job.accumulation),
+        )
+        for rank, model in enumerate(stages_of_ranks(job))
+    ]
+
+
+def stages_of_ranks(job: PlannedJob) -> tuple[ModelShape, ...]:
+    """Return the layers that each rank of a pipeline has, before their matrices are split."""
+    return models_of_ranks(
+        job.model, schedule_of(job.strategy).name, job.pipeline_ranks, job.sequence
     )
 
 

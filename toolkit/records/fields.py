@@ -378,7 +378,7 @@ class PipelineSlots(TypedDict):
     """First and last layer of each stage."""
 
     ranks: list[int]
-    """The rank of each stage."""
+    """The rank of each stage, within its pipeline."""
 
     micro_batches: Annotated[
         FromOne, Fact("count", "pipeline", "micro-batches", csv="pipeline_micro_batches")

@@ -95,7 +95,8 @@ def check_split(
     from toolkit.engines.tensor_parallel import plan_problem
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    groups = max(1, num_processes // strategy.tensor)
+    # Nothing is sharded beside the tensor groups of a pipeline.
+    groups = max(1, num_processes // strategy.tensor) if strategy.schedule is None else 1
     shards = groups // strategy.on_ranks(num_processes).replicas
     if problem := plan_problem(config, strategy.tensor, shards):
         raise UsageError(

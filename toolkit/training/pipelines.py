@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.configs.accelerate import num_processes_problem
 from toolkit.errors import UsageError
 from toolkit.planning.models.architectures import shape_from_config
 from toolkit.planning.schedules import bubble, refused_micro_batches, schedule_of
@@ -59,7 +60,13 @@ def check_pipeline(
     """
     if strategy.schedule is None:
         return
-    name = strategy.name
+    name, strategy = strategy.name, with_schedule(strategy, own.run)
+    if strategy.tensor > 1 and strategy.schedule == "zero_bubble":
+        raise UsageError(
+            f"{name} does not work with --pipeline_schedule zero_bubble, which takes the gradients "
+            "of weights apart from those of inputs, past the hooks of a tensor group. Choose "
+            "1f1b, gpipe or interleaved."
+        )
     # Each of them needs the whole model, or one norm or scale that all ranks agree on.
     refused = {
         f"--method {own.method.method}": not own.method.is_full,
@@ -76,11 +83,13 @@ def check_pipeline(
     model = shape_from_config(config, name=str(folder))
     if num_processes is None:
         return
-    schedule = schedule_of(with_schedule(strategy, own.run))
+    if problem := num_processes_problem(strategy, num_processes):
+        raise UsageError(problem)
+    schedule, ranks = schedule_of(strategy), strategy.pipeline_ranks(num_processes)
     costs = costs_of(model, own.run.pipeline_balance, sequence=own.data.max_length)
-    cut(costs, schedule.stages(num_processes), name=str(folder))
+    cut(costs, schedule.stages(ranks), name=str(folder))
     micro_batches = int(values["gradient_accumulation_steps"])
-    if reason := refused_micro_batches(schedule, ranks=num_processes, micro_batches=micro_batches):
+    if reason := refused_micro_batches(schedule, ranks=ranks, micro_batches=micro_batches):
         raise UsageError(f"{name}: {reason}. Set --gradient_accumulation_steps.")
 
 
@@ -92,10 +101,11 @@ def bubble_note(
         return None
     schedule = schedule_of(with_schedule(strategy, own.run))
     micro_batches = int(values["gradient_accumulation_steps"])
-    stages = schedule.stages(num_processes)
+    ranks = strategy.pipeline_ranks(num_processes)
+    stages = schedule.stages(ranks)
     if micro_batches >= stages:
         return None
-    share = bubble(schedule, ranks=num_processes, micro_batches=micro_batches)
+    share = bubble(schedule, ranks=ranks, micro_batches=micro_batches)
     return (
         f"{strategy.name} has {micro_batches} micro-batches in a step for {stages} stages, so that "
         f"the ranks idle {share:.0%} of the time: raise --gradient_accumulation_steps to "

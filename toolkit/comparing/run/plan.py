@@ -122,7 +122,9 @@ def build_plan(
     controls = [get_strategy(name) for name in CONTROLS]
     counts = {s.name: _counts(s, options) for s in (*strategies, *controls)}
     distributed = [s for s in strategies if s.is_distributed]
-    several = [s.name for s in distributed if options.scale or not (s.runs_alone or s.replicas > 1)]
+    several = [
+        s.name for s in distributed if options.scale or not (s.runs_alone or _makes_groups(s))
+    ]
     if several and options.processes < 2:
         need = "a count of 2 or more in --scale" if options.scale else "--num_processes 2 or more"
         raise UsageError(
@@ -140,7 +142,8 @@ def build_plan(
     if options.scale:
         check_scaled_batch(batch, accumulation, sorted({1, *options.scale}))
     else:
-        check_batch(batch, accumulation, sorted({*needed, options.processes}))
+        shared = {_sharing(s, count, options) for s in distributed for count in counts[s.name]}
+        check_batch(batch, accumulation, sorted({*shared, options.processes}))
     rehearsal = gpus < min(needed, default=1)
 
     def runs(strategy: Strategy, engine: Engine) -> list[Run]:
@@ -203,10 +206,7 @@ def _run(strategy: Strategy, engine: Engine, processes: int, options: CompareOpt
     # Micro-batches have one size: fewer readers read them one after the other, while the ranks of
     # other runs read them in parallel.
     readers = strategy.data_parallel_size(processes)
-    one_size = bool(options.scale) or not strategy.is_distributed or readers < processes
-    all_micro_batches = options.gradient_accumulation_steps * (
-        options.processes if one_size else processes
-    )
+    all_micro_batches = options.gradient_accumulation_steps * _sharing(strategy, processes, options)
     rows = options.global_batch_size // all_micro_batches
     micro_batches = all_micro_batches // readers
     flags = {
@@ -236,6 +236,20 @@ def _run(strategy: Strategy, engine: Engine, processes: int, options: CompareOpt
     )
 
 
+def _sharing(strategy: Strategy, processes: int, options: CompareOptions) -> int:
+    """Return the processes whose micro-batches the ranks of a run read."""
+    readers = strategy.data_parallel_size(processes)
+    if not options.scale and strategy.is_distributed and readers == processes:
+        return processes
+    shares_evenly = options.gradient_accumulation_steps * options.processes % readers == 0
+    return options.processes if shares_evenly else readers
+
+
+def _makes_groups(strategy: Strategy) -> bool:
+    """Whether a strategy runs with more processes than the others, for groups of its own."""
+    return strategy.replicas > 1 or strategy.pipeline is not None
+
+
 def _optimizer(flags: Sequence[str]) -> str:
     return flags_in(flags).get("--optim") or DEFAULT
 
@@ -263,15 +277,19 @@ def processes_for(strategy: Strategy, usual: int) -> int:
     """
     if not strategy.is_distributed:
         return 1
-    if strategy.replicas == 1:
+    if not _makes_groups(strategy):
+        return usual
+    pipeline = strategy.tensor * (strategy.pipeline or 0)
+    if pipeline and usual % pipeline == 0:
         return usual
     # A group of one rank would not shard.
-    processes = max(usual, strategy.replicas * max(2, strategy.tensor))
-    if processes % strategy.replicas:
+    processes = max(usual, strategy.replicas * max(2, strategy.tensor), 2 * pipeline)
+    unit = pipeline or strategy.replicas
+    if processes % unit:
+        groups = f"pipelines of {unit} ranks" if pipeline else f"{unit} groups of equal size"
         raise UsageError(
-            f"{strategy.name} has {strategy.replicas} groups of equal size, which "
-            f"{processes} processes do not make. Choose --num_processes "
-            f"{processes + strategy.replicas - processes % strategy.replicas}, or leave it out."
+            f"{strategy.name} has {groups}, which {processes} processes do not make. Choose "
+            f"--num_processes {processes + unit - processes % unit}, or leave it out."
         )
     return processes
 

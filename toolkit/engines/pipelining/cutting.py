@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -80,6 +80,10 @@ class AbsentEnd(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return next(tensors_in([*args, kwargs]))
+
+
+STAND_INS: Final = (AbsentLayer, AbsentStart, AbsentEnd)
+"""Classes of modules in place of those of other ranks."""
 
 
 @dataclass(slots=True)

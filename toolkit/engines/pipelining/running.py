@@ -1,23 +1,27 @@
 """The passes of one optimizer step through the stages of a pipeline, and what follows them.
 
 The gradients of tied weights are added up over the ranks that hold a copy, so that each copy steps
-with the whole gradient and both stay equal. The norm for clipping counts such weights once.
+with the whole gradient and both stay equal. Those of several pipelines side by side, each with rows
+of its own, are averaged once, after the last backward of a step. The norm for clipping counts every
+weight once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from transformers.modeling_outputs import CausalLMOutput
 
-from toolkit.engines.pipelining.cutting import Batch, Cut, Window, cut_model
+from toolkit.engines.pipelining.cutting import STAND_INS, Batch, Cut, Window, cut_model
 from toolkit.engines.pipelining.observed import Autocast, observe
 from toolkit.engines.pipelining.torch_stages import RaggedStage, torch_schedule
-from toolkit.engines.tensors import sum_of_squares
+from toolkit.engines.tensor_parallel import keep_parts, split
+from toolkit.engines.tensors import is_spread, local, sum_of_squares
 from toolkit.errors import UsageError
 from toolkit.planning.models.architectures import shape_from_config
 from toolkit.planning.schedules import (
@@ -29,11 +33,15 @@ from toolkit.planning.schedules import (
 )
 from toolkit.planning.stages import Balance, costs_of, cut
 
+MESH: Final[tuple[str, ...]] = ("pipeline", "data", "tensor")
+"""Dimensions of a mesh, the outermost first: the ranks of a tensor group are neighbours, and
+pipelines, which send the least, reach farthest."""
+
 
 class Pipeline:
     """The stages of one rank, and their links to those of the others.
 
-    All ranks read the same rows. Methods are collectives.
+    All ranks read the same rows, but for those of other pipelines. Methods are collectives.
     """
 
     def __init__(
@@ -45,6 +53,7 @@ class Pipeline:
         balance: Balance = "flops",
         sequence: int = 1024,
         autocast: Autocast = nullcontext,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         """Cut a model in place; afterwards it holds the stages of this rank.
 
@@ -55,11 +64,15 @@ class Pipeline:
             balance: The cost by which the layers are cut.
             sequence: Length of a row, for the cost of attention.
             autocast: Enters the precision of the training.
+            mesh: All ranks, by the dimensions of `MESH`; None: they are one pipeline.
 
         Raises:
             UsageError: the model cannot be cut into so many stages.
         """
-        ranks, self.rank = dist.get_world_size(), dist.get_rank()
+        self._mesh = mesh
+        self._along = {} if mesh is None else {name: mesh[name] for name in MESH}
+        self.group = None if mesh is None else self._along["pipeline"].get_group()
+        ranks, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         stages = schedule.stages(ranks)
         self.schedule = schedule
         self.model = model
@@ -73,7 +86,11 @@ class Pipeline:
             model, observed, layers, rank=self.rank, rank_of=self.rank_of, autocast=autocast
         )
         self.cut.mailbox.through_all = self.outputs
+        if self.size("tensor") > 1:
+            split(model, self._along["tensor"], but=STAND_INS)
         model.to(device)
+        if self.size("tensor") > 1:
+            keep_parts(model, self.size("tensor"))
         self._shared = self._groups()
         self._schedules: dict[int, Any] = {}
         self._first = 0
@@ -81,21 +98,52 @@ class Pipeline:
         """The work of this rank in the last step, in the order in which it ran."""
 
     def _groups(self) -> dict[str, Any]:
-        """Return a process group for each parameter with copies on several ranks."""
+        """Return a process group for each parameter with copies in several stages."""
+        shared = {holders for holders in self.cut.holders.values() if len(holders) > 1}
         groups: dict[tuple[int, ...], Any] = {}
-        for holders in self.cut.holders.values():
-            if len(holders) > 1 and holders not in groups:
-                groups[holders] = dist.new_group([*holders])  # made by every rank
+        for pipeline in self._pipelines():  # every rank makes those of all
+            for holders in sorted(shared):
+                group = dist.new_group([pipeline[at] for at in holders])
+                if dist.get_rank() in pipeline:
+                    groups[holders] = group
         return {
             name: groups[holders]
             for name, holders in self.cut.holders.items()
             if len(holders) > 1 and self.rank in holders
         }
 
+    # The mesh
+
+    def _pipelines(self) -> list[list[int]]:
+        """Return the ranks of each pipeline."""
+        if self._mesh is None:
+            return [[*range(dist.get_world_size())]]
+        return self._mesh.mesh.flatten(1).T.tolist()
+
+    def size(self, dimension: str) -> int:
+        """Return the number of ranks along `data` or `tensor`."""
+        return self._along[dimension].size() if self._along else 1
+
+    def place(self, dimension: str) -> int:
+        """Return this rank's number along `data` or `tensor`."""
+        return self._along[dimension].get_local_rank() if self._along else 0
+
+    def groups(self) -> list[Any]:
+        """Return the groups in which this rank shares a copy of the model with others."""
+        along = [self._along[name].get_group() for name in ("pipeline", "tensor") if self._along]
+        return along or [dist.group.WORLD]
+
+    def copies(self, name: str, parameter: torch.Tensor) -> int:
+        """Return the ranks that hold the same numbers of a parameter of this rank's model."""
+        alike = 1 if is_spread(parameter) else self.size("tensor")
+        return len(self.cut.holders[self.cut.names[name]]) * self.size("data") * alike
+
     # Training
 
     def run(self, batches: Sequence[Batch], *, items: Any) -> torch.Tensor:
         """Run all passes of one step, and return the loss of each micro-batch.
+
+        It is multiplied by the number of pipelines, over which gradients are averaged.
 
         Args:
             batches: The step's micro-batches, the same on every rank.
@@ -130,7 +178,7 @@ class Pipeline:
         return [loss.detach() for loss in losses]
 
     def _torch_schedule(self, micro_batches: int) -> Any:
-        ranks = dist.get_world_size()
+        ranks = dist.get_world_size(self.group)
         reason = refused_micro_batches(self.schedule, ranks=ranks, micro_batches=micro_batches)
         if reason:
             raise UsageError(f"{reason}. Set --gradient_accumulation_steps.")
@@ -141,47 +189,60 @@ class Pipeline:
                 stages=len(self.rank_of),
                 hidden=self.cut.hidden,
                 device=self.device,
+                group=self.group,
                 worked=self._worked,
             )
             for stage, module in self.cut.stages.items()
         ]
-        return torch_schedule(self.schedule, stages, micro_batches=micro_batches)
+        readers = self.size("data")
+        return torch_schedule(self.schedule, stages, micro_batches=micro_batches, readers=readers)
 
     def _worked(self, work: Work) -> None:
         self.work.append(work._replace(micro_batch=self._first + work.micro_batch))
 
+    @torch.no_grad()
     def add_up_copies(self) -> None:
-        """Add up the gradients of weights with copies on several ranks."""
+        """Add up the gradients of weights with copies in several stages, average over pipelines."""
+        beside = [self._along["data"].get_group()] if self.size("data") > 1 else []
         for name, parameter in self.model.named_parameters():
-            group = self._shared.get(self.cut.names[name])
-            if group is None or not parameter.requires_grad:
+            within = self._shared.get(self.cut.names[name])
+            groups = [*beside] if within is None else [within, *beside]
+            if not (groups and parameter.requires_grad):
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, group=group)
+            gradient = local(parameter.grad)
+            # That of a matrix's part may lie by columns, which no collective takes.
+            numbers = gradient.contiguous()
+            for group in groups:
+                dist.all_reduce(numbers, group=group)
+            if numbers is not gradient:
+                gradient.copy_(numbers)
+            if beside:
+                gradient.div_(self.size("data"))
 
     def _of_last_rank(self, losses: list[torch.Tensor], count: int) -> torch.Tensor:
         """Return the losses that the last stage's rank knows, on every rank."""
         of_all = torch.zeros(count, device=self.device)
         if losses:
             of_all.copy_(torch.stack(losses))
-        dist.broadcast(of_all, src=self.rank_of[-1])
+        dist.broadcast(of_all, group_src=self.rank_of[-1], group=self.group)
         return of_all
 
+    @torch.no_grad()
     def clip(self, limit: float) -> torch.Tensor:
-        """Clip the gradients by the norm over all stages, and return the norm before."""
+        """Clip the gradients by the norm over all ranks' parts, and return the norm before."""
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
-        for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None and self.counts_here(name):
-                squares += sum_of_squares(parameter.grad)
+        graded = [(n, p) for n, p in self.model.named_parameters() if p.grad is not None]
+        for name, parameter in graded:
+            squares += sum_of_squares(local(parameter.grad)) / self.copies(name, parameter)
         dist.all_reduce(squares)
         norm = squares.sqrt().float()
-        torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), limit, norm)
+        # As torch's `clip_grads_with_norm_` (2.15), which takes no parts of matrices among others.
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+        for _, parameter in graded:
+            local(parameter.grad).mul_(factor.to(parameter.grad.dtype))
         return norm
-
-    def counts_here(self, name: str) -> bool:
-        """Whether this rank speaks for a parameter of its model, of the ranks with a copy."""
-        return self.cut.holders[self.cut.names[name]][0] == self.rank
 
     # Between steps
 
@@ -204,11 +265,11 @@ class Pipeline:
                 width, dtype = self.cut.hidden
                 shape = (*window.rows(0), width)
                 passed = [torch.empty(shape, dtype=dtype, device=self.device)]
-                dist.recv(passed[0], src=before)
+                dist.recv(passed[0], group_src=before, group=self.group)
             passed = [module(*passed, number=torch.zeros(1, dtype=torch.long))]
             after = self.rank if module.last else self.rank_of[stage + 1]
             if after != self.rank:
-                dist.send(passed.pop().contiguous(), dst=after)
+                dist.send(passed.pop().contiguous(), group_dst=after, group=self.group)
         output = passed[0] if passed else CausalLMOutput()
         return CausalLMOutput(
             loss=self._shown_to_all(output.loss), logits=self._shown_to_all(output.logits)
@@ -218,22 +279,22 @@ class Pipeline:
         """Return a tensor of the last stage's rank, on every rank."""
         source = self.rank_of[-1]
         facts = [None if tensor is None else (tensor.shape, tensor.dtype)]
-        dist.broadcast_object_list(facts, src=source)
+        dist.broadcast_object_list(facts, group_src=source, group=self.group)
         if facts[0] is None:
             return None
         if tensor is None:
             shape, dtype = facts[0]
             tensor = torch.empty(shape, dtype=dtype, device=self.device)
         tensor = tensor.detach().contiguous()
-        dist.broadcast(tensor, src=source)
+        dist.broadcast(tensor, group_src=source, group=self.group)
         return tensor
 
     # Records
 
     def orders(self) -> list[list[Work]]:
         """Return the work of every rank in the last step, as each recorded it."""
-        orders: list[list[Work]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(orders, self.work)
+        orders: list[list[Work]] = [[] for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather_object(orders, self.work, group=self.group)
         return orders
 
     def slots(self) -> Slots:

@@ -29,6 +29,7 @@ class RaggedStage(PipelineStage):
         stages: int,
         hidden: tuple[int, torch.dtype],
         device: torch.device,
+        group: Any,
         worked: Callable[[Work], None],
     ) -> None:
         self._width, self._dtype = hidden
@@ -42,6 +43,7 @@ class RaggedStage(PipelineStage):
             device,
             input_args=() if stage == 0 else example,
             output_args=torch.empty((), requires_grad=True) if last else example,
+            group=group,
         )
         # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch compares each tensor with the example.
         self._runtime_validate = False
@@ -93,12 +95,19 @@ class RaggedStage(PipelineStage):
         self._worked(Work(kind, self.stage_index, number))
 
 
-def torch_schedule(schedule: Schedule, stages: list[RaggedStage], *, micro_batches: int) -> Any:
+def torch_schedule(
+    schedule: Schedule, stages: list[RaggedStage], *, micro_batches: int, readers: int = 1
+) -> Any:
     """Return torch's schedule of a step's micro-batches over the stages of this rank.
 
-    The loss is already the share of the whole step: gradients are added up, and never divided.
+    The loss is already the share of the whole step: over micro-batches gradients are added up, and
+    never divided. Over `readers`, pipelines with rows of their own, they will be averaged.
     """
-    options: dict[str, Any] = {"loss_fn": _own_loss, "scale_grads": False}
+
+    def own_loss(output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return output if readers == 1 else output * readers
+
+    options: dict[str, Any] = {"loss_fn": own_loss, "scale_grads": False}
     match schedule.name:
         case "gpipe":
             return ScheduleGPipe(stages[0], micro_batches, **options)
@@ -113,8 +122,3 @@ def torch_schedule(schedule: Schedule, stages: list[RaggedStage], *, micro_batch
             return schedules.ScheduleZBVZeroBubble([*stages], micro_batches, **options)
         case "one_at_a_time":
             return ScheduleGPipe(stages[0], 1, **options)
-
-
-def _own_loss(output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    """Return the loss that the last stage computed itself."""
-    return output

@@ -193,14 +193,21 @@ def dequantised_term(job: PlannedJob) -> Iterator[Term]:
 
 
 def _batch(job: PlannedJob) -> Term:
-    """Return the term of ids, labels, masks, and the layers' shared cosines and sines."""
+    """Return the term of ids, labels, masks, and the layers' shared cosines and sines.
+
+    Each micro-batch in flight keeps its own.
+    """
     turned = 2 * job.model.head_dim * 4
     return Term(
         category="activations",
         name="the batch itself, and the tables of its positions",
-        bytes=Interval(0, job.micro_tokens * (4 * 8 + turned)),
-        formula="up to tokens * (4 * 8 + 2 * 4 * head)",
-        inputs={"tokens": job.micro_tokens, "head": job.model.head_dim},
+        bytes=Interval(0, job.micro_tokens * (4 * 8 + turned)).times(job.in_flight),
+        formula="up to tokens * (4 * 8 + 2 * 4 * head) * micro-batches in flight",
+        inputs={
+            "tokens": job.micro_tokens,
+            "head": job.model.head_dim,
+            "micro-batches in flight": job.in_flight,
+        },
     )
 
 

@@ -26,10 +26,11 @@ from toolkit.planning.memory.transient_buffers import (
 )
 from toolkit.planning.memory.weights import COMPUTE_SIZE, trained_size, weights_of
 from toolkit.planning.memory.zero_settings import zero_settings
-from toolkit.planning.pipelined import parts_of_ranks
 from toolkit.planning.rows import exchanged_width
-from toolkit.planning.split import part_of_rank
+from toolkit.planning.schedules import schedule_of
+from toolkit.planning.split import part_of_rank, parts_of_ranks
 from toolkit.planning.terms import PHASES, Category, Interval, Phase, Term, sums_by_phase
+from toolkit.strategies import DTYPE_BYTES
 
 MIB = 1 << 20
 
@@ -126,7 +127,7 @@ def _estimate(job: PlannedJob, *, asked: PlannedJob) -> MemoryEstimate:
     exchanged = job if asked.strategy.splits_rows else asked
     terms = [
         *_tensor_terms(job, states),
-        *_exchange_term(asked, exchanged.micro_tokens),
+        *_exchange_terms(asked, exchanged.micro_tokens, in_flight=job.in_flight),
         Term(
             category="temporaries",
             name="cuBLAS workspaces",
@@ -184,8 +185,14 @@ def step_peak(job: PlannedJob, micro_batches: Sequence[tuple[int, int]]) -> Inte
     """
     if job.strategy.schedule is not None:
         parts = _different(parts_of_ranks(job))
-        return max((step_peak(p, micro_batches) for p in parts), key=lambda peak: peak.high)
-    asked, job = job, part_of_rank(job)
+        peaks = (_step_peak(part, micro_batches, asked=job) for part in parts)
+        return max(peaks, key=lambda peak: peak.high)
+    return _step_peak(part_of_rank(job), micro_batches, asked=job)
+
+
+def _step_peak(
+    job: PlannedJob, micro_batches: Sequence[tuple[int, int]], *, asked: PlannedJob
+) -> Interval:
     low = high = 0.0
     for number, (rows, tokens) in enumerate(micro_batches, 1):
         of_micro_batch = replace(
@@ -194,13 +201,28 @@ def step_peak(job: PlannedJob, micro_batches: Sequence[tuple[int, int]]) -> Inte
             sequence=tokens,
             accumulation=len(micro_batches),
             micro_batch=number,
+            in_flight=_in_flight(job, micro_batches[number - 1 :], asked=asked),
         )
         states = most_loaded(of_micro_batch)
         terms = _tensor_terms(of_micro_batch, states.in_one_place() if job.on_cpu else states)
-        terms += _exchange_term(asked, rows * tokens)
+        terms += _exchange_terms(asked, rows * tokens, in_flight=of_micro_batch.in_flight)
         for needed in sums_by_phase(terms).values():
             low, high = max(low, needed.low), max(high, needed.high)
     return Interval(low, high)
+
+
+def _in_flight(
+    job: PlannedJob, micro_batches: Sequence[tuple[int, int]], *, asked: PlannedJob
+) -> float:
+    """Return the tokens in flight at the backward of the first, in multiples of its own.
+
+    At the end of a step none follow. With several stages on a rank the order is not that of the
+    micro-batches.
+    """
+    if job.in_flight <= 1 or schedule_of(asked.strategy).stages_per_rank > 1:
+        return job.in_flight
+    tokens = [rows * length for rows, length in micro_batches[: int(job.in_flight)]]
+    return sum(tokens) / tokens[0]
 
 
 def _tensor_terms(job: PlannedJob, states: StateBytes) -> list[Term]:
@@ -215,13 +237,22 @@ def _tensor_terms(job: PlannedJob, states: StateBytes) -> list[Term]:
     ]
 
 
-def _exchange_term(job: PlannedJob, tokens: int) -> Iterator[Term]:
+def _exchange_terms(job: PlannedJob, tokens: int, *, in_flight: float) -> Iterator[Term]:
     """Yield what a rank holds to exchange activations with others that share its rows or layers.
 
-    `tokens` are those of whole rows under tensor parallelism, else of the rank's pieces.
+    `tokens` are those of whole rows, or of the rank's pieces where rows are split.
     """
     if job.strategy.splits_rows:
         yield from _swap_terms(job, tokens)
+    if job.strategy.schedule is not None:
+        size = DTYPE_BYTES[job.dtype]
+        yield Term(
+            category="temporaries",
+            name="hidden states that a stage handed on, and the gradient of one",
+            bytes=Interval(0, (in_flight + 1) * tokens * job.model.hidden_size * size),
+            formula="(micro-batches in flight + 1) * tokens * hidden * size",
+            phases=RUNNING,
+        )
     if job.strategy.tensor > 1:
         yield Term(
             category="temporaries",

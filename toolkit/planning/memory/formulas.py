@@ -13,7 +13,7 @@ from toolkit.planning.memory.optimizers import STEP
 from toolkit.planning.memory.states import most_loaded, receive_buffer_bytes, sub_groups
 from toolkit.planning.memory.weights import trained_size, weights_of
 from toolkit.planning.memory.zero_settings import zero_settings
-from toolkit.planning.pipelined import parts_of_ranks
+from toolkit.planning.split import parts_of_ranks
 
 ZERO_STAGES = ("ddp", "zero1", "zero2", "zero3")
 """Stages that divide by the ranks: nothing; the optimizer; also gradients; also weights."""

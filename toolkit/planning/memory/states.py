@@ -21,8 +21,7 @@ from toolkit.planning.memory.zero_settings import (
     SWAPPED_FROM_BYTES,
     zero_settings,
 )
-from toolkit.planning.pipelined import parts_of_ranks
-from toolkit.planning.split import part_of_rank
+from toolkit.planning.split import part_of_rank, parts_of_ranks
 from toolkit.planning.terms import Interval, Place, Term
 
 FLAT_ALIGNMENT = 2
@@ -88,7 +87,7 @@ def state_bytes(job: PlannedJob, rank: int = 0) -> StateBytes:
         UsageError: the job's precision and weights don't go together.
     """
     if job.strategy.schedule is not None:
-        return state_bytes(parts_of_ranks(job)[rank])
+        return state_bytes(parts_of_ranks(job)[rank // (job.gpus // job.pipeline_ranks)])
     if job.strategy.tensor > 1:
         return state_bytes(part_of_rank(job), rank // job.strategy.tensor)
     strategy, shards, optimizer = job.strategy, job.shards, job.optimizer

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 
 from toolkit.errors import UsageError
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.pipelined import parts_of_ranks, waiting_share
+from toolkit.planning.pipelined import waiting_share
 from toolkit.planning.speed import rates
 from toolkit.planning.speed.computing import SpeedTerm, computing, total
 from toolkit.planning.speed.flops import CONVENTION, model_flops
 from toolkit.planning.speed.gpus import Gpu
 from toolkit.planning.speed.transfers import communicating, stepping
-from toolkit.planning.split import part_of_rank
+from toolkit.planning.split import part_of_rank, parts_of_ranks
 from toolkit.planning.terms import Interval
 from toolkit.strategies import SHORT_DTYPES
 

@@ -22,7 +22,7 @@ the Trainer's count of tokens, the loss that is logged.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any, Literal
@@ -33,14 +33,16 @@ from toolkit.planning.memory.weights import COMPUTE_SIZE, Tensors, trained_size,
 from toolkit.planning.memory.zero_settings import zero_settings
 from toolkit.planning.models.shape import ModelShape
 from toolkit.planning.options import Checkpointing
-from toolkit.planning.pipelined import copies_of_head, crossings
+from toolkit.planning.pipelined import crossings, holders_of_head
 from toolkit.planning.rows import exchanged_width
 from toolkit.planning.split import (
     PER_HEAD,
+    part_of_model,
     part_of_rank,
     split_inputs,
     split_outputs,
     splits_embedding,
+    stages_of_ranks,
 )
 from toolkit.planning.terms import GIB
 from toolkit.strategies import COMPUTE_DTYPES, DTYPE_BYTES, DTYPES, Strategy
@@ -177,14 +179,15 @@ def textbook(strategy: Strategy, *, trained: int, everything: int, ranks: int) -
     gathered and have no gradients: `trained` are the elements that have some, `everything` is all
     of them.
     """
-    if ranks == strategy.tensor or strategy.schedule is not None:
-        return 0  # of a pipeline, activations alone cross the wire
+    if strategy.data_parallel_size(ranks) == 1:
+        return 0  # of a lone tensor group or pipeline, activations alone cross the wire
     if strategy.has_server:
         return (ranks - 1) * trained
-    # A tensor group's part of the model is sharded among the groups.
-    trained, everything = trained // strategy.tensor, everything // strategy.tensor
+    # A tensor group's part of the model is sharded among the groups, and a pipeline's is cut.
+    parts = strategy.tensor * strategy.pipeline_ranks(ranks)
+    trained, everything = trained // parts, everything // parts
     averages = strategy.tensor > 1 and strategy.replicas > 1  # and shards nothing
-    if averages or not strategy.shards_parameters:
+    if averages or strategy.schedule is not None or not strategy.shards_parameters:
         return 2 * trained
     return (2 if strategy.gathers_again else 1) * everything + trained
 
@@ -456,12 +459,26 @@ def _fsdp(job: PlannedJob) -> tuple[Collective, ...]:
 
 
 def _tensor(job: PlannedJob, of_rank: PlannedJob, tokens: int) -> tuple[Collective, ...]:
-    """Return what tensor groups exchange, and what shards among them, at one part of a matrix.
+    """Return what tensor groups exchange, and what shards among them, at one part of a matrix."""
+    size, per_node = job.strategy.tensor, job.gpus // job.nodes
+    shared = collectives(of_rank) if of_rank.gpus > 1 else ()
+    rings = 1 if job.nodes == 1 else min(size, per_node)
+    among = [
+        replace(call, nodes=min(job.nodes, of_rank.gpus), rings=rings)
+        for call in shared
+        if call.purpose != "norm"
+    ]
+    norm = replace(_norm(job, 1, 4), formula="the sum of squares over all ranks")
+    return (*_exchanged(job, job.model, tokens), *among, norm)
+
+
+def _exchanged(job: PlannedJob, model: ModelShape, tokens: int) -> Iterator[Collective]:
+    """Yield what the ranks of a tensor group exchange for a model, or for a stage of one.
 
     Nothing is fused (transformers 5.23, torch 2.15): the gradient of an input is added up once for
     each matrix that reads it, in the dtype of the residual stream.
     """
-    model, size = job.model, job.strategy.tensor
+    size = job.strategy.tensor
     computed, held = COMPUTE_SIZE[job.precision], DTYPE_BYTES[job.dtype]
     if job.precision == "no":
         computed = held
@@ -487,12 +504,13 @@ def _tensor(job: PlannedJob, of_rank: PlannedJob, tokens: int) -> tuple[Collecti
             inputs={"tokens": tokens, "hidden": model.hidden_size, "times": times, "size": width},
         )
 
+    has_head = model.vocab_size > 1
     forward = model.layers * split_outputs(model) * passes
-    backward = model.layers * split_inputs(model) + 1
-    planned = [
-        added(forward, computed, "tokens * hidden * matrices that write the hidden state * size"),
-        added(backward, held, "tokens * hidden * matrices that read it, the head too, * size"),
-        exchange(
+    backward = model.layers * split_inputs(model) + has_head
+    yield added(forward, computed, "tokens * hidden * matrices that write the hidden state * size")
+    yield added(backward, held, "tokens * hidden * matrices that read it, the head too, * size")
+    if has_head:
+        yield exchange(
             kind="all_gather",
             elements=tokens * model.vocab_size,
             element_size=computed,
@@ -500,33 +518,21 @@ def _tensor(job: PlannedJob, of_rank: PlannedJob, tokens: int) -> tuple[Collecti
             calls=job.accumulation,
             formula="tokens * vocabulary * size: the logits",
             inputs={"tokens": tokens, "vocabulary": model.vocab_size, "size": computed},
-        ),
-    ]
+        )
     if splits_embedding(model):
-        planned.append(added(1, held, "tokens * hidden * size: the embeddings"))
+        yield added(1, held, "tokens * hidden * size: the embeddings")
     norms = sum(t.elements for t in model.of_kind("norm") if t.name.endswith(PER_HEAD))
     if norms:
-        planned.append(
-            exchange(
-                kind="all_reduce",
-                elements=norms,
-                element_size=held,
-                dtype=_SIZED[held],
-                times=job.accumulation,
-                calls=2 * model.layers,
-                formula="elements * size * micro-batches: gradients of queries' and keys' norms",
-                inputs={"elements": norms, "size": held},
-            )
+        yield exchange(
+            kind="all_reduce",
+            elements=norms,
+            element_size=held,
+            dtype=_SIZED[held],
+            times=job.accumulation,
+            calls=2 * model.layers,
+            formula="elements * size * micro-batches: gradients of queries' and keys' norms",
+            inputs={"elements": norms, "size": held},
         )
-    shared = collectives(of_rank) if of_rank.gpus > 1 else ()
-    rings = 1 if job.nodes == 1 else min(size, per_node)
-    among = [
-        replace(call, nodes=min(job.nodes, of_rank.gpus), rings=rings)
-        for call in shared
-        if call.purpose != "norm"
-    ]
-    norm = replace(_norm(job, 1, 4), formula="the sum of squares over all ranks")
-    return (*planned, *among, norm)
 
 
 def _among_pieces(job: PlannedJob, ranks: int) -> partial[Collective]:
@@ -606,8 +612,39 @@ def _swaps(job: PlannedJob, of_rank: PlannedJob, tokens: int) -> tuple[Collectiv
 
 
 def _pipeline(job: PlannedJob, tokens: int) -> tuple[Collective, ...]:
-    """Return what the stages of a pipeline hand on, at the rank that sends the most."""
-    model, size, times = job.model, DTYPE_BYTES[job.dtype], crossings(job)
+    """Return the calls of a pipeline's ranks: of each kind those of the rank that sends the most.
+
+    A record has the most of all ranks, too.
+    """
+    of_ranks = [
+        _by_row(_of_stage(job, model, rank, tokens))
+        for rank, model in enumerate(stages_of_ranks(job))
+    ]
+    rows = dict.fromkeys(row for of_rank in of_ranks for row in of_rank)
+    most = (
+        max(
+            (of_rank.get(row, []) for of_rank in of_ranks),
+            key=lambda calls: sum(call.payload_bytes for call in calls),
+        )
+        for row in rows
+    )
+    return (*(call for calls in most for call in calls), _norm(job, 1, 8))
+
+
+def _by_row(calls: Iterable[Collective]) -> dict[tuple[str, str, str, int], list[Collective]]:
+    """Return calls by what a record tells apart."""
+    rows: dict[tuple[str, str, str, int], list[Collective]] = {}
+    for call in calls:
+        row = (call.kind, call.purpose, call.dtype, call.ranks)
+        rows.setdefault(row, []).append(call)
+    return rows
+
+
+def _of_stage(job: PlannedJob, model: ModelShape, rank: int, tokens: int) -> Iterator[Collective]:
+    """Yield what a rank of a pipeline sends: to its neighbours, in its tensor group, and beside."""
+    size, ranks, tensor = DTYPE_BYTES[job.dtype], job.pipeline_ranks, job.strategy.tensor
+    per_node, beside = job.gpus // job.nodes, job.gpus // ranks
+    times = crossings(job)[rank]
     passed = partial(
         Collective,
         purpose="activations",
@@ -615,30 +652,45 @@ def _pipeline(job: PlannedJob, tokens: int) -> tuple[Collective, ...]:
         element_size=size,
         dtype=_SIZED[size],
         calls=times * job.accumulation,
-        ranks=job.gpus,
+        ranks=ranks,
         nodes=job.nodes,
+        rings=min(beside, per_node) if job.nodes > 1 else 1,
         formula="tokens * hidden * boundaries of its stages, forward and back, * size",
         inputs={"tokens": tokens, "hidden": model.hidden_size, "times": times, "size": size},
     )
-    planned = [passed(kind="send"), passed(kind="receive")]
-    copies = copies_of_head(job)
-    if copies > 1:
-        elements = model.elements_of("embedding")
-        planned.append(
-            Collective(
-                kind="all_reduce",
-                purpose="gradients",
-                elements=elements,
-                element_size=size,
-                dtype=_SIZED[size],
-                calls=1,
-                ranks=copies,
-                nodes=min(job.nodes, copies),
-                formula="elements * size: the tied head's gradient, at both ends",
-                inputs={"elements": elements, "size": size},
-            )
+    yield passed(kind="send")
+    yield passed(kind="receive")
+    if tensor > 1:
+        yield from _exchanged(job, model, tokens)
+        model = part_of_model(model, tensor)
+    reduced = partial(
+        Collective,
+        kind="all_reduce",
+        purpose="gradients",
+        element_size=size,
+        dtype=_SIZED[size],
+    )
+    holders = holders_of_head(job) if job.model.tied else []
+    if len(holders) > 1 and rank in holders:
+        elements = sum(t.elements for t in model.tensors if t.kind in ("embedding", "head"))
+        yield reduced(
+            elements=elements,
+            calls=1,
+            ranks=len(holders),
+            nodes=min(job.nodes, len(holders)),
+            formula="elements * size: the tied head's gradient, at both ends",
+            inputs={"elements": elements, "size": size},
         )
-    return (*planned, _norm(job, 1, 8))
+    if job.readers > 1:
+        yield reduced(
+            elements=model.parameters,
+            calls=len(model.tensors),
+            ranks=job.readers,
+            nodes=-(-beside // per_node),
+            rings=min(tensor, per_node) if beside > per_node else 1,
+            formula="trained * size: the stage's gradients, between the pipelines",
+            inputs={"trained": model.parameters, "size": size},
+        )
 
 
 def _norm(job: PlannedJob, numbers: int, size: int) -> Collective:

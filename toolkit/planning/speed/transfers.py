@@ -16,6 +16,8 @@ from toolkit.planning.terms import Interval
 def communicating(job: PlannedJob, gpu: Gpu, network: Interval, micro: Interval) -> list[SpeedTerm]:
     """Return the time that collectives add to a step, less the part that computing hides."""
     overlaps = not job.strategy.reads_deepspeed_json or zero_settings(job).overlaps
+    # A pipeline adds its gradients up after the last backward.
+    overlaps &= job.strategy.schedule is None
     terms: list[SpeedTerm] = []
     computing = micro.times(job.accumulation)
     for collective in collectives(job):

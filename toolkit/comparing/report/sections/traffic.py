@@ -136,6 +136,8 @@ def difference_in_words(row: Row) -> str:
 def _reasons(traffic: Traffic, strategy: Strategy | None) -> list[str]:
     if strategy is None:
         return []
+    if strategy.schedule is not None:
+        return ["stages differ in size, and the fullest is counted"]
     trained = traffic["trained_elements"] // strategy.tensor
     everything = traffic["all_elements"] // strategy.tensor
     if not trained or not everything:
