@@ -1,6 +1,5 @@
 """`toolkit configs write`, as a user calls it."""
 
-import io
 import json
 import os
 import shlex
@@ -8,7 +7,6 @@ import shlex
 import pytest
 import yaml
 from places import ROOT
-from rich.console import Console
 from typer.testing import CliRunner
 
 from toolkit.cli import app, main
@@ -18,7 +16,7 @@ from toolkit.configs.requested import requested_strategy, same_features
 from toolkit.errors import UsageError
 from toolkit.planning.recommend import recommend
 from toolkit.planning.render.commands import paste_line
-from toolkit.planning.render.recommendations import show_recommendation, write_recommendation
+from toolkit.planning.render.recommendations import recommendation_lines, write_recommendation
 from toolkit.strategies import STRATEGIES
 
 NOT_DEEPSPEED = [name for name, each in STRATEGIES.items() if each.backend != "deepspeed"]
@@ -138,10 +136,9 @@ def test_hybrid_sharding_has_a_group_in_each_node_and_its_files_and_commands_sta
     found = recommend("7b", gpu="H100", gpus=1024)
     job = found.choice.job
     assert (job.strategy.name, job.nodes, job.strategy.replicas) == ("fsdp_hybrid", 128, 128)
-    text = io.StringIO()
-    show_recommendation(found, Console(file=text, width=300))
-    assert "fsdp_hybrid on 1024 GPUs in 128 groups" in text.getvalue()
-    assert "on each of the 128 nodes, with RANK from 0 to 127" in text.getvalue()
+    text = "\n".join(recommendation_lines(found))
+    assert "fsdp_hybrid on 1024 GPUs in 128 groups" in text
+    assert "on each of the 128 nodes, with RANK from 0 to 127" in text
     written = write_recommendation(found, tmp_path)
     pasted = paste_line(found.options[0]).replace('"$(toolkit configs path fsdp_hybrid)"', "X")
     bundled = str(ROOT / "accelerate_configs" / "fsdp_hybrid.yaml")
