@@ -285,7 +285,7 @@ def _given_up(candidate: Candidate) -> Iterator[str]:
     if strategy.schedule is not None:
         share = waiting_share(candidate.job)
         yield f"each GPU waits for the others {share:.0%} of the time, by slots"
-    elif strategy.tensor > 1:
+    if strategy.tensor > 1:
         yield "activations cross the wire in every layer, and nothing is computed meanwhile"
     elif strategy.offloads:
         yield "each step waits for PCIe and the CPU"

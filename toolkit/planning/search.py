@@ -29,7 +29,7 @@ from toolkit.strategies import STRATEGIES, Strategy
 
 WHOLE = ("single", "ddp")
 SHARDED = ("zero1", "zero2", "fsdp_grad_op", "fsdp", "zero3", "fsdp_hybrid")
-SPLIT = ("tensor", "tensor_ddp", "pipeline")
+SPLIT = ("tensor", "tensor_ddp", "pipeline", "three_d")
 """Strategies in which several GPUs share one copy of the model. `layer_split` is none to choose:
 it is a pipeline in which one GPU works at a time."""
 

@@ -78,8 +78,6 @@ def train_command(
 def _flags(job: PlannedJob, rate: float) -> dict[str, str | bool | int | list[str]]:
     """Return the flags of toolkit.train for a job."""
     flags: dict[str, str | bool | int | list[str]] = {}
-    if len(job.strategy.engines) == 1:
-        flags["engine"] = job.strategy.engines[0]
     if job.method != "full":
         flags |= {"method": job.method, "lora_r": job.lora_rank}
     if job.method != "full" and job.lora_targets != "all-linear":
