@@ -44,11 +44,12 @@ def start(
     environment: Mapping[str, str],
     *,
     script: Path = SCRIPT,
+    ranks: int = 2,
 ) -> None:
     files = write_configs(
         get_strategy(strategy),
         folder / f"{strategy}-config",
-        options=ConfigOptions(num_processes=1 if strategy == "single" else 2),
+        options=ConfigOptions(num_processes=1 if strategy == "single" else ranks),
     )
     command = launch_command(files.accelerate, [script, *arguments])
     launch = launches.run(command, environment=environment)
@@ -63,10 +64,12 @@ def start_all(
     environment: Mapping[str, str],
     *,
     strategy: str = "ddp",
+    ranks: int = 2,
 ) -> Path:
-    """Start a sound control, and in two ranks a sound run of a script and one with each fault."""
+    """Start a sound control, and in some ranks a sound run of a script and one with each fault."""
     start("single", folder, [*flags, folder / "control", "clean"], environment)
-    start(strategy, folder, [*flags, folder, "clean", *faults], environment, script=script)
+    names = [*flags, folder, "clean", *faults]
+    start(strategy, folder, names, environment, script=script, ranks=ranks)
     return folder
 
 

@@ -11,14 +11,36 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 from toolkit.comparing.bisect.finding import bisect
 
 SCRIPT = Path(__file__).parent / "faults" / "train_tensor_groups_with_faults.py"
-FAULTS = {
+ALL = {"loss", "grad_norm", "weights"}
+OF_A_GROUP = {
     "ranks_of_a_group_read_different_rows": ({"data"}, "batch"),
-    "all_reduce_left_out_after_a_row_split": ({"loss", "grad_norm", "weights"}, "loss of the rows"),
+    "all_reduce_left_out_after_a_row_split": (ALL, "loss of the rows"),
     "loss_times_the_size_of_the_group": ({"grad_norm"}, "loss weighting"),
     "head_norms_summed_in_each_micro_batch": ({"grad_norm"}, "gradients"),
     "clipped_by_the_norm_of_a_part": ({"grad_norm"}, "clipping norm"),
 }
 """Each fault, the gates that break for it (others may as well), and the first link to differ."""
+
+OF_TWO_GROUPS = {
+    "same_data_on_both_ranks": (ALL | {"data"}, "batch"),
+    "other_data_order": (ALL | {"data"}, "batch"),
+    "other_initial_weights": (ALL, "initial weights"),
+    "gradients_not_synchronised": (ALL, "gradients"),
+    "adam_for_adamw": (ALL, "optimizer settings"),
+    "learning_rate_doubled": (ALL, "learning rate"),
+    "dropout_with_a_seed_per_rank": (ALL, "loss of the rows"),
+    "scheduler_stepped_by_every_rank": (ALL, "learning rate of the next step"),
+    "not_clipped": (ALL, "clipping norm"),
+    "clipped_by_the_norm_of_a_part": (ALL, "clipping norm"),
+    "adam_epsilon_1e_6": ({"loss", "weights"}, "optimizer settings"),
+    "no_weight_decay": ({"weights"}, "optimizer settings"),
+    "gradients_rounded_to_bf16": ({"weights"}, "gradients"),
+    "gradients_doubled": ({"grad_norm"}, "loss weighting"),
+}
+"""The 14 of test_parity_faults, in four ranks: data x tensor."""
+
+FAULTS = {2: OF_A_GROUP, 4: OF_TWO_GROUPS}
+CASES = [(ranks, fault) for ranks, faults in FAULTS.items() for fault in faults]
 
 
 @pytest.fixture(scope="module")
@@ -40,32 +62,39 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, model, launch_environment) -> Path:
-    return start_all(SCRIPT, tmp_path_factory.mktemp("faults"), [model], FAULTS, launch_environment)
+def runs(tmp_path_factory, model, launch_environment) -> dict[int, Path]:
+    folders = {ranks: tmp_path_factory.mktemp("faults") for ranks in FAULTS}
+    for ranks, folder in folders.items():
+        start_all(SCRIPT, folder, [model], FAULTS[ranks], launch_environment, ranks=ranks)
+    return folders
 
 
 @pytest.fixture(scope="module")
-def steps(tmp_path_factory, model, launch_environment) -> Path:
+def steps(tmp_path_factory, model, launch_environment) -> dict[int, Path]:
     """The runs with the evidence of their first step."""
-    return start_all(
-        SCRIPT, tmp_path_factory.mktemp("steps"), ["--evidence", model], FAULTS, launch_environment
-    )
+    folders = {ranks: tmp_path_factory.mktemp("steps") for ranks in FAULTS}
+    for ranks, folder in folders.items():
+        flags = ["--evidence", model]
+        start_all(SCRIPT, folder, flags, FAULTS[ranks], launch_environment, ranks=ranks)
+    return folders
 
 
-def test_a_sound_group_passes_every_gate(runs):
-    judgement = judged(runs, "clean")
+@pytest.mark.parametrize("ranks", FAULTS)
+def test_sound_groups_pass_every_gate(runs, ranks):
+    judgement = judged(runs[ranks], "clean")
     assert judgement.gates == dict.fromkeys(("loss", "grad_norm", "weights", "data"), True)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_breaks_the_gates(runs, fault):
-    judgement = judged(runs, fault)
+@pytest.mark.parametrize(("ranks", "fault"), CASES)
+def test_a_fault_breaks_the_gates(runs, ranks, fault):
+    judgement = judged(runs[ranks], fault)
     broken = {gate for gate, held in judgement.gates.items() if not held}
-    assert broken >= FAULTS[fault][0], judgement
+    assert broken >= FAULTS[ranks][fault][0], judgement
 
 
-@pytest.mark.parametrize("fault", ["clean", *FAULTS])
-def test_a_bisection_names_the_link_that_a_fault_breaks_first(steps, fault):
-    found = bisect(traced(steps / "control" / "clean", "single"), traced(steps / fault, "tensor"))
-    wanted = None if fault == "clean" else FAULTS[fault][1]
+@pytest.mark.parametrize(("ranks", "fault"), [*((ranks, "clean") for ranks in FAULTS), *CASES])
+def test_a_bisection_names_the_link_that_a_fault_breaks_first(steps, ranks, fault):
+    folder = steps[ranks]
+    found = bisect(traced(folder / "control" / "clean", "single"), traced(folder / fault, "tensor"))
+    wanted = None if fault == "clean" else FAULTS[ranks][fault][1]
     assert (found.first and found.first.link) == wanted, found.first

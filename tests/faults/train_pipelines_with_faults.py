@@ -7,19 +7,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 sys.path.append(str(Path(__file__).parent))  # a rank's path is a safe one
 import torch
-from splitting import fault, main
+from splitting import fault, main, of_one_length
 from transformers import AutoModelForCausalLM
 
+from toolkit.engines import pipeline
 from toolkit.engines.pipeline import PipelineRequest, ask_for
 from toolkit.engines.pipelining import running
 from toolkit.engines.pipelining.running import Pipeline
+from toolkit.engines.prepared import rows_of_rank, world_rank, world_size
 from toolkit.strategies import STRATEGIES
 
 STRATEGY = STRATEGIES["pipeline"]
@@ -29,6 +31,15 @@ def load(folder: str, **options: Any) -> Any:
     model = AutoModelForCausalLM.from_pretrained(folder, **options)
     ask_for(model, PipelineRequest(strategy=STRATEGY, balance="flops", sequence=64))
     return model
+
+
+@fault
+def stages_read_different_rows() -> Iterator[None]:
+    def of_every_rank(*args: Any, readers: int, reader: int) -> Any:
+        return rows_of_rank(*args, readers=world_size(), reader=world_rank())
+
+    with patch.object(pipeline, "rows_of_rank", of_every_rank), of_one_length():
+        yield
 
 
 @fault
@@ -86,6 +97,31 @@ def tied_head_not_added_up() -> Iterator[None]:
         yield
 
 
+def changing_gradients(change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Change each gradient when all passes of a step are over."""
+    original = Pipeline.run
+
+    def run(self: Pipeline, *args: Any, **options: Any) -> torch.Tensor:
+        losses = original(self, *args, **options)
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.copy_(change(parameter.grad))
+        return losses
+
+    with patch.object(Pipeline, "run", run):
+        yield
+
+
+@fault
+def gradients_rounded_to_bf16() -> Iterator[None]:
+    yield from changing_gradients(lambda gradient: gradient.bfloat16().float())
+
+
+@fault
+def gradients_doubled() -> Iterator[None]:
+    yield from changing_gradients(lambda gradient: 2 * gradient)
+
+
 @fault
 def clipped_by_the_norm_of_a_stage() -> Iterator[None]:
     def clip(self: Pipeline, limit: float) -> torch.Tensor:
@@ -96,4 +132,4 @@ def clipped_by_the_norm_of_a_stage() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    main(STRATEGY, load)
+    main(STRATEGY, load, clipping=(Pipeline, "clip"))

@@ -1,4 +1,4 @@
-"""The script beside this one, for two ranks that share every matrix.
+"""The script beside this one, for groups of two ranks that share every matrix.
 
     accelerate launch --config_file ddp.yaml tests/faults/train_tensor_groups_with_faults.py \
         MODEL OUTPUT NAME ...
@@ -13,15 +13,12 @@ from typing import Any
 from unittest.mock import patch
 
 sys.path.append(str(Path(__file__).parent))  # a rank's path is a safe one
-import torch
-from splitting import fault, main
+from splitting import fault, main, of_one_length
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor import DTensor
-from train_with_faults import MAX_LENGTH
 from transformers import AutoModelForCausalLM
 from transformers.distributed import tensor_parallel as plans
 
-from toolkit.data.order import Collator
-from toolkit.data.tokens import IGNORED
 from toolkit.engines import tensor_parallel
 from toolkit.engines.prepared import rows_of_rank, world_rank, world_size
 from toolkit.engines.tensor_parallel import TensorParallel, claim_mesh
@@ -37,25 +34,48 @@ def load(folder: str, **options: Any) -> Any:
 
 @fault
 def ranks_of_a_group_read_different_rows() -> Iterator[None]:
-    """In rows of one length: with other shapes than its neighbour's, a rank fails by itself."""
-
     def of_every_rank(*args: Any, readers: int, reader: int) -> Any:
         return rows_of_rank(*args, readers=world_size(), reader=world_rank())
 
-    original = Collator.__call__
+    with patch.object(tensor_parallel, "rows_of_rank", of_every_rank), of_one_length():
+        yield
 
-    def of_one_length(self: Collator, rows: Any) -> dict[str, torch.Tensor]:
-        batch = original(self, rows)
-        filled = {"input_ids": self.pad_token_id, "labels": IGNORED, "attention_mask": 0}
-        for name, value in filled.items():
-            more = MAX_LENGTH - batch[name].shape[1]
-            batch[name] = torch.nn.functional.pad(batch[name], (0, more), value=value)
-        return batch
 
-    with (
-        patch.object(tensor_parallel, "rows_of_rank", of_every_rank),
-        patch.object(Collator, "__call__", of_one_length),
-    ):
+@fault
+def same_data_on_both_ranks() -> Iterator[None]:
+    """Both groups read the rows of the first."""
+
+    def of_the_first(*args: Any, readers: int, reader: int) -> Any:
+        return rows_of_rank(*args, readers=readers, reader=0)
+
+    with patch.object(tensor_parallel, "rows_of_rank", of_the_first):
+        yield
+
+
+@fault
+def gradients_not_synchronised() -> Iterator[None]:
+    """Each group keeps its own gradients of the shards that it steps with."""
+
+    def keep(
+        self: Any, output_tensor: Any, input_tensor: Any, group: Any, *_: Any, **__: Any
+    ) -> None:
+        output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
+
+    # Of torch 2.13, as in 2.15; what changes there leaves a run without this fault.
+    with patch.object(_fsdp_collectives.DefaultReduceScatter, "__call__", keep):
+        yield
+
+
+@fault
+def gradients_rounded_to_bf16() -> Iterator[None]:
+    """Only what goes over the wire from group to group."""
+    original = _fsdp_collectives.DefaultReduceScatter.__call__
+
+    def rounded(self: Any, output_tensor: Any, input_tensor: Any, *args: Any, **kw: Any) -> Any:
+        input_tensor.copy_(input_tensor.bfloat16())
+        return original(self, output_tensor, input_tensor, *args, **kw)
+
+    with patch.object(_fsdp_collectives.DefaultReduceScatter, "__call__", rounded):
         yield
 
 
@@ -74,7 +94,7 @@ def loss_times_the_size_of_the_group() -> Iterator[None]:
     original = TensorParallel.backward
 
     def backward(self: Any, accelerator: Any, loss: Any, **options: Any) -> None:
-        original(self, accelerator, loss * world_size(), **options)
+        original(self, accelerator, loss * STRATEGY.tensor, **options)
 
     with patch.object(TensorParallel, "backward", backward):
         yield
@@ -94,4 +114,4 @@ def clipped_by_the_norm_of_a_part() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    main(STRATEGY, load)
+    main(STRATEGY, load, clipping=(tensor_parallel._Clipping, "__call__"))
