@@ -273,6 +273,21 @@ def test_experts_that_are_no_linear_layers_are_left_alone_and_saved_as_their_fam
     )
 
 
+def test_layers_whose_names_peft_takes_for_those_of_experts_are_refused(tmp_path):
+    """The dense layer of a mixture has names that its experts had before they were fused."""
+    small_of("qwen3_moe", "sdpa", mlp_only_layers=[1]).save_pretrained(tmp_path)
+    with pytest.raises(
+        UsageError, match=r"\(down_proj, gate_proj, up_proj\) for theirs"
+    ) as refused:
+        method_of(tmp_path)
+    targets = str(refused.value).rpartition("--lora_target_modules ")[2].rstrip(".").split()
+    assert targets == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    with pytest.raises(UsageError, match=r"\(gate_proj\) for theirs"):
+        method_of(tmp_path, lora_target_modules=["gate_proj"])
+    attached = adapted(tmp_path, lora_target_modules=targets)
+    assert {name.rpartition(".")[2] for name, _ in adapters.adapted_modules(attached)} == {*targets}
+
+
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_4_bit_weights_are_counted_to_the_byte_scales_included(llama, precision):
     model = adapted(llama, "qlora", precision=precision)

@@ -112,6 +112,8 @@ def checked_method(
             )
         bare_model = skeleton(folder, trust_remote_code=model.trust_remote_code)
         layers, fused = adapted_layers(bare_model, arguments), fused_share(bare_model)
+        if fused:
+            _refuse_names_of_experts(bare_model, list(layers))
         if arguments.lora_embeddings:
             embeddings = embeddings_of(bare_model)
         if arguments.method == "qlora":
@@ -280,6 +282,35 @@ def _refuse_unknown(model: PreTrainedModel, linear: Mapping[str, Any], targets: 
             f"--lora_target_modules: {'; '.join(findings)}. Its linear layers are "
             f"{', '.join(known)}; {ALL_LINEAR} means all of them."
         )
+
+
+def _refuse_names_of_experts(model: PreTrainedModel, layers: list[str]) -> None:
+    """Raise UsageError where peft would adapt fused experts in place of the layers that are named.
+
+    To load adapters from the time of transformers 4, peft 0.20 and 0.21 take the last part of a
+    name, as `gate_proj`, for that of the experts, which are fused now. Dense layers beside them
+    have the same names. tests/training/test_adapters.py fails when this changes.
+    """
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    config = LoraConfig(target_modules=layers)
+    try:
+        conversions = get_model_conversion_mapping(model)
+        convert_peft_config_for_transformers(config, model=model, conversions=conversions)
+        kept = {name.rpartition(".")[2] for name in config.target_modules or ()}
+    except ValueError:  # some of the names of an expert's matrices, and not all
+        kept = set[str]()
+    names = {name.rpartition(".")[2] for name in layers}
+    if names <= kept:
+        return
+    others = sorted(names & kept) or ["q_proj", "v_proj"]
+    raise UsageError(
+        f"{type(model).__name__} has fused experts, and peft takes the names of some of its other "
+        f"layers ({', '.join(sorted(names - kept))}) for theirs. Leave these without adapters: "
+        f"--lora_target_modules {' '.join(others)}."
+    )
 
 
 def _refuse_quantised(folder: Path) -> None:
