@@ -41,7 +41,8 @@ class Run:
         folder.mkdir()
         (folder / "swap").mkdir()
         self.output = folder / "run"
-        self.ranks = {"single": 1, "fsdp_hybrid": 4, "three_d": 8}.get(strategy, 2)
+        others = {"single": 1, "fsdp_hybrid": 4, "tensor_ddp": 4, "three_d": 8}
+        self.ranks = others.get(strategy, 2)
         self._folder = folder
         self._environment = environment | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         self._starts = 0

@@ -18,7 +18,11 @@ from toolkit.measuring.storages import CATEGORIES, UNDECIDED, Storages
 from toolkit.strategies import STRATEGIES
 
 BATCH, WIDE, HIDDEN, OUT = 64, 16, 256, 8
-DEEPSPEED = [name for name, each in STRATEGIES.items() if each.backend == "deepspeed"]
+DEEPSPEED = [
+    name
+    for name, each in STRATEGIES.items()
+    if each.backend == "deepspeed" and not each.splits_rows
+]
 OTHERS = ["single", "single_checkpointed", "fsdp", "fsdp_grad_op", "fsdp_checkpointed"]
 
 

@@ -203,7 +203,8 @@ outcomes = {
     "fsdp_offload": measured(*sharded(offload=True)),
 }
 for name, strategy in STRATEGIES.items():
-    if strategy.backend == "deepspeed" and environment.missing_for(strategy) is None:
+    is_here = environment.missing_for(strategy) is None
+    if strategy.backend == "deepspeed" and not strategy.splits_rows and is_here:
         outcomes[name] = measured(*zero(name, new_model()))
 if "zero3_nvme" in outcomes:
     outcomes["swapped"] = swapped()

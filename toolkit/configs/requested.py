@@ -372,13 +372,13 @@ def _check_split(strategy: Strategy, dimension: str, config: Mapping[str, Any]) 
     """
     zero: dict[str, Any] = config.get("zero_optimization") or {}
     problem = None
-    if strategy.reads_deepspeed_json and strategy.zero_stage == 0:
+    if not strategy.shards_optimizer:
         problem = "needs a ZeRO stage from 1 to 3, and the DeepSpeed config has none"
     elif strategy.offloads:
         problem = "is not proven with an offload, which the config asks for"
     elif strategy.replicas > 1:
         problem = "is not proven with hybrid sharding (parallelism_config_dp_replicate_size)"
-    elif strategy.zero_stage == 3 and not zero.get("reduce_scatter", True):
+    elif strategy.shards_parameters and not zero.get("reduce_scatter", True):
         # deepspeed 0.19, stage3.py: large buckets are divided by the ranks, small ones by the rows.
         problem = "needs reduce_scatter at stage 3, or DeepSpeed divides gradients in two ways"
     if problem:

@@ -194,7 +194,9 @@ class Ledger(CountingMode):
         ]
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if getattr(func, "namespace", None) in NAMESPACES or func._schema.name in OPAQUE:
+        schema = getattr(func, "_schema", None)  # an operator of a higher order has none
+        is_opaque = schema is not None and schema.name in OPAQUE
+        if getattr(func, "namespace", None) in NAMESPACES or is_opaque:
             self._count(func, args, kwargs)
         return func(*args, **kwargs)
 
