@@ -20,7 +20,7 @@ FAULTS = {
     "tied_head_trained_twice": (ALL, "gradients"),
     "tied_head_not_added_up": (ALL, "gradients"),
     "clipped_by_the_norm_of_a_stage": (ALL, "clipping norm"),
-    "stages_read_different_rows": (ALL, "loss of the rows"),
+    "stages_read_different_rows": (ALL, "batch"),
     # Those of test_parity_faults that don't need ranks with rows of their own.
     "other_data_order": (ALL | {"data"}, "batch"),
     "other_initial_weights": (ALL, "initial weights"),
