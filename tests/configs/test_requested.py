@@ -21,6 +21,7 @@ from toolkit.configs.requested import (
     same_features,
 )
 from toolkit.errors import UsageError
+from toolkit.measuring.foreign import watch
 from toolkit.strategies import STRATEGIES, Strategy
 
 FSDP = {
@@ -51,6 +52,16 @@ def test_other_numbers_leave_the_strategy_what_it_is(name, tmp_path, launched):
     environment = launched("--config_file", str(files.accelerate))
     assert requested_strategy(environment, STRATEGIES[name]) == STRATEGIES[name].on_ranks(8)
     assert requested_processes(environment) == 8
+
+
+@pytest.mark.parametrize("name", ["context", "ulysses"])
+def test_a_script_of_ones_own_is_refused_where_it_would_have_to_split_rows(
+    name, root, launched, monkeypatch
+):
+    for variable, value in launched("--config_file", f"accelerate_configs/{name}.yaml").items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(UsageError, match=f"{name} splits rows"), watch(rehearsal=True):
+        pytest.fail("the script began")
 
 
 @pytest.mark.parametrize(("file", "named"), [("pipeline", None), ("parameter_server", "ddp")])

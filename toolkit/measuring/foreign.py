@@ -49,8 +49,16 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
     from accelerate import Accelerator
 
     launched = dict(os.environ)  # a script may change it
+    strategy = requested_strategy(launched)
+    if strategy.splits_rows:
+        # A script opens the split around each of its forwards, where no attestation sees it.
+        raise UsageError(
+            f"{strategy.name} splits rows over ranks, and whether a script of your own does so in "
+            f"every step can't be attested. Start toolkit.train --strategy {strategy.name} "
+            "--engine loop, or use the config of another strategy."
+        )
     requested = Requested(
-        strategy=requested_strategy(launched),
+        strategy=strategy,
         num_processes=requested_processes(os.environ),
         accumulation_dtype=requested_accumulation_dtype(os.environ),
         # A script may also switch checkpointing on by itself.
