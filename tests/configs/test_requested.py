@@ -2,6 +2,7 @@
 
 import base64
 import json
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -23,6 +24,7 @@ from toolkit.configs.requested import (
 from toolkit.errors import UsageError
 from toolkit.measuring.foreign import watch
 from toolkit.strategies import STRATEGIES, Strategy
+from toolkit.training.trainer import _strategy_of
 
 FSDP = {
     "ACCELERATE_USE_FSDP": "true",
@@ -62,6 +64,9 @@ def test_a_script_of_ones_own_is_refused_where_it_would_have_to_split_rows(
         monkeypatch.setenv(variable, value)
     with pytest.raises(UsageError, match=f"{name} splits rows"), watch(rehearsal=True):
         pytest.fail("the script began")
+    plain = dict.fromkeys(("deepspeed", "deepspeed_plugin", "fsdp_plugin_args"))
+    with pytest.raises(UsageError, match=f"{name} does not train under a Trainer"):
+        _strategy_of(SimpleNamespace(**plain, parallelism_config=None))
 
 
 @pytest.mark.parametrize(("file", "named"), [("pipeline", None), ("parameter_server", "ddp")])

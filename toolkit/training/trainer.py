@@ -456,7 +456,8 @@ def _strategy_of(args: TrainingArguments) -> Strategy:
     """Return the strategy of `TrainingArguments` themselves, or else of the launcher's config.
 
     Raises:
-        UsageError: arguments and config ask for different strategies.
+        UsageError: arguments and config ask for different strategies, or for one that the Trainer
+            cannot train.
     """
     # A plugin in the arguments may also come from the launcher's config, which then names it.
     deepspeed = args.deepspeed_plugin if args.deepspeed else None
@@ -465,4 +466,10 @@ def _strategy_of(args: TrainingArguments) -> Strategy:
         fsdp = FullyShardedDataParallelPlugin(**cast("dict[str, Any]", args.fsdp_plugin_args))
     named = "--deepspeed" if deepspeed else "--fsdp" if fsdp else ""
     of_script = strategy_of_plugins(deepspeed, fsdp, args.parallelism_config)
-    return agreed_strategy(os.environ, of_script, named=named)
+    strategy = agreed_strategy(os.environ, of_script, named=named)
+    if "trainer" not in strategy.engines:
+        raise UsageError(
+            f"{strategy.name} does not train under a Trainer. Start toolkit.train --strategy "
+            f"{strategy.name} --engine {strategy.engines[0]}, or use another strategy's config."
+        )
+    return strategy
