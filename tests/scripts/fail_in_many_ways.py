@@ -225,10 +225,27 @@ def deepspeed_file():
     DeepSpeedPlugin(hf_ds_config=str(FOLDER / "nowhere.json"))
 
 
-def deepspeed_file_2():
+def deepspeed_file_of(path):
+    """What a missing file's path gives in base64, by how many of its letters count there."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    DeepSpeedConfig(str(FOLDER / "nowhere.json"))
+    DeepSpeedConfig(path)
+
+
+def deepspeed_file_2():
+    deepspeed_file_of("zero2.json")
+
+
+def deepspeed_file_3():
+    deepspeed_file_of("my_zero2.json")
+
+
+def deepspeed_file_4():
+    deepspeed_file_of("a/zero2.json")
+
+
+def deepspeed_file_5():
+    deepspeed_file_of("zéro2.json")
 
 
 def deepspeed_keys_twice():
@@ -640,6 +657,7 @@ def main():
     helpers = {
         "mismatched",
         "deepspeed_config",
+        "deepspeed_file_of",
         "mixed",
         "resumed",
         "half_of",
