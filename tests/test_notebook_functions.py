@@ -12,6 +12,7 @@ from nbformat.v4 import new_code_cell, new_notebook
 
 import toolkit
 from toolkit.errors import UsageError
+from toolkit.launching.forking import COLD
 
 FAILS = 'print("before it")\nraise ValueError("no such column: text")\n'
 INTERRUPTED_AFTER = "'loss':"
@@ -42,6 +43,22 @@ def test_a_run_shows_what_engaged_and_a_script_that_fails_its_reason(here, capsy
     assert "no such column" in failed._repr_html_()
     assert (failed.record, failed.folder.parent) == (None, here / "runs")
     assert "before it" in capsys.readouterr().out
+
+
+def test_launches_in_a_block_are_forked_from_one_process_and_read_scripts_anew(here, capsys):
+    with toolkit.warm_launches():
+        ran = toolkit.launch("ddp", args=["--max_steps", 2])
+        (here / "own.py").write_text("print('first')")
+        first = toolkit.launch("ddp", "own.py")
+        (here / "own.py").write_text("print('second')")
+        second = toolkit.launch("zero2", "own.py")
+        (warm,) = psutil.Process().children()
+    assert [each.status for each in (ran, first, second)] == ["ok", "ok", "ok"]
+    assert ran.record["memory"]["host_shared_bytes"]
+    lines = capsys.readouterr().out.splitlines()
+    assert (lines.count("first"), lines.count("second")) == (2, 2)
+    assert not any(COLD in line for line in lines)
+    assert not warm.is_running()
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from toolkit.notebook import compare as compare
     from toolkit.notebook import launch as launch
     from toolkit.notebook import report as report
+    from toolkit.notebook import warm_launches as warm_launches
     from toolkit.planning.plan import plan as plan
     from toolkit.planning.recommend import recommend as recommend
     from toolkit.strategies import STRATEGIES as STRATEGIES
@@ -38,6 +39,7 @@ _HOMES = {
     "plan": "toolkit.planning.plan",
     "recommend": "toolkit.planning.recommend",
     "report": "toolkit.notebook",
+    "warm_launches": "toolkit.notebook",
     "write_configs": "toolkit.configs.files",
 }
 

@@ -6,12 +6,13 @@ command line uses. Their lines are one output of the cell, and the stop button e
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib import import_module
@@ -26,11 +27,13 @@ from toolkit.comparing.report.write import render_markdown
 from toolkit.comparing.run import schedule
 from toolkit.comparing.run.folders import short_path
 from toolkit.comparing.run.options import DEFAULT_STRATEGIES, CompareOptions
+from toolkit.comparing.run.preparing import run_environment
 from toolkit.comparing.run.rebuilding import restore
 from toolkit.comparing.run.starting import visible_gpus
 from toolkit.configs import ConfigOptions
 from toolkit.configs.files import write_configs
 from toolkit.errors import UsageError
+from toolkit.launching import forking
 from toolkit.launching.launch import launch_command, run
 from toolkit.launching.outcome import OutcomeStatus
 from toolkit.records.record import Record, read_record
@@ -210,6 +213,17 @@ def launch(
         seconds=outcome.seconds or 0.0,
         record=record,
     )
+
+
+@contextlib.contextmanager
+def warm_launches() -> Generator[None]:
+    """Make the imports of a rank once, and fork all runs in this `with` block from there.
+
+    They then start in seconds. The libraries are those of the block's start: what you install or
+    edit meanwhile takes part after it. Your scripts are read anew for each run.
+    """
+    with forking.warm_launches(run_environment(rehearsal=not environment.gpus())):
+        yield
 
 
 def _folder_in(words: Sequence[str]) -> Path | None:
