@@ -253,8 +253,11 @@ def test_a_notebook_sees_a_table_and_no_markup_of_a_users(tmp_path):
         )
     )
     shutil.copy(config, folder)
-    html = plan(folder)._repr_html_()
+    answer = plan(folder)
+    html = answer._repr_html_()
     assert "<table>" in html
+    assert "".join(repr(answer).split()).startswith("".join(plans.heading(answer).split()))
+    assert "zero3" in repr(answer)
     assert "<b>evil" not in html
     assert "&lt;b&gt;evil" in html
 

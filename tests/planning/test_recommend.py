@@ -284,6 +284,7 @@ def test_a_recommendation_is_plain_data_and_escaped_html(answers):
         data = json.loads(json.dumps(found.to_dict(), allow_nan=False))
         assert data["schema"] == 1
         assert (data["choice"] is None) != (data["closest"] is None)
+        assert repr(found) == "\n".join(recommendation_lines(found))
         html = found._repr_html_()
         assert "<script" not in html
         for option in found.options:

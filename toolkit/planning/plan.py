@@ -101,7 +101,7 @@ class PlanRow:
 
 
 class Rendered:
-    """Shows itself as JSON and in a notebook.
+    """Shows itself as JSON, as text and in a notebook.
 
     `planning.render` stands above this module and imports it: it is looked up when it is needed.
     """
@@ -110,11 +110,14 @@ class Rendered:
         """Return everything, as `--json` prints it: versioned, bytes and seconds."""
         return import_module("toolkit.planning.render.as_json").as_json(self)
 
+    def __repr__(self) -> str:
+        return import_module("toolkit.planning.render.as_text").as_text(self)
+
     def _repr_html_(self) -> str:
         return import_module("toolkit.planning.render.as_html").as_html(self)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan(Rendered):
     """Memory and speed of a fine-tune under several strategies."""
 

@@ -92,7 +92,7 @@ def _of_split(
         return f"{name} {_short(leanest)}"
     meshes = search.in_sizes(STRATEGIES[name])
     problems = dict.fromkeys(filter(None, map(search.split_problem, meshes)))
-    return f"{name} was left out, since {next(iter(problems))}" if problems else None
+    return f"{name} was left out, since {next(iter(problems)).rstrip('.')}" if problems else None
 
 
 def _of_levers(choice: Candidate, goal: Goal) -> Iterator[str]:

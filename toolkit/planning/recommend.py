@@ -68,7 +68,7 @@ class Option:
     """Day of the price, where a GPU file gives it."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Recommendation(Rendered):
     """The choice, its reasons, and other options."""
 
