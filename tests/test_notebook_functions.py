@@ -104,6 +104,13 @@ def test_a_cell_has_one_output_for_the_lines_and_one_for_the_answer(here):
     assert "DistributedDataParallel" in answer.data["text/html"]
 
 
+def test_a_plan_is_one_output_of_a_cell_and_its_text_says_the_same():
+    cell = new_code_cell("import toolkit\ntoolkit.plan('7b')")
+    (answer,) = nbclient.NotebookClient(new_notebook(cells=[cell])).execute().cells[0].outputs
+    assert answer.data["text/plain"].startswith("7b: 6,999,191,552 parameters")
+    assert "<table>" in answer.data["text/html"]
+
+
 def test_the_stop_button_ends_every_process_of_a_run(here):
     manager = KernelManager(kernel_name="python3")
     manager.start_kernel(cwd=str(here))

@@ -17,5 +17,6 @@ def as_text(answer: Plan | Recommendation) -> str:
     if isinstance(answer, Recommendation):
         return "\n".join(recommendation_lines(answer))
     page = io.StringIO()
-    show_plan(answer, Console(file=page, no_color=True))
+    # In a notebook, rich would otherwise display the page in place of writing it.
+    show_plan(answer, Console(file=page, color_system=None, force_jupyter=False))
     return page.getvalue().rstrip("\n")
