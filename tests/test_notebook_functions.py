@@ -46,13 +46,14 @@ def test_a_run_shows_what_engaged_and_a_script_that_fails_its_reason(here, capsy
 
 
 def test_launches_in_a_block_are_forked_from_one_process_and_read_scripts_anew(here, capsys):
+    before = psutil.Process().children()  # other tests' of this session
     with toolkit.warm_launches():
+        (warm,) = [each for each in psutil.Process().children() if each not in before]
         ran = toolkit.launch("ddp", args=["--max_steps", 2])
         (here / "own.py").write_text("print('first')")
         first = toolkit.launch("ddp", "own.py")
         (here / "own.py").write_text("print('second')")
         second = toolkit.launch("zero2", "own.py")
-        (warm,) = psutil.Process().children()
     assert [each.status for each in (ran, first, second)] == ["ok", "ok", "ok"]
     assert ran.record["memory"]["host_shared_bytes"]
     lines = capsys.readouterr().out.splitlines()

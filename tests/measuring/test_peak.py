@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from toolkit import environment
 from toolkit.engines.tensors import compiled
+from toolkit.measuring import peak
 from toolkit.measuring.peak import PeakLedger
 from toolkit.measuring.storages import CATEGORIES, UNDECIDED, Storages
 from toolkit.strategies import STRATEGIES
@@ -319,3 +320,21 @@ def test_a_view_of_what_is_not_counted_is_not_counted():
     unseen = torch.zeros(10)
     storages.make([unseen[:5]], "other", taken=[unseen])
     assert storages.total_bytes == 0
+
+
+def test_the_input_of_a_collective_that_has_ended_is_waited_for(one_rank, monkeypatch):
+    model, optimizer = network()
+    part = torch.ones(1000)
+    weight = torch.ones(1000, requires_grad=True)
+    held = [part * weight]  # in C++, as gloo's thread holds it for a moment
+    slept = []
+    monkeypatch.setattr(peak.time, "sleep", lambda _: (slept.append(1), held.clear()))
+    ledger = PeakLedger()
+    ledger.start(model, optimizer, device="cpu")
+    try:
+        functional = torch.ops._c10d_functional
+        gathered = functional.all_gather_into_tensor(part, 1, "0")
+        assert functional.wait_tensor(gathered).equal(part)
+    finally:
+        ledger.stop()
+    assert slept == [1]

@@ -24,6 +24,7 @@ version. The way to follow `UntypedStorage.resize_`, which no mode sees, is lear
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -36,11 +37,21 @@ from toolkit.engines.hooks import Undo, nothing, stand_in
 from toolkit.engines.optimizers import states_held, watch_optimizer
 from toolkit.engines.tensors import tensors_in
 from toolkit.measuring.storages import CATEGORIES, UNDECIDED, Fullest, Storages
-from toolkit.measuring.traffic import CALLS, NAMESPACES, CountingMode
+from toolkit.measuring.traffic import (
+    CALLS,
+    NAMESPACES,
+    OF_SHARDS,
+    CountingMode,
+    arguments_of,
+    group_of,
+)
 
 Phase = Literal["forward", "backward", "optimizer"]
 
 COMPILED = "torch.compile makes tensors within its graphs, where nobody can count them"
+
+LET_GO_SECONDS = 1.0
+"""Longest wait for gloo's thread after a collective."""
 
 
 class PeakLedger(CountingMode):
@@ -52,6 +63,8 @@ class PeakLedger(CountingMode):
         self._fullest: Fullest | None = None
         self._phase: Phase | None = None
         self._micro_batches: list[dict[str, int]] = []
+        self._sharing: tuple[str, ...] = ()
+        self._underway: dict[int, list[torch.Tensor]] = {}
         self._look_at_states: Callable[[], None] = nothing
 
     def start(self, model: Any, optimizer: Any, *, device: torch.device | str) -> None:
@@ -63,6 +76,7 @@ class PeakLedger(CountingMode):
         self._micro_batches = []
         self._phase = None
         backend = backend_of(model)
+        self._sharing = backend.sharing_groups()
         self._look_at_states = lambda: self._learn_states(backend, optimizer)
         self._storages.meet(backend.parameters_held(), "parameters")
         self._storages.meet(backend.parameters_gathered(), "parameters")
@@ -88,6 +102,7 @@ class PeakLedger(CountingMode):
         self._storages.settle()
         self._fullest, self._storages = self._storages.fullest, Storages("cpu")
         self._phase, self._look_at_states = None, nothing
+        self._underway.clear()
 
     @contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
@@ -121,7 +136,8 @@ class PeakLedger(CountingMode):
         given = list(tensors_in(out))
         self._storages.make(given, self._category_by_birth(), taken=taken)
         if getattr(func, "namespace", None) in NAMESPACES:
-            self._learn_from_collective(func, [*taken, *given])
+            self._learn_from_collective(func, args, kwargs, [*taken, *given])
+            self._follow_input(func, taken, given)
         if self._phase is not None:
             self._storages.look(self._phase)
         return out
@@ -139,12 +155,41 @@ class PeakLedger(CountingMode):
         self._learn(list(backend.gradients_held()), "gradients")
         self._learn(list(backend.gradients_underway()), "gradients")
 
-    def _learn_from_collective(self, func: Any, tensors: list[torch.Tensor]) -> None:
-        kind, _ = CALLS.get(func._schema.name.partition("::")[2], ("", None))
+    def _learn_from_collective(
+        self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor]
+    ) -> None:
+        name = func._schema.name.partition("::")[2]
+        kind, _ = CALLS.get(name, ("", None))
+        if not kind:
+            return
+        _, group = group_of(arguments_of(func, args, kwargs))
+        if group in self._sharing and name not in OF_SHARDS:
+            return  # activations of ranks that share layers or rows, or gradients of these
         if kind == "all_gather" and self._phase is not None:
             self._learn(tensors, "parameters")
         elif kind in ("all_reduce", "reduce_scatter", "reduce") and self._phase == "backward":
             self._learn(tensors, "gradients")
+
+    def _follow_input(
+        self, func: Any, taken: list[torch.Tensor], given: list[torch.Tensor]
+    ) -> None:
+        """Wait until gloo's thread has let go of the input of a collective that has ended.
+
+        It drops inputs and outputs a moment after the rank went on. On a busy CPU, the rank would
+        reach its fullest moment before, and the peak would change from run to run.
+        """
+        name = func._schema.name.partition("::")[2]
+        if func.namespace != "_c10d_functional" or not given or given[0].device.type != "cpu":
+            return
+        key = given[0].untyped_storage()._cdata
+        if name.startswith(("all_gather", "reduce_scatter", "all_to_all")):
+            self._underway[key] = taken
+        elif name == "wait_tensor":
+            deadline = time.monotonic() + LET_GO_SECONDS
+            for tensor in self._underway.pop(key, ()):
+                # Its Python object holds it once; autograd may keep it as well, and for longer.
+                while _use_count(tensor) > 1 and time.monotonic() < deadline:
+                    time.sleep(0)
 
     def _learn(self, tensors: list[torch.Tensor], category: str) -> None:
         self._storages.meet(tensors, category)
@@ -182,6 +227,11 @@ class PeakLedger(CountingMode):
                 leaf._backward_hooks = None  # else autograd asks an empty list in every step
 
         return undo
+
+
+def _use_count(tensor: torch.Tensor) -> int:
+    # torch 2.11 to 2.14 have it and use it (torch.utils.swap_tensors), but declare it nowhere.
+    return tensor._use_count()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _follow_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Undo:

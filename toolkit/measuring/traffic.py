@@ -204,12 +204,11 @@ class Ledger(CountingMode):
         name = func._schema.name.partition("::")[2]
         if name in NO_TRAFFIC:
             return
-        names = [argument.name for argument in func._schema.arguments]
-        given = dict(zip(names, args, strict=False)) | kwargs
-        ranks, group = _group_of(given)
+        given = arguments_of(func, args, kwargs)
+        ranks, group = group_of(given)
         # An operation that is not known, from a later torch, is shown under its own name.
         kind, position = CALLS.get(name, (name.strip("_"), 0))
-        tensors = list(tensors_in(given[names[position or 0]]))
+        tensors = list(tensors_in(list(given.values())[position or 0]))
         times = 0 if position is None else ranks if name in PARTS else 1
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             elements = times * sum(t.numel() for t in tensors if t.dtype == dtype)
@@ -350,7 +349,13 @@ def ring_factor(kind: str, ranks: int) -> float:
     return 2 * once if kind == "all_reduce" else once
 
 
-def _group_of(given: dict[str, Any]) -> tuple[int, str | None]:
+def arguments_of(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an operation by name, in their order."""
+    names = [argument.name for argument in func._schema.arguments]
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def group_of(given: dict[str, Any]) -> tuple[int, str | None]:
     """Return the ranks of a call's group, and its name; None where the call doesn't have it."""
     c10d: Any = torch.distributed.distributed_c10d
     group: Any = given.get("process_group", given.get("group_name"))
