@@ -4,6 +4,7 @@ import gc
 import json
 import sys
 import weakref
+from types import SimpleNamespace
 
 import launches
 import pytest
@@ -12,6 +13,7 @@ from places import SCRIPTS
 from torch.utils.checkpoint import checkpoint
 
 from toolkit import environment
+from toolkit.engines.base import Backend
 from toolkit.engines.tensors import compiled
 from toolkit.measuring import peak
 from toolkit.measuring.peak import PeakLedger
@@ -322,19 +324,45 @@ def test_a_view_of_what_is_not_counted_is_not_counted():
     assert storages.total_bytes == 0
 
 
-def test_the_input_of_a_collective_that_has_ended_is_waited_for(one_rank, monkeypatch):
-    model, optimizer = network()
+@pytest.mark.parametrize("lets_go", [True, False])
+def test_the_input_of_a_collective_that_has_ended_is_waited_for(lets_go, one_rank, monkeypatch):
+    now = [0.0]
     part = torch.ones(1000)
-    weight = torch.ones(1000, requires_grad=True)
-    held = [part * weight]  # in C++, as gloo's thread holds it for a moment
-    slept = []
-    monkeypatch.setattr(peak.time, "sleep", lambda _: (slept.append(1), held.clear()))
+    held = [part * torch.ones(1000, requires_grad=True)]  # holds it in C++, as gloo's thread does
+
+    def sleep(_):
+        now[0] += 0.3
+        if lets_go:
+            held.clear()
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
+    monkeypatch.setattr(peak, "time", clock)
+    gather(part)
+    slept = round(now[0] / 0.3)
+    assert slept == 1 if lets_go else slept > 1
+    assert now[0] < peak.LET_GO_SECONDS + 0.3
+
+
+@pytest.mark.parametrize("sharing", [(), ("0",)])
+def test_what_ranks_of_one_copy_of_the_model_gather_is_no_parameter(sharing, one_rank, monkeypatch):
+    monkeypatch.setattr(Backend, "sharing_groups", lambda _: sharing)
+    part = torch.ones(1000)
+    found = gather(part)["categories"]
+    weights = 4 * (WIDE * HIDDEN + HIDDEN + HIDDEN * OUT + OUT)
+    # Else the part and the whole are the weights of a sharded layer.
+    assert found["parameters"] == weights + (0 if sharing else 2 * 4 * 1000)
+    assert found["activations"] == (4 * 1000 if sharing else 0)
+
+
+def gather(part):
+    """Gather over the one rank, in backward, while a ledger counts; return what it counted."""
+    functional = torch.ops._c10d_functional
     ledger = PeakLedger()
-    ledger.start(model, optimizer, device="cpu")
+    ledger.start(*network(), device="cpu")
     try:
-        functional = torch.ops._c10d_functional
-        gathered = functional.all_gather_into_tensor(part, 1, "0")
-        assert functional.wait_tensor(gathered).equal(part)
+        with ledger.within("backward"):
+            whole = functional.all_gather_into_tensor(part, 1, "0")
+            assert functional.wait_tensor(whole).tolist() == part.tolist()
     finally:
         ledger.stop()
-    assert slept == [1]
+    return ledger.counted(2)

@@ -1,7 +1,7 @@
 """Peak: the moment of most memory in one optimizer step, and its bytes by category.
 
 A dispatch mode sees the input and output tensors of every operation, under DDP, `fully_shard` and
-DeepSpeed alike. It reads no value and never waits for a device, so losses stay the same to the last
+DeepSpeed alike. It reads no value and never waits for a GPU, so losses stay the same to the last
 bit. It stays for one step; the other steps run without it.
 
 It counts storages on the device that the rank computes on. On a GPU, offloaded states are therefore
@@ -15,7 +15,8 @@ keeps, and outputs that the loop still holds. (Hooks on saved tensors would sepa
 `torch.vmap`, with which transformers makes its masks, refuses to run under them.) Operations in
 backward that autograd records are a recomputed forward. `gradients` are the tensors that autograd
 hands to a parameter, and the reduced buffers; `parameters` include the buffers that an all-gather
-fills.
+fills. Ranks that share layers or rows gather and reduce activations among themselves: such tensors
+keep the category of their birth.
 
 torch's own `MemTracker` doesn't know DeepSpeed's partitions and buckets, nor storages made before
 it started; its `FSDPMemTracker` replaces methods of `fully_shard` that change from version to
@@ -40,10 +41,10 @@ from toolkit.measuring.storages import CATEGORIES, UNDECIDED, Fullest, Storages
 from toolkit.measuring.traffic import (
     CALLS,
     NAMESPACES,
-    OF_SHARDS,
     CountingMode,
     arguments_of,
     group_of,
+    is_among_sharers,
 )
 
 Phase = Literal["forward", "backward", "optimizer"]
@@ -136,8 +137,12 @@ class PeakLedger(CountingMode):
         given = list(tensors_in(out))
         self._storages.make(given, self._category_by_birth(), taken=taken)
         if getattr(func, "namespace", None) in NAMESPACES:
-            self._learn_from_collective(func, args, kwargs, [*taken, *given])
-            self._follow_input(func, taken, given)
+            name = func._schema.name.partition("::")[2]
+            if name in CALLS:
+                _, group = group_of(arguments_of(func, args, kwargs))
+                self._learn_from_collective(name, group, [*taken, *given])
+            if func.namespace == "_c10d_functional":
+                self._follow_input(name, taken, given)
         if self._phase is not None:
             self._storages.look(self._phase)
         return out
@@ -156,30 +161,25 @@ class PeakLedger(CountingMode):
         self._learn(list(backend.gradients_underway()), "gradients")
 
     def _learn_from_collective(
-        self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor]
+        self, name: str, group: str | None, tensors: list[torch.Tensor]
     ) -> None:
-        name = func._schema.name.partition("::")[2]
-        kind, _ = CALLS.get(name, ("", None))
-        if not kind:
-            return
-        _, group = group_of(arguments_of(func, args, kwargs))
-        if group in self._sharing and name not in OF_SHARDS:
-            return  # activations of ranks that share layers or rows, or gradients of these
+        if is_among_sharers(name, group, self._sharing):
+            return  # activations, or their gradients
+        kind, _ = CALLS[name]
         if kind == "all_gather" and self._phase is not None:
             self._learn(tensors, "parameters")
         elif kind in ("all_reduce", "reduce_scatter", "reduce") and self._phase == "backward":
             self._learn(tensors, "gradients")
 
     def _follow_input(
-        self, func: Any, taken: list[torch.Tensor], given: list[torch.Tensor]
+        self, name: str, taken: list[torch.Tensor], given: list[torch.Tensor]
     ) -> None:
         """Wait until gloo's thread has let go of the input of a collective that has ended.
 
         It drops inputs and outputs a moment after the rank went on. On a busy CPU, the rank would
         reach its fullest moment before, and the peak would change from run to run.
         """
-        name = func._schema.name.partition("::")[2]
-        if func.namespace != "_c10d_functional" or not given or given[0].device.type != "cpu":
+        if not given or given[0].device.type != "cpu":
             return
         key = given[0].untyped_storage()._cdata
         if name.startswith(("all_gather", "reduce_scatter", "all_to_all")):

@@ -212,7 +212,7 @@ class Ledger(CountingMode):
         times = 0 if position is None else ranks if name in PARTS else 1
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             elements = times * sum(t.numel() for t in tensors if t.dtype == dtype)
-            shared = group in self._sharing and name not in OF_SHARDS
+            shared = is_among_sharers(name, group, self._sharing)
             purpose = self._purpose(kind, dtype, elements, ranks, shared=shared)
             row = Calls(kind, purpose, dtype_name(dtype), ranks)
             self._sizes[row.dtype] = dtype.itemsize
@@ -350,9 +350,18 @@ def ring_factor(kind: str, ranks: int) -> float:
 
 
 def arguments_of(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an operation by name, in their order."""
+    """Return the arguments of an operation by name, in the order of its schema."""
     names = [argument.name for argument in func._schema.arguments]
-    return dict(zip(names, args, strict=False)) | kwargs
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return {name: given[name] for name in names if name in given}
+
+
+def is_among_sharers(name: str, group: str | None, sharing: Sequence[str]) -> bool:
+    """Whether a call is among ranks that share layers or rows, and not one of `fully_shard`'s.
+
+    `name` is the operation's, without its namespace; `sharing` are the groups of such ranks.
+    """
+    return group in sharing and name not in OF_SHARDS
 
 
 def group_of(given: dict[str, Any]) -> tuple[int, str | None]:
