@@ -7,7 +7,7 @@ from collections import Counter
 import launches
 import pytest
 from killing import Run
-from places import ROOT
+from places import ROOT, SCRIPTS
 
 from toolkit.launching.status import ASKED_FILE, read_statuses
 from toolkit.records.record import FILLER_ID, read_record
@@ -117,8 +117,10 @@ def test_checkpointing_that_the_config_asks_for_stands_in_the_record(launch, tmp
     assert asked != bundled
     config.write_text(asked)
     out = tmp_path / "o"
-    done = launch(config, "-m", "toolkit.train", "--max_steps", 2, "--output_dir", out)
+    script = SCRIPTS / "train_and_leave.py"
+    done = launch(config, script, "--max_steps", 2, "--output_dir", out)
     assert done.returncode == 0, done.stdout
+    assert done.stdout.count("leaving without a process group") == 2
     record = read_record(out)
     assert record["training"]["activation_checkpointing"] is True
     assert record["attestation"]["engaged"]["activation_checkpointing"] is True

@@ -223,6 +223,24 @@ def test_a_script_that_exits_leaves_its_open_files_whole(tmp_path):
     assert (tmp_path / "written").read_text() == "whole"
 
 
+def test_a_launcher_whose_forking_process_was_killed_starts_its_ranks_cold():
+    script = (
+        "import subprocess, sys\n"
+        "import psutil\n"
+        "from toolkit import warm\n"
+        "imported = warm.Imported(search_path=(*sys.path,), variables={}, files=frozenset())\n"
+        "warm.fork_ranks(imported)\n"
+        "(forking,) = psutil.Process().children()\n"
+        "forking.kill()\n"
+        "forking.wait()\n"
+        "sys.exit(subprocess.Popen([sys.executable, '-c', 'print(7)']).wait())\n"
+    )
+    command = [sys.executable, "-c", script, "-" * 4000]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
+    assert "started cold: " in done.stdout
+    assert done.stdout.endswith("\n7\n")
+
+
 def test_every_variable_but_those_of_one_launch_is_part_of_the_key():
     base = {"PATH": "/bin", "HF_HUB_OFFLINE": "1"}
     assert key_of(base) == key_of(base | {"TOOLKIT_STATUS_DIR": "/somewhere"})

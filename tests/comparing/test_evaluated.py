@@ -25,7 +25,7 @@ def evaluated(*losses, steps=(0, 2, 4), tokens=50, rows=7):
             "perplexity": math.exp(loss),
             "tokens": tokens,
             "rows": rows,
-            "seconds": 0.5,
+            "seconds": 0.25 * (1 + step),
         }
         for step, loss in zip(steps, losses, strict=True)
     ]
@@ -141,7 +141,7 @@ def test_the_section_has_before_and_after_and_the_gap_to_the_control(shown):
     assert found["loss after"] == "4.000000"
     assert found["perplexity after"] == "54.598"
     assert found["gap to the control"] == "1.0e-07"
-    assert (found["rows"], found["tokens"]) == ("7", "50")
+    assert (found["rows"], found["tokens"], found["seconds"]) == ("7", "50", "1.250 s")
     assert line(section, "single-trainer")["gap to the control"] == "control"
     assert line(agreement(shown()), "ddp-trainer")["gate: evaluation"] == "held"
 

@@ -2,6 +2,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +30,13 @@ def test_a_lock_that_nobody_holds_is_cleared(lock):
     assert stale_locks() == [lock]
     assert clear_stale_locks() == [lock]
     assert not lock.exists()
+    assert clear_stale_locks() == []
+
+
+def test_a_lock_that_another_rank_clears_meanwhile_is_none(lock, monkeypatch):
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: [lock])  # as it was listed before
+    lock.unlink()
+    assert stale_locks() == []
     assert clear_stale_locks() == []
 
 
@@ -84,7 +92,6 @@ def test_the_default_folder_has_one_below_for_each_python_and_accelerator(tmp_pa
 def test_the_lock_is_where_torch_puts_it():
     """Torch's own words, so that a release that moves its lock is noticed."""
     from importlib.util import find_spec
-    from pathlib import Path
 
     spec = find_spec("torch")
     assert spec

@@ -131,6 +131,20 @@ with guard(status):
     )
 
 
+def test_a_kill_that_the_kernel_counts_is_one_for_lack_of_memory(ranks, tmp_path, monkeypatch):
+    (tmp_path / "groups").write_text("0::/\n")
+    (tmp_path / "memory.events").write_text("oom 2\noom_kill 2\n")
+    monkeypatch.setattr(processes, "CONTROL_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(processes, "CONTROLLERS", tmp_path)
+    command = ranks("""
+with guard(status):
+    if rank == 0:
+        Path(__file__).with_name("memory.events").write_text("oom 3\\noom_kill 3\\n")
+        os.kill(os.getpid(), signal.SIGKILL)
+""")
+    assert run(command, folder=tmp_path, timeout=LONG, num_processes=2).status == "oom"
+
+
 def test_a_rank_that_leaves_early_with_status_0_is_named(ranks, tmp_path):
     command = ranks("""
 with guard(status):
@@ -332,6 +346,26 @@ if tries < 2:
     )
     assert outcome.status == "ok"
     assert (tmp_path / "tries").read_text() == "xxx"
+
+
+def test_the_error_of_a_lost_port_is_not_that_of_the_next_attempt(tmp_path):
+    script = """
+import pathlib, sys
+tries = pathlib.Path(sys.argv[1])
+if not tries.exists():
+    tries.touch()
+    sys.exit("DistNetworkError: The server socket has failed to listen. port: 4, EADDRINUSE")
+sys.exit("ValueError: the flux is off")
+"""
+    lines = []
+    outcome = run(
+        [sys.executable, "-c", script, str(tmp_path / "tries")],
+        folder=tmp_path,
+        timeout=LONG,
+        on_line=lines.append,
+    )
+    assert len(lines) == 2  # of one attempt each
+    assert "the flux is off" in outcome.reason
 
 
 def test_words_of_an_earlier_run_in_the_folder_are_forgotten(ranks, tmp_path):

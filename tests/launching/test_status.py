@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from toolkit.errors import UsageError
+from toolkit.files import write_text
 from toolkit.launching.outcome import Ending, judge
 from toolkit.launching.status import (
     RankError,
@@ -37,6 +38,15 @@ def test_a_write_leaves_no_draft_behind(tmp_path):
     for step in range(3):
         status.running(step)
     assert [path.name for path in tmp_path.iterdir()] == ["rank-0.json"]
+
+
+def test_no_step_waits_for_the_disk(tmp_path, monkeypatch):
+    waited = []
+    monkeypatch.setattr(os, "fsync", waited.append)
+    StatusFile(tmp_path, 0).running(1)
+    assert waited == []
+    write_text(tmp_path / "kept", "")
+    assert waited  # other files are on the disk when they have been written
 
 
 def test_torn_and_foreign_files_are_left_out(tmp_path):

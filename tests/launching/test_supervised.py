@@ -1,13 +1,16 @@
 """However the run's owner ends, nothing that it started stays."""
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import termios
 
 import pytest
 
 from toolkit.launching.status import read_statuses
+from toolkit.launching.supervised import Pump
 
 # Besides itself a rank leaves what a compiler would be: a child that nobody told to go.
 BODY = """
@@ -100,6 +103,18 @@ def test_the_launchers_status_is_passed_on(tmp_path):
     command = [sys.executable, "-m", "toolkit.launching.supervised"]
     leave = [sys.executable, "-c", "import sys; sys.exit(7)"]
     assert subprocess.run([*command, str(os.getpid()), *leave]).returncode == 7
+
+
+def test_a_secret_that_comes_in_two_pieces_is_removed_as_a_whole(capfd, wait_until):
+    pump = Pump()
+    writer = os.dup(pump.writer)  # as a rank holds it
+    pump.start()
+    os.write(writer, b"logged in with eyJhbGciOi.eyJzdWIiOi." + b"s" * 2000)
+    wait_until(lambda: fcntl.ioctl(writer, termios.FIONREAD, bytes(4)) == bytes(4))
+    os.write(writer, b"s" * 2000 + b"\n")
+    os.close(writer)
+    pump.end()
+    assert capfd.readouterr().out == "logged in with [removed]\n"
 
 
 def test_a_supervisor_whose_parent_is_gone_starts_nothing(tmp_path):

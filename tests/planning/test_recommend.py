@@ -18,7 +18,11 @@ from toolkit.planning.options import USUAL_STRATEGIES
 from toolkit.planning.plan import plan
 from toolkit.planning.recommend import recommend
 from toolkit.planning.render.commands import paste_line
-from toolkit.planning.render.recommendations import recommendation_lines, write_recommendation
+from toolkit.planning.render.recommendations import (
+    describe_job,
+    recommendation_lines,
+    write_recommendation,
+)
 from toolkit.planning.search import SAME_SPEED, SHARDED, WHOLE, Search, rank
 from toolkit.planning.terms import Interval
 from toolkit.strategies import STRATEGIES
@@ -133,6 +137,9 @@ def test_a_gpu_without_bf16_gets_fp16_and_a_word_why(answers):
     assert found.choice.job.precision == "fp16"
     assert any("no bf16" in reason for reason in found.reasons)
     assert answers["125m", "L4", 2].choice.job.precision == "bf16"
+    for precision, word in (("no", "fp32"), ("fp16", "fp16")):
+        described = describe_job(replace(found.choice.job, precision=precision))
+        assert f" accumulated, {word}" in described
 
 
 def test_the_goal_of_memory_finds_the_least_of_it():

@@ -38,6 +38,7 @@ def opt(**changes):
     [
         (["--ddp_bucket_view", "true"], ["ddp", "fsdp"], "is for ddp, and this is fsdp"),
         (["--sync_each_batch", "true"], ["fsdp", "zero2"], "and ddp, and this is zero2"),
+        (["--optim", "adafactor"], ["ddp", "fsdp"], "cannot step on parameters that FSDP2 shards"),
         (["--compile_blocks", "true"], ["ddp", "zero3"], "gains nothing under ZeRO-3"),
         (["--method", "lora", "--dtype", "bfloat16"], ["ddp", "zero2"], "zero2 computes in fp32"),
         (["--checkpoint_layers", "99"], ["ddp"], "the model has only"),
