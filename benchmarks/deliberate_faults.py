@@ -395,7 +395,12 @@ class Copy:
         variables = os.environ | {"PATH": f"{self.programs}{os.pathsep}{os.environ['PATH']}"}
         with (self.folder / "log").open("w+") as log:
             process = subprocess.Popen(
-                command, cwd=self.tree, env=variables, stdout=log, stderr=subprocess.STDOUT
+                command,
+                cwd=self.tree,
+                env=variables,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                process_group=0,  # a fault may have its processes kill their whole group
             )
             try:
                 code = process.wait(LIMIT)
