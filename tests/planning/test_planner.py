@@ -340,6 +340,16 @@ def test_the_exit_code_is_1_where_nothing_fits_and_the_answer_is_printed(
     assert {row["verdict"] and row["verdict"]["answer"] for row in rows} == answers
 
 
+def test_where_none_of_several_fits_the_nearest_is_named_as_the_next_to_plan():
+    answer = plan("7b", gpu="L4", gpus=2, strategies="ddp,zero3,zero1")
+    (note,) = [note for note in answer.all_notes if "None of these fits" in note]
+    assert "--strategy zero3" in note
+    assert note in answer._repr_html_()
+    for others in ({"strategies": "zero3"}, {"gpu": "B300"}, {"gpu": None}):
+        answer = plan("7b", **{"gpu": "L4", "gpus": 2, "strategies": "ddp,zero3"} | others)
+        assert not any("None of these fits" in note for note in answer.all_notes)
+
+
 def test_many_gpus_without_nodes_are_planned_as_nodes_of_eight_and_a_note_says_so():
     answer = plan("7b", gpu="H100", gpus=512, strategies="fsdp")
     assert answer.row("fsdp").job.nodes == 64

@@ -154,9 +154,18 @@ class Plan(Rendered):
 
     @property
     def all_notes(self) -> tuple[str, ...]:
-        """The notes of the plan and those of its rows' speeds, each once."""
-        of_speed = [note for row in self.rows if row.speed is not None for note in row.speed.notes]
-        return tuple(dict.fromkeys((*self.notes, *of_speed)))
+        """The notes of the plan, those of its rows' speeds, and a next step where nothing fits."""
+        notes = [*self.notes]
+        notes += [note for row in self.rows if row.speed is not None for note in row.speed.notes]
+        judged = [(row.verdict, row) for row in self.rows if row.verdict is not None]
+        if self.nothing_fits and len(judged) > 1:
+            _, nearest = max(judged, key=lambda pair: pair[0].worst_margin_bytes)
+            name = nearest.strategy.name
+            notes.append(
+                f"None of these fits, and {name} is short of the least: plan it alone (--strategy "
+                f"{name}) to see what would make it fit."
+            )
+        return tuple(dict.fromkeys(notes))
 
     def cost(self, row: PlanRow) -> PlannedCost | None:
         """Return the hours and the price of all tokens; None where speed or tokens aren't known."""
@@ -232,7 +241,7 @@ def plan(model: str | Path | ModelShape, options: PlanOptions) -> Plan:
         if nodes > 1 and strategy.replicas > 1 and strategy.tensor == 1:
             notes.append(
                 f"{strategy.name} is planned in {strategy.replicas} groups, each of the "
-                f"{gpus // nodes} GPUs of a node: --replicas of toolkit configs write makes others"
+                f"{gpus // nodes} GPUs of a node: --replicas of toolkit configs write makes others."
             )
         rows.append(PlanRow(job=job, gpu=gpu, room=room, internode_bytes_per_second=network))
     notes += _mesh_notes(row.job for row in rows)
@@ -290,7 +299,7 @@ def _precision(requested: Precision | None, gpu: Gpu | None, notes: list[str]) -
         return requested or "bf16"
     if requested == "bf16":
         raise UsageError(f"{gpu.name} has no bf16 of its own. Plan it in fp16.")
-    notes.append(f"{gpu.name} has no bf16: planned in fp16, with loss scaling")
+    notes.append(f"{gpu.name} has no bf16: planned in fp16, with loss scaling.")
     return "fp16"
 
 
@@ -299,7 +308,7 @@ def _nodes(options: PlanOptions, gpu: Gpu | None, notes: list[str]) -> int:
     nodes = nodes_for(gpus, options.nodes, per_node=GPUS_PER_NODE if gpu is None else gpu.per_node)
     if options.nodes is None and nodes > 1:
         notes.append(
-            f"{gpus} GPUs are planned as {nodes} nodes of {gpus // nodes}: give --nodes for others"
+            f"{gpus} GPUs are planned as {nodes} nodes of {gpus // nodes}: give --nodes for others."
         )
     return nodes
 
@@ -315,7 +324,7 @@ def _sequence(requested: int | None, shape: ModelShape, notes: list[str]) -> int
             )
         notes.append(
             f"{shape.name} was trained with up to {shape.max_positions:,} positions: longer rows "
-            "need its rotary embedding scaled"
+            "need its rotary embedding scaled."
         )
     return requested
 
