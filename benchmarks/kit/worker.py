@@ -6,6 +6,7 @@ python benchmarks/kit/worker.py RESULT.json PART GPUS smoke|full CELL...
 from __future__ import annotations
 
 import faulthandler
+import gc
 import sys
 import time
 import traceback
@@ -30,11 +31,13 @@ def main() -> None:
     chosen = part(name)
     cells = {cell.name: cell for cell in chosen.cells(machine)}
     rehearse_if_needed()  # on a CPU, accelerate would train in fp32 whatever is asked
-    for cell in (cells[wanted_name] for wanted_name in wanted):
+    for place, cell in enumerate(cells[wanted_name] for wanted_name in wanted):
         # A cell that hangs shows where every thread stands, and ends this process.
         faulthandler.dump_traceback_later(max(LEAST_SECONDS, PATIENCE * cell.seconds), exit=True)
         result.add(row_of(name, chosen, cell, machine))
         faulthandler.cancel_dump_traceback_later()
+        if place == 0:
+            gc.freeze()  # no collection goes through the libraries' objects again
 
 
 def row_of(name: str, chosen: Part, cell: Cell, machine: Machine) -> Row:
