@@ -1,5 +1,6 @@
 """What the tests of whole launches share: a cache of their own, and a launcher with an end."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -12,6 +13,8 @@ from places import ROOT
 
 from toolkit.launching import forking
 from toolkit.launching.forking import SOCKET, warm_process
+
+gc.set_threshold(20_000, 10, 10)  # most of what the tests import stays: look at it less often
 
 
 def pytest_addoption(parser):
