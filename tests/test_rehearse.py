@@ -11,6 +11,8 @@ import launches
 import pytest
 from places import ROOT, SCRIPTS
 
+from toolkit import rehearse
+
 STRATEGIES = ("ddp", "zero3", "fsdp")
 ENGAGED = {
     "ddp": "distributed_type MULTI_GPU, num_processes 2, zero_stage 0, sharded_fraction 1.0",
@@ -191,6 +193,16 @@ def test_deepspeed_fields_in_the_yaml_are_rehearsed_like_a_file(launch, tmp_path
     assert "attested zero2_offload: distributed_type DEEPSPEED, num_processes 2" in done.stdout
     assert "optimizer_class AdamW" in done.stdout
     assert len(losses_of(done)) == 8
+
+
+def test_ranks_of_several_machines_meet_at_the_interface_of_the_route_to_the_first(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert rehearse._interface(2) == "lo"
+    monkeypatch.delenv("MASTER_PORT")
+    assert rehearse._interface(2) is None
+    assert rehearse._interface(4) == "lo"  # all on this machine
 
 
 def test_a_script_that_is_not_there_is_one_sentence(launch):

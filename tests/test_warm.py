@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import launches
 import psutil
 import pytest
 from places import ROOT, SCRIPTS
@@ -192,6 +193,22 @@ def test_of_a_process_with_a_second_thread_nothing_is_forked_and_it_is_said(
         assert started.wait(60) == 0
     assert said == ["2 threads run in the warm process"]
     assert (tmp_path / "out").read_text() == "cold\n"
+
+
+@pytest.mark.parametrize(
+    ("end", "number"), [("kill", signal.SIGKILL), ("terminate", signal.SIGTERM)]
+)
+def test_a_fork_ends_by_the_signals_that_end_a_process(warm_environment, end, number):
+    process = forking.start(
+        [sys.executable, "-c", "import time; time.sleep(600)"],
+        environment=launches.of_runs(warm_environment),
+        stdout=1,
+        stderr=1,
+        on_cold=pytest.fail,
+    )
+    assert process.poll() is None
+    getattr(process, end)()
+    assert process.wait(30) == -number
 
 
 def test_a_process_that_holds_a_gpu_s_file_is_told_from_one_that_does_not(tmp_path, monkeypatch):

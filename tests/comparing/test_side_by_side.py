@@ -299,7 +299,10 @@ def test_a_run_that_failed_on_one_side_is_named_with_the_reason(two):
     shown = cells(speed(found), "zero3-trainer")
     assert (shown["status A"], shown["status B"]) == ("oom", "ok")
     assert (shown["tokens/s A"], shown["tokens/s B"], shown["B / A"]) == ("n/a", "500", "n/a")
-    assert "A: oom: rank 1 failed at step 2: OutOfMemoryError" in " ".join(speed(found).notes)
+    notes = " ".join(speed(found).notes)
+    assert "A: oom: rank 1 failed at step 2: OutOfMemoryError" in notes
+    assert "tokens/s A" in notes
+    assert "tokens/s B" not in notes
 
 
 def test_runs_match_by_strategy_engine_and_processes(two):
