@@ -5,8 +5,9 @@
 
 Nobody chooses the places: five operators are applied wherever they fit (see OPERATORS), and the
 seed draws from what they give, over all rooms. Each fault is put into a copy of the tracked files,
-where the nearest tests run: first those that import the module, or one that imports it, then those
-that train with the room's code (RANKS). A test that also fails without the fault catches nothing.
+where the nearest tests run: first those that import the module, or one that imports it, those
+without ranks before the others; then those that train with the room's code (RANKS). A test that
+also fails without the fault catches nothing.
 
 Writes `faults.json` and `faults.md`. A survivor that changes nothing anybody could notice is
 equivalent: its reason goes into faults.json by hand, and `--again` takes the reasons over, runs
@@ -448,7 +449,7 @@ def nearest(path: str) -> list[list[str]]:
         }
         near = [test for test, names in tests.items() if names & importers]
     stem = module.rpartition(".")[2]
-    near.sort(key=lambda test: (test.stem != f"test_{stem}", len(tests[test])))
+    near.sort(key=lambda test: (test.stem != f"test_{stem}", launches(test), len(tests[test])))
     room = path.split("/")[1] if path.count("/") > 1 else "top"
     first = [str(test.relative_to(ROOT)) for test in near[:NEAREST]]
     return [stage for stage in (first, list(RANKS[room])) if stage]
@@ -464,6 +465,12 @@ def imported_by(path: Path) -> set[str]:
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
     return names
+
+
+def launches(path: Path) -> bool:
+    """Whether a file's tests start ranks, by the fixtures that they take; they are slow."""
+    taken = r"^def .*\b(?:launch|launch_environment|as_launched|toolkit)\b.*:$"
+    return re.search(taken, path.read_text(), re.MULTILINE) is not None
 
 
 # Results
