@@ -47,7 +47,8 @@ def _part(model: ModelShape, layers: list[int], *, first: bool, last: bool) -> M
     for tensor in model.tensors:
         if tensor.layer is not None:
             if tensor.layer in numbers:
-                tensors.append(replace(tensor, layer=numbers[tensor.layer]))
+                number = numbers[tensor.layer]
+                tensors.append(Tensor(tensor.name, tensor.shape, tensor.kind, number))
         elif tensor.kind in ("embedding", "positions"):
             tensors += [tensor] if first else []
             if model.tied and tensor.kind == "embedding" and last and not first:

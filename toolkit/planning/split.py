@@ -52,7 +52,7 @@ def part_of_rank(job: PlannedJob) -> PlannedJob:
     """
     size = job.strategy.tensor
     if job.strategy.schedule is not None:
-        return parts_of_ranks(job)[0]
+        return _part_of_pipeline(job, 0, stages_of_ranks(job)[0])
     if job.strategy.splits_rows:
         return piece_of_rank(job)
     if size == 1:
@@ -77,28 +77,46 @@ def parts_of_ranks(job: PlannedJob) -> list[PlannedJob]:
         UsageError: the model has fewer layers than stages, its layers are not in the table, or it
             cannot be split.
     """
+    return [_part_of_pipeline(job, rank, model) for rank, model in enumerate(stages_of_ranks(job))]
+
+
+def different_parts(job: PlannedJob) -> list[PlannedJob]:
+    """Return one of the parts that are alike: ends apart, the stages of many ranks differ little.
+
+    The first ranks have the most micro-batches in flight.
+
+    Raises:
+        UsageError: as `parts_of_ranks`.
+    """
+    kinds: dict[tuple[int, int, int], tuple[int, ModelShape]] = {}
+    for rank, model in enumerate(stages_of_ranks(job)):
+        kinds.setdefault((model.layers, model.parameters, model.vocab_size), (rank, model))
+    return [_part_of_pipeline(job, rank, model) for rank, model in kinds.values()]
+
+
+def _part_of_pipeline(job: PlannedJob, rank: int, model: ModelShape) -> PlannedJob:
+    size = job.strategy.tensor
+    return replace(
+        job,
+        model=model if size == 1 else part_of_model(model, size),
+        strategy=STRATEGIES["single"],
+        gpus=1,
+        nodes=1,
+        in_flight=in_flight(schedule_of(job.strategy), rank, job.pipeline_ranks, job.accumulation),
+    )
+
+
+def stages_of_ranks(job: PlannedJob) -> tuple[ModelShape, ...]:
+    """Return the layers that each rank of a pipeline has, before their matrices are split.
+
+    Raises:
+        UsageError: the model has fewer layers than stages, or its layers are not in the table.
+    """
     if job.model.counted is not None:
         raise UsageError(
             f"{job.strategy.name} can't cut {job.model.architecture}: its layers are not in the "
             "planner's table. Choose another strategy."
         )
-    schedule, ranks = schedule_of(job.strategy), job.pipeline_ranks
-    size = job.strategy.tensor
-    return [
-        replace(
-            job,
-            model=model if size == 1 else part_of_model(model, size),
-            strategy=STRATEGIES["single"],
-            gpus=1,
-            nodes=1,
-            in_flight=in_flight(schedule, rank, ranks, job.accumulation),
-        )
-        for rank, model in enumerate(stages_of_ranks(job))
-    ]
-
-
-def stages_of_ranks(job: PlannedJob) -> tuple[ModelShape, ...]:
-    """Return the layers that each rank of a pipeline has, before their matrices are split."""
     return models_of_ranks(
         job.model, schedule_of(job.strategy).name, job.pipeline_ranks, job.sequence
     )
@@ -131,46 +149,54 @@ def part_of_model(model: ModelShape, size: int) -> ModelShape:
     )
 
 
+@lru_cache(maxsize=64)
 def split_inputs(model: ModelShape) -> int:
     """Return the matrices of a layer that are split by outputs: backward adds up their inputs'."""
     of_layer = (t for t in model.of_kind("linear") if t.layer == 0)
     return sum(not BY_INPUTS.search(tensor.name) for tensor in of_layer)
 
 
+@lru_cache(maxsize=64)
 def split_outputs(model: ModelShape) -> int:
     """Return the matrices of a layer that are split by inputs: forward adds up their outputs."""
     of_layer = (t for t in model.of_kind("linear") if t.layer == 0)
     return sum(bool(BY_INPUTS.search(tensor.name)) for tensor in of_layer)
 
 
+@lru_cache(maxsize=64)
 def splits_embedding(model: ModelShape) -> bool:
     """Whether each rank holds some words' embeddings, and adds up all."""
-    return any(t.name.endswith(_split_embeddings()) for t in model.of_kind("embedding"))
+    return any(map(_is_split, model.of_kind("embedding")))
+
+
+def _is_split(embedding: Tensor) -> bool:
+    if embedding.name.endswith("embed_in.weight"):
+        return _splits_neox()
+    return embedding.name.endswith("embed_tokens.weight")
 
 
 @lru_cache(maxsize=1)
-def _split_embeddings() -> tuple[str, ...]:
-    # A plan of other strategies starts sooner without them.
+def _splits_neox() -> bool:
+    # A plan of any other model starts sooner without them.
     import importlib.metadata
 
     from packaging.version import Version
 
     # transformers 5.24 is the first that splits GPT-NeoX's embedding.
-    plans = Version(importlib.metadata.version("transformers"))
-    newer = ("embed_in.weight",) if plans >= Version("5.24") else ()
-    return ("embed_tokens.weight", *newer)
+    return Version(importlib.metadata.version("transformers")) >= Version("5.24")
 
 
 def _part(tensor: Tensor, size: int) -> Tensor:
     rows, *columns = tensor.shape
     match tensor.kind:
         case "linear" if BY_INPUTS.search(tensor.name):
-            return replace(tensor, shape=(rows, *(-(-width // size) for width in columns)))
-        case "embedding" if tensor.name.endswith(_split_embeddings()):
-            return replace(tensor, shape=(-(-rows // size), *columns))
-        case "linear" | "head":
-            return replace(tensor, shape=(-(-rows // size), *columns))
+            shape = (rows, *(-(-width // size) for width in columns))
+        case "embedding" if not _is_split(tensor):
+            return tensor
+        case "linear" | "head" | "embedding":
+            shape = (-(-rows // size), *columns)
         case "bias" if not BY_INPUTS.search(f"{tensor.name.removesuffix('bias')}weight"):
-            return replace(tensor, shape=(-(-rows // size),))
+            shape = (-(-rows // size),)
         case _:
             return tensor
+    return Tensor(tensor.name, shape, tensor.kind, tensor.layer)

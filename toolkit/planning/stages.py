@@ -88,9 +88,13 @@ def cut(costs: Costs, stages: int, *, name: str) -> tuple[range, ...]:
     for stage in reversed(range(stages)):
         following, least = least, [math.inf] * (layers + 1)
         chosen = [0] * (layers + 1)
-        for start in range(layers):
-            for end in range(start + 1, layers + 1):
-                most = max(cost(stage, start, end), following[end])
+        after = stages - 1 - stage  # each of these has a layer, as has each stage before
+        for start in range(stage, layers - after):
+            for end in range(start + 1, layers - after + 1):
+                here = cost(stage, start, end)
+                if here > least[start]:
+                    break  # a stage of more layers costs no less
+                most = max(here, following[end])
                 if most < math.inf and most <= least[start]:
                     least[start], chosen[start] = most, end
         ends.insert(0, chosen)

@@ -121,8 +121,9 @@ def sums_by_phase(terms: Iterable[Term]) -> dict[Phase, Interval]:
     sums: dict[Phase, list[float]] = {phase: [0.0, 0.0] for phase in PHASES}
     for term in terms:
         if term.place == "gpu":
+            low, high = term.bytes.low, term.bytes.high
             for phase in term.phases:
                 ends = sums[phase]
-                ends[0] += term.bytes.low
-                ends[1] += term.bytes.high
+                ends[0] += low
+                ends[1] += high
     return {phase: Interval(*ends) for phase, ends in sums.items()}

@@ -165,17 +165,14 @@ def cast_weights(job: PlannedJob, *, ends_full: bool) -> Iterator[Term]:
     With `ends_full`, as in `activation_terms`, all of them are gone by the end of backward.
     """
     model, regime = job.model, regime_of(job)
-    head = max(
-        (t.elements for t in model.of_kind("embedding" if model.tied else "head")), default=0
-    )
     if job.stream_in_fp32:
         # The head alone is in fp32: other linear layers are in 16 bits, or in 4.
-        factors = {"size": regime.compute, "elements of the head": head}
+        factors = {"size": regime.compute, "elements of the head": model.head_elements}
         yield product("gathered", "head cast by autocast", factors, FIRST)
     elif regime.autocast and regime.weight != regime.compute:
         elements = model.elements_of("linear", "head", "router")
         if model.tied:
-            elements += head
+            elements += model.head_elements
         yield product(
             "gathered",
             "weights cast by autocast",

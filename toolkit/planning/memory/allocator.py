@@ -77,10 +77,9 @@ def pools_of(terms: Sequence[Term]) -> Pools:
         held = sums_by_phase(pool).values()
         return Interval(max(h.low for h in held), max(h.high for h in held))
 
-    stays = [term for term in on_gpu if term.phases == PHASES]
     rest = [term for term in on_gpu if term.phases != PHASES]
     return Pools(
-        staying=most(stays),
+        staying=Interval.total(term.bytes for term in on_gpu if term.phases == PHASES),
         moving=most([term for term in rest if not term.communicated]),
         communicating=most([term for term in rest if term.communicated]),
     )

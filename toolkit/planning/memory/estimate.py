@@ -28,7 +28,7 @@ from toolkit.planning.memory.weights import COMPUTE_SIZE, trained_size, weights_
 from toolkit.planning.memory.zero_settings import zero_settings
 from toolkit.planning.rows import exchanged_width
 from toolkit.planning.schedules import schedule_of
-from toolkit.planning.split import part_of_rank, parts_of_ranks
+from toolkit.planning.split import different_parts, part_of_rank
 from toolkit.planning.terms import PHASES, Category, Interval, Phase, Term, sums_by_phase
 from toolkit.strategies import DTYPE_BYTES
 
@@ -106,20 +106,9 @@ def estimate_memory(job: PlannedJob) -> MemoryEstimate:
         UsageError: the job's precision and weights don't go together.
     """
     if job.strategy.schedule is not None:
-        of_ranks = [_estimate(part, asked=job) for part in _different(parts_of_ranks(job))]
+        of_ranks = [_estimate(part, asked=job) for part in different_parts(job)]
         return max(of_ranks, key=lambda estimate: estimate.worst)
     return _estimate(part_of_rank(job), asked=job)
-
-
-def _different(parts: Sequence[PlannedJob]) -> list[PlannedJob]:
-    """Return one of the parts that are alike: ends apart, the stages of many ranks differ little.
-
-    The first ranks have the most micro-batches in flight.
-    """
-    kinds: dict[tuple[int, int, int], PlannedJob] = {}
-    for part in parts:
-        kinds.setdefault((part.model.layers, part.model.parameters, part.model.vocab_size), part)
-    return [*kinds.values()]
 
 
 def _estimate(job: PlannedJob, *, asked: PlannedJob) -> MemoryEstimate:
@@ -184,8 +173,7 @@ def step_peak(job: PlannedJob, micro_batches: Sequence[tuple[int, int]]) -> Inte
         UsageError: as `estimate_memory` does.
     """
     if job.strategy.schedule is not None:
-        parts = _different(parts_of_ranks(job))
-        peaks = (_step_peak(part, micro_batches, asked=job) for part in parts)
+        peaks = (_step_peak(part, micro_batches, asked=job) for part in different_parts(job))
         return max(peaks, key=lambda peak: peak.high)
     return _step_peak(part_of_rank(job), micro_batches, asked=job)
 

@@ -190,7 +190,9 @@ def _weights(
     decayed: list[Tensor] = []
     undecayed: list[Tensor] = []
     for tensor in trained:
-        (undecayed if _is_undecayed(tensor) else decayed).append(tensor)
+        # The Trainer also leaves out all parameters of a LayerNorm, under any name (`ln_1`).
+        is_norm = tensor.kind == "norm"
+        (undecayed if is_norm or _is_undecayed(tensor.name) else decayed).append(tensor)
     return Weights(
         trained=Tensors(trained),
         decayed=Tensors(tuple(decayed)),
@@ -265,6 +267,6 @@ def expert_adapters(model: ModelShape, rank: int) -> int:
     return total
 
 
-def _is_undecayed(tensor: Tensor) -> bool:
-    # The Trainer also leaves out all parameters of a LayerNorm, under any name (`ln_1`).
-    return tensor.kind == "norm" or _UNDECAYED.search(tensor.name.lower()) is not None
+@lru_cache(maxsize=4096)
+def _is_undecayed(name: str) -> bool:
+    return _UNDECAYED.search(name.lower()) is not None

@@ -205,6 +205,12 @@ class ModelShape:
         """Elements outside the decoder layers: embeddings, last norm, head."""
         return self.parameters - sum(self.layer_parameters)
 
+    @cached_property
+    def head_elements(self) -> int:
+        """Elements of the head's weight, which is the embedding where the two are tied."""
+        heads = self.of_kind("embedding" if self.tied else "head")
+        return max((tensor.elements for tensor in heads), default=0)
+
     def of_kind(self, *kinds: TensorKind) -> Iterator[Tensor]:
         return (tensor for tensor in self.tensors if tensor.kind in kinds)
 

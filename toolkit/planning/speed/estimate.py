@@ -8,7 +8,7 @@ what overlaps with what. The ends of each term come from `rates`: nothing here i
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from toolkit.errors import UsageError
 from toolkit.planning.job import PlannedJob
@@ -18,7 +18,7 @@ from toolkit.planning.speed.computing import SpeedTerm, computing, total
 from toolkit.planning.speed.flops import CONVENTION, model_flops
 from toolkit.planning.speed.gpus import Gpu
 from toolkit.planning.speed.transfers import communicating, stepping
-from toolkit.planning.split import part_of_rank, parts_of_ranks
+from toolkit.planning.split import different_parts, part_of_rank
 from toolkit.planning.terms import Interval
 from toolkit.strategies import SHORT_DTYPES
 
@@ -87,15 +87,15 @@ def estimate_speed(
     rate = gpu.flops(job.precision if job.precision != "no" else SHORT_DTYPES[job.dtype])
     # Stages wait for the slowest of them.
     piped = job.strategy.schedule is not None
-    parts = parts_of_ranks(job) if piped else [part_of_rank(job)]
+    parts = different_parts(job) if piped else [part_of_rank(job)]
     of_parts = [(part, computing(part, gpu, rate)) for part in parts]
     of_rank, once = max(of_parts, key=lambda part: total(part[1]).high)
     micro = total(once)
     terms = once
     if job.accumulation > 1:
         terms = [
-            replace(
-                term,
+            SpeedTerm(
+                name=term.name,
                 seconds=term.seconds.times(job.accumulation),
                 formula=f"({term.formula}) * micro-batches",
                 inputs={**term.inputs, "micro-batches": job.accumulation},

@@ -521,8 +521,8 @@ def _exchanged(job: PlannedJob, model: ModelShape, tokens: int) -> Iterator[Coll
         )
     if splits_embedding(model):
         yield added(1, held, "tokens * hidden * size: the embeddings")
-    norms = sum(t.elements for t in model.of_kind("norm") if t.name.endswith(PER_HEAD))
-    if norms:
+    if model.qk_norm:
+        norms = sum(t.elements for t in model.of_kind("norm") if t.name.endswith(PER_HEAD))
         yield exchange(
             kind="all_reduce",
             elements=norms,
@@ -616,8 +616,9 @@ def _pipeline(job: PlannedJob, tokens: int) -> tuple[Collective, ...]:
 
     A record has the most of all ranks, too.
     """
+    crossed = crossings(job)
     of_ranks = [
-        _by_row(_of_stage(job, model, rank, tokens))
+        _by_row(_of_stage(job, model, rank, tokens, times=crossed[rank]))
         for rank, model in enumerate(stages_of_ranks(job))
     ]
     rows = dict.fromkeys(row for of_rank in of_ranks for row in of_rank)
@@ -640,11 +641,15 @@ def _by_row(calls: Iterable[Collective]) -> dict[tuple[str, str, str, int], list
     return rows
 
 
-def _of_stage(job: PlannedJob, model: ModelShape, rank: int, tokens: int) -> Iterator[Collective]:
-    """Yield what a rank of a pipeline sends: to its neighbours, in its tensor group, and beside."""
+def _of_stage(
+    job: PlannedJob, model: ModelShape, rank: int, tokens: int, *, times: int
+) -> Iterator[Collective]:
+    """Yield what a rank of a pipeline sends: to its neighbours, in its tensor group, and beside.
+
+    `times` is how often its neighbours get a micro-batch's hidden states or their gradient from it.
+    """
     size, ranks, tensor = DTYPE_BYTES[job.dtype], job.pipeline_ranks, job.strategy.tensor
     per_node, beside = job.gpus // job.nodes, job.gpus // ranks
-    times = crossings(job)[rank]
     passed = partial(
         Collective,
         purpose="activations",
