@@ -410,6 +410,36 @@ def test_what_needs_ram_that_is_not_known_is_chosen_only_where_nothing_else_fits
     assert conditional
 
 
+@pytest.mark.parametrize(
+    ("model", "gpu", "gpus", "options"),
+    [
+        ("8b", "A100-80", 8, {}),
+        ("7b", "H100", 2, {"host_gib": 300}),
+        ("1b", "L4", 4, {"optimizer": "paged_adamw"}),
+        ("13b", "H100", 16, {"nodes": 4, "internode_gbps": 10, "global_batch": 64}),
+        ("meta-llama/Llama-3.1-8B", "H100", 8, {"method": "full", "sequence": 8192}),
+    ],
+)
+def test_candidates_left_out_as_too_slow_would_change_no_answer(
+    model, gpu, gpus, options, monkeypatch
+):
+    looked_at = []
+    look = Search._under
+
+    def under(search, *rest):
+        found = look(search, *rest)
+        looked_at.append(len(found))
+        return found
+
+    monkeypatch.setattr(Search, "_under", under)
+    answer = recommend(model, gpu=gpu, gpus=gpus, **options).to_dict()
+    few = sum(looked_at)
+    looked_at.clear()
+    monkeypatch.setattr(Search, "_rate_to_beat", lambda *_: 0.0)
+    assert recommend(model, gpu=gpu, gpus=gpus, **options).to_dict() == answer
+    assert few < sum(looked_at)
+
+
 def test_replicas_in_one_node_are_not_looked_at(monkeypatch):
     seen = []
     look = Search._under

@@ -182,7 +182,7 @@ def _search(start: Plan, options: RecommendOptions) -> Search:
         room=row.room,
         internode_bytes_per_second=row.internode_bytes_per_second,
     )
-    search = Search(base=base, global_rows=rows)
+    search = Search(base=base, global_rows=rows, goal=options.goal)
     whole = not isinstance(rows, bool) and rows > 0
     if whole and rows % gpus and options.method in (None, "full"):
         splits = [each for name in SPLIT for each in search.in_sizes(STRATEGIES[name])]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -153,18 +153,22 @@ class Search:
     global_rows: int
     """Of all GPUs in an optimizer step."""
 
+    goal: Goal = "speed"
+    """By the goal `memory`, candidates that are slower than others can be chosen all the same."""
+
     is_quick: bool = False
     """Whether only the ends of the ladder of levers are tried, as for options beside the choice."""
 
     def under(self, names: Sequence[str], training: Training) -> list[Candidate]:
         """Return the candidates under some strategies; where none fits, the leanest of each."""
-        return [
-            candidate
-            for name in names
-            for strategy in self.in_sizes(STRATEGIES[name])
-            if self.has_place(strategy)
-            for candidate in self._under(strategy, training)
-        ]
+        found: list[Candidate] = []
+        for name in names:
+            of_name: list[Candidate] = []
+            for strategy in self.in_sizes(STRATEGIES[name]):
+                if self.has_place(strategy):
+                    of_name += self._under(strategy, training, of_name)
+            found += of_name
+        return found
 
     def in_sizes(self, strategy: Strategy) -> list[Strategy]:
         """Return a strategy in groups that suit the nodes; a tensor group lies inside of one."""
@@ -212,29 +216,39 @@ class Search:
         """Whether the requested optimizer can step under a strategy."""
         return optimizer_problem(OPTIM_FLAGS[self.base.job.optimizer], strategy) is None
 
-    def _under(self, strategy: Strategy, training: Training) -> Iterator[Candidate]:
+    def _under(
+        self, strategy: Strategy, training: Training, in_other_sizes: Sequence[Candidate]
+    ) -> list[Candidate]:
+        """Return the candidates in groups of one size that are not too slow to be chosen."""
         if strategy.splits_model and training is not FULL:
-            return  # adapters and rounded states stand beside whole matrices
+            return []  # adapters and rounded states stand beside whole matrices
         rows = self._rows(strategy)
         batches = [n for n in range(1, min(rows, MOST_ROWS) + 1) if rows % n == 0]
-        ends = [self._job(strategy, batch) for batch in (batches[0], batches[-1])]
+        jobs = {batch: self._job(strategy, batch) for batch in batches}
         ladders = [training.levers]
         for rung in RUNGS:
-            usable = [lever for lever in rung if any(lever.has_place(job) for job in ends)]
+            usable = [lever for lever in rung if any(map(lever.has_place, jobs.values()))]
             if usable:
-                ladders.append((*ladders[-1], *usable))
+                # Checkpointing in full takes the place of the selective one.
+                kept = [lever for lever in ladders[-1] if lever is not levers.SELECTIVE]
+                ladders.append((*kept, *usable))
         if self.is_quick:
             ladders = [ladders[0], ladders[-1]]
-        leanest = self._candidate(strategy, training, ladders[-1], 1)
-        has_place = leanest.levers[: len(training.levers)] == training.levers
-        if not (has_place and self.can_step(strategy)):
-            return
-        yield leanest
-        if not leanest.fits:
-            return
+        ways_of = [_Ways(partial(self._candidate, training, ladder), jobs) for ladder in ladders]
         place = 0
-        for ladder in ladders:
-            ways = _Ways(partial(self._candidate, strategy, training, ladder))
+        found: list[Candidate] = []
+        for ladder, ways in zip(ladders, ways_of, strict=True):
+            to_beat = self._rate_to_beat([*in_other_sizes, *found])
+            if to_beat and self._fastest_rate(ways[batches[-1]], ladder) < to_beat:
+                continue
+            if not found:
+                leanest = ways_of[-1][1]
+                has_place = leanest.levers[: len(training.levers)] == training.levers
+                if not (has_place and self.can_step(strategy)):
+                    return []
+                found.append(leanest)
+                if not leanest.fits:
+                    return found
             most = bisect_left(batches, True, lo=place, key=lambda rows: not ways[rows].fits)
             roomy = most
             if most and not (self.is_quick or ways[batches[most - 1]].is_roomy):
@@ -244,19 +258,48 @@ class Search:
             # Larger micro-batches make fewer of them, and so a larger bubble.
             tried = {*range(most)} if strategy.schedule is not None else set[int]()
             for count in {most, roomy, *tried} - {0}:
-                yield from self._with_less_traffic(ways[batches[count - 1]], ladder)
+                found += self._with_less_traffic(ways[batches[count - 1]], ladder)
             place = most
             if roomy == len(batches):
-                return  # further levers would only cost time
+                break  # further levers would only cost time
+        return found
+
+    def _rate_to_beat(self, candidates: Sequence[Candidate]) -> float:
+        """Return the rate below which no other candidate of their strategy is chosen, or 0."""
+        if self.goal != "speed":
+            return 0.0
+        good = (
+            candidate.tokens_per_second
+            for candidate in candidates
+            if candidate.fits
+            and not candidate.needs_unusual_ram
+            and (candidate.is_roomy or candidate.whole_and_plain)
+        )
+        return max(good, default=0.0)
+
+    def _fastest_rate(self, largest: Candidate, ladder: Sequence[Lever]) -> float:
+        """Return a rate that no micro-batch exceeds; `largest` has the most rows."""
+        once = self._synced_once(largest, ladder)
+        if once.job.strategy.schedule is not None:
+            # The largest computes fastest, and with the most of them the bubble is smallest.
+            most = self._rows(once.job.strategy)
+            once = replace(once, job=replace(once.job, accumulation=most))
+        return once.tokens_per_second
 
     def _with_less_traffic(self, way: Candidate, ladder: Sequence[Lever]) -> Iterator[Candidate]:
         """Yield a candidate, and the one with gradients reduced once a step, where that fits."""
         yield way
-        if levers.SYNC_EACH_BATCH in way.levers:
-            fewer = [lever for lever in ladder if lever is not levers.SYNC_EACH_BATCH]
-            once = self._candidate(way.job.strategy, way.training, fewer, way.job.batch)
-            if once.fits:
-                yield once
+        once = self._synced_once(way, ladder)
+        if once is not way and once.fits:
+            yield once
+
+    def _synced_once(self, way: Candidate, ladder: Sequence[Lever]) -> Candidate:
+        """Return a candidate with gradients reduced once a step, however it does by its ladder."""
+        if levers.SYNC_EACH_BATCH not in way.levers:
+            return way
+        fewer = [lever for lever in ladder if lever is not levers.SYNC_EACH_BATCH]
+        plain = self._job(way.job.strategy, way.job.batch)
+        return self._candidate(way.training, fewer, plain)
 
     def _job(self, strategy: Strategy, batch: int) -> PlannedJob:
         accumulation = self._rows(strategy) // batch
@@ -266,29 +309,27 @@ class Search:
         """Return the rows of an optimizer step that one rank reads."""
         return self.global_rows // strategy.data_parallel_size(self.base.job.gpus)
 
-    def _candidate(
-        self, strategy: Strategy, training: Training, ladder: Sequence[Lever], batch: int
-    ) -> Candidate:
-        job, used = self._job(strategy, batch), list[Lever]()
+    def _candidate(self, training: Training, ladder: Sequence[Lever], job: PlannedJob) -> Candidate:
+        used = list[Lever]()
         for lever in ladder:
             changed = lever.applied(job)
             if changed is not None:
                 job = changed
                 used.append(lever)
-        if levers.CHECKPOINTING in used and levers.SELECTIVE in used:
-            used.remove(levers.SELECTIVE)  # checkpointing in full has taken its place
         return replace(self.base, job=job, training=training, levers=tuple(used))
 
 
 class _Ways(dict[int, Candidate]):
     """Candidates by the rows of their micro-batch, made when they are looked at."""
 
-    def __init__(self, make: Callable[[int], Candidate]) -> None:
+    def __init__(
+        self, make: Callable[[PlannedJob], Candidate], jobs: Mapping[int, PlannedJob]
+    ) -> None:
         super().__init__()
-        self._make = make
+        self._make, self._jobs = make, jobs
 
     def __missing__(self, rows: int) -> Candidate:
-        self[rows] = self._make(rows)
+        self[rows] = self._make(self._jobs[rows])
         return self[rows]
 
 
