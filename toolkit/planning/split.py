@@ -81,17 +81,12 @@ def parts_of_ranks(job: PlannedJob) -> list[PlannedJob]:
 
 
 def different_parts(job: PlannedJob) -> list[PlannedJob]:
-    """Return one of the parts that are alike: ends apart, the stages of many ranks differ little.
-
-    The first ranks have the most micro-batches in flight.
+    """Return the parts of a pipeline's ranks, one of those that are alike.
 
     Raises:
         UsageError: as `parts_of_ranks`.
     """
-    kinds: dict[tuple[int, int, int], tuple[int, ModelShape]] = {}
-    for rank, model in enumerate(stages_of_ranks(job)):
-        kinds.setdefault((model.layers, model.parameters, model.vocab_size), (rank, model))
-    return [_part_of_pipeline(job, rank, model) for rank, model in kinds.values()]
+    return [_part_of_pipeline(job, rank, model) for rank, model in different_stages(job)]
 
 
 def _part_of_pipeline(job: PlannedJob, rank: int, model: ModelShape) -> PlannedJob:
@@ -120,6 +115,18 @@ def stages_of_ranks(job: PlannedJob) -> tuple[ModelShape, ...]:
     return models_of_ranks(
         job.model, schedule_of(job.strategy).name, job.pipeline_ranks, job.sequence
     )
+
+
+def different_stages(job: PlannedJob) -> list[tuple[int, ModelShape]]:
+    """Return ranks of a pipeline and their layers, one of those that are alike.
+
+    Ends apart, the stages of many ranks differ little. The first of those that are alike has the
+    most micro-batches in flight, and sends the most.
+    """
+    kinds: dict[tuple[int, int, int], tuple[int, ModelShape]] = {}
+    for rank, model in enumerate(stages_of_ranks(job)):
+        kinds.setdefault((model.layers, model.parameters, model.vocab_size), (rank, model))
+    return [*kinds.values()]
 
 
 @lru_cache(maxsize=64)

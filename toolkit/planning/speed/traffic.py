@@ -37,12 +37,12 @@ from toolkit.planning.pipelined import crossings, holders_of_head
 from toolkit.planning.rows import exchanged_width
 from toolkit.planning.split import (
     PER_HEAD,
+    different_stages,
     part_of_model,
     part_of_rank,
     split_inputs,
     split_outputs,
     splits_embedding,
-    stages_of_ranks,
 )
 from toolkit.planning.terms import GIB
 from toolkit.strategies import COMPUTE_DTYPES, DTYPE_BYTES, DTYPES, Strategy
@@ -619,7 +619,7 @@ def _pipeline(job: PlannedJob, tokens: int) -> tuple[Collective, ...]:
     crossed = crossings(job)
     of_ranks = [
         _by_row(_of_stage(job, model, rank, tokens, times=crossed[rank]))
-        for rank, model in enumerate(stages_of_ranks(job))
+        for rank, model in different_stages(job)
     ]
     rows = dict.fromkeys(row for of_rank in of_ranks for row in of_rank)
     most = (
@@ -777,21 +777,22 @@ def gathered_elements(
     in_layer = 0
     seen: int | None = None
     for tensor in model.tensors:
+        elements = tensor.elements
         if tensor.layer is None:
-            outside_behind -= tensor.elements
+            outside_behind -= elements
         else:
             if tensor.layer != seen:
                 seen = tensor.layer
                 in_layer = layer_sizes[seen]
                 layers_behind -= in_layer
-            in_layer -= tensor.elements
-        if tensor.elements <= threshold:
+            in_layer -= elements
+        if elements <= threshold:
             continue
-        padded = _padded(tensor.elements, ranks)
+        padded = _padded(elements, ranks)
         first += padded
         if tensor.layer is not None:
             ways = _ways_of_layer(
-                layer_sizes[tensor.layer] - tensor.elements,
+                layer_sizes[tensor.layer] - elements,
                 in_layer,
                 layers_behind,
                 outside_behind,
@@ -807,11 +808,9 @@ def gathered_elements(
         else:
             # Nothing behind a frozen embedding asks for its gradient.
             ways = ()
-        stays_gathered = tensor.elements + in_layer + layers_behind + outside_behind <= max_live
-        far = sum(elements >= reuse_distance for elements in ways)
-        again += padded * (
-            sum(math.isinf(elements) for elements in ways) if stays_gathered else far
-        )
+        stays_gathered = elements + in_layer + layers_behind + outside_behind <= max_live
+        far = sum(way >= reuse_distance for way in ways)
+        again += padded * (sum(map(math.isinf, ways)) if stays_gathered else far)
     return first, again
 
 
