@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import functools
-import html
 import itertools
 import json
 import os
@@ -249,6 +248,8 @@ def _is_telling(value: str) -> bool:
 
 def _spellings(value: str) -> set[str]:
     """Return a value as written in a shell, a program, JSON, a URL, a page and in base64."""
+    import html  # it has a large table, and most processes know no secret
+
     raw = value.encode("utf-8", errors="surrogateescape")
     return {
         value,

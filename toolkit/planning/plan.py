@@ -74,7 +74,9 @@ class PlanRow:
     @cached_property
     def largest_batch(self) -> int | None:
         """The most rows of a micro-batch that fit for sure."""
-        return None if self.room is None else largest_batch(self.job, self.room)
+        if self.room is None:
+            return None
+        return largest_batch(self.job, self.room, verdict=self.verdict)
 
     @cached_property
     def longest_sequence(self) -> int | None:

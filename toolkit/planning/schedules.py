@@ -63,7 +63,7 @@ def work_of(code: str) -> Work:
     return Work(kinds[letter], int(stage), int(micro_batch))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Schedule:
     """An order in which the stages of a pipeline work on the micro-batches of a step."""
 

@@ -18,7 +18,7 @@ from toolkit.planning.terms import Interval, Phase, Term, product
 BACK: tuple[Phase, ...] = ("backward",)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Activations:
     """Bytes on one GPU for one micro-batch."""
 
@@ -224,7 +224,7 @@ def _mask(job: PlannedJob) -> float:
     return float(job.batch * job.sequence**2 * COMPUTE_SIZE[job.precision])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossBytes:
     """Bytes at the end of forward: `fixed` in total, all others for each token."""
 

@@ -27,7 +27,7 @@ notes/cuda.rst). torchtitan reserves 82 GiB for 78 that are allocated by plan; t
 went from 16.4 to 10.8 GiB (torchtune#1185), cosmos-rl from 127 to 97 GB (cosmos-rl#388)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pools:
     """The most bytes over all phases of the tensors that share blocks: no pool shrinks."""
 

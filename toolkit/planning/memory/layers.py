@@ -14,7 +14,7 @@ from toolkit.planning.models.shape import ModelShape
 from toolkit.planning.options import LoraTargets
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerBytes:
     """Bytes of one layer for each token."""
 

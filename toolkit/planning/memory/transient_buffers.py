@@ -21,7 +21,7 @@ FIRST: tuple[Phase, ...] = ("loss", "head")
 RUNNING: tuple[Phase, ...] = (*FIRST, "backward")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Units:
     """Elements of the units that FSDP2 gathers at once, as Accelerate 1.15 wraps a model."""
 

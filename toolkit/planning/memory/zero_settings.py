@@ -38,7 +38,7 @@ _SIZES = {
 """Default sizes in elements (zero/config.py, deepspeed 0.19.8), by our names and theirs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ZeroSettings:
     """Settings of DeepSpeed's ZeRO. Sizes are elements, as DeepSpeed counts them."""
 

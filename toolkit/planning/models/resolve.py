@@ -23,7 +23,7 @@ _LARGEST_CONFIG = 4 * 2**20
 """Bytes. The longest published ones have some 100 KiB, of labels."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class WellKnown:
     """Models of one shape, as the Hub calls them."""
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import asdict, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.learning_rate import LearningRate
 from toolkit.planning.memory.estimate import MemoryEstimate
 from toolkit.planning.models.shape import ModelShape
 from toolkit.planning.pipelined import waiting_share
 from toolkit.planning.plan import SCHEMA, Plan, PlanRow
-from toolkit.planning.recommend import Option, Recommendation
-from toolkit.planning.remedies import Remedy
-from toolkit.planning.render.commands import paste_line
-from toolkit.planning.search import Candidate
 from toolkit.planning.speed.traffic import collectives
 from toolkit.planning.verdict import Verdict
+
+if TYPE_CHECKING:  # a plan needs none of them, and is printed sooner
+    from toolkit.planning.learning_rate import LearningRate
+    from toolkit.planning.recommend import Option, Recommendation
+    from toolkit.planning.remedies import Remedy
+    from toolkit.planning.search import Candidate
 
 OWN_TO_THE_ESTIMATE = ("lasting", "communicated")
 """Fields of a term that only the estimate itself reads."""
@@ -88,6 +89,8 @@ def _recommendation(answer: Recommendation) -> dict[str, Any]:
 
 
 def _option(option: Option) -> dict[str, Any]:
+    from toolkit.planning.render.commands import paste_line
+
     return _candidate(option.candidate) | {
         "title": option.title,
         "gives_up": list(option.gives_up),

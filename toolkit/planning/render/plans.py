@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Literal
 
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import MemoryEstimate
-from toolkit.planning.memory.formulas import compare_with_formula
 from toolkit.planning.pipelined import waiting_share
 from toolkit.planning.plan import Plan, PlanRow
 from toolkit.planning.speed.traffic import collectives
@@ -170,6 +169,8 @@ def _beside_the_course(job: PlannedJob) -> Iterator[str]:
     """Yield the formula that courses teach, the bytes that are held, and their differences."""
     if job.method != "full" or job.optimizer not in ("adamw", "adamw_fused"):
         return  # courses teach full training with Adam
+    from toolkit.planning.memory.formulas import compare_with_formula  # --explain alone needs it
+
     comparison = compare_with_formula(job)
     yield (
         f"model states by the course's formula: {comparison.course / GIB:.3f} GiB = "
