@@ -81,7 +81,7 @@ Network = Annotated[
 
 
 # Nobody compares options, and without `eq` their classes are made sooner, at each start.
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class JobOptions:
     """What is trained, and how: the options that a job of the planner keeps."""
 
@@ -152,7 +152,7 @@ class JobOptions:
     """torch's allocator runs with `expandable_segments:True`, and so reserves less."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class PlanOptions(JobOptions):
     """What `toolkit plan` and `toolkit.plan` can be asked beside the model."""
 
@@ -182,7 +182,7 @@ class PlanOptions(JobOptions):
     """None takes the table's where it has one."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class RecommendOptions:
     """What `toolkit recommend` and `toolkit.recommend` can be asked beside the model."""
 

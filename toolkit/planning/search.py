@@ -143,7 +143,7 @@ class Candidate:
         return self.job.strategy.name in WHOLE and self.job.checkpointing == "none"
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class Search:
     """The machine and the rows of a step that all candidates share."""
 
