@@ -269,6 +269,22 @@ def test_errors_of_cuda_and_its_driver_are_told_apart(error, name):
     assert name_in(traceback(error)) == name
 
 
+def test_paged_states_on_the_gpu_end_a_process_by_a_line_of_bitsandbytes():
+    """In the form of the cited thread, not reproduced: the process then leaves with code 1."""
+    line = "Error invalid argument at line 12 in file /src/csrc/pythonInterface.cpp"
+    assert name_in(STEPS + line + "\n") == "paged-states-on-gpu"
+    assert name_in(line.replace("pythonInterface", "other") + "\n" + STEPS) is None
+
+
+def test_a_size_that_differs_is_one_of_bitsandbytes_in_fsdp1s_saving_alone():
+    error = "RuntimeError: The size of tensor a (5) must match the size of tensor b (3) at"
+    saving = 'File "/v/torch/distributed/fsdp/_optim_utils.py", line 9, in _convert_all_state_info'
+    elsewhere = traceback(error)
+    assert name_in(elsewhere) == "unknown"
+    named = elsewhere.replace('File "train.py", line 3, in <module>', saving)
+    assert name_in(named) == "bitsandbytes-under-fsdp1"
+
+
 def test_deepspeeds_own_times_tell_of_communication():
     def breakdown(reduce):
         return f"time (ms) | fwd: 30.0 | bwd: 60.0 | bwd_allreduce: {reduce} | step: 10.0\n"

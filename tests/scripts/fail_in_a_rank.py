@@ -9,6 +9,20 @@ import time
 import torch
 import torch.distributed as dist
 
+
+def save_states_in_8_bits():
+    """Save what FSDP1 cannot: states that are no tensors of the parameter's size."""
+    import bitsandbytes
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = torch.nn.Linear(64, 64, bias=HOW == "save-uneven")
+    model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    optimizer = bitsandbytes.optim.AdamW8bit(model.parameters(), min_8bit_size=0)
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    FullyShardedDataParallel.optim_state_dict(model, optimizer)
+
+
 HOW = sys.argv[1]
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=4))
 ROWS = torch.ones(3)
@@ -22,6 +36,8 @@ if dist.get_rank() == 1:
         os._exit(0)
     if HOW == "skip":
         signal.pause()
+if HOW.startswith("save"):
+    save_states_in_8_bits()
 if HOW == "stop":
     os.kill(os.getppid(), signal.SIGTERM)
     time.sleep(60)

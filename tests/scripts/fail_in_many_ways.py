@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 FOLDER = Path(sys.argv[1])
 SECOND = datetime.timedelta(seconds=1)
@@ -389,14 +390,10 @@ def mixed():
 
 
 def uniform_dtype():
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
     FullyShardedDataParallel(mixed(), device_id=torch.device("cpu"))
 
 
 def uniform_dtype_2():
-    from torch.distributed.fsdp import fully_shard
-
     model = mixed()
     fully_shard(model, mesh=mesh())
     model(torch.ones(1, 3))
@@ -435,6 +432,38 @@ def tensor_and_dtensor():
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     distribute_tensor(torch.ones(3), mesh(), [Replicate()]) + torch.ones(3)
+
+
+def stepped(model):
+    """Return the model's optimizer, in 8 bits for large parameters, after a step."""
+    import bitsandbytes
+
+    optimizer = bitsandbytes.optim.AdamW8bit(model.parameters())
+    model(torch.ones(1, model.in_features)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def sharded(size):
+    model = nn.Linear(size, size)
+    fully_shard(model, mesh=mesh())
+    return model
+
+
+def bitsandbytes_under_fsdp2():
+    stepped(sharded(64))
+
+
+def bitsandbytes_under_fsdp2_2():
+    stepped(sharded(3))
+
+
+def bitsandbytes_under_fsdp1():
+    cpu = torch.device("cpu")
+    model = FullyShardedDataParallel(nn.Linear(3, 5), device_id=cpu, use_orig_params=False)
+    optimizer = stepped(model)
+    states = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, states)
 
 
 def size_zero_weights():
@@ -660,6 +689,8 @@ def main():
         "deepspeed_file_of",
         "mixed",
         "resumed",
+        "stepped",
+        "sharded",
         "half_of",
         "compiled",
         "main",
