@@ -141,6 +141,28 @@ def test_nccl_errors_are_named_and_those_of_a_lost_rank_are_echoes():
     assert name_in(traceback(remote)) == "neighbour-gone"
 
 
+def test_an_error_of_nccl_after_a_timeout_of_the_same_rank_follows_from_it():
+    error = traceback("RuntimeError: NCCL error in: a.cpp:38, unhandled cuda error")
+    named = {
+        watchdog(0, 7) + error: "collective-not-reached",
+        watchdog(0, 7) + error.replace("\n", "\n[rank0]: "): "collective-not-reached",
+        error + watchdog(0, 7): "nccl",
+        watchdog(0, 7) + traceback("RuntimeError: NCCL error in: a", before="[rank1]: "): "nccl",
+    }
+    assert {text: name_in(text) for text in named} == named
+
+
+def test_devices_and_the_order_of_modules_are_named():
+    """In the form of the cited lines, not reproduced."""
+    devices = "RuntimeError: Expected all tensors to be on the same device, but found at least two "
+    diagnosis = diagnose(log_of(traceback(f"{devices}devices, cuda:0 and cpu!")))
+    assert diagnosis is not None
+    assert diagnosis.name == "several-devices"
+    assert "cuda:0 and cpu" in diagnosis.text
+    order = "RuntimeError: tracing error at step 6: \nmodule id: 1, training: True\nexpected the"
+    assert name_in(traceback(order)) == "zero3-order-of-modules"
+
+
 def watchdog(rank, number, before=""):
     line = f"[Rank {rank}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum={number})"
     return f"{before}[E1121 ProcessGroupNCCL.cpp:629] {line}\n"
@@ -273,6 +295,7 @@ def test_paged_states_on_the_gpu_end_a_process_by_a_line_of_bitsandbytes():
     """In the form of the cited thread, not reproduced: the process then leaves with code 1."""
     line = "Error invalid argument at line 12 in file /src/csrc/pythonInterface.cpp"
     assert name_in(STEPS + line + "\n") == "paged-states-on-gpu"
+    assert name_in(f" 0%|    | 0/4 [00:00<?, ?it/s]{line}\n") == "paged-states-on-gpu"
     assert name_in(line.replace("pythonInterface", "other") + "\n" + STEPS) is None
 
 

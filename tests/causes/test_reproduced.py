@@ -22,6 +22,7 @@ IN_A_RANK = {
     "leave": ("neighbour-gone", (0,), "ended without an error in this log"),
     "skip": ("collective-not-reached", (0,), "Rank 0 waited: look at rank 1 first."),
     "shapes": ("collective-mismatch", (0, 1), "On every rank: "),
+    "params": ("other-model-on-a-rank", (0, 1), "On every rank: DDP got another model"),
     "save": ("bitsandbytes-under-fsdp1", (0, 1), "On every rank: "),
     "save-uneven": ("bitsandbytes-under-fsdp1", (0, 1), "On every rank: "),
     "stop": ("stopped-from-outside", (), "(signal 15)"),

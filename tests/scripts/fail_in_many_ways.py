@@ -133,6 +133,32 @@ def no_gradient_to_follow():
     torch.ones(2).sum().backward()
 
 
+def recomputed(layer):
+    from torch.utils.checkpoint import checkpoint
+
+    checkpoint(layer, torch.ones(7, requires_grad=True), use_reentrant=False).backward()
+
+
+def recomputed_differently():
+    sizes = iter((3, 5))
+
+    def layer(rows):
+        return rows[: next(sizes)].square().sum()
+
+    recomputed(layer)
+
+
+def recomputed_differently_2():
+    powers = iter((2, 1))
+
+    def layer(rows):
+        for _ in range(next(powers)):
+            rows = rows.square()
+        return rows.sum()
+
+    recomputed(layer)
+
+
 def refused():
     from toolkit.rehearse import print_reason
 
@@ -390,13 +416,28 @@ def mixed():
 
 
 def uniform_dtype():
-    FullyShardedDataParallel(mixed(), device_id=torch.device("cpu"))
+    flattened(mixed())
 
 
 def uniform_dtype_2():
     model = mixed()
     fully_shard(model, mesh=mesh())
     model(torch.ones(1, 3))
+
+
+def flattened(model):
+    FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+
+def frozen_beside_trained():
+    model = nn.Linear(3, 5)
+    model.bias.requires_grad = False
+    flattened(model)
+
+
+def integer_parameters_2():
+    packed = nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
+    flattened(nn.ParameterList([packed]))
 
 
 def integer_parameters():
@@ -516,6 +557,15 @@ def empty_dataset_2():
 
     (FOLDER / "empty").mkdir()
     datasets.load_dataset(str(FOLDER / "empty"))
+
+
+def other_columns():
+    import datasets
+
+    files = [FOLDER / "one.jsonl", FOLDER / "other.jsonl"]
+    for file, column in zip(files, ("text", "prompt"), strict=True):
+        file.write_text(json.dumps({column: "a"}) + "\n")
+    datasets.load_dataset("json", data_files=[str(file) for file in files])
 
 
 def no_pad_token():
@@ -689,6 +739,8 @@ def main():
         "deepspeed_file_of",
         "mixed",
         "resumed",
+        "flattened",
+        "recomputed",
         "stepped",
         "sharded",
         "half_of",

@@ -77,6 +77,7 @@ def diagnose(log: Log) -> Diagnosis | None:
     """Return the diagnosis of a log; None where it shows no failure."""
     matches = [_matched(failure) for failure in log.failures if not failure.was_survived]
     matches = [match for match in matches if _counts(match)]
+    matches = [match for at, match in enumerate(matches) if not _follows(match, matches[:at])]
     # Python's sort is stable: among equals the first in the log stays first.
     matches.sort(key=lambda match: match.order)
     if log.exit is not None and log.exit.code < 0 and not _explains(matches, log.exit):
@@ -135,6 +136,21 @@ def _matched(failure: Failure) -> _Match:
 def _counts(match: _Match) -> bool:
     """Whether it is a failure: an exception, or a line that only a failed run has."""
     return match.failure.is_exception or match.cause is not None
+
+
+def _follows(match: _Match, before: Sequence[_Match]) -> bool:
+    """Whether it is an error of NCCL on a rank whose watchdog had ended NCCL after a timeout."""
+    rank = match.failure.rank
+    return (
+        match.cause is not None
+        and match.cause.name == "nccl"
+        and any(
+            earlier.cause is not None
+            and earlier.cause.kind == "waiting"
+            and (rank is None or earlier.failure.rank in (None, rank))
+            for earlier in before
+        )
+    )
 
 
 def _explains(matches: Sequence[_Match], exit_: Exit) -> bool:

@@ -28,6 +28,9 @@ FRAME: Final = re.compile(r' *File ".*", line \d+')
 NATIVE: Final = re.compile(r"\s*what\(\):\s+(.*)")
 """The message of an exception that ends a process in C++, as the standard library prints it."""
 
+TORCH_LOG: Final = re.compile(r"\[[EFIW](?:\d{3,4}| ProcessGroup)")
+"""Begin of a line in the log of torch's C++ code."""
+
 RANK_IN_TEXT: Final = re.compile(r"\[Rank (\d+)\]")
 """The rank in messages of torch's process groups."""
 
@@ -267,7 +270,10 @@ def read_failures(lines: Iterable[Line]) -> Log:
 def _is_other(text: str) -> bool:
     """Whether a line is not part of an exception's message."""
     return bool(
-        ELASTIC_LINE.match(text) or STEP.search(text) or text.startswith(("====", "toolkit: "))
+        ELASTIC_LINE.match(text)
+        or TORCH_LOG.match(text)
+        or STEP.search(text)
+        or text.startswith(("====", "toolkit: "))
     )
 
 
