@@ -163,6 +163,24 @@ def test_devices_and_the_order_of_modules_are_named():
     assert name_in(traceback(order)) == "zero3-order-of-modules"
 
 
+REFUSED = {
+    "RepositoryNotFoundError: 404 Client Error. (Request ID: 7)": "hub-refused",
+    "RemoteEntryNotFoundError: 404 Client Error. (Request ID: 7)": "hub-refused",
+    "HTTPStatusError: 429 Too Many Requests for url https://huggingface.co/a/resolve/main/b": (
+        "hub-refused"
+    ),
+    "OSError: a/b is not a local folder and is not a valid model identifier": "hub-refused",
+    "GatedRepoError: 401 Client Error. (Request ID: 7)": "gated-model",
+    "LocalEntryNotFoundError: outgoing traffic has been disabled": "hub-unreachable",
+}
+"""Errors of the Hub's client, in the form of its installed source, and their cause."""
+
+
+@pytest.mark.parametrize(("error", "name"), REFUSED.items())
+def test_a_hub_that_refuses_is_told_from_one_that_is_not_reached(error, name):
+    assert name_in(traceback(f"huggingface_hub.errors.{error}")) == name
+
+
 def watchdog(rank, number, before=""):
     line = f"[Rank {rank}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum={number})"
     return f"{before}[E1121 ProcessGroupNCCL.cpp:629] {line}\n"

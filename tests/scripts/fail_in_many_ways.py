@@ -116,6 +116,10 @@ def network_interface():
         dist.new_group([0])
 
 
+def no_backend_for_device():
+    dist.all_reduce(torch.ones(3), group=dist.new_group([0], backend="cuda:gloo"))
+
+
 def unused_parameters():
     two_steps(nn.parallel.DistributedDataParallel(Half()))
 
@@ -505,6 +509,10 @@ def bitsandbytes_under_fsdp1():
     optimizer = stepped(model)
     states = FullyShardedDataParallel.optim_state_dict(model, optimizer)
     FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, states)
+
+
+def meta_weights():
+    nn.Linear(3, 5, device="meta").to("cpu")
 
 
 def size_zero_weights():
