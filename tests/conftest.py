@@ -14,7 +14,7 @@ from places import ROOT
 from toolkit.launching import forking
 from toolkit.launching.forking import SOCKET, warm_process
 
-gc.set_threshold(20_000, 10, 10)  # most of what the tests import stays: look at it less often
+gc.set_threshold(20_000, 10, 10)  # imported objects stay: look at them less often
 
 
 def pytest_addoption(parser):

@@ -80,7 +80,6 @@ Network = Annotated[
 ]
 
 
-# Nobody compares options, and without `eq` their classes are made sooner, at each start.
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
     """What is trained, and how: the options that a job of the planner keeps."""
