@@ -3,9 +3,12 @@
 import ast
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
+import tempfile
+import time
 
 import launches
 import pytest
@@ -203,6 +206,19 @@ def test_ranks_of_several_machines_meet_at_the_interface_of_the_route_to_the_fir
     monkeypatch.delenv("MASTER_PORT")
     assert rehearse._interface(2) is None
     assert rehearse._interface(4) == "lo"  # all on this machine
+
+
+def test_folders_of_killed_launches_go_and_those_with_stacks_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed, hung, young = (tmp_path / f"toolkit-{os.getuid()}-{pid}-0.00" for pid in (1, 2, 3))
+    for folder in (killed, hung, young):
+        folder.mkdir()
+    (hung / rehearse.HANG_FILE).touch()
+    long_ago = time.time() - rehearse.SWEEP_SECONDS - 1
+    for path in (killed, hung, hung / rehearse.HANG_FILE):
+        os.utime(path, (long_ago, long_ago))
+    ours = rehearse.folder_of_launch()
+    assert {*tmp_path.iterdir()} == {hung, young, ours}
 
 
 def test_a_script_that_is_not_there_is_one_sentence(launch):

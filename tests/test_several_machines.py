@@ -74,6 +74,7 @@ def train(commands, output_dir, environment, *flags, **options):
     with started(commands, output_dir, environment, *STEPS, *flags, **options) as running:
         for launcher, log in running:
             assert launcher.wait(300) == 0, log.read_text()
+            assert "no sign of life" not in log.read_text()  # no machine was silent for long
     return record_of(output_dir)
 
 

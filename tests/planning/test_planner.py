@@ -13,6 +13,7 @@ from toolkit.cli import app
 from toolkit.errors import UsageError
 from toolkit.planning.plan import plan
 from toolkit.planning.render import plans
+from toolkit.planning.render.plot import GPU_COUNTS
 from toolkit.planning.speed.traffic import collectives
 from toolkit.planning.terms import CATEGORIES
 from toolkit.strategies import STRATEGIES
@@ -222,6 +223,7 @@ def test_the_figure_is_drawn(found, tmp_path, name):
         "GiB on the fullest GPU",
         "by strategy",
         "by number of GPUs",
+        *(f">{count}</text>" for count in GPU_COUNTS),
     ):
         assert said in text
 
