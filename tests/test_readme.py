@@ -341,6 +341,7 @@ def test_the_strategies_are_those_of_the_code():
     assert [(row[0].strip("`"), row[1]) for row in rows] == [
         (strategy.name, strategy.summary) for strategy in STRATEGIES.values()
     ]
+    assert all(row[2] for row in rows)
     for row, strategy in zip(rows, STRATEGIES.values(), strict=True):
         assert row[2].endswith("; `--engine loop`") == (strategy.engines == ("loop",)), row
     assert all(f"`{name}`" in INDEX.prose for name in STRATEGIES)

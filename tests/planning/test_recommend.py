@@ -23,7 +23,7 @@ from toolkit.planning.render.recommendations import (
     recommendation_lines,
     write_recommendation,
 )
-from toolkit.planning.search import SAME_SPEED, SHARDED, WHOLE, Search, rank
+from toolkit.planning.search import FULL, RUNGS, SAME_SPEED, SHARDED, SPLIT, WHOLE, Search, rank
 from toolkit.planning.terms import Interval
 from toolkit.strategies import STRATEGIES
 from toolkit.training.arguments import own_arguments
@@ -438,6 +438,27 @@ def test_candidates_left_out_as_too_slow_would_change_no_answer(
     monkeypatch.setattr(Search, "_rate_to_beat", lambda *_: 0.0)
     assert recommend(model, gpu=gpu, gpus=gpus, **options).to_dict() == answer
     assert few < sum(looked_at)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "gpus"), [("8b", "A100-80", 8), ("1b", "L4", 4), ("13b", "H100", 16)]
+)
+def test_no_micro_batch_is_faster_than_the_rate_by_which_a_rung_is_left_out(model, gpu, gpus):
+    base = recommend(model, gpu=gpu, gpus=gpus).choice
+    search = Search(base=replace(base, job=replace(base.job, method="full")), global_rows=gpus * 6)
+    free, selective, full = RUNGS
+    for name in (*USUAL_STRATEGIES, *SPLIT):
+        for strategy in filter(search.has_place, search.in_sizes(STRATEGIES[name])):
+            rows = search._rows(strategy)
+            for ladder in ((), free, free + selective, free + full):
+                ways = [
+                    search._candidate(FULL, ladder, search._job(strategy, batch))
+                    for batch in range(1, rows + 1)
+                    if rows % batch == 0
+                ]
+                bound = search._fastest_rate(ways[-1], ladder)
+                ways += [search._synced_once(way, ladder) for way in ways]
+                assert max(way.tokens_per_second for way in ways) <= bound * (1 + 1e-9), name
 
 
 def test_replicas_in_one_node_are_not_looked_at(monkeypatch):

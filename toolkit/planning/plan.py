@@ -159,10 +159,13 @@ class Plan(Rendered):
         """The notes of the plan, those of its rows' speeds, and a next step where nothing fits."""
         notes = [*self.notes]
         notes += [note for row in self.rows if row.speed is not None for note in row.speed.notes]
-        judged = [(row.verdict, row) for row in self.rows if row.verdict is not None]
-        if self.nothing_fits and len(judged) > 1:
-            _, nearest = max(judged, key=lambda pair: pair[0].worst_margin_bytes)
-            name = nearest.strategy.name
+        margins = {
+            row.strategy.name: row.verdict.worst_margin_bytes
+            for row in self.rows
+            if row.verdict is not None
+        }
+        if self.nothing_fits and len(margins) > 1:
+            name = max(margins, key=margins.__getitem__)
             notes.append(
                 f"None of these fits, and {name} is short of the least: plan it alone (--strategy "
                 f"{name}) to see what would make it fit."

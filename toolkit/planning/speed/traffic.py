@@ -521,8 +521,8 @@ def _exchanged(job: PlannedJob, model: ModelShape, tokens: int) -> Iterator[Coll
         )
     if splits_embedding(model):
         yield added(1, held, "tokens * hidden * size: the embeddings")
-    if model.qk_norm:
-        norms = sum(t.elements for t in model.of_kind("norm") if t.name.endswith(PER_HEAD))
+    of_norms = model.of_kind("norm") if model.qk_norm else ()
+    if norms := sum(tensor.elements for tensor in of_norms if tensor.name.endswith(PER_HEAD)):
         yield exchange(
             kind="all_reduce",
             elements=norms,
