@@ -6,22 +6,26 @@ import sys
 
 # In a process of its own: the recorder keeps the groups of all tests of this one.
 IN_A_RANK = """
-import dataclasses, json, torch
+import dataclasses, json, time, torch
 from toolkit.engines.flight_recorder import COLLECTIVES
 
-def read():
+def read(completed=0):
+    # A collective returns before gloo's own thread records that it is over.
+    limit = time.monotonic() + 60
+    while COLLECTIVES.completed() < completed and time.monotonic() < limit:
+        time.sleep(0.01)
     groups = COLLECTIVES.groups()
     waits = [group.waits for group in groups]
     print(json.dumps([COLLECTIVES.completed(), waits, [*map(dataclasses.asdict, groups)]]))
 
 read()
-for shapes in ([3, 5], [7]), ([2],):
+for completed, shapes in (3, ([3, 5], [7])), (5, ([2],)):
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     for shape in shapes:
         torch.distributed.all_reduce(torch.ones(shape))
     torch.distributed.barrier()
-    read()
+    read(completed)
     torch.distributed.destroy_process_group()
 read()
 """
