@@ -30,6 +30,7 @@ from toolkit.planning.speed.flops import (
     multiplied_parameters,
 )
 from toolkit.planning.speed.gpus import gpu
+from toolkit.planning.split import different_parts, parts_of_ranks
 from toolkit.planning.terms import Interval
 from toolkit.strategies import STRATEGIES
 
@@ -391,3 +392,48 @@ def test_a_parameter_server_is_as_slow_as_its_link_and_holds_what_no_worker_does
     assert buffers == sum(
         t.bytes.high for t in estimate.estimate_memory(eight).terms if "arriv" in t.name
     )
+
+
+# With many rows, the last stage needs the most memory: it has the logits.
+@pytest.mark.parametrize("batch", [1, 60])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble"])
+@pytest.mark.parametrize(("model", "ranks"), [("gpt2", 4), ("8b", 8), ("google/gemma-3-1b-pt", 3)])
+def test_stages_that_have_no_more_than_others_change_no_estimate_of_a_pipeline(
+    model, ranks, schedule, batch, monkeypatch
+):
+    strategy = dataclasses.replace(STRATEGIES["pipeline"], schedule=schedule)
+    shape = resolve_model(model)
+    job = PlannedJob(
+        model=shape,
+        strategy=strategy,
+        gpus=ranks,
+        batch=batch,
+        accumulation=5,
+        sequence=700,
+        checkpointing="full",
+    )
+    few = different_parts(job)
+    micro_batches = [(batch, 700), (3, 90), (batch, 411)]
+
+    def answers():
+        memory, speed = estimate.estimate_memory(job), estimate_speed(job, gpu("H100"))
+        peak = estimate.step_peak(job, micro_batches).high
+        return memory.worst, peak, speed.step_seconds.high
+
+    expected = answers()
+    for module in ("memory", "speed"):
+        monkeypatch.setattr(f"toolkit.planning.{module}.estimate.different_parts", parts_of_ranks)
+    assert answers() == pytest.approx(expected, rel=1e-12)
+    assert len(few) < ranks
+
+
+def test_no_stage_of_a_model_with_learned_positions_turns_heads():
+    job = PlannedJob(
+        model=resolve_model("gpt2"), strategy=STRATEGIES["pipeline"], gpus=4, accumulation=4
+    )
+    of_a_layer = set()
+    for part in parts_of_ranks(job):
+        terms = {term.name: term for term in estimate_speed(part, gpu("H100")).terms}
+        moved = terms["norms, activations, residuals"].seconds.high
+        of_a_layer.add(round(moved / part.model.layers, 12))
+    assert len(of_a_layer) == 1

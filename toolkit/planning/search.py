@@ -240,7 +240,9 @@ class Search:
         for ladder, ways in zip(ladders, ways_of, strict=True):
             to_beat = self._rate_to_beat([*in_other_sizes, *found])
             if to_beat and self._fastest_rate(ways[batches[-1]], ladder) < to_beat:
-                continue
+                if ladder is ladders[0]:
+                    continue  # the chunked loss is faster
+                break
             if not found:
                 leanest = ways_of[-1][1]
                 has_place = leanest.levers[: len(training.levers)] == training.levers
@@ -249,7 +251,10 @@ class Search:
                 found.append(leanest)
                 if not leanest.fits:
                     return found
-            most = bisect_left(batches, True, lo=place, key=lambda rows: not ways[rows].fits)
+            most = place
+            # Mostly a rung adds no more than one size.
+            if not place or most < len(batches) and ways[batches[most]].fits:
+                most = bisect_left(batches, True, lo=place, key=lambda rows: not ways[rows].fits)
             roomy = most
             if most and not (self.is_quick or ways[batches[most - 1]].is_roomy):
                 roomy = bisect_left(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import lru_cache
+from operator import le
 from typing import Final
 
 from toolkit.errors import UsageError
@@ -81,12 +82,24 @@ def parts_of_ranks(job: PlannedJob) -> list[PlannedJob]:
 
 
 def different_parts(job: PlannedJob) -> list[PlannedJob]:
-    """Return the parts of a pipeline's ranks, one of those that are alike.
+    """Return the parts of a pipeline's ranks, without those that have no more than an earlier one.
+
+    They need no more memory or time than it, which has no fewer micro-batches in flight.
 
     Raises:
         UsageError: as `parts_of_ranks`.
     """
-    return [_part_of_pipeline(job, rank, model) for rank, model in different_stages(job)]
+    largest: dict[tuple[int, int, int], PlannedJob] = {}
+    for rank, model in different_stages(job):
+        sizes = _sizes(model)
+        if not any(all(map(le, sizes, earlier)) for earlier in largest):
+            largest[sizes] = _part_of_pipeline(job, rank, model)
+    return [*largest.values()]
+
+
+def _sizes(stage: ModelShape) -> tuple[int, int, int]:
+    """Return what tells stages apart; without the head, there is 1 word."""
+    return stage.layers, stage.parameters, stage.vocab_size
 
 
 def _part_of_pipeline(job: PlannedJob, rank: int, model: ModelShape) -> PlannedJob:
@@ -125,7 +138,7 @@ def different_stages(job: PlannedJob) -> list[tuple[int, ModelShape]]:
     """
     kinds: dict[tuple[int, int, int], tuple[int, ModelShape]] = {}
     for rank, model in enumerate(stages_of_ranks(job)):
-        kinds.setdefault((model.layers, model.parameters, model.vocab_size), (rank, model))
+        kinds.setdefault(_sizes(model), (rank, model))
     return [*kinds.values()]
 
 

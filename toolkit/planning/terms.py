@@ -42,6 +42,11 @@ class Interval:
     low: float
     high: float
 
+    def __str__(self) -> str:
+        if self.low == self.high:
+            return f"{self.low:.4g}"
+        return f"{self.low:.4g} to {self.high:.4g}"
+
     @classmethod
     def exactly(cls, value: float) -> Interval:
         return cls(value, value)

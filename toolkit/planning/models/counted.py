@@ -121,9 +121,12 @@ def _shape(answer: Mapping[str, Any], name: str) -> ModelShape:
         "architecture layers hidden_size heads kv_heads head_dim intermediate_size vocab_size "
         "max_positions tied experts active_experts norms_per_layer qk_norm dropout logit_softcap"
     )
+    learned = any(kind == "positions" for _, _, kind, _ in answer["tensors"])
     return ModelShape(
         name=name,
-        block=Block(gate_up="apart" if answer["gated"] else "none"),
+        block=Block(
+            gate_up="apart" if answer["gated"] else "none", rotary="none" if learned else "whole"
+        ),
         tensors=tuple(
             Tensor(tensor, tuple(shape), kind, layer)
             for tensor, shape, kind, layer in answer["tensors"]

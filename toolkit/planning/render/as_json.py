@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,9 @@ from toolkit.planning.memory.estimate import MemoryEstimate
 from toolkit.planning.models.shape import ModelShape
 from toolkit.planning.pipelined import waiting_share
 from toolkit.planning.plan import SCHEMA, Plan, PlanRow
+from toolkit.planning.speed.estimate import PlannedSpeed
 from toolkit.planning.speed.traffic import collectives
+from toolkit.planning.terms import Interval
 from toolkit.planning.verdict import Verdict
 
 if TYPE_CHECKING:  # a plan needs none of them, and is printed sooner
@@ -67,7 +70,7 @@ def _row(row: PlanRow, plan: Plan) -> dict[str, Any]:
         "longest_sequence": row.longest_sequence,
         "remedies": [_remedy(remedy) for remedy in row.remedies],
         "together": None if row.together is None else _remedy(row.together),
-        "speed": None if speed is None else asdict(speed),
+        "speed": None if speed is None else _speed(speed),
         "cost": None if cost is None else asdict(cost),
         "not_planned": not_planned,
     }
@@ -110,7 +113,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "job": _job(candidate.job),
         "verdict": _verdict(candidate.verdict),
         "memory": _memory(candidate.memory),
-        "speed": asdict(candidate.speed),
+        "speed": _speed(candidate.speed),
         "tokens_per_second": asdict(candidate.speed.tokens_per_second),
     }
 
@@ -143,6 +146,15 @@ def _memory(memory: MemoryEstimate) -> dict[str, Any]:
             for term in memory.terms
         ],
     }
+
+
+def _speed(speed: PlannedSpeed) -> dict[str, Any]:
+    terms = [asdict(term) | {"inputs": _inputs(term.inputs)} for term in speed.terms]
+    return asdict(speed) | {"terms": terms}
+
+
+def _inputs(inputs: Mapping[str, float | str | Interval]) -> dict[str, float | str]:
+    return {k: str(v) if isinstance(v, Interval) else v for k, v in inputs.items()}
 
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:

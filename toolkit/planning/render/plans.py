@@ -345,7 +345,7 @@ def _explained(term: Term, peak: str) -> str:
     return f"{term.category}: {term.name}{where}: {size} GiB = {formula}"
 
 
-def _inputs(inputs: Mapping[str, float | str]) -> str:
+def _inputs(inputs: Mapping[str, float | str | Interval]) -> str:
     if not inputs:
         return ""
     return "  with " + ", ".join(f"{key} = {_number(value)}" for key, value in inputs.items())

@@ -26,17 +26,13 @@ class SpeedTerm:
     """What it adds to the step; what overlaps with other work is left out."""
 
     formula: str
-    inputs: Mapping[str, float | str] = field(default_factory=dict[str, "float | str"])
+    inputs: Mapping[str, float | str | Interval] = field(
+        default_factory=dict[str, "float | str | Interval"]
+    )
 
 
 def total(terms: Iterable[SpeedTerm]) -> Interval:
     return Interval.total(term.seconds for term in terms)
-
-
-def shown(interval: Interval) -> str:
-    if interval.low == interval.high:
-        return f"{interval.low:.4g}"
-    return f"{interval.low:.4g} to {interval.high:.4g}"
 
 
 def matmul_share(gpu: Gpu) -> Interval:
@@ -79,7 +75,7 @@ def _products(job: PlannedJob, gpu: Gpu, rate: float) -> Iterator[SpeedTerm]:
             name=name,
             seconds=Interval.exactly(flops) / share.times(rate),
             formula=how,
-            inputs={"FLOPs": flops, "dense rate": rate, "share": shown(share)},
+            inputs={"FLOPs": flops, "dense rate": rate, "share": share},
         )
 
 
@@ -90,9 +86,9 @@ def _moving(name: str, amount: Interval, gpu: Gpu) -> SpeedTerm:
         seconds=amount / rates.MEMORY_SHARE.times(gpu.memory_bandwidth),
         formula="bytes moved / (memory bandwidth * share of it)",
         inputs={
-            "bytes": shown(amount),
+            "bytes": amount,
             "memory bandwidth": gpu.memory_bandwidth,
-            "share": shown(rates.MEMORY_SHARE),
+            "share": rates.MEMORY_SHARE,
         },
     )
 
@@ -131,9 +127,9 @@ def _launching(job: PlannedJob, busy: Interval) -> SpeedTerm:
         formula="layers * kernels * seconds a kernel - what keeps the GPU busy, or 0",
         inputs={
             "layers": job.model.layers,
-            "kernels": shown(kernels),
-            "seconds": shown(rates.KERNEL_SECONDS),
-            "busy": shown(busy),
+            "kernels": kernels,
+            "seconds": rates.KERNEL_SECONDS,
+            "busy": busy,
         },
     )
 
@@ -175,13 +171,12 @@ def _elementwise_forward(model: ModelShape) -> tuple[float, float]:
     """Bytes per token of all layers, fused as far as it goes, and as eager code does it."""
     hidden, width = model.hidden_size, model.intermediate_size
     rotated = (model.heads + model.kv_heads) * model.head_dim
-    learned = next(model.of_kind("positions"), None) is not None
     layer_norm = not model.gated
     fused = rates.FUSED_NORM * model.norms_per_layer * hidden + 2 * rates.RESIDUAL * hidden
     eager = fused
     if not layer_norm:
         eager += (rates.EAGER_RMS_NORM - rates.FUSED_NORM) * model.norms_per_layer * hidden
-    if not learned:
+    if model.block.rotary != "none":
         fused += rates.FUSED_ROPE * rotated
         eager += rates.EAGER_ROPE * rotated
     if model.qk_norm:

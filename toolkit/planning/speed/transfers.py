@@ -7,7 +7,7 @@ from toolkit.planning.memory.optimizers import moved_bytes
 from toolkit.planning.memory.weights import COMPUTE_SIZE, trained_size, weights_of
 from toolkit.planning.memory.zero_settings import zero_settings
 from toolkit.planning.speed import rates
-from toolkit.planning.speed.computing import SpeedTerm, shown
+from toolkit.planning.speed.computing import SpeedTerm
 from toolkit.planning.speed.gpus import Gpu
 from toolkit.planning.speed.traffic import Collective, collectives
 from toolkit.planning.terms import Interval
@@ -49,8 +49,8 @@ def communicating(job: PlannedJob, gpu: Gpu, network: Interval, micro: Interval)
                     "calls": calls,
                     "ranks": collective.ranks,
                     "scope": collective.scope,
-                    "seconds": shown(taken),
-                    "hidden": shown(hidden),
+                    "seconds": taken,
+                    "hidden": hidden,
                 },
             )
         )
@@ -99,7 +99,7 @@ def stepping(job: PlannedJob, gpu: Gpu, micro: Interval) -> list[SpeedTerm]:
                 inputs={
                     "bytes": moved,
                     "parameters": elements,
-                    "passes": shown(passes),
+                    "passes": passes,
                     "memory bandwidth": gpu.memory_bandwidth,
                 },
             )
@@ -141,7 +141,7 @@ def _offloading(
                 "bytes to the host": down,
                 "bytes from the host": up,
                 "PCIe bandwidth": gpu.pcie_bandwidth,
-                "share": shown(rates.HOST_COPY_SHARE),
+                "share": rates.HOST_COPY_SHARE,
             },
         ),
         SpeedTerm(
@@ -151,8 +151,8 @@ def _offloading(
             inputs={
                 "bytes": moved,
                 "parameters of a node": elements * per_node,
-                "passes": shown(passes),
-                "host memory bandwidth": shown(host),
+                "passes": passes,
+                "host memory bandwidth": host,
             },
         ),
     ]
@@ -168,7 +168,7 @@ def _offloading(
                 inputs={
                     "size": size,
                     "parameters of a node": elements * per_node,
-                    "bandwidth": shown(rates.NVME_BANDWIDTH),
+                    "bandwidth": rates.NVME_BANDWIDTH,
                 },
             )
         )
