@@ -90,7 +90,7 @@ def answer():
 
 def folder_of(config, tmp_path):
     folder = tmp_path / config["model_type"]
-    folder.mkdir()
+    folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -229,6 +229,16 @@ def test_a_count_is_kept_and_another_config_is_another_count(answer, tmp_path, c
     (folder / "config.json").write_text(json.dumps(COHERE | {"vocab_size": 337}))
     with pytest.raises(UsageError, match="'cohere' failed .*no.such"):
         resolve_model(folder)
+
+
+def test_heads_of_a_counted_model_are_turned_unless_positions_are_learned(
+    answer, tmp_path, cache, monkeypatch
+):
+    learned = {**answer, "tensors": [*answer["tensors"], ["wpe.weight", [9, 4], "positions", None]]}
+    for number, (counts, rotary) in enumerate(((answer, "whole"), (learned, "none"))):
+        folder = folder_of(COHERE | {"vocab_size": 337 + number}, tmp_path / str(number))
+        monkeypatch.setattr(counted, "_count", lambda *_, counts=counts: counts)
+        assert resolve_model(folder).block.rotary == rotary
 
 
 def test_a_cache_that_takes_no_files_is_no_error(answer, tmp_path, cache, monkeypatch):

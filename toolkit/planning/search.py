@@ -251,10 +251,7 @@ class Search:
                 found.append(leanest)
                 if not leanest.fits:
                     return found
-            most = place
-            # Mostly a rung adds no more than one size.
-            if not place or most < len(batches) and ways[batches[most]].fits:
-                most = bisect_left(batches, True, lo=place, key=lambda rows: not ways[rows].fits)
+            most = bisect_left(batches, True, lo=place, key=lambda rows: not ways[rows].fits)
             roomy = most
             if most and not (self.is_quick or ways[batches[most - 1]].is_roomy):
                 roomy = bisect_left(
