@@ -23,6 +23,16 @@ def job(strategy="zero2", **changes):
     return PlannedJob(strategy=chosen, **settings | changes)
 
 
+def test_a_changed_job_is_checked_as_a_new_one():
+    before = job("zero3", batch=2)
+    assert before.with_(batch=3) == replace(before, batch=3)
+    assert before == job("zero3", batch=2)
+    with pytest.raises(UsageError, match="batch is 0"):
+        before.with_(batch=0)
+    with pytest.raises(TypeError, match="no rows"):
+        before.with_(rows=3)
+
+
 def term(estimate, name):
     return next(t for t in estimate.terms if name in t.name)
 

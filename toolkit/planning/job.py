@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from toolkit.errors import UsageError
 from toolkit.planning.models.shape import ModelShape
@@ -84,6 +84,19 @@ class PlannedJob(JobOptions):
     zero_init: bool = True
     """ZeRO-3: the model is built under `zero.Init`, as in the toolkit. It also installs a linear
     layer that does not keep gathered weights until backward."""
+
+    def with_(self, **changes: Any) -> Self:
+        """As `dataclasses.replace`, in a third of the time: a recommendation weighs hundreds.
+
+        Raises:
+            UsageError: it can't be planned.
+        """
+        if unknown := changes.keys() - vars(self).keys():
+            raise TypeError(f"A job has no {', '.join(unknown)}.")
+        job = object.__new__(type(self))
+        vars(job).update(vars(self), **changes)
+        job.__post_init__()
+        return job
 
     def __post_init__(self) -> None:
         for name, most in (

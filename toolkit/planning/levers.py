@@ -7,7 +7,7 @@ train something else, which their price says.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 from toolkit.configs.optimizers import optimizer_problem
@@ -46,7 +46,7 @@ class Lever:
     def applied(self, job: PlannedJob) -> PlannedJob | None:
         """Return the job with the change; None where the lever has no place or is used already."""
         changed = self._changed(job)
-        return replace(job, **changed) if changed else None
+        return job.with_(**changed) if changed else None
 
     def has_place(self, job: PlannedJob) -> bool:
         """Whether `applied` returns a job."""

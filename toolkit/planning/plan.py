@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -236,7 +236,7 @@ def plan(model: str | Path | ModelShape, options: PlanOptions) -> Plan:
             gpus, nodes = (base.gpus, base.nodes) if strategy.is_distributed else (1, 1)
             strategy = with_groups(strategy, machines=nodes)
             check_num_processes(strategy, gpus)
-            job = replace(base, strategy=strategy, gpus=gpus, nodes=nodes)
+            job = base.with_(strategy=strategy, gpus=gpus, nodes=nodes)
             part_of_rank(job)
         except UsageError as error:
             if len(strategies) == 1:

@@ -140,7 +140,7 @@ def _of_levers(choice: Candidate, goal: Goal) -> Iterator[str]:
 
 def on_one_gpu(base: Candidate) -> str:
     """Return whether the plain job fits on one GPU, a row at a time."""
-    job = replace(base.job, strategy=STRATEGIES["single"], gpus=1, nodes=1, batch=1)
+    job = base.job.with_(strategy=STRATEGIES["single"], gpus=1, nodes=1, batch=1)
     alone = replace(base, job=job)
     needed = alone.verdict.needed.high / GIB
     usable = alone.room.gpu_bytes / GIB

@@ -147,7 +147,7 @@ def _smaller_batch(job: PlannedJob, room: Room) -> Changed | None:
     if batch * accumulation != rows:
         cost += f", and {batch * accumulation * job.gpus} rows a step, not {rows * job.gpus}"
     name = f"batch {batch} with {accumulation} accumulated"
-    return Changed(name, cost, replace(job, batch=batch, accumulation=accumulation), room)
+    return Changed(name, cost, job.with_(batch=batch, accumulation=accumulation), room)
 
 
 def _next_stage(job: PlannedJob, room: Room) -> Changed | None:
@@ -168,7 +168,7 @@ def _sync_each_batch(job: PlannedJob, room: Room) -> Changed | None:
     if not job.sync_saves_memory:
         return None
     name = "gradients synchronised at every micro-batch (--sync_each_batch)"
-    return Changed(name, cost_of_sync(job), replace(job, sync_each_batch=True), room)
+    return Changed(name, cost_of_sync(job), job.with_(sync_each_batch=True), room)
 
 
 def _offload(job: PlannedJob, room: Room) -> Changed | None:
@@ -187,15 +187,15 @@ def _offload(job: PlannedJob, room: Room) -> Changed | None:
 def _shorter_rows(job: PlannedJob, room: Room) -> Changed | None:
     """Return the longest rows that fit; None where those are of no use."""
     shortest = max(1, round(job.sequence * SHORTEST_ROW))
-    if shortest == job.sequence or not fits(replace(job, sequence=shortest), room):
+    if shortest == job.sequence or not fits(job.with_(sequence=shortest), room):
         return None
     lengths = range(shortest, job.sequence)
     fitting = bisect_left(
-        lengths, True, lo=1, key=lambda length: not fits(replace(job, sequence=length), room)
+        lengths, True, lo=1, key=lambda length: not fits(job.with_(sequence=length), room)
     )
     length = lengths[fitting - 1]
     cost = "longer texts are cut or split"
-    return Changed(f"rows of {length:,} tokens", cost, replace(job, sequence=length), room)
+    return Changed(f"rows of {length:,} tokens", cost, job.with_(sequence=length), room)
 
 
 def _bigger_gpu(job: PlannedJob, room: Room) -> Changed | None:
@@ -242,7 +242,7 @@ def _larger(job: PlannedJob) -> Iterator[list[PlannedJob]]:
 
     def on(gpus: int, nodes: int) -> PlannedJob:
         accumulation = max(1, job.accumulation * job.gpus // gpus)
-        return replace(job, gpus=gpus, nodes=nodes, strategy=strategy, accumulation=accumulation)
+        return job.with_(gpus=gpus, nodes=nodes, strategy=strategy, accumulation=accumulation)
 
     if job.nodes == 1:
         doubled = [job.gpus << power for power in range(1, per_node.bit_length())]
@@ -255,7 +255,7 @@ def _larger(job: PlannedJob) -> Iterator[list[PlannedJob]]:
 
 def _first_that_fits(job: PlannedJob, names: Sequence[str], room: Room) -> PlannedJob:
     """Return the job under the first of these strategies that is enough, else under the leanest."""
-    jobs = [replace(job, strategy=STRATEGIES[name]) for name in names]
+    jobs = [job.with_(strategy=STRATEGIES[name]) for name in names]
     judged = [(changed, judge(estimate_memory(changed), room)) for changed in jobs]
     leanest, _ = min(judged, key=lambda pair: pair[1].needed.high)
     return next((changed for changed, verdict in judged if verdict.fits), leanest)

@@ -29,8 +29,7 @@ def piece_of_rank(job: PlannedJob) -> PlannedJob:
         raise UsageError(
             f"{job.strategy.name} has no mask for eager attention to add. Ask for attention flash."
         )
-    return replace(
-        job,
+    return job.with_(
         sequence=job.strategy.padded(job.sequence, job.gpus) // size,
         pieces=size,
         padded=False,

@@ -207,7 +207,7 @@ class Search:
     def split_problem(self, strategy: Strategy) -> str | None:
         """Say why a strategy cannot split the model; None where it can."""
         try:
-            part_of_rank(replace(self.base.job, strategy=strategy))
+            part_of_rank(self.base.job.with_(strategy=strategy))
         except UsageError as error:
             return str(error).split(". ")[0]
         return None
@@ -285,7 +285,7 @@ class Search:
         if once.job.strategy.schedule is not None:
             # The largest computes fastest, and with the most of them the bubble is smallest.
             most = self._rows(once.job.strategy)
-            once = replace(once, job=replace(once.job, accumulation=most))
+            once = replace(once, job=once.job.with_(accumulation=most))
         return once.tokens_per_second
 
     def _with_less_traffic(self, way: Candidate, ladder: Sequence[Lever]) -> Iterator[Candidate]:
@@ -305,7 +305,7 @@ class Search:
 
     def _job(self, strategy: Strategy, batch: int) -> PlannedJob:
         accumulation = self._rows(strategy) // batch
-        return replace(self.base.job, strategy=strategy, batch=batch, accumulation=accumulation)
+        return self.base.job.with_(strategy=strategy, batch=batch, accumulation=accumulation)
 
     def _rows(self, strategy: Strategy) -> int:
         """Return the rows of an optimizer step that one rank reads."""

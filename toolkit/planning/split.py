@@ -61,8 +61,7 @@ def part_of_rank(job: PlannedJob) -> PlannedJob:
     readers = job.gpus // size
     kept = {name: getattr(job.strategy, name) for name in ("reshard_after_forward", "replicas")}
     sharded = replace(STRATEGIES["fsdp"], name=job.strategy.name, **kept)
-    return replace(
-        job,
+    return job.with_(
         model=part_of_model(job.model, size),
         strategy=sharded if readers > 1 else STRATEGIES["single"],
         reduce_in_fp32=job.precision == "bf16",
@@ -89,11 +88,17 @@ def different_parts(job: PlannedJob) -> list[PlannedJob]:
     Raises:
         UsageError: as `parts_of_ranks`.
     """
-    largest: dict[tuple[int, int, int], PlannedJob] = {}
-    for rank, model in different_stages(job):
-        sizes = _sizes(model)
+    stages = stages_of_ranks(job)
+    return [_part_of_pipeline(job, rank, stages[rank]) for rank in _largest(stages)]
+
+
+@lru_cache(maxsize=64)
+def _largest(stages: tuple[ModelShape, ...]) -> list[int]:
+    """Return the ranks whose stages have more of something than every earlier one."""
+    largest: dict[tuple[int, int, int], int] = {}
+    for rank, sizes in enumerate(map(_sizes, stages)):
         if not any(all(map(le, sizes, earlier)) for earlier in largest):
-            largest[sizes] = _part_of_pipeline(job, rank, model)
+            largest[sizes] = rank
     return [*largest.values()]
 
 
@@ -104,8 +109,7 @@ def _sizes(stage: ModelShape) -> tuple[int, int, int]:
 
 def _part_of_pipeline(job: PlannedJob, rank: int, model: ModelShape) -> PlannedJob:
     size = job.strategy.tensor
-    return replace(
-        job,
+    return job.with_(
         model=model if size == 1 else part_of_model(model, size),
         strategy=STRATEGIES["single"],
         gpus=1,

@@ -35,9 +35,13 @@ CATEGORIES: tuple[Category, ...] = get_args(Category)
 """Categories in the order in which they are stacked."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Interval:
-    """The lower and the upper bound of an expected value."""
+    """The lower and the upper bound of an expected value.
+
+    Nothing changes one once it is made. Like the terms it is not frozen, which takes three times as
+    long to make, and a recommendation makes thousands.
+    """
 
     low: float
     high: float
@@ -81,7 +85,7 @@ class Interval:
         return Interval(max(0, self.low - hidden.low), max(0, self.high - hidden.high))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Term:
     """One summand of an estimate, in bytes on the fullest rank."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from toolkit.planning.job import MOST_TOKENS, PlannedJob
@@ -117,7 +117,7 @@ def largest_batch(job: PlannedJob, room: Room, *, verdict: Verdict | None = None
     def holds(batch: int) -> bool:
         if verdict is not None and batch == job.batch:
             return verdict.fits
-        return fits(replace(job, batch=batch), room)
+        return fits(job.with_(batch=batch), room)
 
     return _largest(holds, MOST_BATCH)
 
@@ -128,7 +128,7 @@ def longest_sequence(job: PlannedJob, room: Room) -> int:
     It is never more than the model has positions for.
     """
     most = job.model.max_positions or MOST_TOKENS
-    return _largest(lambda length: fits(replace(job, sequence=length), room), most)
+    return _largest(lambda length: fits(job.with_(sequence=length), room), most)
 
 
 def _largest(holds: Callable[[int], bool], most: int) -> int:

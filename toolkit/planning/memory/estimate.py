@@ -183,8 +183,7 @@ def _step_peak(
 ) -> Interval:
     low = high = 0.0
     for number, (rows, tokens) in enumerate(micro_batches, 1):
-        of_micro_batch = replace(
-            job,
+        of_micro_batch = job.with_(
             batch=rows,
             sequence=tokens,
             accumulation=len(micro_batches),

@@ -21,9 +21,9 @@ ATTENTION: Final = re.compile(r"(?:^|\.)\w*(?:attn|attention)\w*\.")
 """Part of the name of a module inside of attention: `self_attn.`, `attention.`"""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Tensor:
-    """One parameter of the model."""
+    """One parameter of the model. Nothing changes one once it is made: see `Interval`."""
 
     name: str
     """Name as in `named_parameters()`."""

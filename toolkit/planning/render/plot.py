@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -130,7 +129,7 @@ def _jobs_by_gpus(row: PlanRow) -> Iterator[PlannedJob]:
         strategy = with_groups(STRATEGIES[row.strategy.name], machines=nodes)
         if num_processes_problem(strategy, count):
             continue
-        job = replace(row.job, strategy=strategy, gpus=count, nodes=nodes)
+        job = row.job.with_(strategy=strategy, gpus=count, nodes=nodes)
         try:
             part_of_rank(job)
         except UsageError:  # a pipeline with more stages than layers

@@ -17,7 +17,7 @@ from toolkit.planning.speed.gpus import Gpu
 from toolkit.planning.terms import Interval
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SpeedTerm:
     """One summand of the time of an optimizer step."""
 

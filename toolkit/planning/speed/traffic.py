@@ -56,7 +56,7 @@ DDP_BUCKET_BYTES = 25 << 20
 _SIZED = {4: "float32", 2: "16 bit"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Collective:
     """One kind of collective, over all its calls in an optimizer step."""
 
@@ -155,7 +155,7 @@ def collectives(
 def cost_of_sync(job: PlannedJob) -> str:
     """Return in words the traffic that `sync_each_batch` adds to a job."""
     once, often = (
-        sum(call.wire_bytes for call in collectives(replace(job, sync_each_batch=sync)))
+        sum(call.wire_bytes for call in collectives(job.with_(sync_each_batch=sync)))
         for sync in (False, True)
     )
     times = f"{job.accumulation} times a step, not once"
