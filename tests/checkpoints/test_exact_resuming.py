@@ -43,6 +43,9 @@ TEXTS = ("def add(a, b):\n    return a + b\n", "def subtract(a, b):\n    return 
 EVALUATES = ("ddp", "zero1")
 """Cases that evaluate and sample as well, one under each engine."""
 
+COLD = ("zero1", "zero3_nvme", "fsdp-qlora", "tensor", "context", "pipeline", "parameter_server")
+"""Cases that import everything themselves, one of each kind; see test_warm.py as well."""
+
 
 def test_no_strategy_is_left_out():
     assert {strategy for strategy, *_ in CASES.values()} | {"zero2"} == set(STRATEGIES)
@@ -66,8 +69,7 @@ def test_resumed_from_within_an_epoch_it_goes_on_bit_for_bit(
         *(strategy, engine, "--max_steps", STEPS, "--max_length", 64, "--max_train_samples", 40),
         *("--save_steps", SAVED, "--save_total_limit", 2, "--warmup_steps", 3, *model, *flags),
     )
-    # Here every strategy imports everything itself; four and eight ranks would take minutes.
-    run.go(cold=strategy not in ("tensor_ddp", "three_d"))
+    run.go(cold=case in COLD)
     straight = run.tail(SAVED) | {"weights": run.weights(), "lines": run.lines()}
     evaluated = outcome(run)
     assert (run.output / "checkpoint-4").is_dir()
