@@ -62,6 +62,9 @@ STRATEGIES = (
 )
 """The other tests of the file set up a comparison of 173 seconds on two quiet cores."""
 
+OF_AN_INSTALLATION = "tests/test_search_path.py"
+"""It needs an environment with packages of its own, which a copy has not."""
+
 SWAPPED: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
     ast.Lt: (ast.LtE, ast.GtE),
     ast.LtE: (ast.Lt, ast.Gt),
@@ -76,11 +79,13 @@ SWAPPED: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
 }
 
 RANKS = {
+    "causes": ("tests/causes", "tests/test_failures.py"),
     "checkpoints": ("tests/checkpoints/test_damaged_checkpoints.py",
                     "tests/checkpoints/test_ranks_agree.py", "tests/checkpoints"),
     "comparing": ("tests/comparing", "tests/test_parity_faults.py", "tests/test_bisect_faults.py"),
     "configs": ("tests/configs", "tests/test_rehearse.py", "tests/test_attestation.py"),
     "data": ("tests/data", "tests/test_train.py", STRATEGIES),
+    "doctor": ("tests/doctor", "tests/test_environment.py", "tests/test_cli.py"),
     "engines": ("tests/engines", "tests/test_attestation.py", STRATEGIES,
                 "tests/test_parameter_server.py", "tests/test_split_rows.py",
                 "tests/test_parity_faults.py", "tests/test_train.py",
@@ -94,7 +99,7 @@ RANKS = {
     "training": ("tests/test_train.py", "tests/test_methods.py", "tests/test_speed_in_ranks.py",
                  STRATEGIES, "tests/checkpoints/test_exact_resuming.py"),
     "top": ("tests/test_cli.py", "tests/test_environment.py", "tests/test_rehearse.py",
-            "tests/test_names_and_secrets.py", "tests/test_warm.py", "tests/test_search_path.py"),
+            "tests/test_names_and_secrets.py", "tests/test_warm.py"),
 }  # fmt: skip
 """Tests that run the code of a room together with the others', most often in ranks."""
 
@@ -145,6 +150,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/deliberate_faults"))
     args = parser.parse_args()
     rooms = places()
+    if new := rooms.keys() - RANKS.keys():
+        parser.error(f"RANKS has no tests of {', '.join(new)}")
     outcomes: dict[Fault, Outcome] = {}
     survived_before: set[Fault] = set()
     if args.again is None:
@@ -445,7 +452,8 @@ def environment_for(tree: Path, folder: Path) -> Path:
 def nearest(path: str) -> list[list[str]]:
     """Return the test files that import a module, or else its importers; then those of RANKS."""
     module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    tests = {test: imported_by(test) for test in sorted((ROOT / "tests").rglob("test_*.py"))}
+    every = sorted((ROOT / "tests").rglob("test_*.py"))
+    tests = {test: imported_by(test) for test in every if test != ROOT / OF_AN_INSTALLATION}
     near = [test for test, names in tests.items() if module in names]
     if not near:
         importers = {
@@ -458,6 +466,7 @@ def nearest(path: str) -> list[list[str]]:
     near.sort(key=lambda test: (test.stem != f"test_{stem}", launches(test), len(tests[test])))
     room = path.split("/")[1] if path.count("/") > 1 else "top"
     first = [str(test.relative_to(ROOT)) for test in near[:NEAREST]]
+    first = [STRATEGIES if STRATEGIES.startswith(f"{test}::") else test for test in first]
     return [stage for stage in (first, list(RANKS[room])) if stage]
 
 
@@ -475,7 +484,7 @@ def imported_by(path: Path) -> set[str]:
 
 def launches(path: Path) -> bool:
     """Whether a file's tests start ranks, by the fixtures that they take; they are slow."""
-    taken = r"^def .*\b(?:launch|launch_environment|as_launched|toolkit)\b.*:$"
+    taken = r"^def \w+\([^)]*\b(?:launch|launch_environment|as_launched|toolkit|run_of)\b"
     return re.search(taken, path.read_text(), re.MULTILINE) is not None
 
 

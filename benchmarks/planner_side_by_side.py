@@ -1,10 +1,14 @@
 """What three planners say of the same models, and how long each takes to say it.
 
     python benchmarks/planner_side_by_side.py
+    python benchmarks/planner_side_by_side.py --starts 16 --before ../older-checkout
 
 `accelerate estimate-memory`, DeepSpeed's estimators and `toolkit plan`, each in a process of its
 own, on shapes that are shipped with the toolkit: no weights and no network. Accelerate asks the
 Hub whether a model is there; that question alone is answered for it here.
+
+With `--starts`, only the CPU time of whole commands, imports included: the least of so many starts,
+beside that of the same commands in another checkout, in turns.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import resource
 import subprocess
 import sys
 import tempfile
@@ -29,6 +34,11 @@ GPUS = 2
 BATCH, SEQUENCE = 4, 2048
 STRATEGIES = ("ddp", "zero2", "zero3")
 PLANS_IN_A_SWEEP = 10_000
+STARTED = (
+    "plan meta-llama/Llama-2-7b-hf --gpus 2 --gpu H100",
+    "recommend meta-llama/Llama-2-7b-hf --gpus 2 --gpu H100",
+    "recommend meta-llama/Llama-3.1-8B --gpus 8 --gpu A100-80",
+)
 GIB = 2**30
 
 ACCELERATE = """
@@ -55,7 +65,13 @@ print(json.dumps({
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=MODELS)
-    models = parser.parse_args().models
+    parser.add_argument("--starts", type=int, default=0, help="of each command, for its CPU time")
+    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="compare with its commands")
+    args = parser.parse_args()
+    if args.starts:
+        print_starts(args.starts, args.before)
+        return
+    models = args.models
     versions = environment.snapshot()["versions"]
     tools = ", ".join(f"{name} {versions[name]}" for name in ("accelerate", "deepspeed"))
     print(f"{platform.machine()} CPU, {tools}; {GPUS} GPUs, bf16, AdamW; GiB a GPU")
@@ -120,6 +136,37 @@ def timed(words: list[str]) -> tuple[Any, float]:
         seconds = time.perf_counter() - started
     text = done.stdout if done.stdout.startswith("{") else done.stdout.strip().splitlines()[-1]
     return json.loads(text), seconds
+
+
+def print_starts(count: int, before: Path | None) -> None:
+    """Print the least CPU seconds of each command, beside those of another checkout."""
+    trees = [tree.resolve() for tree in (before, Path(__file__).parents[1]) if tree is not None]
+    print(
+        f"{platform.machine()} CPU, python {platform.python_version()}; least of {count} starts\n"
+    )
+    print("| command | CPU seconds before | now | now / before |\n|---|---|---|---|")
+    for command in STARTED:
+        spent: dict[Path, list[float]] = {tree: [] for tree in trees}
+        for turn in range(count + 1):
+            for tree in trees:
+                seconds = cpu_seconds(command, tree)
+                spent[tree] += [seconds] if turn else []  # the first writes bytecode
+        *earlier, now = (min(seconds) for seconds in spent.values())
+        told = [f"{earlier[0]:.3f}", f"{now:.3f}", f"{now / earlier[0]:.2f}"] if earlier else None
+        print("| " + " | ".join([f"`toolkit {command}`", *(told or ["", f"{now:.3f}", ""])]) + " |")
+
+
+def cpu_seconds(command: str, tree: Path) -> float:
+    """Return the CPU seconds, user's and system's, of a command of the toolkit in `tree`."""
+    started = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(
+        [sys.executable, "-m", "toolkit.cli", *command.split()],
+        cwd=tree,  # where `-m` looks first
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return ended.ru_utime + ended.ru_stime - started.ru_utime - started.ru_stime
 
 
 def sweep(model: ModelShape) -> str:
