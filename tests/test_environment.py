@@ -148,7 +148,8 @@ class LinkedNvml(Nvml):
         return self.level
 
     def nvmlDeviceGetP2PStatus(self, one, other, kind):
-        return 0 if self.peers else 5
+        reading, over_nvlink = 0, 2  # nvmlGpuP2PCapsIndex_t
+        return 0 if self.peers and kind in (reading, over_nvlink) else 5
 
     def nvmlSystemGetDriverVersion(self):
         return "580.65.06"

@@ -48,6 +48,7 @@ STEPS = "".join(f"{{'loss': '2.{step}', 'grad_norm': '1.5'}}\n" for step in rang
         traceback("KeyError: 'x'") + "{'train_runtime': '3.1', 'train_loss': '2.1'}\n",
         "{'loss': 'nan', 'grad_norm': 'nan'}\n" + STEPS,
         "100%|##| 5/5 [00:01<00:00]\rnan is no loss here: loss: 2.5\n",
+        STEPS + "[INFO] [launch.py:367:main] Process 71 exits with return code = 0\n",
     ],
 )
 def test_a_healthy_log_gives_no_cause(text):

@@ -13,7 +13,7 @@ from toolkit.data.arguments import DataArguments
 from toolkit.data.built_in import standard_library_hash, standard_library_texts
 from toolkit.data.order import Collator
 from toolkit.data.prepared import prepare_data
-from toolkit.data.tokenizer import load_tokenizer
+from toolkit.data.tokenizer import load_tokenizer, tokenizer_identity
 from toolkit.data.tokens import IGNORED, supervised_tokens, tokenise
 from toolkit.errors import UsageError
 from toolkit.training.arguments import ModelArguments
@@ -36,6 +36,20 @@ def tokenizer():
 def tokenizer_folder(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     return tmp_path / "tokenizer"
+
+
+def test_a_tokenizer_changes_with_its_files_and_templates_and_with_no_others(tokenizer_folder):
+    templates = tokenizer_folder / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "tool_use.jinja").write_text("{{ messages }}")
+    before = tokenizer_identity(tokenizer_folder)
+    for name in ("model.safetensors", "README.md", "additional_chat_templates/notes.txt"):
+        (tokenizer_folder / name).write_text("of something else")
+    assert tokenizer_identity(tokenizer_folder) == before
+    (templates / "tool_use.jinja").write_text("{{ messages[0] }}")
+    other_template = tokenizer_identity(tokenizer_folder)
+    (tokenizer_folder / "tokenizer_config.json").write_text("{}")
+    assert len({before, other_template, tokenizer_identity(tokenizer_folder)}) == 3
 
 
 @pytest.fixture
