@@ -218,6 +218,15 @@ def test_curves_that_are_apart_are_not_said_to_coincide(full_results, texts):
     assert "largest gap 1.2e-06" in words_of(texts)
 
 
+def test_equal_curves_coincide_even_where_they_are_flat(full_results, texts):
+    results = full_results()
+    for run in results["runs"]:
+        if run["losses"]:
+            run["losses"] = [6.0] * len(run["losses"])
+    render_picture(results)
+    assert any(text.startswith("curves coincide") for text in words_of(texts))
+
+
 def test_the_same_data_give_the_same_bytes(full_results):
     assert render_picture(full_results()) == render_picture(full_results())
 

@@ -6,7 +6,13 @@ import sys
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    PreTrainedTokenizerFast,
+    dynamic_module_utils,
+)
 
 from toolkit.data.built_in import standard_library_texts
 from toolkit.data.prepared import PreparedData
@@ -104,6 +110,29 @@ def test_the_dtype_is_the_one_asked_for_and_not_the_saved_one(tied_model):
     assert load_model(arguments, tied_model).dtype == torch.float32
     half = ModelArguments(model_name_or_path=str(tied_model), dtype="bfloat16")
     assert load_model(half, tied_model).dtype == torch.bfloat16
+
+
+def test_code_that_comes_with_a_model_runs_only_where_it_is_asked_for(tied_model, monkeypatch):
+    cache = tied_model.parent / "modules"
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(cache))
+    monkeypatch.setattr("sys.path", [*sys.path, str(cache)])
+    ran = tied_model / "ran"
+    (tied_model / "modeling_own.py").write_text(
+        f"open({str(ran)!r}, 'w').close()\n"
+        "from transformers import GPT2Config, GPT2LMHeadModel\n"
+        "class OwnConfig(GPT2Config):\n    model_type = 'own'\n"
+        "class OwnForCausalLM(GPT2LMHeadModel):\n    config_class = OwnConfig\n"
+    )
+    described = json.loads((tied_model / "config.json").read_text())
+    auto = {"AutoConfig": "OwnConfig", "AutoModelForCausalLM": "OwnForCausalLM"}
+    described["auto_map"] = {name: f"modeling_own.{own}" for name, own in auto.items()}
+    (tied_model / "config.json").write_text(json.dumps(described | {"model_type": "own"}))
+    with pytest.raises(UsageError, match="No causal LM can be loaded from"):
+        load_model(ModelArguments(), tied_model)
+    assert not ran.exists()
+    asked = ModelArguments(trust_remote_code=True)
+    assert type(load_model(asked, tied_model)).__name__ == "OwnForCausalLM"
+    assert ran.exists()
 
 
 def test_tied_weights_are_counted_once(tied_model):

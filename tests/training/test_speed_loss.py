@@ -113,6 +113,30 @@ def test_tied_and_frozen_heads_get_the_gradients_that_are_theirs():
     assert gap(wanted, found) < 1e-5
 
 
+class Zeros(TorchDispatchMode):
+    """Notes the shapes of tensors that are made to be added to."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if func.overloadpacket._qualified_op_name.startswith("aten::zeros"):
+            self.shapes.add(tuple(made.shape))
+        return made
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_frozen_head_has_no_gradient_in_memory_either(trained):
+    model = tiny_llama()
+    model.lm_head.weight.requires_grad_(trained)
+    use_chunked_loss(model, chunk_tokens=7)
+    with Zeros() as zeros:
+        learned(model, batch(chunked=True))
+    assert (tuple(model.lm_head.weight.shape) in zeros.shapes) == trained
+
+
 def test_half_precision_learns_the_same_as_the_whole_logits_do():
     for dtype, autocast in ((torch.bfloat16, False), (torch.float32, True)):
         model = tiny_llama().to(dtype)
