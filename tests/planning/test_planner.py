@@ -4,6 +4,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from io import StringIO
+from itertools import pairwise
 
 import pytest
 from rich.console import Console
@@ -223,9 +224,13 @@ def test_the_figure_is_drawn(found, tmp_path, name):
         "GiB on the fullest GPU",
         "by strategy",
         "by number of GPUs",
-        *(f">{count}</text>" for count in GPU_COUNTS),
+        ">GPUs</text>",
+        *(f">{category}</text>" for row in found.rows for category in row.memory.by_category()),
     ):
         assert said in text
+    places = [float(re.search(rf' x="([0-9.]+)"[^>]*>{n}</text>', text)[1]) for n in GPU_COUNTS]
+    apart = [right - left for left, right in pairwise(places)]
+    assert apart == pytest.approx([apart[0]] * len(apart))  # each is twice the one before
 
 
 def test_a_figure_of_another_kind_is_refused(found, tmp_path):
