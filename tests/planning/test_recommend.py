@@ -461,6 +461,14 @@ def test_no_micro_batch_is_faster_than_the_rate_by_which_a_rung_is_left_out(mode
                 assert max(way.tokens_per_second for way in ways) <= bound * (1 + 1e-9), name
 
 
+def test_whatever_would_fit_is_named_with_its_strategy_once():
+    reasons = recommend("meta-llama/Llama-3.1-8B", gpu="L4", gpus=2).reasons
+    (said,) = (reason for reason in reasons if reason.startswith("A full fine-tune fits with"))
+    for way in said.removeprefix("A full fine-tune fits with ").split(", or "):
+        named = re.findall(r"[a-z0-9_]+", way)
+        assert sum(word in STRATEGIES for word in named) == 1, way
+
+
 def test_replicas_in_one_node_are_not_looked_at(monkeypatch):
     seen = []
     look = Search._under
