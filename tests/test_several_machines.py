@@ -6,6 +6,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -261,3 +262,26 @@ def test_two_hosts_train_as_one(two_hosts, on_one_machine, cold_environment, tmp
         {"name": "node-0", "ranks": [0]},
         {"name": "node-1", "ranks": [1]},
     ]
+
+
+STUCK_NETWORK = """
+import threading
+from toolkit.measuring import machines
+
+asked = threading.Event()
+
+class Store:
+    def set(self, *_):
+        asked.set()
+        threading.Event().wait()
+
+machines._connected = Store
+signs = machines.Signs(number=0, machines=2)
+signs.start()
+asked.wait()
+signs.stop(left=True)
+"""
+
+
+def test_a_network_that_hangs_holds_up_no_process_that_ends():
+    subprocess.run([sys.executable, "-c", STUCK_NETWORK], check=True, timeout=120)
