@@ -122,6 +122,19 @@ def files(folder):
     }
 
 
+def test_folders_in_folders_move_in_beside_what_is_not_ours(tmp_path):
+    folder = tmp_path / "final"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    with committing(folder, step=1) as draft:
+        (draft / "deep" / "er").mkdir(parents=True)
+        (draft / "deep" / "er" / "c").write_text("1")
+    check(folder)
+    assert (folder / "deep" / "er" / "c").read_text() == "1"
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+
+
 def test_what_is_not_ours_and_in_the_way_is_kept_beside_the_new_files(tmp_path, capsys):
     folder = tmp_path / "output"
     (folder / "deep").mkdir(parents=True)
