@@ -1,14 +1,14 @@
 """What three planners say of the same models, and how long each takes to say it.
 
     python benchmarks/planner_side_by_side.py
-    python benchmarks/planner_side_by_side.py --starts 16 --before ../older-checkout
+    python benchmarks/planner_side_by_side.py --before ../older-checkout
 
 `accelerate estimate-memory`, DeepSpeed's estimators and `toolkit plan`, each in a process of its
 own, on shapes that are shipped with the toolkit: no weights and no network. Accelerate asks the
 Hub whether a model is there; that question alone is answered for it here.
 
-With `--starts`, only the CPU time of whole commands, imports included: the least of so many starts,
-beside that of the same commands in another checkout, in turns.
+With `--before`, only the CPU time of whole commands, imports included: the least of several starts,
+in turns with the same commands of another checkout.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ print(json.dumps({
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=MODELS)
-    parser.add_argument("--starts", type=int, default=0, help="of each command, for its CPU time")
     parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="compare with its commands")
+    parser.add_argument("--starts", type=int, default=16, help="of each command, for its CPU time")
     args = parser.parse_args()
-    if args.starts:
+    if args.before is not None:
         print_starts(args.starts, args.before)
         return
     models = args.models
@@ -138,22 +138,18 @@ def timed(words: list[str]) -> tuple[Any, float]:
     return json.loads(text), seconds
 
 
-def print_starts(count: int, before: Path | None) -> None:
-    """Print the least CPU seconds of each command, beside those of another checkout."""
-    trees = [tree.resolve() for tree in (before, Path(__file__).parents[1]) if tree is not None]
-    print(
-        f"{platform.machine()} CPU, python {platform.python_version()}; least of {count} starts\n"
-    )
+def print_starts(count: int, before: Path) -> None:
+    """Print the least CPU seconds of each command here and in another checkout, in turns."""
+    trees = [before.resolve(), Path(__file__).parents[1]]
+    python = platform.python_version()
+    print(f"{platform.machine()} CPU, python {python}; least of {count} starts\n")
     print("| command | CPU seconds before | now | now / before |\n|---|---|---|---|")
     for command in STARTED:
-        spent: dict[Path, list[float]] = {tree: [] for tree in trees}
-        for turn in range(count + 1):
-            for tree in trees:
-                seconds = cpu_seconds(command, tree)
-                spent[tree] += [seconds] if turn else []  # the first writes bytecode
-        *earlier, now = (min(seconds) for seconds in spent.values())
-        told = [f"{earlier[0]:.3f}", f"{now:.3f}", f"{now / earlier[0]:.2f}"] if earlier else None
-        print("| " + " | ".join([f"`toolkit {command}`", *(told or ["", f"{now:.3f}", ""])]) + " |")
+        for tree in trees:
+            cpu_seconds(command, tree)  # it writes bytecode
+        turns = [[cpu_seconds(command, tree) for tree in trees] for _ in range(count)]
+        earlier, now = map(min, zip(*turns, strict=True))
+        print(f"| `toolkit {command}` | {earlier:.3f} | {now:.3f} | {now / earlier:.2f} |")
 
 
 def cpu_seconds(command: str, tree: Path) -> float:

@@ -49,6 +49,7 @@ COLD = ("zero1", "zero3_nvme", "fsdp-qlora", "tensor", "context", "pipeline", "p
 
 def test_no_strategy_is_left_out():
     assert {strategy for strategy, *_ in CASES.values()} | {"zero2"} == set(STRATEGIES)
+    assert set(COLD) <= set(CASES)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,6 +1,6 @@
 """The estimate as a whole: what its terms add up to, and how they answer to the job."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from shapes_for_tests import gpt2, llama
@@ -25,6 +25,8 @@ def job(strategy="zero2", **changes):
 
 def test_a_changed_job_is_checked_as_a_new_one():
     before = job("zero3", batch=2)
+    estimate_memory(before)
+    assert vars(before).keys() == {field.name for field in fields(before)}  # nothing kept to copy
     assert before.with_(batch=3) == replace(before, batch=3)
     assert before == job("zero3", batch=2)
     with pytest.raises(UsageError, match="batch is 0"):

@@ -93,13 +93,13 @@ def different_parts(job: PlannedJob) -> list[PlannedJob]:
 
 
 @lru_cache(maxsize=64)
-def _largest(stages: tuple[ModelShape, ...]) -> list[int]:
+def _largest(stages: tuple[ModelShape, ...]) -> tuple[int, ...]:
     """Return the ranks whose stages have more of something than every earlier one."""
     largest: dict[tuple[int, int, int], int] = {}
     for rank, sizes in enumerate(map(_sizes, stages)):
         if not any(all(map(le, sizes, earlier)) for earlier in largest):
             largest[sizes] = rank
-    return [*largest.values()]
+    return tuple(largest.values())
 
 
 def _sizes(stage: ModelShape) -> tuple[int, int, int]:
