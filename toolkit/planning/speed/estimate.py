@@ -31,6 +31,8 @@ NOT_COMPILED = "Under ZeRO-3 layers can't be compiled: it is planned without --c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedSpeed:
+    """Seconds and tokens per second of one job on one kind of GPU, and the terms they are made of."""
+
     gpu: str
     gpus: int
     step_tokens: int
@@ -64,6 +66,8 @@ class PlannedSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedCost:
+    """Hours, and money where a price is known, to train on some tokens."""
+
     steps: int
     tokens: int
     hours: Interval

@@ -31,6 +31,8 @@ PCIE_GB_PER_LANE = {"3.0": 0.985, "4.0": 1.969, "5.0": 3.938, "6.0": 7.563}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
+    """One kind of GPU: its memory, its peak rates and its links."""
+
     name: str
     memory_bytes: int
     """What torch can see of its memory, a CUDA context of a few hundred MiB included."""
