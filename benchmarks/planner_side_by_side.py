@@ -142,6 +142,7 @@ def timed(words: list[str]) -> tuple[Any, float]:
 def print_starts(count: int, before: Path) -> None:
     """Print the least CPU seconds of each command here and in another checkout, in turns."""
     trees = [before.resolve(), Path(__file__).parents[1]]
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each start would compile
     python = platform.python_version()
     print(f"{platform.machine()} CPU, python {python}; least of {count} starts\n")
     print("| command | CPU seconds before | now | now / before |\n|---|---|---|---|")
@@ -159,8 +160,6 @@ def cpu_seconds(command: str, tree: Path) -> float:
     subprocess.run(
         [sys.executable, "-m", "toolkit.cli", *command.split()],
         cwd=tree,  # where `-m` looks first
-        # Or each start would compile what was changed last.
-        env={name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
         check=True,
         stdout=subprocess.DEVNULL,
     )

@@ -31,7 +31,7 @@ NOT_COMPILED = "Under ZeRO-3 layers can't be compiled: it is planned without --c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedSpeed:
-    """Seconds and tokens per second of one job on one kind of GPU, and the terms they are made of."""
+    """Seconds and tokens per second of one job on one kind of GPU, with their terms."""
 
     gpu: str
     gpus: int
