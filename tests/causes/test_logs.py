@@ -70,6 +70,8 @@ def test_colours_bars_times_and_carriage_returns_are_no_obstacle():
     dated = traceback(OUT, before="2026-11-21T10:39:00Z ")
     assert name_in(dated.replace("00Z", "01Z", 1)) == "cuda-out-of-memory"
     assert name_in(traceback(OUT).replace("\n", "\r\n")) == "cuda-out-of-memory"
+    for before in ("trainer | ", " " * 6, "ERROR "):
+        assert name_in(traceback(OUT, before=before)) == "cuda-out-of-memory"
     assert name_in(traceback(OUT).encode().decode() + "\udcff".encode(errors="replace").decode())
 
 

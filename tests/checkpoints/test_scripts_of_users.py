@@ -1,6 +1,7 @@
 """`ToolkitTrainer` in a user's own script: the Trainer's arguments, the toolkit's checkpoints."""
 
 import itertools
+import json
 
 import pytest
 import torch
@@ -99,6 +100,18 @@ def test_it_saves_whole_and_goes_on_bit_for_bit_across_epochs(trainer_in, tmp_pa
     assert whole["resumed"] is None
     logged = [entry for entry in resumed.state.log_history if "loss" in entry]
     assert [entry["step"] for entry in logged] == [1, 2, 3, 4, 5, 6]
+
+
+def test_weights_alone_are_saved_as_the_trainer_saves_them(trainer_in, tmp_path):
+    trainer = trainer_in("weights", save_only_model=True)
+    trainer.train()
+    folder = tmp_path / "weights" / "checkpoint-6"
+    saved = load_file(folder / "model.safetensors")
+    assert all(torch.equal(saved[name], each) for name, each in weights(trainer).items())
+    assert not [*folder.glob("optimizer*"), *folder.glob("scheduler*"), *folder.glob("rng*")]
+    state = json.loads((folder / "trainer_state.json").read_text())
+    assert state["global_step"] == 6
+    assert state["total_flos"] > 0
 
 
 # peft 0.20 asks for a name that transformers 5.23 deprecates (huggingface/peft, other.py).

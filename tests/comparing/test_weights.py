@@ -168,6 +168,21 @@ def test_the_largest_difference_is_of_one_element_and_says_in_which_tensor(tmp_p
     assert difference == {"value": pytest.approx(0.5, rel=1e-6), "tensor": "embed.weight"}
 
 
+@pytest.mark.parametrize(
+    ("lost", "said"),
+    [("abcde", "a, b, c, d, e$"), ("abcdef", "e and 1 more"), ("abcdefg", "2 more")],
+)
+def test_of_many_missing_tensors_five_are_named_and_the_others_counted(
+    tmp_path, write_weights, lost, said
+):
+    whole = START | {name: np.ones(2, np.float32) for name in lost}
+    run = write_weights(tmp_path / "run", moved(0.11, whole))
+    control = write_weights(tmp_path / "control", moved(0.10, whole))
+    start = write_weights(tmp_path / "start", START)
+    with pytest.raises(WeightsError, match=said):
+        weight_gap(run, control, start)
+
+
 def test_a_control_that_went_nowhere_is_no_measure(tmp_path, write_weights):
     start = write_weights(tmp_path / "start", START)
     with pytest.raises(WeightsError, match="ended where it started"):

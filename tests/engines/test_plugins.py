@@ -1,9 +1,12 @@
 """The strategy of plugins that a script makes itself, in a launch with a config beside them."""
 
+from types import SimpleNamespace
+
 import pytest
 from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
 
 from toolkit.configs.requested import same_features
+from toolkit.engines import ulysses
 from toolkit.engines.backend import strategy_of_plugins
 from toolkit.strategies import STRATEGIES
 
@@ -38,3 +41,9 @@ def test_the_groups_of_a_script_s_own_parallelism_count_before_those_of_the_conf
         monkeypatch.setenv(name, value)
     split = ParallelismConfig(dp_replicate_size=4, dp_shard_size=2)
     assert strategy_of_plugins(None, plugin, split).replicas == 4
+
+
+def test_an_engine_whose_ranks_share_rows_says_so_itself():
+    assert ulysses.is_split(SimpleNamespace(sequence_parallel_size=2))
+    assert not ulysses.is_split(SimpleNamespace(sequence_parallel_size=1))
+    assert not ulysses.is_split(SimpleNamespace())

@@ -5,10 +5,10 @@ import pytest
 from toolkit.launching.hang import Group, Hang, Report, read_report
 
 
-def group(entered, completed, name="0", **last):
+def group(entered, completed, name="0", ranks=(0, 1), **last):
     return Group(
         name=name,
-        ranks=[0, 1],
+        ranks=[*ranks],
         entered=entered,
         completed=completed,
         last={int(number.strip("n")): of for number, of in last.items()},
@@ -60,6 +60,11 @@ CASES = {
         {},
         "rank 1 is missing: it has not entered all_reduce (number 8 in the group of ranks 0, 1), "
         "rank 0 has",
+    ),
+    "torch does not tell who is in the group": (
+        [report(0, group(8, 7, ranks=(), n8="barrier")), report(1, group(7, 7, ranks=()))],
+        {},
+        "rank 1 is missing: it has not entered barrier (number 8 in the group 0), rank 0 has",
     ),
     "one is stopped": (
         [report(0, group(8, 7, n8="barrier"))],

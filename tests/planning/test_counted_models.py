@@ -20,9 +20,12 @@ from test_activations_measured import (
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.errors import UsageError
+from toolkit.measuring.meta_gpu import LiveStorages, OnGpu
 from toolkit.measuring.skeleton import DTYPES, build, count_model, decoder_layers, passes
 from toolkit.measuring.skeleton_facts import describe
 from toolkit.planning.memory.activations import _recorded_tail
+from toolkit.planning.memory.autograd_memory import Regime
+from toolkit.planning.memory.counted import counted_bytes
 from toolkit.planning.memory.layers import layer_bytes
 from toolkit.planning.models import counted
 from toolkit.planning.models.architectures import shape_from_config
@@ -202,6 +205,31 @@ def test_layers_of_an_unknown_architecture_keep_what_autograd_really_keeps(
             real = count_of_two_layers("cohere", attention=attention, regime=regime)
             planned = layer_bytes(shape, REGIMES[regime], 32, fused=attention == "sdpa")
             assert 2 * planned.saved == pytest.approx(real, rel=0.02)
+
+
+@pytest.mark.parametrize(("targets", "adapted"), [("all-linear", 7), ("attention", 4)])
+def test_adapters_of_a_higher_rank_keep_more_in_each_adapted_layer(
+    answer, tmp_path, monkeypatch, targets, adapted
+):
+    monkeypatch.setattr(counted, "_count", lambda *_: answer)
+    model = resolve_model(folder_of(COHERE, tmp_path))
+    runs_in = Regime(compute=2, weight=2, autocast=False, adapter=2)
+    low, high = (
+        counted_bytes(model, runs_in, SEQUENCE, fused=True, adapters=rank, targets=targets)
+        for rank in (16, 56)
+    )
+    for name in ("saved", "backward_peak", "products"):
+        more = getattr(high, name) - getattr(low, name)
+        assert more == pytest.approx(2 * (56 - 16) * adapted), name
+
+
+@pytest.mark.parametrize(("share", "held"), [(0.1, 15 * (2 + 1)), (0.0, 0)])
+def test_dropout_holds_its_result_and_a_mask_of_a_byte_an_element(share, held):
+    given = torch.empty(3, 5, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    live = LiveStorages([])
+    with OnGpu(live, autocast=False), live:
+        out = torch.nn.functional.dropout(given, share)
+    assert (out.dtype, out.shape, live.now) == (given.dtype, given.shape, held)
 
 
 def test_dense_and_sparse_layers_are_counted_one_by_one():

@@ -190,6 +190,18 @@ def test_when_gradients_are_synchronised_changes_the_memory_of_fsdp_alone(strate
     assert not two.sync_saves_memory
 
 
+def test_the_two_gradients_of_a_tied_embedding_meet_where_it_is_whole():
+    tied = llama(hidden=256, intermediate=385, layers=3, vocab=32003, tied=True)
+    meet = {
+        name
+        for name in STRATEGIES
+        if name not in SPLIT
+        for t in estimate_memory(job(name, model=tied, batch=1, sequence=64)).terms
+        if "tied embedding" in t.name
+    }
+    assert meet == {"single", "ddp", "parameter_server"}
+
+
 def test_zero_buckets_are_those_of_the_file_that_a_run_would_use():
     assert term(estimate_memory(job("zero2")), "buckets").bytes.low == 2 * 50_000_000
     small = llama()

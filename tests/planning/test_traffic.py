@@ -240,6 +240,11 @@ def test_payload_equals_what_was_counted_in_real_processes(strategy, model, opti
     assert {key: payload(found, *key) for key in counted} == counted
 
 
+def test_fsdp_adds_the_norms_of_all_tensors_up_at_once():
+    [norm] = [c for c in collectives(job("fsdp")) if c.purpose == "norm"]
+    assert (norm.calls, norm.elements) == (1, len(LLAMA.tensors))
+
+
 def test_rows_that_ranks_do_not_divide_are_padded():
     model = llama(hidden=96, intermediate=100, layers=1, heads=4, kv_heads=4, vocab=101)
     found = collectives(job("fsdp", model, gpus=3, precision="no"))

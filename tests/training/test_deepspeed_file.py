@@ -9,6 +9,7 @@ from toolkit.configs.requested import DEEPSPEED_FILE
 from toolkit.engines.deepspeed_config import checked_deepspeed_config, section_mistakes
 from toolkit.errors import UsageError
 from toolkit.strategies import STRATEGIES
+from toolkit.training.job import _same
 
 
 @pytest.fixture
@@ -85,6 +86,15 @@ def test_what_the_run_fills_in_is_no_mistake():
     numbers = {"train_batch_size": 48, "train_micro_batch_size_per_gpu": 4}
     filled = {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}
     assert section_mistakes(numbers | filled | {"bf16": {"enabled": "auto"}}) == []
+
+
+@pytest.mark.parametrize(
+    ("of_config", "of_flag", "same"),
+    [(2, 2, True), (1, 1.0, True), ("0.5", 0.5, True), (True, True, True), (False, True, False)]
+    + [(4, 2, False), ("one", 1.0, False), ([2], 2, False)],
+)
+def test_a_value_of_a_file_is_that_of_a_flag_whatever_its_type(of_config, of_flag, same):
+    assert _same(of_config, of_flag) is same
 
 
 def test_deepspeed_warns_of_nothing_while_it_is_asked(caplog, monkeypatch):

@@ -147,7 +147,7 @@ class Reader:
     def _begin(self, stream: _Stream, line: Line) -> None:
         before = line.text[: line.text.index(TRACEBACK)]
         # A progress bar without an end stands only before the first line.
-        stream.indent = "" if BAR.search(before) or not re.search(r"\d", before) else before
+        stream.indent = "" if BAR.search(before) else before
         # A traceback inside another's frames is that of a rank that wrote at the same time.
         if stream.open is None or stream.state != "chained":
             stream.open = Failure(rank=line.rank)
