@@ -42,6 +42,8 @@ from queue import SimpleQueue
 import psutil
 import pytest
 
+from toolkit import _HOMES
+
 ROOT = Path(__file__).resolve().parents[1]
 
 FEWEST = 4
@@ -479,7 +481,7 @@ def imported_by(path: Path) -> set[str]:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-    return names
+    return names | {home for name, home in _HOMES.items() if f"toolkit.{name}" in names}
 
 
 def launches(path: Path) -> bool:

@@ -59,7 +59,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # a rank's path is a safe one
 from example_record import TRAINING
 
 EVIDENCE = sys.argv[1:2] == ["--evidence"]
-STEPS = 2 if EVIDENCE else 20
+STEPS = 2 if EVIDENCE else int(os.environ.get("STEPS_WITH_FAULTS", 20))
 LATE = 6
 """The step with which a late fault begins, of SCHEDULED steps; the run ends after the next."""
 
