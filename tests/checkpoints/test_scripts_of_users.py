@@ -103,7 +103,7 @@ def test_it_saves_whole_and_goes_on_bit_for_bit_across_epochs(trainer_in, tmp_pa
 
 
 def test_weights_alone_are_saved_as_the_trainer_saves_them(trainer_in, tmp_path):
-    trainer = trainer_in("weights", save_only_model=True)
+    trainer = trainer_in("weights", save_only_model=True, logging_steps=STEPS + 1)
     trainer.train()
     folder = tmp_path / "weights" / "checkpoint-6"
     saved = load_file(folder / "model.safetensors")
