@@ -70,7 +70,8 @@ def start_all(
 
     Half the steps of a comparison do: a gate that a fault breaks so early, it breaks later too.
     """
-    environment = {**environment, "STEPS_WITH_FAULTS": "10"}
+    if "--evidence" not in flags:
+        flags = ["--half", *flags]
     start("single", folder, [*flags, folder / "control", "clean"], environment)
     names = [*flags, folder, "clean", *faults]
     start(strategy, folder, names, environment, script=script, ranks=ranks)

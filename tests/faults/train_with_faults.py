@@ -1,12 +1,12 @@
 """Train one small model many times in one process group: as it should be, then with faults.
 
     accelerate launch --config_file ddp.yaml tests/faults/train_with_faults.py \
-        [--evidence] MODEL OUTPUT NAME ...
+        [--evidence | --half] MODEL OUTPUT NAME ...
 
 Each NAME, `clean` or a key of FAULTS, leaves OUTPUT/NAME/record.json and OUTPUT/NAME/final/. The
 training is the product's own: its data, collator, loop, recorder and save. A fault is put where
 such bugs live, in what the loop calls, and is gone again before the next run. A NAME such as
-`bf16/clean` trains under that precision.
+`bf16/clean` trains under that precision. 20 steps are trained, with --half 10.
 
 With --evidence, two steps are trained, and OUTPUT/NAME/evidence/ is left in the place of the final
 weights, which only the NAMES in SAVED leave too. Of a NAME such as `late/not_clipped` it is that of
@@ -58,8 +58,9 @@ from toolkit.training.saving import save_model
 sys.path.append(str(Path(__file__).parents[1]))  # a rank's path is a safe one
 from example_record import TRAINING
 
-EVIDENCE = sys.argv[1:2] == ["--evidence"]
-STEPS = 2 if EVIDENCE else int(os.environ.get("STEPS_WITH_FAULTS", 20))
+FLAGS = [word for word in sys.argv[1:2] if word.startswith("--")]
+EVIDENCE = FLAGS == ["--evidence"]
+STEPS = 2 if EVIDENCE else 10 if FLAGS == ["--half"] else 20
 LATE = 6
 """The step with which a late fault begins, of SCHEDULED steps; the run ends after the next."""
 
@@ -80,7 +81,7 @@ RANK = int(os.environ.get("RANK", "0"))
 def main() -> None:
     """Train once for each name on the command line."""
     die_with_launcher()
-    model, folder_name, *names = sys.argv[2:] if EVIDENCE else sys.argv[1:]
+    model, folder_name, *names = sys.argv[1 + len(FLAGS) :]
     output = Path(folder_name)
     rehearse_if_needed()
     data = prepare_data(DataArguments(max_length=MAX_LENGTH), model)
