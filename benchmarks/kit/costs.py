@@ -46,9 +46,10 @@ def cells(machine: Machine) -> list[Cell]:
             environment=first_gpu(machine),
         )
 
+    full_size = turns("full size", 110.0, tiny=False, batch=4, tokens=1024, rounds=6, steps=20)
+    tiny = turns("launch-bound", 60.0, tiny=True, batch=4, tokens=128, rounds=10, steps=40)
     return [
-        turns("full size", 110.0, tiny=False, batch=4, tokens=1024, rounds=6, steps=20),
-        turns("launch-bound", 60.0, tiny=True, batch=4, tokens=128, rounds=10, steps=40),
+        *([tiny] if machine.smoke else [full_size, tiny]),
         Cell(
             name="alone",
             settings={"what": "alone"},
@@ -62,7 +63,7 @@ def measure(settings: dict[str, Any], machine: Machine) -> dict[str, Any]:
     if settings["what"] == "alone":
         return _alone(20 if machine.smoke else CALLS)
     if machine.smoke:
-        settings = settings | {"tiny": True, "tokens": 64, "rounds": 2, "steps": 3}
+        settings = settings | {"tokens": 64, "rounds": 2, "steps": 3}
     return _turns(settings, smoke=machine.smoke)
 
 
