@@ -27,7 +27,9 @@ def pytest_configure():
 
 def pytest_collection_modifyitems(items):
     """Run the files that launch first: short tests then fill the gap at the end of a worker."""
-    of_launches = {item.path for item in items if "launch_environment" in item.fixturenames}
+    environments = {"launch_environment", "cold_environment", "warm_environment"}
+    of_launches = {item.path for item in items if environments & {*item.fixturenames}}
+    of_launches |= {item.path for item in items if item.path.stem == "test_notebooks"}
     items.sort(key=lambda item: item.path not in of_launches)
 
 

@@ -10,7 +10,7 @@ import pytest
 from toolkit.checkpoints.committing import check
 from toolkit.checkpoints.folders import checkpoints_in
 
-STEPS = 60
+STEPS = 40
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def flags(dropout_model):
 def test_five_interruptions_leave_the_run_that_nothing_interrupted(run_of, flags):
     """Under DeepSpeed and the Trainer; benchmarks/kills.py has other moments and strategies."""
     straight = run_of("zero2", "trainer", *flags, name="straight")
-    straight.go(cold=True)
+    straight.go()
 
     run = run_of("zero2", "trainer", *flags, name="interrupted")
     launcher = run.start()
