@@ -15,6 +15,8 @@ from toolkit.launching import forking
 from toolkit.launching.forking import SOCKET, warm_process
 
 gc.set_threshold(20_000, 10, 10)  # imported objects stay: look at them less often
+# Many processes share few cores: threads of one would wait for each other where others compute.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser):

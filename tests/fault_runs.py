@@ -68,7 +68,7 @@ def start_all(
 ) -> Path:
     """Start a sound control, and in some ranks a sound run of a script and one with each fault.
 
-    Half the steps of a comparison do: a gate that a fault breaks so early, it breaks later too.
+    They train half the steps of a comparison.
     """
     if "--evidence" not in flags:
         flags = ["--half", *flags]

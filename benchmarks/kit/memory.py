@@ -48,7 +48,6 @@ PLAIN: Final = {
 }
 """What a job is where it says nothing else; a number for the last one chunks the loss."""
 
-ROWS: Final = {"batch": PLAIN["batch"], "sequence": PLAIN["sequence"]}
 CHUNKED: Final = {"loss_chunk_tokens": 1024}
 FULL: Final = {"checkpointing": "full"}
 IN_BF16: Final = {"weights": "bfloat16"}
@@ -103,14 +102,11 @@ LORA_RANK = 16
 def cells(machine: Machine) -> Iterator[Cell]:
     """Yield every job under one setting of the allocator, then under the other.
 
-    A smoke run has no allocator to set and makes all rows short: it runs each job once, and one of
-    those that differ by their rows alone.
+    A smoke run has no allocator to set, so it runs each job once.
     """
     for allocator, expandable in ALLOCATORS.items():
-        jobs = [PLAIN | changes for changes in JOBS]
-        if machine.smoke:
-            jobs = [*{tuple((job | ROWS).items()): job for job in reversed(jobs)}.values()]
-        for settings in jobs:
+        for changes in JOBS:
+            settings = PLAIN | changes
             libraries = LIBRARIES.get(settings["method"], ())
             yield Cell(
                 name=f"{described(settings)}, {allocator}",

@@ -69,16 +69,13 @@ TABLES: dict[str, tuple[str, str]] = {
 
 
 def cells(machine: Machine) -> list[Cell]:
-    """Return the cells: Trainers first, and at the end the first of them again.
-
-    In a smoke run all rows are short, and those of long ones are left out.
-    """
+    """Return the cells: Trainers first, and at the end the first of them again."""
     short = _trainer_cells(SHORT, machine)
     again = _cell("stock again, 2048", machine, **short[0].settings)
     return [
         *short,
         *_switch_cells(machine),
-        *([] if machine.smoke else _trainer_cells(LONG, machine)),
+        *_trainer_cells(LONG, machine),
         *_method_cells(machine),
         *_attention_cells(machine),
         again,
