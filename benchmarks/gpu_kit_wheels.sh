@@ -33,6 +33,7 @@ lines=(
   "peft==0.20.0"
   "trl==1.16.0"
   "bitsandbytes==0.50.2"
+  "liger-kernel==0.8.5"
 )
 
 scratch=$(mktemp -d)

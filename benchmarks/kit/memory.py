@@ -10,14 +10,17 @@ the allocator from these rows.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
 from kit.cells import Cell, Machine, Refused, Row, first_gpu
 from kit.models import build, shape_of
 from kit.result import table
+from toolkit import environment
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import WORKSPACES, estimate_memory
 from toolkit.planning.terms import GIB, Interval
@@ -311,17 +314,33 @@ def _watching(found: dict[str, Any], recorder: Any) -> Any:
 
 
 def _device() -> dict[str, Any]:
-    """Return what the device says of itself: bytes in use, and those of them that no tensor has."""
+    """Return what the device says of itself: bytes in use, and those of them that no tensor has.
+
+    The latter are this process's alone where NVML knows its processes, and else everyone's.
+    """
     import torch
 
     if not torch.cuda.is_available():
         return dict.fromkeys(("device_used_bytes", "outside_bytes", "allocator_retries"))
     free, total = torch.cuda.mem_get_info()
+    used = total - free
+    own = _used_by_this_process()
     return {
-        "device_used_bytes": total - free,
-        "outside_bytes": total - free - torch.cuda.memory_reserved(),
+        "device_used_bytes": used,
+        "outside_bytes": (used if own is None else own) - torch.cuda.memory_reserved(),
         "allocator_retries": int(torch.cuda.memory_stats()["num_alloc_retries"]),
     }
+
+
+def _used_by_this_process() -> int | None:
+    """Return the bytes that NVML says this process uses; in most containers it says nothing."""
+    with environment.open_driver() as (nvml, handles):
+        if not handles:
+            return None
+        with suppress(nvml.NVMLError):
+            processes = nvml.nvmlDeviceGetComputeRunningProcesses(handles[0])
+            return next((one.usedGpuMemory for one in processes if one.pid == os.getpid()), None)
+    return None
 
 
 def _loaded(settings: dict[str, Any], folder: str, *, smoke: bool) -> Any:
