@@ -175,6 +175,7 @@ def test_a_warm_process_that_hangs_in_an_import_holds_up_no_launch(tmp_path, mon
     assert (tmp_path / "out").read_text() == "cold\n"
 
 
+@pytest.mark.timeout(300)
 def test_of_a_process_with_a_second_thread_nothing_is_forked_and_it_is_said(
     tmp_path, cold_environment
 ):
@@ -182,17 +183,46 @@ def test_of_a_process_with_a_second_thread_nothing_is_forked_and_it_is_said(
     (tmp_path / "sitecustomize.py").write_text(threaded)
     variables = cold_environment | {"PYTHONPATH": str(tmp_path)}
     said = []
-    with warm_process(variables) as path, (tmp_path / "out").open("w") as out:
+    reader, writer = os.pipe()
+    with warm_process(variables) as path, open(reader, "rb") as printed:
         started = forking.start(
             [sys.executable, "-S", "-c", "print('cold')"],
             environment=variables | {SOCKET: str(path)},
-            stdout=out.fileno(),
-            stderr=out.fileno(),
+            stdout=writer,
+            stderr=writer,
             on_cold=said.append,
         )
+        os.close(writer)
+        # To its end, while the process that could not be forked from is alive.
+        assert printed.read() == b"cold\n"
         assert started.wait(60) == 0
-    assert said == ["2 threads run in the warm process"]
-    assert (tmp_path / "out").read_text() == "cold\n"
+    (reason,) = said
+    assert reason.startswith("2 threads run in the warm process (")
+    assert "python" in reason
+
+
+def test_an_import_that_asks_for_a_gpu_s_capability_does_not_initialise_cuda():
+    """bitsandbytes asks; the first answer shows that it still asks torch, which asks CUDA."""
+    script = (
+        "import contextlib, types\n"
+        "import torch\n"
+        "from bitsandbytes import cuda_specs\n"
+        "from toolkit import environment, warm\n"
+        "nvml = types.SimpleNamespace(\n"
+        "    NVMLError=OSError, nvmlDeviceGetCudaComputeCapability=[[8, 9], [9, 0]].__getitem__\n"
+        ")\n"
+        "torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 2)\n"
+        "torch.version.cuda, asked = '13.0', []\n"
+        "torch.cuda._lazy_init = lambda: asked.append('CUDA') or 1 / 0\n"
+        "environment.open_driver = lambda: contextlib.nullcontext((nvml, [0, 1]))\n"
+        "print(cuda_specs.get_cuda_specs(), asked)\n"
+        "with warm.capabilities_by_nvml():\n"
+        "    print(cuda_specs.get_cuda_specs().highest_compute_capability, asked)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.splitlines() == ["None ['CUDA']", "(9, 0) ['CUDA']"]
 
 
 @pytest.mark.parametrize(

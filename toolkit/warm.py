@@ -24,13 +24,13 @@ import subprocess
 import sys
 import traceback
 import types
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NoReturn
 
-from toolkit import search_path
+from toolkit import environment, search_path
 from toolkit.launching import forking, supervised
 from toolkit.launching.forking import COLD, STREAMS, Fork, ForkRequest, WarmError
 from toolkit.launching.launch import LAUNCHER
@@ -106,17 +106,51 @@ def import_everything() -> dict[str, str]:
 
     if not torch.cuda.device_count():
         os.environ["DS_ACCELERATOR"] = "cpu"  # as every rank will, for it has to rehearse
-    for name in IMPORTED:
-        try:
-            importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            print(f"not imported: {error}", flush=True)  # noqa: T201
+    with capabilities_by_nvml():
+        for name in IMPORTED:
+            try:
+                importlib.import_module(name)
+            except ModuleNotFoundError as error:
+                print(f"not imported: {error}", flush=True)  # noqa: T201
     ours = {*before, *NO_THREADS, "DS_ACCELERATOR"}
     variables = {name: value for name, value in os.environ.items() if name not in ours}
     os.environ.clear()
     os.environ.update(before)
     close_nvml()
     return variables
+
+
+@contextlib.contextmanager
+def capabilities_by_nvml() -> Generator[None]:
+    """Have torch take the compute capability of a GPU from NVML, not from CUDA.
+
+    bitsandbytes 0.50 asks torch for it when it is imported (cuda_specs.py), as peft does where it
+    is installed, and torch initialises CUDA to answer: then nothing may be forked.
+    """
+    import torch
+
+    found = capabilities()
+    by_cuda = torch.cuda.get_device_capability
+
+    def by_nvml(device: Any = None) -> tuple[int, int]:
+        position = getattr(device, "idx", device) or 0
+        return found[position] if isinstance(position, int) else by_cuda(device)
+
+    if found:
+        torch.cuda.get_device_capability = by_nvml
+    try:
+        yield
+    finally:
+        torch.cuda.get_device_capability = by_cuda
+
+
+def capabilities() -> list[tuple[int, int]]:
+    """Return the compute capability of each GPU, by NVML; none where it has no answer."""
+    with environment.open_driver() as (nvml, handles):
+        if handles:
+            with contextlib.suppress(nvml.NVMLError):
+                return [tuple(nvml.nvmlDeviceGetCudaComputeCapability(gpu)) for gpu in handles]
+    return []
 
 
 def close_nvml() -> None:
@@ -167,6 +201,7 @@ def serve(requests: socket.socket, imported: Imported) -> NoReturn:
                     if (reason := why_unfit()) is not None:
                         answer(connection, {"unfit": reason})
                         connection.close()
+                        close_all(streams)  # who reads the other end waits for the last copy
                         continue
                     pid = os.fork()
                     if pid == 0:
@@ -175,8 +210,7 @@ def serve(requests: socket.socket, imported: Imported) -> NoReturn:
                             become(request["args"], imported)
                         finally:
                             os._exit(1)  # after any error, the fork must not continue this loop
-                    for stream in streams:
-                        os.close(stream)
+                    close_all(streams)
                     running[pid] = connection
                     if request["tied"]:
                         selector.register(connection, selectors.EVENT_READ, data=pid)
@@ -208,11 +242,18 @@ def open_files() -> frozenset[int]:
 def receive(connection: socket.socket) -> tuple[ForkRequest, list[int]] | None:
     """Return a request and its standard streams; None where the connection ends before one."""
     data, streams, _, _ = socket.recv_fds(connection, 1, len(STREAMS))
-    if not data or len(streams) != len(STREAMS):
-        return None
-    with connection.makefile("rb") as lines:
-        text = lines.readline()
-    return (json.loads(text), streams) if text.endswith(b"\n") else None
+    if data and len(streams) == len(STREAMS):
+        with connection.makefile("rb") as lines:
+            text = lines.readline()
+        if text.endswith(b"\n"):
+            return json.loads(text), streams
+    close_all(streams)
+    return None
+
+
+def close_all(streams: Sequence[int]) -> None:
+    for stream in streams:
+        os.close(stream)
 
 
 def begin(request: ForkRequest, streams: list[int], inherited: frozenset[int]) -> None:
@@ -261,9 +302,10 @@ def answer(connection: socket.socket, content: dict[str, Any]) -> None:
 
 def why_unfit() -> str | None:
     """Return why this process may not be forked; None if it may."""
-    threads = len(os.listdir("/proc/self/task"))
-    if threads != 1:
-        return f"{threads} threads run in the warm process"
+    threads = list(Path("/proc/self/task").iterdir())
+    if len(threads) != 1:
+        names = ", ".join(sorted({(thread / "comm").read_text().strip() for thread in threads}))
+        return f"{len(threads)} threads run in the warm process ({names})"
     if on_gpu():
         return "the warm process has touched a GPU"
     return None
