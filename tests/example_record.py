@@ -12,6 +12,7 @@ TRAINING = {
     "own_dropout": {},
     "optimizer": "adamw_torch",
     "tf32": False,
+    "cudnn_attention": False,
     "activation_checkpointing": False,
     "speed": {"on": {}},
     "method": "full",

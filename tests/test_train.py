@@ -27,6 +27,7 @@ def test_the_line_of_the_readme_trains_saves_and_records(launch, tmp_path):
     assert record["rehearsal"] is True
     assert len(record["losses"]) == 2
     assert record["attestation"]["engaged"]["optimizer_class"] == "AdamW"
+    assert record["training"]["cudnn_attention"] is False  # torch allows it unless it is told
     assert done.stdout.count("4 rows x 2 processes x 2 micro-batches = 16 rows; ") == 1
     assert "learning rate 0.002, by the sqrt rule from 0.001 at 4 rows\n" in done.stdout
     assert record["learning_rates"][0] == record["training"]["learning_rate"] == 0.002

@@ -57,6 +57,10 @@ ANCESTORS: Final = {
 DISTRIBUTIONS: Final = {"pynvml": "nvidia-ml-py"}
 """Packages whose module has another name."""
 
+PREFER_CUDNN: Final = (9, 10)
+"""Major compute capabilities of GPUs on which torch takes cuDNN's attention before all others
+(`check_prefer_cudnn_attention`, torch 2.11; pytorch#191612)."""
+
 GIT_SECONDS: Final = 5.0
 
 USUAL_CUDA: Final = Path("/usr/local/cuda")

@@ -13,8 +13,8 @@ V100 = Gpu(name="Tesla V100", memory=16384 * 2**20, capability=(7, 0))
 B200 = Gpu(name="NVIDIA B200", memory=183359 * 2**20, capability=(10, 0))
 
 
-def torch(cuda="12.8"):
-    return TorchBuild(version="2.13.0", cuda=cuda, hip=None)
+def torch(cuda="12.8", version="2.13.0"):
+    return TorchBuild(version=version, cuda=cuda, hip=None)
 
 
 def checked(build=None):
@@ -95,6 +95,27 @@ def test_a_lost_gpu_is_a_fault(nvml, monkeypatch):
 def test_bf16_goes_by_the_capability(gpus, names, nvml):
     nvml(*gpus)
     assert levels(checked()).keys() == names
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "version", "told"),
+    [
+        ("NVIDIA H200", (9, 0), "2.11.0", True),
+        ("NVIDIA B200", (10, 0), "2.13.0", True),
+        ("NVIDIA H200", (9, 0), "2.10.0", False),
+        ("NVIDIA L4", (8, 9), "2.13.0", False),
+        ("NVIDIA RTX PRO 6000", (12, 0), "2.13.0", False),
+    ],
+)
+def test_a_gpu_on_which_torch_takes_cudnn_s_attention_is_named(
+    name, capability, version, told, nvml
+):
+    nvml(Gpu(), Gpu(name=name, capability=capability))
+    finding = checked(torch(version=version)).get("attention")
+    assert (finding is not None) == told
+    if told:
+        assert (finding.level, name in finding.text) == ("warn", True)
+        assert "enable_cudnn_sdp(False)" in finding.fix
 
 
 def test_mixed_gpus_are_named_with_the_way_to_use_the_equal_ones(nvml):

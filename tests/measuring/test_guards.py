@@ -59,6 +59,24 @@ def usual(guards, steps=NORMS_NEEDED, **other):
 # Numbers
 
 
+@pytest.mark.parametrize(
+    ("capability", "enabled", "told"),
+    [((9, 0), True, True), ((10, 3), True, True), ((9, 0), False, False), ((8, 9), True, False)],
+)
+def test_a_kernel_that_is_known_for_nan_gradients_is_named(capability, enabled, told, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: enabled)
+    with pytest.raises(GuardError, match="its losses are: nan on rank 1") as error:
+        judged(
+            Guards("stop"),
+            beat(1, norm_is_finite=False),
+            ranks=lambda: everyone(grad_norm=float("nan")),
+        )
+    assert ("enable_cudnn_sdp(False)" in str(error.value)) == told
+    assert "Lower --learning_rate" in str(error.value)
+
+
 def test_a_loss_that_is_not_finite_names_rank_step_and_rows():
     bad = beat(7, loss_is_finite=False)
     with pytest.raises(GuardError, match=r"step 7 .*: nan on rank 1; rank 1 trained rows 1, 2\."):

@@ -63,6 +63,7 @@ def described(**changes):
             "max_grad_norm": 1.0,
             "seed": 42,
             "tf32": False,
+            "cudnn_attention": False,
             "activation_checkpointing": False,
             "speed": {"tuned": False, "on": {}, "left_out": {}},
         },
@@ -153,6 +154,7 @@ def test_the_command_trains_it_again_with_what_the_record_has():
         "lora_embeddings": True,
         **{"weight_decay": 0.01, "max_grad_norm": 0.5, "lr_scheduler_type": "cosine"},
         **{"optimizer": "adamw_torch_fused", "activation_checkpointing": True, "tf32": True},
+        "cudnn_attention": True,
         "speed": {
             "tuned": True,
             "left_out": {},
@@ -182,7 +184,10 @@ def test_the_command_trains_it_again_with_what_the_record_has():
         *("--num_processes", "2"),
     ]
     assert own.model == ModelArguments(
-        model_name_or_path="org/base", model_revision=commit, dtype="float32"
+        model_name_or_path="org/base",
+        model_revision=commit,
+        dtype="float32",
+        cudnn_attention=True,
     )
     assert own.data == DataArguments(**asked | {"chat_template": "mine.jinja"})
     names = [entry.name for entry in fields(MethodArguments)]
@@ -209,7 +214,16 @@ def test_what_is_at_its_default_is_no_flag_of_the_command():
     training = described()["training"]
     text = card().text()
     _, own, _ = parsed(text)
-    for flag in ("weight_decay", "lora", "dtype", "optim ", "speed", "model_revision", "tf32"):
+    for flag in (
+        "weight_decay",
+        "lora",
+        "dtype",
+        "optim ",
+        "speed",
+        "model_revision",
+        "tf32",
+        "cudnn",
+    ):
         assert f"--{flag}" not in text, flag
     assert own.speed == SpeedArguments()
     assert "flag that records don't have" in text

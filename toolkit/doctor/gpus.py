@@ -9,7 +9,7 @@ from typing import Final
 
 from toolkit.doctor.driver import Driver, GpuState, has_nvidia_device
 from toolkit.doctor.finding import Finding, fail, ok, warn
-from toolkit.environment import TorchBuild
+from toolkit.environment import PREFER_CUDNN, TorchBuild
 
 GIB: Final = 2**30
 
@@ -26,6 +26,9 @@ Pascal and Volta (pytorch#157517)."""
 
 BLACKWELL, BLACKWELL_CUDA = (10, 0), (12, 8)
 """The capability from which on torch must be built with at least this CUDA (pytorch#157517)."""
+
+CUDNN_FIRST: Final = (2, 11)
+"""The first torch that prefers cuDNN's attention on the GPUs of `PREFER_CUDNN` (pytorch#196678)."""
 
 IDLE_BYTES: Final = GIB
 """NVML counts the driver's own part as used, and so does a desktop's: some hundred MiB."""
@@ -47,6 +50,7 @@ def check_gpus(driver: Driver, torch: TorchBuild | None) -> list[Finding]:
     findings.insert(0, ok("gpus", _listed(gpus)))
     findings += [*_mixed(gpus), *_held(gpus), *_modes(gpus), *_split(gpus)]
     findings.append(_bf16(gpus))
+    findings += _attention(gpus, torch)
     findings.append(_driver_for_torch(driver, torch))
     findings += _torch_for_gpus(gpus, torch)
     return findings
@@ -181,6 +185,19 @@ def _bf16(gpus: tuple[GpuState, ...]) -> Finding:
         "slowly. Use fp16."
     )
     return warn("bf16", text, fix="toolkit compare --precision fp16")
+
+
+def _attention(gpus: tuple[GpuState, ...], torch: TorchBuild | None) -> list[Finding]:
+    """Tell of torch's first choice of an attention kernel, whose backward has given NaN."""
+    preferring = [gpu.name for gpu in gpus if gpu.capability[0] in PREFER_CUDNN]
+    if not preferring or torch is None or (_version(torch.version) or (0, 0)) < CUDNN_FIRST:
+        return []
+    text = (
+        f"On {preferring[0]} torch {torch.version} takes cuDNN's attention first, whose gradients "
+        "are NaN at times (pytorch#196678). toolkit.train turns it off; a script of yours has to."
+    )
+    fix = "torch.backends.cuda.enable_cudnn_sdp(False)  # in Python, before training"
+    return [warn("attention", text, fix=fix)]
 
 
 def _driver_for_torch(driver: Driver, torch: TorchBuild | None) -> Finding:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from toolkit.environment import PREFER_CUDNN
 from toolkit.errors import GuardError
 from toolkit.launching.ranks import say
 
@@ -239,7 +240,7 @@ class Guards:
             "gradients",
             f"The gradient norm of step {health.step} is not finite, though its losses are: "
             f"{norms}.",
-            "Lower --learning_rate, or train in bf16 or fp32.",
+            _about_cudnn() + "Lower --learning_rate, or train in bf16 or fp32.",
             step=health.step,
         )
 
@@ -355,6 +356,23 @@ def say_on_rank_0(sentence: str) -> None:
 
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         say(sentence)
+
+
+def _about_cudnn() -> str:
+    """Return the first thing to try where cuDNN's attention may be at fault, with a space after it.
+
+    Such gradients were seen on an H200 where it was on (benchmarks/results/2026-11-26-gpu-kit.md).
+    """
+    import torch
+
+    if not torch.cuda.is_available() or not torch.backends.cuda.cudnn_sdp_enabled():
+        return ""
+    if torch.cuda.get_device_capability()[0] not in PREFER_CUDNN:
+        return ""
+    return (
+        "cuDNN's attention gives such gradients at times: turn it off before training, "
+        "torch.backends.cuda.enable_cudnn_sdp(False). "
+    )
 
 
 def _listed(items: Any) -> str:

@@ -128,6 +128,9 @@ class Training(TypedDict):
     tf32: bool
     """Whether fp32 products may use TF32."""
 
+    cudnn_attention: bool
+    """Whether sdpa may take cuDNN's kernel."""
+
     activation_checkpointing: bool
     """Whether layers are recomputed in backward."""
 

@@ -60,6 +60,9 @@ class ModelArguments:
     attn_implementation: str | None = flag(
         None, "eager, sdpa, flash_attention_2, ...; none: the best."
     )
+    cudnn_attention: bool = flag(
+        False, "Let sdpa take cuDNN's kernel, whose gradients are NaN at times on an H100 or H200."
+    )
 
     @property
     def is_built_in(self) -> bool:

@@ -59,6 +59,7 @@ USUAL: Final = {
     "lr_scheduler_type": "linear",
     "optimizer": "adamw_torch",
     "tf32": False,
+    "cudnn_attention": False,
     "activation_checkpointing": False,
 }
 """Fields of a record's `training` whose flags a command omits at this value."""

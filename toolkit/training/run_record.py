@@ -116,6 +116,7 @@ def described(job: Job, speed: Speed) -> dict[str, Any]:
             "activation_checkpointing": _checkpoints_all_layers(job, speed),
             "lr_scheduler_type": plain_value(args.lr_scheduler_type),
             "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
+            "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled(),
             "speed": speed.facts(args),
         }
         | request.training_facts(),
