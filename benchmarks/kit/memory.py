@@ -79,8 +79,8 @@ JOBS: Final[tuple[dict[str, Any], ...]] = (
     {"model": "qwen-0.5b", "batch": 8, "sequence": 1024},
     {"model": "qwen-0.5b", "batch": 2, "sequence": 4096, "accumulation": 2, **CHUNKED},
     {"model": "qwen-0.5b", "batch": 8, "sequence": 512, "optimizer": "sgd", **FULL},
-    # bitsandbytes keeps the embedding for good (`GlobalOptimManager.register_module_override`, which
-    # transformers' Trainer calls), so no other job comes after it.
+    # No other job comes after it: bitsandbytes keeps the embedding for good (transformers' Trainer
+    # calls `GlobalOptimManager.register_module_override`).
     {"batch": 2, "optimizer": "adamw_8bit"},
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import tempfile
@@ -11,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from kit.cells import Cell, Machine, Row, first_gpu
+from kit.cells import Cell, Machine, Refused, Row, first_gpu
 from kit.result import table
 
 TITLE = "Numbers"
@@ -24,6 +25,9 @@ STEPS = 8
 SAVED = 4
 OVERFLOWING: Final = 2.0**32
 """A first loss scale that no gradient in fp16 takes."""
+
+SPOILED: Final = ((4, 512), (8, 512), (8, 1024), (2, 4096), (3, 704))
+"""Rows and tokens of them: the shapes of the rows in which NaN were seen, and others."""
 
 LACKING: Final = 1.5
 """How many times the GPU's memory the planner's lower estimate of a job that must fail is."""
@@ -46,6 +50,7 @@ def _cells() -> list[Cell]:
         for precision in HALF
     ]
     planned.append(Cell(name="fused optimizer", settings={"kind": "fused"}, seconds=6))
+    planned.append(Cell(name="NaN in free memory", settings={"kind": "spoiled"}, seconds=20))
     planned += [
         Cell(name="fp16 against fp32", settings={"kind": "fp16"}, seconds=20),
         Cell(name="steps that fp16 skips", settings={"kind": "skipped"}, seconds=20),
@@ -86,6 +91,8 @@ def measure(settings: dict[str, Any], machine: Machine) -> dict[str, Any]:
             return packing(settings["precision"], machine)
         case "fused":
             return fused_optimizer(machine)
+        case "spoiled":
+            return nan_in_free_memory(machine)
         case "fp16":
             return fp16_against_fp32(machine)
         case "skipped":
@@ -215,6 +222,50 @@ def fused_optimizer(machine: Machine) -> dict[str, Any]:
         name: distance(stepped(torch.float32, **options), exact) / moved
         for name, options in kinds.items()
     }
+
+
+def nan_in_free_memory(machine: Machine) -> dict[str, Any]:
+    """Fill free memory with NaN before each backward: which attention kernel reads from it?
+
+    On an H200 with torch 2.11, gradients of Qwen 2.5 0.5B were NaN in the first step of 8 rows, in
+    a process that had trained other models, and were not in a new one.
+    """
+    import torch
+
+    from kit.data import full_rows
+    from kit.models import build
+    from kit.speed import KERNELS, allowed
+
+    model = build("qwen-0.5b", smoke=machine.smoke, layers=4)
+    found: list[dict[str, Any]] = []
+    for kernel in (None, *KERNELS):
+        for batch, tokens in ((1, 32), (2, 64)) if machine.smoke else SPOILED:
+            rows = full_rows(batch, tokens)
+            spoil_free_memory(machine)
+            try:
+                with allowed("sdpa", kernel, smoke=machine.smoke):
+                    _, gradients = loss_and_gradients(model, [rows], "bf16")
+            except Refused:
+                continue
+            spoiled = sum(not bool(torch.isfinite(gradient).all()) for gradient in gradients)
+            found.append(
+                {"kernel": kernel or "torch's choice", "rows": [batch, tokens], "spoiled": spoiled}
+            )
+    chosen = sum(one["spoiled"] for one in found if one["kernel"] == "torch's choice")
+    problem = f"{chosen} gradients are not finite, with the kernels that toolkit.train allows"
+    return {"kernels": found, "problem": problem if chosen else None}
+
+
+def spoil_free_memory(machine: Machine) -> None:
+    """Leave blocks of many sizes full of NaN in the allocator's cache."""
+    import torch
+
+    from kit.device import device
+
+    largest_power, times = (18, 1) if machine.smoke else (28, 4)
+    sizes = [2**power for power in range(8, largest_power)] * times
+    blocks = [torch.full((size,), math.nan, device=device()) for size in sizes]
+    del blocks
 
 
 def trained(
@@ -493,6 +544,15 @@ def tell_fused(rows: Sequence[Row]) -> list[str]:
     ]
 
 
+def tell_spoiled(rows: Sequence[Row]) -> list[str]:
+    cells = [
+        (one["kernel"], " x ".join(map(str, one["rows"])), one["spoiled"])
+        for one in rows[0]["measured"]["kernels"]
+    ]
+    what = "Gradients that are not finite where free memory is full of NaN, by attention kernel"
+    return [f"{what}.", "", *table(("kernel", "rows x tokens", "gradients"), cells)]
+
+
 def tell_fp16(rows: Sequence[Row]) -> list[str]:
     it = rows[0]["measured"]
     return [
@@ -541,6 +601,7 @@ TELLING: Final = {
     "chunked": tell_errors,
     "packing": tell_errors,
     "fused": tell_fused,
+    "spoiled": tell_spoiled,
     "fp16": tell_fp16,
     "skipped": tell_skipped,
     "resumed": tell_resumed,

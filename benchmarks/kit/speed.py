@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 from kit.cells import Cell, Machine, Refused, Row, first_gpu
@@ -50,7 +51,8 @@ TABLES: dict[str, tuple[str, str]] = {
         "Switches, ragged rows",
         f"Rows of up to {SHORT // 2:,} tokens, {RAGGED_ROWS} a step, of which completions are "
         f"learned; packed into rows of {SHORT:,}, {PACKED_ROWS} a step. Packed rows are others: "
-        "the gap of their losses is that to `packing alone`. `recipe` has packing and compiled "
+        "the gap of their losses is that to `packing alone`. The warm-up is a pass over the same "
+        "rows, after which the allocator knows every length. `recipe` has packing and compiled "
         "layers beside what `tuned` has. TRL adds metrics of its own to every step. DDP's bucket "
         "view and FSDP's prefetch do nothing in one process: `speed_switches.py` measures them.",
     ),
@@ -79,6 +81,7 @@ def cells(machine: Machine) -> list[Cell]:
         *_method_cells(machine),
         *_attention_cells(machine),
         again,
+        _liger_cell(machine),
     ]
 
 
@@ -109,8 +112,7 @@ def _trainer_cells(tokens: int, machine: Machine) -> list[Cell]:
 
 
 def _switch_cells(machine: Machine) -> list[Cell]:
-    bases = {"stock": "stock", "all off": "all off"}
-    shared = {"table": "switches", "bases": bases, "rows": "ragged", "tokens": SHORT}
+    shared = _ragged_rows()
     found = []
     for variant in variants("single", compiled=True):
         rows = PACKED_ROWS if variant.packed else RAGGED_ROWS
@@ -119,8 +121,19 @@ def _switch_cells(machine: Machine) -> list[Cell]:
         if variant.packed:
             settings["same_rows"] = "packing alone"
         found.append(_cell(variant.name, machine, **settings, libraries=needed))
-    liger = shared | _of(ours("liger", [])) | {"batch": RAGGED_ROWS, "liger": True}
-    return [*found, _cell("liger", machine, **liger, libraries=("liger_kernel",))]
+    return found
+
+
+def _liger_cell(machine: Machine) -> Cell:
+    """Return the cell of Liger's kernels, in its own process: they replace classes for good."""
+    settings = _ragged_rows() | _of(ours("liger", [])) | {"batch": RAGGED_ROWS, "liger": True}
+    cell = _cell("liger", machine, **settings, libraries=("liger_kernel",))
+    return replace(cell, environment=cell.environment | {"GPU_KIT_PROCESS": "liger"})
+
+
+def _ragged_rows() -> dict[str, Any]:
+    bases = {"stock": "stock", "all off": "all off"}
+    return {"table": "switches", "bases": bases, "rows": "ragged", "tokens": SHORT}
 
 
 def _method_cells(machine: Machine) -> list[Cell]:
@@ -184,11 +197,13 @@ def measure(settings: dict[str, Any], machine: Machine) -> dict[str, Any]:
 
     if machine.smoke:
         settings = _tiny(settings)
-    watch = Watch(warm_up=WARM_UP, steps=2 if machine.smoke else STEPS)
-    rows = _rows(settings, watch.warm_up + watch.steps)
+    steps = 2 if machine.smoke else STEPS
+    ragged = settings["rows"] == "ragged"
+    watch = Watch(warm_up=steps if ragged else WARM_UP, steps=steps)
+    rows = _rows(settings, steps if ragged else watch.warm_up + steps)
     model = _model(settings, smoke=machine.smoke)
     with tempfile.TemporaryDirectory() as folder, fresh_accelerate():
-        with _attention(settings["attention"], settings["kernel"], smoke=machine.smoke):
+        with allowed(settings["attention"], settings["kernel"], smoke=machine.smoke):
             _train(settings, model, rows, watch, folder, smoke=machine.smoke)
         seconds = watch.seconds()
     rates = [tokens / each for tokens, each in zip(watch.tokens, seconds, strict=True)]
@@ -216,16 +231,17 @@ def _tiny(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rows(settings: dict[str, Any], steps: int) -> Any:
+    """Return the rows of so many steps; ragged ones twice, since the first pass is the warm-up."""
     from kit.data import full_rows, packed_rows, ragged_rows
 
     needed, tokens = steps * settings["batch"], settings["tokens"]
+    packed = "packing" in settings["switches"]
     if settings["rows"] == "full":
         rows = full_rows(needed, tokens)
     else:
         rows = ragged_rows(16 * needed, tokens // 2)
-        if settings["trainer"] != "trl":  # it packs by itself
-            packed = "packing" in settings["switches"]
-            rows = (packed_rows(rows, tokens) if packed else rows)[:needed]
+        if not packed or settings["trainer"] != "trl":  # TRL packs by itself
+            rows = 2 * (packed_rows(rows, tokens) if packed else rows)[:needed]
     if settings["trainer"] == "trl":
         from datasets import Dataset
 
@@ -290,7 +306,7 @@ def _train(
 
 
 @contextmanager
-def _attention(name: str, kernel: str | None, *, smoke: bool) -> Iterator[None]:
+def allowed(name: str, kernel: str | None, *, smoke: bool) -> Iterator[None]:
     """Allow sdpa one kernel, None: all of them.
 
     Raises:

@@ -31,6 +31,7 @@ def main() -> None:
     chosen = part(name)
     cells = {cell.name: cell for cell in chosen.cells(machine)}
     rehearse_if_needed()  # on a CPU, accelerate would train in fp32 whatever is asked
+    without_cudnn_attention()
     for place, cell in enumerate(cells[wanted_name] for wanted_name in wanted):
         # A cell that hangs shows where every thread stands, and ends this process.
         faulthandler.dump_traceback_later(max(LEAST_SECONDS, PATIENCE * cell.seconds), exit=True)
@@ -72,6 +73,13 @@ def row_of(name: str, chosen: Part, cell: Cell, machine: Machine) -> Row:
         settings=cell.settings,
         measured=measured,
     )
+
+
+def without_cudnn_attention() -> None:
+    """Leave torch the attention kernels that `toolkit.train` leaves it."""
+    import torch
+
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def missing(cell: Cell) -> str | None:
