@@ -38,7 +38,7 @@ class Cell:
     """All that `measure` needs, as JSON holds it."""
 
     seconds: float
-    """The estimate for one GPU; a cell that takes ten times as long is given up."""
+    """The estimate for one GPU; a cell that takes five times as long is given up."""
 
     libraries: tuple[str, ...] = ()
     """Modules that it cannot do without, beyond torch, transformers and accelerate."""

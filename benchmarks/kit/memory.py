@@ -100,7 +100,7 @@ STEPS = 5
 HOPELESS = 1.25
 """Times a GPU's memory: a job that needs more by the planner's least estimate is not tried."""
 
-SECONDS = 6.0
+SECONDS = 4.0
 LORA_RANK = 16
 
 

@@ -20,7 +20,7 @@ from kit.cells import Cell, Machine, Part, Refused, Row, Status, part
 from kit.result import Result
 from toolkit.rehearse import rehearse_if_needed
 
-PATIENCE = 10
+PATIENCE = 5
 LEAST_SECONDS = 120.0
 
 

@@ -67,7 +67,8 @@ def train(job: Job, status: StatusFile) -> None:
     status.peak = memory.host_peak_bytes if rehearsal else memory.device_peak_bytes
     if job.args.tf32 is None and job.args.mixed_precision == "no":
         torch.backends.cuda.matmul.fp32_precision = "ieee"  # parity in fp32 means fp32
-    # torch 2.11 and newer prefer it on such GPUs (pytorch#196678); others are as fast there.
+    # On an H100, H200 or B200 torch 2.11 prefers it, and its gradients are NaN at times
+    # (pytorch#196678).
     torch.backends.cuda.enable_cudnn_sdp(own.model.cudnn_attention)
     torch.manual_seed(job.args.seed)
     model = load_for(
