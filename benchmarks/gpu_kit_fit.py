@@ -6,17 +6,19 @@ Prints what stands in `toolkit/planning/memory/estimate.py` and `allocator.py` b
 give, and changes nothing. Each constant is an interval that has to hold for every row, so it is
 fitted as the least and the most, rounded outwards:
 
-- MOVING and EXPANDABLE, without and with expandable segments: the most that was reserved over the
-  most that was allocated, both less what stays from step to step;
+- MOVING and EXPANDABLE, without and with expandable segments, each by how the tensors of a job come
+  and go (`allocator.Kind`): the most that was reserved over the most that was allocated, both
+  less what stays from step to step;
 - WORKSPACES: bytes that came free when cuBLAS was told to give its workspaces back;
-- CONTEXT: bytes in use on the device that the allocator has not reserved, at the end of a job. On
-  a GPU that others use as well, theirs are in it.
+- CONTEXT: bytes in use on the device that the allocator has not reserved, at the end of a job: this
+  process's where NVML knows them, else those of all that use the GPU.
 
 Left out are rows that began on a device that was not empty, and rows in which the allocator had to
 give memory back to get some: what is reserved then shows the GPU's size. Then come the residuals:
 how far what was measured is outside of the planner's interval, today and with the fitted
 constants. The suite holds the planner to committed rows: allocated within its interval widened by
-5% of what was measured (MARGIN), reserved within its interval as it is.
+5% of what was measured (MARGIN), reserved within its interval as it is, and the bytes that offloads
+copied in a step to 2% (COPIED_MARGIN).
 """
 
 from __future__ import annotations
@@ -28,13 +30,14 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
+from kit import offload
 from kit.cells import Row
 from kit.memory import ALLOCATORS, beyond, described, job_of
 from kit.result import Result, table
 
-from toolkit.planning.memory.allocator import EXPANDABLE, MOVING, STAYING
+from toolkit.planning.memory.allocator import EXPANDABLE, MOVING, STAYING, Kind
 from toolkit.planning.memory.estimate import (
     CONTEXT,
     WORKSPACES,
@@ -47,6 +50,9 @@ MIB: Final = 1 << 20
 MARGIN: Final = 0.05
 """Of what was measured; for allocated bytes, which the planner counts tensor by tensor."""
 
+COPIED_MARGIN: Final = 0.02
+"""Of the bytes that one step copied over PCIe."""
+
 LEAST_ROWS: Final = 6
 """Of one setting of the allocator: the least and the most of fewer say nothing of a next one."""
 
@@ -58,17 +64,23 @@ MOST_BEFORE: Final = 64 * MIB
 class Constants:
     """The constants of the planner that a GPU decides."""
 
-    moving: dict[str, Interval]
-    """By setting of the allocator."""
+    moving: dict[tuple[str, Kind], Interval]
+    """By setting of the allocator, and kind of job."""
 
     workspaces: Interval
     context: Interval
 
 
-TODAY: Final = Constants(
-    moving={"default": MOVING, "expandable": EXPANDABLE}, workspaces=WORKSPACES, context=CONTEXT
-)
 NAMES: Final = {"default": "MOVING", "expandable": "EXPANDABLE"}
+TODAY: Final = Constants(
+    moving={
+        (allocator, kind): interval
+        for allocator, constant in (("default", MOVING), ("expandable", EXPANDABLE))
+        for kind, interval in constant.items()
+    },
+    workspaces=WORKSPACES,
+    context=CONTEXT,
+)
 
 
 def main() -> None:
@@ -95,6 +107,8 @@ def main() -> None:
     found = [sentence for row in rows for sentence in missed(row)]
     print(f"\n{len(found)} of {2 * len(rows)} peaks are outside of what the suite allows today")
     print("\n".join(found))
+    copied = [sentence for row in copied_rows(result.of("offload")) for sentence in miscounted(row)]
+    print("\n".join(["", *copied] if copied else ["\nThe bytes over PCIe are as planned"]))
 
 
 def stop(message: str) -> NoReturn:
@@ -124,16 +138,19 @@ def enough(rows: Sequence[Row]) -> bool:
 
 def fit(rows: Sequence[Row]) -> Constants:
     """Return the constants that hold for all of these rows, and no wider than they need."""
-    by_allocator = {name: of_allocator(rows, name) for name in ALLOCATORS}
+    ratios: dict[tuple[str, Kind], list[float]] = {}
+    for row in rows:
+        ratios.setdefault(key_of(row["settings"]), []).append(ratio(row))
     return Constants(
-        moving={
-            name: outer([ratio(row) for row in found], step=0.01)
-            for name, found in by_allocator.items()
-            if found
-        },
+        moving={key: outer(found, step=0.01) for key, found in ratios.items()},
         workspaces=outer([row["measured"]["workspaces_bytes"] for row in rows], step=MIB / 8),
         context=outer([row["measured"]["outside_bytes"] for row in rows], step=MIB),
     )
+
+
+def key_of(settings: dict[str, Any]) -> tuple[str, Kind]:
+    """Return which of the intervals in `Constants.moving` a row's settings go with."""
+    return settings["allocator"], estimate_memory(job_of(settings)).pools.kind
 
 
 def ratio(row: Row) -> float:
@@ -151,7 +168,7 @@ def outer(values: Sequence[float], *, step: float) -> Interval:
 
 
 def predicted(
-    estimate: MemoryEstimate, constants: Constants, allocator: str
+    estimate: MemoryEstimate, constants: Constants, key: tuple[str, Kind]
 ) -> dict[str, Interval]:
     """Return an estimate's intervals as they are with other constants."""
     # Workspaces are alive at every moment, so they are in every peak.
@@ -162,7 +179,7 @@ def predicted(
     staying = estimate.pools.staying + more
     return {
         "allocated": estimate.allocated + more,
-        "reserved": staying * STAYING + estimate.pools.moving * constants.moving[allocator],
+        "reserved": staying * STAYING + estimate.pools.moving * constants.moving[key],
     }
 
 
@@ -172,7 +189,7 @@ def missed(row: Row) -> list[str]:
     The margin is given to allocated bytes alone.
     """
     settings = row["settings"]
-    intervals = predicted(estimate_memory(job_of(settings)), TODAY, settings["allocator"])
+    intervals = predicted(estimate_memory(job_of(settings)), TODAY, key_of(settings))
     found: list[str] = []
     for kind, interval in intervals.items():
         measured = row["measured"]["whole"][f"{kind}_bytes"]
@@ -185,6 +202,25 @@ def missed(row: Row) -> list[str]:
     return found
 
 
+def copied_rows(rows: Iterable[Row]) -> list[Row]:
+    """Return the launches whose copies the profiler counted."""
+    return [row for row in rows if row["status"] == "ok" and row["measured"].get("copied")]
+
+
+def miscounted(row: Row) -> list[str]:
+    """Say which way a launch copied other bytes over PCIe than the planner says today."""
+    planned = offload.prediction(offload.job_of(row["settings"]))
+    found: list[str] = []
+    for way in ("to_device", "to_host"):
+        copied, expected = row["measured"]["copied"][way]["bytes"], planned[f"{way}_bytes"]
+        if abs(copied - expected) > COPIED_MARGIN * copied:
+            found.append(
+                f"{row['cell']}: {copied / GIB:.3f} GiB {way.replace('_', ' ')}, and the planner "
+                f"says {expected / GIB:.3f}"
+            )
+    return found
+
+
 def constants_table(by_allocator: dict[str, list[Row]], fitted: Constants) -> list[str]:
     rows = [row for found in by_allocator.values() if enough(found) for row in found]
     lines = []
@@ -192,8 +228,11 @@ def constants_table(by_allocator: dict[str, list[Row]], fitted: Constants) -> li
         if not enough(found):
             lines.append((NAMES[name], "", "too few rows", "", len(found)))
             continue
-        ratios = [ratio(row) for row in found]
-        lines.append(_line(NAMES[name], TODAY.moving[name], fitted.moving[name], ratios))
+        for key in TODAY.moving:
+            ratios = [ratio(row) for row in found if key_of(row["settings"]) == key]
+            if ratios:
+                names = f"{NAMES[name]}, {key[1]}"
+                lines.append(_line(names, TODAY.moving[key], fitted.moving[key], ratios))
     for name, today, new, key in (
         ("WORKSPACES, MiB", WORKSPACES, fitted.workspaces, "workspaces_bytes"),
         ("CONTEXT, MiB", CONTEXT, fitted.context, "outside_bytes"),
@@ -219,16 +258,16 @@ def residuals(rows: Sequence[Row], fitted: Constants) -> list[str]:
     lines = []
     for row in rows:
         estimate = estimate_memory(job_of(row["settings"]))
-        allocator = row["settings"]["allocator"]
-        line = [f"{described(row['settings'])}, {allocator}"]
+        key = key_of(row["settings"])
+        line = [f"{described(row['settings'])}, {key[0]}"]
         for kind in ("allocated", "reserved"):
             measured = row["measured"]["whole"][f"{kind}_bytes"]
             line.append(f"{measured / GIB:.2f}")
             for constants in (TODAY, fitted):
-                if allocator not in constants.moving:
+                if key not in constants.moving:
                     line.append("")  # too few rows to fit it to
                     continue
-                interval = predicted(estimate, constants, allocator)[kind]
+                interval = predicted(estimate, constants, key)[kind]
                 error = beyond((round(interval.low), round(interval.high)), measured) / measured
                 line.append(f"{error:+.2%}" if error else "0")
         lines.append(line)

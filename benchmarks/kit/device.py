@@ -29,6 +29,7 @@ def clear() -> None:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_accumulated_memory_stats()  # of retries, above all
 
 
 def reset_peaks() -> None:

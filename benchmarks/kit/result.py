@@ -21,7 +21,7 @@ class Result:
 
     file: Path
     about: dict[str, Any]
-    """Date, command, device, environment; whether it is a smoke run."""
+    """Date, command, device, environment; whether it is a smoke run. A `note`, written by hand."""
 
     rows: list[Row] = field(default_factory=list[Row])
 
@@ -66,6 +66,7 @@ class Result:
             "",
             *([SMOKE, ""] if about["smoke"] else []),
             f"{about['device']}; {about['versions']}; toolkit {about['toolkit']}.",
+            *(["", about["note"]] if "note" in about else []),
         ]
         for name in PARTS:
             rows = self.of(name)

@@ -10,7 +10,7 @@ from places import ROOT
 if str(ROOT / "benchmarks") not in sys.path:
     sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from gpu_kit_fit import TODAY, predicted
+from gpu_kit_fit import TODAY, key_of, predicted
 from kit.cells import Machine
 from kit.memory import JOBS, cells, job_of, prediction
 from kit.result import Result
@@ -48,7 +48,8 @@ def rows(*, ratios, workspaces, context, off_by=0, constants=TODAY, jobs=ALL):
             continue
         share = number / max(1, jobs - 1)
         estimate = estimate_memory(job_of(cell.settings))
-        allocated = round(predicted(estimate, constants, allocator)["allocated"].middle) + off_by
+        planned = predicted(estimate, constants, key_of(cell.settings))
+        allocated = round(planned["allocated"].middle) + off_by
         staying = estimate.pools.staying.middle
         reserved = round(staying + (allocated - staying) * between(ratios[allocator], share))
         peaks = {

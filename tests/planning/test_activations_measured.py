@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from live_bytes import LiveBytes
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.planning.job import PlannedJob
@@ -134,6 +135,19 @@ def test_bytes_kept_for_backward_are_those_that_autograd_keeps(family, attention
     assert predicted == pytest.approx(counted, rel=0.01)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2", "phi3", "starcoder2"])
+def test_grouped_heads_in_fp32_keep_on_a_gpu_what_sdpa_in_torchs_operations_keeps(family):
+    shape = shape_from_config(config_of(family, 4).to_dict(), name=family)
+    job = PlannedJob(
+        model=shape, strategy=STRATEGIES["single"], gpus=1, sequence=SEQUENCE, precision="no"
+    )
+    with sdpa_kernel(SDPBackend.MATH):
+        counted = count_of_two_layers(family, attention="sdpa", regime="fp32")
+    planned = activations_of(job).saved / SEQUENCE / shape.layers
+    assert 2 * planned == pytest.approx(counted, rel=0.01)
+    assert activations_of(job.with_(on_cpu=True)).saved < activations_of(job).saved
+
+
 # peft 0.21 asks transformers 5.23 by a name that goes in v6.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize("targets", ["all-linear", "attention"])
@@ -163,7 +177,12 @@ def test_backward_is_fullest_where_a_wide_layer_works_before_the_others_have_fre
         config = config.to_dict() | {"mlp_only_layers": [dense]}
         shape = shape_from_config(config, name="mixed")
         job = PlannedJob(
-            model=shape, strategy=STRATEGIES["single"], gpus=1, sequence=SEQUENCE, precision="no"
+            model=shape,
+            strategy=STRATEGIES["single"],
+            gpus=1,
+            sequence=SEQUENCE,
+            precision="no",
+            on_cpu=True,  # where a kernel takes grouped heads in fp32
         )
         layers = {
             sparse: layer_bytes(shape, REGIMES["fp32"], SEQUENCE, fused=True, sparse=sparse)

@@ -5,9 +5,10 @@ import sys
 
 import pytest
 from benchmark_rows import job_of, rows, write
-from gpu_kit_fit import TODAY, Constants, fit, measured_rows, outer, predicted
+from gpu_kit_fit import TODAY, Constants, fit, key_of, measured_rows, outer, predicted
 from places import ROOT
 
+from toolkit.planning.memory.allocator import MOVING
 from toolkit.planning.memory.estimate import estimate_memory
 
 MIB = 1 << 20
@@ -36,7 +37,7 @@ def of(name, output):
 
 def test_the_constants_that_rows_were_made_with_are_found():
     found = fit(measured_rows(rows(**KNOWN)))
-    default, expandable = found.moving["default"], found.moving["expandable"]
+    default, expandable = (found.moving[name, "plain"] for name in ("default", "expandable"))
     assert (default.low, default.high) == pytest.approx((1.04, 1.51))
     assert (expandable.low, expandable.high) == pytest.approx((1.01, 1.07))
     assert (found.workspaces.low, found.workspaces.high) == (80 * MIB, 96 * MIB)
@@ -59,7 +60,7 @@ def test_with_the_fitted_constants_no_row_is_outside():
 def outside(row, constants):
     """Whether a peak of a row is not where the constants have it."""
     settings = row["settings"]
-    intervals = predicted(estimate_memory(job_of(settings)), constants, settings["allocator"])
+    intervals = predicted(estimate_memory(job_of(settings)), constants, key_of(settings))
     return any(
         not interval.low <= row["measured"]["whole"][f"{kind}_bytes"] <= interval.high
         for kind, interval in intervals.items()
@@ -68,13 +69,13 @@ def outside(row, constants):
 
 def test_other_workspaces_move_both_ends_of_a_prediction():
     [row] = rows(**KNOWN | {"ratios": {"default": (1.2, 1.2)}}, jobs=1)
-    estimate = estimate_memory(job_of(row["settings"]))
+    estimate, key = estimate_memory(job_of(row["settings"])), key_of(row["settings"])
     more = Constants(
         moving=TODAY.moving,
         workspaces=TODAY.workspaces + TODAY.workspaces,
         context=TODAY.context,
     )
-    before, after = (predicted(estimate, each, "default")["allocated"] for each in (TODAY, more))
+    before, after = (predicted(estimate, each, key)["allocated"] for each in (TODAY, more))
     assert before == estimate.allocated
     assert after == estimate.allocated + TODAY.workspaces
 
@@ -82,14 +83,16 @@ def test_other_workspaces_move_both_ends_of_a_prediction():
 def test_the_script_shows_both_constants_residuals_and_what_is_missed(tmp_path):
     done = run(write(tmp_path / "result.json", rows(**KNOWN)))
     assert done.returncode == 0, done.stderr
-    assert of("MOVING", done.stdout)[1:3] == ["1.12 to 1.40", "1.04 to 1.51"]
-    assert of("EXPANDABLE", done.stdout)[1:3] == ["1.00 to 1.12", "1.01 to 1.07"]
+    assert of("MOVING, plain", done.stdout)[1:3] == ["1.01 to 1.40", "1.04 to 1.51"]
+    assert of("EXPANDABLE, plain", done.stdout)[1:3] == ["1.00 to 1.12", "1.01 to 1.07"]
+    counts = {kind: int(of(f"MOVING, {kind}", done.stdout)[4]) for kind in MOVING}
+    assert counts == {"plain": 16, "checkpointed": 5, "logits": 3}
     assert of("WORKSPACES, MiB", done.stdout)[2:] == ["80.00 to 96.00", "88.00", "48"]
     assert of("CONTEXT, MiB", done.stdout)[2] == "600.00 to 700.00"
-    allocated, reserved = of("qwen-0.5b 8x512 full checkpointing sgd, default", done.stdout)[2:7:3]
+    allocated, reserved = of("llama-1b 2x2048 adamw_8bit, default", done.stdout)[2:7:3]
     assert allocated == "0"
     assert reserved.startswith("-")
-    assert "\nqwen-0.5b 8x512 full checkpointing sgd, default: " in done.stdout
+    assert "\nllama-1b 2x2048 adamw_8bit, default: " in done.stdout
 
 
 def test_one_setting_of_the_allocator_alone_is_fitted_and_the_other_named(tmp_path):
@@ -98,7 +101,7 @@ def test_one_setting_of_the_allocator_alone_is_fitted_and_the_other_named(tmp_pa
     done = run(write(tmp_path / "result.json", few))
     assert done.returncode == 0, done.stderr
     assert of("EXPANDABLE", done.stdout)[2:] == ["too few rows", "", "2"]
-    assert of("MOVING", done.stdout)[4] == "8"
+    assert of("MOVING, plain", done.stdout)[4] == "6"
 
 
 @pytest.mark.parametrize(

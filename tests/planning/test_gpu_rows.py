@@ -3,17 +3,23 @@
 A row's prediction is made anew from its settings, so a change of the planner is judged by all rows.
 """
 
+import statistics
+
 import pytest
 from benchmark_rows import Result, rows, write
-from gpu_kit_fit import MARGIN, measured_rows, missed
+from gpu_kit_fit import COPIED_MARGIN, MARGIN, copied_rows, measured_rows, miscounted, missed
+from kit import offload, speed
+from kit.cells import Machine
+from kit.models import shape_of
 from places import ROOT
 
+from toolkit.planning.job import PlannedJob
+from toolkit.planning.speed.estimate import estimate_speed
+from toolkit.planning.speed.gpus import gpu
+from toolkit.strategies import STRATEGIES
+from toolkit.training.speed_arguments import SpeedArguments
+
 COMMITTED = sorted((ROOT / "benchmarks" / "results").glob("????-??-??-gpu-kit.json"))
-NONE_YET = pytest.param(
-    None,
-    marks=pytest.mark.skip(reason="no GPU result is committed yet, so the planner is held to none"),
-    id="no GPU result is committed yet",
-)
 LIKELY = {"ratios": {"default": (1.15, 1.3)}, "workspaces": (20e6, 60e6), "context": (5e8, 9e8)}
 
 
@@ -21,18 +27,43 @@ def check(file):
     """Hold the planner to the rows of one result; return how many there were."""
     result = Result.read(file)
     assert not result.about["smoke"], f"{file.name} says nothing of a GPU"
-    found = measured_rows(result.of("memory"))
+    found, copied = measured_rows(result.of("memory")), copied_rows(result.of("offload"))
     misses = [sentence for row in found for sentence in missed(row)]
+    misses += [sentence for row in copied for sentence in miscounted(row)]
     assert not misses, "\n".join(misses)
-    return len(found)
+    return len(found) + len(copied)
 
 
-@pytest.mark.parametrize(
-    "file", COMMITTED or [NONE_YET], ids=lambda file: getattr(file, "stem", "")
-)
+@pytest.mark.parametrize("file", COMMITTED, ids=lambda file: file.stem)
 def test_the_planner_holds_for_every_committed_row_that_a_gpu_measured(file):
     if not check(file):
-        pytest.skip(f"{file.name} has no rows of the part memory that were measured")
+        pytest.skip(f"{file.name} has no rows of the parts memory and offload that were measured")
+
+
+@pytest.mark.parametrize("file", COMMITTED, ids=lambda file: file.stem)
+def test_the_planned_seconds_of_a_step_are_those_that_a_gpu_took(file):
+    result = Result.read(file)
+    device = gpu(result.about["environment"]["gpus"][0]["name"])
+    found = [row for row in result.of("speed") if row["status"] == "ok" and row["measured"]["mfu"]]
+    for row in found:
+        settings, switches = row["settings"], row["settings"]["switches"]
+        chunk = SpeedArguments(**settings["speed"]).loss_chunk_tokens
+        job = PlannedJob(
+            model=shape_of(speed.MODEL, smoke=False),
+            strategy=STRATEGIES["single"],
+            gpus=1,
+            batch=settings["batch"],
+            sequence=settings["tokens"],
+            precision="bf16",
+            optimizer="adamw_fused" if "fused optimizer" in switches else "adamw",
+            chunked_loss="chunked loss" in switches,
+            loss_chunk_tokens=chunk if "chunked loss" in switches else None,
+            compile="compiled layers" in switches,
+        )
+        planned = estimate_speed(job, device).step_seconds
+        measured = statistics.median(row["measured"]["step_seconds"])
+        assert planned.low < measured < planned.high, row["cell"]
+        assert planned.middle == pytest.approx(measured, rel=0.3), row["cell"]
 
 
 def test_rows_inside_of_the_planners_intervals_pass_and_are_counted(tmp_path):
@@ -63,6 +94,50 @@ def test_a_row_that_reserved_more_than_is_predicted_fails_by_its_name_and_number
 def assert_names(text, row, kind):
     measured = row["measured"]["whole"][f"{kind}_bytes"] / 2**30
     assert f"{row['cell']}: {measured:.3f} GiB {kind}, and the planner says " in text
+
+
+def launches(**off):
+    """Rows of all offloads that copy what is planned, each way times a factor of its own."""
+    made = []
+    for cell in offload.cells(Machine(gpus=1, smoke=False, out=ROOT)):
+        if cell.settings["kind"] != "launch":
+            continue
+        planned = offload.prediction(offload.job_of(cell.settings))
+        copied = {
+            way: {"bytes": round(planned[f"{way}_bytes"] * off.get(way, 1))}
+            for way in ("to_device", "to_host")
+        }
+        made.append(
+            {
+                "part": "offload",
+                "cell": cell.name,
+                "status": "ok",
+                "reason": None,
+                "seconds": 1.0,
+                "settings": cell.settings,
+                "measured": {"copied": copied},
+            }
+        )
+    return made
+
+
+def test_bytes_that_offloads_copied_have_a_small_margin(tmp_path):
+    inside = launches(to_device=1 + 0.9 * COPIED_MARGIN)
+    assert check(write(tmp_path / "inside.json", inside)) == len(offload.LAUNCHES)
+    with pytest.raises(AssertionError) as error:
+        check(write(tmp_path / "outside.json", launches(to_host=1 - 1.2 * COPIED_MARGIN)))
+    for row in launches():
+        copied = row["measured"]["copied"]["to_host"]["bytes"] * (1 - 1.2 * COPIED_MARGIN)
+        sentence = f"{row['cell']}: {copied / 2**30:.3f} GiB to host, and the planner says "
+        assert sentence in str(error.value)
+    assert " to device, " not in str(error.value)
+
+
+def test_launches_without_a_profile_are_no_proof(tmp_path):
+    made = launches(to_device=2)
+    for row in made:
+        row["measured"]["copied"] = None
+    assert check(write(tmp_path / "none.json", made)) == 0
 
 
 def test_rows_without_a_measurement_are_no_proof(tmp_path):

@@ -230,6 +230,47 @@ def dict_of(speed):
     return {term.name: term.seconds for term in speed.terms}
 
 
+def copied(strategy, **options):
+    """Bytes of one step to the host and from it, of a model that fits in what ZeRO-3 keeps."""
+    model = resolve_model("Qwen/Qwen2.5-0.5B")
+    job = PlannedJob(model=model, strategy=STRATEGIES[strategy], gpus=1, **options)
+    terms = {term.name: term.inputs for term in estimate_speed(job, gpu("h200")).terms}
+    inputs = terms["copies to and from the host"]
+    return inputs["bytes to the host"], inputs["bytes from the host"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "to_host", "from_host"),
+    [
+        ("fsdp_offload", 1_976_131_129, 3_411_594_352),
+        ("zero2_offload", 1_976_133_747, 988_065_600),
+        ("zero3_offload", 2_964_196_697, 1_976_131_144),
+    ],
+)
+def test_copies_of_one_micro_batch_are_those_that_a_profiler_counted(strategy, to_host, from_host):
+    """H200, torch 2.11, deepspeed 0.19.8 (benchmarks/results/2026-11-26-gpu-kit.json)."""
+    assert copied(strategy, batch=4, sequence=1024) == pytest.approx((to_host, from_host), rel=2e-3)
+
+
+def test_several_micro_batches_are_summed_up_over_the_gpu():
+    """Once more down and up for each, in bf16; ZeRO-3 did so with the only one already."""
+    elements = resolve_model("Qwen/Qwen2.5-0.5B").parameters
+    down, up = copied("zero2_offload", accumulation=3)
+    assert (down, up) == ((3 * 2 + 4) * elements, (2 + 2 * 2) * elements)
+    down, up = copied("zero3_offload", accumulation=3)
+    assert (down, up) == pytest.approx(((3 * 2 + 4) * elements, 3 * (2 + 2) * elements), rel=1e-3)
+    (one_down, one_up), (down, up) = (copied("fsdp_offload", accumulation=n) for n in (1, 3))
+    assert (down, up) == (one_down, 3 * one_up)
+
+
+def test_zero_3_brings_a_model_that_it_cannot_keep_twice_a_micro_batch():
+    job = small("zero3_offload", model=LLAMA2_7B, gpus=1)
+    terms = {term.name: term.inputs for term in estimate_speed(job, gpu("h200")).terms}
+    brought = terms["copies to and from the host"]["bytes from the host"] / 2 / LLAMA2_7B.parameters
+    # Its gradients once, and its weights twice less the billion elements that stay.
+    assert 1 + 2 - 1.05e9 / LLAMA2_7B.parameters < brought < 3
+
+
 def test_few_tokens_wait_for_launches():
     busy, idle = (
         dict_of(estimate_speed(small(batch=n, sequence=n * 512), gpu("h100"))) for n in (8, 1)

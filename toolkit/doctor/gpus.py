@@ -190,7 +190,8 @@ def _bf16(gpus: tuple[GpuState, ...]) -> Finding:
 def _attention(gpus: tuple[GpuState, ...], torch: TorchBuild | None) -> list[Finding]:
     """Tell of torch's first choice of an attention kernel, whose backward has given NaN."""
     preferring = [gpu.name for gpu in gpus if gpu.capability[0] in PREFER_CUDNN]
-    if not preferring or torch is None or (_version(torch.version) or (0, 0)) < CUDNN_FIRST:
+    version = None if torch is None else _version(torch.version)
+    if not preferring or torch is None or version is None or version < CUDNN_FIRST:
         return []
     text = (
         f"On {preferring[0]} torch {torch.version} takes cuDNN's attention first, whose gradients "

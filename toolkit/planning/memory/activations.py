@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -9,7 +10,13 @@ from functools import lru_cache
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.autograd_memory import FP32, Regime, Value
 from toolkit.planning.memory.counted import counted_bytes
-from toolkit.planning.memory.layers import LayerBytes, LayerTape, layer_bytes, regime_of
+from toolkit.planning.memory.layers import (
+    LayerBytes,
+    LayerTape,
+    keeps_scores,
+    layer_bytes,
+    regime_of,
+)
 from toolkit.planning.memory.transient_buffers import FIRST, RUNNING
 from toolkit.planning.memory.weights import COMPUTE_SIZE, weights_of
 from toolkit.planning.models.shape import ModelShape
@@ -27,10 +34,14 @@ class Activations:
 
     masked: float
     """Addition to `saved` for padded rows: SDPA with a mask needs a copy of keys and values for
-    every query head, and converts the mask into numbers for each layer."""
+    every query head, and converts the mask into numbers for each layer. Negative where rows without
+    a mask need more than padded ones: their scores (`keeps_scores`)."""
 
     at_work: float
     """Bytes of the fullest moment of the layers' backward, in addition to `saved`."""
+
+    at_work_masked: float
+    """The same for padded rows."""
 
     last: float
     """All bytes of the layer whose backward is last."""
@@ -42,6 +53,19 @@ class Activations:
 
 
 def activations_of(job: PlannedJob) -> Activations:
+    plain = _activations(job, fused=job.attention == "flash" and not keeps_scores(job))
+    if job.attention != "flash" or not _is_masked(job):
+        return plain
+    # A mask lets a kernel do what torch's own mathematics would.
+    fused = _activations(job, fused=True) if keeps_scores(job) else plain
+    return replace(
+        plain,
+        masked=fused.saved + _masked(job) - plain.saved,
+        at_work_masked=fused.at_work,
+    )
+
+
+def _activations(job: PlannedJob, *, fused: bool) -> Activations:
     model, tokens = job.model, job.micro_tokens
     formula, by_kind = "", dict[bool, tuple[float, float, float]]()
     for sparse in set(model.sparse_layers):
@@ -49,7 +73,7 @@ def activations_of(job: PlannedJob) -> Activations:
             model,
             regime_of(job),
             job.sequence,
-            fused=job.attention == "flash",
+            fused=fused,
             adapters=0 if job.method == "full" else job.lora_rank,
             adapter_dropout=job.lora_dropout > 0,
             targets=job.lora_targets,
@@ -62,11 +86,11 @@ def activations_of(job: PlannedJob) -> Activations:
         kept_per_token += kept
         # Backward goes from the last layer to the first, and frees what each has kept.
         at_work = max(at_work - kept, working)
-    once = 1 if job.checkpointing == "full" else model.layers
     return Activations(
         saved=(kept_per_token * tokens + _mask(job)) * job.in_flight,
-        masked=_masked(job) * once,
+        masked=0.0,
         at_work=at_work * tokens,
+        at_work_masked=at_work * tokens,
         last=by_kind[model.sparse_layers[0]][2] * tokens,
         loss=loss_bytes(job),
         formula=f"tokens * ({formula})",
@@ -104,7 +128,7 @@ def activation_terms(job: PlannedJob, parts: Activations, *, ends_full: bool) ->
     kept_term = Term(
         category="activations",
         name="kept for backward",
-        bytes=Interval(parts.saved, parts.saved + parts.masked),
+        bytes=_between(parts.saved, parts.saved + parts.masked),
         formula=parts.formula,
         inputs={"tokens": tokens, "bytes a token": parts.per_token, "layers": job.model.layers},
         phases=FIRST if ends_full else RUNNING,
@@ -118,12 +142,13 @@ def activation_terms(job: PlannedJob, parts: Activations, *, ends_full: bool) ->
     )
     yield _batch(job)
     if ends_full:
-        size, name = parts.last, "of the last layer to be played backwards"
+        size, name = Interval.exactly(parts.last), "of the last layer to be played backwards"
         formula = "tokens * kept and gradients of a layer"
     else:
-        size, name = parts.at_work, "of the layer at work in backward"
+        size = _between(parts.at_work, parts.at_work_masked)
+        name = "of the layer at work in backward"
         formula = "tokens * gradients (and recomputed activations) of a layer"
-    yield replace(kept_term, name=name, bytes=Interval.exactly(size), formula=formula, phases=BACK)
+    yield replace(kept_term, name=name, bytes=size, formula=formula, phases=BACK)
     inputs = {"tokens": tokens, "vocabulary": job.model.vocab_size}
     yield Term(
         category="logits",
@@ -156,29 +181,54 @@ def activation_terms(job: PlannedJob, parts: Activations, *, ends_full: bool) ->
             inputs=inputs,
             phases=("backward", "step"),
         )
-    yield from cast_weights(job, ends_full=ends_full)
+    yield from cast_weights(job, loss, ends_full=ends_full)
 
 
-def cast_weights(job: PlannedJob, *, ends_full: bool) -> Iterator[Term]:
+def cast_weights(job: PlannedJob, loss: LossBytes, *, ends_full: bool) -> Iterator[Term]:
     """Yield autocast's copies of fp32 weights, held by the graph until backward has used them.
 
-    With `ends_full`, as in `activation_terms`, all of them are gone by the end of backward.
+    The graph of a checkpointed layer holds none until the layer is computed again. Autocast's cache
+    does until forward ends: then the loss is there, and its backward has not begun. The head's copy
+    is held until its backward, except by a fused loss, whose gradients are made in forward. With
+    `ends_full`, as in `activation_terms`, all others are gone by the end of backward.
     """
     model, regime = job.model, regime_of(job)
+    of_head = {"size": regime.compute, "elements of the head": model.head_elements}
+    head = product("gathered", "head cast by autocast", of_head, FIRST)
     if job.stream_in_fp32:
         # The head alone is in fp32: other linear layers are in 16 bits, or in 4.
-        factors = {"size": regime.compute, "elements of the head": model.head_elements}
-        yield product("gathered", "head cast by autocast", factors, FIRST)
-    elif regime.autocast and regime.weight != regime.compute:
-        elements = model.elements_of("linear", "head", "router")
-        if model.tied:
-            elements += model.head_elements
-        yield product(
-            "gathered",
-            "weights cast by autocast",
-            {"size": regime.compute, "elements of linear layers": elements},
-            FIRST if ends_full or job.checkpointing != "none" else RUNNING,
-        )
+        yield head
+        return
+    if not regime.autocast or regime.weight == regime.compute:
+        return
+    if model.head_elements:
+        yield replace(head, phases=("loss",)) if job.chunked_loss else head
+    elements = model.elements_of("linear", "router")
+    factors = {"size": regime.compute, "elements of linear layers": elements}
+    if job.checkpointing == "none":
+        phases = FIRST if ends_full else RUNNING
+        yield product("gathered", "weights cast by autocast", factors, phases)
+        return
+    cached = product("gathered", "weights in autocast's cache, before the loss's backward", factors)
+    later = (loss.logits - loss.in_forward) * job.micro_tokens
+    yield replace(
+        cached,
+        bytes=Interval.exactly(max(0, cached.bytes.high - later)),
+        formula=f"{cached.formula}, less what the loss's backward holds more",
+        inputs=factors | {"held more": later},
+        phases=("loss",),
+    )
+    of_layer = {"size": regime.compute, "elements of a layer": _cast_in_a_layer(model)}
+    yield product("gathered", "weights of the layer at work, cast again", of_layer, BACK)
+
+
+@lru_cache(maxsize=512)
+def _cast_in_a_layer(model: ModelShape) -> int:
+    """Return the most elements of linear layers, and of a router, that a decoder layer has."""
+    by_layer: Counter[int | None] = Counter()
+    for tensor in model.of_kind("linear", "router"):
+        by_layer[tensor.layer] += tensor.elements
+    return max(by_layer.values(), default=0)
 
 
 def dequantised_term(job: PlannedJob) -> Iterator[Term]:
@@ -208,13 +258,21 @@ def _batch(job: PlannedJob) -> Term:
     )
 
 
+def _is_masked(job: PlannedJob) -> bool:
+    """Whether rows are padded to the longest; a single row is not."""
+    return job.batch > 1 and job.padded
+
+
 def _masked(job: PlannedJob) -> float:
-    """Return additional bytes of one layer for rows padded to the longest; 0 for a single row."""
+    """Return what a fused kernel needs in addition for rows padded to the longest."""
     model, size = job.model, COMPUTE_SIZE[job.precision]
-    if job.attention != "flash" or job.batch == 1 or not job.padded:
-        return 0.0
+    layers = 1 if job.checkpointing == "full" else model.layers
     copies = 2 * max(0, model.heads - model.kv_heads) * model.head_dim * job.micro_tokens
-    return float(size * (copies + job.batch * job.sequence**2))
+    return float(size * (copies + job.batch * job.sequence**2) * layers)
+
+
+def _between(one: float, other: float) -> Interval:
+    return Interval(min(one, other), max(one, other))
 
 
 def _mask(job: PlannedJob) -> float:
@@ -234,6 +292,9 @@ class LossBytes:
     logits: float
     """Bytes at the fullest moment of the loss: three tensors as wide as the vocabulary. The result
     of log_softmax, its gradient, and the gradient of its input."""
+
+    in_forward: float
+    """Part of `logits` that is held before the loss's backward begins."""
 
     logits_formula: str
     handed_back: float
@@ -264,6 +325,8 @@ def loss_bytes(job: PlannedJob) -> LossBytes:
     return LossBytes(
         tail=tail,
         logits=width * model.vocab_size + holding,
+        # The head's result, the same in fp32, and the result of log_softmax.
+        in_forward=(2 * raised + regime.compute + softcap / 2) * model.vocab_size,
         logits_formula=f"({formula}) * tokens * vocabulary",
         handed_back=(regime.compute + softcap / 2) * model.vocab_size + holding,
         into_head=regime.compute * model.hidden_size,
@@ -309,14 +372,45 @@ def _chunked(job: PlannedJob, tail: float, compute: int) -> LossBytes:
     (liger_kernel, fused_linear_cross_entropy.py); the toolkit's have `loss_chunk_tokens` tokens.
     """
     model, tokens = job.model, job.micro_tokens
+    if job.loss_chunk_tokens is not None:
+        return _chunked_by_tokens(job, tail, compute, min(job.loss_chunk_tokens, tokens))
     chunks = -(-model.vocab_size // model.hidden_size)
-    rows = job.loss_chunk_tokens or 1 << (max(1, -(-tokens // chunks)) - 1).bit_length()
-    gathered_in = compute if job.loss_chunk_tokens is None else FP32
-    logits = min(rows, tokens) * model.vocab_size * (compute + FP32)
+    rows = 1 << (max(1, -(-tokens // chunks)) - 1).bit_length()
+    logits = min(rows, tokens) * model.vocab_size * (compute + FP32) / tokens
+    logits += compute * model.hidden_size
     return LossBytes(
         tail=tail,
-        logits=logits / tokens + compute * model.hidden_size,
+        logits=logits,
+        in_forward=logits,
         logits_formula=f"({compute} + 4) * rows of a chunk * vocabulary, gradients of the stream",
         handed_back=compute * model.hidden_size,
-        fixed=gathered_in * model.vocab_size * model.hidden_size,
+        fixed=compute * model.vocab_size * model.hidden_size,
+    )
+
+
+def _chunked_by_tokens(job: PlannedJob, tail: float, compute: int, rows: int) -> LossBytes:
+    """Return the bytes of the toolkit's own chunks (training/speed/chunked_loss.py).
+
+    The fullest moment is `logsumexp`, which takes the exponentials of a chunk's logits in a tensor
+    of their size, beside the product and its copy in fp32; with soft-capping it is tanh's gradient,
+    which takes two more. The gradient of the chunk before is still held. So are the hidden states,
+    those of them that predict a target, and their gradient.
+    """
+    model, tokens = job.model, job.micro_tokens
+    product = 0 if compute == FP32 else compute
+    width = product + (4 * FP32 if model.logit_softcap else 2 * FP32)
+    if rows < tokens:
+        width += compute
+    stream = regime_of(job).weight
+    cast = 0 if stream == compute else compute
+    logits = rows * (model.vocab_size * width + model.hidden_size * cast) / tokens
+    logits += 3 * stream * model.hidden_size
+    return LossBytes(
+        # The head is played backwards in forward, so autograd does not keep its input.
+        tail=tail - compute * model.hidden_size if job.trains_head else tail,
+        logits=logits,
+        in_forward=logits,
+        logits_formula=f"chunk * ({width} * vocabulary + {cast} * hidden) + hidden states",
+        handed_back=stream * model.hidden_size,
+        fixed=FP32 * model.vocab_size * model.hidden_size if job.trains_head else 0,
     )

@@ -34,13 +34,14 @@ from toolkit.strategies import DTYPE_BYTES
 
 MIB = 1 << 20
 
-WORKSPACES = Interval(2 * 8.125 * MIB, 2 * 32 * MIB)
+WORKSPACES = Interval(2 * 8.125 * MIB, 65 * MIB)
 """cuBLAS workspaces, one for the thread of forward and one for autograd's: 8.1 MiB each, 32 on
-Hopper (torch, CUDABlas.cpp). They are torch's own allocations."""
+Hopper (torch, CUDABlas.cpp). They are torch's own allocations. On an H200 with torch 2.11 they were
+64 MiB, once 65 (benchmarks/results/2026-11-26-gpu-kit.json)."""
 
 CONTEXT = Interval(0.47e9, 0.92e9)
 """CUDA context on an A100 with torch 2.1: 0.47 GB with modules loaded lazily, CUDA's default since
-12.2, and 0.92 GB eagerly (ml-engineering)."""
+12.2, and 0.92 GB eagerly (ml-engineering). On an H200 with torch 2.11: 0.85 to 0.88 GB."""
 
 COMMUNICATOR = Interval(544e6, 1.6e9)
 """A group of ranks in NCCL: 544 MB for two ranks on A100s with NVLink, 688 MB for more (nccl#964),
@@ -128,7 +129,7 @@ def _estimate(job: PlannedJob, *, asked: PlannedJob) -> MemoryEstimate:
     sums = sums_by_phase(terms)
     phase = max(PHASES, key=lambda name: sums[name].high)
     allocated = sums[phase]
-    pools = pools_of(terms)
+    pools = pools_of(job, terms)
     reserved = pools.reserved(expandable=job.expandable_segments)
     idle = Interval(reserved.low - allocated.low, reserved.high - allocated.high)
     # Where the peak itself is uncertain, the least of one phase can be more than that of the peak.
@@ -310,8 +311,8 @@ def _ends_full(job: PlannedJob, states: StateBytes, parts: Activations) -> bool:
     loss = parts.loss
     handed = (loss.handed_back + loss.into_head) * job.micro_tokens
     first = parts.saved + max(parts.at_work, loss.tail * job.micro_tokens + handed)
-    casts = cast_weights(job, ends_full=False)
-    first += sum(term.bytes.high for term in casts if "backward" in term.phases)
+    casts = cast_weights(job, loss, ends_full=False)
+    first += sum(term.bytes.high for term in casts if term.phases == RUNNING)
     grown = 0.0 if _gradients_always(job) or job.sums_up else _gradient_growth(job, states)
     return parts.last + grown + _tied_bytes(job, parts) > first
 

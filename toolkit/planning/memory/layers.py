@@ -54,6 +54,27 @@ def regime_of(job: PlannedJob) -> Regime:
     return Regime(compute=compute, weight=weight, autocast=True)
 
 
+WIDEST_GROUPED = 256
+"""Widest head with which transformers passes grouped keys and values to SDPA as they are."""
+
+
+def keeps_scores(job: PlannedJob) -> bool:
+    """Whether SDPA computes rows without a mask in torch's own operations, which keep the scores.
+
+    Without a mask, transformers does not repeat the keys and values that query heads share
+    (`use_gqa_in_sdpa`). In fp32, no kernel on a GPU takes these: flash and cuDNN attention compute
+    in 16 bits, and memory-efficient attention wants as many keys as queries (torch 2.11). Where
+    ranks share rows, attention is another, and not measured in fp32.
+    """
+    model, block = job.model, job.model.block
+    if job.precision != "no" or job.attention != "flash" or job.on_cpu or job.strategy.splits_rows:
+        return False
+    if model.counted is not None and not any(key.endswith("-eager") for key in model.counted):
+        return False
+    grouped = model.kv_heads < model.heads and block.qkv != "split"
+    return grouped and block.fused_attention and model.head_dim <= WIDEST_GROUPED
+
+
 @lru_cache(maxsize=4096)
 def layer_bytes(
     model: ModelShape,

@@ -338,6 +338,13 @@ def _zero3(job: PlannedJob) -> tuple[Collective, ...]:
     )
 
 
+def zero3_gathers(job: PlannedJob) -> float:
+    """Return the bytes that ZeRO-3 gathers in a step: all ranks' shards, or those of a single rank
+    that brings them from the host."""
+    gathers = [one for one in _zero3(job) if one.kind == "all_gather"]
+    return sum(one.elements * one.element_size * one.times for one in gathers)
+
+
 def _zero_gradients(
     job: PlannedJob, kind: Kind, elements: int, *, times: int, formula: str
 ) -> Collective:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.optimizers import moved_bytes
+from toolkit.planning.memory.transient_buffers import units_of
 from toolkit.planning.memory.weights import COMPUTE_SIZE, trained_size, weights_of
 from toolkit.planning.memory.zero_settings import zero_settings
 from toolkit.planning.speed import rates
 from toolkit.planning.speed.computing import SpeedTerm
 from toolkit.planning.speed.gpus import Gpu
-from toolkit.planning.speed.traffic import Collective, collectives
+from toolkit.planning.speed.traffic import Collective, collectives, zero3_gathers
 from toolkit.planning.terms import Interval
 
 
@@ -178,19 +179,39 @@ def _offloading(
 def _copied_bytes(job: PlannedJob, elements: int, size: int) -> tuple[float, float]:
     """Bytes that one rank sends to the host and gets from it in an optimizer step.
 
-    DeepSpeed adds each micro-batch's partition of the gradients up in host memory, over the GPU
-    (stage_1_and_2.py, `async_accumulate_grad_in_cpu_via_gpu`; stage3.py, `partition_grads`), and
-    sends fp32 gradients once more at the end. FSDP2 copies fp32 shards up for each gather and
-    reduced gradients down (`CPUOffloadPolicy`).
+    From deepspeed 0.19.8 and torch 2.11, and for one micro-batch as torch's profiler counted them
+    on an H200 (benchmarks/results/2026-11-26-gpu-kit.json). All send fp32 gradients once a step,
+    FSDP2 those that it has reduced.
+
+    ZeRO-2 and ZeRO-3 add micro-batches up in host memory, over the GPU. ZeRO-2 does so where a step
+    has several, and gets the stepped weights back (stage_1_and_2.py, `copy_grads_in_partition`).
+    ZeRO-3 sends gradients in the weights' dtype in every micro-batch, and gets them back each time,
+    the first time as well (stage3.py, `partition_grads`).
     """
-    weights = weights_of(job)
-    computed = COMPUTE_SIZE[job.precision]
-    held = weights.trained.elements * size + weights.frozen.elements * computed
-    gathered = 2 * job.accumulation * (held + weights.packed.elements / 2) / job.shards
+    gathered = _gathered_bytes(job, size) if job.strategy.offload_parameters != "none" else 0.0
     if job.strategy.sharding == "rows":
         return size * elements * job.reductions, gathered
-    down = size * elements * job.accumulation + 4 * elements
-    up = size * elements * job.accumulation
-    if job.strategy.offload_parameters != "none":
-        up += gathered
-    return down, up
+    of_micro_batch = size * elements
+    if job.strategy.sharding == "tensors":
+        summed = of_micro_batch * job.accumulation
+        stepped = 0 if gathered else of_micro_batch
+        return summed + 4 * elements, summed + stepped + gathered
+    several = job.accumulation if job.accumulation > 1 else 0
+    return of_micro_batch * several + 4 * elements, of_micro_batch * job.accumulation
+
+
+def _gathered_bytes(job: PlannedJob, size: int) -> float:
+    """Return the bytes of a rank's shards that a step's gathers bring from the host.
+
+    FSDP2 brings them in the dtype in which they are kept (`CPUOffloadPolicy`). Its root, with the
+    last norm and the head, is gathered once a micro-batch, and all else again for backward.
+    """
+    if job.strategy.sharding == "tensors":
+        return zero3_gathers(job) / job.gpus
+    weights, computed = weights_of(job), COMPUTE_SIZE[job.precision]
+    held = weights.trained.elements * size + weights.frozen.elements * computed
+    held += weights.packed.elements / 2
+    if job.strategy.gathers_again:
+        root = units_of(job.model).tail * (size if job.trains_head else computed)
+        held = 2 * held - root
+    return job.accumulation * held / job.shards
