@@ -139,8 +139,9 @@ def use_wheels(folder: Path) -> None:
     target = environment.cache_root() / f"gpu-kit-{python}" / "site-packages"
     for sentence in install(folder, target):
         print(sentence, flush=True)
-    os.environ["PYTHONPATH"] = f"{python_environment()['PYTHONPATH']}{os.pathsep}{target}"
-    os.environ["PATH"] += f"{os.pathsep}{target / 'bin'}"
+    if target.exists():
+        os.environ["PYTHONPATH"] = f"{python_environment()['PYTHONPATH']}{os.pathsep}{target}"
+        os.environ["PATH"] += f"{os.pathsep}{target / 'bin'}"
 
 
 def opened(out: Path, machine: Machine) -> Result:

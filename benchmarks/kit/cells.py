@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import Any, Final, Literal, Protocol, TypedDict, cast
 
 PARTS: Final = ("runs", "speed", "costs", "memory", "numbers", "offload")
 """In the order in which they are run: the first answers the most."""
+
+STARTED_WITH: Final = dict(os.environ)
+"""Variables of this process before libraries and a rehearsal add theirs."""
 
 Status = Literal["ok", "missing", "refused", "out of memory", "failed"]
 
@@ -83,6 +87,19 @@ class Part(Protocol):
     def tables(self, rows: Sequence[Row]) -> list[str]:
         """Return the part's rows as paragraphs and tables of Markdown."""
         ...
+
+
+@contextmanager
+def started_anew() -> Iterator[None]:
+    """Give what is launched inside the variables of a shell, without those of this process."""
+    here = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(STARTED_WITH)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(here)
 
 
 def first_gpu(machine: Machine) -> dict[str, str]:

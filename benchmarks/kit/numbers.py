@@ -9,10 +9,11 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from kit.cells import Cell, Machine, Refused, Row, first_gpu
+from kit.cells import Cell, Machine, Refused, Row, first_gpu, started_anew
 from kit.result import table
 
 TITLE = "Numbers"
@@ -435,11 +436,11 @@ def preempted(machine: Machine) -> dict[str, Any]:
         steps = "20" if machine.smoke else "400"
         flags = ["--output_dir", str(output), "--max_steps", steps, "--save_steps", steps]
         command = launch_command(config.accelerate, ["-m", "toolkit.train", *flags], gpu_ids="all")
-        stopped = run(command, folder=output, timeout=300, num_processes=1, on_step=signal_once)
-        saved = max(int(one.name.split("-")[1]) for one in output.glob("checkpoint-*"))
-        ended = run(
-            [*command, "--resume_from_checkpoint"], folder=output, timeout=300, num_processes=1
-        )
+        launched = partial(run, folder=output, timeout=300, num_processes=1, loopback=True)
+        with started_anew():
+            stopped = launched(command, on_step=signal_once)
+            saved = max(int(one.name.split("-")[1]) for one in output.glob("checkpoint-*"))
+            ended = launched([*command, "--resume_from_checkpoint"])
         record = read_record(output)
         states = [status.state for status in stopped.statuses]
         sound = states == ["preempted"] and ended.status == "ok"

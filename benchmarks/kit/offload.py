@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from kit.cells import Cell, Machine, Refused, Row
+from kit.cells import Cell, Machine, Refused, Row, started_anew
 from kit.models import build, shape_of
 from kit.result import table
 from toolkit.planning.job import PlannedJob
@@ -182,13 +182,14 @@ def _launched(settings: dict[str, Any], machine: Machine) -> dict[str, Any]:
             ["-m", "toolkit.rehearse", str(RANK), str(asked), str(told)],
             num_processes=1,
         )
-        outcome = run(
-            command,
-            folder=folder / "run",
-            timeout=PATIENCE * (LAUNCH_SECONDS + BUILD_SECONDS),
-            num_processes=1,
-            loopback=True,
-        )
+        with started_anew():
+            outcome = run(
+                command,
+                folder=folder / "run",
+                timeout=PATIENCE * (LAUNCH_SECONDS + BUILD_SECONDS),
+                num_processes=1,
+                loopback=True,
+            )
         if outcome.status == "refused":
             raise Refused(outcome.reason or "refused")
         if outcome.status == "oom":

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from kit.cells import Cell, Machine, Row
+from kit.cells import Cell, Machine, Row, started_anew
 from kit.result import table
 
 TITLE = "Does it run"
@@ -220,14 +220,15 @@ def run_compare(folder: Path, flags: Sequence[str]) -> dict[str, Any]:
         RuntimeError: it ended without results.
     """
     command = [sys.executable, "-m", "toolkit.cli", "compare", "--output", "comparison", *flags]
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
+    with started_anew():
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
     results = folder / "comparison" / "results.json"
     if not results.exists():
         raise RuntimeError(f"it ended with {done.returncode}: {done.stdout[-1500:]}")

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Final
 
-from kit.cells import Refused
+from kit.cells import Refused, started_anew
 from toolkit.configs import ConfigOptions
 from toolkit.configs.files import write_configs
 from toolkit.launching.launch import launch_command, run
@@ -35,13 +35,14 @@ def train_sharing(strategy: str, *, steps: int) -> dict[str, Any]:
         )
         flags = ["--output_dir", str(folder / "run"), "--max_steps", str(steps)]
         flags += ["--per_device_train_batch_size", str(GLOBAL_BATCH // ranks), "--tf32", "False"]
-        outcome = run(
-            launch_command(config.accelerate, [str(SCRIPT), *flags], gpu_ids="all"),
-            folder=folder / "run",
-            timeout=150,  # what a backend does not carry, it may wait for without end
-            num_processes=ranks,
-            loopback=True,
-        )
+        with started_anew():
+            outcome = run(
+                launch_command(config.accelerate, [str(SCRIPT), *flags], gpu_ids="all"),
+                folder=folder / "run",
+                timeout=150,  # what a backend does not carry, it may wait for without end
+                num_processes=ranks,
+                loopback=True,
+            )
         if outcome.status != "ok":
             raise Refused(f"{outcome.status}: {outcome.reason} {' | '.join(outcome.tail[-8:])}")
         record = read_record(folder / "run")

@@ -100,7 +100,8 @@ def test_each_strategy_is_told_the_switches_that_it_will_have(cache):
 
 
 def test_a_run_without_a_record_is_predicted_with_the_switches_that_it_had(cache):
-    options = CompareOptions(strategies=["ddp", "zero2"], train_flags=("--tuned", "true"))
+    flags = ("--tuned", "true", "--loss_chunk_tokens", "32")  # fewer than a micro-batch has
+    options = CompareOptions(strategies=["ddp", "zero2"], train_flags=flags)
     plan = build_plan(options, gpus=2, missing=lambda _: None)
     first = plan.runs[0]
     names = [each.strategy.name for each in plan.runs]
