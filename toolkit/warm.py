@@ -129,14 +129,14 @@ def capabilities_by_nvml() -> Generator[None]:
     """
     import torch
 
-    found = capabilities()
+    of_gpus = capabilities()
     by_cuda = torch.cuda.get_device_capability
 
     def by_nvml(device: Any = None) -> tuple[int, int]:
         position = getattr(device, "idx", device) or 0
-        return found[position] if isinstance(position, int) else by_cuda(device)
+        return of_gpus[position] if isinstance(position, int) else by_cuda(device)
 
-    if found:
+    if of_gpus:
         torch.cuda.get_device_capability = by_nvml
     try:
         yield
