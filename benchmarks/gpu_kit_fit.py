@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from kit import offload
+from kit import offload, speed
 from kit.cells import Row
 from kit.memory import ALLOCATORS, beyond, described, job_of
 from kit.result import Result, table
@@ -44,6 +44,8 @@ from toolkit.planning.memory.estimate import (
     MemoryEstimate,
     estimate_memory,
 )
+from toolkit.planning.speed.estimate import estimate_speed
+from toolkit.planning.speed.gpus import Gpu, gpu
 from toolkit.planning.terms import GIB, Interval
 
 MIB: Final = 1 << 20
@@ -109,6 +111,8 @@ def main() -> None:
     print("\n".join(found))
     copied = [sentence for row in copied_rows(result.of("offload")) for sentence in miscounted(row)]
     print("\n".join(["", *copied] if copied else ["\nThe bytes over PCIe are as planned"]))
+    if steps := timed_rows(result.of("speed")):
+        print("\n" + "\n".join(seconds_table(steps, gpu_of(result))))
 
 
 def stop(message: str) -> NoReturn:
@@ -219,6 +223,31 @@ def miscounted(row: Row) -> list[str]:
                 f"says {expected / GIB:.3f}"
             )
     return found
+
+
+def timed_rows(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows whose steps have a planned time: full rows, all weights trained."""
+    return [row for row in rows if row["status"] == "ok" and row["measured"]["mfu"] is not None]
+
+
+def gpu_of(result: Result) -> Gpu:
+    """Return the GPU of a result as the planner's table has it."""
+    return gpu(result.about["environment"]["gpus"][0]["name"])
+
+
+def seconds(row: Row, on: Gpu) -> tuple[Interval, float]:
+    """Return the planned seconds of a row's step, and the median of those that were measured."""
+    planned = estimate_speed(speed.job_of(row["settings"]), on).step_seconds
+    return planned, statistics.median(row["measured"]["step_seconds"])
+
+
+def seconds_table(rows: Iterable[Row], on: Gpu) -> list[str]:
+    lines = []
+    for row in rows:
+        planned, measured = seconds(row, on)
+        share = f"{planned.middle / measured:.2f}"
+        lines.append((row["cell"], f"{measured:.3f}", shown(planned), share))
+    return table(("step", "measured s", "planned s", "middle of it over measured"), lines)
 
 
 def constants_table(by_allocator: dict[str, list[Row]], fitted: Constants) -> list[str]:

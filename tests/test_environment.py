@@ -88,15 +88,18 @@ class Nvml:
     def nvmlDeviceGetMemoryInfo(self, handle):
         return type("Memory", (), {"total": (handle + 1) * 2**30})
 
+    def nvmlDeviceGetCudaComputeCapability(self, handle):
+        return [8, handle]
+
 
 def test_gpus_are_those_that_a_process_would_see(monkeypatch):
     driver = Nvml()
     monkeypatch.setitem(sys.modules, "pynvml", driver)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
     found = environment.gpus()
-    assert [(gpu.name, gpu.memory_bytes) for gpu in found] == [
-        ("GPU 2", 3 * 2**30),
-        ("GPU 1", 2 * 2**30),
+    assert [(gpu.name, gpu.memory_bytes, gpu.capability) for gpu in found] == [
+        ("GPU 2", 3 * 2**30, (8, 2)),
+        ("GPU 1", 2 * 2**30, (8, 1)),
     ]
     assert not driver.open
 

@@ -71,6 +71,7 @@ USUAL_CUDA: Final = Path("/usr/local/cuda")
 class InstalledGpu:
     name: str
     memory_bytes: int
+    capability: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +101,7 @@ def gpus() -> list[InstalledGpu]:
             InstalledGpu(
                 name=str(nvml.nvmlDeviceGetName(handle)),
                 memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
+                capability=tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle)),
             )
             for handle in handles
         ]

@@ -129,28 +129,19 @@ def capabilities_by_nvml() -> Generator[None]:
     """
     import torch
 
-    of_gpus = capabilities()
+    gpus = environment.gpus()
     by_cuda = torch.cuda.get_device_capability
 
     def by_nvml(device: Any = None) -> tuple[int, int]:
         position = getattr(device, "idx", device) or 0
-        return of_gpus[position] if isinstance(position, int) else by_cuda(device)
+        return gpus[position].capability if isinstance(position, int) else by_cuda(device)
 
-    if of_gpus:
+    if gpus:
         torch.cuda.get_device_capability = by_nvml
     try:
         yield
     finally:
         torch.cuda.get_device_capability = by_cuda
-
-
-def capabilities() -> list[tuple[int, int]]:
-    """Return the compute capability of each GPU, by NVML; none where it has no answer."""
-    with environment.open_driver() as (nvml, handles):
-        if handles:
-            with contextlib.suppress(nvml.NVMLError):
-                return [tuple(nvml.nvmlDeviceGetCudaComputeCapability(gpu)) for gpu in handles]
-    return []
 
 
 def close_nvml() -> None:

@@ -226,7 +226,7 @@ def fused_optimizer(machine: Machine) -> dict[str, Any]:
 
 
 def nan_in_free_memory(machine: Machine) -> dict[str, Any]:
-    """Fill free memory with NaN before each backward: which attention kernel reads from it?
+    """Fill free memory with NaN before each pass: gradients of which attention kernel show it?
 
     On an H200 with torch 2.11, gradients of Qwen 2.5 0.5B were NaN in the first step of 8 rows, in
     a process that had trained other models, and were not in a new one.

@@ -25,8 +25,9 @@ def share_device() -> bool:
         os.environ["LOCAL_RANK"] = "0"
         torch.cuda.set_device(0)
         patch_accelerate()  # gloo ranks that each engine takes for those of GPUs
-        # The gather of a DTensor's shards over gloo ends in SIGSEGV on CUDA (torch 2.11, H200).
-        SaveAtTheEnd.step_done = lambda *_: None  # type: ignore[method-assign]
+        if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+            # Its gather of whole weights over gloo ends in SIGSEGV on CUDA (torch 2.11, H200).
+            SaveAtTheEnd.step_done = lambda *_: None  # type: ignore[method-assign]
     return False
 
 

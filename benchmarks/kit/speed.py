@@ -11,8 +11,10 @@ from typing import Any
 from kit.cells import Cell, Machine, Refused, Row, first_gpu
 from kit.result import table
 from kit.variants import Variant, ours, recipe_of, variants
+from toolkit.planning.job import PlannedJob
 from toolkit.planning.models.shape import ModelShape
 from toolkit.planning.speed.flops import CONVENTION, model_flops
+from toolkit.strategies import STRATEGIES
 
 TITLE = "Speed"
 MODEL = "llama-1b"
@@ -188,6 +190,27 @@ def _cell(name: str, machine: Machine, *, libraries: tuple[str, ...] = (), **set
         seconds=COMPILED_SECONDS if compiled else SECONDS,
         libraries=libraries,
         environment=first_gpu(machine),
+    )
+
+
+def job_of(settings: dict[str, Any]) -> PlannedJob:
+    """Return the job of a cell with full rows and all weights trained, as the planner takes it."""
+    from kit.models import shape_of
+    from toolkit.training.speed_arguments import SpeedArguments
+
+    switches = settings["switches"]
+    chunk = SpeedArguments(**settings["speed"]).loss_chunk_tokens
+    return PlannedJob(
+        model=shape_of(MODEL, smoke=False),
+        strategy=STRATEGIES["single"],
+        gpus=1,
+        batch=settings["batch"],
+        sequence=settings["tokens"],
+        precision="bf16",
+        optimizer="adamw_fused" if "fused optimizer" in switches else "adamw",
+        chunked_loss="chunked loss" in switches,
+        loss_chunk_tokens=chunk if "chunked loss" in switches else None,
+        compile="compiled layers" in switches,
     )
 
 

@@ -1,6 +1,5 @@
 import json
 import re
-import shlex
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -11,14 +10,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from toolkit import environment
 from toolkit.cli import app
-from toolkit.environment import InstalledGpu
 from toolkit.errors import UsageError
 from toolkit.planning.plan import plan
 from toolkit.planning.render import plans
 from toolkit.planning.render.plot import GPU_COUNTS
-from toolkit.planning.speed.gpus import gpu
 from toolkit.planning.speed.traffic import collectives
 from toolkit.planning.terms import CATEGORIES
 from toolkit.strategies import STRATEGIES
@@ -165,24 +161,6 @@ def test_columns_that_need_words_are_explained_where_they_stand(found):
     without_gpu = printed(plans.show_plan, plan("7b"))
     assert "rows: " not in without_gpu
     assert "RAM GiB:" not in without_gpu
-
-
-@pytest.mark.parametrize(
-    ("names", "flags"),
-    [
-        ([], "--gpu L4"),
-        (["NVIDIA H200"], "here: --gpu H200 --gpus 1"),
-        (["NVIDIA A100-SXM4-80GB"] * 2, "here: --gpu A100-SXM4-80GB --gpus 2"),
-        (["NVIDIA GeForce RTX 4090"] * 2, "here: --gpu 'GeForce RTX 4090' --gpus 2"),
-        (["NVIDIA L4", "NVIDIA T4"], "--gpu L4"),
-    ],
-)
-def test_without_a_gpu_the_flags_are_told_that_name_the_machine_s_own(names, flags, monkeypatch):
-    here = [InstalledGpu(name=name, memory_bytes=0) for name in names]
-    monkeypatch.setattr(environment, "gpus", lambda: here)
-    text = printed(plans.show_plan, plan("7b"))
-    assert f"Name a GPU ({flags}) for verdict, speed and cost." in text
-    gpu(shlex.split(flags.removeprefix("here: "))[1])  # a name that the table takes
 
 
 def test_ram_that_is_missing_is_the_margin_that_is_shown():

@@ -370,8 +370,8 @@ def _about_cudnn() -> str:
     if torch.cuda.get_device_capability()[0] not in PREFER_CUDNN:
         return ""
     return (
-        "cuDNN's attention gives such gradients at times: turn it off before training, "
-        "torch.backends.cuda.enable_cudnn_sdp(False). "
+        "cuDNN's attention gives such gradients at times: leave out --cudnn_attention, or in a "
+        "script of your own call torch.backends.cuda.enable_cudnn_sdp(False) before training. "
     )
 
 

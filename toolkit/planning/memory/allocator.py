@@ -32,10 +32,11 @@ MOVING: dict[Kind, Interval] = {
 }
 """Factor on what moves, without expandable segments. With them, nine of ten published runs reserve
 between the two ends: those of answer.ai's fsdp_qlora, torchtitan, fms-acceleration, and Hugging
-Face's guide to one GPU (benchmarks/planner_measured.py). On an H200 with torch 2.11, plain jobs
-reserved 1.02 to 1.15 of it, and a full fine-tune with checkpointing 1.11 to 1.57
-(benchmarks/results/2026-11-26-gpu-kit.json): more where most of what moves is logits, tensors of
-gigabytes. Published plain jobs, of BERT with 13 GiB or less, reserved 1.22 to 1.40."""
+Face's guide to one GPU (benchmarks/planner_measured.py). On an H200 with torch 2.11 plain jobs
+reserved 1.02 to 1.15 of it, and one of 3B parameters 1.41; jobs with checkpointing 1.10 to 1.27,
+and where most of what moves is logits, tensors of gigabytes, 1.30 to 1.57
+(benchmarks/results/2026-11-26-gpu-kit.json). Published plain jobs, of BERT with 13 GiB or less,
+reserved 1.22 to 1.40."""
 
 EXPANDABLE: dict[Kind, Interval] = {
     "plain": Interval(1.0, 1.12),
@@ -45,8 +46,8 @@ EXPANDABLE: dict[Kind, Interval] = {
 """The same with expandable segments, which grow page by page, so that freed blocks join up (torch,
 notes/cuda.rst). torchtitan reserves 82 GiB for 78 that are allocated by plan; torchtune's QLoRA
 went from 16.4 to 10.8 GiB (torchtune#1185), cosmos-rl from 127 to 97 GB (cosmos-rl#388). On an H200
-plain jobs reserved 1.00 to 1.10 of what moves, adapters and selective checkpointing 1.18 to 1.21,
-and a full fine-tune with checkpointing 1.00 to 1.37."""
+plain jobs reserved 1.00 to 1.10 of what moves, jobs with checkpointing 1.00 to 1.21, and where most
+of it is logits 1.29 to 1.37."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

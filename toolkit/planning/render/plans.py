@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from toolkit import environment
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import MemoryEstimate
 from toolkit.planning.pipelined import waiting_share
@@ -83,17 +81,7 @@ def show_plan(plan: Plan, console: Console) -> None:
     for note in plan.all_notes:
         console.print(f"note: {note}", highlight=False, markup=False)
     if plan.gpu is None:
-        hint = f"Name a GPU ({_flags_of_a_gpu()}) for verdict, speed and cost."
-        console.print(hint, highlight=False, markup=False)
-
-
-def _flags_of_a_gpu() -> str:
-    """Return the flags for the GPUs of this machine, or for one as an example."""
-    here = environment.gpus()
-    names = {gpu.name.removeprefix("NVIDIA ") for gpu in here}
-    if len(names) != 1:
-        return "--gpu L4"
-    return f"here: --gpu {shlex.quote(*names)} --gpus {len(here)}"
+        console.print("Name a GPU (--gpu L4) for verdict, speed and cost.", highlight=False)
 
 
 def show_row(plan: Plan, row: PlanRow, console: Console) -> None:
