@@ -99,7 +99,7 @@ def trained(variant: Variant, data: Data, args: argparse.Namespace) -> dict[str,
         trainer.train_dataset = data.repeated(trainer.train_dataset)
         watch = WatchInRanks(trainer, args)
         trainer.train()
-    tokens, losses = summed(torch.tensor(watch.learned)), summed(torch.stack(watch.losses))
+    tokens, losses = summed(torch.tensor(watch.learned)), summed(torch.tensor(watch.losses))
     return {
         "seconds": sum(watch.seconds()),
         "steps": args.steps,

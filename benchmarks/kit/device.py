@@ -37,6 +37,11 @@ def reset_peaks() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
+def allocated() -> int:
+    """Return the bytes that are allocated now; 0 without a GPU."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+
 def peaks() -> dict[str, int | None]:
     """Return the allocator's peaks since they were reset, in bytes; None without a GPU."""
     if not torch.cuda.is_available():

@@ -12,6 +12,7 @@ MODELS: Final = {
     "llama-1b": "meta-llama/Llama-3.2-1B",
     "llama-3b": "meta-llama/Llama-3.2-3B",
     "qwen-0.5b": "Qwen/Qwen2.5-0.5B",
+    "llama-8b": "meta-llama/Llama-3.1-8B",
 }
 
 SMALL: Final = {

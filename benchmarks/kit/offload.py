@@ -32,6 +32,7 @@ BATCH, SEQUENCE = 4, 1024
 
 LAUNCHES: Final[tuple[dict[str, Any], ...]] = (
     {"strategy": "fsdp_offload"},
+    {"strategy": "fsdp_offload", "pinned": False},
     {"strategy": "zero2_offload"},
     {"strategy": "zero2_offload", "pinned": False},
     {"strategy": "zero2_offload", "optimizer": "torch"},
@@ -57,14 +58,7 @@ def cells(machine: Machine) -> Iterator[Cell]:
     for changes in LAUNCHES:
         if machine.smoke and "pinned" in changes:
             continue  # without a GPU nothing can be pinned
-        settings = {
-            "kind": "launch",
-            "pinned": True,
-            "optimizer": "deepspeed",
-            "model": MODEL,
-            "batch": BATCH,
-            "sequence": SEQUENCE // 32 if machine.smoke else SEQUENCE,
-        } | changes
+        settings = settings_of(changes, machine)
         uses_deepspeed = settings["strategy"].startswith("zero")
         builds = uses_deepspeed and first
         first = first and not uses_deepspeed
@@ -74,6 +68,18 @@ def cells(machine: Machine) -> Iterator[Cell]:
             seconds=LAUNCH_SECONDS + (BUILD_SECONDS if builds else 0),
             libraries=("deepspeed",) if uses_deepspeed else (),
         )
+
+
+def settings_of(changes: dict[str, Any], machine: Machine) -> dict[str, Any]:
+    """Return the settings of one of `LAUNCHES`."""
+    return {
+        "kind": "launch",
+        "pinned": True,
+        "optimizer": "deepspeed",
+        "model": MODEL,
+        "batch": BATCH,
+        "sequence": SEQUENCE // 32 if machine.smoke else SEQUENCE,
+    } | changes
 
 
 def described(settings: dict[str, Any]) -> str:

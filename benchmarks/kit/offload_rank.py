@@ -44,6 +44,8 @@ def trained(settings: dict[str, Any], folder: str) -> dict[str, Any]:
     from toolkit.training.trainer import ToolkitTrainer
 
     on_gpu = torch.cuda.is_available()
+    if on_gpu and not settings["pinned"]:
+        _leave_pageable()
     facts = model_facts(settings["folder"])
     if DEEPSPEED_FILE in os.environ:
         # As toolkit.train fits the file to its model.
@@ -86,6 +88,21 @@ def trained(settings: dict[str, Any], folder: str) -> dict[str, Any]:
         "optimizer": record["attestation"]["engaged"]["optimizer_class"],
         "memory": record["memory"],
     }
+
+
+def _leave_pageable() -> None:
+    """Have FSDP2 offload to memory that is not pinned: no key of Accelerate 1.15 asks for that."""
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    original = FullyShardedDataParallelPlugin.set_cpu_offload
+
+    def set_cpu_offload(self: Any) -> None:
+        original(self)
+        if isinstance(self.cpu_offload, CPUOffloadPolicy):
+            self.cpu_offload = CPUOffloadPolicy(pin_memory=False)
+
+    FullyShardedDataParallelPlugin.set_cpu_offload = set_cpu_offload
 
 
 def _profiling(found: dict[str, Any], folder: str) -> Any:

@@ -14,6 +14,7 @@ from kit.cells import Refused, started_anew
 from toolkit.configs import ConfigOptions
 from toolkit.configs.files import write_configs
 from toolkit.launching.launch import launch_command, run
+from toolkit.launching.outcome import Outcome
 from toolkit.records.record import read_record
 from toolkit.strategies import get_strategy
 
@@ -30,19 +31,7 @@ def train_sharing(strategy: str, *, steps: int) -> dict[str, Any]:
     ranks = 1 if strategy == "single" else 2
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        config = write_configs(
-            get_strategy(strategy), folder / "config", options=ConfigOptions(num_processes=ranks)
-        )
-        flags = ["--output_dir", str(folder / "run"), "--max_steps", str(steps)]
-        flags += ["--per_device_train_batch_size", str(GLOBAL_BATCH // ranks), "--tf32", "False"]
-        with started_anew():
-            outcome = run(
-                launch_command(config.accelerate, [str(SCRIPT), *flags], gpu_ids="all"),
-                folder=folder / "run",
-                timeout=150,  # what a backend does not carry, it may wait for without end
-                num_processes=ranks,
-                loopback=True,
-            )
+        outcome = launch_sharing(strategy, folder, ranks=ranks, steps=steps)
         if outcome.status != "ok":
             raise Refused(f"{outcome.status}: {outcome.reason} {' | '.join(outcome.tail[-8:])}")
         record = read_record(folder / "run")
@@ -57,3 +46,32 @@ def train_sharing(strategy: str, *, steps: int) -> dict[str, Any]:
             "traffic": None if traffic is None else traffic["collectives"],
             "step_seconds": record["step_seconds"],
         }
+
+
+def launch_sharing(
+    strategy: str,
+    folder: Path,
+    *,
+    ranks: int,
+    steps: int,
+    environment: dict[str, str] | None = None,
+    timeout: float = 150,
+) -> Outcome:
+    """Launch the ranks, with further variables; `folder/run` has their log and their record.
+
+    What a backend does not carry, it may wait for without end: `timeout` seconds are its end.
+    """
+    config = write_configs(
+        get_strategy(strategy), folder / "config", options=ConfigOptions(num_processes=ranks)
+    )
+    flags = ["--output_dir", str(folder / "run"), "--max_steps", str(steps)]
+    flags += ["--per_device_train_batch_size", str(GLOBAL_BATCH // ranks), "--tf32", "False"]
+    with started_anew():
+        return run(
+            launch_command(config.accelerate, [str(SCRIPT), *flags], gpu_ids="all"),
+            folder=folder / "run",
+            timeout=timeout,
+            num_processes=ranks,
+            environment=environment,
+            loopback=True,
+        )

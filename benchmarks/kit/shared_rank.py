@@ -6,6 +6,7 @@ Started by `accelerate launch` in the place of `-m toolkit.train`; see `shared.p
 from __future__ import annotations
 
 import os
+from typing import Final
 
 import torch
 
@@ -14,6 +15,9 @@ from toolkit.engines.on_cpu import patch_accelerate
 from toolkit.rehearse import rehearse_if_needed
 from toolkit.training import request
 from toolkit.training.run import SaveAtTheEnd
+
+KEEP_SAVE: Final = "KIT_KEEP_SAVE"
+"""Variable with which FSDP2 saves at the end all the same, to show the fault below."""
 
 
 def share_device() -> bool:
@@ -25,7 +29,8 @@ def share_device() -> bool:
         os.environ["LOCAL_RANK"] = "0"
         torch.cuda.set_device(0)
         patch_accelerate()  # gloo ranks that each engine takes for those of GPUs
-        if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        is_fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
+        if is_fsdp and KEEP_SAVE not in os.environ:
             # Its gather of whole weights over gloo ends in SIGSEGV on CUDA (torch 2.11, H200).
             SaveAtTheEnd.step_done = lambda *_: None  # type: ignore[method-assign]
     return False

@@ -30,6 +30,7 @@ and, where rows have other lengths, once more in the third."""
 SECONDS, COMPILED_SECONDS = 4.0, 16.0
 GIB = 2**30
 
+REGISTERED = ("FA3", "FA4")
 KERNELS = ("flash", "efficient", "cudnn", "math")
 REFUSALS = (
     "No available kernel",
@@ -239,8 +240,8 @@ def measure(settings: dict[str, Any], machine: Machine) -> dict[str, Any]:
         "learned_tokens_per_second": quartiles(learned)[1],
         "peak_allocated_bytes": watch.peaks["allocated_bytes"],
         "peak_reserved_bytes": watch.peaks["reserved_bytes"],
-        "first_loss": float(watch.losses[0]),
-        "last_loss": float(watch.losses[-1]),
+        "first_loss": watch.losses[0],
+        "last_loss": watch.losses[-1],
     }
     return measured | _utilization(settings, machine, measured["tokens_per_second"])
 
@@ -330,7 +331,7 @@ def _train(
 
 @contextmanager
 def allowed(name: str, kernel: str | None, *, smoke: bool) -> Iterator[None]:
-    """Allow sdpa one kernel, None: all of them.
+    """Allow sdpa one kernel, None: all of them. `FA3` and `FA4` take the place of torch's flash.
 
     Raises:
         Refused: the attention or the kernel does not take what it is given.
@@ -345,6 +346,9 @@ def allowed(name: str, kernel: str | None, *, smoke: bool) -> Iterator[None]:
         "math": SDPBackend.MATH,
     }
     with ExitStack() as stack:
+        if kernel in REGISTERED:
+            stack.enter_context(registered(kernel))
+            kernel = "flash"
         if kernel is not None:
             stack.enter_context(sdpa_kernel(backends[kernel]))
         if smoke and name == "flex_attention":  # which is compiled for long before it refuses a CPU
@@ -357,22 +361,61 @@ def allowed(name: str, kernel: str | None, *, smoke: bool) -> Iterator[None]:
             raise
 
 
+@contextmanager
+def registered(name: str) -> Iterator[None]:
+    """Have one of torch's registry stand in for its FlashAttention.
+
+    Raises:
+        Refused: it can't be used here.
+    """
+    from torch.nn import attention
+
+    try:
+        attention.activate_flash_attention_impl(name)
+    except (ImportError, RuntimeError, ValueError) as error:
+        raise Refused(f"{name}: {error}") from error
+    try:
+        yield
+    finally:
+        attention.restore_flash_attention_impl()
+
+
 def _utilization(
     settings: dict[str, Any], machine: Machine, tokens_per_second: float
 ) -> dict[str, Any]:
-    """Return the MFU, 0 to 1, or why there is none."""
+    share, reason = utilization_of(
+        MODEL,
+        settings["tokens"] if settings["rows"] == "full" else None,
+        machine,
+        tokens_per_second,
+        frozen=settings["method"] != "full",
+    )
+    return {"mfu": share, "no_mfu": reason}
+
+
+def utilization_of(
+    model: str, tokens: int | None, machine: Machine, tokens_per_second: float, *, frozen: bool
+) -> tuple[float | None, str | None]:
+    """Return the MFU, 0 to 1, or why there is none.
+
+    Args:
+        model: One of `kit.models.MODELS`.
+        tokens: Of a row; None where rows have no length in common.
+        machine: What it was trained on.
+        tokens_per_second: Trained.
+        frozen: Whether some weights have no gradients.
+    """
     from kit.models import shape_of
 
     peak, reason = peak_flops(machine)
-    if settings["rows"] != "full":
+    if tokens is None:
         reason = "rows have no length in common"
-    elif settings["method"] != "full":
+    elif frozen:
         reason = "not all weights have gradients"
-    if peak is None or reason is not None:
-        return {"mfu": None, "no_mfu": reason}
-    shape = shape_of(MODEL, smoke=machine.smoke)
-    share = utilization(tokens_per_second, shape, tokens=settings["tokens"], flops=peak)
-    return {"mfu": share, "no_mfu": None}
+    if peak is None or reason is not None or tokens is None:
+        return None, reason
+    shape = shape_of(model, smoke=machine.smoke)
+    return utilization(tokens_per_second, shape, tokens=tokens, flops=peak), None
 
 
 def utilization(tokens_per_second: float, shape: ModelShape, *, tokens: int, flops: float) -> float:

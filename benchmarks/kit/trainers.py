@@ -17,6 +17,7 @@ from kit.data import IGNORED
 from kit.device import Stopwatch, device, peaks, reset_peaks
 from kit.variants import Variant
 from toolkit.data.order import Collator
+from toolkit.engines.masters import moments_of
 from toolkit.measuring.attestation import Requested
 from toolkit.measuring.heartbeat import Choice, heartbeat_for
 from toolkit.measuring.recorder import Recorder
@@ -41,15 +42,21 @@ class Watch:
     Args:
         warm_up: Steps before those that count, at least 1.
         steps: Those that count.
+        micro_batches: Of a step.
         clock: Of the CPU; on a GPU events are taken.
     """
 
     def __init__(
-        self, *, warm_up: int, steps: int, clock: Callable[[], float] = time.perf_counter
+        self,
+        *,
+        warm_up: int,
+        steps: int,
+        micro_batches: int = 1,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.warm_up, self.steps = warm_up, steps
-        self.losses: list[torch.Tensor] = []
-        """Of each step, on the device."""
+        self.warm_up, self.steps, self.micro_batches = warm_up, steps, micro_batches
+        self._losses: list[torch.Tensor] = []
+        """Shares of the micro-batches in the loss of their step, on the device."""
 
         self.peaks: dict[str, int | None] = {}
         self._tokens: list[int] = []
@@ -58,7 +65,7 @@ class Watch:
         self._done = 0
 
     def counting(self, collate: Collate) -> Collate:
-        """Return what makes the same batches, one a step, and counts their tokens."""
+        """Return what makes the same micro-batches, and counts their tokens."""
 
         def counted(rows: Sequence[Any]) -> dict[str, Any]:
             batch = collate(rows)
@@ -69,8 +76,8 @@ class Watch:
         return counted
 
     def loss(self, loss: torch.Tensor) -> None:
-        """Keep the loss of a step, unread."""
-        self.losses.append(loss.detach().float())
+        """Keep a micro-batch's share of the loss of its step, unread."""
+        self._losses.append(loss.detach().float())
 
     def step_done(self) -> None:
         self._done += 1
@@ -96,12 +103,22 @@ class Watch:
     @property
     def tokens(self) -> list[int]:
         """Tokens of each step that counts, padding left out."""
-        return self._tokens[self.warm_up : self.warm_up + self.steps]
+        return self._of_steps(self._tokens)[self.warm_up : self.warm_up + self.steps]
 
     @property
     def learned(self) -> list[int]:
         """Tokens of each step that counts that have a label."""
-        return self._learned[self.warm_up : self.warm_up + self.steps]
+        return self._of_steps(self._learned)[self.warm_up : self.warm_up + self.steps]
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of each step."""
+        return [float(loss) for loss in self._of_steps(self._losses)]
+
+    def _of_steps(self, values: Sequence[Any]) -> list[Any]:
+        """Return the sums over the micro-batches of each step."""
+        size = self.micro_batches
+        return [sum(values[at : at + size]) for at in range(0, len(values), size)]
 
     def seconds(self) -> list[float]:
         """Wait for the device, and return the seconds of each step that counts."""
@@ -128,19 +145,23 @@ class _WatchInLoop(Observer):
         self._watch.step_done()
 
 
-def training_values(folder: str | Path, *, rows: int, steps: int, bf16: bool) -> dict[str, Any]:
+def training_values(
+    folder: str | Path, *, rows: int, steps: int, bf16: bool, micro_batches: int = 1
+) -> dict[str, Any]:
     """Return the values of `TrainingArguments` that all variants share.
 
     Args:
         folder: What would be written goes there.
-        rows: Of a micro-batch, which is a step's only one.
+        rows: Of a micro-batch.
         steps: All of them.
         bf16: Compute in bf16, from weights as they are.
+        micro_batches: Of a step.
     """
     return {
         "output_dir": str(folder),
         "max_steps": steps,
         "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": micro_batches,
         "learning_rate": LEARNING_RATE,
         "lr_scheduler_type": "constant",
         "max_grad_norm": CLIPPED_TO,
@@ -236,9 +257,12 @@ def padded(rows: Sequence[Any]) -> dict[str, Any]:
     return batch
 
 
-def train_plainly(model: Any, rows: list[Any], watch: Watch, *, batch: int, bf16: bool) -> None:
+def train_plainly(
+    model: Any, rows: list[Any], watch: Watch, *, batch: int, bf16: bool, fused: bool = False
+) -> None:
     """Train as a loop that is written by hand: autocast, AdamW, clipped gradients, and no more."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0, fused=fused)
     loader = DataLoader(
         rows,  # type: ignore[arg-type]
         batch_size=batch,
@@ -246,15 +270,17 @@ def train_plainly(model: Any, rows: list[Any], watch: Watch, *, batch: int, bf16
         pin_memory=torch.cuda.is_available(),
     )
     place = device()
-    for host_batch in loader:
+    for number, host_batch in enumerate(loader, 1):
         inputs = {name: value.to(place, non_blocking=True) for name, value in host_batch.items()}
         with torch.autocast(place.type, torch.bfloat16, enabled=bf16):
-            loss = model(**inputs).loss
+            loss = model(**inputs).loss / watch.micro_batches
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPED_TO)
+        watch.loss(loss)
+        if number % watch.micro_batches:
+            continue
+        torch.nn.utils.clip_grad_norm_(trained, CLIPPED_TO)
         optimizer.step()
         optimizer.zero_grad()
-        watch.loss(loss)
         watch.step_done()
 
 
@@ -267,7 +293,7 @@ def train_in_loop(
     args = TrainingArguments(**values)
     speed = Speed(SpeedArguments(**variant.speed), args)
     speed.apply(model, loop=args)
-    recorder = loop_recorder(args)
+    recorder = loop_recorder(args, moments=moments_of(model))
     try:
         train_loop(
             model,
@@ -285,8 +311,13 @@ def train_in_loop(
         watch.loss(torch.tensor(loss))
 
 
-def loop_recorder(args: TrainingArguments) -> Recorder:
-    """Return the recorder that `toolkit.train` would give the loop, for one process."""
+def loop_recorder(args: TrainingArguments, *, moments: str | None = None) -> Recorder:
+    """Return the recorder that `toolkit.train` would give the loop, for one process.
+
+    Args:
+        args: Of the training.
+        moments: Their dtype beside fp32 masters; None without masters.
+    """
     return Recorder(
         Requested(
             strategy=STRATEGIES["single"],
@@ -294,6 +325,7 @@ def loop_recorder(args: TrainingArguments) -> Recorder:
             precision=args.mixed_precision,
             gradient_clipping=float(args.max_grad_norm),
             gradient_accumulation_steps=args.gradient_accumulation_steps,
+            moments=moments,
         ),
         rehearsal=not torch.cuda.is_available(),
         heartbeat=heartbeat_for("stop", checkpoints=Path(args.output_dir)),

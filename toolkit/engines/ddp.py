@@ -12,6 +12,7 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.engines.base import Backend, Traits
+from toolkit.engines.masters import masters_of
 from toolkit.engines.optimizers import optimizer_of
 from toolkit.engines.prepared import Prepared, amp_precision, split_by, world_size
 from toolkit.engines.tensors import is_spread, state_tensors
@@ -67,6 +68,19 @@ class Replicated(Backend):
             self._model.gradient_as_bucket_view
         )
 
+    def masters_held(self) -> Iterator[torch.Tensor]:
+        yield from masters_of(self._model.parameters())
+
+    def whole_weight(self, parameter: Any) -> torch.Tensor:
+        for master in masters_of([parameter]):
+            return master
+        return super().whole_weight(parameter)
+
+    @torch.no_grad()
+    def put_weight(self, parameter: Any, numbers: torch.Tensor) -> None:
+        for held in (parameter, *masters_of([parameter])):
+            held.copy_(numbers)
+
     def has_reduced(self) -> bool | None:
         # True again as soon as DDP's `no_sync` is left.
         return getattr(self._model, "require_backward_grad_sync", None)
@@ -101,11 +115,17 @@ class Replicated(Backend):
         torch.save(optimizer_of(prepared.optimizer).state_dict(), folder / OPTIMIZER)
 
     def read(self, folder: Path, prepared: Prepared, *, step: int) -> None:
-        self.read_model(folder, prepared, step=step)
+        self._read_weights(folder, prepared)
         states = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
         optimizer_of(prepared.optimizer).load_state_dict(states)
 
     def read_model(self, folder: Path, prepared: Prepared, *, step: int) -> None:
+        if any(True for _ in self.masters_held()):  # they are in the optimizer's file
+            self.read(folder, prepared, step=step)
+        else:
+            self._read_weights(folder, prepared)
+
+    def _read_weights(self, folder: Path, prepared: Prepared) -> None:
         model = prepared.unwrapped
         if not prepared.trains_adapters_alone:
             load_model(model, folder / WEIGHTS)

@@ -75,6 +75,10 @@ class Requested:
     dtype: str = "float32"
     """The dtype that the weights were loaded in."""
 
+    moments: str | None = None
+    """The dtype of AdamW's moments, where the run itself casts the weights to bf16 and keeps fp32
+    masters; None where it does not."""
+
     @property
     def shards(self) -> int:
         """Number of ranks that share one copy of the sharded states."""
@@ -102,7 +106,8 @@ class Requested:
         }
         if self.precision is not None and self.dtype == "float32":
             computed = COMPUTE_DTYPES[self.precision]
-            facts["parameter_dtypes"] = [computed if traits.masters_in_fp32 else "float32"]
+            cast = traits.masters_in_fp32 or self.moments is not None
+            facts["parameter_dtypes"] = [computed if cast else "float32"]
         return _requested_only(facts)
 
     def after_first_step(self) -> dict[str, Any]:
@@ -125,10 +130,10 @@ class Requested:
             del facts["optimizer_fraction"]  # swapped out after the step
         if self.precision is None or self.dtype != "float32":
             return _requested_only(facts)
-        facts["optimizer_dtypes"] = ["float32"]
+        facts["optimizer_dtypes"] = sorted({"float32", self.moments or "float32"})
         facts["reduce_dtype"] = {
             "nothing": None,
-            "weights' dtype": "float32",
+            "weights' dtype": "float32" if self.moments is None else "bfloat16",
             "fp32": "float32",
             "computed dtype": COMPUTE_DTYPES[self.precision],
         }[traits_of(self.strategy, self.num_processes).reduces]

@@ -64,6 +64,10 @@ class ModelArguments:
         False, "Let sdpa take cuDNN's kernel, whose gradients are NaN at times on an H100 or H200."
     )
 
+    flash_attention: Literal["FA3", "FA4"] | None = flag(
+        None, "The package that has sdpa's FlashAttention on a GPU; none: torch's own, FA2."
+    )
+
     @property
     def is_built_in(self) -> bool:
         return self.model_name_or_path is None

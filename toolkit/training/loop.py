@@ -22,6 +22,7 @@ from toolkit.checkpoints.states import read_random_state, read_states
 from toolkit.data.packing import keep_texts_apart
 from toolkit.data.tokens import IGNORED
 from toolkit.engines.backend import backend_of, prepare
+from toolkit.engines.masters import clip_in_fp32, moments_of, stepping_on_masters
 from toolkit.engines.prepared import Prepared
 from toolkit.engines.tensors import number
 from toolkit.errors import UsageError
@@ -70,10 +71,15 @@ def train_loop(
         ),
         # A prepared scheduler would step once per process (huggingface/accelerate#1382).
         step_scheduler_with_optimizer=False,
-        dataloader_config=DataLoaderConfiguration(even_batches=True),
+        # From pinned memory: a copy that blocks would wait for all the work of the device.
+        dataloader_config=DataLoaderConfiguration(
+            even_batches=True, non_blocking=args.dataloader_pin_memory
+        ),
         log_with=[*tracking.trackers(args)] or None,
         kwargs_handlers=[ddp_options(args, bucket_view=ddp_bucket_view)],
     )
+    if moments_of(model) is not None:
+        clip_in_fp32(accelerator)
     loader = DataLoader(
         dataset,
         batch_size=args.per_device_train_batch_size,
@@ -252,7 +258,7 @@ def build_optimizer(model: PreTrainedModel, args: TrainingArguments) -> torch.op
     """Return the optimizer that the Trainer would make: same class, options and decay groups."""
     decayed = set(get_parameter_names(model, [torch.nn.LayerNorm], NO_DECAY))
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    kind, options = stepping_on_masters(model, *Trainer.get_optimizer_cls_and_kwargs(args, model))
     with_decay = [p for n, p in trained.items() if n in decayed]
     without = [p for n, p in trained.items() if n not in decayed]
     groups = [

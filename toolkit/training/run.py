@@ -39,6 +39,7 @@ from toolkit.training.pipelines import pipeline_request
 from toolkit.training.run_record import asked, described, recorder_of
 from toolkit.training.saving import save_model
 from toolkit.training.speed import Speed
+from toolkit.training.speed.attention import choose_kernels
 from toolkit.training.tracking import keep_local
 from toolkit.training.trainer import ToolkitTrainer
 
@@ -67,9 +68,9 @@ def train(job: Job, status: StatusFile) -> None:
     status.peak = memory.host_peak_bytes if rehearsal else memory.device_peak_bytes
     if job.args.tf32 is None and job.args.mixed_precision == "no":
         torch.backends.cuda.matmul.fp32_precision = "ieee"  # parity in fp32 means fp32
-    # On an H100, H200 or B200 torch 2.11 prefers it, and its gradients are NaN at times
-    # (pytorch#196678).
-    torch.backends.cuda.enable_cudnn_sdp(own.model.cudnn_attention)
+    choose_kernels(
+        cudnn=own.model.cudnn_attention, flash=None if rehearsal else own.model.flash_attention
+    )
     torch.manual_seed(job.args.seed)
     model = load_for(
         job.request.method,

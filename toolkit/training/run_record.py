@@ -17,6 +17,7 @@ from toolkit.configs.requested import (
     requests_checkpointing,
 )
 from toolkit.data.flags import plain_value
+from toolkit.engines.masters import MasterAdamW
 from toolkit.launching.status import StatusFile
 from toolkit.measuring.attestation import Requested
 from toolkit.measuring.evidence import EvidenceKeeper
@@ -28,9 +29,7 @@ from toolkit.strategies import Strategy
 from toolkit.training.arguments import syncs_each_batch
 from toolkit.training.job import Job
 from toolkit.training.speed import Speed
-from toolkit.training.speed_arguments import checkpoints_by_flag
-
-ADAMW: Final = ("adamw_torch", "adamw_torch_fused")
+from toolkit.training.speed_arguments import ADAMW, checkpoints_by_flag
 
 _SAME_NAME: Final = (
     "per_device_train_batch_size",
@@ -46,6 +45,7 @@ _SAME_NAME: Final = (
 def recorder_of(job: Job, status: StatusFile, speed: Speed) -> Recorder:
     """Return the recorder of a run; it refuses the run unless the job's request engages."""
     args, own = job.args, job.own
+    moments = speed.on.get("bf16_weights", {}).get("moments")
     requested = Requested(
         strategy=job.strategy,
         num_processes=requested_processes(os.environ),
@@ -53,12 +53,15 @@ def recorder_of(job: Job, status: StatusFile, speed: Speed) -> Recorder:
         gradient_clipping=float(args.max_grad_norm or 0),
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         sync_each_batch=syncs_each_batch(args),
-        optimizer_classes=_optimizer_classes(job.strategy, plain_value(args.optim)),
+        optimizer_classes=_optimizer_classes(job.strategy, plain_value(args.optim))
+        if moments is None
+        else (MasterAdamW.__name__,),
         accumulation_dtype=requested_accumulation_dtype(os.environ),
         activation_checkpointing=_checkpoints_all_layers(job, speed)
         or bool(speed.on.get("checkpoint_layers")),
         optimizer_settings=optimizer_settings(args),
         dtype=job.request.method.trained_dtype,
+        moments=moments,
     )
     evidence = None
     if own.run.evidence is not None:

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from toolkit.configs.proven_models import PROVEN_MODELS
-from toolkit.data.flags import flag
+from toolkit.data.flags import flag, plain_value
 from toolkit.errors import UsageError
 from toolkit.strategies import Strategy
 from toolkit.training.precision import switched
+
+ADAMW = ("adamw_torch", "adamw_torch_fused")
 
 LAYERS = r"none|all|selective|every:[1-9]\d*|[1-9]\d*"
 """The values of `--checkpoint_layers`."""
@@ -53,6 +55,13 @@ class SpeedArguments:
         False,
         "FSDP2 and ddp: reduce gradients in every micro-batch, not once a step. Under FSDP2 no "
         "rank then holds whole gradients between them; the traffic grows with their number.",
+    )
+    bf16_weights: bool | None = flag(
+        None,
+        "One process and ddp in bf16: bf16 weights, and fp32 masters of them in the optimizer.",
+    )
+    optimizer_state_dtype: Literal["float32", "bfloat16"] = flag(
+        "float32", "With --bf16_weights: the dtype of AdamW's two moments."
     )
     compile_blocks: bool = flag(False, "torch.compile for each layer of the model by itself.")
     compile_backend: str = flag(
@@ -176,6 +185,10 @@ def check_speed(
             for flag, passed in by_hand.items()
             if passed
         ]
+    if arguments.bf16_weights:
+        messages += no_bf16_weights(values, strategy)
+    elif arguments.optimizer_state_dtype != "float32":
+        messages.append("--optimizer_state_dtype is for the optimizer of --bf16_weights: pass both")
     if arguments.ddp_bucket_view and several and not strategy.reduces_in_buckets:
         messages.append(f"--ddp_bucket_view is for ddp, and this is {strategy.name}")
     if arguments.fsdp_prefetch and several and strategy.sharding != "rows":
@@ -194,6 +207,21 @@ def check_speed(
         )
     if messages:
         raise UsageError(f"{'; '.join(messages)}.")
+
+
+def no_bf16_weights(values: Mapping[str, Any], strategy: Strategy) -> list[str]:
+    """Return what excludes bf16 weights with fp32 masters, as sentences."""
+    messages: list[str] = []
+    if strategy.backend not in ("single", "ddp"):
+        messages.append(
+            f"--bf16_weights is for one process and ddp, and this is {strategy.name}, which keeps "
+            "the weights in its own way"
+        )
+    if not values.get("bf16"):
+        messages.append("--bf16_weights computes in bf16: pass --bf16 true")
+    if (optimizer := plain_value(values.get("optim"))) not in ADAMW:
+        messages.append(f"--bf16_weights has an AdamW of its own, and --optim is {optimizer}")
+    return messages
 
 
 def no_chunked_loss(values: Mapping[str, Any]) -> list[str]:

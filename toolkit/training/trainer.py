@@ -32,6 +32,7 @@ from toolkit.data.packing import keep_texts_apart
 from toolkit.data.tokens import IGNORED
 from toolkit.engines.backend import backend_of, strategy_of_plugins
 from toolkit.engines.between_steps import between_steps
+from toolkit.engines.masters import clip_in_fp32, moments_of, stepping_on_masters
 from toolkit.engines.prepared import Prepared
 from toolkit.errors import UsageError
 from toolkit.launching.progress import progressed
@@ -212,6 +213,13 @@ class ToolkitTrainer(Trainer):
         if self.is_world_process_zero():
             write_json(output_dir_of(self.args) / RECORD_FILE, self.record)
 
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(
+        args: TrainingArguments, model: PreTrainedModel | None = None
+    ) -> tuple[Any, Any]:
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
+        return stepping_on_masters(model, kind, options)
+
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         # Evidence may end the training before the schedule does, too.
         return super().create_scheduler(self._scheduled_steps or num_training_steps, optimizer)
@@ -256,7 +264,14 @@ class ToolkitTrainer(Trainer):
         for handler in built["kwargs_handlers"]:
             if isinstance(handler, DistributedDataParallelKwargs):
                 handler.gradient_as_bucket_view = self._ddp_bucket_view
+        # From pinned memory: a copy that blocks would wait for all the work of the device.
+        built["dataloader_config"].non_blocking |= self.args.dataloader_pin_memory
         return built
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if moments_of(self.model) is not None:
+            clip_in_fp32(self.accelerator)
 
     def evaluation_loop(
         self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
@@ -423,12 +438,14 @@ class ToolkitTrainer(Trainer):
 
 def _recorder_for(args: TrainingArguments, model: Any, guards: Choice) -> Recorder:
     trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    moments = moments_of(model)
     deepspeed, folder = args.deepspeed_plugin, output_dir_of(args)
     requested = Requested(
         strategy=_strategy_of(args),
         num_processes=int(os.environ.get("WORLD_SIZE", "1")),
         precision=args.mixed_precision,
-        dtype="float32" if trained == {torch.float32} else "another",
+        dtype="float32" if trained == {torch.float32} or moments is not None else "another",
+        moments=moments,
         gradient_clipping=float(args.max_grad_norm or 0),
         accumulation_dtype=accumulation_dtype(deepspeed.deepspeed_config)
         if deepspeed is not None and args.deepspeed

@@ -26,6 +26,7 @@ LOSS_ONLY = frozenset(
     {
         *("labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "return_dict"),
         "supervised_positions",  # of batches for the chunked loss
+        "text_borders",  # and of packed rows
     }
 )
 """Arguments that a causal LM does not pass on to its decoder."""

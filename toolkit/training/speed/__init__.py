@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.trainer_utils import unwrap_peft_model
 
 from toolkit.engines.backend import backend_of
+from toolkit.engines.masters import cast_to_bf16
 from toolkit.engines.prepared import Prepared
 from toolkit.errors import UsageError
 from toolkit.training.observers import Observer
@@ -34,6 +36,10 @@ from toolkit.training.speed_arguments import SpeedArguments, no_chunked_loss
 
 TRAINER_SWITCHES = ("use_liger_kernel", "torch_compile", "ddp_bucket_cap_mb", "ddp_static_graph")
 """Switches of `TrainingArguments`, for both engines but for `torch_compile`."""
+
+
+UNMASKED = "no mask asked for"
+"""Value of the switch `lean_masks` where no layer needs a mask."""
 
 
 class Speed(Observer):
@@ -76,14 +82,22 @@ class Speed(Observer):
             every = len(numbers) == len(checkpointable(inner))
             self.checkpoints_all = every and arguments.checkpoint_layers != "selective"
         if arguments.chunked_loss and self._can("loss_impl", self._check_loss, inner):
-            use_chunked_loss(inner, chunk_tokens=arguments.loss_chunk_tokens)
+            use_chunked_loss(
+                inner,
+                chunk_tokens=arguments.loss_chunk_tokens,
+                backend=arguments.compile_backend if arguments.compile_blocks else None,
+            )
             self.on["loss_impl"] = "chunked"
             self.on["loss_chunk_tokens"] = arguments.loss_chunk_tokens
         if arguments.uses_lean_masks and self._can("lean_masks", check_lean_masks, inner):
             if unasked := takes_masks_as_given(inner):
                 spare_the_device(inner)
             # Windows and eager attention need masks, which transformers makes on request.
-            self.on["lean_masks"] = "no mask asked for" if unasked else "padding is not masked"
+            self.on["lean_masks"] = UNMASKED if unasked else "padding is not masked"
+        if arguments.bf16_weights:
+            moments = getattr(torch, arguments.optimizer_state_dtype)
+            cast = cast_to_bf16(inner, state_dtype=moments)
+            self.on["bf16_weights"] = {"cast": cast, "moments": arguments.optimizer_state_dtype}
         # Last, because torch.compile traces the layers with all other switches on.
         if arguments.compile_blocks:
             compiled = compile_blocks(inner, backend=arguments.compile_backend)
@@ -94,7 +108,12 @@ class Speed(Observer):
         chunked, lean = "loss_impl" in self.on, "lean_masks" in self.on
         if not chunked and not lean:
             return collate
-        return LeanCollator(collate=collate, names_positions=chunked, drops_masks=lean)
+        return LeanCollator(
+            collate=collate,
+            names_positions=chunked,
+            drops_masks=lean,
+            names_borders=self.on.get("lean_masks") == UNMASKED,
+        )
 
     def prepared(self, prepared: Prepared) -> None:
         backend = backend_of(prepared.model)

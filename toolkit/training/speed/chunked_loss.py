@@ -13,6 +13,7 @@ in fp16, which can't hold the factor of loss scaling; and it has no soft-capping
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from types import MethodType
 from typing import Any
@@ -28,6 +29,12 @@ from toolkit.training.speed.lean_batches import POSITIONS, check_proven
 
 _LOSS_ONLY = {"labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "return_dict"}
 """Arguments that the forward of a causal LM does not pass on to its decoder."""
+
+
+OfChunk = Callable[
+    [torch.Tensor, torch.Tensor, "LogitsOf", bool], tuple[torch.Tensor, torch.Tensor | None]
+]
+"""Takes a product, its targets, the steps to the logits and whether gradients are wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,15 +86,19 @@ def checked_head(model: PreTrainedModel) -> tuple[torch.nn.Linear, LogitsOf]:
     return head, LogitsOf(softcap=getattr(config, "final_logit_softcapping", None))
 
 
-def use_chunked_loss(model: PreTrainedModel, *, chunk_tokens: int) -> None:
+def use_chunked_loss(
+    model: PreTrainedModel, *, chunk_tokens: int, backend: str | None = None
+) -> None:
     """Have the model return the chunked loss, and no logits, wherever it is given labels.
 
-    Without labels it returns logits as before.
+    Without labels it returns logits as before. With `backend`, one of torch.compile's, a chunk's
+    loss and gradient are compiled: its logits are read twice and never held in fp32.
 
     Raises:
         UsageError: the chunked loss is not proven for the model.
     """
     head, logits_of = checked_head(model)
+    of_chunk = _of_chunk if backend is None else _compiled(backend)
     # Functions, not methods of this model: a copy of it has to compute with its own weights.
     original_forward, project = type(model).forward, type(head).forward
     signature = inspect.signature(original_forward)
@@ -109,6 +120,7 @@ def use_chunked_loss(model: PreTrainedModel, *, chunk_tokens: int) -> None:
             items=items,
             chunk_tokens=chunk_tokens,
             logits_of=logits_of,
+            of_chunk=of_chunk,
         )
 
     # By their names: transformers 5.24 renamed the cache.
@@ -169,6 +181,7 @@ def chunked_cross_entropy(
     items: torch.Tensor | int | None = None,
     chunk_tokens: int,
     logits_of: LogitsOf | None = None,
+    of_chunk: OfChunk | None = None,
 ) -> torch.Tensor:
     """Return the cross-entropy of `hidden @ weight.T + bias`, a scalar in fp32.
 
@@ -180,6 +193,8 @@ def chunked_cross_entropy(
         items: Divides the sum of the losses; None divides by the targets that count.
         chunk_tokens: Tokens whose logits are held at once.
         logits_of: Turns the product into logits; None: the product is the logits.
+        of_chunk: Returns the loss of a chunk and the gradient of its product; None: torch's
+            operations one by one, in the memory of the fp32 logits.
     """
     device = hidden.device.type
     computed_in = (
@@ -189,6 +204,7 @@ def chunked_cross_entropy(
         total = _SummedLoss.apply(
             *(hidden, weight, bias, targets),
             *(chunk_tokens, logits_of or LogitsOf(), computed_in, torch.is_grad_enabled()),
+            of_chunk or _of_chunk,
         )
     if items is None:
         items = (targets != IGNORED).sum()
@@ -215,6 +231,7 @@ class _SummedLoss(torch.autograd.Function):
         logits_of: LogitsOf,
         computed_in: torch.dtype,
         differentiates: bool,
+        of_chunk: OfChunk,
     ) -> torch.Tensor:
         # Autograd is off within `forward`, so its earlier state has to be passed in.
         wanted = [differentiates and needed for needed in ctx.needs_input_grad[:3]]
@@ -231,7 +248,7 @@ class _SummedLoss(torch.autograd.Function):
             product = states @ matrix.t()
             if bias is not None:
                 product += bias.to(computed_in)
-            loss, gradient = _of_chunk(product, targets[chunk], logits_of, any(wanted))
+            loss, gradient = of_chunk(product, targets[chunk], logits_of, any(wanted))
             del product  # or this chunk's would be alive beside the next one's
             total += loss
             if gradient is None:
@@ -256,7 +273,7 @@ class _SummedLoss(torch.autograd.Function):
             None if saved is None else saved.float().mul_(gradient).to(dtype)
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return *gradients, None, None, None, None, None
+        return *gradients, None, None, None, None, None, None
 
 
 def _of_chunk(
@@ -277,6 +294,53 @@ def _of_chunk(
     gradient.scatter_add_(1, indices, torch.full_like(indices, -1, dtype=gradient.dtype))
     gradient.masked_fill_(~counted.unsqueeze(1), 0)
     return loss, logits_of.backward_(gradient, capped)
+
+
+def _compiled(backend: str) -> OfChunk:
+    """Return `_of_chunk` as one compiled function, for chunks of any number of tokens."""
+    compiled = torch.compile(_of_chunk_without_memory, backend=backend)
+
+    def of_chunk(
+        product: torch.Tensor, targets: torch.Tensor, logits_of: LogitsOf, differentiates: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        for tensor in (product, targets):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return compiled(product, targets, logits_of.scale, logits_of.softcap, differentiates)
+
+    return of_chunk
+
+
+def _of_chunk_without_memory(
+    product: torch.Tensor,
+    targets: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    differentiates: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return what `_of_chunk` does, by operations that the compiler fuses: none is in place.
+
+    The gradient has the product's dtype: no fp32 tensor of its size is ever written.
+    """
+    logits = product.float()
+    if scale != 1.0:
+        logits = logits * scale
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    counted = targets != IGNORED
+    norms = logits.logsumexp(1)
+    indices = targets.clamp(min=0).unsqueeze(1)
+    losses = norms - logits.gather(1, indices).squeeze(1)
+    loss = torch.where(counted, losses, 0).sum()
+    if not differentiates:
+        return loss, None
+    is_target = torch.arange(logits.shape[1], device=logits.device).unsqueeze(0) == indices
+    gradient = (logits - norms.unsqueeze(1)).exp() - is_target.float()
+    gradient = torch.where(counted.unsqueeze(1), gradient, 0)
+    if softcap is not None:
+        gradient = gradient * (1 - (logits / softcap).square())
+    if scale != 1.0:
+        gradient = gradient * scale
+    return loss, gradient.to(product.dtype)
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

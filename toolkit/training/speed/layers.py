@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.errors import UsageError
+from toolkit.training.speed.attention import tell_caches_of_kernels
 
 CHECKPOINTING = (
     "activation_checkpointing"
@@ -133,6 +134,13 @@ def compile_blocks(model: PreTrainedModel, *, backend: str) -> int:
     # Within DDP's forward torch splits the graph of a layer by the buckets, and a layer that is
     # compiled anew in backward is not split: torch 2.11 then refuses a checkpointed layer.
     torch._dynamo.config.optimize_ddp = False
-    for layer in layers:
-        layer.compile(backend=backend)
+    tell_caches_of_kernels()
+    for module in [*layers, *_norms(model.base_model)]:
+        module.compile(backend=backend)
     return len(layers)
+
+
+def _norms(decoder: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the norms of a decoder that stand outside of its layers."""
+    sizes = {child: [p.dim() for p in child.parameters()] for child in decoder.children()}
+    return [child for child, dims in sizes.items() if dims and set(dims) == {1}]

@@ -13,17 +13,23 @@ from typing import Any
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from toolkit.configs.proven_models import PROVEN_MODELS
 from toolkit.data.tokens import CACHES, IGNORED
 from toolkit.errors import UsageError
+from toolkit.training.speed.attention import (
+    BORDERS,
+    attention_of_texts,
+    block_causal_mask,
+    has_flash,
+    text_borders,
+)
 
 POSITIONS = "supervised_positions"
 """Key of a batch: the positions in the concatenated rows whose next token is learned."""
 
 UNASKED = "sdpa_unasked"
-"""Name under which transformers runs its own `sdpa` without making masks."""
+"""Name under which transformers runs `attention_of_texts` without making masks."""
 
 Collate = Callable[[Sequence[Mapping[str, Any]]], dict[str, torch.Tensor]]
 
@@ -39,12 +45,17 @@ class LeanCollator:
     drops_masks: bool
     """Leave the attention mask out."""
 
+    names_borders: bool = False
+    """Add `BORDERS` to packed rows, for `attention_of_texts`."""
+
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         batch = self.collate(rows)
         if self.drops_masks:
             mask = batch.pop("attention_mask", None)
             if mask is not None and (mask[:, 1:] > mask[:, :-1]).any():
                 raise ValueError("lean masks are for padding on the right, and this is not")
+        if self.names_borders and "position_ids" in batch:
+            batch[BORDERS] = text_borders(batch["position_ids"])
         if self.names_positions:
             learned = batch["labels"][:, 1:] != IGNORED
             row, column = learned.nonzero(as_tuple=True)
@@ -91,13 +102,13 @@ def takes_masks_as_given(model: PreTrainedModel) -> bool:
 
 
 def spare_the_device(model: PreTrainedModel) -> None:
-    """Have the model take batches without a mask as they are, and mask packed rows itself.
+    """Have the model take batches without a mask as they are, and keep packed texts apart itself.
 
     transformers 5.23 examines in each forward whether the positions begin anew anywhere
     (masking_utils.py, `find_packed_sequence_indices`), and waits for the device. It doesn't for an
     attention without a mask function, so during a forward the same attention has another name.
     """
-    AttentionInterface.register(UNASKED, sdpa_attention_forward)
+    AttentionInterface.register(UNASKED, attention_of_texts)
     # On the decoder: a `PeftModel` calls the forward of the model around it, past its hooks.
     decoder = model.base_model
     decoder.register_forward_pre_hook(_begins, with_kwargs=True)
@@ -105,28 +116,22 @@ def spare_the_device(model: PreTrainedModel) -> None:
 
 
 def _begins(decoder: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    borders = kwargs.pop(BORDERS, None)
     masked = kwargs.get("attention_mask") is not None
     if masked or any(kwargs.get(name) is not None for name in CACHES):
-        return None  # for example generation, whose rows are padded on the left
+        return args, kwargs  # for example generation, whose rows are padded on the left
     positions = kwargs.get("position_ids")
-    if positions is not None:
-        return args, kwargs | {"attention_mask": block_causal_mask(positions)}
-    decoder.config._attn_implementation = UNASKED
-    return None
+    if positions is None:
+        decoder.config._attn_implementation = UNASKED
+    elif borders is not None and has_flash(positions.device):
+        decoder.config._attn_implementation = UNASKED
+        # transformers hands masks of four dimensions to the layers as they are.
+        kwargs["attention_mask"] = borders.view(1, 1, 1, -1)
+    else:
+        kwargs["attention_mask"] = block_causal_mask(positions)
+    return args, kwargs
 
 
 def _ended(decoder: Any, *_: Any) -> None:
     if decoder.config._attn_implementation == UNASKED:
         decoder.config._attn_implementation = "sdpa"
-
-
-def block_causal_mask(positions: torch.Tensor) -> torch.Tensor:
-    """Return the mask of packed rows, [rows, 1, tokens, tokens]: a token sees itself and those
-    before it in its text, which begins where the positions don't go on.
-    """
-    begins = torch.ones_like(positions, dtype=torch.bool)
-    begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
-    text = begins.cumsum(1)
-    place = torch.arange(positions.shape[1], device=positions.device)
-    before = place.unsqueeze(0) <= place.unsqueeze(1)
-    return ((text.unsqueeze(2) == text.unsqueeze(1)) & before).unsqueeze(1)

@@ -1,0 +1,298 @@
+"""The acceptance on a GPU: its cheap steps on the CPU, and steps that hang, die or have no time."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import psutil
+import pytest
+from places import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import gpu_acceptance
+from kit import acceptance
+from kit.acceptance import STEPS, Task
+from kit.cells import Refused
+from kit.result import Result
+
+SCRIPT = str(ROOT / "benchmarks" / "gpu_acceptance.py")
+CHEAP = ("doctor", "compare", "tuned", "resume", "too-large", "two-ranks-fsdp")
+
+
+@pytest.fixture(scope="session")
+def accept(launch_environment):
+    """Run the script and return what it printed; it must leave with `code`."""
+
+    def run(*arguments, code=0, **environment):
+        done = subprocess.run(
+            [sys.executable, SCRIPT, *map(str, arguments)],
+            env=launch_environment | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=1200,
+            check=False,
+        )
+        assert done.returncode == code, done.stdout
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def smoke(accept, tmp_path_factory):
+    """Return the result of the cheap steps on the CPU."""
+    folder = tmp_path_factory.mktemp("acceptance")
+    accept("--smoke", "--steps", *CHEAP, "--out", folder)
+    return result_in(folder)
+
+
+def result_in(folder):
+    (file,) = folder.glob("????-??-??-gpu-acceptance-smoke.json")
+    return Result.read(file)
+
+
+def measured(result, name):
+    (row,) = [row for row in result.rows if row["cell"] == name]
+    return row["measured"]
+
+
+def test_each_step_is_ok_or_says_why_it_is_skipped(smoke):
+    assert [row["cell"] for row in smoke.rows] == [*CHEAP]
+    for row in smoke.rows:
+        expected = "skipped" if row["cell"] == "too-large" else "ok"
+        assert row["status"] == expected, row
+        assert (row["reason"] is None) == (expected == "ok")
+        assert row["seconds"] > 0
+    assert {one["name"] for one in measured(smoke, "doctor")["findings"]} >= {"gpus", "versions"}
+
+
+def test_each_run_of_the_comparison_has_its_gaps_its_device_and_its_prediction(smoke):
+    found = measured(smoke, "compare")
+    assert (found["exit_code"], len(found["runs"])) == (0, 3)
+    for run in found["runs"]:
+        assert (run["status"], run["rehearsal"], run["device"]) == ("ok", True, "cpu")
+        assert run["attested"]
+        assert run["broken_gates"] == []
+        assert run["predicted_mib"][0] <= run["predicted_mib"][1]
+        assert run["name"].startswith("single") or run["loss_gap"] < 1e-4
+    engaged = {run["distributed_type"] for run in found["runs"]}
+    assert engaged == {"NO", "DEEPSPEED", "FSDP"}
+
+
+def test_a_log_tells_of_nccl_where_a_rank_has_made_a_group_of_it(smoke, tmp_path):
+    lines = [
+        "[I1126 ProcessGroupNCCL.cpp:9] [Rank 0] ProcessGroupNCCL initialization options: size: 1",
+        "NCCL version 2.28.9+cuda13.0",
+    ]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "stdout.log").write_text("\n".join(lines))
+    row = dict.fromkeys(("reason", "loss_gap", "grad_norm_gap", "weight_gap", "gates", "memory"))
+    row |= dict.fromkeys(("predicted", "step_seconds", "rehearsal"))
+    facts = acceptance.run_facts(row | {"name": "x", "status": "ok", "folder": "run"}, tmp_path)
+    assert (facts["groups"], facts["nccl"]) == (["nccl"], "2.28.9+cuda13.0")
+    assert all(run["groups"] in ([], ["gloo"]) for run in measured(smoke, "compare")["runs"])
+
+
+def test_the_tuned_run_was_compiled_and_learned(smoke):
+    found = measured(smoke, "tuned")
+    assert found["speed"]["on"]["compile_blocks"]["backend"] == "aot_eager"
+    assert found["speed"]["on"]["loss_impl"] == "chunked"
+    assert (found["precision"], found["device"], found["rehearsal"]) == ("bf16", "cpu", True)
+    assert len(found["losses"]) == 6
+    assert found["losses"][-1] < found["losses"][0]
+
+
+def test_the_run_that_was_ended_goes_on_to_the_last_bit(smoke):
+    found = measured(smoke, "resume")
+    assert (found["states"], found["cut_exit_code"]) == (["preempted"], 1)
+    assert found["saved"] == [f"checkpoint-{found['first_step'] - 1}"]
+    assert found["first_step"] > found["signal_after_step"][0]
+    assert found["steps_compared"] == 25 - found["first_step"]
+    assert found["to_the_last_bit"]
+
+
+def test_two_ranks_save_and_gather(smoke):
+    found = measured(smoke, "two-ranks-fsdp")
+    assert (found["status"], found["saved"]) == ("ok", ["model.safetensors"])
+    assert [(one["gather"], one["ends"]) for one in found["gathers"]] == [("full_tensor", "well")]
+
+
+def test_the_page_has_each_step_and_says_that_it_is_no_gpu(smoke):
+    page = smoke.file.with_suffix(".md").read_text()
+    assert "none of its numbers says anything of a GPU" in page
+    for name in CHEAP:
+        assert f"\n| {name} | " in page
+        assert f"\n## {STEPS[name].title}\n" in page
+    assert str(ROOT) not in smoke.file.read_text().partition('"rows"')[2]
+
+
+def test_it_goes_on_where_it_was_and_runs_again_what_failed(accept, tmp_path):
+    chosen = ("--smoke", "--steps", "doctor", "--out", tmp_path)
+    accept(*chosen)
+    assert "doctor: ok before" in accept(*chosen)
+    result = result_in(tmp_path)
+    result.rows[0]["status"] = "failed"
+    result.write()
+    assert "doctor: ok, " in accept(*chosen)
+    assert [row["status"] for row in result_in(tmp_path).rows] == ["ok"]
+
+
+def test_with_no_time_left_each_step_is_recorded_as_not_run(accept, tmp_path):
+    accept("--smoke", "--budget", "0", "--out", tmp_path)
+    rows = result_in(tmp_path).rows
+    assert [row["cell"] for row in rows] == [*STEPS]
+    for row in rows:
+        assert row["status"] == "not run"
+        assert row["reason"].startswith("0 s left")
+
+
+def test_with_no_time_left_the_evidence_of_an_earlier_failure_stays(accept, tmp_path):
+    chosen = ("--smoke", "--steps", "doctor", "--out", tmp_path)
+    accept(*chosen, "--budget", "0")
+    result = result_in(tmp_path)
+    result.rows[0] |= {"status": "failed", "reason": "a fault", "measured": {"seen": 1}}
+    result.write()
+    assert "doctor: failed before" in accept(*chosen, "--budget", "0", code=1)
+    assert measured(result_in(tmp_path), "doctor") == {"seen": 1}
+
+
+def test_the_plan_is_printed_with_seconds_and_nothing_is_written(accept, tmp_path):
+    printed = accept("--plan", "--out", tmp_path / "none")
+    for step in STEPS.values():
+        assert f"| {step.name} | {step.title} | {step.seconds:.0f} |" in printed
+    assert "the budget is 360 s" in printed
+    assert not (tmp_path / "none").exists()
+
+
+def test_mistakes_leave_with_2_and_nothing_written(accept, tmp_path):
+    out = tmp_path / "none"
+    assert "fast: choose from" in accept("--smoke", "--steps", "fast", "--out", out, code=2)
+    assert "--budget -1: " in accept("--smoke", "--budget", "-1", "--out", out, code=2)
+    assert "--smoke" in accept("--out", out, code=2, CUDA_VISIBLE_DEVICES="")
+    assert not out.exists()
+
+
+@pytest.fixture
+def run_fake(monkeypatch, tmp_path):
+    """Run steps whose processes are programs of the test; return their rows by name."""
+
+    def run(programs, *, seconds):
+        def command(step, folder, smoke):
+            return [sys.executable, "-c", programs[step.name], str(folder)]
+
+        monkeypatch.setattr(gpu_acceptance, "step_command", command)
+        steps = [replace(STEPS[name], seconds=1, timeout=seconds) for name in programs]
+        about = dict.fromkeys(("date", "command", "device", "versions", "toolkit", "smoke"))
+        result = Result(file=tmp_path / "result.json", about=about)
+        gpu_acceptance.run_steps(steps, result, smoke=False, end=time.monotonic() + 1000)
+        return {row["cell"]: row for row in Result.read(result.file).rows}
+
+    return run
+
+
+WRITES = (
+    "import json, os, sys; file = os.path.join(sys.argv[1], 'evidence.json'); "
+    "json.dump({'measured': {'seen': 1}, 'problems': [], 'skipped': None}, open(file, 'w')); "
+)
+
+
+def test_a_step_that_hangs_is_ended_with_all_it_started_and_the_next_one_runs(run_fake, tmp_path):
+    sleeping = f"import time; time.sleep(1000)  # {tmp_path}"
+    words = f"[sys.executable, '-c', {sleeping!r}]"
+    hangs = f"{WRITES}print('so far', flush=True); import subprocess; subprocess.run({words})"
+    rows = run_fake({"doctor": hangs, "tuned": WRITES}, seconds=4)
+    assert (rows["doctor"]["status"], rows["tuned"]["status"]) == ("failed", "ok")
+    assert rows["doctor"]["reason"] == "not over after 4 s, and ended"
+    assert rows["doctor"]["measured"]["seen"] == 1
+    assert "so far" in rows["doctor"]["measured"]["logs"]["step.log"]
+    assert 4 <= rows["doctor"]["seconds"] < 60
+    commands = [" ".join(process.info["cmdline"] or ()) for process in running()]
+    assert not [command for command in commands if f"# {tmp_path}" in command]
+
+
+def running():
+    return psutil.process_iter(["cmdline"])
+
+
+def test_a_step_that_dies_keeps_what_it_measured_and_the_next_one_runs(run_fake):
+    dies = f"{WRITES}print('last words', flush=True); os.kill(os.getpid(), 11)"
+    rows = run_fake({"doctor": dies, "tuned": WRITES}, seconds=60)
+    assert (rows["doctor"]["status"], rows["tuned"]["status"]) == ("failed", "ok")
+    assert rows["doctor"]["reason"] == "its process ended with 139"
+    assert rows["doctor"]["measured"]["seen"] == 1
+    assert "last words" in rows["doctor"]["measured"]["logs"]["step.log"]
+
+
+def raises(error):
+    def step(task):
+        task.note(seen=1)
+        raise error
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "problems", "skipped"),
+    [
+        (Refused("no GPU here"), 0, [], "no GPU here"),
+        (KeyError("losses"), 1, ["KeyError: 'losses'"], None),
+    ],
+)
+def test_an_error_in_a_step_is_its_reason(error, code, problems, skipped, tmp_path):
+    step = replace(STEPS["doctor"], run=raises(error))
+    assert acceptance.run_step(step, Task(folder=tmp_path, smoke=True)) == code
+    written = json.loads((tmp_path / acceptance.EVIDENCE).read_text())
+    assert written == {"measured": {"seen": 1}, "problems": problems, "skipped": skipped}
+
+
+@pytest.mark.parametrize("memory_gib", [80, 140])
+def test_the_batch_that_is_too_large_is_so_by_the_planner_and_the_data_have_its_rows(memory_gib):
+    batch, (low, _) = acceptance.too_large_a_batch(memory_gib * 2**30)
+    assert low > 1.3 * memory_gib
+    assert batch <= 150
+
+
+PLANTED = """
+import torch
+from toolkit.measuring.recorder import Recorder
+from toolkit.train import main
+
+def fail(self, **values):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+Recorder.step_done = fail
+main()
+"""
+
+
+def test_an_exhausted_gpu_is_explained_by_the_run_and_by_the_doctor(
+    tmp_path, as_launched, monkeypatch
+):
+    (tmp_path / "train.py").write_text(PLANTED)
+    launch_command = acceptance.launch_command
+    monkeypatch.setattr(
+        acceptance,
+        "launch_command",
+        lambda config, words, **options: launch_command(
+            config, [str(tmp_path / "train.py"), *words[2:]], **options
+        ),
+    )
+    task = Task(folder=tmp_path, smoke=True)
+    flags = ["--output_dir", str(tmp_path / "run"), "--max_steps", "2"]
+    acceptance.blame(task, tmp_path / "run", *task.train(flags, "run"))
+    assert task.problems == []
+    assert task.measured["exit_code"] == task.measured["doctor_exit_code"] == 1
+    assert "The planner expects" in task.measured["doctor"]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_run_that_ended_well_is_not_taken_for_an_exhausted_gpu(tmp_path, monkeypatch):
+    task = Task(folder=tmp_path, smoke=True)
+    monkeypatch.setattr(Task, "run", lambda *_: (0, "ok    run: It ended well."))
+    acceptance.blame(task, tmp_path, 0, "toolkit: saved")
+    assert len(task.problems) == 4
