@@ -41,8 +41,8 @@ STEPS: Final = 8
 WARM_UP: Final = 4
 """The second step is the probe that carries the toolkit's ledgers; the first one compiles."""
 
-SECONDS: Final = 9.0
-COMPILED_SECONDS: Final = 20.0
+SECONDS: Final = 7.0
+COMPILED_SECONDS: Final = 12.0
 """Estimates of a variant, for the budget."""
 
 
