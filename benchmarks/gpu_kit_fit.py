@@ -18,7 +18,8 @@ give memory back to get some: what is reserved then shows the GPU's size. Then c
 how far what was measured is outside of the planner's interval, today and with the fitted
 constants. The suite holds the planner to committed rows: allocated within its interval widened by
 5% of what was measured (MARGIN), reserved within its interval as it is, and the bytes that offloads
-copied in a step to 2% (COPIED_MARGIN).
+copied in a step to 2% (COPIED_MARGIN). Of a result of `speed_lab.py`, the rows that can be planned
+are printed beside the plan, and nothing is fitted.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ from typing import Any, Final, NoReturn
 from kit import offload, speed
 from kit.cells import Row
 from kit.memory import ALLOCATORS, beyond, described, job_of
+from kit.models import shape_of
 from kit.result import Result, table
 
+from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.allocator import EXPANDABLE, MOVING, STAYING, Kind
 from toolkit.planning.memory.estimate import (
     CONTEXT,
@@ -47,6 +50,8 @@ from toolkit.planning.memory.estimate import (
 from toolkit.planning.speed.estimate import estimate_speed
 from toolkit.planning.speed.gpus import Gpu, gpu
 from toolkit.planning.terms import GIB, Interval
+from toolkit.strategies import STRATEGIES
+from toolkit.training.speed_arguments import SpeedArguments
 
 MIB: Final = 1 << 20
 MARGIN: Final = 0.05
@@ -94,6 +99,9 @@ def main() -> None:
     result = Result.read(file)
     if result.about["smoke"]:
         stop(f"{result.file} is a smoke run on a CPU, and nothing can be fitted to it.")
+    if lab := lab_rows(result.of("lab")):
+        print("\n".join(lab_table(lab, gpu_of(result))))
+        return
     rows = measured_rows(result.of("memory"))
     by_allocator = {name: of_allocator(rows, name) for name in ALLOCATORS}
     if all(len(found) < LEAST_ROWS for found in by_allocator.values()):
@@ -248,6 +256,57 @@ def seconds_table(rows: Iterable[Row], on: Gpu) -> list[str]:
         share = f"{planned.middle / measured:.2f}"
         lines.append((row["cell"], f"{measured:.3f}", shown(planned), share))
     return table(("step", "measured s", "planned s", "middle of it over measured"), lines)
+
+
+def lab_rows(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows of the speed lab that can be planned: the Trainer's and ours, full rows."""
+    return [
+        row
+        for row in rows
+        if row["status"] == "ok"
+        and row["settings"]["kind"] in ("stock", "ours")
+        and row["settings"]["data"] == "full"
+    ]
+
+
+def lab_job_of(settings: dict[str, Any]) -> PlannedJob:
+    """Return the job of a variant of the speed lab as the planner takes it."""
+    switches = SpeedArguments(**settings["speed"])
+    return PlannedJob(
+        model=shape_of(settings["model"], smoke=False),
+        strategy=STRATEGIES["single"],
+        gpus=1,
+        batch=settings["rows"],
+        sequence=settings["tokens"],
+        accumulation=settings["micro_batches"],
+        method=settings["method"],
+        optimizer="adamw_fused",
+        padded=False,
+        chunked_loss=switches.chunked_loss,
+        loss_chunk_tokens=switches.chunk_tokens if switches.chunked_loss else None,
+        compile=bool(switches.compile_blocks),
+        bf16_weights=switches.optimizer_state_dtype if switches.bf16_weights else None,
+    )
+
+
+def lab_planned(row: Row, on: Gpu) -> tuple[Interval, Interval, float]:
+    """Return the planned bytes and seconds of a row of the lab, and the measured seconds."""
+    job = lab_job_of(row["settings"])
+    seconds = statistics.median(row["measured"]["step_seconds"])
+    return estimate_memory(job).allocated, estimate_speed(job, on).step_seconds, seconds
+
+
+def lab_table(rows: Iterable[Row], on: Gpu) -> list[str]:
+    lines = []
+    for row in rows:
+        planned, steps, measured = lab_planned(row, on)
+        allocated = row["measured"]["peak_allocated_bytes"]
+        error = beyond((round(planned.low), round(planned.high)), allocated) / allocated
+        share = f"{steps.middle / measured:.2f}"
+        seconds = (f"{measured:.3f}", shown(steps), share)
+        lines.append((row["cell"], f"{allocated / GIB:.2f}", f"{error:+.2%}", *seconds))
+    header = ["variant", "allocated GiB", "outside of plan", "step s", "planned s", "middle of it"]
+    return table(header, lines)
 
 
 def constants_table(by_allocator: dict[str, list[Row]], fitted: Constants) -> list[str]:

@@ -5,11 +5,11 @@
 
 Every variant trains the same model on the same data in the same order, in ranks that stay: round
 after round, each time from the same weights, so whatever else the machine does falls on all of
-them. `tuned` is what `--tuned` switches on, but that no variant logs; `recipe` has packing and,
-with --compile, compiled layers besides. Ratios are to `stock`, and to `all off`, which is stock but
-that it spares DDP the search for unused parameters. Time is that of a window of steps after a
-warm-up. On a CPU it is that of the first rank's processor, of which other work takes nothing, and
-no ratio of it says anything of a GPU.
+them. `tuned` is what `--tuned` switches on everywhere, but that no variant logs; `recipe` has
+packing and, with --compile, compiled layers besides. Ratios are to `stock`, and to `all off`, which
+is stock but that it spares DDP the search for unused parameters. Time is that of a window of steps
+after a warm-up. On a CPU it is that of the first rank's processor, of which other work takes
+nothing, and no ratio of it says anything of a GPU.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from kit.cells import Refused
 from kit.result import Result
 
 SCRIPT = str(ROOT / "benchmarks" / "gpu_acceptance.py")
-CHEAP = ("doctor", "compare", "tuned", "resume", "too-large", "two-ranks-fsdp")
+CHEAP = ("doctor", "warm", "too-large", "resume", "tuned", "compare", "two-ranks-fsdp")
 
 
 @pytest.fixture(scope="session")
@@ -69,6 +69,21 @@ def test_each_step_is_ok_or_says_why_it_is_skipped(smoke):
         assert (row["reason"] is None) == (expected == "ok")
         assert row["seconds"] > 0
     assert {one["name"] for one in measured(smoke, "doctor")["findings"]} >= {"gpus", "versions"}
+
+
+def test_a_process_was_forked_and_a_reason_why_none_could_be_fails_the_step(
+    smoke, tmp_path, monkeypatch
+):
+    found = measured(smoke, "warm")
+    assert (found["started_cold"], found["computed"]) == ([], "55.0 on cpu")
+    threaded = "import threading, time\nthreading.Thread(target=time.sleep, args=[600]).start()\n"
+    (tmp_path / "sitecustomize.py").write_text(threaded)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    task = Task(folder=tmp_path, smoke=True)
+    acceptance.warm(task)
+    (problem,) = task.problems
+    assert problem.startswith("started cold: 2 threads run in the warm process (")
+    assert task.measured["exit_code"] == 0
 
 
 def test_each_run_of_the_comparison_has_its_gaps_its_device_and_its_prediction(smoke):
@@ -142,6 +157,13 @@ def test_it_goes_on_where_it_was_and_runs_again_what_failed(accept, tmp_path):
     assert [row["status"] for row in result_in(tmp_path).rows] == ["ok"]
 
 
+def test_a_step_begins_only_with_time_for_its_estimate(run_fake):
+    rows = run_fake({"doctor": WRITES, "tuned": WRITES}, seconds=60, estimate=30, left=29)
+    assert [row["status"] for row in rows.values()] == ["not run", "not run"]
+    rows = run_fake({"doctor": WRITES, "tuned": WRITES}, seconds=60, estimate=30, left=40)
+    assert rows["doctor"]["status"] == "ok"
+
+
 def test_with_no_time_left_each_step_is_recorded_as_not_run(accept, tmp_path):
     accept("--smoke", "--budget", "0", "--out", tmp_path)
     rows = result_in(tmp_path).rows
@@ -165,7 +187,7 @@ def test_the_plan_is_printed_with_seconds_and_nothing_is_written(accept, tmp_pat
     printed = accept("--plan", "--out", tmp_path / "none")
     for step in STEPS.values():
         assert f"| {step.name} | {step.title} | {step.seconds:.0f} |" in printed
-    assert "the budget is 360 s" in printed
+    assert "the budget is 540 s" in printed
     assert not (tmp_path / "none").exists()
 
 
@@ -181,15 +203,15 @@ def test_mistakes_leave_with_2_and_nothing_written(accept, tmp_path):
 def run_fake(monkeypatch, tmp_path):
     """Run steps whose processes are programs of the test; return their rows by name."""
 
-    def run(programs, *, seconds):
+    def run(programs, *, seconds, estimate=1, left=1000):
         def command(step, folder, smoke):
             return [sys.executable, "-c", programs[step.name], str(folder)]
 
         monkeypatch.setattr(gpu_acceptance, "step_command", command)
-        steps = [replace(STEPS[name], seconds=1, timeout=seconds) for name in programs]
+        steps = [replace(STEPS[name], seconds=estimate, timeout=seconds) for name in programs]
         about = dict.fromkeys(("date", "command", "device", "versions", "toolkit", "smoke"))
         result = Result(file=tmp_path / "result.json", about=about)
-        gpu_acceptance.run_steps(steps, result, smoke=False, end=time.monotonic() + 1000)
+        gpu_acceptance.run_steps(steps, result, smoke=False, end=time.monotonic() + left)
         return {row["cell"]: row for row in Result.read(result.file).rows}
 
     return run
@@ -226,6 +248,57 @@ def test_a_step_that_dies_keeps_what_it_measured_and_the_next_one_runs(run_fake)
     assert rows["doctor"]["reason"] == "its process ended with 139"
     assert rows["doctor"]["measured"]["seen"] == 1
     assert "last words" in rows["doctor"]["measured"]["logs"]["step.log"]
+
+
+INTERNAL_ERROR = """INTERNALERROR> Traceback (most recent call last):
+INTERNALERROR>   File "a.py", line 1, in <module>
+INTERNALERROR> a.Warning: of a plugin
+INTERNALERROR>
+"""
+
+
+def test_an_internal_error_of_pytest_and_both_ends_of_its_output_are_kept():
+    printed = "first\n" + INTERNAL_ERROR + "." * 10**5 + "\nlast\n"
+    facts = acceptance.facts_of_pytest(3, printed)
+    assert (facts["exit_code"], facts["failures"], facts["summary"]) == (3, [], None)
+    assert facts["internal_error"] == "a.Warning: of a plugin"
+    assert facts["printed"].startswith("first\nINTERNALERROR> Traceback")
+    assert facts["printed"].endswith("\nlast\n")
+    assert len(facts["printed"]) < 10**4
+    facts = acceptance.facts_of_pytest(1, "FAILED a.py::b\n1 failed, 2 passed in 3s\n")
+    assert facts["failures"] == ["FAILED a.py::b"]
+    assert facts["summary"] == "1 failed, 2 passed in 3s"
+    assert facts["printed"].startswith("FAILED")
+    assert acceptance.facts_of_pytest(0, "2 passed in 3s")["printed"] is None
+
+
+WARNS = """
+import warnings
+
+def pytest_configure(config):
+    warnings.warn("I was loaded by its entry point", stacklevel=1)
+"""
+
+
+def test_the_tests_load_no_plugin_that_happens_to_be_installed(tmp_path, monkeypatch):
+    """Warnings are errors, so that of a plugin ends pytest, as pytest-benchmark 5.2 did."""
+    (tmp_path / "warning_plugin.py").write_text(WARNS)
+    installed = tmp_path / "warning_plugin-1.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: warning-plugin\nVersion: 1\n")
+    (installed / "entry_points.txt").write_text("[pytest11]\nwarning = warning_plugin\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for variables, problems in ((STEPS["tests"].environment, 0), ({}, 1)):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        task = Task(folder=tmp_path, smoke=True)
+        acceptance.tests(task)
+        assert len(task.problems) == problems, task.measured
+        for name in variables:
+            monkeypatch.delenv(name)
+    assert task.measured["exit_code"] == 3
+    assert "I was loaded" in task.measured["internal_error"]
+    assert "I was loaded" in task.problems[0]
 
 
 def raises(error):

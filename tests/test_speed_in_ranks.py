@@ -1,7 +1,10 @@
 """Every switch for speed in two real processes: the losses of a plain run, and what it moves."""
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from toolkit.comparing.parity.gates import limit_of
 from toolkit.comparing.predicted import predict
 from toolkit.records.record import read_record
 
@@ -74,7 +77,9 @@ def test_all_switches_together_have_the_losses_of_a_plain_run(strategy, trained)
             "zero3": set(),
         }[strategy]
     )
-    assert said["left_out"] == {}
+    assert set(said["left_out"]) == {"bf16_weights", "auto_batch", "flash_attention"} | (
+        set() if "compile_blocks" in said["on"] else {"compile_blocks"}
+    )  # in fp32, and without a GPU
     assert tuned["training"]["activation_checkpointing"] is (strategy == "ddp")
     assert plain["training"]["activation_checkpointing"] is False
 
@@ -119,3 +124,47 @@ def test_the_planner_counts_the_gradients_of_every_micro_batch_as_they_were_sent
     errors = predict(synced)["errors"]
     assert errors["traffic_bytes"] == 0
     assert strategy == "ddp" or errors["counted_bytes"] == errors["gradients_bytes"] == 0
+
+
+MASTERS = ("--bf16", "true", "--bf16_weights")
+PACKED = (*MASTERS, "--packing", "best_fit", "--lean_masks", "--loss_impl", "chunked")
+
+
+def test_bf16_weights_train_alike_in_both_engines_and_as_autocast_does(trained):
+    plain = trained("ddp", "--bf16", "true")
+    trainer, loop = (trained("ddp", *MASTERS, "--engine", name) for name in ("trainer", "loop"))
+    assert trainer["losses"] == loop["losses"]
+    assert trainer["grad_norms"] == loop["grad_norms"]
+    assert trainer["losses"] == pytest.approx(plain["losses"], rel=limit_of("loss", "bf16"))
+    elements = trainer["model"]["parameters"]
+    for record in (trainer, loop):
+        assert record["attestation"]["held"]
+        assert record["attestation"]["engaged"]["reduce_dtype"] == "bfloat16"
+        held = {name: record["memory"][f"{name}_bytes"] for name in ("parameters", "gradients")}
+        assert held == {"parameters": 2 * elements, "gradients": 2 * elements}
+        assert record["memory"]["master_bytes"] == 4 * elements
+        assert gradient_bytes(record) == 2 * elements
+        errors = predict(record)["errors"]
+        names = ("parameters_bytes", "master_bytes", "gradients_bytes", "traffic_bytes")
+        assert {errors[name] for name in names} == {0}
+
+
+def test_a_run_with_masters_goes_on_to_the_last_bit_and_not_without_them(launch, tmp_path):
+    flags = ("-m", "toolkit.train", "--max_steps", 4, "--save_steps", 2, *PACKED, "--output_dir")
+    assert launch("ddp", *flags, tmp_path / "whole").returncode == 0
+    checkpoint = tmp_path / "whole" / "checkpoint-2"
+    resumed = ("--resume_from_checkpoint", checkpoint)
+    done = launch("ddp", *flags, tmp_path / "resumed", *resumed)
+    assert done.returncode == 0, done.stdout
+    whole, part = (read_record(tmp_path / name) for name in ("whole", "resumed"))
+    assert part["losses"] == whole["losses"][2:]
+    weights = [
+        load_file(tmp_path / name / "final" / "model.safetensors") for name in ("whole", "resumed")
+    ]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert {tensor.dtype for tensor in weights[0].values()} == {torch.float32}
+    other = launch("ddp", *flags, tmp_path / "other", *resumed, "--bf16_weights", "false")
+    assert other.returncode != 0
+    assert "--bf16_weights is with moments in float32 in the checkpoint and not told now" in (
+        other.stdout
+    )

@@ -199,6 +199,38 @@ def test_of_a_process_with_a_second_thread_nothing_is_forked_and_it_is_said(
     (reason,) = said
     assert reason.startswith("2 threads run in the warm process (")
     assert "python" in reason
+    assert reason.endswith(", since Python started")
+
+
+def test_the_import_that_started_a_thread_is_named(tmp_path):
+    """By what was looked for last before it, so also where the thread is one of a driver's."""
+    (tmp_path / "outer.py").write_text("import inner\nimport json.tool\n")
+    (tmp_path / "inner.py").write_text(
+        "import threading, time\n"
+        "threading.Thread(target=time.sleep, args=[600], daemon=True).start()\n"
+    )
+    script = (
+        "from toolkit import warm\n"
+        "with warm.watched_imports() as watch:\n"
+        "    import fractions\n"
+        "    print(watch.since)\n"
+        "    import outer\n"
+        "print(warm.why_unfit(watch.since))\n"
+        "print(watch in warm.sys.meta_path)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    none, reason, left = done.stdout.splitlines()
+    assert (none, left) == ("None", "False")
+    assert reason.startswith("2 threads run in the warm process (")
+    assert reason.endswith("), since outer looked for inner")
 
 
 def test_an_import_that_asks_for_a_gpu_s_capability_does_not_initialise_cuda():

@@ -80,6 +80,9 @@ class Imported:
     files: frozenset[int]
     """File descriptors that they opened."""
 
+    threads_since: str | None = None
+    """What happened last before this process got a second thread; None where it has one alone."""
+
 
 def main(arguments: Sequence[str]) -> NoReturn:
     parent, listener = map(int, arguments[:2])
@@ -89,12 +92,50 @@ def main(arguments: Sequence[str]) -> NoReturn:
     show_as([sys.executable, "-m", "toolkit.warm", *arguments[:2]])
     folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     installed = tuple(entry for entry in sys.path if entry not in folders)
-    variables = import_everything()
+    with watched_imports() as watch:
+        variables = import_everything()
     files = open_files() - {listener}
     gc.freeze()  # a collection in a fork would copy every page
     gc.enable()
-    imported = Imported(search_path=installed, variables=variables, files=files)
+    imported = Imported(
+        search_path=installed, variables=variables, files=files, threads_since=watch.since
+    )
     serve(socket.socket(fileno=listener), imported)
+
+
+class ThreadWatch(importlib.abc.MetaPathFinder):
+    """Finds no module; notes which import was the last before this process got a second thread.
+
+    The library that starts a thread, or initialises CUDA, is that module or the one that imports
+    it.
+    """
+
+    def __init__(self) -> None:
+        self.latest = "Python started"
+        self.since: str | None = None
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
+        self.look()
+        caller: FrameType | None = sys._getframe(1)
+        while caller is not None and "importlib" in caller.f_code.co_filename:
+            caller = caller.f_back
+        importer = "Python" if caller is None else caller.f_globals.get("__name__")
+        self.latest = f"{importer} looked for {fullname}"
+
+    def look(self) -> None:
+        if self.since is None and len(os.listdir("/proc/self/task")) > 1:
+            self.since = self.latest
+
+
+@contextlib.contextmanager
+def watched_imports() -> Generator[ThreadWatch]:
+    watch = ThreadWatch()
+    sys.meta_path.insert(0, watch)
+    try:
+        yield watch
+    finally:
+        sys.meta_path.remove(watch)
+        watch.look()
 
 
 def import_everything() -> dict[str, str]:
@@ -189,7 +230,7 @@ def serve(requests: socket.socket, imported: Imported) -> NoReturn:
                         connection.close()
                         continue
                     request, streams = received
-                    if (reason := why_unfit()) is not None:
+                    if (reason := why_unfit(imported.threads_since)) is not None:
                         answer(connection, {"unfit": reason})
                         connection.close()
                         close_all(streams)  # who reads the other end waits for the last copy
@@ -291,12 +332,13 @@ def answer(connection: socket.socket, content: dict[str, Any]) -> None:
         connection.sendall(json.dumps(content).encode() + b"\n")
 
 
-def why_unfit() -> str | None:
+def why_unfit(threads_since: str | None) -> str | None:
     """Return why this process may not be forked; None if it may."""
     threads = list(Path("/proc/self/task").iterdir())
     if len(threads) != 1:
         names = ", ".join(sorted({(thread / "comm").read_text().strip() for thread in threads}))
-        return f"{len(threads)} threads run in the warm process ({names})"
+        since = "" if threads_since is None else f", since {threads_since}"
+        return f"{len(threads)} threads run in the warm process ({names}){since}"
     if on_gpu():
         return "the warm process has touched a GPU"
     return None

@@ -18,14 +18,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kit.cells import Machine, Refused
+from kit.result import both_ends
 from toolkit.escaping import one_line
-from toolkit.launching.forking import start
+from toolkit.launching.forking import SOCKET, start, warm_process
 from toolkit.launching.launch import launch_command, launch_environment
 from toolkit.launching.python import python_environment
 from toolkit.launching.status import read_statuses
@@ -50,6 +52,12 @@ PAGEABLE: Final = [
 ]
 GROUPS: Final = {"TORCH_CPP_LOG_LEVEL": "INFO", "NCCL_DEBUG": "VERSION"}
 """With these torch and NCCL print which process groups they make: no record names them."""
+
+NO_OTHER_PLUGINS: Final = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+"""pytest-benchmark before 5.3 warns as soon as pytest-xdist is there. Our warnings are errors, and
+that one ended pytest with an INTERNALERROR."""
+
+INTERNAL: Final = "INTERNALERROR> "
 
 STACKS: Final = {"TORCH_SHOW_CPP_STACKTRACES": "1", "PYTHONFAULTHANDLER": "1"}
 LAYERS: Final = 8
@@ -147,6 +155,38 @@ def doctor(task: Task) -> None:
     texts = " ".join(one["text"] for one in findings)
     for gpu in gpus:
         task.check(gpu in texts, f"{gpu} is not named")
+
+
+def warm(task: Task) -> None:
+    """Fork a process from a warm one, as each launch of a comparison is, and compute in it."""
+    script = task.folder / "forked.py"
+    script.write_text(COMPUTES)
+    environment = launch_environment({}, loopback=True)
+    cold: list[str] = []
+    begun = time.monotonic()
+    with warm_process(environment) as path, (task.folder / "forked.log").open("wb") as file:
+        process = start(
+            [sys.executable, str(script)],
+            environment=environment | {SOCKET: str(path)},
+            stdout=file.fileno(),
+            stderr=file.fileno(),
+            on_cold=cold.append,
+        )
+        code = process.wait()
+        printed = path.with_name("log").read_text(encoding="utf-8", errors="replace")
+    task.note(seconds=round(time.monotonic() - begun, 1), started_cold=cold, exit_code=code)
+    task.note(printed=both_ends(printed, KEPT_CHARACTERS))
+    task.note(computed=(task.folder / "forked.log").read_text("utf-8").strip())
+    task.check(not cold, f"started cold: {'; '.join(cold)}")
+    device = "cpu" if task.smoke else "cuda"
+    task.check(code == 0 and f"55.0 on {device}" in task.measured["computed"], f"exit code {code}")
+
+
+COMPUTES: Final = """
+import torch
+device = "cuda" if torch.cuda.is_available() else "cpu"
+print(torch.arange(11.0, device=device).sum().item(), "on", device)
+"""
 
 
 def compare(task: Task, strategies: Sequence[str], *flags: str) -> None:
@@ -399,48 +439,73 @@ def tests(task: Task) -> None:
     """Run the tests that start no ranks, with the GPUs visible."""
     folders = ["records"] if task.smoke else TEST_FOLDERS.split()
     files = sorted(file for one in folders for file in (ROOT / "tests" / one).glob("test_*.py"))
-    chosen = [str(file) for file in files if not STARTS_RANKS.search(file.read_text("utf-8"))]
+    files = [file for file in files if not STARTS_RANKS.search(file.read_text("utf-8"))]
+    lacking = {str(file.relative_to(ROOT)): names for file in files if (names := missing(file))}
+    chosen = [str(file) for file in files if str(file.relative_to(ROOT)) not in lacking]
     words = ["-m", "pytest", "-q", "-n", "2" if task.smoke else "12", "-p", "no:cacheprovider"]
+    words += ["-p", "xdist", "-p", "timeout"]
     # Between two tests, so that the summary is still printed.
     words += ["--session-timeout", "100", "--durations=0", "--durations-min=5"]
     code, printed = task.run([*words, *chosen], "tests")
+    task.note(files=len(chosen), left_out=lacking, **facts_of_pytest(code, printed))
+    summary = task.measured["summary"] or task.measured["internal_error"]
+    failures = task.measured["failures"]
+    task.check(code == 0, f"exit code {code}, {len(failures)} failures; {summary}")
+
+
+def missing(file: Path) -> list[str]:
+    """Return the packages that a test needs and that are not installed, for pytest runs nothing
+    where it can't import a file."""
+    names = sorted(set(re.findall(r"^(?:import|from) (\w+)", file.read_text("utf-8"), re.M)))
+    beside = {one.stem for folder in (file.parent, ROOT / "tests") for one in folder.glob("*.py")}
+    return [name for name in names if name not in beside and find_spec(name) is None]
+
+
+def facts_of_pytest(code: int, printed: str) -> dict[str, Any]:
     lines = printed.strip().splitlines()
-    failures = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
-    task.note(exit_code=code, files=len(chosen), failures=failures)
-    task.note(summary=next((line for line in reversed(lines) if " passed" in line), None))
-    task.note(printed=None if code == 0 else printed[-3 * KEPT_CHARACTERS :])
-    task.check(code == 0, f"exit code {code}, {len(failures)} failures; {task.measured['summary']}")
+    internal = [line.removeprefix(INTERNAL) for line in lines if line.startswith(INTERNAL)]
+    return {
+        "exit_code": code,
+        "failures": [line for line in lines if line.startswith(("FAILED ", "ERROR "))],
+        "summary": next((line for line in reversed(lines) if " passed" in line), None),
+        "internal_error": next((line for line in reversed(internal) if line.strip()), None),
+        "printed": None if code == 0 else both_ends(printed, KEPT_CHARACTERS),
+    }
 
 
 STEPS: Final = {
     step.name: step
     for step in (
-        Step(name="doctor", title="`toolkit doctor` names the GPU", seconds=8, timeout=40,
+        Step(name="doctor", title="`toolkit doctor` names the GPU", seconds=2, timeout=40,
              run=doctor),
-        Step(name="compare", title="Strategies on one process with NCCL", seconds=75, timeout=180,
+        Step(name="warm", title="A process is forked from a warm one", seconds=20, timeout=60,
+             run=warm),
+        Step(name="too-large", title="A batch that does not fit is explained", seconds=50,
+             timeout=90, run=too_large),
+        Step(name="resume", title="SIGTERM, a checkpoint, and the same losses", seconds=45,
+             timeout=100, run=resume),
+        Step(name="tuned", title="`--tuned --compile_blocks` in bf16", seconds=75, timeout=120,
+             run=tuned),
+        # Seconds of comparisons are those of runs that all start cold.
+        Step(name="compare", title="Strategies on one process with NCCL", seconds=170, timeout=260,
              run=lambda task: compare(
                  task, ALONE[1::2] if task.smoke else ALONE, "--timeout", "100"),
              environment=GROUPS),
-        Step(name="tuned", title="`--tuned --compile_blocks` in bf16", seconds=50, timeout=120,
-             run=tuned),
-        Step(name="resume", title="SIGTERM, a checkpoint, and the same losses", seconds=45,
-             timeout=100, run=resume),
-        Step(name="too-large", title="A batch that does not fit is explained", seconds=30,
-             timeout=90, run=too_large),
         Step(name="two-ranks-fsdp", title="FSDP saves with two ranks on one GPU over gloo",
              seconds=35, timeout=120, run=two_ranks),
-        Step(name="compare-offload", title="CPU offload on one process", seconds=110, timeout=240,
-             run=lambda task: compare(task, OFFLOADS, "--timeout", "150"), environment=GROUPS),
-        Step(name="compare-bf16", title="Strategies in bf16", seconds=45, timeout=120,
+        Step(name="compare-bf16", title="Strategies in bf16", seconds=110, timeout=200,
              run=lambda task: compare(
                  task, ("zero2", "fsdp"), "--precision", "bf16", "--timeout", "80"),
              environment=GROUPS),
+        Step(name="compare-offload", title="CPU offload on one process", seconds=150, timeout=280,
+             run=lambda task: compare(task, OFFLOADS, "--timeout", "150"), environment=GROUPS),
         Step(name="pageable-offload", title="Offload to pageable memory against pinned",
              seconds=130, timeout=240, run=pageable),
-        Step(name="tests", title="Tests that start no ranks", seconds=120, timeout=150, run=tests),
+        Step(name="tests", title="Tests that start no ranks", seconds=120, timeout=150, run=tests,
+             environment=NO_OTHER_PLUGINS),
     )
 }  # fmt: skip
-"""In the order in which they run: the most important first, the longest last."""
+"""In the order in which they run: those first that show much in few seconds."""
 
 
 def main() -> int:

@@ -110,3 +110,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
         return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
 
     return [line(header), "|" + "---|" * len(header), *map(line, rows)]
+
+
+def both_ends(text: str, kept: int) -> str:
+    """Return a text whole, or its first and its last characters with how many are left out."""
+    if len(text) <= 2 * kept:
+        return text
+    return f"{text[:kept]}\n[{len(text) - 2 * kept} characters]\n{text[-kept:]}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kit.cells import Cell, Machine, Row, started_anew
-from kit.result import table
+from kit.result import both_ends, table
 
 TITLE = "Does it run"
 
@@ -236,7 +236,7 @@ def run_compare(folder: Path, flags: Sequence[str]) -> dict[str, Any]:
         "exit_code": done.returncode,
         "runs": json.loads(results.read_text())["runs"],
         "started_cold": sorted(set(re.findall("started cold: (.*)", done.stdout))),
-        "printed": done.stdout[-3000:],
+        "printed": both_ends(done.stdout, 3000),
     }
 
 

@@ -31,7 +31,9 @@ def share_device() -> bool:
         patch_accelerate()  # gloo ranks that each engine takes for those of GPUs
         is_fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
         if is_fsdp and KEEP_SAVE not in os.environ:
-            # Its gather of whole weights over gloo ends in SIGSEGV on CUDA (torch 2.11, H200).
+            # DTensor gathers whole weights by ProcessGroupGloo::allgather_into_tensor_coalesced,
+            # which hands gloo the GPU's addresses as host memory: SIGSEGV (torch 2.11 and 2.13,
+            # https://github.com/pytorch/pytorch/issues/152645). The product has NCCL on GPUs.
             SaveAtTheEnd.step_done = lambda *_: None  # type: ignore[method-assign]
     return False
 

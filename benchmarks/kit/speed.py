@@ -18,7 +18,7 @@ from toolkit.strategies import STRATEGIES
 
 TITLE = "Speed"
 MODEL = "llama-1b"
-SHORT, LONG = 2048, 4096
+SHORT, LONG = 2048, 8192
 TOKENS_OF_STEP = 8192
 RAGGED_ROWS, PACKED_ROWS = 8, 2
 """Of a step: about as many tokens, padding left out."""
@@ -45,9 +45,9 @@ TABLES: dict[str, tuple[str, str]] = {
         f"Trainers, full rows of {SHORT:,} tokens",
         "`plain loop` is torch alone: autocast, AdamW, clipped gradients. `stock` is transformers' "
         "Trainer, with the same optimizer as all others, and `stock, fused` has the one it takes "
-        "if nobody chooses. `tuned` is what `--tuned` switches on, and `tuned, compiled` is the "
-        "full recipe where there is nothing to pack. The last row is the first again: the drift of "
-        "the machine in between.",
+        "if nobody chooses. `tuned` has a chunked loss, lean masks and the fused optimizer, and "
+        "`tuned, compiled` compiled layers too; `speed_lab.py` has all that `--tuned` switches on. "
+        "The last row is the first again: the drift of the machine in between.",
     ),
     f"trainers {LONG}": (f"Trainers, full rows of {LONG:,} tokens", "As above."),
     "switches": (
@@ -200,7 +200,7 @@ def job_of(settings: dict[str, Any]) -> PlannedJob:
     from toolkit.training.speed_arguments import SpeedArguments
 
     switches = settings["switches"]
-    chunk = SpeedArguments(**settings["speed"]).loss_chunk_tokens
+    chunk = SpeedArguments(**settings["speed"]).chunk_tokens
     return PlannedJob(
         model=shape_of(MODEL, smoke=False),
         strategy=STRATEGIES["single"],

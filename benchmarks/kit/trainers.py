@@ -210,17 +210,13 @@ def trainer_of(
             data_collator=padded,
         )
     name = "ddp_find_unused_parameters"
-    args = TrainingArguments(**values | {name: OUR_DEFAULTS[name]})
-    speed = Speed(SpeedArguments(**variant.speed), args)
-    speed.apply(model)
     return ToolkitTrainer(
         model=model,
-        args=args,
+        args=TrainingArguments(**values | {name: OUR_DEFAULTS[name]}),
         train_dataset=rows,
-        data_collator=speed.collating(Collator(pad_token_id=0)),
-        ddp_bucket_view=speed.arguments.gradients_in_buckets,
+        data_collator=Collator(pad_token_id=0),
+        speed=SpeedArguments(**variant.speed),
         guards=guards,
-        observers=[speed],
     )
 
 

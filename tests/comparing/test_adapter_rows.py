@@ -9,11 +9,11 @@ from safetensors.numpy import save_file
 from small_llama import CONFIG
 
 from toolkit.comparing.parity.gates import judge
-from toolkit.comparing.predicted import job_of
 from toolkit.comparing.report.diff.match import SAME_TRAINING, Side
 from toolkit.comparing.report.words import method_in_words
 from toolkit.comparing.run.achieved import NO_CONVENTION, compute_of
 from toolkit.errors import UsageError
+from toolkit.planning.of_run import job_of
 from toolkit.records.record import STARTING_ADAPTER
 
 LORA = {

@@ -5,7 +5,8 @@ import pytest
 from example_record import TRAINING
 from small_llama import CONFIG
 
-from toolkit.comparing.predicted import job_of, predict
+from toolkit.comparing.predicted import predict
+from toolkit.planning.of_run import job_of
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from example_record import RECORD
 from typer.testing import CliRunner
 
 from toolkit.cli import app
-from toolkit.comparing.predicted import job_of
 from toolkit.launching.processes import start_of
+from toolkit.planning.of_run import job_of
 from toolkit.planning.speed.estimate import estimate_speed
 from toolkit.planning.speed.gpus import gpu as planned_gpu
 from toolkit.planning.terms import Interval

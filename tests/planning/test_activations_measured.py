@@ -1,6 +1,7 @@
 """What autograd keeps of a layer of real models, counted, against the prediction."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from toolkit.planning.memory.layers import layer_bytes
 from toolkit.planning.memory.weights import names_of_targets
 from toolkit.planning.models.architectures import shape_from_config
 from toolkit.strategies import STRATEGIES
-from toolkit.training.speed.layers import checkpoint_layers
+from toolkit.training.speed.layers import checkpoint_layers, compile_blocks
 
 SEQUENCE = 32
 WIDTHS = {
@@ -146,6 +147,39 @@ def test_grouped_heads_in_fp32_keep_on_a_gpu_what_sdpa_in_torchs_operations_keep
     planned = activations_of(job).saved / SEQUENCE / shape.layers
     assert 2 * planned == pytest.approx(counted, rel=0.01)
     assert activations_of(job.with_(on_cpu=True)).saved < activations_of(job).saved
+
+
+# torch._dynamo 2.13 reads it of every tensor that enters a graph (variables/builder.py).
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize(
+    ("family", "regime"),
+    [
+        ("llama", "autocast"),
+        ("llama", "bf16"),
+        ("qwen3", "autocast"),
+        ("olmo2", "bf16"),
+        ("phi3", "autocast"),
+    ],
+)
+def test_compiled_layers_keep_what_is_not_elementwise(family, regime):
+    """aot_eager divides a layer between forward and backward as inductor does."""
+    compiled = replace(REGIMES[regime], compiled=True)
+    shape = shape_from_config(config_of(family, 4).to_dict(), name=family)
+
+    def growth(layers):
+        counts = []
+        for batch in (4, 2):
+            torch._dynamo.reset()
+            model = build(config_of(family, layers), attention="sdpa", regime=regime)
+            compile_blocks(model, backend="aot_eager")
+            counts.append(count_kept(model, batch=batch, regime=regime))
+        return (counts[0] - counts[1]) / (2 * SEQUENCE)
+
+    planned = layer_bytes(shape, compiled, SEQUENCE, fused=True)
+    assert planned.saved == pytest.approx(growth(3) - growth(2), rel=0.001)
+    as_written = layer_bytes(shape, REGIMES[regime], SEQUENCE, fused=True)
+    assert planned.saved <= as_written.saved
+    assert planned.boundary == as_written.boundary
 
 
 # peft 0.21 asks transformers 5.23 by a name that goes in v6.

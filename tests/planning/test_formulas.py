@@ -78,4 +78,4 @@ def test_zero_1_in_fp32_holds_the_masters_that_the_course_leaves_out():
     model = llama()
     job = PlannedJob(model=model, strategy=STRATEGIES["zero1"], gpus=2, precision="no")
     differences = compare_with_formula(job).differences
-    assert differences["fp32 master partitions"] == 4 * model.parameters / 2
+    assert differences["fp32 masters"] == 4 * model.parameters / 2

@@ -1,4 +1,4 @@
-"""The planner against what GPUs measured: every committed result of `gpu_kit.py` is held to it.
+"""The planner against what GPUs measured: every committed result of the GPU kit and the speed lab.
 
 A row's prediction is made anew from its settings, so a change of the planner is judged by all rows.
 """
@@ -10,6 +10,8 @@ from gpu_kit_fit import (
     MARGIN,
     copied_rows,
     gpu_of,
+    lab_planned,
+    lab_rows,
     measured_rows,
     miscounted,
     missed,
@@ -21,6 +23,7 @@ from kit.cells import Machine
 from places import ROOT
 
 COMMITTED = sorted((ROOT / "benchmarks" / "results").glob("????-??-??-gpu-kit.json"))
+LAB = sorted((ROOT / "benchmarks" / "results").glob("????-??-??-speed-lab.json"))
 LIKELY = {"ratios": {"default": (1.15, 1.3)}, "workspaces": (20e6, 60e6), "context": (5e8, 9e8)}
 
 
@@ -51,6 +54,25 @@ def test_the_planned_seconds_of_a_step_are_those_that_a_gpu_took(file):
         planned, measured = seconds(row, gpu_of(result))
         assert planned.low < measured < planned.high, row["cell"]
         assert planned.middle == pytest.approx(measured, rel=0.1), row["cell"]
+
+
+@pytest.mark.parametrize("file", LAB, ids=lambda file: file.stem)
+def test_the_planner_holds_for_every_row_of_the_speed_lab_that_it_can_plan(file):
+    result = Result.read(file)
+    found = lab_rows(result.of("lab"))
+    assert {row["settings"]["speed"].get("bf16_weights") for row in found} == {None, True}
+    for row in found:
+        allocated, planned, seconds = lab_planned(row, gpu_of(result))
+        measured = row["measured"]["peak_allocated_bytes"]
+        margin = MARGIN * measured
+        assert allocated.low - margin <= measured <= allocated.high + margin, row["cell"]
+        assert planned.low < seconds < planned.high, row["cell"]
+        if row["settings"]["kernel"] is None:
+            assert planned.middle == pytest.approx(seconds, rel=0.1), row["cell"]
+        else:
+            # A job names no kernel of attention: it is planned with the one that torch would take,
+            # and cuDNN's and FlashAttention 4 are faster.
+            assert planned.middle > seconds, row["cell"]
 
 
 def test_a_gpu_s_result_is_committed_with_the_page_that_is_made_of_it():

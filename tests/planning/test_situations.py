@@ -411,7 +411,7 @@ def test_every_command_is_one_that_the_training_script_takes(situation, monkeypa
         assert selective == (job.checkpointing == "selective")
         assert bool(values["gradient_checkpointing"]) == (job.checkpointing == "full")
         assert own.speed.sync_each_batch == job.sync_each_batch
-        assert own.speed.loss_chunk_tokens == (job.loss_chunk_tokens or 1024)
+        assert own.speed.chunk_tokens == (job.loss_chunk_tokens or 1024)
         assert (own.model.dtype or "float32") == job.dtype
         assert own.data.max_length == job.sequence
         assert values["per_device_train_batch_size"] == job.batch

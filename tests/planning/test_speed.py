@@ -84,7 +84,7 @@ def test_compiled_layers_launch_less_and_move_less_but_compute_as_much():
         assert dict_of(compiled)[name].high < dict_of(eager)[name].high
     assert dict_of(compiled)["products with weights"] == dict_of(eager)["products with weights"]
     assert compiled.step_seconds.high < eager.step_seconds.high
-    assert "memory is planned as without" in " ".join(compiled.notes)
+    assert "keep what their products read and write" in " ".join(compiled.notes)
 
 
 def test_under_zero_3_nothing_is_compiled_and_a_note_says_so():

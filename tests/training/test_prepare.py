@@ -6,11 +6,12 @@ import pytest
 from small_models import small_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from toolkit.comparing.predicted import expect, facts_of, job_of
+from toolkit.comparing.predicted import expect, facts_of
 from toolkit.comparing.run.options import CompareOptions
 from toolkit.comparing.run.plan import build_plan
 from toolkit.comparing.run.rows import _run_facts
 from toolkit.errors import UsageError
+from toolkit.planning.of_run import job_of
 from toolkit.training.model import build_model
 from toolkit.training.prepare import main, prepare
 

@@ -17,6 +17,7 @@ from toolkit.training.speed import Speed
 from toolkit.training.speed.chunked_loss import (
     LogitsOf,
     chunked_cross_entropy,
+    compiled_chunk,
     use_chunked_loss,
 )
 from toolkit.training.speed.lean_batches import POSITIONS, LeanCollator
@@ -317,3 +318,40 @@ def test_the_positions_are_those_whose_next_token_is_learned():
     assert shifted[made[POSITIONS]].ne(IGNORED).all()
     assert len(made[POSITIONS]) == (labels[:, 1:] != IGNORED).sum()
     assert Dataset.from_list(rows()).num_rows == len(labels)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("logits_of", [LogitsOf(), LogitsOf(scale=0.5, softcap=5.0)])
+def test_a_compiled_chunk_has_the_loss_and_gradients_of_one_that_is_not(logits_of, dtype):
+    numbers = torch.Generator().manual_seed(2)
+    hidden = torch.randn(50, 16, generator=numbers).to(dtype)
+    weight = torch.randn(40, 16, generator=numbers).to(dtype)
+    targets = torch.randint(40, (50,), generator=numbers)
+    targets[::7] = IGNORED
+    torch._dynamo.reset()
+    stats = torch._dynamo.utils.counters["stats"]
+    before, found = stats["unique_graphs"], []
+    for of_chunk in (None, compiled_chunk("aot_eager")):
+        inputs = [each.clone().requires_grad_() for each in (hidden, weight)]
+        loss = chunked_cross_entropy(
+            *inputs, targets, chunk_tokens=16, logits_of=logits_of, of_chunk=of_chunk
+        )
+        loss.backward()
+        found.append((loss.item(), *(each.grad for each in inputs)))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-6)
+    for one, two in zip(found[0][1:], found[1][1:], strict=True):
+        assert (one - two).norm() / one.norm() < (1e-6 if dtype == torch.float32 else 5e-3)
+    # Three chunks of 16 tokens and a last one of 2.
+    assert stats["unique_graphs"] - before == 1
+    torch._dynamo.reset()
+
+
+def test_without_gradients_a_compiled_chunk_has_the_loss_alone():
+    hidden, weight, targets = torch.randn(9, 4), torch.randn(7, 4), torch.arange(9) % 7
+    expected = torch.nn.functional.cross_entropy(hidden @ weight.t(), targets)
+    with torch.no_grad():
+        found = chunked_cross_entropy(
+            hidden, weight, targets, chunk_tokens=4, of_chunk=compiled_chunk("aot_eager")
+        )
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    torch._dynamo.reset()

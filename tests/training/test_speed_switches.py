@@ -173,7 +173,7 @@ def test_the_speed_of_a_model_that_takes_nothing_is_said():
     speed = Speed(SpeedArguments(tuned=True))
     speed.apply(small_of("opt", "eager"))
     assert speed.on == {}
-    assert speed.left_out.keys() == {"loss_impl", "lean_masks"}
+    assert speed.left_out.keys() == {"loss_impl", "lean_masks", "bf16_weights"}
     assert speed.collating(len) is len
     for named in ({"loss_impl": "chunked"}, {"lean_masks": True}):
         with pytest.raises(UsageError, match="not proven for OPTForCausalLM"):
@@ -191,7 +191,7 @@ def test_the_loss_of_routers_is_left_as_it_is_for_it_would_count_padding(kind):
     assert abs(learned(routed(), padded)[0] - wanted[0]) > 1e-3
     model, speed = routed(), Speed(SpeedArguments(tuned=True))
     speed.apply(model)
-    assert speed.left_out.keys() == {"loss_impl", "lean_masks"}
+    assert speed.left_out.keys() == {"loss_impl", "lean_masks", "bf16_weights"}
     assert "--lean_masks would change the routers' loss" in speed.left_out["lean_masks"]
     assert_equal(wanted, learned(model, speed.collating(collate)(rows())))
     with pytest.raises(UsageError, match="routers' loss.*--lean_masks false"):

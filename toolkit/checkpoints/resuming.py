@@ -25,6 +25,7 @@ WORDS: Final = {
     "data_ends": "hash of the data's first and last row",
     "model_config": "hash of the model's config",
     "steps": "steps of the training",
+    "bf16_weights": "--bf16_weights",
 }
 """The user's words for facts whose key says too little."""
 

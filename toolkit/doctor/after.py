@@ -11,7 +11,7 @@ from toolkit.causes.diagnosis import OUT_OF_MEMORY, SLOW_SHARE, UNKNOWN, Diagnos
 from toolkit.causes.failures import Log
 from toolkit.causes.from_files import LOG_FILE, diagnose_run, read_log
 from toolkit.causes.table import cause_named
-from toolkit.comparing.predicted import RunFacts, expect, job_of
+from toolkit.comparing.predicted import expect
 from toolkit.comparing.report.row_facts import baseline, measured, ratio
 from toolkit.comparing.report.words import size, size_between
 from toolkit.comparing.run.achieved import gpus_of
@@ -20,6 +20,7 @@ from toolkit.doctor.finding import Finding, fail, ok, warn
 from toolkit.errors import UsageError
 from toolkit.launching.processes import is_alive
 from toolkit.launching.status import ASKED_FILE, RankStatus, read_statuses
+from toolkit.planning.of_run import RunFacts, job_of
 from toolkit.planning.speed.estimate import estimate_speed
 from toolkit.planning.speed.gpus import gpu
 from toolkit.records.json_files import LostError

@@ -14,6 +14,8 @@ import torch
 MASTER: Final = "master"
 """Key of a parameter's master in the optimizer's state."""
 
+MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+
 _KEPT: Final = "toolkit_master"
 """Attribute of a parameter: its master, and the dtype of its moments."""
 
@@ -39,9 +41,10 @@ def masters_of(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     yield from (getattr(p, _KEPT)[0] for p in parameters if hasattr(p, _KEPT))
 
 
-def moments_of(model: torch.nn.Module) -> str | None:
+def moments_of(model: torch.nn.Module | None) -> str | None:
     """Name the dtype of the moments of a model with masters; None without masters."""
-    kept = [getattr(p, _KEPT)[1] for p in model.parameters() if hasattr(p, _KEPT)]
+    parameters = [] if model is None else model.parameters()
+    kept = [getattr(p, _KEPT)[1] for p in parameters if hasattr(p, _KEPT)]
     return str(kept[0]).removeprefix("torch.") if kept else None
 
 
@@ -55,9 +58,7 @@ def stepping_on_masters(
         kind: The class that was chosen without regard to masters: torch's AdamW.
         options: Of that class.
     """
-    parameters = [] if model is None else [*model.parameters()]
-    kept = [parameter for parameter in parameters if hasattr(parameter, _KEPT)]
-    if not kept:
+    if moments_of(model) is None:
         return kind, options
     assert kind is torch.optim.AdamW, kind
     return MasterAdamW, options
@@ -95,7 +96,7 @@ class MasterAdamW(torch.optim.AdamW):
     def __init__(self, params: Any, **options: Any) -> None:
         taken = ("lr", "betas", "eps", "weight_decay")
         super().__init__(params, **{name: options[name] for name in taken if name in options})
-        # One graph for tensors of any size.
+        # One graph for matrices of any size, and one for vectors.
         self._compiled: Callable[..., None] = torch.compile(_update, dynamic=True)
 
     @torch.no_grad()
@@ -105,18 +106,19 @@ class MasterAdamW(torch.optim.AdamW):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step_one(parameter, group)
+                    self._step_one(parameter, parameter.grad, group)
         return loss
 
-    def _step_one(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
+    def _step_one(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]
+    ) -> None:
+        state: dict[str, Any] = self.state[parameter]
         if not state:
             master, state_dtype = getattr(parameter, _KEPT)
             master = master.to(parameter.device)  # where the model was moved to meanwhile
             setattr(parameter, _KEPT, (master, state_dtype))
-            state |= {"step": torch.zeros(()), MASTER: master}
-            moments = ("exp_avg", "exp_avg_sq")
-            state |= {name: torch.zeros_like(master, dtype=state_dtype) for name in moments}
+            zeros = {name: torch.zeros_like(master, dtype=state_dtype) for name in MOMENTS}
+            state |= {"step": torch.zeros(()), MASTER: master, **zeros}
         state["step"] += 1
         count, (beta1, beta2) = int(state["step"]), group["betas"]
         rate = float(group["lr"])
@@ -128,11 +130,12 @@ class MasterAdamW(torch.optim.AdamW):
                 (1 - beta2**count) ** 0.5,
             ]
         )
-        tensors = (parameter, state[MASTER], parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-        flat = (tensor.detach().view(-1) for tensor in tensors)
+        tensors = (parameter, gradient, *(state[name] for name in (MASTER, *MOMENTS)))
+        flat = [tensor.detach().view(-1) for tensor in tensors]
         # A CPU would compile for half a minute what a small model there does in no time.
         update = self._compiled if parameter.is_cuda else _update
-        update(*flat, *of_step.unbind(), beta1, beta2, group["eps"])
+        numbers: list[Any] = [*flat, *of_step.unbind(), beta1, beta2, group["eps"]]
+        update(*numbers)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states in the dtypes in which they were saved, and write the weights from them."""
@@ -151,8 +154,8 @@ class MasterAdamW(torch.optim.AdamW):
 
 def _update(
     weight: torch.Tensor,
-    master: torch.Tensor,
     gradient: torch.Tensor,
+    master: torch.Tensor,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     kept: torch.Tensor,

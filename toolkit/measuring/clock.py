@@ -20,6 +20,7 @@ import torch
 from toolkit.engines.backend import backend_of
 from toolkit.engines.base import Traits
 from toolkit.launching.processes import age_seconds
+from toolkit.measuring.compilation import Compilation
 
 Phase = Literal["data", "forward", "backward", "optimizer", "other"]
 
@@ -139,21 +140,9 @@ class Clock:
         """Time torch.compile for forward and backward, if any part is compiled."""
         if "torch._dynamo" not in sys.modules:
             return
-        from torch._dynamo.callback import callback_handler
-
-        begun: list[float] = []
-
-        def begins(_: Any) -> None:
-            begun.append(time.perf_counter())
-
-        def ends(_: Any) -> None:
-            if begun:
-                self._compiles.append(time.perf_counter() - begun.pop())
-
-        callback_handler.register_start_callback(begins)
-        callback_handler.register_end_callback(ends)
-        self._hooks.callback(callback_handler.remove_start_callback, begins)
-        self._hooks.callback(callback_handler.remove_end_callback, ends)
+        compilation = Compilation()
+        self._compiles = compilation.seconds
+        self._hooks.callback(compilation.stop)
 
     def _forward_begins(self, module: Any, *_: Any) -> None:
         if module.training:

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from toolkit.errors import UsageError
 from toolkit.planning.models.shape import ModelShape
-from toolkit.planning.options import Checkpointing, JobOptions, Precision
+from toolkit.planning.options import Checkpointing, JobOptions, MomentsDtype, Precision
 from toolkit.strategies import Strategy, refuse_backend
 
 MOST_GPUS = 100_000
@@ -40,6 +40,10 @@ class PlannedJob(JobOptions):
     loss_chunk_tokens: int | None = None
     """Tokens in a chunk of a chunked loss, with the head's gradient accumulated in fp32, as in
     `toolkit.train`. None: chunks and gradient as in Liger."""
+
+    bf16_weights: MomentsDtype | None = None
+    """Dtype of AdamW's two moments beside bf16 weights and their fp32 masters, as `--bf16_weights`
+    and `--optimizer_state_dtype` of `toolkit.train`. None: no such masters."""
 
     padded: bool = True
     """Rows of a batch are padded to the longest, which attention needs a mask for. False for full
@@ -88,6 +92,8 @@ class PlannedJob(JobOptions):
     def with_(self, **changes: Any) -> Self:
         """As `dataclasses.replace`, in a third of the time: a recommendation weighs hundreds.
 
+        A change that `--bf16_weights` has no place with takes it out of the job.
+
         Raises:
             UsageError: it can't be planned.
         """
@@ -95,6 +101,8 @@ class PlannedJob(JobOptions):
             raise TypeError(f"A job has no {', '.join(unknown)}.")
         job = object.__new__(type(self))
         vars(job).update(vars(self), **changes)
+        if self.bf16_weights and job._no_bf16_weights():
+            vars(job)["bf16_weights"] = changes.get("bf16_weights")
         job.__post_init__()
         return job
 
@@ -166,6 +174,21 @@ class PlannedJob(JobOptions):
                 f"{self.strategy.name} keeps {self.strategy.replicas} replicas, which don't divide "
                 f"{self.gpus} GPUs."
             )
+
+        if self.bf16_weights and (needed := self._no_bf16_weights()):
+            raise UsageError(f"bf16_weights needs {' and '.join(needed)}. Leave it out.")
+
+    def _no_bf16_weights(self) -> list[str]:
+        """Return what `bf16_weights` needs and the job does not have."""
+        whole = self.strategy.backend in ("single", "ddp")
+        needs = {
+            f"one process or ddp, not {self.strategy.name}": whole,
+            f"precision bf16, not {self.precision}": self.precision == "bf16",
+            f"all weights trained, not {self.method}": self.method == "full",
+            f"weights loaded in float32, not {self.dtype}": self.dtype == "float32",
+            f"AdamW, not {self.optimizer}": self.optimizer in ("adamw", "adamw_fused"),
+        }
+        return [need for need, holds in needs.items() if not holds]
 
     @property
     def frozen_in_fp32(self) -> bool:

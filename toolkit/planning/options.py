@@ -42,6 +42,7 @@ OPTIM_FLAGS: dict[Optimizer, str] = {
 Attention = Literal["flash", "eager"]
 Checkpointing = Literal["none", "full", "selective", "every_second"]
 Dtype = Literal["float32", "bfloat16", "float16"]
+MomentsDtype = Literal["float32", "bfloat16"]
 Goal = Literal["speed", "memory"]
 LoraTargets = Literal["all-linear", "attention"]
 
@@ -132,7 +133,8 @@ class JobOptions:
     compile: Annotated[
         bool, Flag("Layers compiled, as by toolkit.train's --compile_blocks.", ("--compile",))
     ] = False
-    """Speed alone is planned with it: compiled layers may keep less than the memory planned."""
+    """A compiled layer keeps what its products read and write, and computes the rest again; a model
+    that was counted on the meta device is planned with the memory of layers that are not."""
 
     chunked_loss: Annotated[
         bool, Flag("Head and loss fused, as Liger does.", ("--chunked-loss",))

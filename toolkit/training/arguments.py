@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast, get_type_hints
 
 import psutil
 import yaml
-from transformers.hf_argparser import HfArgumentParser
+from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
 from toolkit.checkpoints.resume_request import LAST, folder_to_resume
 from toolkit.data.arguments import DataArguments
@@ -64,8 +64,10 @@ class ModelArguments:
         False, "Let sdpa take cuDNN's kernel, whose gradients are NaN at times on an H100 or H200."
     )
 
-    flash_attention: Literal["FA3", "FA4"] | None = flag(
-        None, "The package that has sdpa's FlashAttention on a GPU; none: torch's own, FA2."
+    flash_attention: Literal["FA2", "FA3", "FA4"] | None = flag(
+        None,
+        "Which FlashAttention sdpa takes on a GPU: FA2 is torch's own, the others are packages; "
+        "none: FA2, and with --tuned FA4 where a release is installed that was measured.",
     )
 
     @property
@@ -316,6 +318,13 @@ def output_dir_of(args: TrainingArguments) -> Path:
 
 class _Parser(HfArgumentParser):
     """An `HfArgumentParser` whose errors are sentences, not a wall of usage and an exit."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # A switch without a value is on, also where its default depends on another flag.
+        for action in self._actions:
+            if action.type is string_to_bool and action.nargs is None:
+                action.nargs, action.const = "?", True
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message[:1].upper()}{message[1:]}.")

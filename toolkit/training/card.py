@@ -376,6 +376,8 @@ def _speed_flags(on: Mapping[str, Any]) -> dict[str, Any]:
         flags["lean_masks"] = True
     if "checkpoint_layers" in on:
         flags["checkpoint_layers"] = on["checkpoint_layers"]["asked"]
+    if "bf16_weights" in on:
+        flags |= {"bf16_weights": True, "optimizer_state_dtype": on["bf16_weights"]["moments"]}
     if "compile_blocks" in on:
         flags |= {"compile_blocks": True, "compile_backend": on["compile_blocks"]["backend"]}
     usual = asdict(SpeedArguments())

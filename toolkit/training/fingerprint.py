@@ -12,6 +12,7 @@ from transformers.trainer_utils import SchedulerType
 from transformers.training_args import OptimizerNames
 
 from toolkit.checkpoints.resuming import WORDS
+from toolkit.engines.masters import moments_of
 from toolkit.errors import UsageError
 from toolkit.measuring import machines
 from toolkit.measuring.attestation import gather_objects
@@ -56,6 +57,9 @@ def facts_of_job(job: Job) -> dict[str, Any]:
         "lr_scheduler_type": SchedulerType(args.lr_scheduler_type).value,
         "optim": OptimizerNames(args.optim).value,
     }
+    whole = request.method.arguments.is_full and request.method.dtype == "float32"
+    moments = own.speed.moments_under(vars(args), job.strategy) if whole else None
+    facts |= _masters(moments)
     facts |= {name: getattr(args, name) for name in _SAME_NAME} | {"dropout": own.run.dropout}
     return _plain(facts | request.method.facts())
 
@@ -112,7 +116,12 @@ def facts_of_trainer(trainer: Any, strategy: Any) -> dict[str, Any]:
         "device": args.device.type,
         "seed": args.seed,
     }
-    return _plain(facts)
+    return _plain(facts | _masters(moments_of(model)))
+
+
+def _masters(moments: str | None) -> dict[str, Any]:
+    """Return the fact of fp32 masters beside bf16 weights; older checkpoints know of none."""
+    return {} if moments is None else {"bf16_weights": f"with moments in {moments}"}
 
 
 def _ends_of(rows: Any) -> str | None:

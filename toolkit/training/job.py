@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -35,6 +35,7 @@ from toolkit.training.request import (
     this_launch,
 )
 from toolkit.training.run_folder import held
+from toolkit.training.tuning import Tuning
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -62,6 +63,9 @@ class Job:
     evaluation: evaluation_plan.EvaluationPlan
     deepspeed_changes: list[str]
     """How the launcher's DeepSpeed config was fitted to the model, for the record."""
+
+    left_out: dict[str, str] = field(default_factory=dict[str, str])
+    """Switches that `--tuned` leaves out on this machine or for this run, each with the reason."""
 
     resumed: Resumed | None = None
 
@@ -99,7 +103,8 @@ def checked_job(own: OwnArguments) -> Job:
     launch = this_launch(own.run)
     request = check_request(own, launch)
     (strategy,) = launch.strategies
-    values = request.values[strategy.name]
+    tuning = Tuning(request=request, strategy=strategy, values=request.values[strategy.name])
+    values, untuned = tuning.with_micro_batch()
     tokenizer = load_tokenizer(
         resolve_tokenizer(own.model),
         trust_remote_code=own.model.trust_remote_code,
@@ -115,6 +120,8 @@ def checked_job(own: OwnArguments) -> Job:
         max_steps=values["max_steps"],
         num_train_epochs=values["num_train_epochs"],
     )
+    request, without_kernels = replace(tuning, values=values).with_kernels(steps)
+    own = request.own
     if own.run.evidence_step is not None and own.run.evidence_step > steps:
         raise UsageError(
             f"--evidence_step {own.run.evidence_step} lies beyond the {steps} steps of the "
@@ -171,6 +178,7 @@ def checked_job(own: OwnArguments) -> Job:
         tokenizer=tokenizer,
         evaluation=evaluation,
         deepspeed_changes=deepspeed_changes,
+        left_out=untuned | without_kernels,
     )
     _ = args.device  # starts the process group: ranks can communicate from here on
     check_machines_agree(job)

@@ -91,7 +91,9 @@ def prepare(
     request = check_request(own, launch)
     for note in request.notes:
         logger.info("%s", note)
-    by_strategy = {name: _under(request, get_strategy(name)) for name in request.values}
+    by_strategy = {
+        name: _under(request, get_strategy(name), values) for name, values in request.values.items()
+    }
     values = next(iter(request.values.values()))
     data, validation = request.data, request.validation
     return {
@@ -107,17 +109,25 @@ def prepare(
     }
 
 
-def _under(request: Request, strategy: Strategy) -> dict[str, Any]:
+def facts_under(request: Request, strategy: Strategy, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts of a run under a strategy from which the planner tells its memory."""
+    training = {name: values[name] for name in _SAME_NAME} | _under(request, strategy, values)
+    training |= request.training_facts() | {"max_length": request.own.data.max_length}
+    return {"model": {"name": request.model_name} | request.model.facts(), "training": training}
+
+
+def _under(request: Request, strategy: Strategy, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a record's `training` that may differ between strategies."""
-    values, switches = request.values[strategy.name], request.own.speed.under(strategy)
+    switches = request.own.speed.under(strategy)
     # The real `TrainingArguments` would start a process group.
-    stand_in = SimpleNamespace(**dict.fromkeys(TRAINER_SWITCHES) | values)
+    stand_in = SimpleNamespace(**dict.fromkeys(TRAINER_SWITCHES) | {**values})
     args = cast("TrainingArguments", stand_in)
-    speed = Speed(switches, args)
+    speed = Speed(switches, args, strategy=strategy)
     # Switches are tried on the model's skeleton, to refuse here what a rank would refuse.
     on_model = (
         switches.chunked_loss
         or switches.uses_lean_masks
+        or switches.uses_bf16_weights
         or switches.compile_blocks
         or switches.checkpoint_layers != "none"
     )

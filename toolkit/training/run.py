@@ -86,7 +86,9 @@ def train(job: Job, status: StatusFile) -> None:
     )
     if own.run.dropout == "off":
         turn_off(model)
-    speed = Speed(own.speed.under(job.strategy), job.args)
+    speed = Speed(
+        own.speed.under(job.strategy), job.args, strategy=job.strategy, left_out=job.left_out
+    )
     speed.apply(model, loop=job.args if own.run.engine == "loop" else None)
     for reason in speed.left_out.values() if rank() == 0 else ():
         say(f"left out of --tuned: {reason}")

@@ -18,6 +18,10 @@ from toolkit.training.precision import switched
 
 ADAMW = ("adamw_torch", "adamw_torch_fused")
 
+CHUNK_TOKENS = 1024
+COMPILED_CHUNK_TOKENS = 4096
+"""Of a compiled loss: the head's gradient is read and written once a chunk."""
+
 LAYERS = r"none|all|selective|every:[1-9]\d*|[1-9]\d*"
 """The values of `--checkpoint_layers`."""
 
@@ -28,16 +32,22 @@ class SpeedArguments:
 
     tuned: bool = flag(
         False,
-        "Switch on what fits every run: chunked loss, lean masks, gradients in DDP's "
-        "buckets, FSDP2's prefetch, torch's fused AdamW but under DeepSpeed and in fp16, and "
-        "a log of every tenth step, for each waits for the GPU. A flag for one of them wins.",
+        "The fastest training at an equal loss that this GPU, model and strategy allow: chunked "
+        "loss, lean masks, gradients in DDP's buckets, FSDP2's prefetch, torch's fused AdamW but "
+        "under DeepSpeed and in fp16, bf16 weights with fp32 masters, compiled layers where the "
+        "run is long enough to pay for them, the largest micro-batch that fits, and a log of every "
+        "tenth step, for each waits for the GPU. A flag for one of them wins.",
     )
     loss_impl: Literal["full", "chunked"] | None = flag(
         None,
         "chunked: cross-entropy straight from the hidden states, some tokens at a "
         "time and only those to be learned; never the logits of a whole batch.",
     )
-    loss_chunk_tokens: int = flag(1024, "Tokens whose logits a chunked loss holds at once.")
+    loss_chunk_tokens: int | None = flag(
+        None,
+        f"Tokens whose logits a chunked loss holds at once; none: {CHUNK_TOKENS}, and with "
+        f"--compile_blocks, which never holds them in fp32, {COMPILED_CHUNK_TOKENS}.",
+    )
     lean_masks: bool | None = flag(
         None,
         "No mask for padding on the right, which no token sees, and that of packed "
@@ -56,6 +66,11 @@ class SpeedArguments:
         "FSDP2 and ddp: reduce gradients in every micro-batch, not once a step. Under FSDP2 no "
         "rank then holds whole gradients between them; the traffic grows with their number.",
     )
+    auto_batch: bool | None = flag(
+        None,
+        "On a GPU, the largest micro-batch that the planner calls safe there, with as many fewer "
+        "of them in a step: the rows of a step stay the same.",
+    )
     bf16_weights: bool | None = flag(
         None,
         "One process and ddp in bf16: bf16 weights, and fp32 masters of them in the optimizer.",
@@ -63,7 +78,9 @@ class SpeedArguments:
     optimizer_state_dtype: Literal["float32", "bfloat16"] = flag(
         "float32", "With --bf16_weights: the dtype of AdamW's two moments."
     )
-    compile_blocks: bool = flag(False, "torch.compile for each layer of the model by itself.")
+    compile_blocks: bool | None = flag(
+        None, "torch.compile for each layer of the model by itself, and for a chunked loss."
+    )
     compile_backend: str = flag(
         "inductor",
         "What torch.compile makes of a layer; aot_eager traces it and compiles "
@@ -76,7 +93,7 @@ class SpeedArguments:
     )
 
     def __post_init__(self) -> None:
-        if self.loss_chunk_tokens < 1:
+        if self.loss_chunk_tokens is not None and self.loss_chunk_tokens < 1:
             raise UsageError(f"--loss_chunk_tokens {self.loss_chunk_tokens}: use 1 or more.")
         if self.fsdp_prefetch is not None and self.fsdp_prefetch < 0:
             raise UsageError(f"--fsdp_prefetch {self.fsdp_prefetch}: use 0 or more.")
@@ -89,6 +106,26 @@ class SpeedArguments:
     @property
     def chunked_loss(self) -> bool:
         return self.tuned if self.loss_impl is None else self.loss_impl == "chunked"
+
+    @property
+    def chunk_tokens(self) -> int:
+        if self.loss_chunk_tokens is not None:
+            return self.loss_chunk_tokens
+        return COMPILED_CHUNK_TOKENS if self.compile_blocks else CHUNK_TOKENS
+
+    @property
+    def uses_bf16_weights(self) -> bool:
+        return self.tuned if self.bf16_weights is None else self.bf16_weights
+
+    def moments_under(self, values: Mapping[str, Any], strategy: Strategy) -> str | None:
+        """Return the dtype of AdamW's moments beside fp32 masters; None without masters."""
+        if not self.uses_bf16_weights or no_bf16_weights(values, strategy):
+            return None
+        return self.optimizer_state_dtype
+
+    @property
+    def uses_auto_batch(self) -> bool:
+        return self.tuned if self.auto_batch is None else self.auto_batch
 
     @property
     def uses_lean_masks(self) -> bool:
@@ -146,7 +183,7 @@ def check_speed(
     """
     uses_liger = bool(values.get("use_liger_kernel"))
     layers, by_flag = arguments.checkpoint_layers != "none", checkpoints_by_flag(values)
-    compiles = arguments.compile_blocks
+    compiles = bool(arguments.compile_blocks)
     # `single`, the control of every comparison, accepts both flags without effect.
     several = strategy.is_distributed
     messages = no_chunked_loss(values) if arguments.loss_impl == "chunked" else []
@@ -163,16 +200,7 @@ def check_speed(
             "fsdp_activation_checkpointing: true of the Accelerate config and a flag would both "
             "checkpoint the layers: leave one of them out"
         )
-    if compiles and values.get("torch_compile"):
-        messages.append("--compile_blocks and --torch_compile both compile the layers: pass one")
-    if compiles and evidence:
-        messages.append("--evidence looks into the layers, which --compile_blocks compiles away")
-    if compiles and strategy.sharding == "tensors":
-        messages.append(
-            "--compile_blocks gains nothing under ZeRO-3: DeepSpeed's hooks in every module of a "
-            "layer are compiled anew for each until torch gives up (recompile_limit), and runs the "
-            "layers as they are"
-        )
+    messages += no_compiled_layers(values, strategy, evidence=evidence) if compiles else []
     if strategy.tensor > 1:
         by_hand = {
             "--loss_impl chunked": arguments.loss_impl == "chunked",
@@ -187,7 +215,7 @@ def check_speed(
         ]
     if arguments.bf16_weights:
         messages += no_bf16_weights(values, strategy)
-    elif arguments.optimizer_state_dtype != "float32":
+    elif arguments.optimizer_state_dtype != "float32" and not arguments.uses_bf16_weights:
         messages.append("--optimizer_state_dtype is for the optimizer of --bf16_weights: pass both")
     if arguments.ddp_bucket_view and several and not strategy.reduces_in_buckets:
         messages.append(f"--ddp_bucket_view is for ddp, and this is {strategy.name}")
@@ -207,6 +235,24 @@ def check_speed(
         )
     if messages:
         raise UsageError(f"{'; '.join(messages)}.")
+
+
+def no_compiled_layers(
+    values: Mapping[str, Any], strategy: Strategy, *, evidence: bool = False
+) -> list[str]:
+    """Return what excludes compiled layers, as sentences."""
+    messages: list[str] = []
+    if values.get("torch_compile"):
+        messages.append("--compile_blocks and --torch_compile both compile the layers: pass one")
+    if evidence:
+        messages.append("--evidence looks into the layers, which --compile_blocks compiles away")
+    if strategy.sharding == "tensors":
+        messages.append(
+            "--compile_blocks gains nothing under ZeRO-3: DeepSpeed's hooks in every module of a "
+            "layer are compiled anew for each until torch gives up (recompile_limit), and runs the "
+            "layers as they are"
+        )
+    return messages
 
 
 def no_bf16_weights(values: Mapping[str, Any], strategy: Strategy) -> list[str]:

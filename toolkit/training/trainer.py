@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
@@ -36,6 +37,7 @@ from toolkit.engines.masters import clip_in_fp32, moments_of, stepping_on_master
 from toolkit.engines.prepared import Prepared
 from toolkit.errors import UsageError
 from toolkit.launching.progress import progressed
+from toolkit.launching.ranks import say
 from toolkit.measuring.attestation import Requested
 from toolkit.measuring.finite import require_finite
 from toolkit.measuring.heartbeat import Choice, heartbeat_for
@@ -51,6 +53,9 @@ from toolkit.training.fingerprint import facts_of_trainer
 from toolkit.training.observers import Observer, TrainerEvents
 from toolkit.training.run_folder import check_names, held
 from toolkit.training.saving import full_state_dict, save_model
+from toolkit.training.speed import Speed
+from toolkit.training.speed.lean_batches import Collate
+from toolkit.training.speed_arguments import SpeedArguments, check_speed
 
 
 class TokenMean:
@@ -123,6 +128,7 @@ class ToolkitTrainer(Trainer):
             not logged. None: all steps.
         ddp_bucket_view: Under DDP, have gradients be views of its buckets: 4 bytes a parameter
             less in fp32.
+        speed: The switches of `toolkit.train` for speed, put on the model and its batches here.
         guards: The reaction when a loss is not finite, a gradient norm explodes, or ranks differ in
             weights or data order: `stop` all ranks with a `GuardError`, `warn`, or `off`. A
             recorder that is passed brings its own guards.
@@ -136,12 +142,18 @@ class ToolkitTrainer(Trainer):
         observers: Sequence[Observer] = (),
         scheduled_steps: int | None = None,
         ddp_bucket_view: bool = False,
+        speed: SpeedArguments | None = None,
         guards: Choice = "stop",
         **kwargs: Any,
     ) -> None:
-        self._ddp_bucket_view = ddp_bucket_view  # read while the Trainer is made
+        switches = None if speed is None else _switched_on(speed, *args, **kwargs)
+        # Read while the Trainer is made.
+        self._ddp_bucket_view = ddp_bucket_view or bool(speed and speed.gradients_in_buckets)
         self._scheduled_steps = scheduled_steps
         super().__init__(*args, **kwargs)
+        if switches is not None:
+            self.data_collator = switches.collating(cast("Collate", self.data_collator))
+            observers = [switches, *observers]
         # This filter would log a loss that is not finite as 0.0.
         self.args.logging_nan_inf_filter = False
         if self.args.parallel_mode == ParallelMode.NOT_DISTRIBUTED:
@@ -434,6 +446,25 @@ class ToolkitTrainer(Trainer):
         state, prepared = self.state, self.prepared()
         folder, step = Path(str(state.best_model_checkpoint)), int(state.best_global_step or 0)
         backend_of(prepared.model).read_model(folder, prepared, step=step)
+
+
+def _switched_on(arguments: SpeedArguments, *args: Any, **kwargs: Any) -> Speed:
+    """Put switches on the model that a Trainer is about to be made of, and return them.
+
+    Raises:
+        UsageError: the model or the other arguments don't take one that was asked for by itself.
+    """
+    made_of = inspect.signature(Trainer).bind(*args, **kwargs).arguments
+    model, training_args = made_of.get("model"), made_of.get("args")
+    if model is None or training_args is None:
+        raise UsageError("speed needs a model and TrainingArguments: pass model= and args=.")
+    values, strategy = vars(training_args), _strategy_of(training_args)
+    check_speed(arguments, values, strategy=strategy, on_gpu=training_args.device.type != "cpu")
+    switches = Speed(arguments.under(strategy), training_args, strategy=strategy)
+    switches.apply(model)
+    for reason in switches.left_out.values() if training_args.process_index == 0 else ():
+        say(f"left out of tuned: {reason}")
+    return switches
 
 
 def _recorder_for(args: TrainingArguments, model: Any, guards: Choice) -> Recorder:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final, cast
 
-from toolkit.comparing.predicted import job_of
 from toolkit.errors import UsageError
+from toolkit.planning.of_run import job_of
 from toolkit.planning.speed.flops import CONVENTION, model_flops
 from toolkit.planning.speed.gpus import gpu
 from toolkit.records.record import Record

@@ -15,13 +15,14 @@ from typing import Any, Final, cast
 from toolkit.causes.diagnosis import Diagnosis
 from toolkit.causes.from_files import diagnose_start
 from toolkit.comparing.parity.judgement import Judgement, broken_sentence
-from toolkit.comparing.predicted import RunFacts, SharedFacts, expect, no_prediction, predict
+from toolkit.comparing.predicted import SharedFacts, expect, no_prediction, predict
 from toolkit.comparing.run.achieved import compute_of, cost_of, room_of
 from toolkit.comparing.run.folders import FailedStart, Finished, command_at
 from toolkit.comparing.run.options import CompareOptions
 from toolkit.comparing.run.plan import Run
 from toolkit.escaping import shell_line
 from toolkit.launching.outcome import TAIL_LINES, shorten
+from toolkit.planning.of_run import RunFacts
 from toolkit.records.fields import Measured, spread_of
 from toolkit.records.results import (
     Achieved,

@@ -393,12 +393,15 @@ def _chunked_by_tokens(job: PlannedJob, tail: float, compute: int, rows: int) ->
 
     The fullest moment is `logsumexp`, which takes the exponentials of a chunk's logits in a tensor
     of their size, beside the product and its copy in fp32; with soft-capping it is tanh's gradient,
-    which takes two more. The gradient of the chunk before is still held. So are the hidden states,
-    those of them that predict a target, and their gradient.
+    which takes two more. A compiled chunk has the product and its gradient alone. The gradient of
+    the chunk before is still held. So are the hidden states, those of them that predict a target,
+    and their gradient.
     """
     model, tokens = job.model, job.micro_tokens
     product = 0 if compute == FP32 else compute
     width = product + (4 * FP32 if model.logit_softcap else 2 * FP32)
+    if job.compiles:
+        width = 2 * compute
     if rows < tokens:
         width += compute
     stream = regime_of(job).weight

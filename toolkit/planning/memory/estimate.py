@@ -329,7 +329,8 @@ def _tied_bytes(job: PlannedJob, parts: Activations) -> int:
     if not plain or not job.model.tied:
         return 0
     head_gradient = job.model.vocab_size * job.model.hidden_size * trained_size(job)
-    raised = job.dtype == "float32" and (job.precision != "no" or job.chunked_loss)
+    fp32 = job.dtype == "float32" and not job.bf16_weights
+    raised = fp32 and (job.precision != "no" or job.chunked_loss)
     waiting = head_gradient if _gradients_always(job) else 0
     return waiting + max(0, (1 if raised else 2) * head_gradient - round(parts.last))
 
@@ -408,7 +409,7 @@ def _state_terms(
         ]
     formula = optimizers.formula_of(job.optimizer)
     terms += [
-        exact("master", "fp32 partitions to step on", states.master.gpu, "4 * partition"),
+        exact("master", "fp32 weights to step on", states.master.gpu, "4 * partition"),
         exact("optimizer", f"states of {job.optimizer}", states.optimizer.gpu, formula),
     ]
     yield from (term for term in terms if term.bytes.high)

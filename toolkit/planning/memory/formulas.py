@@ -103,10 +103,12 @@ def _by_part(job: PlannedJob, stage: str, *, mixed: bool) -> dict[str, float]:
         graded = share
     differences[f"gradients in {size} bytes"] = (size - gradient) * graded
     in_formula = (optimizer - 8) * stepped
-    if strategy.steps_on_masters:
-        differences["fp32 master partitions"] = 4 * share - in_formula
+    if strategy.steps_on_masters or job.bf16_weights:
+        differences["fp32 masters"] = 4 * share - in_formula
     else:
         differences["no fp32 masters: the weights are fp32"] = -in_formula
+    if job.bf16_weights == "bfloat16":
+        differences["moments in bf16"] = -4 * share
     if strategy.sharding == "tensors" and strategy.offloads:
         differences["a second copy of gradients, in fp32, for the CPU"] = 4 * share
     elif strategy.offloads and strategy.steps_on_masters:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from toolkit.planning.job import PlannedJob
@@ -41,6 +41,11 @@ def regime_of(job: PlannedJob) -> Regime:
     DDP and one process run fp32 weights under autocast. DeepSpeed casts the weights. FSDP2 casts
     them as it gathers them, and Accelerate runs autocast as well.
     """
+    regime = _regime_of(job)
+    return replace(regime, compiled=True) if job.compiles else regime
+
+
+def _regime_of(job: PlannedJob) -> Regime:
     compute = COMPUTE_SIZE[job.precision]
     if job.strategy.steps_on_masters or job.precision == "no":
         autocast = job.deepspeed is not None and zero_settings(job).autocast
@@ -239,7 +244,7 @@ class LayerTape(Tape):
         inside = [self.lowered(value) for value in (queries, keys, values)]
         out = Value(model.heads * model.head_dim, self.regime.compute)
         logsumexp = Value(model.heads, FP32)
-        self.record(inside, out, [*inside, out, logsumexp])
+        self.record(inside, out, [*inside, out, logsumexp], elementwise=False)
         self.attended += [out, logsumexp]
         by_head = block.rotary == "part" or block.qkv == "split"
         return self.record([out], Value(out.width, out.size)) if by_head else out
@@ -249,11 +254,12 @@ class LayerTape(Tape):
     ) -> Value:
         model, block = self.model, self.model.block
         softmax = "wide" if raised else block.softmax
-        wide, size = model.heads * model.head_dim, self.regime.compute
+        wide = model.heads * model.head_dim
         if softmax == "wide":
             queries, keys = self.cast(queries, FP32), self.cast(keys, FP32)
         copies = [self.per_head(value, wide) for value in (queries, keys)]
-        scores = self.record(copies, Value(model.heads * sequence, copies[0].size), copies)
+        scores = Value(model.heads * sequence, copies[0].size)
+        self.record(copies, scores, copies, elementwise=False)
         self.attended.append(scores)
         if block.attention_softcap:
             scores = self.keeping_output(scores)
@@ -264,7 +270,7 @@ class LayerTape(Tape):
             weights = self.dropout(weights)
         weights = self.lowered(weights)
         copy = self.per_head(values, wide)
-        out = self.record([weights, copy], Value(wide, size), [weights, copy])
+        out = self.product([weights, copy], wide, [weights, copy])
         self.attended.append(out)
         return self.record([out], Value(wide, out.size))
 
@@ -315,8 +321,9 @@ class LayerTape(Tape):
         index = Value(4 * active, 8)
         weights = self.record([routing], Value(active, FP32), [index, Value(1 + active, FP32)])
         rows = self.record([value], Value(active * hidden, size))
-        inside = self.gated_views(self.record([rows], Value(2 * width, size), [rows]))
-        out = self.record([inside], Value(active * hidden, size), [inside])
+        together = self.record([rows], Value(2 * width, size), [rows], elementwise=False)
+        inside = self.gated_views(together)
+        out = self.record([inside], Value(active * hidden, size), [inside], elementwise=False)
         summed = self.record([self.multiply(out, weights)], Value(hidden, value.size))
         shared = model.intermediate_size - width
         if shared <= 0:

@@ -23,6 +23,7 @@ from toolkit.planning.memory.zero_settings import (
 )
 from toolkit.planning.split import part_of_rank, parts_of_ranks
 from toolkit.planning.terms import Interval, Place, Term
+from toolkit.strategies import DTYPE_BYTES
 
 FLAT_ALIGNMENT = 2
 """ZeRO-1 and 2 pad each flat group to this many elements a rank (`nccl_start_alignment_factor`)."""
@@ -55,7 +56,8 @@ class StateBytes:
     """Bytes after an optimizer step, including parameters that stay gathered."""
 
     master: Held
-    """DeepSpeed's fp32 partitions, which it updates; others update the parameters themselves."""
+    """fp32 weights that the optimizer updates: DeepSpeed's partitions, or those of `bf16_weights`.
+    Others update the parameters themselves."""
 
     gradients: Held
     """Bytes at their peak: after the last backward of a step, before the optimizer."""
@@ -97,7 +99,9 @@ def state_bytes(job: PlannedJob, rank: int = 0) -> StateBytes:
     match strategy.sharding:
         case "whole":
             held = graded = weights.trained.elements
-            states = optimizers.of_tensors(optimizer, weights.trained, size)
+            of_state = DTYPE_BYTES[job.bf16_weights] if job.bf16_weights else size
+            states = optimizers.of_tensors(optimizer, weights.trained, of_state)
+            masters = 4 * held if job.bf16_weights else 0
             if strategy.has_server and rank > 0:
                 states = 0
         case "rows":

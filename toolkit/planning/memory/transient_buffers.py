@@ -354,6 +354,9 @@ def _of_optimizer(job: PlannedJob, size: int, at_once: int, largest: int) -> tup
     need no extra memory.
     """
     match job.optimizer:
+        case "adamw" | "adamw_fused" if job.bf16_weights:
+            # One compiled kernel a tensor, and on a CPU its operations one by one (masters.py).
+            return (28 * largest, "28 * the largest tensor") if job.on_cpu else (0, "")
         case "adamw" if job.on_cpu:
             # Tensor by tensor: a root, and the root plus epsilon.
             return 2 * size * largest, f"2 * {size} * the largest tensor (roots)"

@@ -145,7 +145,7 @@ def trained_size(job: PlannedJob) -> int:
 
     DeepSpeed casts the model to the compute dtype and keeps fp32 masters; Accelerate raises trained
     weights to fp32 for FSDP2 in mixed precision (fsdp_utils.py, accelerate 1.15); peft keeps
-    adapters in fp32. DDP keeps the loaded dtype.
+    adapters in fp32. DDP keeps the loaded dtype, but for `bf16_weights`.
 
     Raises:
         UsageError: DeepSpeed is to compute in fp32 with weights of 16 bits, which it refuses.
@@ -159,7 +159,7 @@ def trained_size(job: PlannedJob) -> int:
         return COMPUTE_SIZE[job.precision]
     if job.method != "full" or (job.strategy.sharding == "rows" and job.precision != "no"):
         return 4
-    return DTYPE_BYTES[job.dtype]
+    return DTYPE_BYTES["bfloat16" if job.bf16_weights else job.dtype]
 
 
 @lru_cache(maxsize=512)

@@ -98,6 +98,8 @@ def _flags(job: PlannedJob, rate: float) -> dict[str, str | bool | int | list[st
         flags[job.precision] = True
     if job.method == "full" and job.dtype != "float32":
         flags["dtype"] = job.dtype
+    if job.bf16_weights:
+        flags |= {"bf16_weights": True, "optimizer_state_dtype": job.bf16_weights}
     if job.attention == "eager":
         flags["attn_implementation"] = "eager"
     if job.chunked_loss:

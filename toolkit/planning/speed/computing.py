@@ -160,7 +160,8 @@ def _elementwise(job: PlannedJob) -> Interval:
     """Bytes that one token moves outside of products, forward, backward and recomputed."""
     fused, eager = _elementwise_forward(job.model)
     passes = _forwards(job) + rates.BACKWARD
-    mixed = job.precision != "no" and not job.strategy.steps_on_masters
+    casts = not (job.strategy.steps_on_masters or job.bf16_weights)
+    mixed = job.precision != "no" and casts
     width = {"no": 2, "bf16": 1, "fp16": 1}[job.precision]
     most = (fused if job.compiles else eager) * (rates.AUTOCAST if mixed else 1)
     return Interval(fused * passes * width, most * passes * width)
@@ -202,13 +203,16 @@ def _adapted_width(weights: Weights) -> int:
 
 def _logits(job: PlannedJob) -> Interval:
     per_logit = rates.CHUNKED_LOGIT_BYTES if job.chunked_loss else rates.LOGIT_BYTES
+    if job.chunked_loss and job.loss_chunk_tokens is not None:
+        per_logit = rates.COMPILED_LOGIT_BYTES if job.compiles else rates.UNFUSED_LOGIT_BYTES
     return per_logit.times(job.micro_tokens * job.model.vocab_size)
 
 
 def _weights(job: PlannedJob) -> Interval:
     """Bytes that a micro-batch moves for the weights themselves, however few its tokens."""
     weights = weights_of(job)
-    moved = rates.WEIGHT_BYTES.times(weights.trained.elements)
+    of_weight = rates.BF16_WEIGHT_BYTES if job.bf16_weights else rates.WEIGHT_BYTES
+    moved = of_weight.times(weights.trained.elements)
     moved += rates.FROZEN_BYTES.times(weights.frozen.elements)
     if weights.packed.sizes:
         passes = 2 if job.checkpointing == "none" else 3

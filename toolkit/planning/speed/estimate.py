@@ -23,8 +23,8 @@ from toolkit.planning.terms import Interval
 from toolkit.strategies import SHORT_DTYPES
 
 COMPILED = (
-    "Compiled layers are planned by the kernels and the memory traffic that fusing saves: no GPU "
-    "measured it here. Their memory is planned as without, and may be less."
+    "Compiled layers are planned by the kernels and the memory traffic that fusing saves, and keep "
+    "what their products read and write. An H200 held what is planned, with a Llama of 1B."
 )
 NOT_COMPILED = "Under ZeRO-3 layers can't be compiled: it is planned without --compile."
 

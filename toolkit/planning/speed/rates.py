@@ -74,12 +74,23 @@ LOGIT_BYTES = Interval(16, 46)
 or without copies between them."""
 
 CHUNKED_LOGIT_BYTES = Interval(4, 16)
-"""The same in a fused head and loss, whose chunks partly stay in cache."""
+"""The same in Liger's fused head and loss, whose chunks partly stay in cache."""
+
+UNFUSED_LOGIT_BYTES = Interval.exactly(60)
+"""The same in the toolkit's own chunks, too large for a cache, by one operation after the other:
+raised 6, `logsumexp` 24, subtracted 8, exponentials 8, masked 8, cast 6 (chunked_loss.py)."""
+
+COMPILED_LOGIT_BYTES = Interval(4, 8)
+"""The same where they are compiled: read in 16 bits, once more if the cache lost it, and written as
+the gradient; the product itself writes the rest."""
 
 WEIGHT_BYTES = Interval(0, 26)
 """Per trained weight and micro-batch. Reading it is part of its product's time at best, unless few
 tokens leave the product less time than its weight takes to cross memory; at worst it is cast to 16
 bits, read twice, and its gradient cast and added in fp32: 6 + 4 + 16."""
+
+BF16_WEIGHT_BYTES = Interval(0, 10)
+"""The same with `bf16_weights`: read twice, and the gradient added in 16 bits, nothing cast."""
 
 FROZEN_BYTES = Interval(0, 6)
 """Per frozen weight and micro-batch: read in forward, backward and when recomputed."""

@@ -12,6 +12,7 @@ from toolkit.planning.speed.computing import SpeedTerm
 from toolkit.planning.speed.gpus import Gpu
 from toolkit.planning.speed.traffic import Collective, collectives, zero3_gathers
 from toolkit.planning.terms import Interval
+from toolkit.strategies import DTYPE_BYTES
 
 
 def communicating(job: PlannedJob, gpu: Gpu, network: Interval, micro: Interval) -> list[SpeedTerm]:
@@ -90,7 +91,8 @@ def stepping(job: PlannedJob, gpu: Gpu, micro: Interval) -> list[SpeedTerm]:
     ]
     moved = _optimizer_bytes(job)
     if job.strategy.offload_optimizer == "none":
-        passes = rates.OPTIMIZER_PASSES if job.optimizer == "adamw" else Interval.exactly(1)
+        one_by_one = job.optimizer == "adamw" and not job.bf16_weights
+        passes = rates.OPTIMIZER_PASSES if one_by_one else Interval.exactly(1)
         terms.append(
             SpeedTerm(
                 name="optimizer",
@@ -111,6 +113,9 @@ def stepping(job: PlannedJob, gpu: Gpu, micro: Interval) -> list[SpeedTerm]:
 
 def _optimizer_bytes(job: PlannedJob) -> float:
     """Bytes per parameter that one step reads and writes, gradients and clipping included."""
+    if job.bf16_weights:
+        # Gradient and weight in 16 bits, which is written alone; the master is read and written.
+        return moved_bytes(job.optimizer, DTYPE_BYTES[job.bf16_weights]) + 8 + 2 + 8
     size = 4 if job.strategy.steps_on_masters else trained_size(job)
     # The gradient is read for its norm, scaled, and read for the step; the weight read and written.
     moved = moved_bytes(job.optimizer, size) + 6 * size

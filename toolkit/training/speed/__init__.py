@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from toolkit.engines.backend import backend_of
 from toolkit.engines.masters import cast_to_bf16
 from toolkit.engines.prepared import Prepared
 from toolkit.errors import UsageError
+from toolkit.measuring.compilation import Compilation
+from toolkit.strategies import STRATEGIES, Strategy
 from toolkit.training.observers import Observer
 from toolkit.training.speed.chunked_loss import checked_head, use_chunked_loss
 from toolkit.training.speed.layers import (
@@ -32,7 +34,7 @@ from toolkit.training.speed.lean_batches import (
     spare_the_device,
     takes_masks_as_given,
 )
-from toolkit.training.speed_arguments import SpeedArguments, no_chunked_loss
+from toolkit.training.speed_arguments import SpeedArguments, no_bf16_weights, no_chunked_loss
 
 TRAINER_SWITCHES = ("use_liger_kernel", "torch_compile", "ddp_bucket_cap_mb", "ddp_static_graph")
 """Switches of `TrainingArguments`, for both engines but for `torch_compile`."""
@@ -48,10 +50,21 @@ class Speed(Observer):
     The Trainer's arguments for the loss take precedence over `--tuned`.
     """
 
-    def __init__(self, arguments: SpeedArguments, args: TrainingArguments | None = None) -> None:
+    def __init__(
+        self,
+        arguments: SpeedArguments,
+        args: TrainingArguments | None = None,
+        *,
+        strategy: Strategy = STRATEGIES["single"],
+        left_out: Mapping[str, str] | None = None,
+    ) -> None:
         self.arguments = arguments
-        self._against_chunked_loss = [] if args is None else no_chunked_loss(vars(args))
+        values = {} if args is None else vars(args)
+        self._against_chunked_loss = no_chunked_loss(values)
         """Reasons why other flags exclude the chunked loss."""
+
+        self._against_bf16_weights = no_bf16_weights(values, strategy)
+        self._compilation: Compilation | None = None
 
         self.checkpoints_all = False
         """Whether every layer is computed again in backward, from its inputs alone."""
@@ -59,7 +72,7 @@ class Speed(Observer):
         self.on: dict[str, Any] = {}
         """Every active switch, and its extent."""
 
-        self.left_out: dict[str, str] = {}
+        self.left_out = dict(left_out or {})
         """Inactive switches of `--tuned`, each with the reason."""
 
     def apply(self, model: Any, *, loop: TrainingArguments | None = None) -> None:
@@ -84,22 +97,25 @@ class Speed(Observer):
         if arguments.chunked_loss and self._can("loss_impl", self._check_loss, inner):
             use_chunked_loss(
                 inner,
-                chunk_tokens=arguments.loss_chunk_tokens,
+                chunk_tokens=arguments.chunk_tokens,
                 backend=arguments.compile_backend if arguments.compile_blocks else None,
             )
             self.on["loss_impl"] = "chunked"
-            self.on["loss_chunk_tokens"] = arguments.loss_chunk_tokens
+            self.on["loss_chunk_tokens"] = arguments.chunk_tokens
         if arguments.uses_lean_masks and self._can("lean_masks", check_lean_masks, inner):
             if unasked := takes_masks_as_given(inner):
                 spare_the_device(inner)
             # Windows and eager attention need masks, which transformers makes on request.
             self.on["lean_masks"] = UNMASKED if unasked else "padding is not masked"
-        if arguments.bf16_weights:
+        if arguments.uses_bf16_weights and self._can("bf16_weights", self._check_masters, inner):
             moments = getattr(torch, arguments.optimizer_state_dtype)
             cast = cast_to_bf16(inner, state_dtype=moments)
             self.on["bf16_weights"] = {"cast": cast, "moments": arguments.optimizer_state_dtype}
+        if (flash := torch.nn.attention.current_flash_attention_impl()) is not None:
+            self.on["flash_attention"] = flash
         # Last, because torch.compile traces the layers with all other switches on.
         if arguments.compile_blocks:
+            self._compilation = Compilation()
             compiled = compile_blocks(inner, backend=arguments.compile_backend)
             self.on["compile_blocks"] = {"layers": compiled, "backend": arguments.compile_backend}
 
@@ -132,9 +148,22 @@ class Speed(Observer):
         It has every active switch, including the Trainer's own, and the switches that `--tuned`
         left out, with the reason.
         """
+        if self._compilation is not None:
+            self.on["compile_blocks"] |= self._compilation.facts()
         of_trainer = {name: getattr(args, name) for name in TRAINER_SWITCHES if getattr(args, name)}
         on = self.on | of_trainer
         return {"tuned": self.arguments.tuned, "on": on, "left_out": self.left_out}
+
+    def _check_masters(self, model: PreTrainedModel) -> None:
+        reasons = self._against_bf16_weights
+        if getattr(model, "peft_config", None):
+            reasons = [*reasons, "--bf16_weights is for whole models, and adapters are small"]
+        elif not reasons and not any(
+            p.requires_grad and p.dtype == torch.float32 for p in model.parameters()
+        ):
+            reasons = [*reasons, "--bf16_weights keeps masters of fp32 weights, and loads none"]
+        if reasons:
+            raise UsageError(f"{'; '.join(reasons)}.")
 
     def _check_loss(self, model: Any) -> None:
         if self._against_chunked_loss:

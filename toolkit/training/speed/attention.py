@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn import attention
@@ -23,10 +24,11 @@ FLASH_CAPABILITY = (8, 0)
 _GQA: Any = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 """torch 2.11 takes fewer heads of keys without a word, later releases want this one."""
 
-ADVICE = {
-    "FA3": "It is in flash-attn-3, which has to be compiled.",
-    "FA4": "It is in flash-attn-4; with torch 2.11 pip install flash-attn-4==4.0.0b18.",
-}
+MEASURED = {"2.11": "4.0.0b18"}
+"""By torch's release, the one of flash-attn-4 that was measured with it: on an H200, against fp32
+(benchmarks/results/2026-11-26-speed-lab.md). torch 2.11 takes none after it (pytorch#190212)."""
+
+FA4_CAPABILITIES = ((9, 0), (10, 0))
 
 _TAG = " attention:"
 
@@ -36,21 +38,39 @@ def choose_kernels(*, cudnn: bool, flash: str | None) -> None:
 
     Args:
         cudnn: Whether cuDNN's may be taken. On an H100, H200 or B200 torch 2.11 prefers it, and its
-            gradients are NaN at times (pytorch#196678).
-        flash: FA3 or FA4, of torch's registry, in place of its own FlashAttention 2.
+            gradients are NaN at times. A cause is mended in cuDNN 9.26 (pytorch#196678).
+        flash: FA3 or FA4, of torch's registry; None or FA2: torch's own.
 
     Raises:
         UsageError: the package that has it can't be imported.
     """
     torch.backends.cuda.enable_cudnn_sdp(cudnn)
-    if flash is None:
+    if flash in (None, "FA2"):
         return
     try:
         attention.activate_flash_attention_impl(flash)
-    except (ImportError, RuntimeError, ValueError) as error:
-        raise UsageError(
-            f"--flash_attention {flash}: {sentence_of(error)} {ADVICE[flash]}"
-        ) from error
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        reason = f"{sentence_of(error)} Install its package, or leave it out."
+        raise UsageError(f"--flash_attention {flash}: {reason}") from error
+
+
+def no_flash_4(capability: tuple[int, int]) -> str | None:
+    """Say why FlashAttention 4 is not chosen on a GPU; None where it was measured and is there."""
+    if capability not in FA4_CAPABILITIES:
+        return "it is for an H100, H200 or B200"
+    release = ".".join(torch.__version__.split(".")[:2])
+    if (known := MEASURED.get(release)) is None:
+        return f"it was not measured with torch {release}"
+    try:
+        installed = version("flash-attn-4")
+    except PackageNotFoundError:
+        installed = "not installed"
+    if installed == known:
+        return None
+    return (
+        f"flash-attn-4 is {installed}, and {known} was measured with torch {release}: "
+        f"pip install flash-attn-4=={known}"
+    )
 
 
 def tell_caches_of_kernels() -> None:
@@ -59,7 +79,7 @@ def tell_caches_of_kernels() -> None:
     The choice is part of a compiled layer, and not of the key under which caches keep it: torch
     2.11 on an H200 ran cuDNN's attention, which was off, from the layer of an earlier run.
     """
-    cuda, config = torch.backends.cuda, torch.compiler.config
+    cuda, config = torch.backends.cuda, cast("Any", torch.compiler.config)
     allowed = {
         "cudnn": cuda.cudnn_sdp_enabled(),
         "flash": cuda.flash_sdp_enabled(),
@@ -104,13 +124,12 @@ def attention_of_texts(
         borders = attention_mask.view(-1)
         if value.dtype.itemsize == 2 and not dropout and width == value.shape[-1] <= 256:
             # Rotations in fp32 leave fp32 states, which autocast casts for sdpa alone.
-            flat = [
+            within: Any = [
                 states.transpose(1, 2).flatten(0, 1).to(value.dtype)
                 for states in (query, key, value)
             ]
-            attended = varlen_attn(
-                *flat, borders, borders, tokens, tokens, scale=scaling, window_size=(-1, 0), **_GQA
-            )
+            within += [borders, borders, tokens, tokens]
+            attended: Any = varlen_attn(*within, scale=scaling, window_size=(-1, 0), **_GQA)
             return attended.view(rows, tokens, heads, width), None
         attention_mask = _mask_within(borders, rows, tokens)
     return sdpa_attention_forward(

@@ -98,7 +98,7 @@ def use_chunked_loss(
         UsageError: the chunked loss is not proven for the model.
     """
     head, logits_of = checked_head(model)
-    of_chunk = _of_chunk if backend is None else _compiled(backend)
+    of_chunk = _of_chunk if backend is None else compiled_chunk(backend)
     # Functions, not methods of this model: a copy of it has to compute with its own weights.
     original_forward, project = type(model).forward, type(head).forward
     signature = inspect.signature(original_forward)
@@ -296,7 +296,7 @@ def _of_chunk(
     return loss, logits_of.backward_(gradient, capped)
 
 
-def _compiled(backend: str) -> OfChunk:
+def compiled_chunk(backend: str) -> OfChunk:
     """Return `_of_chunk` as one compiled function, for chunks of any number of tokens."""
     compiled = torch.compile(_of_chunk_without_memory, backend=backend)
 
