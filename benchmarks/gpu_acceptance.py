@@ -217,6 +217,7 @@ def page(result: Result) -> str:
     lines = [f"# GPU acceptance, {about['date']}", "", f"    {about['command']}", ""]
     lines += [smoke, ""] if about["smoke"] else []
     lines += [f"{about['device']}; {about['versions']}; toolkit {about['toolkit']}.", ""]
+    lines += [about["note"], ""] if "note" in about else []
     cells = [(r["cell"], r["status"], f"{r['seconds']:.0f}", r["reason"] or "") for r in rows]
     lines += table(("step", "status", "seconds", "reason"), cells)
     for row in rows:

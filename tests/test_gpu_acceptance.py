@@ -369,3 +369,9 @@ def test_a_run_that_ended_well_is_not_taken_for_an_exhausted_gpu(tmp_path, monke
     monkeypatch.setattr(Task, "run", lambda *_: (0, "ok    run: It ended well."))
     acceptance.blame(task, tmp_path, 0, "toolkit: saved")
     assert len(task.problems) == 4
+
+
+def test_a_committed_page_is_that_of_its_rows():
+    file = ROOT / "benchmarks" / "results" / "2026-11-26-gpu-acceptance.json"
+    assert gpu_acceptance.page(Result.read(file)) == file.with_suffix(".md").read_text()
+    assert not any(place in file.read_text() for place in ("/root", "/opt", "/tmp/"))
