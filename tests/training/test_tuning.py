@@ -7,6 +7,7 @@ import pytest
 
 from toolkit import environment
 from toolkit.errors import UsageError
+from toolkit.planning.models.architectures import shape_from_config
 from toolkit.strategies import STRATEGIES
 from toolkit.training import tuning
 from toolkit.training.arguments import own_arguments
@@ -20,6 +21,7 @@ LARGE = {
     "intermediate_size": 8192,
     "num_hidden_layers": 16,
     "num_attention_heads": 32,
+    "head_dim": 64,
     "num_key_value_heads": 8,
     "vocab_size": 128256,
     "tie_word_embeddings": True,
@@ -42,17 +44,10 @@ def tuned(cache, monkeypatch):
             request=request, strategy=STRATEGIES[strategy], values=request.values[strategy]
         )
         if shape:  # plan a model of another size than the one whose data were prepared
-            by_planner = made.job
-
-            def job(self, *, compiles=False):
-                from toolkit.planning.models.architectures import shape_from_config
-
-                planned = by_planner(compiles=compiles)
-                config = json.loads((tuning.Path(request.model.path) / "config.json").read_text())
-                shape_of_model = shape_from_config(config | shape, name="large")
-                return planned.with_(model=shape_of_model, sequence=2048)
-
-            monkeypatch.setattr(Tuning, "job", job)
+            config = json.loads((tuning.Path(request.model.path) / "config.json").read_text())
+            large = shape_from_config(config | shape, name="large")
+            vars(made)["job"] = made.job.with_(model=large, sequence=2048)
+            vars(made)["config"] = config | shape
         return made
 
     return of
@@ -149,12 +144,19 @@ def test_flash_attention_is_chosen_by_tuned_alone_and_only_where_it_was_measured
 ):
     attention = importlib.import_module("toolkit.training.speed.attention")
     monkeypatch.setattr(attention, "no_flash_4", lambda capability: None)
-    assert tuned("--tuned").with_kernels(1)[0].own.model.flash_attention == "FA4"
-    assert tuned().with_kernels(1)[0].own.model.flash_attention is None
-    by_flag = tuned("--tuned", "--flash_attention", "FA2").with_kernels(1)[0]
-    assert by_flag.own.model.flash_attention == "FA2"
+
+    def chosen(*flags, **shape):
+        request, why_not = tuned(*flags, **LARGE | shape).with_kernels(1)
+        return request.own.model.flash_attention, why_not.get("flash_attention", "")
+
+    assert chosen("--tuned") == ("FA4", "")
+    assert chosen() == (None, "")
+    assert chosen("--tuned", "--flash_attention", "FA2") == ("FA2", "")
+    assert chosen("--tuned", attn_pdrop=0.1)[1].endswith("which the model's attn_pdrop asks for")
+    assert chosen("--tuned", "--dropout", "off", attn_pdrop=0.1) == ("FA4", "")
+    assert chosen("--tuned", head_dim=96)[1].endswith("it was not measured with heads of 96")
     monkeypatch.setattr(attention, "no_flash_4", lambda capability: f"of {capability}")
-    assert tuned("--tuned").with_kernels(1)[1]["flash_attention"].endswith("FA4: of (9, 0)")
+    assert chosen("--tuned")[1] == "--flash_attention FA4: of (9, 0)"
 
 
 def test_switches_without_a_value_are_on(cache):

@@ -30,6 +30,12 @@ COMPILE_SECONDS: Final = 30.0
 """Of compiling a layer and a loss, forward and backward: 3 to 17 s were measured on an H200, on
 16 cores (benchmarks/results/2026-11-26-speed-lab.md)."""
 
+ATTENTION_DROPOUT: Final = ("attention_dropout", "attn_pdrop", "attn_dropout")
+"""Names of a model's dropout of attention in its config.json (transformers 5.24)."""
+
+MEASURED_WIDTHS: Final = (64, 128)
+"""Of a head, in which FlashAttention 4 was held against fp32."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
@@ -48,23 +54,33 @@ class Tuning:
     def gpus(self) -> list[environment.InstalledGpu]:
         return [] if self.request.launch.rehearsal else environment.gpus()
 
-    def job(self, *, compiles: bool = False) -> PlannedJob:
-        """Return the planner's job of the run, with layers compiled or not.
+    @cached_property
+    def job(self) -> PlannedJob:
+        """The planner's job of the run, without compiled layers.
 
         Raises:
             UsageError: it can't be planned.
         """
-        own = replace(self.request.own, speed=replace(self.speed, compile_blocks=compiles))
-        request = replace(self.request, own=own)
         from toolkit.training.prepare import facts_under
 
-        facts = facts_under(request, self.strategy, self.values)
+        speed = replace(self.speed, compile_blocks=False)
+        request = replace(self.request, own=replace(self.request.own, speed=speed))
         run = {
             "strategy": self.strategy.name,
             "precision": asked_precision(self.values),
             "num_processes": self.request.launch.num_processes or 1,
         }
-        return job_of(cast("RunFacts", run | facts))
+        return job_of(cast("RunFacts", run | facts_under(request, self.strategy, self.values)))
+
+    @property
+    def compiled_job(self) -> PlannedJob:
+        chunk = replace(self.speed, compile_blocks=True).chunk_tokens
+        chunked = self.job.chunked_loss
+        return self.job.with_(compile=True, loss_chunk_tokens=chunk if chunked else None)
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        return read_config(Path(self.request.model.path))
 
     def with_micro_batch(self) -> tuple[dict[str, Any], dict[str, str]]:
         """Return the values with the micro-batch of `--auto_batch`, and why it has no effect."""
@@ -91,9 +107,9 @@ class Tuning:
             raise UsageError("no GPU trains here.")
         if self.strategy.schedule is not None:
             raise UsageError(f"{self.strategy.name} needs its micro-batches.")
-        job, room = self.job(), Room(gpu_bytes=min(gpu.memory_bytes for gpu in self.gpus))
+        room = Room(gpu_bytes=min(gpu.memory_bytes for gpu in self.gpus))
         for size in sorted((n for n in range(1, rows + 1) if rows % n == 0), reverse=True):
-            if fits(job.with_(batch=size, accumulation=rows // size), room):
+            if fits(self.job.with_(batch=size, accumulation=rows // size), room):
                 return size
         raise UsageError("the planner calls no micro-batch safe.")
 
@@ -113,14 +129,28 @@ class Tuning:
             elif rank() == 0:
                 say(why)
         if own.model.flash_attention is None:
-            from toolkit.training.speed.attention import no_flash_4
-
-            why_not = no_flash_4(self.gpus[0].capability) if self.gpus else "no GPU trains here"
+            why_not = self._no_flash_4()
             if why_not is None:
                 own = replace(own, model=replace(own.model, flash_attention="FA4"))
             else:
                 reasons["flash_attention"] = f"--flash_attention FA4: {why_not}"
         return replace(self.request, own=own), reasons
+
+    def _no_flash_4(self) -> str | None:
+        """Say why FlashAttention 4 is not chosen for the run; None where it is."""
+        from toolkit.training.speed.attention import no_flash_4
+
+        if not self.gpus:
+            return "no GPU trains here"
+        drops = [name for name in ATTENTION_DROPOUT if self.config.get(name)]
+        if drops and self.request.own.run.dropout != "off":
+            return f"it has no dropout, which the model's {drops[0]} asks for"
+        width = self.config.get("head_dim") or self.config.get("hidden_size", 0) // (
+            self.config.get("num_attention_heads") or 1
+        )
+        if width not in MEASURED_WIDTHS:
+            return f"it was not measured with heads of {width}"
+        return no_flash_4(self.gpus[0].capability)
 
     def _compiling(self, steps: int) -> tuple[bool, str]:
         """Return whether compiling the layers pays for itself within `steps`, and why."""
@@ -131,21 +161,18 @@ class Tuning:
             self.values, self.strategy, evidence=self.request.own.run.evidence is not None
         ):
             return False, f"{'; '.join(reasons)}."
-        config = read_config(Path(self.request.model.path))
-        architecture = next(iter(config.get("architectures") or []), "")
+        architecture = next(iter(self.config.get("architectures") or []), "")
         if architecture not in PROVEN_MODELS:
             return False, f"{head}: not proven for {architecture or 'this model'}"
         if find_spec("triton") is None:
             return False, f"{head}: torch compiles for a GPU by triton, which is not installed"
         try:
             kind = gpu(self.gpus[0].name)
-            seconds = [
-                estimate_speed(self.job(compiles=compiles), kind).step_seconds.middle
-                for compiles in (False, True)
-            ]
+            jobs = (self.job, self.compiled_job)
+            seconds = [estimate_speed(job, kind).step_seconds.middle for job in jobs]
         except UsageError as error:
             return False, f"{head}: {error}"
-        won, total = ((seconds[0] - seconds[1]) * steps, seconds[0] * steps)
+        won, total = (seconds[0] - seconds[1]) * steps, seconds[0] * steps
         words = (
             f"compiling takes about {COMPILE_SECONDS:.0f} s and wins about {won:,.0f} of "
             f"{total:,.0f} s"
