@@ -76,8 +76,10 @@ def test_a_process_was_forked_and_a_reason_why_none_could_be_fails_the_step(
 ):
     found = measured(smoke, "warm")
     assert (found["started_cold"], found["computed"]) == ([], "55.0 on cpu")
-    threaded = "import threading, time\nthreading.Thread(target=time.sleep, args=[600]).start()\n"
-    (tmp_path / "sitecustomize.py").write_text(threaded)
+    (tmp_path / "sitecustomize.py").write_text(
+        "import threading, time\n"
+        "threading.Thread(target=time.sleep, args=[600], daemon=True).start()\n"
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     task = Task(folder=tmp_path, smoke=True)
     acceptance.warm(task)

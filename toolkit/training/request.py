@@ -241,32 +241,17 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
             trust_remote_code=trust,
         ),
     )
-    _refuse_under(
-        launch,
-        lambda strategy: check_pipeline(
-            strategy,
-            own,
-            values[strategy.name],
-            folder=model.path,
-            num_processes=launch.ranks_under(strategy),
-        ),
-    )
-    _refuse_under(
-        launch,
-        lambda strategy: _check_server(
-            values[strategy.name], strategy, num_processes=launch.ranks_under(strategy)
-        ),
-    )
-    _refuse_under(
-        launch,
-        lambda strategy: check_rows(
-            strategy,
-            own,
-            values[strategy.name],
-            folder=model.path,
-            num_processes=launch.ranks_under(strategy),
-        ),
-    )
+    for check in (check_pipeline, _check_server, check_rows):
+        _refuse_under(
+            launch,
+            lambda strategy, check=check: check(
+                strategy,
+                own,
+                values[strategy.name],
+                folder=model.path,
+                num_processes=launch.ranks_under(strategy),
+            ),
+        )
     precision = asked_precision(common)
     check_model(own.speed, model.path)
     method = checked_method(own.method, own.model, model, precision=precision)
@@ -393,7 +378,12 @@ def _check_engine(engine: Engine, strategy: Strategy) -> None:
 
 
 def _check_server(
-    values: Mapping[str, Any], strategy: Strategy, *, num_processes: int | None
+    strategy: Strategy,
+    _: OwnArguments,
+    values: Mapping[str, Any],
+    *,
+    folder: str,
+    num_processes: int | None,
 ) -> None:
     if not strategy.has_server:
         return
