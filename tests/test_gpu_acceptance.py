@@ -274,6 +274,15 @@ def test_an_internal_error_of_pytest_and_both_ends_of_its_output_are_kept():
     assert acceptance.facts_of_pytest(0, "2 passed in 3s")["printed"] is None
 
 
+def test_a_file_of_tests_that_needs_a_missing_package_is_told_from_others(tmp_path):
+    (tmp_path / "beside.py").touch()
+    file = tmp_path / "test_one.py"
+    file.write_text("import os\nimport beside\nfrom places import ROOT\nimport pytest\n")
+    assert acceptance.missing(file) == []
+    file.write_text("import no_such_package.part\nfrom no_such_module import one\n")
+    assert acceptance.missing(file) == ["no_such_module", "no_such_package"]
+
+
 WARNS = """
 import warnings
 

@@ -454,8 +454,10 @@ def tests(task: Task) -> None:
 
 
 def missing(file: Path) -> list[str]:
-    """Return the packages that a test needs and that are not installed, for pytest runs nothing
-    where it can't import a file."""
+    """Return the packages that a file of tests imports and that are not installed.
+
+    Where pytest can't import one file, it runs the tests of none.
+    """
     names = sorted(set(re.findall(r"^(?:import|from) (\w+)", file.read_text("utf-8"), re.M)))
     beside = {one.stem for folder in (file.parent, ROOT / "tests") for one in folder.glob("*.py")}
     return [name for name in names if name not in beside and find_spec(name) is None]
