@@ -25,12 +25,14 @@ if TYPE_CHECKING:
     from toolkit.planning.recommend import recommend as recommend
     from toolkit.strategies import STRATEGIES as STRATEGIES
     from toolkit.strategies import Strategy as Strategy
+    from toolkit.training.speed_arguments import SpeedArguments as SpeedArguments
     from toolkit.training.trainer import ToolkitTrainer as ToolkitTrainer
 
 _HOMES = {
     "CompareOptions": "toolkit.comparing.run.options",
     "GuardError": "toolkit.errors",
     "STRATEGIES": "toolkit.strategies",
+    "SpeedArguments": "toolkit.training.speed_arguments",
     "Strategy": "toolkit.strategies",
     "ToolkitTrainer": "toolkit.training.trainer",
     "UsageError": "toolkit.errors",

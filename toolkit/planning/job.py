@@ -180,7 +180,7 @@ class PlannedJob(JobOptions):
 
     def _no_bf16_weights(self) -> list[str]:
         """Return what `bf16_weights` needs and the job does not have."""
-        whole = self.strategy.backend in ("single", "ddp")
+        whole = not self.strategy.is_distributed or self.strategy.reduces_in_buckets
         needs = {
             f"one process or ddp, not {self.strategy.name}": whole,
             f"precision bf16, not {self.precision}": self.precision == "bf16",

@@ -258,7 +258,7 @@ def no_compiled_layers(
 def no_bf16_weights(values: Mapping[str, Any], strategy: Strategy) -> list[str]:
     """Return what excludes bf16 weights with fp32 masters, as sentences."""
     messages: list[str] = []
-    if strategy.backend not in ("single", "ddp"):
+    if strategy.is_distributed and not strategy.reduces_in_buckets:
         messages.append(
             f"--bf16_weights is for one process and ddp, and this is {strategy.name}, which keeps "
             "the weights in its own way"
