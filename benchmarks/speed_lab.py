@@ -315,8 +315,10 @@ class Lab:
         self._result.add(lost(PART, cell, 1, "it took the process of the lab with it"))
         # What hangs shows where every thread stands.
         faulthandler.dump_traceback_later(PATIENCE * cell.seconds, exit=True)
-        row = row_of(PART, self, cell, self._machine)
-        faulthandler.cancel_dump_traceback_later()
+        try:
+            row = row_of(PART, self, cell, self._machine)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
         self._result.drop(PART, [cell.name])
         self._result.add(row)
         return row

@@ -137,6 +137,12 @@ def test_what_took_the_lab_with_it_comes_last_and_has_its_row(tmp_path, monkeypa
             raise KeyboardInterrupt
         return speed_lab.lost(part, cell, 1, "") | {"status": "refused", "reason": "none"}
 
+    stopped, stop = [], speed_lab.faulthandler.cancel_dump_traceback_later
+    monkeypatch.setattr(
+        speed_lab.faulthandler,
+        "cancel_dump_traceback_later",
+        lambda: (stop(), stopped.append(len(seen))),
+    )
     monkeypatch.setattr(speed_lab, "row_of", row_of)
     chosen = [one for one in speed_lab.variants() if one.name in ("stock", "trl", "tuned")]
     with pytest.raises(KeyboardInterrupt):
@@ -145,6 +151,7 @@ def test_what_took_the_lab_with_it_comes_last_and_has_its_row(tmp_path, monkeypa
     with pytest.raises(KeyboardInterrupt):
         lab.run(chosen)
     assert [name for name, _ in seen] == ["stock", "trl", "tuned", "trl"]
+    assert stopped == [1, 2, 3, 4]  # or the end of a time limit would end this process later
 
 
 def test_mistakes_leave_with_2_and_nothing_written(lab, tmp_path):
