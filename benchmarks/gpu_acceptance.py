@@ -26,9 +26,9 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
-from gpu_kit import described, use_wheels, visible_gpus
+from gpu_kit import opened, stop, use_wheels, visible_gpus
 from kit.acceptance import EVIDENCE, KEPT_CHARACTERS, ROOT, STEPS, Step, ended
 from kit.cells import Machine
 from kit.result import Result, table
@@ -64,7 +64,9 @@ def main() -> int:
         stop("No GPU can be seen here. Pass --smoke for tiny shapes on the CPU, or --plan.")
     begun = time.monotonic()
     use_wheels(args.wheels)
-    result = opened(args.out, Machine(gpus=gpus, smoke=args.smoke, out=args.out))
+    result = opened(
+        args.out, Machine(gpus=gpus, smoke=args.smoke, out=args.out), stem="gpu-acceptance"
+    )
     run_steps(steps, result, smoke=args.smoke, end=begun + budget)
     rows = [row for row in result.rows if row["cell"] in args.steps]
     print(f"\n{result.file.with_suffix('.md')}")
@@ -86,33 +88,11 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def stop(message: str) -> NoReturn:
-    """Leave because of a mistake of the user's."""
-    print(f"gpu_acceptance: {message}", file=sys.stderr)
-    raise SystemExit(2)
-
-
 def plan_table(steps: Sequence[Step], budget: float) -> list[str]:
     rows = [(s.name, s.title, f"{s.seconds:.0f}", f"{s.timeout:.0f}") for s in steps]
     header = ("step", "what it shows", "seconds on a GPU", "ended after")
     total = sum(step.seconds for step in steps)
     return [*table(header, rows), "", f"{total:.0f} s in all; the budget is {budget:g} s"]
-
-
-def opened(out: Path, machine: Machine) -> Result:
-    """Return the newest result of this machine, versions and commit in a folder, or a new one."""
-    out.mkdir(parents=True, exist_ok=True)
-    about = described(machine)
-    about["command"] = f"python benchmarks/gpu_acceptance.py{' --smoke' if machine.smoke else ''}"
-    stem = "gpu-acceptance-smoke" if machine.smoke else "gpu-acceptance"
-    for file in sorted(out.glob(f"????-??-??-{stem}.json"), reverse=True):
-        result = Result.read(file)
-        if all(result.about[key] == about[key] for key in ("device", "versions", "toolkit")):
-            print(f"going on with {file}: {len(result.rows)} rows", flush=True)
-            return result
-    result = Result(file=out / f"{about['date']}-{stem}.json", about=about)
-    result.write()
-    return result
 
 
 def run_steps(steps: Sequence[Step], result: Result, *, smoke: bool, end: float) -> None:

@@ -99,7 +99,7 @@ def chosen_cells(name: str, texts: Sequence[str], machine: Machine) -> list[Cell
 
 def stop(message: str) -> NoReturn:
     """Leave because of a mistake of the user's."""
-    print(f"gpu_kit: {message}", file=sys.stderr)
+    print(f"{Path(sys.argv[0]).stem}: {message}", file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -144,11 +144,16 @@ def use_wheels(folder: Path) -> None:
         os.environ["PATH"] += f"{os.pathsep}{target / 'bin'}"
 
 
-def opened(out: Path, machine: Machine) -> Result:
-    """Return the newest result of this machine in a folder, or a new one."""
+def opened(out: Path, machine: Machine, *, stem: str = "gpu-kit") -> Result:
+    """Return the newest result of this machine, versions and commit in a folder, or a new one.
+
+    `stem` is the script's name with hyphens, as it stands in the names of its results.
+    """
     out.mkdir(parents=True, exist_ok=True)
+    smoke = " --smoke" if machine.smoke else ""
     about = described(machine)
-    stem = "gpu-kit-smoke" if machine.smoke else "gpu-kit"
+    about["command"] = f"python benchmarks/{stem.replace('-', '_')}.py{smoke}"
+    stem += smoke.replace(" --", "-")
     for file in sorted(out.glob(f"????-??-??-{stem}.json"), reverse=True):
         result = Result.read(file)
         same = ("device", "versions", "toolkit")
@@ -166,7 +171,6 @@ def described(machine: Machine) -> dict[str, object]:
     versions = facts["versions"]
     return {
         "date": datetime.date.today().isoformat(),
-        "command": f"python benchmarks/gpu_kit.py{' --smoke' if machine.smoke else ''}",
         "device": device_name(machine),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "toolkit": facts["commit"],

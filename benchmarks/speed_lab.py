@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import datetime
 import faulthandler
 import os
 import sys
@@ -29,7 +28,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from gpu_kit import HERE, described, lost, stop, use_wheels, visible_gpus
+from gpu_kit import HERE, lost, opened, stop, use_wheels, visible_gpus
 from kit.cells import Cell, Machine, Row
 from kit.result import SMOKE, Result, table
 from kit.worker import PATIENCE, row_of
@@ -222,7 +221,7 @@ def main() -> None:
     if not machine.gpus and not args.smoke:
         stop("No GPU can be seen here. Pass --smoke for tiny shapes on the CPU, or --plan.")
     use_wheels(args.wheels)
-    result = opened(args.out, machine)
+    result = opened(args.out, machine, stem="speed-lab")
     lab = Lab(machine, result, ends=time.monotonic() + args.budget)
     lab.run(chosen)
     if args.profile:
@@ -255,21 +254,6 @@ def _plan(chosen: Sequence[Variant]) -> list[str]:
 
 def _seconds(variant: Variant) -> float:
     return COMPILED_SECONDS if variant.compiles else SECONDS
-
-
-def opened(out: Path, machine: Machine) -> Result:
-    """Return the newest result of this machine and this commit, or a new one."""
-    out.mkdir(parents=True, exist_ok=True)
-    about = described(machine) | {"command": "python benchmarks/speed_lab.py"}
-    stem = "speed-lab-smoke" if machine.smoke else "speed-lab"
-    for file in sorted(out.glob(f"????-??-??-{stem}.json"), reverse=True):
-        result = Result.read(file)
-        if all(result.about[key] == about[key] for key in ("device", "versions", "toolkit")):
-            print(f"going on with {file}: {len(result.rows)} rows", flush=True)
-            return result
-    result = Result(file=out / f"{datetime.date.today().isoformat()}-{stem}.json", about=about)
-    result.write()
-    return result
 
 
 class Lab:

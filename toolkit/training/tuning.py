@@ -86,14 +86,14 @@ class Tuning:
         """Return the values with the micro-batch of `--auto_batch`, and why it has no effect."""
         if not self.speed.uses_auto_batch:
             return self.values, {}
-        asked = int(self.values["per_device_train_batch_size"])
-        rows = asked * int(self.values["gradient_accumulation_steps"])
+        requested = int(self.values["per_device_train_batch_size"])
+        rows = requested * int(self.values["gradient_accumulation_steps"])
         try:
             size = self._largest_micro_batch(rows)
         except UsageError as error:
             return self.values, {"auto_batch": f"--auto_batch: {error}"}
-        if rank() == 0 and size != asked:
-            say(f"micro-batches of {size} rows, by --auto_batch: {asked} were asked")
+        if rank() == 0 and size != requested:
+            say(f"micro-batches of {size} rows, by --auto_batch: {requested} were asked")
         chosen = {"per_device_train_batch_size": size, "gradient_accumulation_steps": rows // size}
         return self.values | chosen, {}
 
@@ -118,23 +118,25 @@ class Tuning:
 
         Also why each that it does not choose has no effect. `steps` are those of the optimizer.
         """
-        own, reasons = self.request.own, dict[str, str]()
-        if not own.speed.tuned:
+        arguments, reasons = self.request.own, dict[str, str]()
+        if not arguments.speed.tuned:
             return self.request, reasons
-        if own.speed.compile_blocks is None:
+        if arguments.speed.compile_blocks is None:
             compiles, why = self._compiling(steps)
-            own = replace(own, speed=replace(own.speed, compile_blocks=compiles))
+            arguments = replace(arguments, speed=replace(arguments.speed, compile_blocks=compiles))
             if not compiles:
                 reasons["compile_blocks"] = why
             elif rank() == 0:
                 say(why)
-        if own.model.flash_attention is None:
+        if arguments.model.flash_attention is None:
             why_not = self._no_flash_4()
             if why_not is None:
-                own = replace(own, model=replace(own.model, flash_attention="FA4"))
+                arguments = replace(
+                    arguments, model=replace(arguments.model, flash_attention="FA4")
+                )
             else:
                 reasons["flash_attention"] = f"--flash_attention FA4: {why_not}"
-        return replace(self.request, own=own), reasons
+        return replace(self.request, own=arguments), reasons
 
     def _no_flash_4(self) -> str | None:
         """Say why FlashAttention 4 is not chosen for the run; None where it is."""
