@@ -39,6 +39,10 @@ TICKS: Final = 12
 LONGEST_TICK: Final = 10.0
 READING_SECONDS: Final = 5.0
 
+PATIENCE: Final = 10.0
+"""Seconds beside four ticks that a rank waits for the reports and the words of the others, which a
+busy machine delays. The first rank to leave ends the others, in the middle of a sentence too."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collectives:
@@ -268,7 +272,7 @@ class _Watchdog:
                 processes.kill([process] if process else [])
 
     def _wait_for(self, happened: Callable[[], bool]) -> None:
-        end = time.monotonic() + 4 * self.tick + 2
+        end = time.monotonic() + 4 * self.tick + PATIENCE
         while not happened() and time.monotonic() < end:
             time.sleep(self.tick / 4)
 
