@@ -15,15 +15,20 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 
 from toolkit.comparing.run.options import CompareOptions, read_scale, usual_rows
+from toolkit.configs import ConfigOptions, Flag
 from toolkit.errors import UsageError, file_sentence, is_full_disk
-from toolkit.planning.options import Flag, PlanOptions, Precision, RecommendOptions
+from toolkit.planning.options import PlanOptions, RecommendOptions
 from toolkit.redaction import redact_output
-from toolkit.strategies import STRATEGIES, Device, get_strategy
+from toolkit.strategies import STRATEGIES, get_strategy
 
 
 def _examples(*lines: str) -> str:
     """Return the end of a help text; its first line keeps Typer from wrapping it."""
     return "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])
+
+
+def _hyphened(word: str) -> str:
+    return word.replace("_", "-")
 
 
 app = typer.Typer(
@@ -33,7 +38,11 @@ app = typer.Typer(
     # Plain help has room for whole names of options, and takes half the time of rich's.
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        # Each option may be spelled with underscores too, as transformers and Accelerate do.
+        "token_normalize_func": _hyphened,
+    },
 )
 configs = typer.Typer(
     help="Accelerate YAML and DeepSpeed JSON for each strategy.",
@@ -53,18 +62,6 @@ def _complete_strategies(incomplete: str) -> list[str]:
 StrategyName = Annotated[
     str,
     typer.Argument(help=f"One of: {', '.join(STRATEGIES)}.", autocompletion=_complete_strategies),
-]
-
-
-def flag_names(name: str) -> tuple[str, str]:
-    """Return the two spellings of an option that `accelerate launch` has too."""
-    return f"--{name.replace('_', '-')}", f"--{name}"
-
-
-NUM_PROCESSES = flag_names("num_processes")
-TensorSize = Annotated[
-    int | None,
-    typer.Option(*flag_names("tensor_size"), help="tensor, tensor_ddp: ranks of a group."),
 ]
 TrainFlags = Annotated[
     list[str] | None, typer.Argument(metavar="[-- FLAGS]", help="Flags of toolkit.train, after --.")
@@ -87,7 +84,9 @@ def _with_options_of(declared: type[Any]) -> Callable[[Callable[..., None]], Cal
                 field.name,
                 inspect.Parameter.KEYWORD_ONLY,
                 annotation=Annotated[
-                    get_args(types[field.name])[0], typer.Option(*flag.names, help=flag.help)
+                    get_args(types[field.name])[0],
+                    # Named, a boolean has no `--no-` form.
+                    typer.Option(*(flag.names or [f"--{_hyphened(field.name)}"]), help=flag.help),
                 ],
                 default=inspect.Parameter.empty if field.default is MISSING else field.default,
             )
@@ -160,70 +159,17 @@ def configs_show(name: StrategyName) -> None:
         "toolkit configs write zero2 --to my_configs --precision bf16 --clipping 1.0",
     ),
 )
+@_with_options_of(ConfigOptions)
 def configs_write(
     name: StrategyName,
     to: Annotated[Path, typer.Option("--to", help="Folder to write to.")],
-    num_processes: Annotated[int | None, typer.Option(*NUM_PROCESSES, help="Ranks in all.")] = None,
-    num_machines: Annotated[
-        int | None, typer.Option(*flag_names("num_machines"), help="Machines.", show_default="1")
-    ] = None,
-    machine_rank: Annotated[
-        int | None,
-        typer.Option(*flag_names("machine_rank"), help="Number of this machine, from 0."),
-    ] = None,
-    main_process_ip: Annotated[
-        str | None,
-        typer.Option(*flag_names("main_process_ip"), help="Address of machine 0."),
-    ] = None,
-    main_process_port: Annotated[
-        int | None,
-        typer.Option(*flag_names("main_process_port"), help="Free port on machine 0."),
-    ] = None,
-    replicas: Annotated[
-        int | None,
-        typer.Option(help="fsdp_hybrid: groups; one on each machine if left out."),
-    ] = None,
-    tensor_size: TensorSize = None,
-    precision: Annotated[
-        Precision | None, typer.Option(help="Precision in the files; else the run decides.")
-    ] = None,
-    accumulation: Annotated[
-        int | None, typer.Option(help="DeepSpeed: micro-batches per optimizer step.")
-    ] = None,
-    clipping: Annotated[
-        float | None, typer.Option(help="DeepSpeed: largest gradient norm, 0 for none.")
-    ] = None,
-    offload_device: Annotated[
-        Device | None,
-        typer.Option("--offload-device", help="DeepSpeed: where to offload to instead."),
-    ] = None,
-    nvme_path: Annotated[
-        Path | None, typer.Option("--nvme-path", help="Folder on a fast local disk.")
-    ] = None,
-    layer: Annotated[
-        str | None, typer.Option(help="FSDP2: class to wrap; else the model decides.")
-    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace files already there.")] = False,
+    **settings: Any,
 ) -> None:
     """Write a strategy's files, with absolute paths inside."""
-    from toolkit.configs import ConfigOptions
     from toolkit.configs.files import commands_of_machines, write_configs
 
-    options = ConfigOptions(
-        num_processes=num_processes,
-        num_machines=num_machines,
-        machine_rank=machine_rank,
-        main_process_ip=main_process_ip,
-        main_process_port=main_process_port,
-        replicas=replicas,
-        tensor_size=tensor_size,
-        precision=precision,
-        gradient_accumulation_steps=accumulation,
-        gradient_clipping=clipping,
-        offload_device=offload_device,
-        nvme_path=nvme_path,
-        decoder_layer=layer,
-    )
+    options = ConfigOptions(**settings)
     files = write_configs(get_strategy(name), to, options=options, force=force)
     for path in (files.accelerate, files.deepspeed):
         if path is not None:
@@ -239,7 +185,12 @@ def configs_write(
         'accelerate launch --config_file "$(toolkit configs path ddp)" my_script.py',
     ),
 )
-def configs_path(name: StrategyName, tensor_size: TensorSize = None) -> None:
+def configs_path(
+    name: StrategyName,
+    tensor_size: Annotated[
+        int | None, typer.Option(help="tensor, tensor_ddp: ranks of a group.")
+    ] = None,
+) -> None:
     """Print the path of a strategy's YAML, for `accelerate launch --config_file`."""
     from toolkit.configs.files import cached_configs
 
@@ -281,11 +232,7 @@ def compare(
     ] = None,
     global_batch_size: Annotated[
         int | None,
-        typer.Option(
-            "--global_batch_size",
-            "--global-batch-size",
-            help="Rows per optimizer step; 8, or one for every micro-batch, if left out.",
-        ),
+        typer.Option(help="Rows of an optimizer step; 8, or one a micro-batch, if left out."),
     ] = None,
     cold: Annotated[
         bool, typer.Option("--cold", help="Start each rank as a new Python, instead of forking it.")
@@ -327,7 +274,7 @@ def compare(
 )
 def prepare(
     num_processes: Annotated[
-        int | None, typer.Option(*NUM_PROCESSES, help="Ranks of the launch, for --streaming.")
+        int | None, typer.Option(help="Ranks of the launch, for --streaming.")
     ] = None,
     as_json: AsJson = False,
     train_flags: TrainFlags = None,
@@ -363,7 +310,7 @@ def report(
     ] = None,
     show_speed: Annotated[
         bool,
-        typer.Option("--show-speed", "--show_speed", help="Show the speeds of a rehearsal, too."),
+        typer.Option("--show-speed", help="Show the speeds of a rehearsal, too."),
     ] = False,
 ) -> None:
     """Make a comparison's reports again, or set two comparisons side by side."""

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.causes.literals import literal_of
-from toolkit.causes.table import OF_LINES, cause_named, causes, line_counts, phases
+from toolkit.causes.table import OF_LINES, cause_named, causes, line_counts, literal_of, phases
 
 ON_THE_WEB = re.compile(
     r"https://github\.com/[\w.-]+/[\w.-]+/"

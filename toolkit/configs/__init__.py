@@ -5,61 +5,58 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal, get_args
 
 from toolkit.errors import UsageError
 from toolkit.strategies import Device
 
-PRECISIONS = ("no", "bf16", "fp16")
+Precision = Literal["no", "bf16", "fp16"]
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """How an option stands on the command line; an option without one is for Python alone."""
+
+    help: str
+    names: tuple[str, ...] = ()
+    """Where they are not the field's name with hyphens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigOptions:
     """Settings of a file beyond its strategy; None leaves them to the strategy or to the run."""
 
-    num_processes: int | None = None
-    """Total number of ranks."""
-
-    num_machines: int | None = None
-    """Machines, with equally many ranks each."""
-
-    machine_rank: int | None = None
-    """Number of the machine that reads the file, from 0."""
-
-    main_process_ip: str | None = None
-    """Address of machine 0, as the others reach it."""
-
-    main_process_port: int | None = None
-    """Port on machine 0 where the ranks meet."""
-
-    replicas: int | None = None
+    num_processes: Annotated[int | None, Flag("Ranks in all.")] = None
+    num_machines: Annotated[int | None, Flag("Machines, with equally many ranks each; 1.")] = None
+    machine_rank: Annotated[int | None, Flag("Number of this machine, from 0.")] = None
+    main_process_ip: Annotated[str | None, Flag("Address of machine 0, as others reach it.")] = None
+    main_process_port: Annotated[int | None, Flag("Free port on machine 0.")] = None
+    replicas: Annotated[
+        int | None, Flag("fsdp_hybrid: groups; one on each machine if left out.")
+    ] = None
     """FSDP2, hybrid: groups that each hold a whole sharded model."""
 
-    tensor_size: int | None = None
-    """Ranks of a tensor group."""
-
-    precision: str | None = None
-    """One of `PRECISIONS`."""
-
-    gradient_accumulation_steps: int | None = None
-    """Micro-batches per optimizer step."""
-
-    gradient_clipping: float | None = None
-    """Largest gradient norm, 0 for none."""
-
-    offload_device: Device | None = None
-    """Device for the states that a DeepSpeed strategy offloads."""
-
-    nvme_path: Path | None = None
-    """Folder for offloads to NVMe."""
-
-    decoder_layer: str | None = None
-    """FSDP2: the class to wrap; None lets the model's `_no_split_modules` decide."""
+    tensor_size: Annotated[int | None, Flag("tensor, tensor_ddp: ranks of a group.")] = None
+    precision: Annotated[
+        Precision | None, Flag("Precision in the files; else the run decides.")
+    ] = None
+    gradient_accumulation_steps: Annotated[
+        int | None, Flag("DeepSpeed: micro-batches per optimizer step.", ("--accumulation",))
+    ] = None
+    gradient_clipping: Annotated[
+        float | None, Flag("DeepSpeed: largest gradient norm, 0 for none.", ("--clipping",))
+    ] = None
+    offload_device: Annotated[Device | None, Flag("DeepSpeed: where to offload to instead.")] = None
+    nvme_path: Annotated[Path | None, Flag("Folder on a fast local disk.")] = None
+    decoder_layer: Annotated[
+        str | None, Flag("FSDP2: class to wrap; else the model decides.", ("--layer",))
+    ] = None
+    """None lets the model's `_no_split_modules` decide."""
 
     def __post_init__(self) -> None:
-        if self.precision is not None and self.precision not in PRECISIONS:
-            raise UsageError(
-                f"There is no precision {self.precision!r}. Choose from: {', '.join(PRECISIONS)}."
-            )
+        if self.precision is not None and self.precision not in get_args(Precision):
+            choices = ", ".join(get_args(Precision))
+            raise UsageError(f"There is no precision {self.precision!r}. Choose from: {choices}.")
         self._check_machines()
         steps = self.gradient_accumulation_steps
         if steps is not None and steps < 1:

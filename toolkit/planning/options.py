@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Literal, ParamSpec, TypeVar
 
+from toolkit.configs import Flag, Precision
+
 if TYPE_CHECKING:
     from toolkit.planning.speed.gpus import Gpu
 
 Method = Literal["full", "lora", "qlora"]
-Precision = Literal["no", "bf16", "fp16"]
 Optimizer = Literal[
     "adamw",
     "adamw_fused",
@@ -49,15 +50,6 @@ LoraTargets = Literal["all-linear", "attention"]
 USUAL_STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp")
 USUAL_ALONE = ("single", "zero2_offload", "zero3_offload", "fsdp_offload")
 """Strategies that are worth a look on one GPU, where sharding alone saves nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """How an option stands on the command line; an option without one is for Python alone."""
-
-    help: str
-    names: tuple[str, ...] = ()
-    """Where they are not the field's name with hyphens."""
 
 
 Gpus = Annotated[int, Flag("GPUs in all, one rank each.")]
@@ -95,9 +87,9 @@ class JobOptions:
     lora_targets: Annotated[LoraTargets, Flag("Linear layers that have adapters.")] = "all-linear"
     """`all-linear` is every one but the head, as peft has it; `attention` is those of attention."""
 
-    lora_embeddings: Annotated[
-        bool, Flag("Embeddings and head trained whole beside adapters.", ("--lora-embeddings",))
-    ] = False
+    lora_embeddings: Annotated[bool, Flag("Embeddings and head trained whole beside adapters.")] = (
+        False
+    )
 
     lora_dropout: Annotated[float, Flag("Share of the adapters' inputs that is dropped.")] = 0.0
     """Above 0, each adapter keeps a copy of its input, and a mask."""
@@ -107,9 +99,9 @@ class JobOptions:
     """None takes 2,048, or as many as the model has positions for."""
 
     accumulation: Annotated[int, Flag("Micro-batches of an optimizer step.", ("--accumulate",))] = 1
-    sync_each_batch: Annotated[
-        bool, Flag("FSDP, DDP: gradients reduced in every micro-batch.", ("--sync-each-batch",))
-    ] = False
+    sync_each_batch: Annotated[bool, Flag("FSDP, DDP: gradients reduced in every micro-batch.")] = (
+        False
+    )
     """FSDP and DDP reduce gradients in every micro-batch, not once a step: more traffic, but FSDP
     holds only shards of them between micro-batches. DeepSpeed goes by its stage."""
 
@@ -130,26 +122,22 @@ class JobOptions:
     ] = "flash"
     """`flash` never holds the s x s scores: FlashAttention, or torch's SDPA with its kernels."""
 
-    compile: Annotated[
-        bool, Flag("Layers compiled, as by toolkit.train's --compile_blocks.", ("--compile",))
-    ] = False
+    compile: Annotated[bool, Flag("Layers compiled, as by toolkit.train's --compile_blocks.")] = (
+        False
+    )
     """A compiled layer keeps what its products read and write, and computes the rest again; a model
     that was counted on the meta device is planned with the memory of layers that are not."""
 
-    chunked_loss: Annotated[
-        bool, Flag("Head and loss fused, as Liger does.", ("--chunked-loss",))
-    ] = False
+    chunked_loss: Annotated[bool, Flag("Head and loss fused, as Liger does.")] = False
     """The head and the cross-entropy are fused and run in chunks (Liger and the like)."""
 
-    reduce_in_fp32: Annotated[
-        bool, Flag("FSDP: gradients reduced in fp32.", ("--reduce-in-fp32",))
-    ] = False
+    reduce_in_fp32: Annotated[bool, Flag("FSDP: gradients reduced in fp32.")] = False
     """FSDP: gradients are raised to fp32 before they are reduced. Accelerate reduces in what is
     computed in; torchtitan and transformers' own FSDP in fp32."""
 
-    expandable_segments: Annotated[
-        bool, Flag("PYTORCH_ALLOC_CONF=expandable_segments:True.", ("--expandable-segments",))
-    ] = False
+    expandable_segments: Annotated[bool, Flag("PYTORCH_ALLOC_CONF=expandable_segments:True.")] = (
+        False
+    )
     """torch's allocator runs with `expandable_segments:True`, and so reserves less."""
 
 
@@ -157,12 +145,8 @@ class JobOptions:
 class PlanOptions(JobOptions):
     """What `toolkit plan` and `toolkit.plan` can be asked beside the model."""
 
-    checkpointing: Annotated[
-        bool, Flag("Compute activations again in backward.", ("--checkpointing",))
-    ] = False
-    selective: Annotated[
-        bool, Flag("Checkpointing that keeps results of matrix products.", ("--selective",))
-    ] = False
+    checkpointing: Annotated[bool, Flag("Compute activations again in backward.")] = False
+    selective: Annotated[bool, Flag("Checkpointing that keeps results of matrix products.")] = False
     gpu: Annotated["str | Gpu | None", GpuName] = None
     """None leaves verdict and speed out."""
 
@@ -170,9 +154,7 @@ class PlanOptions(JobOptions):
     """Names in a list or with commas between, or `all`. None takes the usual ones for the number of
     GPUs."""
 
-    tensor_size: Annotated[
-        int | None, Flag("GPUs of a tensor group; 2 if left out.", ("--tensor-size",))
-    ] = None
+    tensor_size: Annotated[int | None, Flag("GPUs of a tensor group; 2 if left out.")] = None
     host_gib: HostGib = None
     """RAM of one node in GiB, judged too where it is given."""
 

@@ -175,8 +175,5 @@ class Tuning:
         except UsageError as error:
             return False, f"{head}: {error}"
         won, total = (seconds[0] - seconds[1]) * steps, seconds[0] * steps
-        words = (
-            f"compiling takes about {COMPILE_SECONDS:.0f} s and wins about {won:,.0f} of "
-            f"{total:,.0f} s"
-        )
-        return won > COMPILE_SECONDS, f"{head}: {words}"
+        words = f"compiling takes about {COMPILE_SECONDS:.0f} s and wins about {won:,.0f} of"
+        return won > COMPILE_SECONDS, f"{head}: {words} {total:,.0f} s"

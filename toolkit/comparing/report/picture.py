@@ -9,13 +9,13 @@ from __future__ import annotations
 import io
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
 from toolkit.comparing.report.figures.frame import colour_of, style_of
-from toolkit.comparing.report.fitting import Ruler
 from toolkit.comparing.report.names import for_readers
 from toolkit.comparing.report.page import STYLE
 from toolkit.comparing.report.redact import redact_results
@@ -31,6 +31,7 @@ from toolkit.comparing.report.svg import VARIABLES, drawing
 from toolkit.comparing.report.verdict import verdict
 from toolkit.comparing.report.words import NOT_AVAILABLE, flat, unit_of
 from toolkit.environment import check_installed
+from toolkit.escaping import one_line
 from toolkit.files import write_bytes
 from toolkit.records.results import Results, Row, read_results
 
@@ -80,6 +81,69 @@ INSTEAD_OF_BAR: Final = {
     "timeout": "gave no answer in time",
 }
 """Text in place of a bar, by the status of a run; other statuses are shown as they are."""
+
+ELLIPSIS: Final = "…"
+LONGEST: Final = 1000
+"""Most letters of a text; longer ones are unreadable, and measuring them takes time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ruler:
+    """Measures text as matplotlib's own renderer draws it."""
+
+    renderer: Any
+    dpi: int
+
+    def points(self, pixels: float) -> float:
+        return pixels * 72 / self.dpi  # points of an inch
+
+    def width(self, text: str, pixels: float, *, bold: bool = False) -> float:
+        """Return the width in pixels of one line, `pixels` the size of its font."""
+        from matplotlib.font_manager import FontProperties
+
+        font = FontProperties(size=self.points(pixels), weight="bold" if bold else "normal")
+        return self.renderer.get_text_width_height_descent(text, font, False)[0]
+
+    def cut(self, text: str, pixels: float, room: float, *, bold: bool = False) -> str:
+        """Return `text` as one line no wider than `room`, with an ellipsis if it was longer."""
+        line = one_line(" ".join(text[:LONGEST].split()))
+        if self.width(line, pixels, bold=bold) <= room:
+            return line
+        fitting = bisect_left(
+            range(1, len(line)),
+            True,
+            key=lambda count: self.width(line[:count] + ELLIPSIS, pixels, bold=bold) > room,
+        )
+        return line[:fitting].rstrip() + ELLIPSIS
+
+    def wrap(self, text: str, pixels: float, room: float, *, bold: bool = False) -> list[str]:
+        """Return `text` in lines no wider than `room`; a word that is wider is cut."""
+        lines: list[str] = []
+        for word in text[:LONGEST].split():
+            longer = f"{lines[-1]} {word}" if lines else word
+            if lines and self.width(longer, pixels, bold=bold) <= room:
+                lines[-1] = longer
+            else:
+                lines.append(self.cut(word, pixels, room, bold=bold))
+        return lines
+
+    def fit(
+        self, text: str, sizes: dict[int, int], room: float, *, bold: bool = False
+    ) -> tuple[int, list[str]]:
+        """Return the first size of a font at which `text` fits, and its lines there.
+
+        Args:
+            sizes: Pixels of a font -> number of lines that fit, the largest font first. At the last
+                size the text is cut.
+        """
+        pixels, lines = 0, [""]
+        for pixels, most in sizes.items():
+            lines = self.wrap(text, pixels, room, bold=bold)
+            if len(lines) <= most:
+                return pixels, lines
+        lines = lines[: sizes[pixels]]
+        lines[-1] = self.cut(f"{lines[-1]} {ELLIPSIS}", pixels, room, bold=bold)
+        return pixels, lines
 
 
 def write_picture(folder: Path) -> Path:

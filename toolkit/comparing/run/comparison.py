@@ -14,7 +14,6 @@ from toolkit.comparing.predicted import SharedFacts, facts_of
 from toolkit.comparing.report import words
 from toolkit.comparing.report.terminal import print_line
 from toolkit.comparing.report.write import write_report
-from toolkit.comparing.run.expected import Expected, expected, waiting
 from toolkit.comparing.run.folders import (
     FailedStart,
     Finished,
@@ -28,6 +27,7 @@ from toolkit.comparing.run.noise import noise_of
 from toolkit.comparing.run.options import CompareOptions
 from toolkit.comparing.run.plan import ComparisonPlan, Run, fixed_by
 from toolkit.comparing.run.preparing import prepare
+from toolkit.comparing.run.progress import waiting
 from toolkit.comparing.run.rows import add_judgement, bisect_command, build_row
 from toolkit.configs import ConfigOptions
 from toolkit.configs.files import render_configs
@@ -91,14 +91,9 @@ class Comparison:
             if run.skipped is None
         )
 
-    def expected(self) -> Expected:
-        """Return how long the outstanding runs take."""
-        return expected(self.options, starts=self.outstanding(), rehearsal=self.plan.rehearsal)
-
     def prepare(self, console: Console) -> dict[str, Any]:
         """Fill the caches and check the flags once, in a process of its own; return the facts."""
-        seconds = self.expected().preparing_seconds
-        with waiting("Preparing model and data", seconds=seconds, console=console):
+        with waiting("Preparing model and data", console=console):
             facts = prepare(self.plan, console)
         self.facts = facts_of(facts)
         dropout = words.dropout_in_words(self.facts["training"])

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
+from toolkit.configs import Flag, Precision
 from toolkit.errors import UsageError
-from toolkit.planning.options import Flag, Precision
 from toolkit.strategies import Engine, Strategy
 
 DEFAULT_STRATEGIES: Final = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp")
@@ -48,11 +48,6 @@ OWNED_FLAGS: Final = {
 """Flags of `toolkit.train` that a comparison sets itself, and the flags to use instead."""
 
 
-def _flag(name: str, help: str) -> Flag:
-    """Return a flag that may be spelled with underscores, as transformers does, or hyphens."""
-    return Flag(help, (f"--{name}", f"--{name.replace('_', '-')}"))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareOptions:
     """Options of `toolkit compare`."""
@@ -64,10 +59,8 @@ class CompareOptions:
         Literal["trainer", "loop", "both"] | None,
         Flag("The HF Trainer, the loop, or both; the Trainer where a strategy trains under it."),
     ] = None
-    max_steps: Annotated[int, _flag("max_steps", "Optimizer steps compared.")] = 20
-    num_processes: Annotated[
-        int | None, _flag("num_processes", "Ranks of every run; 2 if left out.")
-    ] = None
+    max_steps: Annotated[int, Flag("Optimizer steps compared.")] = 20
+    num_processes: Annotated[int | None, Flag("Ranks of every run; 2 if left out.")] = None
     """Processes of each run; a strategy that needs more gets more."""
 
     scale: Sequence[int] = ()
@@ -84,19 +77,13 @@ class CompareOptions:
     global_batch_size: int = 8
     """Rows that go into one optimizer step, over all processes and accumulation steps."""
 
-    gradient_accumulation_steps: Annotated[
-        int, _flag("gradient_accumulation_steps", "Micro-batches per optimizer step.")
-    ] = 2
-    throughput_steps: Annotated[
-        int, _flag("throughput_steps", "Steps on packed rows that tokens/s is read from.")
-    ] = 10
+    gradient_accumulation_steps: Annotated[int, Flag("Micro-batches per optimizer step.")] = 2
+    throughput_steps: Annotated[int, Flag("Steps on packed rows that tokens/s is read from.")] = 10
     timeout: Annotated[float, Flag("Seconds until a run is given up.")] = 3600.0
-    tensor_size: Annotated[
-        int | None, _flag("tensor_size", "Ranks of a tensor group; 2 if left out.")
-    ] = None
-    nvme_path: Annotated[Path | None, _flag("nvme_path", "Folder on a fast disk.")] = None
-    dollars_per_hour: Annotated[float | None, _flag("dollars_per_hour", "Price of one GPU.")] = None
-    show_speed: Annotated[bool, _flag("show_speed", "Show the speeds of a rehearsal, too.")] = False
+    tensor_size: Annotated[int | None, Flag("Ranks of a tensor group; 2 if left out.")] = None
+    nvme_path: Annotated[Path | None, Flag("Folder on a fast disk.")] = None
+    dollars_per_hour: Annotated[float | None, Flag("Price of one GPU.")] = None
+    show_speed: Annotated[bool, Flag("Show the speeds of a rehearsal, too.")] = False
     """Speeds of a rehearsal do not predict the speeds on GPUs."""
 
     warm: bool = True

@@ -1,4 +1,4 @@
-"""Progress of a comparison: a live table on a terminal, lines elsewhere."""
+"""Progress of a comparison: what it is about to do; a live table on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import re
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from toolkit.comparing.report.runs_table import MEASURED, cells
 from toolkit.comparing.report.terminal import SHORT, plain, print_line
-from toolkit.comparing.run.expected import TimeLeft, bar
-from toolkit.comparing.run.options import CompareOptions
+from toolkit.comparing.run.options import CompareOptions, flag_names
 from toolkit.comparing.run.plan import ComparisonPlan, Run
+from toolkit.environment import cache_root
 from toolkit.launching.forking import COLD
 from toolkit.records.results import Control, Row
 
@@ -30,6 +31,102 @@ SPEED: Final = ("tokens/s", "step time")
 
 QUIET_SECONDS: Final = 15.0
 """Time between two printed lines on the step of a run."""
+
+BUILT_IN: Final = ("small-llama", "standard-library")
+"""Prefixes of the names of the cache folders of the built-in model and data."""
+
+OTHER_INPUTS: Final = frozenset({"model_name_or_path", "train_file", "dataset_name"})
+"""Flags of `toolkit.train` that name another model or other data than the built-in ones."""
+
+INSTANT: Final = 0.5
+"""Seconds below which a run counts as not started: it is skipped, or was finished before."""
+
+
+def about(seconds: float) -> str:
+    """Return a rough time: `about 20 s`, `about 2 minutes`."""
+    if seconds < 55:
+        return f"about {max(5, 5 * round(seconds / 5))} s"
+    minutes = round(seconds / 60)
+    if minutes < 90:
+        return "about a minute" if minutes <= 1 else f"about {minutes} minutes"
+    return f"about {minutes / 60:.1f} hours"
+
+
+def first_words(options: CompareOptions, *, starts: int) -> str:
+    """Describe the steps of a comparison with `starts` runs to start, repeats counted, in order."""
+    built_in = OTHER_INPUTS.isdisjoint(flag_names(options.train_flags))
+    first = "Importing libraries, preparing model and data"
+    if built_in and not all(any(cache_root().glob(f"{name}-*/")) for name in BUILT_IN):
+        making = f"making the built-in model and data once, in {cache_root()}"
+        first = f"The first time here: importing libraries, {making}"
+    runs = f"{starts} {'run' if starts == 1 else 'runs'}"
+    steps = options.max_steps + options.throughput_steps
+    return f"{first}. Then {runs} of {steps} steps; the first will tell how long they take."
+
+
+@dataclass(slots=True)
+class TimeLeft:
+    """Estimates how long the runs still take, from those that have ended."""
+
+    clock: Callable[[], float] = time.monotonic
+    seconds_of_runs: list[float] = field(default_factory=list[float])
+    """Durations of the runs that were started so far."""
+
+    position: int = 0
+    total: int = 0
+    started: float = 0.0
+
+    def start(self, position: int, total: int) -> None:
+        self.position, self.total, self.started = position, total, self.clock()
+
+    def finish(self) -> None:
+        seconds = self.clock() - self.started
+        # Runs that were not started would lower the mean.
+        if seconds >= INSTANT:
+            self.seconds_of_runs.append(seconds)
+
+    def words(self) -> str | None:
+        """Return the time left after the last run that ended; None where it is not known."""
+        left = self.total - self.position
+        if not left or not self.seconds_of_runs:
+            return None
+        return f"{about(left * sum(self.seconds_of_runs) / len(self.seconds_of_runs))} left"
+
+
+@contextmanager
+def waiting(text: str, *, console: Console) -> Generator[None]:
+    """Show a moving bar with the seconds that passed on a terminal while the context lasts."""
+    if not console.is_terminal:
+        yield
+        return
+    from rich.live import Live
+
+    started = time.monotonic()
+
+    def render() -> Table:
+        words = f"{text}: {time.monotonic() - started:.0f} s"
+        return bar(words, share=None, width=console.width)
+
+    with Live(console=console, refresh_per_second=4, get_renderable=render, transient=True):
+        yield
+
+
+def bar(text: str, *, share: float | None, width: int) -> Table:
+    """Return a line of `width` characters for a live display: a bar, and words beside it.
+
+    `share` is the part of the bar that is full, 0 to 1; None where that is not known.
+    """
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    length = max(10, min(40, width - len(text) - 2))
+    progress = ProgressBar(
+        total=1.0, completed=min(share or 0.0, 1.0), pulse=share is None, width=length
+    )
+    line = Table.grid(padding=(0, 1))
+    line.add_row(progress, Text(text, no_wrap=True, overflow="ellipsis"))
+    return line
 
 
 class ProgressLines:

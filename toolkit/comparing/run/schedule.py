@@ -31,7 +31,7 @@ from toolkit.comparing.run.folders import (
 from toolkit.comparing.run.options import CompareOptions
 from toolkit.comparing.run.plan import Run, build_plan
 from toolkit.comparing.run.preparing import PrepareError, run_environment
-from toolkit.comparing.run.progress import ProgressLines, show_progress
+from toolkit.comparing.run.progress import ProgressLines, first_words, show_progress
 from toolkit.comparing.run.starting import start_run
 from toolkit.errors import file_sentence
 from toolkit.launching.forking import warm_launches
@@ -63,8 +63,8 @@ def compare(options: CompareOptions, *, console: Console) -> int:
     )
     check_output(folder, comparison.planned(), rehearsal=plan.rehearsal)
     comparison.check_configs()
-    if comparison.outstanding():
-        print_line(comparison.expected().sentence(), console=console)
+    if starts := comparison.outstanding():
+        print_line(first_words(options, starts=starts), console=console)
     return prepare_and_run(
         comparison, lambda facts: _run_locked(comparison, facts, console), console
     )

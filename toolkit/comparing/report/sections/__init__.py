@@ -8,11 +8,9 @@ from toolkit.comparing.report.grid import Section
 from toolkit.comparing.report.runs_table import speed_and_cost
 from toolkit.comparing.report.sections.agreement import agreement, evaluation, samples
 from toolkit.comparing.report.sections.memory import fullest, held, over_ranks
-from toolkit.comparing.report.sections.pipelines import pipelines
 from toolkit.comparing.report.sections.scaling import scaling
-from toolkit.comparing.report.sections.server import server
 from toolkit.comparing.report.sections.steps import step_time, warm_up
-from toolkit.comparing.report.sections.traffic import collectives, sent
+from toolkit.comparing.report.sections.traffic import collectives, pipelines, sent, server
 from toolkit.records.results import Results
 
 FOLDED: Final = ("collectives", "other-collectives", "samples")

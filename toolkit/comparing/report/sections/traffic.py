@@ -1,4 +1,7 @@
-"""Traffic: bytes that a rank sends in an optimizer step, beside the planner's and the papers'."""
+"""Traffic: bytes that a rank sends in an optimizer step, beside the planner's and the papers'.
+
+Also the slots of pipelines and the load of a parameter server in a step.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,11 @@ from collections import Counter
 from typing import Final
 
 from toolkit.comparing.predicted import MOVED
-from toolkit.comparing.report.grid import RUN, Section
+from toolkit.comparing.report.grid import RUN, Section, columns_of, grid
 from toolkit.comparing.report.row_facts import measured, reason_for
 from toolkit.comparing.report.sections.memory import not_predicted
 from toolkit.comparing.report.words import number, size
-from toolkit.records.fields import Traffic
+from toolkit.records.fields import ServerLoad, Traffic
 from toolkit.records.record import strategy_of
 from toolkit.records.results import Results, Row
 from toolkit.strategies import Strategy
@@ -19,6 +22,21 @@ OTHER: Final = "other"
 
 PADDING: Final = 1e-3
 """Share below which a difference is due to padding of tensors to the number of ranks."""
+
+SLOTS = (
+    "A slot is the time of one forward of one micro-batch in one stage; a backward takes two. The "
+    "order of the work is the one that each rank recorded, and the bubble is the share of idle "
+    "slots among those of all ranks. It is no time: stages may differ in length, and sending is "
+    "not counted. The times of a step are below."
+)
+
+SERVED = (
+    "Rank 0 receives the gradients of every other rank and sends each of them the new weights, so "
+    "its bytes grow with the number of workers. In a ring's all-reduce, as under `ddp`, each rank "
+    "sends, and receives, less than twice its gradients with any number of ranks. That is why "
+    "parameter servers went away for such models. States are parameters, gradients and optimizer "
+    "states; the server's buffers have room for the largest gradient of each worker."
+)
 
 
 def moved_by_purpose(traffic: Traffic) -> Counter[str]:
@@ -183,3 +201,28 @@ def _of_parameters(
     elif share - twice > PADDING:
         reasons.append(f"{share:.2f} psi are gathered each time where the paper has {twice}")
     return reasons
+
+
+def pipelines(results: Results) -> Section | None:
+    """Return the counted bubble of each pipeline beside its formula; None without a pipeline."""
+    rows = [row for row in measured(results) if row.get("pipeline") is not None]
+    return grid(rows, columns_of("pipeline"), text=SLOTS) if rows else None
+
+
+def server(results: Results) -> Section | None:
+    """Return the load of each parameter server; None without one."""
+    served = [(row, load) for row in measured(results) if (load := row.get("server")) is not None]
+    if not served:
+        return None
+    section = grid([row for row, _ in served], columns_of("server"), text=SERVED)
+    notes = [_beside_all_reduce(row, load) for row, load in served]
+    return section._replace(notes=[*notes, *section.notes])
+
+
+def _beside_all_reduce(row: Row, load: ServerLoad) -> str:
+    ratio = load["received_bytes"] / load["all_reduce_bytes"]
+    return (
+        f"{row['name']}: with {load['workers'] + 1} ranks, {size(load['received_bytes'])} arrive "
+        f"at the server in a step, {ratio:.2f} times as much as at each rank of an all-reduce "
+        f"({size(round(load['all_reduce_bytes']))}), and as many leave it"
+    )
