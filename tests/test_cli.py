@@ -106,7 +106,7 @@ def examples_of(words):
 def take(line):
     """Take a verb's command apart as its command line does, and run nothing."""
     _, verb, *words = shlex.split(line)
-    return ROOT.commands[verb].make_context(verb, words)
+    return ROOT.commands[verb].make_context(verb, words, **ROOT.context_settings)
 
 
 @pytest.mark.parametrize("words", VERBS, ids=" ".join)

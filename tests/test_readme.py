@@ -131,7 +131,8 @@ def check_command(words):
 
 def check_toolkit(words):
     verb, rest = verb_of(words)
-    given = verb.make_context(verb.name, rest).params
+    settings = typer.main.get_command(app).context_settings  # a verb gets them from its group
+    given = verb.make_context(verb.name, rest, **settings).params
     if verb.name == "compare":
         check_compare(given)
     elif verb.name == "prepare":
@@ -228,13 +229,18 @@ def test_commands_in_the_text_name_verbs_and_flags_that_exist():
     for words in (span.split() for span in spans if span.startswith("toolkit ")):
         verb, rest = verb_of(words[1:])
         flags = rest[: rest.index("--")] if "--" in rest else rest
-        known = {name for option in verb.params for name in option.opts}
-        assert {word for word in flags if word.startswith("--")} <= known, words
+        assert {word for word in flags if word.startswith("--")} <= spellings([verb]), words
     launched = [span for span in spans if span.startswith("accelerate launch ") and " -m " in span]
     for words in map(str.split, launched):
         assert launch_parser().parse_args(words[2:]).training_script.startswith("toolkit."), words
     scripts = [span.split()[1] for span in spans if span.startswith("python ")]
     assert all((ROOT / script).is_file() for script in scripts)
+
+
+def spellings(verbs):
+    """Return the names of all options, with hyphens and with underscores."""
+    names = {name for verb in verbs for option in verb.params for name in option.opts}
+    return names | {f"--{name[2:].replace('-', '_')}" for name in names}
 
 
 def test_every_flag_in_the_text_exists():
@@ -246,7 +252,7 @@ def test_every_flag_in_the_text_exists():
     known = {f"--{name}" for kind in kinds for name in kind.__dataclass_fields__}
     root = typer.main.get_command(app)
     verbs = [*root.commands.values(), *root.commands["configs"].commands.values()]
-    known |= {name for verb in verbs for option in verb.params for name in option.opts}
+    known |= spellings(verbs)
     known |= {name for action in launch_parser()._actions for name in action.option_strings}
     known |= script_flags("benchmarks/gpu_kit.py")
     for page in ALL:

@@ -54,6 +54,7 @@ OF_IMPORTS = {"TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK"}
 """torch and deepspeed set them when they are imported, which not every script has by then."""
 
 BY_CHANCE |= OF_IMPORTS | {"TOOLKIT_STATUS_DIR", SOCKET, "TORCHELASTIC_USE_AGENT_STORE"}
+BY_CHANCE |= {"_MLFLOW_TELEMETRY_SESSION_ID"}  # of an import too, where mlflow is installed
 
 
 @pytest.fixture

@@ -51,7 +51,8 @@ def by_one_process(tmp_path_factory):
     """The output of each failure of one process, with the name of its cause."""
     folder = tmp_path_factory.mktemp("ways")
     command = [sys.executable, "-W", "ignore", SCRIPTS / "fail_in_many_ways.py", folder]
-    output = output_of(command, HF_HUB_OFFLINE="1", HF_HOME=str(folder / "hub"))
+    variables = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub"), "CUDA_VISIBLE_DEVICES": ""}
+    output = output_of(command, **variables)
     (folder / "log").write_text(output)
     parts = output.split("===== ")[1:]
     return [(name, text) for name, _, text in (part.partition("\n") for part in parts)]

@@ -7,6 +7,7 @@ underscores, and a number where a cause has several messages.
 """
 
 import argparse
+import ctypes.util
 import datetime
 import json
 import os
@@ -48,6 +49,18 @@ def variables(**values):
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+@contextmanager
+def no_nvcc():
+    """Hide CUDA's compiler from torch, as on a machine that has none."""
+    from torch.utils import cpp_extension
+
+    before, cpp_extension.CUDA_HOME = cpp_extension.CUDA_HOME, None
+    try:
+        yield
+    finally:
+        cpp_extension.CUDA_HOME = before
 
 
 class Dies(torch.utils.data.Dataset):
@@ -701,13 +714,15 @@ def no_ninja():
 def no_cuda_compiler():
     from deepspeed.ops.op_builder.builder import installed_cuda_version
 
-    installed_cuda_version()
+    with no_nvcc():
+        installed_cuda_version()
 
 
 def no_cuda_compiler_2():
     from torch.utils import cpp_extension
 
-    cpp_extension._join_cuda_home("nvcc")
+    with no_nvcc():
+        cpp_extension._join_cuda_home("nvcc")
 
 
 def flash_attention():
@@ -718,8 +733,16 @@ def flash_attention():
     LlamaForCausalLM._from_config(config, attn_implementation="flash_attention_2")
 
 
-def torch_without_cuda():
+def use_a_gpu():
     torch.ones(3).cuda()
+
+
+if torch.version.cuda is None:
+    torch_without_cuda = use_a_gpu
+elif ctypes.util.find_library("cuda") is None:
+    driver = use_a_gpu
+else:
+    gpu_not_there = use_a_gpu  # hidden by the test
 
 
 def hub_unreachable():
@@ -755,6 +778,7 @@ def main():
         "compiled",
         "main",
         "fsdp2",
+        "use_a_gpu",
     }
     for name, way in ways[first:]:
         if name in helpers or way is main:
