@@ -14,7 +14,7 @@ from toolkit.data.built_in import standard_library_hash, standard_library_texts
 from toolkit.data.order import Collator
 from toolkit.data.prepared import prepare_data
 from toolkit.data.tokenizer import load_tokenizer, tokenizer_identity
-from toolkit.data.tokens import IGNORED, supervised_tokens, tokenise
+from toolkit.data.tokens import IGNORED, Tally, supervised_tokens, tokenise
 from toolkit.errors import UsageError
 from toolkit.training.arguments import ModelArguments
 from toolkit.training.model import resolve_tokenizer
@@ -122,6 +122,20 @@ def test_rows_without_a_learned_token_are_left_out_and_keep_their_numbers(tokeni
     assert rows["labels"] == [[IGNORED, B, EOS], [B, C, EOS]]
 
 
+def test_text_without_a_token_is_left_out_and_not_trained_as_its_end_alone(tokenizer):
+    tally = Tally()
+    rows = tokenise(
+        {"prompt": ["a", "a", ""], "completion": ["", "\u00ad x", "y"]},
+        range(3),
+        tokenizer=tokenizer,
+        columns=("prompt", "completion"),
+        max_length=8,
+        tally=tally,
+    )
+    assert rows["sample_id"] == []  # "x" and "y" are unknown, and the first has no completion
+    assert tally.without_tokens == 2
+
+
 def test_the_first_token_is_never_predicted():
     assert supervised_tokens([A, IGNORED]) == 0
     assert supervised_tokens([IGNORED, A, B]) == 2
@@ -213,6 +227,31 @@ def test_another_column_and_fewer_rows_can_be_asked_for(tmp_path, own_cache, tok
     arguments = DataArguments(train_file=str(path), text_column="story", max_train_samples=2)
     prepared = prepare_data(arguments, tokenizer_folder)
     assert prepared.load()["input_ids"][:] == [[B, B, EOS], [C, C, EOS]]
+
+
+def test_rows_that_the_tokenizer_has_no_token_for_are_refused_as_that(
+    tmp_path, own_cache, tokenizer_folder
+):
+    path = tmp_path / "rows.jsonl"
+    write_jsonl(path, [{"text": "x"}, {"text": "y z"}, {"text": ""}])
+    arguments = DataArguments(train_file=str(path))
+    with pytest.raises(UsageError, match="no token for the text of 2 of its 3 rows") as refusal:
+        prepare_data(arguments, tokenizer_folder)
+    assert f"the tokenizer in {tokenizer_folder}" in str(refusal.value)
+    assert "Pass --tokenizer_name" in str(refusal.value)
+    assert "--max_length" not in str(refusal.value)
+
+
+def test_rows_in_the_cache_are_checked_against_each_model_s_vocabulary(
+    tmp_path, own_cache, tokenizer_folder
+):
+    path = tmp_path / "rows.jsonl"
+    write_jsonl(path, [{"text": "a"}])
+    arguments = DataArguments(train_file=str(path))
+    prepare_data(arguments, tokenizer_folder, vocab_size=len(WORDS))
+    with pytest.raises(UsageError, match="has 7 tokens and the model 15 ids: .*--tokenizer_name"):
+        prepare_data(arguments, tokenizer_folder, vocab_size=15)
+    assert prepare_data(arguments, tokenizer_folder, vocab_size=14).rows == 1
 
 
 def test_a_changed_file_is_read_again(tmp_path, own_cache, tokenizer_folder):

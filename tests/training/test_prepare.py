@@ -15,6 +15,7 @@ from toolkit.planning.of_run import job_of
 from toolkit.training.model import build_model
 from toolkit.training.prepare import main, prepare
 
+CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 ROWS = ("--max_train_samples", "40")
 
 
@@ -54,6 +55,17 @@ def test_what_one_strategy_of_a_comparison_cannot_do_is_refused_for_all(
     assert said in printed.err
     assert ("All strategies of a comparison" in printed.err) is (len(strategies) > 1)
     assert "Traceback" not in printed.err
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gpt_neox"])
+@pytest.mark.parametrize("row", [{"text": "a b"}, {"messages": CHAT}], ids=["text", "chat"])
+def test_a_model_folder_without_tokenizer_files_is_refused_as_that(kind, row, cache, tmp_path):
+    small_of(kind, "eager").save_pretrained(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    flags = ["--model_name_or_path", str(tmp_path / "model")]
+    flags += ["--train_file", str(tmp_path / "rows.jsonl")]
+    with pytest.raises(UsageError, match=r"has \d tokens? and the model 64 ids: .*files of it are"):
+        prepare(flags, strategies=["ddp"])
 
 
 def test_every_strategy_that_cannot_is_named_at_once(cache):

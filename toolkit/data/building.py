@@ -78,10 +78,11 @@ class Build:
             "packing": self._packing,
             "texts": len(texts),
             "truncated": tally.truncated,
+            "tokenizer_size": len(self.tokenizer),
         } | described_rows(rows)
         for name in ("map.arrow", "packed.arrow"):
             (folder / name).unlink(missing_ok=True)
-        self._check(facts, len(chosen))
+        self._check(facts, len(chosen), without_tokens=tally.without_tokens)
         return facts
 
     def _chosen(self, raw: Dataset, form: Format) -> list[int]:
@@ -176,8 +177,14 @@ class Build:
             )
         return texts
 
-    def _check(self, facts: dict[str, Any], read: int) -> None:
+    def _check(self, facts: dict[str, Any], read: int, *, without_tokens: int) -> None:
         length = self.arguments.max_length
+        if not facts["texts"] and without_tokens:
+            raise UsageError(
+                f"{self.name} leaves zero {self.part} rows: the tokenizer in "
+                f"{self.tokenizer.name_or_path} has no token for the text of {without_tokens} of "
+                f"its {read} rows. Pass --tokenizer_name with one that fits the model and the text."
+            )
         if not facts["texts"]:
             raise UsageError(
                 f"{self.name} leaves zero {self.part} rows: none of its {read} rows has a token "

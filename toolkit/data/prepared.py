@@ -20,7 +20,7 @@ from toolkit.data.cache import build_once, changed_meanwhile, read_cached
 from toolkit.data.chat import asked_template, shipped_templates
 from toolkit.data.flags import changed_flags
 from toolkit.data.sources import Source, training_source, validation_source
-from toolkit.data.tokenizer import load_tokenizer, tokenizer_identity
+from toolkit.data.tokenizer import check_size, load_tokenizer, tokenizer_identity
 from toolkit.data.tokens import digest
 from toolkit.environment import cache_root
 from toolkit.errors import UsageError
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_RECIPE = 3
+_RECIPE = 4
 """Version of a cached folder's contents: raise it with any change to them."""
 
 
@@ -51,6 +51,9 @@ class PreparedData:
     """Rows left out because none of their tokens is trained on."""
 
     largest_id: int
+    tokenizer_size: int | None = None
+    """Tokens that the tokenizer has."""
+
     python: str | None
     """Version of the Python that the rows come from; None for other data."""
 
@@ -98,7 +101,7 @@ class PreparedData:
         return (self.folder / TEMPLATE_FILE).read_text(encoding="utf-8")
 
     def facts(self) -> dict[str, Any]:
-        left_out = ("folder", "largest_id")
+        left_out = ("folder", "largest_id", "tokenizer_size")
         facts = {name: getattr(self, name) for name in self.__slots__ if name not in left_out}
         return facts | {"name": one_line(self.name)}
 
@@ -109,6 +112,7 @@ def prepare_data(
     *,
     trust_remote_code: bool = False,
     rows_needed: int | None = None,
+    vocab_size: int | None = None,
 ) -> PreparedData:
     """Return the rows that `arguments` ask for, tokenised once and cached.
 
@@ -118,10 +122,11 @@ def prepare_data(
         trust_remote_code: Run code that comes with the tokenizer.
         rows_needed: Rows to stream where `--max_train_samples` is not passed; None: not known. They
             are counted before packing and before rows are left out, so a run may begin again.
+        vocab_size: Ids of the model; None: not known.
 
     Raises:
         UsageError: the data can't be found or read, have unknown columns, don't fit the template,
-            or leave no row.
+            or leave no row; or the tokenizer is far smaller than the model's vocabulary.
     """
     limit = arguments.max_train_samples
     if arguments.streaming:
@@ -133,7 +138,9 @@ def prepare_data(
                 "--num_processes of the launch)."
             )
     source = training_source(arguments, limit=limit if arguments.streaming else None)
-    return _prepare(source, arguments, Path(tokenizer), "training", limit, trust_remote_code)
+    return _prepare(
+        source, arguments, Path(tokenizer), "training", limit, trust_remote_code, vocab_size
+    )
 
 
 def prepare_validation(
@@ -169,6 +176,7 @@ def _prepare(
     part: Part,
     limit: int | None,
     trust_remote_code: bool,
+    vocab_size: int | None = None,
 ) -> PreparedData:
     template = arguments.chat_template
     key = digest(
@@ -187,11 +195,13 @@ def _prepare(
     )
 
     def build(folder: Path) -> None:
+        loaded = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
+        check_size(len(loaded), vocab_size, tokenizer)
         logger.info("Tokenising %s", one_line(source.name))
         job = Build(
             arguments=arguments,
             name=source.name,
-            tokenizer=load_tokenizer(tokenizer, trust_remote_code=trust_remote_code),
+            tokenizer=loaded,
             part=part,
             limit=limit,
             key=key,
@@ -203,6 +213,7 @@ def _prepare(
 
     folder = build_once(cache_root() / "tokens" / key, build)
     facts = read_cached(folder / "facts.json")
+    check_size(facts.get("tokenizer_size"), vocab_size, tokenizer)  # maybe built for another model
     origin = {"name": source.name, "python": source.python, "asked": changed_flags(arguments)}
     try:
         return PreparedData(folder=folder, **origin, **facts)

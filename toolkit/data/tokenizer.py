@@ -7,13 +7,17 @@ import re
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from toolkit.data.tokens import digest
 from toolkit.errors import UsageError, sentence_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+SMALLEST_SHARE: Final = 0.5
+"""Least share of a model's ids that its own tokenizer has tokens for. Models have more ids than
+tokens, for their matrices to divide well, but by a few percent."""
 
 
 def load_tokenizer(
@@ -47,6 +51,27 @@ def load_tokenizer(
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     return tokenizer
+
+
+def check_size(tokens: int | None, ids: int | None, folder: str | Path) -> None:
+    """Check that a tokenizer is not far smaller than the vocabulary of the model it is for.
+
+    Without its files transformers (5.24) makes some tokenizers empty, without a warning: any text
+    then has no token, or the special ones alone.
+
+    Args:
+        tokens: Tokens of the tokenizer in `folder`; None: not known.
+        ids: Ids of the model; None: not known.
+
+    Raises:
+        UsageError: it is.
+    """
+    if tokens is not None and ids is not None and tokens < SMALLEST_SHARE * ids:
+        raise UsageError(
+            f"The tokenizer in {folder} has {tokens:,} token{'s' if tokens != 1 else ''} and the "
+            f"model {ids:,} ids: it is another model's, or files of it are missing. Put the "
+            "model's own (tokenizer.json) there, or pass --tokenizer_name with its folder."
+        )
 
 
 _TOKENIZER_FILES = re.compile(

@@ -30,6 +30,15 @@ class Tally:
     truncated: int = 0
     """Rows longer than `--max_length`, which lost their end."""
 
+    without_tokens: int = 0
+    """Rows of text that the tokenizer has no token for."""
+
+
+def empty_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the ids that stand for no text of a row: begin, end, padding, unknown."""
+    named = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
+    return {getattr(tokenizer, name) for name in named} - {None}
+
 
 def supervised_tokens(labels: Sequence[int]) -> int:
     """Count the tokens of a row that are trained on; a causal LM never predicts the first."""
@@ -50,7 +59,8 @@ def tokenise(
 
     Both are tokenised together, as the model will read them. The prompt is the common prefix with
     the tokens of the prompt alone: a token that reaches into the completion is learned. The end of
-    text is appended and learned. Rows without a learned token are left out.
+    text is appended and learned. Rows without a learned token are left out, and so are those of
+    which the end of text would be the only one.
 
     Args:
         batch: Columns of text.
@@ -58,8 +68,10 @@ def tokenise(
         columns: One column of text, or that of the prompt and that of the completion.
         max_length: Longer rows are cut to this many tokens.
         learn_prompt: Learn the prompt as well.
-        tally: Counts the rows that were cut.
+        tally: Counts the rows that were cut, and those without tokens.
     """
+    tally = Tally() if tally is None else tally
+    empty = empty_ids(tokenizer)
     texts = [[value or "" for value in batch[name]] for name in columns]
     learned = [bool(text.strip()) for text in texts[-1]]
     joined = token_ids(tokenizer, ["".join(parts) for parts in zip(*texts, strict=True)])
@@ -69,9 +81,12 @@ def tokenise(
     rows = empty_rows()
     for number, ids, prompt, is_learned in zip(numbers, joined, prompts, learned, strict=True):
         masked = common_prefix(prompt, ids)
+        if is_learned and empty.issuperset(ids[masked:]):
+            tally.without_tokens += 1
+            continue
         if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
             ids = [*ids, tokenizer.eos_token_id]
-        if tally is not None and is_learned:
+        if is_learned:
             tally.truncated += len(ids) > max_length
         ids = ids[:max_length]
         labels = [IGNORED] * min(masked, len(ids)) + ids[masked:]

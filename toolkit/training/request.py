@@ -230,7 +230,13 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
     tokenizer, trust = resolve_tokenizer(own.model), own.model.trust_remote_code
     ranks = launch.data_parallel_size
     fetched = None if ranks is None else rows_needed(common, num_processes=ranks)
-    data = prepare_data(own.data, tokenizer, trust_remote_code=trust, rows_needed=fetched)
+    data = prepare_data(
+        own.data,
+        tokenizer,
+        trust_remote_code=trust,
+        rows_needed=fetched,
+        vocab_size=model.vocab_size,
+    )
     check_vocabulary(model, data)
     _refuse_under(
         launch,
