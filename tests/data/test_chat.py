@@ -37,6 +37,8 @@ CHAT = [
     {"role": "assistant", "content": "three"},
 ]
 
+NULL = {"role": "assistant", "content": None}
+
 CHATML_WITHOUT_MARKERS = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -186,6 +188,58 @@ def test_the_end_of_a_turn_is_learned_where_markers_leave_it_out(tokenizer):
     marked = [{"role": "assistant", "content": content} for content in ("opening", "a", "b")]
     parts = learned_parts(tokenizer, Template(name="x", text=text), marked)
     assert parts == ["a<|im_end|>", "b<|im_end|>"]
+
+
+NEXT_TURN = (
+    "{% for m in messages %}{% if not loop.first %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_end|>\n<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("marked", [False, True], ids=["without markers", "with markers"])
+@pytest.mark.parametrize("between", ["", "\n"], ids=["", "after a line break"])
+def test_the_end_of_each_turn_is_learned_where_the_template_puts_it_into_the_next(
+    tokenizer, marked, between
+):
+    tokenizer.eos_token = "<|im_end|>"
+    text = NEXT_TURN.replace("'<|im_end|>\n", f"'{between}<|im_end|>\n")
+    if marked:
+        text = text.replace(
+            "+ m.content }}",
+            "}}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+            "{% else %}{{ m.content }}{% endif %}",
+        )
+    template = Template(name="next turn", text=text)
+    assert template.marks_turns is marked
+    parts = learned_parts(tokenizer, template, CHAT[1:])
+    assert parts == [f"one two{between}<|im_end|>", "three<|im_end|>"]
+
+
+def test_the_ends_of_glm_s_replies_and_calls_are_learned_as_trl_learns_them(tokenizer):
+    tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL, "<|observation|>"]})
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        *CHAT[1:4],
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+        *CHAT[4:],
+    ]
+    found = learned_parts(tokenizer, trl_template("glm4moe"), messages)
+    marked = learned_parts(tokenizer, trl_template("glm4moe_training"), messages)
+    assert [part[part.rindex("<") :] for part in found] == ["<|user|>", "<|observation|>", "</s>"]
+    assert [part.split() for part in found[:2]] == [part.split() for part in marked[:2]]
+
+
+def test_a_turn_that_ends_by_itself_gets_no_second_end(tokenizer):
+    """Llama 3.1 ends a call of a tool with another token than a reply."""
+    text = (
+        "{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n'"
+        " + m.content + ('<|end|>' if m.content == 'one two' else '<|eot_id|>') }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n' }}"
+        "{% endif %}"
+    )
+    assert learned_parts(tokenizer, unmarked(text)) == ["one two<|end|>", "three<|eot_id|>"]
 
 
 def test_a_chat_that_ends_without_a_special_token_gets_the_end_of_text(plain):
@@ -415,6 +469,19 @@ def test_the_template_is_saved_with_the_tokenizer(tmp_path, cache):
     [
         ([{"messages": [{"from": "alien", "value": "a"}]}], {}, "Row 0 .*'alien'; known are"),
         ([{"messages": [{"who": "a"}]}], {}, "Row 0 .*the fields who: write role and content"),
+        ([{"messages": CHAT}, {"messages": [*CHAT[:4], NULL]}], {}, "Row 1 .*'assistant' .*null"),
+        ([{"messages": [CHAT[0], NULL]}] * 2, {}, "Row 0 .*'assistant' whose content is null"),
+        ([{"messages": [{"role": "user", "content": None}, CHAT[2]]}], {}, "'user' .*is null"),
+        (
+            [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": None}]}],
+            {},
+            "Row 0 .*'gpt' whose value is null. Write what it says",
+        ),
+        (
+            [{"messages": [CHAT[1], {"role": "assistant", "content": " "}]}],
+            {},
+            "Row 0 .*nothing to learn but the end of a turn",
+        ),
         ([{"messages": []}, {"messages": CHAT}], {}, "Row 0 of rows.jsonl has no messages"),
         ([{"messages": CHAT}], {"loss_on": "completion"}, "rows are chat: use assistant or all"),
         ([{"text": "a"}], {"loss_on": "assistant"}, "rows are text: use all"),

@@ -6,14 +6,14 @@ from accelerate import Accelerator
 from small_models import tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from toolkit.data.chat import shipped_templates
+from toolkit.data.chat import shipped_templates, turn_end
 from toolkit.data.tokenizer import load_tokenizer
 from toolkit.engines.prepared import Prepared
 from toolkit.measuring.attestation import Requested
 from toolkit.measuring.recorder import Recorder
 from toolkit.strategies import get_strategy
 from toolkit.training.before_and_after import NEW_TOKENS, Samples, continuations
-from toolkit.training.generation import generation_config_of, stop_tokens, turn_end
+from toolkit.training.generation import generation_config_of, stop_tokens
 from toolkit.training.model import build_model
 from toolkit.training.saving import save_model
 
@@ -25,6 +25,11 @@ LLAMA = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
     "{% else %}{{ ' ' + m.content + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
+NEXT_TURN = (
+    "{% for m in messages %}{% if not loop.first %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{{ m.role + '\n' + m.content }}{% endfor %}"
+)
+GLM = "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content }}{% endfor %}"
 PLAIN = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
 STRICT = "{{ raise_exception('only with a system prompt') }}"
 
@@ -35,7 +40,7 @@ CHAT = [{"role": "user", "content": "say hello"}, {"role": "assistant", "content
 def tokenizer(cache):
     found = load_tokenizer(build_model())
     found.add_special_tokens(
-        {"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|end|>"]}
+        {"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|end|>", "<|user|>"]}
     )
     return found
 
@@ -52,11 +57,13 @@ def accelerator():
         (shipped_templates()["roles"], "</s>"),
         (PHI, "<|end|>"),
         (LLAMA, "</s>"),
+        (NEXT_TURN, "<|im_end|>"),
+        (GLM, "<|user|>"),
         (PLAIN, None),
         (STRICT, None),
         (None, None),
     ],
-    ids=["chatml", "roles", "phi", "llama", "plain", "strict", "none"],
+    ids=["chatml", "roles", "phi", "llama", "next turn", "glm", "plain", "strict", "none"],
 )
 def test_the_end_of_a_turn_is_found_in_a_rendered_chat(tokenizer, template, token):
     tokenizer.chat_template = template

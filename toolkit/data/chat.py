@@ -21,6 +21,7 @@ from toolkit.data.tokens import (
     Tally,
     add_row,
     common_prefix,
+    empty_ids,
     empty_rows,
     supervised_tokens,
 )
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 SHIPPED = Path(__file__).with_name("templates")
 
 MODELS_OWN = "the model's own"
+
+_QUESTION = "Q7z"
+_ANSWER = "A7z"
+"""Words that no chat template contains."""
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -118,14 +123,41 @@ def _knows_chatml(tokenizer: PreTrainedTokenizerBase) -> bool:
     )
 
 
+def turn_end(tokenizer: Any, template: str | None = None) -> int | None:
+    """Return the token that ends the assistant's turns in a template, by default the tokenizer's.
+
+    It is found in a rendered chat, as the first special token after the assistant's words. Some
+    templates put it in front of the next turn instead, as GLM's: there in a chat that goes on.
+    None if there is no template, or if its turns end in ordinary text.
+    """
+    if template is None and getattr(tokenizer, "chat_template", None) is None:
+        return None
+    from jinja2 import TemplateError
+
+    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    question = {"role": "user", "content": _QUESTION}
+    replied = [question, {"role": "assistant", "content": _ANSWER}]
+    for chat in (replied, [*replied, question]):
+        try:
+            text = tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False)
+        except (TemplateError, TypeError, ValueError):  # it may need more than this chat has
+            return None
+        behind = text.rpartition(_ANSWER)[2].lstrip()
+        ids = tokenizer.encode(behind, add_special_tokens=False) if behind else []
+        if ids and ids[0] in special and ids[0] != tokenizer.unk_token_id:
+            return ids[0]
+    return None
+
+
 @dataclass
 class ChatTokeniser:
     """Turns batches of conversations into rows; made for `datasets.map`.
 
-    The token that ends a turn is learned with it, whether or not it also pads. A turn of the
-    assistant that opens a chat replies to nothing, and is not learned. A chat whose end is no
-    special token gets the end of text. Rows that `max_length` cut before the first learned token
-    are left out; a row without one even before it is cut is an error.
+    The token that ends a turn is learned with it, whether or not it also pads, and also where the
+    template puts it in front of the next turn. A turn of the assistant that opens a chat replies to
+    nothing, and is not learned. A chat whose end is no special token gets the end of text. Rows
+    that `max_length` cut before the first learned token are left out; a row without one even before
+    it is cut is an error, and so is one whose replies are all empty.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -140,7 +172,9 @@ class ChatTokeniser:
         special = {number for number, token in added.items() if token.special}
         self.special = special | set(self.tokenizer.all_special_ids)
         self.uses_markers = self.template.marks_turns and self.tokenizer.is_fast
-        self.turn_end = self._end_of_turn() if self.uses_markers else None
+        end = turn_end(self.tokenizer, self.template.text)
+        self.ends = {end, cast("int | None", self.tokenizer.eos_token_id)} - {None}
+        self.empty = self.ends | empty_ids(self.tokenizer)
 
     def __call__(
         self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]
@@ -153,6 +187,13 @@ class ChatTokeniser:
             labels = [token if is_learned else IGNORED for token, is_learned in pairs]
             if not supervised_tokens(labels):
                 raise UsageError(self._nothing_learned(where))
+            text = [token for token in labels if token != IGNORED and token not in self.empty]
+            if not str(self.tokenizer.decode(text)).strip():
+                raise UsageError(
+                    f"{where} has nothing to learn but the end of a turn: what the assistant says "
+                    "in it is empty, or text that the tokenizer has no token for. Remove or "
+                    "correct the row."
+                )
             self.tally.truncated += len(ids) > self.max_length
             ids, labels = ids[: self.max_length], labels[: self.max_length]
             if supervised_tokens(labels):
@@ -165,10 +206,7 @@ class ChatTokeniser:
             raise UsageError(f"{where} has no messages: remove it.")
         if self.form.loss_on == "assistant" and self.uses_markers:
             ids, learned = self._marked(chat, where)
-            # A list: of two ends in a row the second may begin the next turn (bos = eos).
-            for end in list(_ends(learned)):
-                if end < len(ids) and ids[end] in (self.turn_end, self.tokenizer.eos_token_id):
-                    learned[end] = True
+            self._learn_ends(ids, learned)
             if chat.messages[0]["role"] == "assistant":
                 opening = Chat(messages=chat.messages[:1], prompt=0, tools=chat.tools)
                 taken = common_prefix(self._marked(opening, where)[0], ids)
@@ -176,6 +214,8 @@ class ChatTokeniser:
         else:
             text = self._render(chat, where)
             ids, learned = self._by_position(text, self._spans(chat, text, where))
+            if self.form.loss_on == "assistant":
+                self._learn_ends(ids, learned)
         if chat.messages[-1]["role"] == "assistant":
             self._end(ids, learned)
         return ids, learned
@@ -276,6 +316,26 @@ class ChatTokeniser:
             learned[begin:end] = [True] * (end - begin)
         return ids, learned
 
+    def _learn_ends(self, ids: list[int], learned: list[bool]) -> None:
+        """Learn the ends of turns that stand behind them: in front of the next turn, for one.
+
+        Where no marker tells what the assistant wrote, any special token behind its words ends
+        them: GLM's templates end a call of a tool with another token than a reply.
+        """
+        # A list: of two ends in a row the second may begin the next turn (bos = eos).
+        for behind in list(_ends(learned)):
+            at, last = behind, ids[behind - 1]
+            while at < len(ids) and self._is_blank(ids[at]):
+                at += 1
+            if at == len(ids) or last in self.ends:
+                continue
+            unmarked = not self.uses_markers and last not in self.special
+            if ids[at] in self.ends or (unmarked and ids[at] in self.special):
+                learned[behind : at + 1] = [True] * (at + 1 - behind)
+
+    def _is_blank(self, token: int) -> bool:
+        return token not in self.special and not str(self.tokenizer.decode([token])).strip()
+
     def _end(self, ids: list[int], learned: list[bool]) -> None:
         """Have a chat that ends without a special token end with the end of text, learned."""
         eos = cast("int | None", self.tokenizer.eos_token_id)
@@ -285,16 +345,6 @@ class ChatTokeniser:
         learned[last + 1 :] = [True] * (len(ids) - last - 1)
         ids.append(eos)
         learned.append(True)
-
-    def _end_of_turn(self) -> int | None:
-        """Return the special token that the template puts after the text in its markers."""
-        probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        try:
-            ids, learned = self._marked(Chat(messages=probe, prompt=0, tools=None), "A chat")
-        except UsageError:  # a template may ask for more than this chat has
-            return None
-        end = max(_ends(learned), default=len(ids))
-        return next((token for token in ids[end:] if token in self.special), None)
 
     def _nothing_learned(self, where: str) -> str:
         parts = {"assistant": "turn of the assistant", "completion": "completion", "all": "token"}

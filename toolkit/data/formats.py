@@ -201,6 +201,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         raise UsageError(f"{where} holds the message {message!r:.60}, which is no mapping.")
     message = {name: value for name, value in message.items() if value is not None}
     if isinstance(message.get("role"), str):
+        _check_says_something(message, "role", "content", where)
         return message
     speaker = message.get("from")
     if not isinstance(speaker, str):
@@ -212,8 +213,24 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         raise UsageError(
             f"{where} has a message from {speaker!r}; known are {', '.join(ROLES)}. Rename it."
         )
+    _check_says_something(message, "from", "value", where)
     others = {name: value for name, value in message.items() if name not in ("from", "value")}
     return {"role": ROLES[speaker.lower()], "content": message.get("value", "")} | others
+
+
+def _check_says_something(
+    message: Mapping[str, Any], speaker: str, content: str, where: str
+) -> None:
+    """Refuse a message whose content is null, unless it says something by other means.
+
+    Calls of tools do, or thoughts: text or lists beside the name of the speaker.
+    """
+    others = (value for name, value in message.items() if name not in (speaker, "name"))
+    if content not in message and not any(isinstance(v, str | list | dict) and v for v in others):
+        raise UsageError(
+            f"{where} has a message from {message[speaker]!r} whose {content} is null. Write what "
+            "it says, or remove the row."
+        )
 
 
 def _tools(value: Any, where: str) -> list[Any] | None:

@@ -9,33 +9,7 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
-_QUESTION = "Q7z"
-_ANSWER = "A7z"
-"""Words that no chat template contains."""
-
-
-def turn_end(tokenizer: Any) -> int | None:
-    """Return the token that ends the assistant's turns in the tokenizer's chat template.
-
-    It is found in a rendered chat, as the first special token after the assistant's words. None if
-    there is no template, or if its turns end in ordinary text.
-    """
-    if getattr(tokenizer, "chat_template", None) is None:
-        return None
-    from jinja2 import TemplateError
-
-    chat = [
-        {"role": "user", "content": _QUESTION},
-        {"role": "assistant", "content": _ANSWER},
-    ]
-    try:
-        text = tokenizer.apply_chat_template(chat, tokenize=False)
-    except (TemplateError, TypeError, ValueError):  # it may need more than this chat has
-        return None
-    behind = text.rpartition(_ANSWER)[2].lstrip()
-    ids = tokenizer.encode(behind, add_special_tokens=False) if behind else []
-    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
-    return ids[0] if ids and ids[0] in special and ids[0] != tokenizer.unk_token_id else None
+from toolkit.data.chat import turn_end
 
 
 def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
