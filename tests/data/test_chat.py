@@ -5,6 +5,7 @@ import json
 from itertools import groupby
 from pathlib import Path
 
+import launches
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -451,6 +452,18 @@ def test_template_mask_and_packing_are_in_the_hash_of_the_tokens(tmp_path, cache
     assert changed.tokens_hash not in {each.tokens_hash for each in made}
 
 
+def test_a_template_of_the_model_s_own_or_of_the_user_s_choice_is_no_news(tmp_path, cache):
+    folder = tmp_path / "model"
+    tokenizer = load_tokenizer(build_model())
+    tokenizer.chat_template = shipped_templates()["roles"]
+    tokenizer.save_pretrained(folder)
+    path = write_rows(tmp_path / "rows.jsonl", [{"messages": CHAT}])
+    own = prepare_data(DataArguments(train_file=path), folder)
+    asked = prepare_data(DataArguments(train_file=path, chat_template="roles"), build_model())
+    assert (own.notes(), asked.notes()) == ([], [])
+    assert prepare_data(DataArguments(train_file=path), build_model()).brought_template == "roles"
+
+
 def test_the_template_is_saved_with_the_tokenizer(tmp_path, cache):
     folder = build_model()
     path = write_rows(tmp_path / "rows.jsonl", [{"messages": CHAT}])
@@ -462,6 +475,29 @@ def test_the_template_is_saved_with_the_tokenizer(tmp_path, cache):
     text = write_rows(tmp_path / "text.jsonl", [{"text": "a b"}])
     without = prepare_data(DataArguments(train_file=text), folder)
     assert without.chat_template() is None
+
+
+def test_a_template_that_the_toolkit_brings_is_named_before_the_training_after_it_and_in_the_card(
+    tmp_path, launch_environment
+):
+    long = [{"role": "user", "content": "many words " * 99}, CHAT[-1]]
+    path = write_rows(tmp_path / "rows.jsonl", [{"messages": CHAT}] * 8 + [{"messages": long}])
+    flags = ["--train_file", path, "--max_steps", 1, "--engine", "loop", "--report_to", "none"]
+    done = launches.run(
+        [*launches.TRAIN, *flags, "--output_dir", tmp_path / "o"], environment=launch_environment
+    )
+    assert done.returncode == 0, done.stdout
+    before, trained, after = done.stdout.partition("step 1/1 ")
+    assert trained
+    said = "toolkit: the model has no chat template: the chats of rows.jsonl are trained with roles"
+    assert before.count(said) == 1
+    assert before.count("toolkit: rows.jsonl: 1 of 9 rows are left out, without a token to ") == 1
+    assert after.count("toolkit: final/ has the chat template roles of the toolkit") == 1
+    card = (tmp_path / "o" / "final" / "README.md").read_text()
+    said = "| chat template | roles, brought by the toolkit, for the base model has none |"
+    assert said in card.splitlines()
+    saved = load_tokenizer(tmp_path / "o" / "final")
+    assert saved.chat_template == shipped_templates()["roles"]
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,20 @@ def test_rows_are_said_to_be_held_out_only_where_the_training_left_them_out():
     assert "--validation_file same.jsonl" in text
 
 
+@pytest.mark.parametrize(
+    ("name", "asked", "row"),
+    [
+        ("chatml", {}, "chatml, brought by the toolkit, for the base model has none"),
+        ("mine.jinja", {"chat_template": "/home/me/mine.jinja"}, "mine.jinja"),
+        ("the model's own", {}, "the model's own"),
+    ],
+)
+def test_the_template_of_chats_is_in_the_card(name, asked, row):
+    chats = described()["data"] | {"template": {"name": name, "sha256": "0"}, "asked": asked}
+    assert f"| chat template | {row} |" in card(data=chats).text().splitlines()
+    assert "chat template" not in card().text()
+
+
 def parsed(text):
     """Return the command of a card as `toolkit.train` reads it, and the words before it."""
     command = text.split("```sh\n")[1].split("```")[0].replace("\\\n", " ")

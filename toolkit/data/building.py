@@ -197,11 +197,6 @@ class Build:
                 f"of --max_length {length}, which --packing fixed needs. Pass a shorter "
                 "--max_length, more data, or another --packing."
             )
-        if facts["dropped"]:
-            logger.info(
-                "%s: %d of %d rows left out, without a token to train on within --max_length %d",
-                *(self.name, facts["dropped"], read, length),
-            )
 
 
 def _is_held_out(content: bytes, percentage: float) -> bool:

@@ -113,6 +113,18 @@ def find_template(tokenizer: PreTrainedTokenizerBase, requested: str | None) -> 
     return template
 
 
+def brought(template: Mapping[str, str] | None, asked: Mapping[str, Any]) -> str | None:
+    """Return the name of a shipped template that was not asked for; None for any other.
+
+    Args:
+        template: Its `facts`; None of rows without one.
+        asked: The flags of the data that were passed, with their values.
+    """
+    if template is None or template["name"] == MODELS_OWN or "chat_template" in asked:
+        return None
+    return template["name"]
+
+
 def _knows_chatml(tokenizer: PreTrainedTokenizerBase) -> bool:
     return all(
         len(ids) == 1 and ids[0] != tokenizer.unk_token_id

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.data.arguments import DataArguments
 from toolkit.data.building import TEMPLATE_FILE, Build, Part
 from toolkit.data.cache import build_once, changed_meanwhile, read_cached
-from toolkit.data.chat import asked_template, shipped_templates
+from toolkit.data.chat import asked_template, brought, shipped_templates
 from toolkit.data.flags import changed_flags
 from toolkit.data.sources import Source, training_source, validation_source
 from toolkit.data.tokenizer import check_size, load_tokenizer, tokenizer_identity
@@ -99,6 +99,27 @@ class PreparedData:
         if self.template is None:
             return None
         return (self.folder / TEMPLATE_FILE).read_text(encoding="utf-8")
+
+    @property
+    def brought_template(self) -> str | None:
+        """Name of the template that chats got from the toolkit, since their model has none."""
+        return brought(self.template, self.asked)
+
+    def notes(self) -> list[str]:
+        """Return sentences on what was done to the rows without being asked for."""
+        notes: list[str] = []
+        if (name := self.brought_template) is not None:
+            notes.append(
+                f"the model has no chat template: the chats of {one_line(self.name)} are trained "
+                f"with {name}, which comes with the toolkit and is saved with the model "
+                "(--chat_template chooses another)"
+            )
+        if self.dropped:
+            notes.append(
+                f"{one_line(self.name)}: {self.dropped} of {self.dropped + (self.texts or 0)} rows "
+                "are left out, without a token to train on within --max_length"
+            )
+        return notes
 
     def facts(self) -> dict[str, Any]:
         left_out = ("folder", "largest_id", "tokenizer_size")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from toolkit.configs.requested import CUSTOM
+from toolkit.data.chat import brought
 from toolkit.data.flags import plain_value
 from toolkit.escaping import code, one_line, shell_line
 from toolkit.files import write_text
@@ -197,6 +198,7 @@ def card_of_run(
             "data": shown_name(data["name"]),
             "rows of data": f"{data['rows']:,}",
         }
+        | _template_row(data)
         | _settings(
             training,
             strategy=described["strategy"],
@@ -240,6 +242,17 @@ def card_of_trainer(trainer: Any) -> Card:
         **_outer_losses(trainer.recorder.outer_losses(), resumed=resumed),
         versions=versions(),
     )
+
+
+def _template_row(data: Mapping[str, Any]) -> dict[str, str]:
+    """Return the row of the chat template, of data that have chats."""
+    template = data.get("template")
+    if template is None:
+        return {}
+    name = shown_name(template["name"])
+    unasked = brought(template, data["asked"]) is not None
+    reason = ", brought by the toolkit, for the base model has none" if unasked else ""
+    return {"chat template": name + reason}
 
 
 def _license_of(folder: str | None) -> str | None:

@@ -270,6 +270,8 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
         validation = prepare_validation(own.data, tokenizer, trust_remote_code=trust)
     if validation is not None:
         check_vocabulary(model, validation)
+    for rows in (data, validation):
+        notes += [] if rows is None else rows.notes()
     notes += method.notes()
     for strategy in launch.strategies:
         ranks = launch.ranks_under(strategy)

@@ -136,6 +136,8 @@ def train(job: Job, status: StatusFile) -> None:
         recorder.close()
     if rank() == 0:
         write_json(output_dir / RECORD_FILE, described(job, speed) | measured)
+        if (template := job.request.data.brought_template) is not None:
+            say(f"final/ has the chat template {template} of the toolkit: the model had none")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     _kept_until_exit.extend((model, speed, recorder, keeper, observers))
