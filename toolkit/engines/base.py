@@ -21,7 +21,10 @@ from toolkit.engines.optimizers import optimizer_of, pending_scale, states_held,
 from toolkit.engines.prepared import Prepared, world_rank, world_size
 from toolkit.engines.tensors import (
     copies_of,
+    first_row,
     gathered,
+    has_rows,
+    heaviest_row,
     is_partitioned,
     is_spread,
     local,
@@ -209,6 +212,29 @@ class Backend(ABC):
                 yield name, 0.0, world_size()
             else:
                 yield name, sum_of_squares(local(parameter.grad)), copies_of(parameter.grad)
+
+    def gradient_rows(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Yield the heaviest row in this rank's part of each matrix's gradient, before the step.
+
+        They are the parameter's name, this rank's share of the row's sum of squares, and the number
+        of the row, both unread. Gradients are still multiplied by the loss scale.
+        """
+        for name, parameter in named_parameters(self._model):
+            if parameter.requires_grad and parameter.grad is not None:
+                yield from self._heaviest_row(name, parameter.grad, copies_of(parameter.grad))
+
+    def _heaviest_row(
+        self, name: str, gradient: Any, copies: int
+    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Yield the heaviest row that this rank has of a gradient, if there are several."""
+        part = local(gradient)
+        if has_rows(gradient.shape) and part.numel():
+            square, row = heaviest_row(part, first=first_row(gradient))
+            yield name, square / copies, row
+
+    def rows_unknown(self) -> str | None:
+        """Return the reason why `gradient_rows` cannot be known; None if it can."""
+        return None
 
     def parameter_groups(self, optimizer: Any) -> list[tuple[dict[str, Any], list[Parameter]]]:
         """Return the optimizer's groups, each with the parameters of the model that it steps."""

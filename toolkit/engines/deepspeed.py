@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,6 +20,8 @@ from toolkit.engines.hooks import Undo, surround
 from toolkit.engines.optimizers import optimizer_of, states_held
 from toolkit.engines.prepared import Prepared, split_by, world_size
 from toolkit.engines.tensors import (
+    has_rows,
+    heaviest_row,
     is_partitioned,
     named_parameters,
     shape_of,
@@ -181,19 +184,48 @@ class DeepSpeed(Backend):
         norms = getattr(self._zero, "norm_for_param_grads", None)
         if norms is not None:  # offloaded: computed for clipping while it was on the device
             return norms.get(self._zero.get_param_id(parameter), 0.0) ** 2
+        partition, _ = self._partition(parameter)
+        return 0.0 if partition is None else sum_of_squares(partition)
+
+    def _partition(self, parameter: Any) -> tuple[torch.Tensor | None, int]:
+        """Return this rank's flat partition of one gradient, and the number of its first element.
+
+        The partition is None where those of other ranks hold all of it.
+        """
         if is_partitioned(parameter):
             from deepspeed.utils import safe_get_local_grad
 
-            return sum_of_squares(safe_get_local_grad(parameter))
+            partition = safe_get_local_grad(parameter)
+            ranks_before = torch.distributed.get_rank(parameter.ds_process_group)
+            return partition, ranks_before * partition.numel()
         mapping = getattr(parameter, "_hp_mapping", None)
-        if mapping is None:  # other ranks' partitions hold all of it
-            return 0.0
+        if mapping is None:
+            return None, 0
         # As `get_full_hp_grad` of deepspeed/utils/tensor_fragment.py reads it.
         fragment = mapping.get_lp_grad_fragment(parameter._index_in_param_group).flatten()
         address = mapping.lp_fragment_address
         if fragment.numel() == parameter.numel():
             fragment = fragment.narrow(0, address.start, address.numel)
-        return sum_of_squares(fragment)
+        return fragment, address.start
+
+    def gradient_rows(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        for name, parameter in named_parameters(self._model):
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is not None and getattr(parameter, "_hp_grad", None) is None:
+                yield from self._heaviest_row(name, parameter.grad, world_size())
+                continue
+            shape = shape_of(parameter)
+            if has_rows(shape):
+                partition, first = self._partition(parameter)
+                if partition is not None and partition.numel():
+                    width = math.prod(shape[1:])
+                    square, row = heaviest_row(partition, first=first, width=width)
+                    yield name, square, row
+
+    def rows_unknown(self) -> str | None:
+        offloaded = getattr(self._zero, "norm_for_param_grads", None) is not None
+        return "DeepSpeed keeps only the norms of gradients that it offloads" if offloaded else None
 
     def parameter_groups(self, optimizer: Any) -> list[tuple[dict[str, Any], list[Any]]]:
         # The groups themselves hold flat partitions in the parameters' place.

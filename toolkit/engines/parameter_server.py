@@ -211,6 +211,11 @@ class Served(Replicated):
             for name, square, _ in super().gradient_squares():
                 yield name, square, 1
 
+    def gradient_rows(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        if self._exchange.is_server:
+            for name, share, row in super().gradient_rows():
+                yield name, share * world_size(), row
+
     def whole_gradient(self, parameter: Parameter) -> torch.Tensor:
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         of_server = gradient.detach().contiguous().clone()

@@ -229,6 +229,12 @@ class Pipelined(Backend):
                 square = 0.0 if grad is None else sum_of_squares(local(grad))
                 yield self._cut.names[name], square, self._pipeline.copies(name, parameter)
 
+    def gradient_rows(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and parameter.grad is not None:
+                copies = self._pipeline.copies(name, parameter)
+                yield from self._heaviest_row(self._cut.names[name], parameter.grad, copies)
+
     def whole_parameters(self) -> Iterator[tuple[str, Parameter]]:
         here = dict(self._named())
         for name, described in self._cut.described.items():

@@ -7,12 +7,13 @@ beside a partition. Its own attributes show the kind, before and after it is wra
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 SUMMED_AT_ONCE: Final = 1 << 20
 """Elements of a tensor whose squares are added up at once."""
@@ -138,6 +139,50 @@ def sum_of_squares(tensor: torch.Tensor) -> torch.Tensor | float:
     # Piece by piece: a copy of all of it in fp64 would count in the peak of the step.
     pieces = tensor.detach().reshape(-1).split(SUMMED_AT_ONCE)
     return sum(torch.linalg.vector_norm(piece, dtype=torch.float64) ** 2 for piece in pieces)
+
+
+def heaviest_row(
+    numbers: torch.Tensor, *, first: int = 0, width: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the largest sum of squares of one row, and the number of the row, both unread.
+
+    Args:
+        numbers: (rows, ...), from row `first` of the whole tensor on. With `width`: (elements,),
+            from element `first` on, which may begin and end within a row.
+        first: As above.
+        width: Elements of a row of the whole tensor.
+    """
+    if width is None:
+        norms = _row_norms(numbers.reshape(len(numbers), -1))
+    else:
+        first, begun = divmod(first, width)
+        head = min(-begun % width, len(numbers))
+        tail = len(numbers) - (len(numbers) - head) % width
+        parts = (numbers[None, :head], numbers[head:tail].view(-1, width), numbers[None, tail:])
+        norms = torch.cat([_row_norms(part) for part in parts if part.numel()])
+    row = norms.argmax()
+    return norms[row] ** 2, row + first
+
+
+def _row_norms(rows: torch.Tensor) -> torch.Tensor:
+    # Piece by piece, as above.
+    pieces = rows.detach().split(max(1, SUMMED_AT_ONCE // rows.shape[1]))
+    return torch.cat([torch.linalg.vector_norm(p, dim=1, dtype=torch.float32) for p in pieces])
+
+
+def first_row(tensor: Any) -> int:
+    """Return the number of the first row in this rank's part of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    _, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return offset[0]
+
+
+def has_rows(shape: Sequence[int]) -> bool:
+    """Whether a tensor of this shape has several rows."""
+    return len(shape) > 1 and shape[0] > 1
 
 
 def storage_bytes(

@@ -7,11 +7,17 @@ device; they are read at the end, and added up over the ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
+
+from toolkit.engines.base import Backend
+
+HEAVY: Final = 0.99
+"""Share of the sum of squares of all gradients from which one row of a matrix is named."""
 
 NO_STEP: Final = "no optimizer step that updates was seen from its beginning"
 
@@ -28,12 +34,87 @@ class Squares:
 
     parts: list[tuple[str, torch.Tensor | float, int]]
 
+    rows: list[tuple[str, torch.Tensor, torch.Tensor]]
+    """The heaviest row of each matrix, as `Backend.gradient_rows` gives them."""
+
+    rows_unknown: str | None
+    """Why `rows` is empty."""
+
+    def share(self) -> Share:
+        """Return this rank's share of the gradients; waits for the device."""
+        total = sum((square / copies for _, square, copies in self.parts), 0.0)
+        share = Share(total=float(total) / self.scale**2, unknown=self.rows_unknown)
+        if not self.rows:
+            return share
+        squares = torch.stack([square for _, square, _ in self.rows])
+        name, square, row = self.rows[int(squares.argmax())]
+        return replace(share, name=name, row=int(row), square=float(square) / self.scale**2)
+
     def read(self) -> dict[str, Any]:
         """Return this rank's share of each parameter's sum of squares; waits for the device."""
         squares = {
             name: float(square) / copies / self.scale**2 for name, square, copies in self.parts
         }
         return {"step": self.step, "squares": squares}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One rank's share in the sum of squares of all gradients of a step, and its heaviest row."""
+
+    total: float
+    unknown: str | None
+    """Why no row is known."""
+
+    name: str = ""
+    row: int = 0
+    square: float = 0.0
+
+
+def kept(backend: Backend, *, step: int, scale: float) -> Squares:
+    """Keep the gradients of a step, unread, before they are clipped."""
+    unknown = backend.rows_unknown()
+    rows = [] if unknown else list(backend.gradient_rows())
+    parts = list(backend.gradient_squares())
+    return Squares(step=step, scale=scale, parts=parts, rows=rows, rows_unknown=unknown)
+
+
+def notes(ranks: Sequence[Share], *, step: int) -> list[str]:
+    """Say if nothing is learned in a step, or hardly anything but one row.
+
+    Args:
+        ranks: The shares of all ranks. A row may be cut at the border of two ranks' parts, or lie
+            across many: one that outweighs all others is the heaviest in each part of it.
+        step: Number of the step in the whole training.
+    """
+    total = sum(share.total for share in ranks)
+    if total == 0:
+        return [
+            f"every gradient of step {step} is zero: nothing was learned in it. Look whether its "
+            "rows have a token to learn: all labels are -100 where a mask is empty, or where a "
+            "prompt alone fills a row that was cut."
+        ]
+    if not math.isfinite(total):
+        return [f"the gradients of step {step} are not finite: look at its loss and its labels."]
+    rows: dict[tuple[str, int], float] = {}
+    for share in ranks:
+        rows[share.name, share.row] = rows.get((share.name, share.row), 0.0) + share.square
+    (name, row), square = max(rows.items(), key=lambda item: item[1])
+    if square <= HEAVY * total:
+        return []
+    return [
+        f"row {row} of {name} holds {square / total:.1%} of the gradient of step {step} (its norm "
+        f"is {square**0.5:.4g}, that of all {total**0.5:.4g}): clipping makes all other updates as "
+        f"small. In a table of tokens it is the token with the id {row}: look how its weights were "
+        "initialised."
+    ]
+
+
+def not_judged(ranks: Sequence[Share]) -> list[str]:
+    """Say why no row can be named; empty if one can."""
+    unknown = next((share.unknown for share in ranks if share.unknown), None)
+    said = f"whether one row holds nearly all of the gradient was not judged: {unknown}"
+    return [] if unknown is None else [said]
 
 
 def merged(ranks: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:

@@ -33,6 +33,7 @@ from toolkit.measuring import attestation, equal_weights, gradients, machines, m
 from toolkit.measuring.attestation import Mismatch, Refused, Requested, gather_objects
 from toolkit.measuring.clock import Clock
 from toolkit.measuring.evidence import EvidenceKeeper
+from toolkit.measuring.guards import say_on_rank_0
 from toolkit.measuring.heartbeat import Heartbeat
 from toolkit.measuring.merging import merge
 from toolkit.measuring.order import OrderWatch
@@ -394,7 +395,9 @@ class Recorder:
             # If the step runs within backward, it is done by now.
             if not self._attested and not backend.steps_in_backward:
                 scaler = accelerator.scaler  # its scale is read, which waits for the device
-                self._keep_gradients(scale=1.0 if scaler is None else float(scaler.get_scale()))
+                self._keep_gradients(
+                    backend, scale=1.0 if scaler is None else float(scaler.get_scale())
+                )
             with (
                 self._clock.within("optimizer"),
                 self._ledger.within("clipping"),
@@ -413,7 +416,7 @@ class Recorder:
                 return
             if self._gradients is None or self._gradients.step <= len(self._steps):
                 # No gradients were clipped since the step began.
-                self._keep_gradients(scale=backend.held_scale(optimizer))
+                self._keep_gradients(backend, scale=backend.held_scale(optimizer))
             self.engaged |= attestation.engaged_at_step(model)
             self._bytes["gradients_bytes"] = memory.gradient_bytes(model)
 
@@ -434,12 +437,9 @@ class Recorder:
     def _attested(self) -> bool:
         return "optimizer_class" in self.engaged
 
-    def _keep_gradients(self, *, scale: float) -> None:
+    def _keep_gradients(self, backend: Backend, *, scale: float) -> None:
         """Keep the gradients of the first step that updates, which is the last one tried."""
-        if self._model is not None:
-            step = len(self._steps) + 1
-            parts = list(backend_of(self._model).gradient_squares())
-            self._gradients = gradients.Squares(step=step, scale=scale, parts=parts)
+        self._gradients = gradients.kept(backend, step=len(self._steps) + 1, scale=scale)
 
     def _after_first(self, model: Any, optimizer: Any) -> None:
         self.engaged |= attestation.engaged_after(model, optimizer)
@@ -455,6 +455,18 @@ class Recorder:
         self._bytes["nvme_bytes"] = memory.nvme_bytes(model)
         self.notes += attestation.kept_whole(self.engaged)
         self._require(self.requested.after_first_step())
+        self._judge_gradients()
+
+    def _judge_gradients(self) -> None:
+        """Say on rank 0 if the first step learned nothing, or one row alone; a collective."""
+        if self._gradients is None:
+            return
+        step = self.steps_before + self._gradients.step
+        shares = gather_objects(self._gradients.share())
+        self.notes += gradients.not_judged(shares)
+        for note in gradients.notes(shares, step=step):
+            self.notes.append(note)
+            say_on_rank_0(note)
 
     # Every step
 
