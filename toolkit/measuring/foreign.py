@@ -33,6 +33,7 @@ from toolkit.errors import UsageError
 from toolkit.launching.progress import progressed
 from toolkit.launching.ranks import rank, say
 from toolkit.measuring.attestation import Refused, Requested
+from toolkit.measuring.learned_rows import LearnedRows
 from toolkit.measuring.recorder import Recorder
 from toolkit.strategies import Strategy
 
@@ -70,6 +71,7 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
     optimizers: list[Any] = []
     counting: list[RemovableHandle] = []
     plugins: dict[int, dict[str, Any]] = {}
+    rows = LearnedRows()
     original, original_init = Accelerator.prepare, Accelerator.__init__
 
     def init(self: Any, *arguments: Any, **options: Any) -> None:
@@ -101,6 +103,7 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
             counting.extend(
                 (
                     models[0].register_forward_pre_hook(lambda *_: progressed()),
+                    models[0].register_forward_pre_hook(rows.before_forward, with_kwargs=True),
                     register_optimizer_step_post_hook(lambda *_: progressed(step=True)),
                 )
             )
@@ -120,7 +123,7 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
         for hook in counting:
             hook.remove()
         if rank() == 0 and not refused:
-            for line in _report(recorder, watched):
+            for line in [*_report(recorder, watched), *rows.notes()]:
                 say(line)
 
 

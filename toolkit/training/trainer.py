@@ -41,6 +41,7 @@ from toolkit.launching.ranks import say
 from toolkit.measuring.attestation import Requested
 from toolkit.measuring.finite import require_finite
 from toolkit.measuring.heartbeat import Choice, heartbeat_for
+from toolkit.measuring.learned_rows import watching_rows
 from toolkit.measuring.recorder import Recorder
 from toolkit.records.json_files import SCHEMA, write_json
 from toolkit.records.record import RECORD_FILE, STEPS_FILE
@@ -200,9 +201,11 @@ class ToolkitTrainer(Trainer):
                 values = {"output_dir": self.args.output_dir, "resume_from_checkpoint": str(name)}
                 request = asked_checkpoint(values)
             resumed = None if request is None else find_checkpoint(request, self.keeper.facts)
-        with lock or nullcontext():
+        with lock or nullcontext(), watching_rows(self.model) as rows:
             output = self.train_from(resumed, **kwargs)
             self.finish_record()
+        for note in rows.notes() if self.is_world_process_zero() else ():
+            say(note)
         return output
 
     def train_from(self, resumed: Resumed | None, **kwargs: Any) -> Any:

@@ -1,0 +1,70 @@
+"""The gradients of the first step in real ranks: one row outweighs all, or no row teaches."""
+
+import subprocess
+import sys
+
+import pytest
+from places import SCRIPTS
+
+from toolkit.records.record import read_record
+
+LIGHT_ROW = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+from toolkit.data.tokenizer import load_tokenizer
+from toolkit.training.model import build_model
+model = AutoModelForCausalLM.from_pretrained(build_model(), dtype=torch.float32)
+tokenizer = load_tokenizer(build_model())
+model.config.rms_norm_eps = 1e-12
+with torch.no_grad():
+    model.model.embed_tokens.weight[tokenizer.bos_token_id] *= 1e-6
+model.save_pretrained(sys.argv[1])
+tokenizer.save_pretrained(sys.argv[1])
+"""
+"""The first token of every row as one that was added and hardly initialised."""
+
+
+@pytest.fixture(scope="module")
+def light_row(launch_environment, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("light")
+    command = [sys.executable, "-c", LIGHT_ROW, folder]
+    subprocess.run(command, env=launch_environment, check=True, capture_output=True, timeout=300)
+    return folder
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp", "tensor", "pipeline"])
+def test_one_row_that_holds_the_gradient_is_named_under_every_sharding_and_the_run_goes_on(
+    strategy, launch, light_row, tmp_path
+):
+    engine = "trainer" if strategy in ("zero2", "fsdp") else "loop"
+    done = launch(
+        *(strategy, "-m", "toolkit.train", "--strategy", strategy, "--engine", engine),
+        *("--model_name_or_path", light_row, "--max_steps", 2, "--max_train_samples", 64),
+        *("--output_dir", tmp_path / "o"),
+    )
+    assert done.returncode == 0, done.stdout
+    said = "row 1 of model.embed_tokens.weight holds 100.0% of the gradient of step 1 (its norm is "
+    assert done.stdout.count(said) == 1, done.stdout
+    record = read_record(tmp_path / "o")
+    [note] = [note for note in record["attestation"]["notes"] if note.startswith("row ")]
+    norm = float(note.partition("that of all ")[2].partition(")")[0])
+    assert norm == pytest.approx(record["grad_norms"][0], rel=1e-3)
+    assert len(record["losses"]) == 2
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "fsdp"])
+def test_a_script_that_trains_nothing_is_not_attested_in_silence(strategy, launch, tmp_path):
+    script = SCRIPTS / "empty_labels.py"
+    done = launch(strategy, "-m", "toolkit.rehearse", script, tmp_path, 1)
+    assert done.returncode == 0, done.stdout
+    assert "every gradient of step 1 is zero: nothing was learned in it" in done.stdout
+    _, attested, after = done.stdout.partition(f"attested {strategy}")
+    assert attested
+    assert "8 of the 8 rows that rank 0 trained had no token to learn: all" in after
+
+
+def test_rows_of_a_script_without_a_token_to_learn_are_counted_among_others(launch, tmp_path):
+    done = launch("ddp", "-m", "toolkit.rehearse", SCRIPTS / "empty_labels.py", tmp_path, 2)
+    assert done.returncode == 0, done.stdout
+    assert " of the 8 rows that rank 0 trained had no token to learn: all" in done.stdout
+    assert "every gradient" not in done.stdout
