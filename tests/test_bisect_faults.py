@@ -294,3 +294,53 @@ def test_a_fault_of_the_model_s_own_code_is_found_at_the_step_that_the_gates_nam
     assert found["weights before the step"] == "within"
     assert found["loss of the rows"] == "equal"
     assert [len(run["losses"]) for run in written["runs"]] == [7, 7]
+
+
+SMOOTHED = ("--label_smoothing_factor", "0.1")
+
+
+def test_a_smoothed_loss_is_the_same_where_a_wrapper_renames_the_model(toolkit, tmp_path) -> None:
+    model = write_model(tmp_path / "model")
+    flags = ("--", "--model_name_or_path", model, *SMOOTHED)
+    done = toolkit("compare", "--bisect", "single", "fsdp", "--output", tmp_path / "runs", *flags)
+    assert done.returncode == 0, done.stdout
+    assert "Nothing differs beyond its limit." in done.stdout
+    written = json.loads((tmp_path / "runs" / "bisect.json").read_text())
+    verdicts = {each["what"]: each["verdict"] for each in written["findings"]}
+    assert verdicts.pop("loss weighting") == "unknown"  # of a loss that the model did not compute
+    assert set(verdicts.values()) <= {"equal", "within"}
+    assert verdicts["loss of the step"] in ("equal", "within")
+
+
+SMOOTHING_CODE = """
+import torch
+import transformers
+from transformers.trainer_pt_utils import LabelSmoother
+
+smoothed = LabelSmoother.__call__
+
+def without_shift(self, outputs, labels, shift_labels=False, **options):
+    alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
+    return smoothed(self, outputs, labels, shift_labels=alone, **options)
+
+LabelSmoother.__call__ = without_shift
+
+class SmoothedForCausalLM(transformers.LlamaForCausalLM):
+    pass
+"""
+"""The Trainer's own fault under FSDP2, without the repair of `ToolkitTrainer`."""
+
+
+def test_a_fault_of_a_loss_outside_of_the_model_is_told_from_one_of_its_forward(
+    toolkit, tmp_path
+) -> None:
+    model = write_model(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_smoothed.SmoothedForCausalLM"}
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "modeling_smoothed.py").write_text(SMOOTHING_CODE)
+    flags = ("--", "--model_name_or_path", model, "--trust_remote_code", "True", *SMOOTHED)
+    done = toolkit("compare", "--bisect", "single", "fsdp", "--output", tmp_path / "runs", *flags)
+    assert done.returncode == 1, done.stdout
+    assert "The first difference: loss of the step: " in done.stdout, done.stdout
+    assert "loss of the rows                equal" in done.stdout

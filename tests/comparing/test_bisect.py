@@ -54,7 +54,13 @@ def row(number):
 def micro_batch(*numbers, applied):
     rows = [row(number) for number in numbers]
     summed = sum(each["loss"] for each in rows)
-    return {"rows": rows, "loss": summed / ITEMS, "applied": applied, "items": ITEMS}
+    return {
+        "rows": rows,
+        "loss": summed / ITEMS,
+        "by_model": True,
+        "applied": applied,
+        "items": ITEMS,
+    }
 
 
 def evidence(ranks=1):
@@ -462,7 +468,7 @@ def test_a_micro_batch_without_a_token_to_train_on_says_nothing_of_the_averaging
         for batch in batches:
             batch["loss"] = 5.0 / 4
     filler = row(0) | {"sample_id": 9, "tokens": "filler", "supervised": 0, "loss": 0.0}
-    empty = {"rows": [filler], "loss": 0.0, "applied": 2.0, "items": ITEMS}
+    empty = {"rows": [filler], "loss": 0.0, "by_model": True, "applied": 2.0, "items": ITEMS}
     one = evidence()
     one["ranks"][0].append(copy.deepcopy(empty))
     kept["ranks"][1].append(empty)

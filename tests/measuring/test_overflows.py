@@ -51,7 +51,7 @@ def train(folder, *, fused=False, step=None):
     keeper.prepared(accelerator, model, optimizer)
     for _ in range(3):
         accelerator.backward(model().loss)
-        keeper.micro_batch(None)
+        keeper.micro_batch(None, None)
         optimizer.step()
         optimizer.zero_grad()
         keeper.step_done()

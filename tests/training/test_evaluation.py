@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 from small_models import tiny_llama
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import TrainingArguments
+from transformers import LlamaForCausalLM, TrainingArguments
 
 from toolkit import ToolkitTrainer
 from toolkit.data.arguments import DataArguments
@@ -268,6 +268,25 @@ def test_the_trainer_evaluates_by_tokens_too(tmp_path, changes):
     total, tokens = by_hand(model, rows)
     assert metrics["eval_loss"] == pytest.approx(total / tokens, rel=1e-6)
     assert metrics["eval_perplexity"] == pytest.approx(math.exp(total / tokens), rel=1e-5)
+
+
+class Renamed(LlamaForCausalLM):
+    """A causal LM whose name is not in the table of transformers."""
+
+
+def test_smoothed_labels_are_those_of_the_next_tokens_whatever_the_model_s_class_is_called(
+    tmp_path,
+):
+    model, rows = tiny_llama(), ragged(7)
+    args = arguments(tmp_path, label_smoothing_factor=0.1)
+    losses = []
+    for kind in (LlamaForCausalLM, Renamed):
+        model.__class__ = kind
+        trainer = ToolkitTrainer(
+            model=model, args=args, train_dataset=rows, eval_dataset=rows, data_collator=COLLATE
+        )
+        losses.append(trainer.evaluate()["eval_loss"])
+    assert losses[0] == losses[1]
 
 
 def test_the_trainers_own_evaluations_change_no_loss_and_enter_no_ledger(tmp_path):

@@ -9,10 +9,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 from safetensors import safe_open
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    GPTNeoXConfig,
     HrmTextConfig,
     LlamaConfig,
     MixtralConfig,
@@ -212,7 +215,10 @@ def test_weights_that_files_hold_as_one_stay_in_one_file(tmp_path, accelerator):
     assert same(tmp_path / "final", model)
 
 
-def test_a_model_of_its_own_code_is_saved_with_its_code(tmp_path, accelerator, monkeypatch):
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_model_of_its_own_code_is_saved_with_its_code(
+    tmp_path, accelerator, monkeypatch, one_rank, sharded
+):
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr("sys.path", [*sys.path, str(tmp_path / "modules")])
     (tmp_path / "own").mkdir()
@@ -229,10 +235,24 @@ def test_a_model_of_its_own_code_is_saved_with_its_code(tmp_path, accelerator, m
     (tmp_path / "own" / "config.json").write_text(json.dumps(described))
     config = AutoConfig.from_pretrained(tmp_path / "own", trust_remote_code=True)
     model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    norm = model.model.norm.weight.detach().clone()
+    if sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     save_model(accelerator, model, tmp_path / "final")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final", trust_remote_code=True)
-    assert torch.equal(loaded.model.norm.weight, model.model.norm.weight)
-    assert (tmp_path / "final" / "modeling_own.py").is_file()
+    assert torch.equal(loaded.model.norm.weight, norm)
+    assert [file.name for file in (tmp_path / "final").glob("*.py")] == ["modeling_own.py"]
+
+
+def test_names_that_a_class_gives_its_weights_are_kept_where_a_wrapper_renames_it(
+    tmp_path, accelerator, one_rank
+):
+    model = AutoModelForCausalLM.from_config(GPTNeoXConfig(**SMALL))
+    save_model(accelerator, model, tmp_path / "whole")
+    wrapped = fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    save_model(accelerator, wrapped, tmp_path / "sharded")
+    assert stored(tmp_path / "sharded") == stored(tmp_path / "whole")
+    assert isinstance(wrapped, FSDPModule)
 
 
 def test_another_task_than_language_modelling_is_saved_too(tmp_path, accelerator):

@@ -190,6 +190,24 @@ def class_of(model: torch.nn.Module) -> type[Any]:
     return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
 
 
+@contextmanager
+def original_classes(model: torch.nn.Module) -> Iterator[None]:
+    """Give the parts of a model their original classes while nothing computes or gathers.
+
+    Transformers 5.24 looks up by a class's name and file which names its weights have in a
+    checkpoint, and which code is saved beside them.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    renamed = [type(unit) for unit in units]
+    for unit in units:
+        unit.__class__ = class_of(unit)
+    try:
+        yield
+    finally:
+        for unit, kind in zip(units, renamed, strict=True):
+            unit.__class__ = kind
+
+
 def _groups(module: Any) -> Iterator[Any]:
     """Yield `fully_shard`'s parameter group of each unit with parameters in a module."""
     for unit in module.modules():

@@ -80,6 +80,9 @@ class EvidenceKeeper:
         self._wanted = step
         self._weights = weights
         self._step = _KeptStep()
+        self._without_loss: tuple[dict[str, Any], Any] | None = None
+        """Inputs and outputs of a forward whose loss is computed outside of the model."""
+
         self._number = 1
         self._hooks = ExitStack()
 
@@ -108,16 +111,19 @@ class EvidenceKeeper:
         self._hooks.callback(hook.remove)
         if not self._backend.steps_in_backward:  # else the engine clips by itself
             self._watch_clipping()
+        self._watch_backward()
         self._find_parameters()
         if self._wanted is None or self._wanted == self._number:
             self._begin()
         else:
             self._keep_weights(INITIAL_FILE)
 
-    def micro_batch(self, sample_ids: torch.Tensor | None) -> None:
-        """Take the ids of the rows that the last micro-batch had."""
+    def micro_batch(self, sample_ids: torch.Tensor | None, labels: torch.Tensor | None) -> None:
+        """Take the ids and the labels of the rows that the last micro-batch had."""
         if self.is_open:
             self._step.sample_ids.append(None if sample_ids is None else sample_ids.tolist())
+            if self._step.read:
+                self._step.read[-1].take_labels(labels)
 
     def step_done(self) -> None:
         """Write the evidence of the step if it was kept and updated; a collective.
@@ -144,7 +150,7 @@ class EvidenceKeeper:
 
     def close(self) -> None:
         """Remove all hooks."""
-        self.is_open = False
+        self.is_open, self._without_loss = False, None
         self._hooks.close()
 
     # Watched objects
@@ -183,11 +189,24 @@ class EvidenceKeeper:
                     )
 
     def _forward(self, module: Any, _: Any, inputs: dict[str, Any], output: Any) -> None:
-        loss = getattr(output, "loss", None) if self.is_open else None
-        if module.training and loss is not None and loss.requires_grad:
-            read = _Read(inputs, output)
-            loss.register_hook(read.backward)
-            self._step.read.append(read)
+        if not (self.is_open and module.training and torch.is_grad_enabled()):
+            return
+        loss = getattr(output, "loss", None)
+        if loss is None:
+            self._without_loss = (inputs, output)
+        elif loss.requires_grad:
+            self._step.read.append(_Read(inputs, output, loss))
+
+    def _watch_backward(self) -> None:
+        original = self._accelerator.backward
+
+        def backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            if self.is_open and self._without_loss is not None:
+                self._step.read.append(_Read(*self._without_loss, loss, by_model=False))
+            self._without_loss = None
+            original(loss, *args, **kwargs)
+
+        self._hooks.callback(stand_in(self._accelerator, "backward", backward))
 
     def _watch_clipping(self) -> None:
         original = self._accelerator.clip_grad_norm_
@@ -368,15 +387,31 @@ def _of_readers(ranks: list[dict[str, Any]]) -> list[list[MicroBatch]]:
 class _Read:
     """One micro-batch: the model's inputs and outputs, and the scale of its loss in backward."""
 
-    def __init__(self, inputs: dict[str, Any], output: Any) -> None:
+    def __init__(
+        self, inputs: dict[str, Any], output: Any, loss: torch.Tensor, *, by_model: bool = True
+    ) -> None:
         # A copy: the Trainer multiplies the loss in place.
-        self._loss = output.loss.detach().clone()
+        self._loss = loss.detach().clone()
+        self._by_model = by_model
         self._applied: torch.Tensor | None = None
         items = inputs.get("num_items_in_batch")
         self._items = None if items is None else int(items)
-        self._rows = _rows(inputs, getattr(output, "logits", None))
+        self._inputs, self._logits = inputs, getattr(output, "logits", None)
+        self._rows: list[RowRead] = []
+        if by_model:
+            self.take_labels(inputs.get("labels"))
+        loss.register_hook(self._backward)
 
-    def backward(self, gradient: torch.Tensor) -> None:
+    def take_labels(self, labels: torch.Tensor | None) -> None:
+        """Take the rows' labels, which come later where the model does not get them."""
+        if self._rows or labels is None:
+            return
+        given = self._inputs.get("input_ids")
+        labels = labels if given is None else labels.to(given.device)
+        self._rows = _rows(self._inputs | {"labels": labels}, self._logits)
+        self._inputs, self._logits = {}, None  # not kept until the step ends
+
+    def _backward(self, gradient: torch.Tensor) -> None:
         self._applied = gradient.detach()
 
     def described(self, sample_ids: list[int] | None, *, scale: float) -> MicroBatch:
@@ -386,6 +421,7 @@ class _Read:
         return MicroBatch(
             rows=self._rows,
             loss=float(self._loss),
+            by_model=self._by_model,
             applied=None if self._applied is None else float(self._applied) / scale,
             items=self._items,
         )

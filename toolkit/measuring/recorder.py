@@ -165,6 +165,7 @@ class Recorder:
         tokens: int,
         supervised: torch.Tensor | None = None,
         sample_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
     ) -> None:
         """Keep one micro-batch, after its backward, as tensors, without reading them.
 
@@ -173,6 +174,7 @@ class Recorder:
             tokens: All of its tokens, padding included.
             supervised: How many of them are trained on, a scalar.
             sample_ids: Of its rows.
+            labels: Of its rows, where the loss may be computed outside of the model.
         """
         progressed()
         self._clock.begin("other")
@@ -181,7 +183,7 @@ class Recorder:
             reduced = backend_of(self._model).has_reduced()
         self._step.append(_MicroBatch(loss.detach(), tokens, supervised, sample_ids, reduced))
         if self._evidence is not None:
-            self._evidence.micro_batch(sample_ids)
+            self._evidence.micro_batch(sample_ids, labels)
 
     def step_done(self, *, learning_rate: float, skipped: bool = False) -> None:
         """Close an optimizer step. The one after the first is the probe that carries ledgers.

@@ -57,7 +57,10 @@ class RowRead(TypedDict):
 class MicroBatch(TypedDict):
     rows: list[RowRead]
     loss: float
-    """Loss that the model returned."""
+    """Loss that the model returned, or that backward began with."""
+
+    by_model: bool
+    """Whether the model computed the loss, rather than the trainer from the model's logits."""
 
     applied: float | None
     """Factor on that loss in backward, without fp16's loss scale."""

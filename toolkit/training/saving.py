@@ -21,7 +21,7 @@ from toolkit.checkpoints.committing import committing
 from toolkit.checkpoints.disk import in_words, room_missing
 from toolkit.engines.backend import backend_of
 from toolkit.engines.base import Backend
-from toolkit.engines.fsdp2 import class_of
+from toolkit.engines.fsdp2 import class_of, original_classes
 from toolkit.engines.loading import outside_of_engines
 from toolkit.engines.tensors import elements_of, plain_name
 from toolkit.errors import SaveError, sentence_of
@@ -156,7 +156,8 @@ def _write_model(
         config.dtype = dtype  # in which `dtype="auto"` loads it
         config.architectures = [class_of(model).__name__]
         if model.is_remote_code():
-            custom_object_save(model, folder, config=config)
+            with original_classes(model):
+                custom_object_save(model, folder, config=config)
         with own_values(model):
             config.save_pretrained(folder)
         if model.can_generate():
@@ -302,10 +303,9 @@ def _write_shard(model: Any, held: dict[str, torch.Tensor], file: Path) -> dict[
     from transformers.core_model_loading import revert_weight_conversion
 
     # Some families fuse weights when they load, experts above all.
-    converted = {
-        name: tensor.contiguous()
-        for name, tensor in revert_weight_conversion(model, dict(held)).items()
-    }
+    with original_classes(model):
+        reverted = revert_weight_conversion(model, dict(held))
+    converted = {name: tensor.contiguous() for name, tensor in reverted.items()}
     write_tensors(converted, file)
     return {name: tensor.nbytes for name, tensor in converted.items()}
 

@@ -13,9 +13,10 @@ from typing import Any, cast
 import torch
 from accelerate import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
 from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import EvalLoopOutput, unwrap_peft_model
 from transformers.training_args import ParallelMode
 
 from toolkit.checkpoints.folders import checkpoint_folder
@@ -33,6 +34,7 @@ from toolkit.data.packing import keep_texts_apart
 from toolkit.data.tokens import IGNORED
 from toolkit.engines.backend import backend_of, strategy_of_plugins
 from toolkit.engines.between_steps import between_steps
+from toolkit.engines.fsdp2 import original_classes
 from toolkit.engines.masters import clip_in_fp32, moments_of, stepping_on_masters
 from toolkit.engines.prepared import Prepared
 from toolkit.errors import UsageError
@@ -155,6 +157,8 @@ class ToolkitTrainer(Trainer):
         if switches is not None:
             self.data_collator = switches.collating(cast("Collate", self.data_collator))
             observers = [switches, *observers]
+        if self.label_smoother is not None and self._predicts_next_tokens():
+            self.label_smoother = partial(self.label_smoother, shift_labels=True)
         # This filter would log a loss that is not finite as 0.0.
         self.args.logging_nan_inf_filter = False
         if self.args.parallel_mode == ParallelMode.NOT_DISTRIBUTED:
@@ -178,6 +182,17 @@ class ToolkitTrainer(Trainer):
         self._token_mean: TokenMean | None = None
         # A keeper that is passed decides when to save; else the Trainer's own flow does.
         self.add_callback(TrainerEvents(self, observers, keeper=keeper, last_log=scheduled_steps))
+
+    def _predicts_next_tokens(self) -> bool:
+        """Whether labels have to be shifted for the model's logits.
+
+        The Trainer (transformers 5.24) asks the wrapped model's class name when it smooths labels.
+        FSDP2 changes that name, and classes of a user's own are not in its table: either way it
+        would train each token to predict itself.
+        """
+        names = {kind.__name__ for kind in type(unwrap_peft_model(self.model)).__mro__}
+        known = not names.isdisjoint(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+        return known or self._loss_shifts_labels
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """Train as `transformers.Trainer` does.
@@ -256,9 +271,12 @@ class ToolkitTrainer(Trainer):
     ) -> torch.Tensor:
         ids = inputs.pop("sample_id", None)
         tokens = inputs["input_ids"].numel() if "input_ids" in inputs else 0
-        supervised = (inputs["labels"][..., 1:] != IGNORED).sum() if "labels" in inputs else None
+        labels = inputs.get("labels")
+        supervised = None if labels is None else (labels[..., 1:] != IGNORED).sum()
         loss = super().training_step(model, inputs, num_items_in_batch)
-        self.recorder.micro_batch(loss, tokens=tokens, supervised=supervised, sample_ids=ids)
+        self.recorder.micro_batch(
+            loss, tokens=tokens, supervised=supervised, sample_ids=ids, labels=labels
+        )
         return loss
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -342,9 +360,11 @@ class ToolkitTrainer(Trainer):
         `stage3_gather_16bit_weights_on_model_save`, where the Trainer 5.23 saves no weights.
         """
         if _internal_call:
-            if not backend_of(cast("torch.nn.Module", self.model_wrapped)).trainer_saves_whole():
-                weights = full_state_dict(self.accelerator, self.model_wrapped)
-                self._save(output_dir, state_dict=weights)
+            wrapped = cast("torch.nn.Module", self.model_wrapped)
+            if not backend_of(wrapped).trainer_saves_whole():
+                weights = full_state_dict(self.accelerator, wrapped)
+                with original_classes(wrapped):
+                    self._save(output_dir, state_dict=weights)
                 return
             super().save_model(output_dir, _internal_call)
             return

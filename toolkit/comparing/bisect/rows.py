@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from toolkit.comparing.bisect.distances import SCALE_TOLERANCE
+from toolkit.comparing.bisect.distances import SCALE_TOLERANCE, divided
 from toolkit.comparing.bisect.run_pair import LinkGap, RunPair, counted, explain_factor
 from toolkit.records.evidence import Evidence, MicroBatch, RowRead
 
@@ -105,7 +105,7 @@ def loss_weighting(pair: RunPair) -> LinkGap | str:
         if own_row.weight and other_row.weight is not None
     }
     if not ratios:
-        return "the model gave no loss, or no logits to read the loss of each row from"
+        return "the model gave no loss of its own, or no logits to read the loss of each row from"
     key, ratio = max(ratios.items(), key=lambda item: abs(item[1] - 1))
     low, high = min(ratios.values()), max(ratios.values())
     reference, second = pair.names
@@ -125,6 +125,19 @@ def loss_weighting(pair: RunPair) -> LinkGap | str:
             f"{reference}; over all rows {low:.3g} to {high:.3g} times"
         )
     return LinkGap(value=abs(ratio - 1), differs=words)
+
+
+def step_loss(pair: RunPair) -> LinkGap | str:
+    """Return the relative difference in the loss whose gradient the step takes."""
+    ours, theirs = (_step_loss(run.evidence) for run in pair.runs)
+    if ours is None or theirs is None:
+        return "what backward began with was not seen"
+    words = (
+        f"backward began with {ours:.6f} in {pair.reference.name} and {theirs:.6f} in "
+        f"{pair.second.name}, summed over the step: the loss is computed in another way from the "
+        "same outputs"
+    )
+    return LinkGap(value=divided(abs(theirs - ours), abs(ours)), differs=words)
 
 
 def notes(pair: RunPair) -> Iterator[str]:
@@ -174,9 +187,22 @@ def _token_weight(micro_batch: MicroBatch, *, readers: int) -> float | None:
     rows = micro_batch["rows"]
     losses = [loss for row in rows if (loss := row["loss"]) is not None]
     summed = sum(losses)
+    if not micro_batch["by_model"]:
+        return None  # it need not be a sum of the losses of tokens
     if micro_batch["applied"] is None or len(losses) < len(rows) or not summed:
         return None
     return micro_batch["applied"] * micro_batch["loss"] / summed / readers
+
+
+def _step_loss(evidence: Evidence) -> float | None:
+    """Return the loss of a step, averaged over the readers; None where a part was not seen."""
+    parts = [
+        None if micro_batch["applied"] is None else micro_batch["applied"] * micro_batch["loss"]
+        for batches in evidence["ranks"]
+        for micro_batch in batches
+    ]
+    seen = [part for part in parts if part is not None]
+    return sum(seen) / len(evidence["ranks"]) if len(seen) == len(parts) else None
 
 
 def _common_rows(pair: RunPair) -> Iterator[tuple[Key, PlacedRow, PlacedRow]]:
