@@ -1,10 +1,13 @@
 """Requested is not engaged: the known silent fallbacks are refused, and both are shown."""
 
 import json
+import shlex
+from concurrent.futures import ThreadPoolExecutor
 
+import launches
 import pytest
 import torch
-from places import SCRIPTS
+from places import ROOT, SCRIPTS
 from transformers.training_args import OptimizerNames
 
 from toolkit.configs.optimizers import (
@@ -14,6 +17,7 @@ from toolkit.configs.optimizers import (
     optimizer_problem,
 )
 from toolkit.measuring.attestation import Requested, compare, kept_whole
+from toolkit.measuring.launcher import launcher_words, refusal_of
 from toolkit.strategies import STRATEGIES
 
 
@@ -193,3 +197,79 @@ def test_a_bare_process_on_two_gpus_is_refused_with_the_way_out(tmp_path):
     with pytest.raises(UsageError, match="nn.DataParallel") as caught:
         ToolkitTrainer(model=LlamaForCausalLM(config), args=args)
     assert "accelerate launch" in str(caught.value)
+
+
+CONFIGS = ROOT / "accelerate_configs"
+
+
+@pytest.mark.parametrize(
+    ("line", "asked"),
+    [
+        (f"--config_file {CONFIGS}/fsdp.yaml --cpu -m toolkit.train", "2 ranks of FSDP"),
+        (
+            f"--config_file {CONFIGS}/zero3.yaml --cpu --num_processes 4 a.py",
+            "4 ranks of DEEPSPEED",
+        ),
+        (f"--config_file {CONFIGS}/ddp.yaml --cpu a.py", "2 ranks ("),
+        (f"--config_file {CONFIGS}/fsdp.yaml --cpu --num_processes 1 a.py", "1 rank of FSDP"),
+        ("--use_fsdp --cpu a.py", "ranks of FSDP"),
+        ("--num_processes 2 -m toolkit.train", "2 ranks (--num_processes 2)"),
+        ("--num_machines 2 --machine_rank 1 --num_processes 2 a.py", "2 ranks ("),
+        ("a.py", None),
+        ("--num_processes 1 -m toolkit.train", None),
+        ("--cpu a.py --num_processes 4 --use_fsdp", None),  # flags of the script
+        (f"--config_file {CONFIGS}/single.yaml a.py", None),
+        (f"--config_file {CONFIGS}/ddp.yaml --cpu --num_processes 1 a.py", None),
+        ("--mixed_precision bf16 a.py", None),
+        ("--a_flag_of_another_release a.py", None),
+    ],
+)
+def test_what_a_launcher_of_one_process_was_asked_for_is_read_as_accelerate_reads_it(line, asked):
+    refusal = refusal_of(shlex.split(line))
+    assert asked in refusal if asked else refusal is None
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("/usr/bin/python3 -P /usr/bin/accelerate launch --cpu a.py", ["--cpu", "a.py"]),
+        ("python -m accelerate.commands.launch --cpu a.py", ["--cpu", "a.py"]),
+        ("python -m accelerate.commands.accelerate_cli launch a.py", ["a.py"]),
+        ("python /usr/bin/accelerate-launch a.py", ["a.py"]),
+        ("python /usr/bin/torchrun --nproc_per_node 2 a.py", None),
+        ("python -m torch.distributed.run --nproc_per_node 2 a.py", None),
+        ("python /usr/bin/deepspeed --num_gpus 2 a.py", None),
+        ("mpirun -np 2 python a.py", None),
+        ("python -m ipykernel_launcher -f kernel.json", None),
+        ("bash -c 'accelerate launch --num_processes 2 a.py'", None),
+        ("python /usr/bin/accelerate test", None),
+    ],
+)
+def test_only_accelerates_own_launcher_is_asked(command, words):
+    assert launcher_words(shlex.split(command)) == words
+
+
+def test_a_launch_that_lost_its_ranks_or_its_backend_on_the_way_is_refused(
+    cold_environment, tmp_path
+):
+    trains = ["-m", "toolkit.train", "--output_dir", tmp_path / "out"]
+    with_config = ["--config_file", CONFIGS / "fsdp.yaml", "--cpu", *trains]
+    script = SCRIPTS / "plain_accelerator.py"
+    lines = [
+        with_config,
+        ["--num_processes", 2, *trains],
+        ["--num_processes", 1, "-m", "toolkit.rehearse", script],
+    ]
+
+    def start(line):
+        return launches.run([*launches.TYPED, *line], environment=cold_environment)
+
+    with ThreadPoolExecutor() as pool:
+        on_cpu, without_config, alone = pool.map(start, lines)
+    for done, asked in ((on_cpu, "2 ranks of FSDP"), (without_config, "2 ranks")):
+        assert f"refused: accelerate launch was asked for {asked} (" in done.stdout, done.stdout
+        assert "and started one process without a backend" in done.stdout
+        assert "returned non-zero exit status 3" in done.stdout
+    assert not (tmp_path / "out").exists()
+    assert alone.returncode == 0, alone.stdout
+    assert "attested single" in alone.stdout

@@ -254,10 +254,14 @@ def rehearse_if_needed() -> bool:
         Whether this is a rehearsal.
 
     Raises:
+        Refused: the launcher was asked for more ranks than it started, or for a backend.
         UsageError: the shell holds variables of another launch, or the config has mistakes.
     """
     import torch
 
+    from toolkit.measuring.launcher import check_launch
+
+    check_launch(os.environ)
     requested.check_left_over(os.environ)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     gpus = torch.accelerator.device_count()

@@ -43,6 +43,7 @@ from toolkit.launching.ranks import say
 from toolkit.measuring.attestation import Requested
 from toolkit.measuring.finite import require_finite
 from toolkit.measuring.heartbeat import Choice, heartbeat_for
+from toolkit.measuring.launcher import check_launch
 from toolkit.measuring.learned_rows import watching_rows
 from toolkit.measuring.recorder import Recorder
 from toolkit.records.json_files import SCHEMA, write_json
@@ -491,6 +492,7 @@ def _switched_on(arguments: SpeedArguments, *args: Any, **kwargs: Any) -> Speed:
 
 
 def _recorder_for(args: TrainingArguments, model: Any, guards: Choice) -> Recorder:
+    check_launch(os.environ)
     trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     moments = moments_of(model)
     deepspeed, folder = args.deepspeed_plugin, output_dir_of(args)

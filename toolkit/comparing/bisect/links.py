@@ -175,12 +175,14 @@ LINKS: Final = (
         rounds=False,
         as_text=percent,
     ),
-    # As above, but for a loss that the trainer computes from the logits.
+    # Alone tells of a loss that the trainer computes from the logits. 0; under bf16 6e-4, to which
+    # FSDP2's rounding of the loss's gradient may add 2e-3.
     Link(
         name="loss of the step",
         compare=rows.step_loss,
         limit=1e-4,
-        low_precision_limit=1e-2,
+        low_precision_limit=3e-3,
+        rounds=False,
         as_text=percent,
     ),
     # 1.4e-7; rounded to bf16 on the wire it is 1e-3. Autocast: 1.1e-3 and 9e-3.
