@@ -398,8 +398,7 @@ class _Read:
         self._items = None if items is None else int(items)
         self._inputs, self._logits = inputs, getattr(output, "logits", None)
         self._rows: list[RowRead] = []
-        if by_model:
-            self.take_labels(inputs.get("labels"))
+        self.take_labels(inputs.get("labels"))
         loss.register_hook(self._backward)
 
     def take_labels(self, labels: torch.Tensor | None) -> None:

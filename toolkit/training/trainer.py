@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -50,6 +50,7 @@ from toolkit.records.json_files import SCHEMA, write_json
 from toolkit.records.record import RECORD_FILE, STEPS_FILE
 from toolkit.strategies import Strategy
 from toolkit.training.adapters import has_lora
+from toolkit.training.added_means import refusing_added_means
 from toolkit.training.arguments import output_dir_of, syncs_each_batch
 from toolkit.training.card import card_of_trainer
 from toolkit.training.evaluation import perplexity
@@ -181,6 +182,9 @@ class ToolkitTrainer(Trainer):
         self._resumed: Resumed | None = None
         self.record: dict[str, Any] | None = None
         self._token_mean: TokenMean | None = None
+        self._judges_loss = type(self).compute_loss is not ToolkitTrainer.compute_loss
+        """Whether a subclass computes the loss, until its first micro-batch was judged."""
+
         # A keeper that is passed decides when to save; else the Trainer's own flow does.
         self.add_callback(TrainerEvents(self, observers, keeper=keeper, last_log=scheduled_steps))
 
@@ -274,11 +278,25 @@ class ToolkitTrainer(Trainer):
         tokens = inputs["input_ids"].numel() if "input_ids" in inputs else 0
         labels = inputs.get("labels")
         supervised = None if labels is None else (labels[..., 1:] != IGNORED).sum()
-        loss = super().training_step(model, inputs, num_items_in_batch)
+        with self._judging_loss(model) as check:
+            loss = super().training_step(model, inputs, num_items_in_batch)
+            check(loss)
         self.recorder.micro_batch(
             loss, tokens=tokens, supervised=supervised, sample_ids=ids, labels=labels
         )
         return loss
+
+    @contextmanager
+    def _judging_loss(self, model: Any) -> Iterator[Callable[[torch.Tensor], None]]:
+        """Yield the check of a micro-batch's loss, which does nothing but in a subclass's first."""
+        micro_batches = self.current_gradient_accumulation_steps if self._judges_loss else 1
+        if micro_batches == 1:
+            yield lambda loss: None
+            return
+        self._judges_loss = False  # judging waits for the device
+        name = type(self).__name__
+        with refusing_added_means(model, micro_batches=micro_batches, of=name) as check:
+            yield check
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         # This method also counts tokens over all ranks, which is no waiting for data.
