@@ -37,19 +37,21 @@ class Run:
         environment: dict[str, str],
         flags: tuple[Any, ...] = (),
         precision: str | None = None,
+        ranks: int | None = None,
+        tensor_size: int | None = None,
     ) -> None:
         folder.mkdir()
         (folder / "swap").mkdir()
         self.output = folder / "run"
         others = {"single": 1, "fsdp_hybrid": 4, "tensor_ddp": 4, "three_d": 8}
-        self.ranks = others.get(strategy, 2)
+        self.ranks = others.get(strategy, 2) if ranks is None else ranks
         self._folder = folder
         self._environment = environment | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         self._starts = 0
         self._drafts_before: set[Path] = set()
         options = {"nvme_path": folder / "swap"} if strategy == "zero3_nvme" else {}
         config = write_configs(
-            get_strategy(strategy),
+            get_strategy(strategy).with_tensor_groups(tensor_size),
             folder / "config",
             options=ConfigOptions(num_processes=self.ranks, precision=precision, **options),
         )

@@ -36,20 +36,29 @@ def dropout_model(tmp_path_factory, launch_environment):
 @pytest.fixture(scope="session")
 def dropout_llama(dropout_model, tmp_path_factory):
     """A folder with a Llama that does so, which can be split by matrices and by layers."""
-    folder = tmp_path_factory.mktemp("llama")
-    tokenizer = load_tokenizer(dropout_model)
+    shape = {"num_hidden_layers": 3, "num_key_value_heads": 2, "attention_dropout": 0.2}
+    return _llama(tmp_path_factory.mktemp("llama"), dropout_model, **shape)
+
+
+@pytest.fixture(scope="session")
+def llama_of_fours(dropout_model, tmp_path_factory):
+    """A folder with a Llama that four ranks can share by heads and by layers."""
+    shape = {"num_hidden_layers": 4, "num_key_value_heads": 4}
+    return _llama(tmp_path_factory.mktemp("llama_of_fours"), dropout_model, **shape)
+
+
+def _llama(folder, tokenized, **shape):
+    tokenizer = load_tokenizer(tokenized)
     tokenizer.save_pretrained(folder)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=100,
-        num_hidden_layers=3,
         num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=64,
-        attention_dropout=0.2,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
+        **shape,
     )
     return _saved(config, folder)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,13 @@ from toolkit.launching.ranks import rank
 from toolkit.measuring.attestation import gather_objects
 from toolkit.records.manifests import MANIFEST, Damaged, check_file, read_manifest
 
+RANKS: Final = "num_processes"
+READERS: Final = "data_parallel_size"
+"""Facts on the number of ranks, and on the number of those that read rows of their own."""
+
 WORDS: Final = {
-    "num_processes": "world size",
+    RANKS: "world size",
+    READERS: "number of ranks that read rows of their own",
     "per_device_train_batch_size": "--per_device_train_batch_size",
     "gradient_accumulation_steps": "--gradient_accumulation_steps",
     "data_hash": "hash of the data's tokens",
@@ -38,6 +44,9 @@ class Resumed:
     step: int
     """Optimizer steps that were done."""
 
+    ranks: int
+    """Ranks that wrote it."""
+
     damaged: tuple[str, ...] = ()
     """Sentences about newer checkpoints that were passed over."""
 
@@ -46,11 +55,14 @@ class Resumed:
         return {"from": str(self.folder), "step": self.step, "damaged": list(self.damaged)}
 
 
-def find_checkpoint(request: ResumeRequest, now: Mapping[str, Any]) -> Resumed:
+def find_checkpoint(
+    request: ResumeRequest, now: Mapping[str, Any], *, any_ranks: bool = False
+) -> Resumed:
     """Return the named checkpoint, or the newest whole one; a collective.
 
     If the named one is damaged, it is the newest whole one before it. Loading begins after every
     rank has found it whole and of this same training, whose facts are `now`.
+    With `any_ranks`, another number of ranks may have written it, if as many read rows.
 
     Raises:
         UsageError: on every rank, when it is of another training, or none is whole.
@@ -69,8 +81,13 @@ def find_checkpoint(request: ResumeRequest, now: Mapping[str, Any]) -> Resumed:
         damage = damages(folder)
         if not damage:
             manifest = read_manifest(folder)
-            require_same(folder, manifest, now)
-            return Resumed(folder=folder, step=manifest["step"], damaged=tuple(passed_over))
+            require_same(folder, manifest, now, any_ranks=any_ranks)
+            return Resumed(
+                folder=folder,
+                step=manifest["step"],
+                ranks=_ranks_of(manifest),
+                damaged=tuple(passed_over),
+            )
         passed_over += damage
     reasons = "; ".join(passed_over) or f"{request.output_dir} holds none"
     raise UsageError(f"No checkpoint can be resumed from: {reasons}. Start from the beginning.")
@@ -126,9 +143,32 @@ def _not_a_checkpoint(folder: Path, manifest: dict[str, Any]) -> str | None:
     return None
 
 
-def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each fact that is not the same; one that is missing differs too."""
+def _ranks_of(manifest: Mapping[str, Any]) -> int:
+    """Return the number of ranks that wrote a checkpoint: each has written a file of its own."""
+    return sum(re.fullmatch(r"rank-\d+\.pt", name) is not None for name in manifest["files"])
+
+
+def _facts_of(manifest: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint's facts; older ones have the ranks that read rows as the world size."""
+    facts = manifest["facts"]
+    if READERS in facts or READERS not in now:
+        return facts
+    return facts | {READERS: facts.get(RANKS), RANKS: _ranks_of(manifest)}
+
+
+def differences(
+    saved: Mapping[str, Any], now: Mapping[str, Any], *, any_ranks: bool = False
+) -> list[str]:
+    """Return a sentence for each fact that is not the same; one that is missing differs too.
+
+    With `any_ranks`, the number of ranks is no difference where as many of them read rows.
+    """
     absent = "not told"
+    if saved.get(RANKS) != now.get(RANKS):
+        # One of the two numbers follows from the other.
+        same_readers = any_ranks and saved.get(READERS) == now.get(READERS)
+        left_out = RANKS if same_readers else READERS
+        saved, now = ({k: v for k, v in facts.items() if k != left_out} for facts in (saved, now))
     return [
         f"{WORDS.get(name, name)} is {saved.get(name, absent)} in the checkpoint and "
         f"{now.get(name, absent)} now"
@@ -137,13 +177,16 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def require_same(folder: Path, manifest: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def require_same(
+    folder: Path, manifest: Mapping[str, Any], now: Mapping[str, Any], *, any_ranks: bool = False
+) -> None:
     """Refuse to resume another training than the one that was saved; a collective.
 
     Raises:
         UsageError: on every rank, with every difference that any of them sees.
     """
-    ranks = gather_objects(differences(manifest["facts"], now))
+    saved = _facts_of(manifest, now)
+    ranks = gather_objects(differences(saved, now, any_ranks=any_ranks))
     distinct = list(dict.fromkeys(sentence for of_rank in ranks for sentence in of_rank))
     if distinct:
         raise UsageError(

@@ -32,7 +32,7 @@ def write_own(draft: Path, prepared: Prepared) -> None:
         "scaler": None if scaler is None else scaler.state_dict(),
         "swapped": backend.left_out(),
     }
-    torch.save(states, _own_file(draft, accelerator))
+    torch.save(states, draft / f"rank-{accelerator.process_index}.pt")
 
 
 def read_states(folder: Path, prepared: Prepared, *, step: int) -> None:
@@ -72,8 +72,7 @@ def _random_state() -> dict[str, Any]:
 
 def _read_own(folder: Path, accelerator: Any) -> dict[str, Any]:
     # `weights_only` unpickles tensors and plain values, and never runs code of the file.
-    return torch.load(_own_file(folder, accelerator), map_location="cpu", weights_only=True)
-
-
-def _own_file(folder: Path, accelerator: Any) -> Path:
-    return folder / f"rank-{accelerator.process_index}.pt"
+    # Of fewer ranks that wrote, each file is read by several: only random numbers differ in them.
+    files = len(list(folder.glob("rank-*.pt")))
+    file = folder / f"rank-{accelerator.process_index % files}.pt"
+    return torch.load(file, map_location="cpu", weights_only=True)

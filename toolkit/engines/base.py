@@ -64,6 +64,9 @@ class Traits:
     reduces: Literal["nothing", "weights' dtype", "computed dtype", "fp32"]
     """The dtype in which gradients cross the wire."""
 
+    reads_from_any_ranks: bool = False
+    """Whether a checkpoint can be read by another number of ranks than wrote it."""
+
     watch_builds: Callable[[Callable[[float], object]], Undo] | None = None
     """Calls its argument with the seconds of each build of a C++ part; None of a backend without
     such parts."""

@@ -27,6 +27,7 @@ def traits_of(strategy: Strategy) -> Traits:
         distributed_type="FSDP",
         wrapper="FSDPModule",
         reduces="computed dtype",
+        reads_from_any_ranks=True,  # torch's distributed checkpoint cuts the shards anew
         facts={"reshard_after_forward": strategy.reshard_after_forward, "layers_wrapped": True},
     )
 

@@ -42,7 +42,8 @@ def facts_of_job(job: Job) -> dict[str, Any]:
     facts = {
         "strategy": job.strategy.name,
         "engine": own.run.engine,
-        "num_processes": job.global_batch_size
+        "num_processes": request.launch.num_processes or 1,
+        "data_parallel_size": job.global_batch_size
         // (args.per_device_train_batch_size * args.gradient_accumulation_steps),
         "data": data["name"],
         "data_hash": data["tokens_hash"],

@@ -12,6 +12,7 @@ from transformers.trainer_utils import IntervalStrategy
 from toolkit.checkpoints.resuming import Resumed, find_checkpoint
 from toolkit.data.order import count_steps, training_rows
 from toolkit.data.tokenizer import load_tokenizer
+from toolkit.engines.backend import traits_of
 from toolkit.engines.deepspeed_config import checked_deepspeed_config, use_deepspeed_config
 from toolkit.errors import UsageError
 from toolkit.launching.ranks import rank, say
@@ -216,11 +217,21 @@ def _resumed(job: Job) -> Job:
     """
     if job.request.resume is None:
         return job
-    resumed = find_checkpoint(job.request.resume, facts_of_job(job))
+    ranks = job.request.launch.num_processes or 1
+    resumed = find_checkpoint(
+        job.request.resume,
+        facts_of_job(job),
+        any_ranks=traits_of(job.strategy, ranks).reads_from_any_ranks,
+    )
     if rank() == 0:
         for damage in resumed.damaged:
             say(f"damaged: {damage}")
         say(f"resuming from {resumed.folder}, step {resumed.step}")
+        if resumed.ranks != ranks:
+            say(
+                f"{resumed.ranks} ranks wrote that checkpoint, and {ranks} go on from it with the "
+                "same rows in each step; their sums are rounded otherwise"
+            )
     return replace(job, resumed=resumed)
 
 
