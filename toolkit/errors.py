@@ -31,6 +31,10 @@ class UsageError(ValueError):
         return one_line(redact_known(super().__str__()))
 
 
+class UnfitModelError(UsageError):
+    """A strategy cannot take the model; another one may."""
+
+
 class GuardError(RuntimeError):
     """A guard stopped the run: every rank raises it after the same step, in the same words."""
 

@@ -348,6 +348,21 @@ def test_a_strategy_that_cannot_run_here_is_skipped_and_costs_nothing(world, mon
     assert not list(world.output.glob("zero3_nvme*"))
 
 
+def test_a_strategy_that_cannot_take_the_model_is_skipped_with_its_reason_and_the_others_run(world):
+    reason = "context can't split the rows of the model: its attention has a window."
+    unfit = [{"strategy": "context", "num_processes": 2, "reason": reason}]
+    world.prepare_ends(0, json.dumps(json.loads(world.prepared) | {"unfit": unfit}))
+    assert world.compare("single", "context", "ddp") == 0
+    assert world.statuses() == {"single": "ok", "context": "skipped", "ddp": "ok"}
+    assert world.results()["runs"][1]["reason"] == reason
+    assert f"context-loop: skipped: {reason}" in world.printed
+    assert not list(world.output.glob("context*"))
+    # And again, from what is there, on a terminal.
+    assert world.compare("single", "context", "ddp", terminal=True) == 0
+    assert "attention has a window" in world.printed
+    assert world.order() == ["single-trainer-1", "ddp-trainer-1"]
+
+
 def test_the_same_output_again_runs_only_what_is_missing(world):
     assert world.compare("single", "ddp", "fsdp", runs={"ddp": "oom"}) == 1
     before = (world.output / "fsdp-trainer-1" / "record.json").stat().st_mtime_ns

@@ -68,6 +68,51 @@ def test_a_model_folder_without_tokenizer_files_is_refused_as_that(kind, row, ca
         prepare(flags, strategies=["ddp"])
 
 
+MODELS = {
+    "gemma2": ({}, {"context": "its attention is eager", "ulysses": "its attention is eager"}),
+    "mistral": ({"sliding_window": 8}, {"context": "slides over 8", "ulysses": "slides over 8"}),
+    "gpt_neox": ({}, {"context": "self_attn", "ulysses": "does not tell num_key_value_heads"}),
+    "qwen3_moe": (
+        {},
+        dict.fromkeys(("context", "ulysses"), "its forward fails on the meta device"),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_strategy_that_cannot_take_the_model_is_told_with_its_reason_and_the_others_stay(
+    kind, cache, tmp_path, capfd
+):
+    changes, reasons = MODELS[kind]
+    attention = "eager" if kind == "gemma2" else "sdpa"
+    model = small_of(kind, attention, vocab_size=2048, **changes)
+    if kind == "gpt_neox":  # its own config has no such field
+        del model.config.num_key_value_heads
+    flags = [*ROWS, "--engine", "loop", "--dropout", "off", "--max_length", "64"]
+    flags += with_tokenizer(tmp_path, model)
+    names = ["ddp", *reasons]
+    asked = [f"--strategies={','.join(names)}", f"--ranks={','.join(f'{n}:2' for n in names)}"]
+    assert main([*asked, *flags]) == 0
+    facts = json.loads(capfd.readouterr().out)
+    assert [entry["strategy"] for entry in facts["unfit"]] == [*reasons]
+    for entry in facts["unfit"]:
+        assert entry["num_processes"] == 2
+        assert reasons[entry["strategy"]] in entry["reason"]
+    # Where it is the control, or is to train alone, there is nothing to go on with.
+    assert main(["--strategies=context,ddp", "--ranks=context:2,ddp:2", *flags]) == 2
+    assert reasons["context"] in capfd.readouterr().err
+
+
+def test_each_number_of_ranks_is_told_by_itself(cache):
+    flags = [*ROWS, "--engine", "loop", "--gradient_accumulation_steps", "4"]
+    ranks = {"ulysses": [2, 4], "pipeline": [2, 6], "tensor": [2]}
+    facts = prepare(flags, num_processes=1, strategies=["single", *ranks], ranks=ranks)
+    unfit = {(one["strategy"], one["num_processes"]): one["reason"] for one in facts["unfit"]}
+    assert unfit.keys() == {("ulysses", 4), ("pipeline", 6)}
+    assert "2 key-value heads don't divide by the 4 ranks" in unfit["ulysses", 4]
+    assert "too few for 6 stages" in unfit["pipeline", 6]
+
+
 def test_every_strategy_that_cannot_is_named_at_once(cache):
     flags = ["--ddp_bucket_view", "true", *ROWS]
     with pytest.raises(UsageError, match=r"this is zero2.*this is fsdp"):

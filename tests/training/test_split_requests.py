@@ -61,7 +61,7 @@ def test_a_window_that_no_row_fills_is_none():
 def test_flags_that_do_not_go_with_split_rows_are_refused(flags, ranks, said):
     flags = [*ROWS, "--engine", "loop", *flags]
     with pytest.raises(UsageError, match=said):
-        prepare(flags, num_processes=1, strategies=["ulysses"], ranks={"ulysses": ranks})
+        prepare(flags, num_processes=1, strategies=["ulysses"], ranks={"ulysses": [ranks]})
 
 
 @pytest.mark.parametrize(

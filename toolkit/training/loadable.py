@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from toolkit.errors import UsageError, sentence_of
+from toolkit.errors import UnfitModelError, UsageError, sentence_of
 from toolkit.strategies import Strategy
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def check_split(
     """Check that the model in a folder can be split as the strategy asks.
 
     Raises:
-        UsageError: it has no plan for that, or sizes that don't divide.
+        UnfitModelError: it has no plan for that, or sizes that don't divide.
     """
     if strategy.tensor == 1:
         return
@@ -99,7 +99,7 @@ def check_split(
     groups = max(1, num_processes // strategy.tensor) if strategy.schedule is None else 1
     shards = groups // strategy.on_ranks(num_processes).replicas
     if problem := plan_problem(config, strategy.tensor, shards):
-        raise UsageError(
+        raise UnfitModelError(
             f"{strategy.name} can't split the model in {folder}: {problem}. Use fsdp or zero3."
         )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.configs.accelerate import num_processes_problem
-from toolkit.errors import UsageError
+from toolkit.errors import UnfitModelError, UsageError
 from toolkit.planning.models.architectures import shape_from_config
 from toolkit.planning.schedules import bubble, refused_micro_batches, schedule_of
 from toolkit.planning.stages import costs_of, cut
@@ -56,7 +56,8 @@ def check_pipeline(
         num_processes: Number of ranks, if that is known.
 
     Raises:
-        UsageError: it cannot, or flags ask for what a pipeline does not do.
+        UnfitModelError: it cannot.
+        UsageError: flags ask for what a pipeline does not do.
     """
     if strategy.schedule is None:
         return
@@ -79,15 +80,19 @@ def check_pipeline(
             f"{name} does not work with {' and '.join(flags)}. Leave that out, or use "
             "--strategy fsdp."
         )
-    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    model = shape_from_config(config, name=str(folder))
-    if num_processes is None:
-        return
-    if problem := num_processes_problem(strategy, num_processes):
+    if num_processes is not None and (problem := num_processes_problem(strategy, num_processes)):
         raise UsageError(problem)
-    schedule, ranks = schedule_of(strategy), strategy.pipeline_ranks(num_processes)
-    costs = costs_of(model, own.run.pipeline_balance, sequence=own.data.max_length)
-    cut(costs, schedule.stages(ranks), name=str(folder))
+    schedule = schedule_of(strategy)
+    ranks = None if num_processes is None else strategy.pipeline_ranks(num_processes)
+    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    try:
+        model = shape_from_config(config, name=str(folder))
+        if ranks is None:
+            return
+        costs = costs_of(model, own.run.pipeline_balance, sequence=own.data.max_length)
+        cut(costs, schedule.stages(ranks), name=str(folder))
+    except UsageError as error:
+        raise UnfitModelError(f"{name} can't cut the model: {error}") from error
     micro_batches = int(values["gradient_accumulation_steps"])
     if reason := refused_micro_batches(schedule, ranks=ranks, micro_batches=micro_batches):
         raise UsageError(f"{name}: {reason}. Set --gradient_accumulation_steps.")

@@ -58,7 +58,7 @@ def prepare(
     *,
     num_processes: int | None = None,
     strategies: Sequence[str] = (),
-    ranks: Mapping[str, int] | None = None,
+    ranks: Mapping[str, Sequence[int]] | None = None,
     rehearsal: bool = False,
     tensor_size: int | None = None,
 ) -> dict[str, Any]:
@@ -70,12 +70,17 @@ def prepare(
             known.
         strategies: All strategies of a comparison with these flags. Facts that differ between them
             are under `by_strategy`; the rest of the answer is for the first strategy.
-        ranks: Most ranks of each strategy, where they are not `num_processes`.
+        ranks: Numbers of ranks of each strategy, where they are not `num_processes`.
         rehearsal: Whether the runs are hidden from the GPUs.
         tensor_size: Ranks of the tensor groups; None leaves them as bundled.
 
+    Returns:
+        Facts of the model, the data and the training; under `unfit` each strategy and number of
+        ranks that cannot take the model, with the reason.
+
     Raises:
-        UsageError: the run can't go well, or one of the strategies can't.
+        UsageError: the run can't go well, the flags don't go with one of the strategies, or the
+            first of them cannot take the model.
     """
     own = checked_flags(argv)
     names = strategies or filter(None, [own.run.strategy])
@@ -106,6 +111,10 @@ def prepare(
         | next(iter(by_strategy.values()))
         | request.training_facts(),
         "by_strategy": by_strategy,
+        "unfit": [
+            {"strategy": name, "num_processes": count, "reason": reason}
+            for (name, count), reason in request.unfit.items()
+        ],
     }
 
 
@@ -168,11 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 flags,
                 num_processes=ours.num_processes,
                 strategies=[name for name in ours.strategies.split(",") if name],
-                ranks={
-                    name: int(count)
-                    for name, _, count in (pair.partition(":") for pair in ours.ranks.split(","))
-                    if name
-                },
+                ranks=_read_ranks(ours.ranks),
                 rehearsal=ours.rehearsal,
                 tensor_size=ours.tensor_size,
             )
@@ -186,6 +191,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     sys.stdout.write(json.dumps(facts) + "\n")
     return 0
+
+
+def _read_ranks(text: str) -> dict[str, list[int]]:
+    """Return the numbers in `ddp:2,ddp:4` by strategy."""
+    ranks: dict[str, list[int]] = {}
+    for name, _, count in (pair.partition(":") for pair in text.split(",") if pair):
+        ranks.setdefault(name, []).append(int(count))
+    return ranks
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from toolkit.data.prepared import PreparedData, prepare_data, prepare_validation
 from toolkit.data.sources import check_file
 from toolkit.engines.deepspeed_config import checked_deepspeed_config
 from toolkit.environment import check_installed
-from toolkit.errors import UsageError
+from toolkit.errors import UnfitModelError, UsageError
 from toolkit.escaping import one_line
 from toolkit.files import check_takes_files
 from toolkit.launching.ranks import rank, say
@@ -83,8 +83,8 @@ class Launch:
     num_processes: int | None
     """Number of ranks; None: not known."""
 
-    ranks: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Ranks under a strategy of a comparison, where they are not `num_processes`."""
+    ranks: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
+    """Numbers of ranks under a strategy of a comparison, where they are not `num_processes`."""
 
     rehearsal: bool
     """Whether its ranks are hidden from the GPUs."""
@@ -95,9 +95,9 @@ class Launch:
     knows_precision: bool = True
     """Whether the launcher's config can't choose another precision than the flags do."""
 
-    def ranks_under(self, strategy: Strategy) -> int | None:
-        """Return the number of ranks under a strategy; None: not known."""
-        return self.ranks.get(strategy.name, self.num_processes)
+    def ranks_under(self, strategy: Strategy) -> Sequence[int | None]:
+        """Return the numbers of ranks under a strategy, ascending; None: not known."""
+        return self.ranks.get(strategy.name) or [self.num_processes]
 
     @property
     def data_parallel_size(self) -> int | None:
@@ -125,6 +125,9 @@ class Request:
     data: PreparedData
     validation: PreparedData | None
     """The rows to evaluate on; None if none were requested, or the run keeps evidence."""
+
+    unfit: dict[tuple[str, int | None], str]
+    """Why a strategy of a comparison cannot take the model, by its name and its ranks."""
 
     method: Method
     notes: list[str]
@@ -238,24 +241,17 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
         vocab_size=model.vocab_size,
     )
     check_vocabulary(model, data)
-    _refuse_under(
+    unfit = _unfit_under(
         launch,
-        lambda strategy: check_split(
-            model.path,
-            strategy,
-            launch.ranks_under(strategy) or strategy.num_processes,
-            trust_remote_code=trust,
+        lambda strategy, ranks: check_split(
+            model.path, strategy, ranks or strategy.num_processes, trust_remote_code=trust
         ),
     )
     for check in (check_pipeline, _check_server, check_rows):
-        _refuse_under(
+        unfit |= _unfit_under(
             launch,
-            lambda strategy, check=check: check(
-                strategy,
-                own,
-                values[strategy.name],
-                folder=model.path,
-                num_processes=launch.ranks_under(strategy),
+            lambda strategy, ranks, check=check: check(
+                strategy, own, values[strategy.name], folder=model.path, num_processes=ranks
             ),
         )
     precision = asked_precision(common)
@@ -274,9 +270,9 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
         notes += [] if rows is None else rows.notes()
     notes += method.notes()
     for strategy in launch.strategies:
-        ranks = launch.ranks_under(strategy)
+        ranks = launch.ranks_under(strategy)[-1]
         note = bubble_note(strategy, own, values[strategy.name], ranks)
-        notes += [] if note is None else [note]
+        notes += [] if note is None or (strategy.name, ranks) in unfit else [note]
     return Request(
         own=own,
         launch=launch,
@@ -286,6 +282,7 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
         model=model,
         data=data,
         validation=validation,
+        unfit=unfit,
         method=method,
         notes=notes,
     )
@@ -338,6 +335,33 @@ def _refuse_under(launch: Launch, check: Callable[[Strategy], object]) -> None:
     several = len(launch.strategies) > 1
     same_flags = " All strategies of a comparison get the same flags." if several else ""
     _refuse_all([partial(check, strategy) for strategy in launch.strategies], same_flags)
+
+
+def _unfit_under(
+    launch: Launch, check: Callable[[Strategy, int | None], object]
+) -> dict[tuple[str, int | None], str]:
+    """Return why strategies cannot take the model, by their name and number of ranks.
+
+    Raises:
+        UsageError: flags don't go with a strategy; or the first strategy cannot take the model,
+            which alone is to train, or is the one that the others are compared with.
+    """
+    unfit: dict[tuple[str, int | None], str] = {}
+
+    def note(strategy: Strategy, ranks: int | None) -> None:
+        try:
+            check(strategy, ranks)
+        except UnfitModelError as error:
+            if strategy is launch.strategies[0]:
+                raise
+            unfit[strategy.name, ranks] = str(error)
+
+    def note_all(strategy: Strategy) -> None:
+        for ranks in launch.ranks_under(strategy):
+            note(strategy, ranks)
+
+    _refuse_under(launch, note_all)
+    return unfit
 
 
 def _refuse_all(checks: Sequence[Callable[[], object]], advice: str = "") -> None:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from toolkit.errors import UsageError
+from toolkit.errors import UnfitModelError, UsageError
 from toolkit.strategies import Strategy
 from toolkit.training.arguments import OwnArguments
 from toolkit.training.methods import skeleton
@@ -44,7 +44,8 @@ def check_rows(
         num_processes: Number of ranks; None: not known.
 
     Raises:
-        UsageError: they cannot, or flags ask for what does not go with it.
+        UnfitModelError: they cannot.
+        UsageError: flags ask for what does not go with it.
     """
     if not strategy.splits_rows:
         return
@@ -82,7 +83,7 @@ def check_rows(
     if problem is None and strategy.sharding == "rows":
         problem = _ring_problem(model, drops=own.run.dropout != "off")
     if problem is not None:
-        raise UsageError(
+        raise UnfitModelError(
             f"{name} can't split the rows of the model in {folder}: {problem}. Use zero3 or fsdp, "
             "with shorter rows where these are too long for one GPU."
         )
@@ -116,6 +117,10 @@ def model_problem(
     for noun, count in counts.items():
         if size is not None and isinstance(count, int) and count % size:
             return f"its {count} {noun} don't divide by the {size} ranks that share a row"
+    # DeepSpeed 0.19 reads both from the config (`register_with_transformers`).
+    unnamed = [name for name in ("num_key_value_heads", "head_dim") if _is_unnamed(config, name)]
+    if size is not None and unnamed:
+        return f"its config.json does not tell {unnamed[0]}, by which DeepSpeed swaps heads"
     if getattr(config, "output_router_logits", False):
         return "the loss of its routers (output_router_logits) is one over whole rows"
     kinds = set(getattr(config, "layer_types", None) or ()) - {
@@ -139,6 +144,11 @@ def model_problem(
             "without a mask (huggingface/accelerate#4177)"
         )
     return None
+
+
+def _is_unnamed(config: Any, name: str) -> bool:
+    """Whether DeepSpeed would read no number there; it computes a size of heads that is absent."""
+    return getattr(config, name, 0 if name == "head_dim" else None) is None
 
 
 def _ring_problem(model: Any, *, drops: bool = True) -> str | None:

@@ -17,7 +17,7 @@ from toolkit import environment
 from toolkit.comparing.bisect.finding import StepResult, as_json, as_lines, as_page, bisect
 from toolkit.comparing.bisect.links import BEFORE
 from toolkit.comparing.bisect.run_pair import TracedRun
-from toolkit.comparing.bisect.selection import select_runs, step_of_gates
+from toolkit.comparing.bisect.selection import refuse_skipped, select_runs, step_of_gates
 from toolkit.comparing.report.terminal import print_line
 from toolkit.comparing.run.comparison import Comparison
 from toolkit.comparing.run.folders import FailedStart, Finished, new_folder, short_path
@@ -84,6 +84,7 @@ def bisect_runs(
     comparison.check_configs()
 
     def run_prepared(_: object) -> int:
+        refuse_skipped(comparison.plan.runs)
         # A folder that the user did not name may be left from another bisection.
         if options.output is None or compared is not None:
             comparison.folder = new_folder(comparison.folder)

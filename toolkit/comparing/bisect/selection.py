@@ -56,14 +56,19 @@ def select_runs(
     )
     plan = _plan(short)
     chosen = [_find_run(plan, *side) for side in sides]
-    for run in chosen:
-        if run.skipped is not None:
-            raise UsageError(f"{run.name} cannot run here: {run.skipped}.")
+    refuse_skipped(chosen)
     runs = {run.name: run for run in chosen}
     if options.precision != "no":
         in_fp32 = _find_run(_plan(replace(short, precision="no")), *sides[0])
         runs[f"{in_fp32.name}-fp32"] = in_fp32
     return replace(plan, runs=tuple(chosen), fallbacks=()), runs
+
+
+def refuse_skipped(runs: Sequence[Run]) -> None:
+    """Raise UsageError with the reason where one of the runs cannot be started."""
+    for run in runs:
+        if run.skipped is not None:
+            raise UsageError(f"{run.name} cannot run here: {run.skipped.removesuffix('.')}.")
 
 
 def _plan(options: CompareOptions) -> ComparisonPlan:

@@ -96,6 +96,7 @@ class Comparison:
         with waiting("Preparing model and data", console=console):
             facts = prepare(self.plan, console)
         self.facts = facts_of(facts)
+        self.plan = self.plan.without_unfit(facts.get("unfit", ()))
         dropout = words.dropout_in_words(self.facts["training"])
         if dropout is not None:
             print_line(f"Dropout is {dropout}: {words.DROPOUT_DIFFERS}", console=console)

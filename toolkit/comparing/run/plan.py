@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
@@ -89,6 +89,25 @@ class ComparisonPlan:
 
     notes: tuple[str, ...]
     """Sentences printed for the user before the first run."""
+
+    def without_unfit(self, unfit: Sequence[Mapping[str, Any]]) -> ComparisonPlan:
+        """Return this plan without the runs that cannot take the model: they are skipped.
+
+        Args:
+            unfit: Strategy, number of processes and reason, as `toolkit.training.prepare` has them.
+        """
+        reasons = {(entry["strategy"], entry["num_processes"]): entry["reason"] for entry in unfit}
+
+        def checked(runs: Sequence[Run]) -> tuple[Run, ...]:
+            return tuple(
+                replace(
+                    run,
+                    skipped=run.skipped or reasons.get((run.strategy.name, run.num_processes)),
+                )
+                for run in runs
+            )
+
+        return replace(self, runs=checked(self.runs), fallbacks=checked(self.fallbacks))
 
     def shown_name(self, run: Run) -> str:
         """Return a run's name for readers: with its engine only where both engines run."""

@@ -28,22 +28,20 @@ def prepare(plan: ComparisonPlan, console: Console) -> dict[str, Any]:
     """Run `toolkit.training.prepare` with the flags of the first run and return its facts.
 
     Raises:
-        UsageError: the flags, the model or the data are not usable under at least one strategy.
+        UsageError: the data are not usable, the flags are not under at least one strategy, or the
+            model is not under the first.
         PrepareError: the preparation failed for another reason.
     """
     first = plan.runs[0]
     planned = [run for run in plan.runs if run.skipped is None]
     strategies = dict.fromkeys(run.strategy.name for run in planned)
-    ranks = {
-        name: max(run.num_processes for run in planned if run.strategy.name == name)
-        for name in strategies
-    }
+    ranks = dict.fromkeys(f"{run.strategy.name}:{run.num_processes}" for run in planned)
     command = [
         *PREPARE,
         # With the flags, this determines the number of rows that a run reads.
         f"--num_processes={first.num_processes}",
         f"--strategies={','.join(strategies)}",
-        f"--ranks={','.join(f'{name}:{count}' for name, count in ranks.items())}",
+        f"--ranks={','.join(ranks)}",
     ]
     if sizes := {run.strategy.tensor for run in planned} - {1}:
         command.append(f"--tensor_size={max(sizes)}")
