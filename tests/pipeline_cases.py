@@ -41,7 +41,11 @@ IN_GROUPS = {
     "tied": Case("llama", "1f1b", 3, changes=TIED),
     "interleaved": Case("llama", "interleaved", 4, changes=TIED),
     # Its queries and keys have norms: each rank has the gradient of its own heads.
-    "heads": Case("qwen3", "gpipe", 3),
+    "heads": Case("qwen3_moe", "gpipe", 3),
+    # Those of these see gathered ones: each rank has the whole gradient.
+    "gathered": Case("olmo2", "1f1b", 4),
+    # Each rank has the biases of its row-split matrices whole.
+    "biases": Case("starcoder2", "1f1b", 3),
 }
 """Cases in which each stage is a tensor group's."""
 

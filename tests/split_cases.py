@@ -27,9 +27,23 @@ ODD = {"vocab_size": 61, "intermediate_size": 53}
 CASES = {
     "llama": Case("llama", ODD | {"attention_bias": True, "mlp_bias": True}),
     "qwen2": Case("qwen2", ODD | {"tie_word_embeddings": True, "vocab_size": 64}),
-    # Their norms of single heads: each rank has the gradient of its own heads.
-    "qwen3": Case("qwen3", ODD),
-    "gpt_neox": Case("gpt_neox", {"intermediate_size": 52}, micro_batches=1),
+    # Its norms of single heads: each rank has the gradient of its own heads. Experts are split.
+    "qwen3_moe": Case("qwen3_moe", ODD),
+    "gpt_neox": Case("gpt_neox", {"intermediate_size": 52}),
+    # Its norms see queries and keys gathered: each rank has their whole gradients.
+    "olmo2": Case("olmo2", ODD),
+    # Each rank adds the biases of its row-split matrices whole.
+    "starcoder2": Case("starcoder2", ODD | {"use_bias": True, "tie_word_embeddings": False}),
+    # A projection of low rank is whole, and half of its output goes to each rank's own heads.
+    "deepseek_v3": Case(
+        "deepseek_v3",
+        ODD
+        | dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16)
+        | dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8)
+        | dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1)
+        | {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 16},
+    ),
 }
 
 
@@ -61,4 +75,5 @@ def items_of(window):
 
 
 def optimizer_for(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    # With AdamW's usual 1e-8, a gradient that is nothing but rounding moves its weight by 1e-3.
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4, weight_decay=0.1)

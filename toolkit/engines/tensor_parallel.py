@@ -34,7 +34,6 @@ from toolkit.engines.prepared import (
     world_size,
 )
 from toolkit.engines.tensors import copies_of, is_spread, local
-from toolkit.planning.split import PER_HEAD
 from toolkit.strategies import Strategy
 
 if TYPE_CHECKING:
@@ -115,12 +114,14 @@ class TensorParallel(FSDP2):
     def sharing_groups(self) -> tuple[str, ...]:
         return (str(self._model._device_mesh["tp"].get_group().group_name),)
 
-    def waiting_norms(self) -> Iterator[Any]:
-        """Yield the unsharded norms of single heads whose gradients wait to be reduced."""
-        named = self._model.named_parameters()
-        of_heads = {id(parameter) for name, parameter in named if name.endswith(PER_HEAD)}
+    def place_in_tensor_group(self) -> int:
+        return int(self._model._device_mesh["tp"].get_local_rank())
+
+    def waiting_sums(self) -> Iterator[Any]:
+        """Yield the unsharded parameters of `summed` whose gradients wait to be reduced."""
+        sharded = {id(parameter) for parameter in summed(self._model)}
         for parameter in self._fsdp_parameters():
-            if id(parameter.sharded_param) in of_heads:
+            if id(parameter.sharded_param) in sharded:
                 yield parameter._unsharded_param
 
     def data_parallel_size(self) -> int:
@@ -191,13 +192,27 @@ def keep_parts(model: Any, ranks: int, *, reduced: bool = False) -> None:
         ranks: Of the group.
         reduced: Whether `fully_shard` deals the gradients out.
     """
-    for name, parameter in model.named_parameters():
-        if name.endswith(PER_HEAD) and parameter.requires_grad:
-            _add_up_once(parameter, ranks)
+    for parameter in summed(model):
+        _add_up_once(parameter, ranks)
     for parameter in filter(is_spread, model.parameters()):
         _hold_only_its_part(parameter)
         if parameter.requires_grad and not reduced:
             parameter.register_post_accumulate_grad_hook(_cut_gradient)
+
+
+def summed(model: Any) -> Iterator[Any]:
+    """Yield the trained parameters whose gradients transformers adds up over a group.
+
+    The plan says which: those that every rank has whole and applies to its own part of the values,
+    such as the norms of single heads.
+    """
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+    from transformers.distributed.tensor_parallel import ReplicatedWithGradAllReduce
+
+    modules = dict(model.named_modules())
+    for name, style in model._expand_parallel_plan(model.tp_plan).items():
+        if name in modules and isinstance(ALL_PARALLEL_STYLES[style], ReplicatedWithGradAllReduce):
+            yield from (p for p in modules[name].parameters(recurse=False) if p.requires_grad)
 
 
 @torch.no_grad()
@@ -259,7 +274,7 @@ def _unreduced(model: Any) -> Iterator[None]:
         yield
     finally:
         model.set_requires_gradient_sync(True)
-    for parameter in TensorParallel(model).waiting_norms():
+    for parameter in TensorParallel(model).waiting_sums():
         parameter.grad.div_(group_size(model))  # as in `_add_up_once`
 
 

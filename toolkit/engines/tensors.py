@@ -25,7 +25,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_spread(tensor: Any) -> bool:
-    """Whether this rank holds only a part of a tensor, or of a sum over all ranks' parts."""
+    """Whether a tensor lies on a mesh of ranks: in parts, in copies, or as parts of a sum."""
     return isinstance(tensor, DTensor)
 
 
@@ -81,14 +81,32 @@ def like_part(part: Any, tensor: Any) -> Any:
     )
 
 
-def copies_of(tensor: Any) -> int:
-    """Return the number of ranks that hold the same part of a tensor, or the whole of it."""
-    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+def copies_of(tensor: Any, *, ranks: int | None = None) -> int:
+    """Return the number of ranks that hold the same part of a tensor, or the whole of it.
+
+    Args:
+        tensor: Whole, or spread over a mesh.
+        ranks: The number of ranks that hold the tensor or a part of it; by default all.
+    """
+    if ranks is None:
+        ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     if not isinstance(tensor, DTensor):
         return ranks
     mesh = tensor.device_mesh
     cut = (mesh.size(at) for at, held in enumerate(tensor.placements) if not held.is_replicate())
     return ranks // math.prod(cut)
+
+
+def piece_of(tensor: Any) -> tuple[int, ...]:
+    """Return which part of a tensor this rank holds: its place along each split of it.
+
+    Of a whole tensor, or of one that a mesh holds in copies, it is ().
+    """
+    if not isinstance(tensor, DTensor):
+        return ()
+    coordinate = tensor.device_mesh.get_coordinate() or ()
+    split = zip(coordinate, tensor.placements, strict=True)
+    return tuple(at for at, held in split if not held.is_replicate())
 
 
 def is_spread_type(kind: type) -> bool:

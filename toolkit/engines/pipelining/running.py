@@ -21,7 +21,7 @@ from toolkit.engines.pipelining.cutting import STAND_INS, Batch, Cut, Window, cu
 from toolkit.engines.pipelining.observed import Autocast, observe
 from toolkit.engines.pipelining.torch_stages import RaggedStage, torch_schedule
 from toolkit.engines.tensor_parallel import keep_parts, split
-from toolkit.engines.tensors import is_spread, local, sum_of_squares
+from toolkit.engines.tensors import copies_of, local, sum_of_squares
 from toolkit.errors import UsageError
 from toolkit.planning.models.architectures import shape_from_config
 from toolkit.planning.schedules import (
@@ -135,8 +135,8 @@ class Pipeline:
 
     def copies(self, name: str, parameter: torch.Tensor) -> int:
         """Return the ranks that hold the same numbers of a parameter of this rank's model."""
-        alike = 1 if is_spread(parameter) else self.size("tensor")
-        return len(self.cut.holders[self.cut.names[name]]) * self.size("data") * alike
+        holders = len(self.cut.holders[self.cut.names[name]])
+        return copies_of(parameter, ranks=holders * self.size("data") * self.size("tensor"))
 
     # Training
 
