@@ -221,7 +221,7 @@ class ToolkitTrainer(Trainer):
                 values = {"output_dir": self.args.output_dir, "resume_from_checkpoint": str(name)}
                 request = asked_checkpoint(values)
             resumed = None if request is None else find_checkpoint(request, self.keeper.facts)
-        with lock or nullcontext(), watching_rows(self.model) as rows:
+        with lock or nullcontext(), watching_rows(cast("torch.nn.Module", self.model)) as rows:
             output = self.train_from(resumed, **kwargs)
             self.finish_record()
         for note in rows.notes() if self.is_world_process_zero() else ():
