@@ -4,8 +4,15 @@ import launches
 import pytest
 import torch
 from small_models import tiny_llama
-from transformers import MBartConfig, MBartForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    MBartConfig,
+    MBartForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    TrainingArguments,
+)
 
+from toolkit import GuardError, ToolkitTrainer
 from toolkit.data.tokenizer import load_tokenizer
 from toolkit.training.idle_loss import idle_loss
 from toolkit.training.model import build_model
@@ -69,6 +76,27 @@ def test_weights_that_lie_elsewhere_are_not_needed():
         parameter.ds_shape = parameter.shape
         parameter.data = torch.empty(0)
     assert idle_loss(sharded, CPU) == 0
+
+
+def users_trainer(folder, *, every):
+    rows = [
+        {"input_ids": row, "labels": torch.full_like(row, -100) if at % every == 0 else row}
+        for at, row in enumerate(torch.randint(0, 64, (8, 8)))
+    ]
+    options = {"per_device_train_batch_size": 4, "use_cpu": True, "save_strategy": "no"}
+    args = TrainingArguments(str(folder), num_train_epochs=1, report_to="none", **options)
+    return ToolkitTrainer(model=tiny_llama(), args=args, train_dataset=rows)
+
+
+def test_a_users_trainer_names_rows_without_a_token_to_learn_among_others(tmp_path, capsys):
+    users_trainer(tmp_path / "some", every=2).train()
+    printed = capsys.readouterr().out
+    assert "toolkit: 4 of the 8 rows that rank 0 trained had no token to learn" in printed
+    with pytest.raises(GuardError, match="loss of step 1 is not finite"):
+        users_trainer(tmp_path / "all", every=1).train()
+    printed = capsys.readouterr().out
+    assert "every gradient of step 1 is zero" in printed
+    assert "toolkit: 8 of the 8 rows that rank 0 trained had no token to learn" in printed
 
 
 @pytest.mark.parametrize("engine", ["trainer", "loop"])

@@ -6,13 +6,11 @@ loss is 0, or not a number, and a training of such rows ends well.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from toolkit.data.tokens import IGNORED
+from toolkit.engines.rows import IGNORED
 
 
 class LearnedRows:
@@ -23,9 +21,13 @@ class LearnedRows:
         self._idle: torch.Tensor | int = 0
 
     def before_forward(self, module: torch.nn.Module, _: Any, inputs: dict[str, Any]) -> None:
-        """Count the rows of one forward: a pre-hook that is given keywords."""
-        labels = inputs.get("labels")
-        if not module.training or not isinstance(labels, torch.Tensor) or labels.dim() != 2:
+        """Count the rows of one forward in training: a pre-hook that is given keywords."""
+        if module.training:
+            self.count(inputs.get("labels"))
+
+    def count(self, labels: Any) -> None:
+        """Count rows by their labels (B, T); anything else is no batch of tokens."""
+        if not isinstance(labels, torch.Tensor) or labels.dim() != 2:
             return
         self._rows += len(labels)
         # A causal LM never predicts the first token.
@@ -41,14 +43,3 @@ class LearnedRows:
             "their labels are -100, as where a mask is empty or a prompt alone fills a row that "
             "was cut"
         ]
-
-
-@contextmanager
-def watching_rows(model: torch.nn.Module) -> Iterator[LearnedRows]:
-    """Count the rows of each forward of a model in training inside the block."""
-    rows = LearnedRows()
-    hook = model.register_forward_pre_hook(rows.before_forward, with_kwargs=True)
-    try:
-        yield rows
-    finally:
-        hook.remove()

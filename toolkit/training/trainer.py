@@ -44,7 +44,7 @@ from toolkit.measuring.attestation import Requested
 from toolkit.measuring.finite import require_finite
 from toolkit.measuring.heartbeat import Choice, heartbeat_for
 from toolkit.measuring.launcher import check_launch
-from toolkit.measuring.learned_rows import watching_rows
+from toolkit.measuring.learned_rows import LearnedRows
 from toolkit.measuring.recorder import Recorder
 from toolkit.records.json_files import SCHEMA, write_json
 from toolkit.records.record import RECORD_FILE, STEPS_FILE
@@ -182,6 +182,8 @@ class ToolkitTrainer(Trainer):
         self._resumed: Resumed | None = None
         self.record: dict[str, Any] | None = None
         self._token_mean: TokenMean | None = None
+        # Of the user's own rows: those of `toolkit.train` are checked before, but for its fillers.
+        self._learned_rows: LearnedRows | None = None
         self._judges_loss = type(self).compute_loss is not ToolkitTrainer.compute_loss
         """Whether a subclass computes the loss, until its first micro-batch was judged."""
 
@@ -221,11 +223,14 @@ class ToolkitTrainer(Trainer):
                 values = {"output_dir": self.args.output_dir, "resume_from_checkpoint": str(name)}
                 request = asked_checkpoint(values)
             resumed = None if request is None else find_checkpoint(request, self.keeper.facts)
-        with lock or nullcontext(), watching_rows(cast("torch.nn.Module", self.model)) as rows:
-            output = self.train_from(resumed, **kwargs)
-            self.finish_record()
-        for note in rows.notes() if self.is_world_process_zero() else ():
-            say(note)
+        self._learned_rows = rows = LearnedRows()
+        try:
+            with lock or nullcontext():
+                output = self.train_from(resumed, **kwargs)
+                self.finish_record()
+        finally:  # they may be why a guard stops the run
+            for note in rows.notes() if self.is_world_process_zero() else ():
+                say(note)
         return output
 
     def train_from(self, resumed: Resumed | None, **kwargs: Any) -> Any:
@@ -278,6 +283,8 @@ class ToolkitTrainer(Trainer):
         tokens = inputs["input_ids"].numel() if "input_ids" in inputs else 0
         labels = inputs.get("labels")
         supervised = None if labels is None else (labels[..., 1:] != IGNORED).sum()
+        if self._learned_rows is not None:
+            self._learned_rows.count(labels)
         with self._judging_loss(model) as check:
             loss = super().training_step(model, inputs, num_items_in_batch)
             check(loss)
