@@ -266,10 +266,18 @@ def require(mismatches: list[Mismatch]) -> None:
     Raises:
         Refused: with each rank's mismatches.
     """
-    everyone = [mismatch for of_rank in gather_objects(mismatches) for mismatch in of_rank]
-    if everyone:
-        shown = "; ".join(map(str, everyone))
-        raise Refused(f"what engaged is not what was asked. {shown}", everyone)
+    refuse([mismatch for of_rank in gather_objects(mismatches) for mismatch in of_rank])
+
+
+def refuse(mismatches: list[Mismatch]) -> None:
+    """Refuse the run if any rank has a mismatch; every rank knows those of all.
+
+    Raises:
+        Refused: with each rank's mismatches.
+    """
+    if mismatches:
+        shown = "; ".join(map(str, mismatches))
+        raise Refused(f"what engaged is not what was asked. {shown}", mismatches)
 
 
 def gather_objects(value: Any) -> list[Any]:

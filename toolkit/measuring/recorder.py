@@ -19,17 +19,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from toolkit.engines.backend import backend_of, traits_of
 from toolkit.engines.base import Backend
-from toolkit.engines.hooks import stand_in
+from toolkit.engines.hooks import Undo, nothing, stand_in
 from toolkit.engines.tensors import compiled, number
 from toolkit.files import without_links, write_text
 from toolkit.launching import forking
 from toolkit.launching.processes import age_seconds
 from toolkit.launching.progress import progressed
 from toolkit.launching.status import StatusFile
-from toolkit.measuring import attestation, equal_weights, gradients, machines, memory, traffic
+from toolkit.measuring import (
+    attestation,
+    clipping,
+    equal_weights,
+    gradients,
+    machines,
+    memory,
+    traffic,
+)
 from toolkit.measuring.attestation import Mismatch, Refused, Requested, gather_objects
 from toolkit.measuring.clock import Clock
 from toolkit.measuring.evidence import EvidenceKeeper
@@ -87,6 +96,7 @@ class Recorder:
 
         self._grad_norm: Any = None
         self._gradients: gradients.Squares | None = None
+        self._whole: clipping.WholeGradients | None = None
         self._bytes: dict[str, int | None] = {}
         self._model: Any = None
         self._ledger = traffic.Ledger()
@@ -102,6 +112,7 @@ class Recorder:
         self._probed: list[int] = []
         self._found_inf: torch.Tensor | bool | None = None
         self._hooks = ExitStack()
+        self._probe_hooks = ExitStack()
 
     # Calls from a training loop
 
@@ -234,6 +245,7 @@ class Recorder:
         probing = self._ledger.running
         self._peak_ledger.stop()
         self._ledger.stop()
+        self._probe_hooks.close()
         if self.engaged:  # before training there is no peak to keep
             self._keep_device_peaks()
         try:
@@ -330,6 +342,8 @@ class Recorder:
         self._clock.close()
 
     def _start_ledgers(self) -> None:
+        # Inside of the ledgers, which surround the same methods: hooks are a stack, too.
+        self._probe_hooks.callback(self._watch_step_within_backward())
         self._ledger.start(self._model)
         if self._no_peak is None:
             # Inside the other ledger, and stopped before it: modes and hooks are a stack.
@@ -338,6 +352,7 @@ class Recorder:
     def _stop_ledgers(self) -> None:
         self._peak_ledger.stop()
         self._ledger.stop()
+        self._probe_hooks.close()
         self._model = self._optimizer = None
 
     def finish(self, *, throughput_steps: int = 0) -> dict[str, Any]:
@@ -396,10 +411,11 @@ class Recorder:
         def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
             # If the step runs within backward, it is done by now.
             if not self._attested and not backend.steps_in_backward:
-                scaler = accelerator.scaler  # its scale is read, which waits for the device
-                self._keep_gradients(
-                    backend, scale=1.0 if scaler is None else float(scaler.get_scale())
-                )
+                self._keep_gradients(backend, scale=_scale_of(accelerator))
+            parameters = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
+            of_all = not (args or kwargs) and _are_trained(parameters, self._model)
+            if of_all and not backend.steps_in_backward:
+                self._gather_gradients(scale=_scale_of(accelerator))
             with (
                 self._clock.within("optimizer"),
                 self._ledger.within("clipping"),
@@ -489,11 +505,46 @@ class Recorder:
 
     # The step after the first
 
+    def _gather_gradients(self, *, scale: float) -> None:
+        """Gather the whole gradients of the probe step before they are clipped; a collective."""
+        if not self._ledger.running:
+            return
+        self._keep_device_peaks()
+        with _disable_current_modes():  # the ledgers count what a step itself does
+            self._whole = clipping.gathered(backend_of(self._model), scale=scale)
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+
+    def _watch_step_within_backward(self) -> Undo:
+        """Gather the gradients before the engine steps, where it clips and steps by itself."""
+        backend, optimizer = backend_of(self._model), self._optimizer
+        if not backend.steps_in_backward:
+            return nothing
+        return backend.watch_step(
+            optimizer,
+            before=lambda: self._gather_gradients(scale=backend.held_scale(optimizer)),
+            after=nothing,
+        )
+
+    def _hold_norm(self) -> None:
+        """Hold the norm that clipped to the gathered gradients; a collective.
+
+        Raises:
+            Refused: on every rank, if they differ or ranks have different gradients.
+        """
+        norm = self._grad_norm
+        if norm is None:
+            norm = backend_of(self._model).clip_norm()
+        held = (self._whole, None if norm is None else number(norm))
+        attestation.refuse(clipping.mismatches(gather_objects(held)))
+        self._whole = None
+
     def _end_probe(self, *, skipped: bool) -> None:
         if not self._ledger.running:
             return
         self._peak_ledger.stop()
         self._ledger.stop()
+        self._probe_hooks.close()
         step = len(self._steps) + 1
         self._probed.append(step)
         if skipped:
@@ -507,6 +558,7 @@ class Recorder:
             "collectives": self._ledger.counted(),
             **traffic.textbook_volume(self._model, self.requested.strategy, ranks),
         }
+        self._hold_norm()
         self._stage = backend_of(self._model).stage()
         self._slots = backend_of(self._model).slots()
         self._serving = backend_of(self._model).serving()
@@ -602,6 +654,19 @@ class _RecordedStep:
     def supervised(self) -> int | None:
         known = [int(b.supervised) for b in self.batches if b.supervised is not None]
         return sum(known) if len(known) == len(self.batches) else None
+
+
+def _scale_of(accelerator: Any) -> float:
+    """Return the factor by which losses are multiplied; reading it waits for the device."""
+    return 1.0 if accelerator.scaler is None else float(accelerator.scaler.get_scale())
+
+
+def _are_trained(parameters: list[Any], model: Any) -> bool:
+    """Whether parameters are all those of a model that train; not of no model."""
+    if model is None:
+        return False
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    return {id(parameter) for parameter in parameters if parameter.requires_grad} == trained
 
 
 def _plain(value: Any) -> Any:
