@@ -88,7 +88,10 @@ def test_with_guards_off_each_step_asks_for_the_collectives_of_the_plain_trainer
     for plain, off in zip(ranks["plain"], ranks["off"], strict=True):
         assert len(plain["steps"]) == 5
         assert all(plain["steps"])
-        assert off["steps"][1:] == plain["steps"][1:]
+        assert off["steps"][2:] == plain["steps"][2:]
+        # What was gathered to hold the norm that clips to it; objects take two calls.
+        probe = without(off["steps"][1], plain["steps"][1])
+        assert [str(call[1][0][0]) for call in probe] == ["torch.int64", "torch.uint8"], probe
         # Objects are gathered, two calls each: the folder's lock before the first step, and what
         # engaged before and after it.
         besides = without(off["steps"][0], plain["steps"][0])
@@ -251,6 +254,62 @@ def test_groups_that_each_shard_a_whole_model_are_held_against_each_other(launch
         assert parted["error"].startswith(f"Rank 3 parted from the others {PARTED}"), parted
     assert (tmp_path / "saved_loop" / "final" / "model.safetensors").exists()
     assert not (tmp_path / "parted_loop" / "final").exists()
+
+
+SPLITTING = ("tensor", "tensor_ddp", "three_d")
+
+
+@pytest.fixture(scope="module")
+def in_groups(launch, tmp_path_factory):
+    """What four ranks saw of short runs in tensor groups, and where each was saved."""
+    output = tmp_path_factory.mktemp("groups")
+    runs = [*SPLITTING, *(f"{name}_parted" for name in SPLITTING), "rounded", "not_rounded"]
+    runs += ["counted_twice", "one_gradient_apart"]
+    script = SCRIPTS / "guards_in_ranks.py"
+    ended = launch("tensor_ddp", script, output, *runs, OMP_NUM_THREADS="1")
+    assert ended.returncode == 0, ended.stdout[-6000:]
+    return {
+        name: [json.loads((output / name / f"rank-{r}.json").read_text()) for r in range(4)]
+        for name in runs
+    } | {"folder": output}
+
+
+def errors_of(in_groups, name):
+    """Return what each rank of a run stopped with, and whether the model was saved."""
+    crashes = [seen["crash"] for seen in in_groups[name] if "crash" in seen]
+    assert not crashes, crashes[0]
+    saved = (in_groups["folder"] / name / "final" / "model.safetensors").exists()
+    return {seen["error"] for seen in in_groups[name]}, saved
+
+
+@pytest.mark.parametrize("strategy", SPLITTING)
+def test_weights_that_a_tensor_group_has_whole_are_held_against_each_other(in_groups, strategy):
+    assert errors_of(in_groups, strategy) == ({None}, True)
+    (error,), saved = errors_of(in_groups, f"{strategy}_parted")
+    assert error.startswith("Rank 3 parted from the others by step 3: 1 of ")
+    assert "the first is model.layers.1.input_layernorm.weight." in error
+    assert not saved
+
+
+def test_where_sums_come_in_any_order_weights_of_a_group_may_differ_by_rounding_alone(in_groups):
+    assert errors_of(in_groups, "rounded") == ({None}, True)
+    (error,), saved = errors_of(in_groups, "not_rounded")
+    assert error.startswith("Rank 3 parted from the others by step 3: 1 of ")
+    assert not saved
+
+
+def test_a_norm_that_counts_copies_wrongly_is_refused_after_the_probe_step(in_groups):
+    (error,), saved = errors_of(in_groups, "counted_twice")
+    assert "gradient norm that clips: asked" in error
+    assert "(rank 0)" in error
+    assert [seen["step"] for seen in in_groups["counted_twice"]] == [1] * 4
+    assert not saved
+
+
+def test_so_is_a_gradient_that_one_rank_of_a_tensor_group_has_otherwise(in_groups):
+    (error,), saved = errors_of(in_groups, "one_gradient_apart")
+    assert "gradient norm of model.layers.1.input_layernorm.weight: asked" in error
+    assert not saved
 
 
 def test_a_rank_that_falls_behind_is_named_and_the_run_goes_on(ranks):

@@ -13,11 +13,12 @@ import os
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from datasets import Dataset
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,13 +28,20 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from toolkit import ToolkitTrainer
 from toolkit.checkpoints.keeping import Keeper
 from toolkit.configs.requested import requested_strategy
+from toolkit.engines import pipeline
+from toolkit.engines.pipeline import PipelineRequest
+from toolkit.engines.pipelining import running
+from toolkit.engines.pipelining.running import Pipeline
+from toolkit.engines.tensor_parallel import claim_mesh
 from toolkit.engines.tensors import local
 from toolkit.errors import GuardError
+from toolkit.measuring import equal_weights
 from toolkit.measuring import guards as bounds
-from toolkit.measuring.attestation import Requested
+from toolkit.measuring.attestation import Refused, Requested
 from toolkit.measuring.heartbeat import heartbeat_for
 from toolkit.measuring.recorder import Recorder
 from toolkit.rehearse import die_with_launcher, rehearse_if_needed
+from toolkit.strategies import get_strategy
 from toolkit.training.loop import train_loop
 from toolkit.training.observers import Observer
 from toolkit.training.saving import save_model
@@ -97,6 +105,56 @@ def build(seed=0):
             num_key_value_heads=2,
         )
     )
+
+
+def split_by(strategy, folder):
+    """Return a model that a strategy splits by layers or by matrices."""
+    model = build()
+    if strategy.schedule is not None:
+        pipeline.ask_for(model, PipelineRequest(strategy=strategy, balance="flops", sequence=16))
+        return model
+    model.save_pretrained(folder / "model")  # on rank 0 alone
+    torch.distributed.barrier()
+    ranks = torch.distributed.get_world_size()
+    return LlamaForCausalLM.from_pretrained(
+        folder / "model", distributed_config=claim_mesh(strategy, ranks, precision="no")
+    )
+
+
+def with_split(folder, name, **options):
+    """Train by a strategy that no launcher's config names."""
+    strategy = get_strategy(name).on_ranks(PartialState().num_processes)
+    with_loop(folder, split_by(strategy, folder), strategy=strategy, saves=True, steps=3, **options)
+
+
+def in_any_order(folder, **options):
+    """Train in tensor groups as on GPUs, whose sums need not have the same bits on every rank."""
+    with patch.object(equal_weights, "adds_up_in_order", lambda device: False):
+        with_split(folder, "tensor", **options)
+
+
+def counted_twice(folder):
+    """Count norms of each rank of a tensor group, in the norm that clips as in the record's."""
+
+    def copies(self, name, parameter):
+        return right(self, name, parameter) // (2 if parameter.ndim == 1 else 1)
+
+    right = Pipeline.copies
+    with patch.object(Pipeline, "copies", copies):
+        with_split(folder, "three_d")
+
+
+def one_gradient_apart(folder):
+    """Have the last rank alone double its gradient of a weight that every rank has whole."""
+
+    def keep_parts(model, ranks, **options):
+        right(model, ranks, **options)
+        if torch.distributed.get_world_size() - 1 == RANK:
+            dict(model.named_parameters())[NORM].register_hook(lambda new: 2 * new)
+
+    right = running.keep_parts
+    with patch.object(running, "keep_parts", keep_parts):
+        with_split(folder, "three_d")
 
 
 def rows_for(order=0):
@@ -202,13 +260,17 @@ class SlowRows(torch.utils.data.Dataset):
 
 
 PARTED = "model.layers.1.mlp.up_proj.weight"
+NORM = "model.layers.1.input_layernorm.weight"
+"""Of a tensor group, every rank has it whole."""
+
+SPLITTING = ("tensor", "tensor_ddp", "three_d")
 
 
-def part(model):
-    """Have the last rank change a matrix by itself, between two steps."""
+def part(model, name=PARTED, by=1.1):
+    """Have the last rank change a weight by itself, between two steps."""
     if int(os.environ["WORLD_SIZE"]) - 1 == RANK:
         with torch.no_grad():
-            local(dict(model.named_parameters())[PARTED]).mul_(1.1)
+            local(dict(model.named_parameters())[name]).mul_(by)
 
 
 class Part(TrainerCallback):
@@ -223,18 +285,18 @@ class Part(TrainerCallback):
 class PartAndSave(Observer):
     """Has a rank part after the last step, and saves."""
 
-    def __init__(self, folder, recorder, parts):
-        self.folder, self.recorder, self.parts = folder, recorder, parts
+    def __init__(self, folder, recorder, parts, last):
+        self.folder, self.recorder, self.parts, self.last = folder, recorder, parts, last
 
     def prepared(self, prepared):
         self.engine = prepared
 
     def step_done(self, step):
         accelerator, model = self.engine.accelerator, self.engine.model
-        if step != STEPS:
+        if step != self.last:
             return
         if self.parts:
-            part(accelerator.unwrap_model(model))
+            part(accelerator.unwrap_model(model), *self.parts)
         with self.recorder.saving(model):
             save_model(accelerator, model, self.folder / "final")
 
@@ -270,30 +332,32 @@ def with_loop(
     *,
     slow_rank="warn",
     saves=False,
-    parts=False,
+    parts=None,
     save_every=None,
+    strategy=None,
+    steps=STEPS,
     **changes,
 ):
-    strategy = requested_strategy(os.environ)
+    strategy = strategy or requested_strategy(os.environ)
     recorder = Recorder(
         Requested(strategy=strategy, num_processes=int(os.environ["WORLD_SIZE"])),
         rehearsal=True,
         heartbeat=heartbeat_for("stop", checkpoints=folder, slow_rank=slow_rank),
     )
-    observers = [PartAndSave(folder, recorder, parts)] if saves else []
+    observers = [PartAndSave(folder, recorder, parts, steps)] if saves else []
     if save_every is not None:
         keeper = Keeper(
-            output_dir=folder, facts={}, recorder=recorder, every=save_every, last_step=STEPS
+            output_dir=folder, facts={}, recorder=recorder, every=save_every, last_step=steps
         )
         observers.append(keeper)
     try:
         train_loop(
             build() if model is None else model,
-            arguments(folder, **changes),
+            arguments(folder, max_steps=steps, **changes),
             rows_for() if rows is None else rows,
             collate,
             recorder=recorder,
-            scheduled_steps=STEPS,
+            scheduled_steps=steps,
             observers=observers,
         )
         WHAT["record"] = kept_of(recorder.finish())
@@ -371,12 +435,21 @@ RUNS = {
     "parted_warned": lambda f: with_trainer(
         f, parted_at=STEPS // 2 + 1, guards="warn", save_strategy="steps", save_steps=STEPS // 2
     ),
-    "parted_loop": lambda f: with_loop(f, saves=True, parts=True),
+    "parted_loop": lambda f: with_loop(f, saves=True, parts=[PARTED]),
     "saved_loop": lambda f: with_loop(f, saves=True),
     "slow": lambda f: with_trainer(f, slow_at_bad_step(build())),
     "slow_loop": lambda f: with_loop(f, slow_at_bad_step(build())),
     "slow_rows": lambda f: with_trainer(f, rows=SlowRows()),
     "slow_stopped": lambda f: with_loop(f, slow_at_bad_step(build()), slow_rank="stop"),
+}
+
+RUNS |= {name: partial(with_split, name=name) for name in SPLITTING}
+RUNS |= {f"{name}_parted": partial(with_split, name=name, parts=[NORM]) for name in SPLITTING}
+RUNS |= {
+    "rounded": lambda f: in_any_order(f, parts=[NORM, 1 + 1e-5]),
+    "counted_twice": counted_twice,
+    "one_gradient_apart": one_gradient_apart,
+    "not_rounded": lambda f: in_any_order(f, parts=[NORM, 1.02]),
 }
 
 WHAT = {}
@@ -395,7 +468,7 @@ def main():
         try:
             with contextlib.redirect_stdout(printed):
                 RUNS[name](folder)
-        except GuardError as error:
+        except (GuardError, Refused) as error:
             WHAT["error"] = str(error)
         except Exception:
             WHAT["crash"] = traceback.format_exc()

@@ -29,6 +29,7 @@ from toolkit.engines.tensors import (
     is_spread,
     local,
     named_parameters,
+    piece_of,
     scales_held,
     shape_of,
     storage_bytes,
@@ -129,6 +130,10 @@ class Backend(ABC):
         """Return the names of the groups with which this rank shares a copy of the model."""
         return ()
 
+    def place_in_tensor_group(self) -> int | None:
+        """Return this rank's number among those that share every matrix; None without them."""
+        return None
+
     def stage(self) -> int:
         """Return this rank's number among those that send other bytes: 0 where all send alike."""
         return 0
@@ -195,12 +200,7 @@ class Backend(ABC):
         for name, parameter in named_parameters(self._model):
             if parameter.is_meta or is_partitioned(parameter):
                 continue
-            piece: tuple[int, ...] = ()
-            if is_spread(parameter):
-                coordinate = parameter.device_mesh.get_coordinate() or ()
-                split = zip(coordinate, parameter.placements, strict=True)
-                piece = tuple(at for at, placement in split if not placement.is_replicate())
-            yield name, local(parameter.detach()), piece
+            yield name, local(parameter.detach()), piece_of(parameter)
 
     def gradient_squares(self) -> Iterator[tuple[str, torch.Tensor | float, int]]:
         """Yield facts of this rank's part of each trained parameter's gradient, before the step.

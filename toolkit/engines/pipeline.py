@@ -38,9 +38,9 @@ from toolkit.engines.prepared import (
 from toolkit.engines.tensor_parallel import group_by_mesh, ranks_along
 from toolkit.engines.tensors import (
     gathered,
-    is_spread,
     like_part,
     local,
+    piece_of,
     put_part,
     sum_of_squares,
 )
@@ -216,11 +216,9 @@ class Pipelined(Backend):
             yield self._cut.names[name], parameter
 
     def pieces(self) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...]]]:
-        part = self._pipeline.place("tensor")
         for name, parameter in self._model.named_parameters():
             if self._pipeline.copies(name, parameter) > 1:
-                piece = (part,) if is_spread(parameter) else ()
-                yield self._cut.names[name], local(parameter.detach()), piece
+                yield self._cut.names[name], local(parameter.detach()), piece_of(parameter)
 
     def gradient_squares(self) -> Iterator[tuple[str, torch.Tensor | float, int]]:
         for name, parameter in self._model.named_parameters():
@@ -251,6 +249,9 @@ class Pipelined(Backend):
 
     def sharing_groups(self) -> tuple[str, ...]:
         return tuple(str(group.group_name) for group in self._pipeline.groups())
+
+    def place_in_tensor_group(self) -> int | None:
+        return self._pipeline.place("tensor") if self._pipeline.size("tensor") > 1 else None
 
     def stage(self) -> int:
         return self._pipeline.rank

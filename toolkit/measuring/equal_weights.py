@@ -5,21 +5,24 @@ DeepSpeed silently broadcast rank 0's weights. FSDP2 shards each rank's own, so 
 is trained. In all cases the script is wrong, and this is found before a backend wraps the model.
 
 Before a save: optimizers make the same update from the same gradients, so replicas stay equal to
-the bit. If they diverge, losses and gradients show it a step too late or never, and rank 0's
-weights are saved as if all ranks had them.
+the bit, but for the copies within a tensor group on GPUs. If they diverge, losses and gradients
+show it a step too late or never, and rank 0's weights are saved as if all ranks had them.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections import defaultdict
-from typing import Any, Final
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 
 from toolkit.engines.backend import backend_of
+from toolkit.engines.base import Backend
 from toolkit.engines.loading import loads_on_rank_0
-from toolkit.engines.tensors import is_spread, local
+from toolkit.engines.tensors import SUMMED_AT_ONCE, is_spread, local, sum_of_squares
 from toolkit.measuring.attestation import gather_objects
 from toolkit.measuring.guards import Guards, odd_ones_out
 
@@ -38,6 +41,15 @@ REPLICAS_ADVICE: Final = (
     "Look for what changes weights outside of the optimizer, or on one rank alone, and for a rank "
     "whose hardware or libraries compute otherwise; then resume from a checkpoint before it."
 )
+
+
+ROUNDING: Final = 0.01
+"""Largest difference between copies in a tensor group on GPUs, relative to the norm: rounding in
+bf16 is 0.4% of an element, and no step of a schedule moves a weight by 1%."""
+
+Piece = tuple[int | str, ...]
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 def check_loaded(guards: Guards, model: Any) -> None:
@@ -69,40 +81,87 @@ def check_loaded(guards: Guards, model: Any) -> None:
 def check_replicas(guards: Guards, model: Any, *, step: int) -> None:
     """Report ranks whose weights differ from their replicas'; a collective.
 
-    FSDP2's shards are compared across the groups that each hold a whole model. To be called after
-    `step`, and before the next one.
+    Each piece of a parameter is compared over the ranks that hold it, whatever else they hold. To
+    be called after `step`, and before the next one.
 
     Raises:
         GuardError: on every rank, unless the guards only warn.
     """
-    sums = {name: (piece, checksum(tensor)) for name, tensor, piece in backend_of(model).pieces()}
-    pieces = _digest([(name, piece) for name, (piece, _) in sums.items()])
-    digests: list[tuple[int, int]] = gather_objects((pieces, _digest(list(sums.items()))))
-    if len(set(digests)) == len({held for held, _ in digests}):
+    sums = dict(_sums(backend_of(model)))
+    by_piece: dict[Piece, list[Any]] = defaultdict(list)
+    for (name, piece), of_one in sums.items():
+        by_piece[piece].append((name, of_one))
+    if not _unequal(gather_objects({piece: _digest(held) for piece, held in by_piece.items()})):
         return
-    of_ranks: list[dict[str, tuple[Any, int]]] = gather_objects(sums)
-    names = list(dict.fromkeys(name for sums in of_ranks for name in sums))
-    unequal = [name for name in names if _parted(of_ranks, name)]
-    if not unequal:  # the ranks shard the model differently and have no piece in common
+    # Ranks of a pipeline also hold the same pieces of other layers, and sketches are never equal.
+    of_ranks: list[dict[tuple[str, Piece], int | Sketch]] = gather_objects(sums)
+    unequal = _unequal(of_ranks)
+    if not unequal:
         return
+    names = {name for of_rank in of_ranks for name, _ in of_rank}
+    differ = [*dict.fromkeys(name for name, _ in unequal)]
+    parted = [odd_ones_out(held) for (name, _), held in unequal.items() if name == differ[0]]
     sentence = (
-        f"{_parted(of_ranks, unequal[0])} parted from the others by step {step}: "
-        f"{len(unequal)} of {len(names)} parameters differ that should be equal, the first is "
-        f"{unequal[0]}."
+        f"{_listed_once(parted)} parted from the others by step {step}: {len(differ)} of "
+        f"{len(names)} parameters differ that should be equal, the first is {differ[0]}."
     )
     guards.spoil(step, "by which the ranks had parted")
     guards.report("replicas", sentence, REPLICAS_ADVICE, step=step)
 
 
-def _parted(of_ranks: list[dict[str, tuple[Any, int]]], name: str) -> str:
-    """Name ranks whose checksum differs from most ranks with the same piece; empty if none do."""
-    by_piece: dict[Any, dict[int, int]] = defaultdict(dict)
-    for rank, sums in enumerate(of_ranks):
-        if name in sums:
-            piece, bits = sums[name]
-            by_piece[piece][rank] = bits
-    parted = [odd_ones_out(bits) for bits in by_piece.values() if len(set(bits.values())) > 1]
-    return " and ".join([*parted[:1], *(odd[:1].lower() + odd[1:] for odd in parted[1:])])
+class Sketch(NamedTuple):
+    """Two numbers of a tensor, by which copies are compared that differ by rounding."""
+
+    norm: float
+    moment: float
+    """The sum of its elements, weighted by their place."""
+
+    def is_near(self, other: Sketch) -> bool:
+        gap = max(abs(self.norm - other.norm), abs(self.moment - other.moment))
+        return gap <= ROUNDING * max(self.norm, other.norm)
+
+
+def _sums(backend: Backend) -> Iterator[tuple[tuple[str, Piece], int | Sketch]]:
+    """Yield a sum of each tensor that other ranks may hold, by its name and piece.
+
+    Ranks of a tensor group compute the update of a copy each by itself. On a CPU all of them get
+    the same bits; a GPU's sums may come in any order. There, copies have the same bits across the
+    groups, whose gradients were added up, and about the same numbers within one.
+    """
+    place = backend.place_in_tensor_group()
+    for name, tensor, piece in backend.pieces():
+        if place is None or adds_up_in_order(tensor.device):
+            yield (name, piece), checksum(tensor)
+        else:
+            yield (name, (*piece, f"place {place}")), checksum(tensor)
+            yield (name, piece), sketch(tensor)
+
+
+def adds_up_in_order(device: torch.device) -> bool:
+    """Whether the same sums have the same bits on every rank."""
+    return device.type == "cpu"
+
+
+def _unequal(of_ranks: list[dict[Key, Value]]) -> dict[Key, dict[int, Value]]:
+    """Return the ranks' values, by rank, of each key for which they differ.
+
+    Sketches that are near each other count as equal.
+    """
+    by_key: dict[Key, dict[int, Value]] = defaultdict(dict)
+    for rank, values in enumerate(of_ranks):
+        for key, value in values.items():
+            seen = by_key[key]
+            seen[rank] = next((one for one in seen.values() if _are_equal(one, value)), value)
+    return {key: values for key, values in by_key.items() if len(set(values.values())) > 1}
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    return one.is_near(other) if isinstance(one, Sketch) else one == other
+
+
+def _listed_once(parted: list[str]) -> str:
+    first, *others = dict.fromkeys(parted)
+    return " and ".join([first, *(odd[:1].lower() + odd[1:] for odd in others)])
 
 
 def _digest(values: Any) -> int:
@@ -125,3 +184,13 @@ def checksum(tensor: torch.Tensor) -> int:
         if raw.numel() % kind.itemsize == raw.storage_offset() % kind.itemsize == 0:
             return int(raw.view(kind).sum(dtype=torch.int64)) + raw.numel()
     raise AssertionError("every number of bytes is one of whole bytes")
+
+
+@torch.no_grad()
+def sketch(tensor: torch.Tensor) -> Sketch:
+    """Return two numbers that tell other weights from rounding; waits for the device."""
+    moment = 0.0
+    for part in tensor.reshape(-1).split(SUMMED_AT_ONCE):
+        weights = torch.linspace(-1, 1, len(part), dtype=torch.float64, device=part.device)
+        moment += float(weights @ part.double())
+    return Sketch(norm=math.sqrt(float(sum_of_squares(tensor))), moment=moment)
