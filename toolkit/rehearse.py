@@ -100,7 +100,7 @@ def main() -> None:
     except UsageError as error:
         code = print_reason(2, str(error))
     except Refused as error:
-        code = print_reason(3, f"refused: {error}")
+        code = print_reason(3, f"refused: {error}", alone=error.is_of_this_rank_alone)
     except MachineLostError as error:
         code = print_reason(1, str(error))
     except Exception as error:
@@ -112,9 +112,9 @@ def main() -> None:
         leave()
 
 
-def print_reason(code: int, reason: str) -> int:
-    """Print once on each machine why all ranks leave, and return the exit code."""
-    if local_rank() == 0:
+def print_reason(code: int, reason: str, *, alone: bool = False) -> int:
+    """Print once on each machine why all ranks leave, or this one `alone`; return the exit code."""
+    if alone or local_rank() == 0:
         print(f"toolkit: {one_line(redact(reason))}", file=sys.stderr, flush=True)  # noqa: T201
     else:
         # The launcher ends all ranks when one leaves: the first must have printed by then.

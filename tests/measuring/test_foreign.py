@@ -33,7 +33,7 @@ def script(*, steps, end):
     ("steps", "said"),
     [
         (2, "toolkit: attested single: distributed_type NO, num_processes 1"),
-        (0, "toolkit: single engaged, and the script ended before its first optimizer step"),
+        (0, "toolkit: single engaged, and no optimizer made a step"),
     ],
 )
 def test_what_engaged_is_said_of_a_script_that_failed(end, steps, said, capsys):

@@ -25,6 +25,12 @@ def optimizer_of(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
+def steps_with(optimizer: Any, model: torch.nn.Module) -> bool:
+    """Whether an optimizer steps a parameter of a model."""
+    stepped = {id(p) for group in optimizer_of(optimizer).param_groups for p in group["params"]}
+    return any(id(parameter) in stepped for parameter in model.parameters())
+
+
 def states_held(optimizer: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors of the optimizer's state that this rank holds in memory."""
     for state in optimizer_of(optimizer).state.values():

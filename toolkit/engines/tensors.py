@@ -39,6 +39,12 @@ def held_part(parameter: Any) -> torch.Tensor:
     return getattr(parameter, "ds_tensor", local(parameter.detach())).detach()
 
 
+def is_swapped_out(parameter: Any) -> bool:
+    """Whether the part of a parameter that this rank keeps lies in a file."""
+    partition = getattr(parameter, "ds_tensor", None)
+    return partition is not None and partition.numel() < int(partition.ds_numel)
+
+
 def number(tensor: Any) -> float:
     """Return a scalar as a number; a collective where it is spread over the ranks."""
     return float(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)

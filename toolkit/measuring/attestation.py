@@ -49,6 +49,8 @@ class Refused(RuntimeError):
     def __init__(self, text: str, mismatches: list[Mismatch] | None = None) -> None:
         super().__init__(text)
         self.mismatches = list(mismatches or ())
+        self.is_of_this_rank_alone = False
+        """Whether the other ranks have left already, without a word of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
