@@ -55,3 +55,55 @@ def test_of_a_script_that_was_refused_nothing_is_said_to_have_engaged(monkeypatc
     with pytest.raises(Refused, match="asked MULTI_GPU, engaged NO"), watch(rehearsal=True):
         falls_back_to_one_process()
     assert "engaged" not in capsys.readouterr().out
+
+
+class WithHead(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(8, 8), torch.nn.Linear(8, 24)
+
+    def forward(self, rows):
+        hidden = self.body(rows)
+        with torch.autocast("cpu", enabled=False):
+            return self.head(hidden.float())
+
+
+def test_products_are_told_by_their_share_in_each_dtype(capsys):
+    """The Accelerator's precision is bf16, and three quarters of the work are the head's."""
+    with watch(rehearsal=True):
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        model = WithHead()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        accelerator.backward(model(torch.ones(3, 8)).square().mean())
+        optimizer.step()
+    printed = capsys.readouterr().out
+    assert "products float32 75%, bfloat16 25%\n" in printed
+    assert "precision" not in printed
+
+
+def test_an_optimizer_that_was_not_prepared_is_named_with_its_steps(capsys):
+    with watch(rehearsal=True):
+        accelerator = Accelerator(cpu=True)
+        model = torch.nn.Linear(4, 1)
+        model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            model(torch.ones(3, 4)).square().mean().backward()
+            optimizer.step()
+    said = "single engaged, and its prepared optimizer made no step. Optimizer steps that were not "
+    assert f"toolkit: {said}prepared: 4 of SGD\n" in capsys.readouterr().out
+
+
+def test_steps_that_change_nothing_are_refused_and_a_rate_of_0_is_not():
+    def steps(rate, gradients):
+        with watch(rehearsal=True):
+            accelerator = Accelerator(cpu=True)
+            model = torch.nn.Linear(4, 1)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0)
+            model, optimizer = accelerator.prepare(model, optimizer)
+            accelerator.backward(model(torch.ones(3, 4)).sum() * gradients)
+            optimizer.step()
+
+    steps(0.0, 1)
+    with pytest.raises(Refused, match="AdamW made 1 step at learning rates of up to 0.1, and none"):
+        steps(0.1, 0)

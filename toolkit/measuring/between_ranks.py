@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -73,6 +73,9 @@ class ModelReport:
 
     at_start: dict[str, int] | None
     tensors: dict[str, TensorReport]
+    prepared_before: dict[str, TensorReport]
+    """The same of parameters that a prepared optimizer stepped, and then one that was not."""
+
     added: list[str]
     """Stepped parameters that it got after it was wrapped."""
 
@@ -97,7 +100,9 @@ class Report:
     def from_json(cls, text: str) -> Report:
         content = json.loads(text)
         models = [
-            ModelReport(**model | {"tensors": _tensors(model["tensors"])})
+            ModelReport(
+                **model | {name: _tensors(model[name]) for name in ("tensors", "prepared_before")}
+            )
             for model in content["models"]
         ]
         optimizers = [OptimizerReport(**optimizer) for optimizer in content["optimizers"]]
@@ -153,7 +158,10 @@ def notes(reports: Sequence[Report]) -> list[str]:
 def _of_no_model(reports: Sequence[Report]) -> Iterator[str]:
     if len(reports) < 2 or not any(report.models for report in reports):
         return
-    for optimizer in _first_of_each(reports, lambda o: o.is_of_no_model):
+    for alike in _optimizers(reports):
+        optimizer = alike[0]
+        if not any(seen.is_of_no_model for seen in alike):
+            continue
         yield (
             f"{optimizer.name} made {_times(optimizer.steps, 'step')} on "
             f"{_times(optimizer.tensors, 'parameter')} that no prepared model has: gradients of "
@@ -164,10 +172,7 @@ def _of_no_model(reports: Sequence[Report]) -> Iterator[str]:
 
 def _unchanged(reports: Sequence[Report]) -> Iterator[str]:
     """Name optimizers that changed nothing on any rank: one may hold nothing but padding."""
-    if len({len(report.optimizers) for report in reports}) > 1:
-        return
-    for number in _numbers(reports):
-        alike = [report.optimizers[number] for report in reports]
+    for alike in _optimizers(reports):
         rate = max(optimizer.highest_rate for optimizer in alike)
         if rate > 0 and all(optimizer.has_changed is False for optimizer in alike):
             yield (
@@ -198,7 +203,11 @@ def _parted_in(name: str, models: list[ModelReport], reports: Sequence[Report]) 
     for rank, model in enumerate(models):
         if name in model.tensors:
             by_piece[tuple(model.tensors[name].piece)][rank] = model.tensors[name]
-    for held in by_piece.values():
+    for latest in by_piece.values():
+        held = latest
+        if len({tensor.is_prepared for tensor in latest.values()}) > 1:
+            # One rank trained on alone, with an optimizer of its own.
+            held = {rank: models[rank].prepared_before.get(name, t) for rank, t in latest.items()}
         # Equal at the end: averaged after the last step. After it: changed since, to be saved.
         if len({tensor.now for tensor in held.values()}) == 1:
             continue
@@ -286,15 +295,16 @@ def _models(reports: Sequence[Report]) -> Iterator[list[ModelReport]]:
         yield [report.models[number] for report in reports]
 
 
-def _numbers(reports: Sequence[Report]) -> range:
-    return range(max(len(report.optimizers) for report in reports))
-
-
-def _first_of_each(reports: Sequence[Report], holds: Any) -> Iterator[OptimizerReport]:
-    """Yield, of the optimizers with the same number on all ranks, the first that `holds`."""
-    for number in _numbers(reports):
-        alike = [r.optimizers[number] for r in reports if number < len(r.optimizers)]
-        yield from [optimizer for optimizer in alike if holds(optimizer)][:1]
+def _optimizers(reports: Sequence[Report]) -> list[list[OptimizerReport]]:
+    """Return each optimizer as the ranks saw it that stepped it."""
+    alike: dict[tuple[str, int, int], list[OptimizerReport]] = defaultdict(list)
+    for report in reports:
+        seen: Counter[tuple[str, int]] = Counter()
+        for optimizer in report.optimizers:
+            kind = optimizer.name, optimizer.tensors
+            seen[kind] += 1
+            alike[(*kind, seen[kind])].append(optimizer)
+    return [*alike.values()]
 
 
 def _times(count: int, noun: str) -> str:

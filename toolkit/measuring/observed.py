@@ -47,11 +47,11 @@ class ObservedModel:
     steps: int = 0
     steps_in_evaluation_mode: int = 0
     most_micro_batches: int = 0
-    names: set[str] = field(init=False)
+    parameters: dict[str, Any] = field(init=False)
     """Its parameters when it was wrapped."""
 
     def __post_init__(self) -> None:
-        self.names = {name for name, _ in named_parameters(self.model)}
+        self.parameters = dict(named_parameters(self.model))
 
     @property
     def name(self) -> str:
@@ -223,29 +223,61 @@ class Observed:
         forwards = observed.forwards
         rows = forwards.rows
         tensors = dict(self._tensors(observed))
+        own = {name for name, tensor in tensors.items() if not tensor.is_prepared}
+        before = dict(self._tensors(observed, prepared_alone=True)) if own else {}
         return ModelReport(
             name=observed.name,
             reader=backend_of(observed.model).data_parallel_rank(),
             at_start=observed.at_start,
-            tensors=tensors,
-            added=[name for name in tensors if name not in observed.names],
+            tensors=dict(self._others(observed)) | tensors,
+            prepared_before={name: before[name] for name in own & before.keys()},
+            added=[*self._added(observed, tensors)],
             rows=[zlib.crc32(repr(of_forward).encode()) for of_forward in rows],
             different_rows=len({row for of_forward in rows for row in of_forward}),
             bypassed=forwards.bypassed,
         )
 
-    def _tensors(self, observed: ObservedModel) -> Iterator[tuple[str, TensorReport]]:
-        latest: dict[str, tuple[SteppedTensor, Stepped]] = {}
-        for stepped in self.optimizers.all:
-            for number, held in stepped.tensors.items():
+    def _tensors(
+        self, observed: ObservedModel, *, prepared_alone: bool = False
+    ) -> Iterator[tuple[str, TensorReport]]:
+        """Yield the parameters that this rank has stepped, each as its last optimizer left it."""
+        latest: dict[str, tuple[SteppedTensor, int]] = {}
+        stepped = [s for s in self.optimizers.all if s.steps]
+        for index, optimizer in enumerate(stepped):
+            if prepared_alone and not self._is_prepared(optimizer):
+                continue
+            for number, held in optimizer.tensors.items():
                 place = self._places[number]
                 if place is None or place.model is not observed or not held.steps:
                     continue
                 if place.name not in latest or latest[place.name][0].at < held.at:
-                    latest[place.name] = held, stepped
-        # Those that this rank has not stepped, for another rank may have.
+                    latest[place.name] = held, index
+        for name, (held, index) in latest.items():
+            place = self._places[id(held.tensor)]
+            if place is not None and place.piece is not None:
+                yield (
+                    name,
+                    TensorReport(
+                        piece=[*place.piece],
+                        after=held.after,
+                        now=held.now(),
+                        steps=held.steps,
+                        optimizer=index,
+                        is_prepared=self._is_prepared(stepped[index]),
+                    ),
+                )
+
+    def _added(self, observed: ObservedModel, stepped: Iterable[str]) -> Iterator[str]:
+        """Yield the stepped parameters that are not those of when the model was wrapped."""
+        now = {place.name: parameter for place, parameter in self._placed(observed)}
+        for name in stepped:
+            if name in now and now[name] is not observed.parameters.get(name):
+                yield name
+
+    def _others(self, observed: ObservedModel) -> Iterator[tuple[str, TensorReport]]:
+        """Yield the trained parameters as they are now, for ranks that have not stepped them."""
         for place, parameter in self._placed(observed):
-            if parameter.requires_grad and place.name not in latest and place.piece is not None:
+            if parameter.requires_grad and place.piece is not None:
                 now = SteppedTensor(parameter, before=None).now()
                 yield (
                     place.name,
@@ -256,21 +288,6 @@ class Observed:
                         steps=0,
                         optimizer=None,
                         is_prepared=False,
-                    ),
-                )
-        with_steps = [stepped for stepped in self.optimizers.all if stepped.steps]
-        for name, (held, stepped) in latest.items():
-            place = self._places[id(held.tensor)]
-            if place is not None and place.piece is not None:
-                yield (
-                    name,
-                    TensorReport(
-                        piece=[*place.piece],
-                        after=held.after,
-                        now=held.now(),
-                        steps=held.steps,
-                        optimizer=with_steps.index(stepped),
-                        is_prepared=self._is_prepared(stepped),
                     ),
                 )
 
