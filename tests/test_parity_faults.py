@@ -14,6 +14,7 @@ from fault_runs import start, write_model
 
 from toolkit.comparing.parity.gates import judge
 from toolkit.comparing.parity.judgement import Judgement
+from toolkit.comparing.parity.rounding import may_be_rounding, measure_rounding
 from toolkit.records.record import Record, read_record
 
 ALL = {"loss", "grad_norm", "weights"}
@@ -38,13 +39,19 @@ FAULTS = {
 """Each fault, and the gates that break for it by a margin; others may break as well."""
 
 
+SEEN_EARLY = [name for name, gates in FAULTS.items() if gates != {"weights"}]
+"""Faults that part a run from its control before rounding can."""
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, launch_environment) -> Path:
     """Return the folder with the run of each fault, of `clean`, and of `control/clean`."""
     folder = tmp_path_factory.mktemp("faults")
     model = write_model(folder / "model")
-    start("single", folder, [model, folder / "control", "clean"], launch_environment)
-    start("ddp", folder, [model, folder, "clean", *FAULTS], launch_environment)
+    controls = ("clean", "reversed/clean", "fast/clean", "fast+reversed/clean")
+    start("single", folder, [model, folder / "control", *controls], launch_environment)
+    fast = [f"fast/{name}" for name in ("clean", *SEEN_EARLY)]
+    start("ddp", folder, [model, folder, "clean", *FAULTS, *fast], launch_environment)
     return folder
 
 
@@ -54,13 +61,20 @@ def control(runs: Path) -> Record:
 
 
 @pytest.fixture(scope="module")
-def judged(runs: Path, control: Record):
-    def judged(name: str) -> Judgement:
+def judged(runs: Path):
+    def judged(name: str, *, rounding: bool = False) -> Judgement:
+        kind = "fast/" if name.startswith("fast/") else ""
+        folder = runs / "control" / f"{kind}clean"
+        again = runs / "control" / f"{'fast+' if kind else ''}reversed" / "clean"
+        measured = measure_rounding(
+            read_record(again), read_record(folder), folder=again, control_folder=folder
+        )
         return judge(
             read_record(runs / name),
-            control,
+            read_record(folder),
             folder=runs / name,
-            control_folder=runs / "control" / "clean",
+            control_folder=folder,
+            rounding=measured if rounding else None,
         )
 
     return judged
@@ -105,3 +119,24 @@ def test_a_fault_in_one_small_gradient_is_seen_and_its_parameter_named(judged, f
 def test_a_fault_breaks_the_gates(judged, fault: str, gates: set[str]) -> None:
     judgement = judged(fault)
     assert {gate for gate, held in judgement.gates.items() if not held} >= gates, judgement
+    # What rounding alone may do is known where a fault acts late, and excuses none of them.
+    judgement = judged(fault, rounding=True)
+    assert {gate for gate, held in judgement.gates.items() if not held} >= gates, judgement
+
+
+def test_at_a_high_learning_rate_a_sound_run_is_judged_up_to_the_step_where_rounding_takes_over(
+    judged,
+) -> None:
+    assert may_be_rounding(judged("fast/clean"))
+    judgement = judged("fast/clean", rounding=True)
+    assert not judgement.broken
+    assert judgement.gates == dict.fromkeys(("loss", "grad_norm", "data"), True)
+    assert 2 < judgement.judged_steps < 20
+    assert f"judged up to step {judgement.judged_steps}: " in judgement.notes[0]
+    assert "rounding alone explains the gap" in judgement.not_measured["gates.weights"]
+
+
+@pytest.mark.parametrize("fault", SEEN_EARLY)
+def test_at_a_high_learning_rate_a_fault_is_still_no_rounding(judged, fault: str) -> None:
+    judgement = judged(f"fast/{fault}", rounding=True)
+    assert judgement.broken, judgement

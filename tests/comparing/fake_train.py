@@ -28,6 +28,8 @@ def main():
     fake = json.loads(os.environ["FAKE_TRAIN"])
     number = int(folder.name.rpartition("-")[2])
     how = told(fake["runs"], strategy, number, "ok")
+    if "--reverse_rows" in flags:
+        how = fake["runs"].get("reversed", "ok")
     speed = told(fake["speeds"], strategy, number, 100.0)
     ranks = json.loads((folder / "spec.json").read_text())["num_processes"]
     with Path(fake["order"]).open("a") as order:

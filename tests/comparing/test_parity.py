@@ -1,4 +1,5 @@
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,13 @@ from toolkit.comparing.parity.gates import (
     judge_control,
     limit_of,
 )
-from toolkit.comparing.parity.judgement import GATED_STEPS, broken_sentence
+from toolkit.comparing.parity.judgement import (
+    GATED_STEPS,
+    ROUNDED,
+    Rounding,
+    broken_sentence,
+)
+from toolkit.comparing.parity.rounding import measure_rounding
 from toolkit.records.record import FILLER_ID
 
 ALL_GATES = {"loss": True, "grad_norm": True, "weights": True, "data": True}
@@ -23,7 +30,9 @@ def compare(tmp_path, make_record, write_weights):
     """Judge a run whose record has `changes` against a control of one process."""
     start = write_weights(tmp_path / "start", START)
 
-    def judged(*, weights=1.0, control=None, first_step=1, steps=4, ranks=2, **changes):
+    def judged(
+        *, weights=1.0, control=None, first_step=1, steps=4, ranks=2, rounding=None, **changes
+    ):
         write_weights(tmp_path / "run" / "final", {"a": np.full((2, 3), weights, np.float32)})
         write_weights(tmp_path / "control" / "final", {"a": np.ones((2, 3), np.float32)})
         reference = make_record(strategy="single", ranks=1, steps=steps, start=start)
@@ -34,6 +43,7 @@ def compare(tmp_path, make_record, write_weights):
             folder=tmp_path / "run",
             control_folder=tmp_path / "control",
             first_step=first_step,
+            rounding=rounding,
         )
 
     return judged
@@ -467,6 +477,85 @@ def test_gradient_norms_of_a_step_that_either_run_skipped_are_not_compared(compa
     judgement = compare(grad_norms=norms, control=same, **same)
     assert judgement.gates == ALL_GATES
     assert judgement.gaps["grad_norm_gap"] == 0.0
+
+
+def rounding(loss, *, weights=None):
+    """Distances of the control from itself, the same in each of four steps."""
+    steps = dict.fromkeys(range(1, 5), loss)
+    return Rounding(steps={"loss": steps, "evaluation": {0: loss, 2: loss}}, weights=weights)
+
+
+def test_a_gap_that_rounding_explains_ends_the_judged_steps_and_says_so(compare):
+    judgement = compare(losses=losses_with(9e-4, at=3), rounding=rounding(1e-4))
+    assert judgement.gates == ALL_GATES
+    assert judgement.judged_steps == 2
+    assert judgement.notes == [f"judged up to step 2: from step 3 on, {ROUNDED}"]
+    assert compare(rounding=rounding(1e-4)).judged_steps is None
+
+
+def test_a_gap_beyond_what_rounding_explains_or_in_the_first_step_breaks_its_gate(compare):
+    assert (
+        only_broken(compare(losses=losses_with(2e-3, at=3), rounding=rounding(1e-4)), "loss")[
+            "first_step"
+        ]
+        == 3
+    )
+    # A later one breaks it too, where an earlier one is explained.
+    losses = [
+        ours + theirs for ours, theirs in zip(losses_with(9e-4, at=3), [0, 0, 0, 1], strict=True)
+    ]
+    assert only_broken(compare(losses=losses, rounding=rounding(1e-4)), "loss")["first_step"] == 4
+    assert (
+        only_broken(compare(losses=losses_with(9e-4, at=1), rounding=rounding(1e-4)), "loss")[
+            "first_step"
+        ]
+        == 1
+    )
+    assert (
+        only_broken(compare(losses=losses_with(math.nan, at=3), rounding=rounding(1e-4)), "loss")[
+            "first_step"
+        ]
+        == 3
+    )
+
+
+def test_where_rounding_explains_the_second_step_already_nothing_is_said_to_hold(compare):
+    judgement = compare(
+        losses=losses_with(9e-4, at=2),
+        grad_norms=[2.0, 2.1, 2.0, 2.0],
+        weights=1.01,
+        rounding=Rounding(
+            steps={name: dict.fromkeys(range(1, 5), 1.0) for name in ("loss", "grad_norm")},
+            weights=0.1,
+        ),
+    )
+    assert judgement.gates == {}
+    assert judgement.not_measured["gates.loss"] == f"from the first update on, {ROUNDED}"
+    assert judgement.not_measured["gates.weights"] == ROUNDED
+
+
+def test_final_weights_are_held_against_those_of_the_control_s_second_training(compare):
+    judgement = compare(weights=1.001, rounding=rounding(0.0, weights=3e-4))
+    assert judgement.not_measured["gates.weights"] == ROUNDED
+    only_broken(compare(weights=1.002, rounding=rounding(0.0, weights=3e-4)), "weights")
+    only_broken(compare(weights=1.001, rounding=rounding(0.0)), "weights")
+
+
+def test_rounding_is_measured_only_between_two_trainings_on_the_same_rows(compare, make_record):
+    start = {"folder": Path(), "control_folder": Path()}
+    control = make_record(strategy="single", ranks=1)
+    control["sample_ids"] = [[[1, 2]], [[3, 4]], [[5, 6]], [[7, 8]]]
+    again = control | {
+        "sample_ids": [[[2, 1]], [[4, 3]], [[6, 5]], [[8, 7]]],
+        "losses": losses_with(2e-6, at=2),
+    }
+    measured = measure_rounding(again, control, **start)
+    assert measured.steps["loss"] == {
+        1: 0.0,
+        **dict.fromkeys((2, 3, 4), pytest.approx(2e-6, rel=1e-3)),
+    }
+    other = again | {"sample_ids": [[[2, 3]], [[4, 1]], [[6, 5]], [[8, 7]]]}
+    assert measure_rounding(other, control, **start) is None
 
 
 def test_every_precision_has_gates():

@@ -29,6 +29,7 @@ from toolkit.comparing.report.diff.match import SAME_TRAINING
 from toolkit.comparing.report.remake import remake
 from toolkit.comparing.run import preparing, schedule, starting
 from toolkit.comparing.run.options import CompareOptions
+from toolkit.comparing.run.rebuilding import restore
 from toolkit.comparing.run.schedule import compare
 from toolkit.errors import UsageError
 from toolkit.launching import launch
@@ -261,6 +262,45 @@ def test_a_broken_gate_exits_1_and_is_named(world):
     assert ddp["broken"][0]["first_step"] == 3
     assert "ddp: the loss gate broke at step 3" in world.printed
     assert math.isnan(fsdp["losses"][1])
+
+
+def test_a_gap_that_the_control_has_from_itself_is_no_fault_and_that_is_said(world):
+    drifts = {"ddp": "drift", "fsdp": "drift", "reversed": "drift"}
+    assert world.compare("single", "ddp", "fsdp", runs=drifts) == 0
+    assert world.order()[-1] == "single-trainer-reversed-1"
+    flags = json.loads((world.output / "single-trainer-reversed-1/spec.json").read_text())["flags"]
+    assert flags[:2] == ["--reverse_rows", "True"]
+    results = world.results()
+    assert world.statuses() == dict.fromkeys(("single", "ddp", "fsdp"), "ok")
+    row = results["runs"][1]
+    assert row["gates"]["loss"]
+    assert row["judged_steps"] == 2
+    assert (row["broken"], row["fix"], row["reason"]) == ([], None, None)
+    assert "ddp: judged up to step 2: from step 3 on, rounding alone explains" in world.printed
+    assert "steps after 2" in world.printed
+    assert "did not train" not in world.printed
+    # The second training is measured once, and found again where the results are lost.
+    started = len(world.order())
+    assert world.compare("single", "ddp", "fsdp", runs=drifts) == 0
+    (world.output / "results.json").unlink()
+    assert world.compare("single", "ddp", "fsdp", runs=drifts) == 0
+    assert world.results()["runs"][1]["judged_steps"] == 2
+    (world.output / "results.json").unlink()
+    restore(world.output, console=Console(file=io.StringIO()))
+    assert [row["judged_steps"] for row in world.results()["runs"]] == [None, 2, 2]
+    assert len(world.order()) == started
+
+
+def test_a_fault_is_none_of_rounding_and_without_a_measurement_stays_a_broken_gate(world):
+    assert world.compare("single", "ddp", runs={"ddp": "drift"}) == 1
+    assert world.order() == ["single-trainer-1", "ddp-trainer-1", "single-trainer-reversed-1"]
+    assert world.results()["runs"][1]["broken"][0]["first_step"] == 3
+    other = world.output.with_name("two")
+    runs = {"ddp": "drift", "reversed": "oom"}
+    assert world.compare("single", "ddp", runs=runs, output=other) == 1
+    assert "Rounding was not measured: oom" in world.printed
+    assert world.compare("single", "ddp", runs={"ddp": "nan"}, output=other.with_name("3")) == 1
+    assert not list(other.with_name("3").glob("*reversed*"))  # no rounding makes that
 
 
 def test_each_way_to_fail_is_told_apart(world):

@@ -202,3 +202,13 @@ def test_steps_are_counted_from_epochs_where_no_number_is_given():
     assert count_steps(50, global_batch=16, max_steps=-1, num_train_epochs=2) == 8
     assert count_steps(48, global_batch=16, max_steps=-1, num_train_epochs=2) == 6
     assert count_steps(50, global_batch=16, max_steps=-1, num_train_epochs=0.5) == 2
+
+
+def test_in_reverse_each_step_has_the_same_micro_batches_the_last_one_first():
+    options = {"steps": 5, "global_batch": 6, "seed": 3, "max_length": 4}
+    rows, backwards = (
+        training_rows(numbered(8), reverse=reverse, **options)["sample_id"][:]
+        for reverse in (False, True)
+    )
+    for begin in range(0, len(rows), 6):
+        assert backwards[begin : begin + 6] == rows[begin : begin + 6][::-1]

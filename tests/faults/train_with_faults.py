@@ -6,7 +6,9 @@
 Each NAME, `clean` or a key of FAULTS, leaves OUTPUT/NAME/record.json and OUTPUT/NAME/final/. The
 training is the product's own: its data, collator, loop, recorder and save. A fault is put where
 such bugs live, in what the loop calls, and is gone again before the next run. A NAME such as
-`bf16/clean` trains under that precision. 20 steps are trained, with --half 10.
+`bf16/clean` trains under that precision, `fast/clean` at a high learning rate, and
+`reversed/clean` reads the rows of each step in reverse; `fast+reversed/clean` does both. 20 steps
+are trained, with --half 10.
 
 With --evidence, two steps are trained, and OUTPUT/NAME/evidence/ is left in the place of the final
 weights, which only the NAMES in SAVED leave too. Of a NAME such as `late/not_clipped` it is that of
@@ -71,6 +73,7 @@ MICRO_BATCHES = 4
 """Of one optimizer step, over all ranks: each of two ranks accumulates over two."""
 
 MAX_LENGTH = 64
+FAST = 3e-2
 MAX_GRAD_NORM = 0.2
 SEED = 42
 
@@ -90,12 +93,20 @@ def main() -> None:
         if RANK == 0:
             folder.mkdir(parents=True)
         kind, _, fault = name.rpartition("/")
-        late = kind == "late"
-        precision = "no" if late else kind or "no"
+        kinds = {*kind.split("+")}
+        late = "late" in kinds
+        precision = next(iter(kinds & {"bf16", "fp16"}), "no")
         run = Run(
             model_folder=model,
             data=data,
-            args=arguments(model, folder, precision, LATE + 1 if late else STEPS),
+            args=arguments(
+                model,
+                folder,
+                precision,
+                LATE + 1 if late else STEPS,
+                FAST if "fast" in kinds else 1e-3,
+            ),
+            reverse="reversed" in kinds,
             precision=precision,
             steps=SCHEDULED if late else STEPS,
             kept=LATE if late else None,
@@ -115,7 +126,9 @@ def main() -> None:
     os._exit(0)  # as toolkit.train leaves: a rank that is done sometimes aborts in its exit
 
 
-def arguments(model: str, folder: Path, precision: str, steps: int) -> TrainingArguments:
+def arguments(
+    model: str, folder: Path, precision: str, steps: int, rate: float
+) -> TrainingArguments:
     flags = {
         "model_name_or_path": model,
         "output_dir": folder,
@@ -123,7 +136,7 @@ def arguments(model: str, folder: Path, precision: str, steps: int) -> TrainingA
         "per_device_train_batch_size": ROWS // MICRO_BATCHES,
         "gradient_accumulation_steps": MICRO_BATCHES // RANKS,
         "max_grad_norm": MAX_GRAD_NORM,
-        "learning_rate": 1e-3,
+        "learning_rate": rate,
         "weight_decay": 0.01,
         "seed": SEED,
     } | ({} if precision == "no" else {precision: True})
@@ -164,6 +177,7 @@ class Run:
 
     reference: Path
     saves: bool
+    reverse: bool = False
     order_seed: int = SEED
     load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
     between: Callable[[Prepared], None] = lambda prepared: None
@@ -197,6 +211,7 @@ class Run:
             steps=self.steps,
             global_batch=ROWS,
             seed=self.order_seed,
+            reverse=self.reverse,
             max_length=MAX_LENGTH,
         )
         torch.manual_seed(SEED)

@@ -40,6 +40,7 @@ def training_rows(
     steps: int,
     global_batch: int,
     seed: int,
+    reverse: bool = False,
     throughput_steps: int = 0,
     max_length: int,
     pad_token_id: int = 0,
@@ -52,6 +53,9 @@ def training_rows(
     step, fillers do: rows of one ignored `pad_token_id`, which `has_fillers` and the gates know by
     their `sample_id`, FILLER_ID. So each row is trained once an epoch, and a loss that is divided
     by the tokens of the step stays right.
+
+    With `reverse`, the rows of each of the `steps` come in reverse. Micro-batches hold the same
+    rows then, so the training differs in the order of its sums alone.
 
     Raises:
         UsageError: one step takes more rows than there are.
@@ -69,6 +73,8 @@ def training_rows(
     ]
     parts = [part for epoch in epochs for part in (epoch, fillers)]
     order = np.concatenate([*parts, np.empty(0, dtype=np.int64)])[: steps * global_batch]
+    if reverse:
+        order = order.reshape(steps, global_batch)[:, ::-1].reshape(-1)
     ragged = _with_filler(dataset, pad_token_id) if len(dataset) in order else dataset
     ragged = ragged.select(order, keep_in_memory=True)
     if not throughput_steps:

@@ -314,6 +314,10 @@ class Row(Measured, Achieved, Judged):
     """Whether the run was a rehearsal on the CPU."""
 
     broken: list[Broken]
+    judged_steps: NotRequired[int | None]
+    """Last step that its gates judged, where rounding alone explains the gaps from the next one
+    on; null where that was not so, absent in results of older toolkits."""
+
     notes: list[str]
     """Sentences on the run for the report."""
 

@@ -95,6 +95,11 @@ class RunArguments:
         "model: as its config and --lora_dropout ask; off: none, for a run that is to "
         "be compared. What is saved keeps the model's own.",
     )
+    reverse_rows: bool = flag(
+        False,
+        "Read the rows of each optimizer step in reverse: the same training, with its sums in "
+        "another order. toolkit compare measures rounding by it.",
+    )
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] | None = flag(
         None, "Order of the work of --strategy pipeline on a step's micro-batches; none: 1f1b."
     )

@@ -60,7 +60,7 @@ def facts_of_job(job: Job) -> dict[str, Any]:
     }
     whole = request.method.arguments.is_full and request.method.dtype == "float32"
     moments = own.speed.moments_under(vars(args), job.strategy) if whole else None
-    facts |= _masters(moments)
+    facts |= _masters(moments) | ({"reverse_rows": True} if own.run.reverse_rows else {})
     facts |= {name: getattr(args, name) for name in _SAME_NAME} | {"dropout": own.run.dropout}
     return _plain(facts | request.method.facts())
 

@@ -133,6 +133,7 @@ def checked_job(own: OwnArguments) -> Job:
         steps=steps,
         global_batch=global_batch,
         seed=values["seed"],
+        reverse=own.run.reverse_rows,
         throughput_steps=own.run.throughput_steps,
         max_length=own.data.max_length,
         pad_token_id=cast("int", tokenizer.pad_token_id),

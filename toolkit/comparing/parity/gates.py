@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import Final, Literal
 
 from toolkit.comparing.parity import judges
-from toolkit.comparing.parity.judgement import GATED_STEPS, Case, Judgement
+from toolkit.comparing.parity.judgement import (
+    GATED_STEPS,
+    ROUNDED,
+    Case,
+    Judgement,
+    Rounding,
+)
 from toolkit.configs.optimizers import NOT_BY_ELEMENT
 from toolkit.records.record import Record
 from toolkit.records.results import Judged, Row
@@ -128,12 +134,18 @@ def gates_in_words(precision: str) -> str:
 
 
 def judge(
-    record: Record, control: Record, *, folder: Path, control_folder: Path, first_step: int = 1
+    record: Record,
+    control: Record,
+    *,
+    folder: Path,
+    control_folder: Path,
+    first_step: int = 1,
+    rounding: Rounding | None = None,
 ) -> Judgement:
     """Compare a run with the control.
 
     The folders hold the records, with the final weights below. Steps are compared from `first_step`
-    on, see `first_common_step`.
+    on, see `first_common_step`. Gaps that `rounding` explains break no gate.
     """
     judgement = Judgement(strategy=record["strategy"], engine=record["engine"])
     other_update = _other_update(record, control)
@@ -143,12 +155,16 @@ def judge(
         folder=folder,
         control_folder=control_folder,
         first_step=first_step,
+        rounding=rounding,
         last_step=GATED_STEPS if other_update is None else min(first_step, GATED_STEPS),
     )
     for gate in GATES.values():
         limit = math.nan if gate.limits is None else gate.limits[record["precision"]]
         gate.judge(replace(case, limit=limit), judgement)
     _leave_open(judgement, case, other_update)
+    if judgement.judged_steps is not None and not judgement.broken:
+        last = judgement.judged_steps
+        judgement.notes.append(f"judged up to step {last}: from step {last + 1} on, {ROUNDED}")
     return judgement
 
 
@@ -182,6 +198,8 @@ def _leave_open(judgement: Judgement, case: Case, other_update: str | None) -> N
             f"{control['skipped_steps']}): their weights differ from there on",
         )
     reason = randomness or other_update
+    if reason is None and case.rounding is not None:
+        reason = judgement.not_measured.get("gates.loss")
     if reason is not None and judgement.gates == dict.fromkeys(_gates_of("rows"), True):
         # Equal rows alone do not show that the training was the same.
         _take_back(judgement, _gates_of("rows"), reason)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, cast
@@ -13,6 +13,39 @@ from toolkit.records.results import Broken, Judged
 
 GATED_STEPS: Final = 20
 """Last gated step: rounding grows with every step, and at step 200 zero3 exceeded the limits."""
+
+
+# Largest ratios of clean runs to the control's own distance, at a learning rate of 1e-2 and where a
+# gap was beyond its limit: loss 1.4, gradient norm 3.0, final weights 0.83.
+ROUNDING_OF_STEPS: Final = 10.0
+ROUNDING_OF_WEIGHTS: Final = 4.0
+"""How much farther from the control than itself, by rounding alone, a sound run may be."""
+
+ROUNDED: Final = (
+    "rounding alone explains the gap: the control, trained once more with its sums in another "
+    "order, parts from itself as far"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounding:
+    """Distances of the control from itself when its sums are added up in another order.
+
+    Rounding grows with the steps, the faster the higher the learning rate is. Distances of steps
+    are the largest until then, since two trainings that part may meet by chance.
+    """
+
+    steps: Mapping[str, Mapping[int, float]]
+    """By gate and step, from 1."""
+
+    weights: float | None
+    """Of the final weights, in units of the control's update; None: not measured."""
+
+    def limit(self, gate: str, step: int | None) -> float:
+        """Return the largest distance that rounding explains; 0 where it was not measured."""
+        if step is None:
+            return ROUNDING_OF_WEIGHTS * (self.weights or 0.0)
+        return ROUNDING_OF_STEPS * self.steps.get(gate, {}).get(step, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +64,17 @@ class Case:
     last_step: int = GATED_STEPS
     """A difference after this step breaks no gate."""
 
+    rounding: Rounding | None = None
+    """None: every gap beyond the limit is a fault."""
+
     limit: float = math.nan
     """Limit of the gate in this precision; NaN, which no value is within, if it has no distance."""
+
+    def explains(self, gate: str, gap: float, step: int | None = None) -> bool:
+        """Whether rounding alone may have made a gap; in the first step it cannot have grown."""
+        if self.rounding is None or (step is not None and step <= self.first_step):
+            return False
+        return gap <= self.rounding.limit(gate, step)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,6 +92,8 @@ class Judgement:
     broken: list[Broken] = field(default_factory=list[Broken])
     not_measured: dict[str, str] = field(default_factory=dict[str, str])
     notes: list[str] = field(default_factory=list[str])
+    judged_steps: int | None = None
+    """Last step that was judged, where rounding alone explains the gaps from the next one on."""
 
     def hold(self, gate: str) -> None:
         self.gates[gate] = True
@@ -58,6 +102,11 @@ class Judgement:
         """Omit a gate that cannot be judged."""
         self.gates.pop(gate, None)
         self.not_measured[f"gates.{gate}"] = reason
+
+    def end_at(self, gate: str, step: int) -> None:
+        """Hold a gate up to a step, where rounding explains larger gaps from the next one on."""
+        self.hold(gate)
+        self.judged_steps = min(step, self.judged_steps or step)
 
     def break_gate(
         self,
@@ -124,6 +173,12 @@ def combined(judgements: Sequence[Judgement]) -> Judgement:
                 not_measured.setdefault(name, reason)
     for name in gates:
         not_measured.pop(f"gates.{name}", None)
+    judged = [one.judged_steps for one in judgements if one.judged_steps is not None]
     return replace(
-        judgements[0], gates=gates, broken=broken, notes=notes, not_measured=not_measured
+        judgements[0],
+        gates=gates,
+        broken=broken,
+        notes=notes,
+        not_measured=not_measured,
+        judged_steps=min(judged, default=None),
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from toolkit.comparing.parity.judgement import GATED_STEPS, Case, Judgement
+from toolkit.comparing.parity.judgement import GATED_STEPS, ROUNDED, Case, Judgement
 from toolkit.comparing.weights import (
     WeightGap,
     WeightsError,
@@ -28,16 +28,20 @@ alone, like that of a key's bias, which changes no output."""
 def judge_losses(case: Case, judgement: Judgement) -> None:
     """Gate the loss of every step by its absolute distance."""
     losses, wanted = case.record["losses"], case.control["losses"]
-    gaps = {
-        step: losses[step - 1] - wanted[step - 1]
-        for step in range(case.first_step, min(len(losses), len(wanted)) + 1)
-    }
+    gaps = loss_gaps(case)
     if gaps:
         judgement.gaps["loss_gap"] = Gap(
             max=_largest(gaps.values()), mean=sum(gaps.values()) / len(gaps)
         )
     sizes = {step: abs(gap) for step, gap in gaps.items()}
     _judge_steps(case, judgement, "loss", losses, len(wanted), sizes)
+
+
+def loss_gaps(case: Case) -> dict[int, float]:
+    """Return the distance of each step's loss from the control's, with its sign."""
+    pairs = zip(case.record["losses"], case.control["losses"], strict=False)
+    gaps = {step: ours - theirs for step, (ours, theirs) in enumerate(pairs, 1)}
+    return {step: gap for step, gap in gaps.items() if step >= case.first_step}
 
 
 def judge_grad_norms(case: Case, judgement: Judgement) -> None:
@@ -58,15 +62,21 @@ def judge_grad_norms(case: Case, judgement: Judgement) -> None:
             limit=case.limit,
         )
         return
-    skipped = {*case.record["skipped_steps"], *case.control["skipped_steps"]}
-    gaps: dict[int, float] = {}
-    for step in range(case.first_step, min(len(norms), len(wanted)) + 1):
-        ours, theirs = norms[step - 1], wanted[step - 1]
-        if step not in skipped and theirs is not None:
-            gaps[step] = math.nan if ours is None else _relative(ours, theirs)
+    gaps = norm_gaps(case)
     if gaps:
         judgement.gaps["grad_norm_gap"] = _largest(gaps.values())
     _judge_steps(case, judgement, "grad_norm", norms, len(wanted), gaps)
+
+
+def norm_gaps(case: Case) -> dict[int, float]:
+    """Return the relative distance of each step's gradient norm from the control's."""
+    skipped = {*case.record["skipped_steps"], *case.control["skipped_steps"]}
+    pairs = zip(case.record["grad_norms"] or (), case.control["grad_norms"] or (), strict=False)
+    return {
+        step: math.nan if ours is None else _relative(ours, theirs)
+        for step, (ours, theirs) in enumerate(pairs, 1)
+        if step >= case.first_step and step not in skipped and theirs is not None
+    }
 
 
 def _judge_steps(
@@ -85,6 +95,7 @@ def _judge_steps(
         gaps: Distances by step, from 1; not negative.
     """
     noun = {"loss": "loss", "grad_norm": "gradient norm"}[gate]
+    explained: int | None = None
     if not gaps:
         judgement.not_measured[f"{gate}_gap"] = "the two runs have no step in common"
     for step, gap in gaps.items():
@@ -92,7 +103,10 @@ def _judge_steps(
         finite = value is not None and math.isfinite(value)
         # A loss that is not finite is a fault even where different updates are legitimate.
         last_step = GATED_STEPS if gate == "loss" and not finite else case.last_step
-        if step <= last_step and not gap <= case.limit:
+        beyond = step <= last_step and not gap <= case.limit
+        if beyond and case.explains(gate, gap, step):
+            explained = explained or step
+        elif beyond:
             missing = "missing or " if gate == "grad_norm" else ""
             judgement.break_gate(
                 gate,
@@ -114,6 +128,11 @@ def _judge_steps(
         )
     elif not any(step <= case.last_step for step in gaps):
         judgement.break_gate(gate, "no gated step was compared", limit=case.limit)
+    elif explained is not None and explained - 1 <= case.first_step:
+        # The first step alone, before any update, proves no training.
+        judgement.leave_open(gate, f"from the first update on, {ROUNDED}")
+    elif explained is not None:
+        judgement.end_at(gate, explained - 1)
     else:
         judgement.hold(gate)
 
@@ -176,7 +195,7 @@ def gradient_distances(ours: dict[str, float], theirs: dict[str, float]) -> dict
     return distances
 
 
-class _OtherTrainingError(ValueError):
+class OtherTrainingError(ValueError):
     """The run's weights come from another training than the control's; values don't matter."""
 
 
@@ -184,8 +203,8 @@ def judge_weights(case: Case, judgement: Judgement) -> None:
     """Gate the distance of the final weights, in units of the control's own update."""
     record, control, limit = case.record, case.control, case.limit
     try:
-        gap, difference = _compare_weights(case)
-    except (WeightsError, _OtherTrainingError) as error:
+        gap, difference = compare_weights(case)
+    except (WeightsError, OtherTrainingError) as error:
         reason = str(error)
         judgement.not_measured |= dict.fromkeys(("weight_gap", "weight_difference"), reason)
         if isinstance(error, WeightsError):
@@ -207,6 +226,8 @@ def judge_weights(case: Case, judgement: Judgement) -> None:
         )
     elif gap <= limit:
         judgement.hold("weights")
+    elif case.explains("weights", gap):
+        judgement.leave_open("weights", ROUNDED)
     else:
         judgement.break_gate(
             "weights",
@@ -216,12 +237,12 @@ def judge_weights(case: Case, judgement: Judgement) -> None:
         )
 
 
-def _compare_weights(case: Case) -> WeightGap:
+def compare_weights(case: Case) -> WeightGap:
     """Return the distance of the final weights from the control's.
 
     Raises:
         WeightsError: the weights cannot be compared, so the gate is omitted.
-        _OtherTrainingError: the run is another training, so the gate breaks.
+        OtherTrainingError: the run is another training, so the gate breaks.
     """
     record, control = case.record, case.control
     if control["final"] is None:
@@ -232,23 +253,23 @@ def _compare_weights(case: Case) -> WeightGap:
     except WeightsError as error:
         raise WeightsError(f"the control's weights cannot be read: {error}") from None
     if record["final"] is None:
-        raise _OtherTrainingError("the run saved no weights")
+        raise OtherTrainingError("the run saved no weights")
     final, start = case.folder / record["final"], control["model"]["path"]
     try:
         check_same_names(final, reference)
     except WeightsError as error:
-        raise _OtherTrainingError(str(error)) from None
+        raise OtherTrainingError(str(error)) from None
     if start is None:
         raise WeightsError("the folder of the starting weights is not known")
     if record["model"]["path"] != start:
-        raise _OtherTrainingError(
+        raise OtherTrainingError(
             f"the run started from {record['model']['path']}, the control from {start}"
         )
     # Adapters start from random numbers, which are saved beside the record.
     full = control["training"]["method"] == "full"
     origin = Path(start) if full else case.control_folder / STARTING_ADAPTER
     if origin.is_file() and not same_weights(case.folder / STARTING_ADAPTER, origin):
-        raise _OtherTrainingError("the run's adapters began with other numbers than the control's")
+        raise OtherTrainingError("the run's adapters began with other numbers than the control's")
     return weight_gap(final, reference, origin)
 
 
@@ -301,11 +322,7 @@ def judge_evaluation(case: Case, judgement: Judgement) -> None:
         reason = control["not_measured"].get("evaluation", "the control evaluated nothing")
         judgement.not_measured["eval_loss_gap"] = reason
         return
-    gaps = {
-        step: abs(ours[step]["loss"] - theirs["loss"])
-        for step, theirs in wanted.items()
-        if step in ours
-    }
+    gaps, explained = evaluation_gaps(case), False
     if gaps:
         judgement.gaps["eval_loss_gap"] = _largest(gaps.values())
     else:
@@ -319,6 +336,9 @@ def judge_evaluation(case: Case, judgement: Judgement) -> None:
             reason = "the run did not evaluate here, the control did"
         elif any(ours[step][part] != theirs[part] for part in ("rows", "tokens")):
             reason = "other rows or tokens were evaluated than in the control"
+        elif not gaps[step] <= limit and case.explains("evaluation", gaps[step], step):
+            explained = True
+            continue
         elif not gaps[step] <= limit:
             reason = "evaluation loss apart from the control's"
         else:
@@ -327,7 +347,9 @@ def judge_evaluation(case: Case, judgement: Judgement) -> None:
             "evaluation", reason, first_step=step, value=gaps.get(step), limit=limit
         )
         return
-    if judged:
+    if explained:
+        judgement.leave_open("evaluation", ROUNDED)
+    elif judged:
         judgement.hold("evaluation")
     elif within:
         judgement.leave_open(
@@ -337,6 +359,15 @@ def judge_evaluation(case: Case, judgement: Judgement) -> None:
         )
     else:
         judgement.leave_open("evaluation", f"no evaluation is within the first {GATED_STEPS} steps")
+
+
+def evaluation_gaps(case: Case) -> dict[int, float]:
+    """Return the distance of each evaluation's loss from the control's, by the steps before it."""
+    ours, wanted = (
+        {evaluated["step"]: evaluated["loss"] for evaluated in record["evaluation"] or []}
+        for record in (case.record, case.control)
+    )
+    return {step: abs(ours[step] - wanted[step]) for step in wanted if step in ours}
 
 
 def readers_of(record: Record) -> int:

@@ -102,6 +102,8 @@ def _judged(judged: Sequence[Row], unjudged: Sequence[Row], control: str) -> Con
     """Name the judged runs whose gates held, and the largest gap to the control."""
     names, runs = gate_names(judged), len(judged) + 1
     missing = sorted({gate for row in judged for gate in names if gate not in row["gates"]})
+    last = min((step for row in judged if (step := row.get("judged_steps"))), default=None)
+    missing += [] if last is None else [f"steps after {last}"]
     except_for = f" (not judged everywhere: {', '.join(missing)})" if missing else ""
     if unjudged:
         count = f"{runs} of {runs + len(unjudged)}"

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.comparing.parity.gates import first_common_step, judge, judge_control, unjudged
-from toolkit.comparing.parity.judgement import Judgement, combined
+from toolkit.comparing.parity.judgement import Judgement, Rounding, combined
+from toolkit.comparing.parity.rounding import may_be_rounding, measure_rounding
 from toolkit.comparing.predicted import SharedFacts, facts_of
 from toolkit.comparing.report import words
 from toolkit.comparing.report.terminal import print_line
@@ -57,11 +58,14 @@ class Comparison:
 
     failures: dict[str, FailedStart] = field(default_factory=dict[str, FailedStart])
     facts: SharedFacts | None = None
-    judgements: dict[tuple[Path, Path, int], Judgement] = field(
-        default_factory=dict[tuple[Path, Path, int], Judgement]
+    judgements: dict[tuple[Path, Path, int, bool], Judgement] = field(
+        default_factory=dict[tuple[Path, Path, int, bool], Judgement]
     )
-    """Keyed by the folder of a start, that of the control's start, and the first step that is
-    compared."""
+    """Keyed by the folder of a start, that of the control's start, the first step that is compared,
+    and whether rounding is known."""
+
+    rounding: Rounding | None = None
+    """Known once the control was trained once more, which is rarely needed."""
 
     unknown: dict[str, str] = field(default_factory=dict[str, str])
     """Fields that could not be restored when the results were lost, with the reasons."""
@@ -148,12 +152,43 @@ class Comparison:
         control = self.control()
         return None if control is None else self.finished[control["name"]][0]
 
+    def control_once_more(self) -> Run | None:
+        """Return the training that measures rounding; None where no gate needs it."""
+        control, start, first = self.control(), self.control_start(), self.first_step()
+        if control is None or start is None or self.rounding is not None:
+            return None
+        late = any(
+            may_be_rounding(judgement, first_step=first)
+            for (_, of_control, *others), judgement in self.judgements.items()
+            if (of_control, *others) == (start.folder, first, False)
+        )
+        run = next(run for run in self.planned() if run.name == control["name"])
+        return run.reversed() if late else None
+
+    def measure_rounding(self, again: Finished) -> None:
+        """Judge all runs by the control's distance from itself, trained once more."""
+        control = self.control_start()
+        assert control is not None
+        self.rounding = measure_rounding(
+            again.record,
+            control.record,
+            folder=again.folder,
+            control_folder=control.folder,
+            first_step=self.first_step(),
+        )
+        self.make_rows()
+
+    def first_step(self) -> int:
+        """Return the first step that is compared."""
+        records = [start.record for starts in self.finished.values() for start in starts]
+        # Under fp16 runs skip their first steps until the loss scale fits, each its own number.
+        return first_common_step(records) if self.options.precision == "fp16" else 1
+
     def make_rows(self) -> None:
         """Make the rows of all runs that ended or are skipped, and judge them."""
         control = self.control_start()
         records = [start.record for starts in self.finished.values() for start in starts]
-        # Under fp16 runs skip their first steps until the loss scale fits, each its own number.
-        first = first_common_step(records) if self.options.precision == "fp16" else 1
+        first = self.first_step()
         # Without a preparation, model and training are read from the record of any run.
         facts = self.facts
         if facts is None and records:
@@ -188,7 +223,7 @@ class Comparison:
             return unjudged("no control has run to its end")
         if start.folder == control.folder:
             return judge_control(start.record)
-        pair = (start.folder, control.folder, first_step)
+        pair = (start.folder, control.folder, first_step, self.rounding is not None)
         if pair not in self.judgements:
             self.judgements[pair] = judgement = judge(
                 start.record,
@@ -196,6 +231,7 @@ class Comparison:
                 folder=start.folder,
                 control_folder=control.folder,
                 first_step=first_step,
+                rounding=self.rounding,
             )
             if first_step > 1:
                 note = f"compared from step {first_step}, the first that no run skipped"

@@ -32,6 +32,7 @@ OWNED_FLAGS: Final = {
     "fp16": "compare has its own --precision",
     "tf32": "a comparison keeps TF32 off, or its gates would not hold; there is --precision bf16",
     "dropout": "a comparison sets it to 0, or its gates would not hold; toolkit.train keeps it",
+    "reverse_rows": "a comparison sets it itself, where it has to tell rounding from a fault",
     "dtype": "a comparison loads fp32 weights everywhere; compare has its own --precision",
     "resume_from_checkpoint": f"{KEEPS_FINAL}; give the same --output to resume the comparison",
     **dict.fromkeys(

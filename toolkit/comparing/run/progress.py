@@ -157,6 +157,11 @@ class ProgressLines:
         self.printed.clear()
         self.say(f"{self.label}: {processes}, started")
 
+    def also(self, run: Run, text: str) -> None:
+        """Say why a run without a row begins."""
+        self.label = self.shown_name(run)
+        self.say(text)
+
     def line(self, text: str) -> None:
         """Take one line of the run's output."""
         # Every rank may print the same announcement.

@@ -23,7 +23,7 @@ from toolkit.comparing.run.folders import (
     why_lost,
 )
 from toolkit.comparing.run.options import OWNED_FLAGS, CompareOptions, flags_in
-from toolkit.comparing.run.plan import CONTROLS, ComparisonPlan, Run
+from toolkit.comparing.run.plan import CONTROLS, REVERSED, ComparisonPlan, Run
 from toolkit.comparing.run.starting import end_of
 from toolkit.errors import UsageError
 from toolkit.launching.outcome import Ending, Outcome, judge
@@ -80,7 +80,8 @@ def rebuilt(folder: Path) -> Comparison:
     Raises:
         UsageError: no run has readable settings.
     """
-    all_started = [_read_started(folder, name) for name in run_names(folder)]
+    names = [name for name in run_names(folder) if not name.endswith(REVERSED)]
+    all_started = [_read_started(folder, name) for name in names]
     readable = [started for started in all_started if started is not None]
     if not readable:
         raise UsageError(f"{folder} holds no run of a comparison.")
@@ -121,6 +122,8 @@ def rebuilt(folder: Path) -> Comparison:
     # The search for the control reads the rows of the candidates before it.
     comparison.make_rows()
     comparison.make_rows()
+    if (again := comparison.control_once_more()) and (starts := completed(folder, again.name)):
+        comparison.measure_rounding(starts[0])
     return comparison
 
 

@@ -111,6 +111,7 @@ def bare_row(
         "rehearsal": rehearsal,
         "broken": [],
         "notes": [],
+        "judged_steps": None,
         "guard_warnings": [],
         "tail": [],
         "cause": None,
@@ -248,6 +249,7 @@ def add_judgement(row: Row, judgement: Judgement) -> None:
     row["gates"] = judgement.gates
     row["broken"] = judgement.broken
     row["notes"] = judgement.notes
+    row["judged_steps"] = judgement.judged_steps
     row["not_measured"] |= judgement.not_measured
     for broken in row["broken"]:
         broken["name"] = row["name"]

@@ -24,6 +24,7 @@ from toolkit.comparing.run.comparison import Comparison
 from toolkit.comparing.run.folders import (
     FailedStart,
     check_output,
+    completed,
     next_attempt,
     read_starts,
     short_path,
@@ -194,6 +195,40 @@ class RunQueue:
             waiting = self.with_control(waiting, planned)
             comparison.save(complete=not waiting)
             self.progress.finish(planned, comparison.rows[planned.name], comparison.control())
+        self.tell_rounding_from_faults()
+
+    def tell_rounding_from_faults(self) -> None:
+        """Train the control once more where a gate broke late, and judge all runs by that.
+
+        It reads the rows of each step in reverse, which changes the order of its sums alone.
+        """
+        comparison = self.comparison
+        again = comparison.control_once_more()
+        if again is None:
+            return
+        starts = completed(comparison.folder, again.name)
+        if starts:
+            end = starts[0]
+        else:
+            self.progress.also(
+                again,
+                "A gate broke after the first step. The control is trained once more with its "
+                "sums in another order, to tell rounding from a fault.",
+            )
+            folder = next_attempt(comparison.folder, again.name)
+            end = start_run(comparison, again, folder, progress=self.progress)
+        if isinstance(end, FailedStart):
+            self.progress.say(f"Rounding was not measured: {end.status}: {end.reason}")
+            return
+        comparison.measure_rounding(end)
+        comparison.save(complete=True)
+        if comparison.rounding is None:
+            self.progress.say("Rounding was not measured: the control's two trainings differ.")
+        for planned in comparison.planned():
+            row = comparison.rows.get(planned.name)
+            if row is not None and row.get("judged_steps"):
+                name = comparison.plan.shown_name(planned)
+                self.progress.say(f"{name}: {'; '.join(row['notes'])}")
 
     def take_over(self, planned: Run) -> None:
         """Take over the starts that an earlier command of this comparison finished."""
