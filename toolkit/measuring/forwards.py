@@ -77,7 +77,7 @@ def hashes_of_rows(inputs: Any) -> list[int]:
 
     The first tensor with a dimension says how many rows there are.
     """
-    tensors = [local(tensor.detach()) for tensor in tensors_in(inputs) if tensor.dim()]
+    tensors = [local(tensor.detach()) for tensor in tensors_in(inputs) if _has_rows(tensor)]
     if not tensors:
         return []
     hashes = [0] * tensors[0].shape[0]
@@ -88,3 +88,8 @@ def hashes_of_rows(inputs: Any) -> list[int]:
                 zlib.crc32(row.tobytes(), held) for row, held in zip(rows, hashes, strict=True)
             ]
     return hashes
+
+
+def _has_rows(tensor: torch.Tensor) -> bool:
+    odd = tensor.is_nested or tensor.is_meta or tensor.layout != torch.strided
+    return tensor.dim() > 0 and not odd

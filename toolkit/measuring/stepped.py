@@ -30,7 +30,7 @@ class SteppedTensor:
 
     tensor: Any
     before: int | None
-    """Before the first step; None where it lies in a file."""
+    """Before the first step; None where `now` does not know it."""
 
     after: int | None = None
     """After the last step that had a gradient for it."""
@@ -45,8 +45,12 @@ class SteppedTensor:
         return not (is_spread(self.tensor) or is_partitioned(self.tensor))
 
     def now(self) -> int | None:
-        """Return its present sum; None where it lies in a file."""
-        return None if is_swapped_out(self.tensor) else checksum(held_part(self.tensor))
+        """Return its present sum; None where it lies in a file or is of a type of its own."""
+        held = held_part(self.tensor)
+        # A quantized tensor, say, has no bits to view.
+        if is_swapped_out(self.tensor) or type(held) is not torch.Tensor:
+            return None
+        return checksum(held)
 
 
 @dataclass(slots=True, eq=False)
@@ -149,8 +153,9 @@ class Optimizers:
 
 
 def rates_of(groups: Sequence[dict[str, Any]]) -> list[Any]:
-    """Return the learning rates of an optimizer's groups; 1.0 of a rule without one."""
-    return [group.get("lr", 1.0) for group in groups]
+    """Return the learning rates of an optimizer's groups; 1.0 where a rule finds its own."""
+    rates = [group.get("lr") for group in groups]
+    return [1.0 if rate is None else rate for rate in rates]
 
 
 def _parameters(optimizer: Any) -> list[Any]:
