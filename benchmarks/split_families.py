@@ -55,8 +55,8 @@ GAPS = {"loss": 1e-5, "norm": 1e-4, "gradient": 1e-3}
 TOGETHER = 8
 """Families that the same ranks train."""
 
-SECONDS = 100
-"""Time for one family."""
+SECONDS = 300
+"""Time for one family: some compute layers that keep a state token by token on a CPU."""
 
 LARGEST = 10_000_000
 """Parameters of the largest model that is trained."""
@@ -163,7 +163,7 @@ def of_families(names: list[str]) -> dict[str, dict[str, str]]:
                 seconds = time.monotonic() - begun
                 print(family, f"{seconds:.0f} s", ends[family], file=sys.stderr, flush=True)
                 if not ends[family]:  # the ranks may wait for each other
-                    ends[family] = dict.fromkeys(NAMES, f"no answer: in {SECONDS} s")
+                    ends[family] = dict.fromkeys(NAMES, f"no answer in {SECONDS} s")
                     break
             for rank in ranks:
                 rank.kill()
@@ -241,7 +241,9 @@ def sizes(config: Any) -> dict[str, Any]:
     if "kv_lora_rank" in taken:  # every head has keys and values of its own
         taken["num_key_value_heads"] = taken["num_attention_heads"]
     for name, value in vars(config).items():
-        if isinstance(value, PreTrainedConfig):
+        if isinstance(value, float) and ("dropout" in name or "jitter" in name):
+            taken[name] = 0.0
+        elif isinstance(value, PreTrainedConfig):
             taken[name] = {"model_type": value.model_type} | sizes(value)
     return taken
 

@@ -15,8 +15,9 @@ GATED_STEPS: Final = 20
 """Last gated step: rounding grows with every step, and at step 200 zero3 exceeded the limits."""
 
 
-# Largest ratios of clean runs to the control's own distance, at a learning rate of 1e-2 and where a
-# gap was beyond its limit: loss 1.4, gradient norm 3.0, final weights 0.83.
+# Largest ratios of clean runs to the control's own distance, at learning rates of 1e-2 to 1e-1 and
+# where a gap was beyond its limit: loss 1.4, gradient norm 6.3, final weights 0.98.
+# benchmarks/results/2026-11-26-rounding.md has the numbers.
 ROUNDING_OF_STEPS: Final = 10.0
 ROUNDING_OF_WEIGHTS: Final = 4.0
 """How much farther from the control than itself, by rounding alone, a sound run may be."""
