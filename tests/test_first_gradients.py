@@ -53,14 +53,14 @@ def test_one_row_that_holds_the_gradient_is_named_under_every_sharding_and_the_r
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3", "fsdp"])
-def test_a_script_that_trains_nothing_is_not_attested_in_silence(strategy, launch, tmp_path):
+def test_a_script_that_trains_nothing_is_refused(strategy, launch, tmp_path):
     script = SCRIPTS / "empty_labels.py"
     done = launch(strategy, "-m", "toolkit.rehearse", script, tmp_path, 1)
-    assert done.returncode == 0, done.stdout
+    assert done.returncode == 1, done.stdout
     assert "every gradient of step 1 is zero: nothing was learned in it" in done.stdout
-    _, attested, after = done.stdout.partition(f"attested {strategy}")
-    assert attested
-    assert "8 of the 8 rows that rank 0 trained had no token to learn: all" in after
+    assert "refused: AdamW made 2 steps" in done.stdout, done.stdout
+    assert "parameters changed. Look for labels that are all masked" in done.stdout
+    assert "attested" not in done.stdout
 
 
 def test_rows_of_a_script_without_a_token_to_learn_are_counted_among_others(launch, tmp_path):

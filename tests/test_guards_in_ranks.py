@@ -92,11 +92,11 @@ def test_with_guards_off_each_step_asks_for_the_collectives_of_the_plain_trainer
         # What was gathered to hold the norm that clips to it; objects take two calls.
         probe = without(off["steps"][1], plain["steps"][1])
         assert [str(call[1][0][0]) for call in probe] == ["torch.int64", "torch.uint8"], probe
-        # Objects are gathered, two calls each: the folder's lock before the first step, and what
-        # engaged before and after it.
+        # Objects are gathered, two calls each: the folder's lock before the first step, what
+        # engaged before and after it, and the shares of its gradients.
         besides = without(off["steps"][0], plain["steps"][0])
         assert {str(call[1][0][0]) for call in besides} <= {"torch.int64", "torch.uint8"}
-        assert len(besides) == 8
+        assert len(besides) == 10
 
 
 def test_with_guards_on_a_step_has_one_more_all_reduce(ranks):
