@@ -415,7 +415,9 @@ class Recorder:
             parameters = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
             of_all = not (args or kwargs) and _are_trained(parameters, self._model)
             if of_all and not backend.steps_in_backward:
-                self._gather_gradients(scale=_scale_of(accelerator))
+                # Only in fp16 does Accelerate clip by the norm of unscaled gradients.
+                unscales = accelerator.mixed_precision == "fp16"
+                self._gather_gradients(scale=_scale_of(accelerator) if unscales else 1.0)
             with (
                 self._clock.within("optimizer"),
                 self._ledger.within("clipping"),
