@@ -300,10 +300,10 @@ def of_strategy(family: str, folder: str, strategy: Strategy) -> str:
     wrong = [f"{name} by {gap:.1g}" for name, gap in gaps.items() if not gap <= GAPS[name]]
     if not wrong:
         return "equal"
-    said = f"{', '.join(wrong)}, most in {worst}"
+    words = f"{', '.join(wrong)}, most in {worst}"
     if refused:
-        return f"not equal and refused in the second step: {said}; {refused[0].what}"
-    return f"not equal: {said}"
+        return f"not equal and refused in the second step: {words}; {refused[0].what}"
+    return f"not equal: {words}"
 
 
 def prepared(folder: str, strategy: Strategy, *, micro_batches: int) -> tuple[Any, Any]:
@@ -336,15 +336,15 @@ def _loss_of_rows(
     backend = backend_of(model)
     readers, reader = backend.data_parallel_size(), backend.data_parallel_rank()
     rows = slice(reader * ROWS // readers, (reader + 1) * ROWS // readers)
-    own = [{name: values[rows] for name, values in batch.items()} for batch in batches]
-    losses = backend.run_together(accelerator, own, items)
+    of_rank = [{name: values[rows] for name, values in batch.items()} for batch in batches]
+    losses = backend.run_together(accelerator, of_rank, items)
     if losses is not None:
         return torch.stack(losses).sum()
     total = torch.zeros(())
-    for batch in own:
+    for batch in of_rank:
         with accelerator.accumulate(model):
             loss = model(**batch, num_items_in_batch=items).loss * readers
-            backend.backward(accelerator, loss, micro_batches=len(own))
+            backend.backward(accelerator, loss, micro_batches=len(of_rank))
             total += loss.detach()
     return total
 

@@ -63,6 +63,15 @@ def test_a_script_that_trains_nothing_is_refused(strategy, launch, tmp_path):
     assert "attested" not in done.stdout
 
 
+def test_a_note_of_the_first_step_of_a_script_is_printed_once(launch, tmp_path):
+    """At a learning rate of 0 no weight was to change, so the script is not refused."""
+    script = SCRIPTS / "empty_labels.py"
+    done = launch("ddp", "-m", "toolkit.rehearse", script, tmp_path, 1, 0)
+    assert done.returncode == 0, done.stdout
+    assert "attested ddp" in done.stdout
+    assert done.stdout.count("every gradient of step 1 is zero") == 1, done.stdout
+
+
 def test_rows_of_a_script_without_a_token_to_learn_are_counted_among_others(launch, tmp_path):
     done = launch("ddp", "-m", "toolkit.rehearse", SCRIPTS / "empty_labels.py", tmp_path, 2)
     assert done.returncode == 0, done.stdout

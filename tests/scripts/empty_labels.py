@@ -1,6 +1,7 @@
 """A stock HF Trainer on rows of which some have no token to learn: FOLDER, and every how many.
 
-`python empty_labels.py FOLDER 1` has no row with one, and 2 has every other row.
+`python empty_labels.py FOLDER 1` has no row with one, and 2 has every other row. A third word is
+the learning rate.
 """
 
 import sys
@@ -24,7 +25,12 @@ rows = [
     for at, row in enumerate(torch.randint(0, 64, (16, 8)))
 ]
 args = TrainingArguments(
-    folder, max_steps=2, per_device_train_batch_size=4, report_to="none", save_strategy="no"
+    folder,
+    max_steps=2,
+    per_device_train_batch_size=4,
+    learning_rate=float(sys.argv[3]) if sys.argv[3:] else 1e-3,
+    report_to="none",
+    save_strategy="no",
 )
 trainer = Trainer(model=model, args=args, train_dataset=rows)
 trainer.train()

@@ -145,12 +145,12 @@ def exchange(report: Report, *, rank: int, ranks: int) -> list[Report] | None:
 
 
 def refusals(reports: Sequence[Report]) -> list[str]:
-    """Return a sentence for each reason to refuse what the ranks have trained."""
+    """Return a sentence for each reason to refuse the training of these ranks."""
     return [*_of_no_model(reports), *_parted(reports), *_unchanged(reports)]
 
 
 def notes(reports: Sequence[Report]) -> list[str]:
-    """Return what is unusual in what the ranks have trained, and may be meant so."""
+    """Return sentences on unusual traits of the training that may be intended."""
     common = dict.fromkeys(note for report in reports for note in report.notes)
     return [*common, *_other_starts(reports), *_equal_rows(reports)]
 

@@ -30,7 +30,7 @@ GRADIENT_GAP: Final = 1e-3
 """Largest gap between two ranks' norms of one gradient, relative to it."""
 
 OF_ALL: Final = 1e-6
-"""What is added to that, relative to the norm of all gradients: some are nothing but rounding."""
+"""Added to that gap, relative to the norm of all gradients: some gradients are only rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,26 +77,30 @@ def mismatches(of_ranks: Sequence[tuple[WholeGradients | None, float | None]]) -
             that has none.
     """
     return [
-        found
+        mismatch
         for rank, (whole, norm) in enumerate(of_ranks)
-        if (found := _mismatch(of_ranks[0][0], whole, norm, rank=rank)) is not None
+        if (mismatch := _mismatch(of_ranks[0][0], whole, norm, rank=rank)) is not None
     ]
 
 
 def _mismatch(
-    first: WholeGradients | None, own: WholeGradients | None, norm: float | None, *, rank: int
+    first: WholeGradients | None, whole: WholeGradients | None, norm: float | None, *, rank: int
 ) -> Mismatch | None:
-    if first is None or own is None:
+    if first is None or whole is None:
         return None
     for name, wanted in first.norms.items():
-        if not abs(own.norms[name] - wanted) <= GRADIENT_GAP * wanted + OF_ALL * first.norm:
+        if not abs(whole.norms[name] - wanted) <= GRADIENT_GAP * wanted + OF_ALL * first.norm:
             return Mismatch(
                 what=f"gradient norm of {name}",
                 asked=f"{wanted:.6g} as on rank 0",
-                engaged=f"{own.norms[name]:.6g}",
+                engaged=f"{whole.norms[name]:.6g}",
                 rank=rank,
             )
-    if norm is None or abs(norm - own.norm) <= own.tolerance:
+    if norm is None or abs(norm - whole.norm) <= whole.tolerance:
         return None
-    asked = f"{own.norm:.6g}, that of the gathered gradients"
-    return Mismatch(what="gradient norm that clips", asked=asked, engaged=f"{norm:.6g}", rank=rank)
+    return Mismatch(
+        what="gradient norm that clips",
+        asked=f"{whole.norm:.6g}, that of the gathered gradients",
+        engaged=f"{norm:.6g}",
+        rank=rank,
+    )

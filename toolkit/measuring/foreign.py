@@ -239,7 +239,7 @@ class _Script:
             f"products {computed}" if computed else f"precision {facts['precision']}"
         )
         yield f"attested {name}: " + ", ".join(shown_facts)
-        yield from self.recorder.notes
+        yield from self.recorder.notes_to_print()
         yield from self._precision(facts["precision"])
         yield from self._clipping_and_accumulation()
 
@@ -270,9 +270,10 @@ class _Script:
             yield f"the script clips at {clipping}, DeepSpeed at {engine_clips}, which holds"
         else:
             yield f"DeepSpeed clips at {engine_clips}"
-        asked = self._accelerator.gradient_accumulation_steps
-        if engine_counts not in (None, asked):
-            yield (f"the Accelerator accumulates {asked} micro-batches, DeepSpeed {engine_counts}")
+        requested = self._accelerator.gradient_accumulation_steps
+        if engine_counts not in (None, requested):
+            accumulates = f"the Accelerator accumulates {requested} micro-batches"
+            yield f"{accumulates}, DeepSpeed {engine_counts}"
 
 
 def _steps_of(optimizers: list[Stepped]) -> str:

@@ -113,8 +113,9 @@ def notes(ranks: Sequence[Share], *, step: int) -> list[str]:
 def not_judged(ranks: Sequence[Share]) -> list[str]:
     """Say why no row can be named; empty if one can."""
     unknown = next((share.unknown for share in ranks if share.unknown), None)
-    said = f"whether one row holds nearly all of the gradient was not judged: {unknown}"
-    return [] if unknown is None else [said]
+    if unknown is None:
+        return []
+    return [f"whether one row holds nearly all of the gradient was not judged: {unknown}"]
 
 
 def merged(ranks: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:

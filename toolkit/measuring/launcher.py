@@ -61,7 +61,7 @@ def launcher_words(command: Sequence[str]) -> Sequence[str] | None:
 
 
 def refusal_of(words: Sequence[str]) -> str | None:
-    """Return why one plain process is not what these arguments ask for; None where it is.
+    """Return a sentence if these arguments ask for more than one plain process; else None.
 
     Args:
         words: Arguments of `accelerate launch`, its script's included.
@@ -81,11 +81,11 @@ def refusal_of(words: Sequence[str]) -> str | None:
     backend = next((name for name in names if flags or name in kind), None)
     if backend is None and (ranks or 1) <= 1:
         return None
-    asked = f"{ranks} rank{'' if ranks == 1 else 's'}" if ranks else "ranks"
-    asked += f" of {backend}" if backend else ""
+    request = f"{ranks} rank{'' if ranks == 1 else 's'}" if ranks else "ranks"
+    request += f" of {backend}" if backend else ""
     return (
-        f"accelerate launch was asked for {asked} ({_sources(arguments)}), and started one process "
-        f"without a backend. {_remedy(arguments)}"
+        f"accelerate launch was asked for {request} ({_sources(arguments)}), and started one "
+        f"process without a backend. {_remedy(arguments)}"
     )
 
 

@@ -180,13 +180,13 @@ class Observed:
         """Find the tensors that have no place yet: adapters may be attached at any time."""
         stepped = [number for s in self.optimizers.all for number in s.tensors]
         if any(self._places.get(number) is None for number in stepped):
-            found = {
+            places = {
                 id(parameter): place
                 for observed in self.models
                 for place, parameter in self._placed(observed)
             }
             for number in stepped:
-                self._places[number] = self._places.get(number) or found.get(number)
+                self._places[number] = self._places.get(number) or places.get(number)
 
     def _placed(self, observed: ObservedModel) -> Iterator[tuple[Place, Any]]:
         """Yield the present parameters of a model, each with its place."""
@@ -223,14 +223,14 @@ class Observed:
         forwards = observed.forwards
         rows = forwards.rows
         tensors = dict(self._tensors(observed))
-        own = {name for name, tensor in tensors.items() if not tensor.is_prepared}
-        before = dict(self._tensors(observed, prepared_alone=True)) if own else {}
+        unprepared = {name for name, tensor in tensors.items() if not tensor.is_prepared}
+        before = dict(self._tensors(observed, prepared_alone=True)) if unprepared else {}
         return ModelReport(
             name=observed.name,
             reader=backend_of(observed.model).data_parallel_rank(),
             at_start=observed.at_start,
             tensors=dict(self._others(observed)) | tensors,
-            prepared_before={name: before[name] for name in own & before.keys()},
+            prepared_before={name: before[name] for name in unprepared & before.keys()},
             added=[*self._added(observed, tensors)],
             rows=[zlib.crc32(repr(of_forward).encode()) for of_forward in rows],
             different_rows=len({row for of_forward in rows for row in of_forward}),
@@ -307,10 +307,10 @@ class Observed:
                 )
         most = {observed.most_micro_batches for observed in trained if observed.steps > 1}
         for accelerator in self._accelerators:
-            asked = accelerator.gradient_accumulation_steps
-            if asked > 1 and most == {1}:
+            requested = accelerator.gradient_accumulation_steps
+            if requested > 1 and most == {1}:
                 yield (
-                    f"Accelerator(gradient_accumulation_steps={asked}) was asked, and every "
+                    f"Accelerator(gradient_accumulation_steps={requested}) was asked, and every "
                     "optimizer step was made of one micro-batch. Put the micro-batch under "
                     "`with accelerator.accumulate(model):`"
                 )

@@ -77,6 +77,7 @@ class Recorder:
         self._evidence = evidence
         self.engaged: dict[str, Any] = {}
         self.notes = list(notes or ())
+        self._printed_notes: list[str] = []
         self.rehearsal = rehearsal
         self._steps_file = steps_file
         self._status = status
@@ -485,8 +486,13 @@ class Recorder:
         shares = gather_objects(self._gradients.share())
         self.notes += gradients.not_judged(shares)
         for note in gradients.notes(shares, step=step):
-            self.notes.append(note)
+            self._printed_notes.append(note)
             say_on_rank_0(note)
+        self.notes += self._printed_notes
+
+    def notes_to_print(self) -> list[str]:
+        """Return the notes that were not printed in the first step."""
+        return [note for note in self.notes if note not in self._printed_notes]
 
     # Every step
 

@@ -66,9 +66,9 @@ def measure_rounding(
 
 
 def _largest_so_far(gaps: Mapping[int, float]) -> dict[int, float]:
-    largest, found = 0.0, dict[int, float]()
+    largest, by_step = 0.0, dict[int, float]()
     for step, gap in sorted(gaps.items()):
         if math.isfinite(gap):
             largest = max(largest, abs(gap))
-        found[step] = largest
-    return found
+        by_step[step] = largest
+    return by_step
