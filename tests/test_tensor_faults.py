@@ -22,7 +22,7 @@ OF_A_GROUP = {
     "other_initial_weights": (ALL, "initial weights"),
     "adam_for_adamw": (ALL, "optimizer settings"),
     "learning_rate_doubled": (ALL, "learning rate"),
-    "not_clipped": (ALL, "clipping norm"),
+    "not_clipped": ({"loss", "weights"}, "clipping norm"),
     "adam_epsilon_1e_6": ({"loss", "weights"}, "optimizer settings"),
     "no_weight_decay": ({"weights"}, "optimizer settings"),
     "gradients_doubled": ({"grad_norm"}, "loss weighting"),

@@ -80,6 +80,13 @@ def test_a_gradient_that_one_rank_has_otherwise_is_named_by_that_rank():
     assert str(found) == "gradient norm of bias: asked 4 as on rank 0, engaged 4.1 (rank 1)"
 
 
+def test_gradients_that_are_not_finite_are_left_to_the_guards_unless_one_rank_has_them_alone():
+    torn = replace(WHOLE, norms={"matrix": math.nan, "bias": math.inf})
+    assert clipping.mismatches([(torn, math.nan), (torn, math.nan)]) == []
+    (found,) = clipping.mismatches([(WHOLE, 5.0), (torn, math.nan)])
+    assert str(found).endswith("engaged nan (rank 1)")
+
+
 def test_gradients_that_are_nothing_but_rounding_may_differ():
     first, second = (replace(WHOLE, norms={"matrix": 5.0, "bias": g}) for g in (1e-8, 3e-8))
     assert clipping.mismatches([(first, 5.0), (second, 5.0)]) == []

@@ -72,6 +72,8 @@ def gathered(backend: Backend, *, scale: float) -> WholeGradients:
 def mismatches(of_ranks: Sequence[tuple[WholeGradients | None, float | None]]) -> list[Mismatch]:
     """List what differs: the first gradient of a rank, or else the norm by which it clipped.
 
+    Gradients that are not finite on rank 0 nor on a rank are left to the guards.
+
     Args:
         of_ranks: What every rank has gathered, and the norm by which it clipped; None of a rank
             that has none.
@@ -87,6 +89,8 @@ def _mismatch(
     first: WholeGradients | None, whole: WholeGradients | None, norm: float | None, *, rank: int
 ) -> Mismatch | None:
     if first is None or whole is None:
+        return None
+    if not (math.isfinite(first.norm) or math.isfinite(whole.norm)):
         return None
     for name, wanted in first.norms.items():
         if not abs(whole.norms[name] - wanted) <= GRADIENT_GAP * wanted + OF_ALL * first.norm:
