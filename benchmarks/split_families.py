@@ -33,7 +33,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from toolkit.engines import pipeline
 from toolkit.engines.backend import backend_of, prepare
-from toolkit.engines.tensor_parallel import claim_mesh
+from toolkit.engines.tensor_parallel import SOUND_SHARDS, claim_mesh
 from toolkit.errors import UsageError
 from toolkit.measuring import clipping
 from toolkit.measuring.attestation import gather_objects
@@ -103,6 +103,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     disable_progress_bar()
     torch.set_num_threads(1)
+    SOUND_SHARDS.clear()  # refused because of this script
     for late in ("datasets", "torch._dynamo", "transformers.distributed.tensor_parallel"):
         import_module(late)  # once for all ranks
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "WORLD_SIZE": str(RANKS)}

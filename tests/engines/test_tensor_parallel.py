@@ -158,8 +158,15 @@ def test_the_planner_knows_the_shape_of_each_part(parts, family):
         ("qwen2", {"vocab_size": 61, "tie_word_embeddings": True}, "61 tied embeddings"),
         ("qwen2", {"vocab_size": 64, "tie_word_embeddings": True}, None),
         ("llama", {"vocab_size": 61}, None),
+        ("olmo_hybrid", {}, "transformers splits olmo_hybrid so that it trains another loss"),
     ],
 )
 def test_a_model_that_cannot_be_split_is_refused_by_name(kind, sizes, words):
     problem = plan_problem(AutoConfig.for_model(kind, **sizes), 2, 2)
     assert problem is None if words is None else words in problem
+
+
+@pytest.mark.parametrize(("kind", "refused"), [("olmo_hybrid", False), ("hrm_text", True)])
+def test_a_model_that_only_some_groups_train_wrongly_is_refused_for_these(kind, refused):
+    problem = plan_problem(AutoConfig.for_model(kind), 2, 1)
+    assert ("trains another loss" in (problem or "")) is refused

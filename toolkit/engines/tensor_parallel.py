@@ -17,7 +17,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -40,6 +40,10 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch.distributed.device_mesh import DeviceMesh
     from transformers.distributed.configuration_utils import DistributedConfig
+
+SOUND_SHARDS: Final = {"hrm_text": 0, "olmo_hybrid": 1, "bailing_hybrid": 1}
+"""Types of models that transformers 5.24 splits so that they train another loss, and in how many
+shards they do not. `benchmarks/split_families.py` found them, and tells when they can go."""
 
 
 def traits_of(strategy: Strategy, num_processes: int) -> Traits:
@@ -323,6 +327,8 @@ def plan_problem(config: Any, size: int, shards: int) -> str | None:
         return (
             f"{config.model_type} has no tensor-parallel plan in transformers (base_model_tp_plan)"
         )
+    if shards > SOUND_SHARDS.get(text.model_type, shards):
+        return f"transformers splits {text.model_type} so that it trains another loss"
     counts: Mapping[str, Any] = {
         "attention heads": getattr(text, "num_attention_heads", None),
         "key-value heads": getattr(text, "num_key_value_heads", None),
