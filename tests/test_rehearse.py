@@ -1,6 +1,7 @@
 """Scripts that know nothing of the toolkit, under configs made for GPUs, on a machine without."""
 
 import ast
+import importlib
 import inspect
 import json
 import os
@@ -159,6 +160,31 @@ def test_what_a_script_s_own_flags_ask_engages_under_torchrun(
         assert losses_of(done) == pytest.approx(control, abs=1e-5), name
 
 
+def test_a_script_that_asks_for_gpus_and_the_hub_goes_on_and_all_is_said_once(launch_environment):
+    """Under torchrun, where no config asks for a strategy."""
+    # A port that is closed: a Hub that can't be reached, also where there is a network.
+    hub = {"HF_HUB_OFFLINE": "", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    done = launches.run(
+        (
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"),
+            *("--standalone", "-m", "toolkit.rehearse"),
+            SCRIPTS / "asks_for_gpus_and_the_hub.py",
+        ),
+        environment=launches.cold(launch_environment) | hub,
+    )
+    assert done.returncode == 1, done.stdout
+    assert done.stdout.count("RANKS 2 MEMORY (0, (0, 0), 0)") == 2, done.stdout
+    assert re.findall(r"HUB (\d+) We couldn't connect", done.stdout) == ["0", "0"]
+    for said in (
+        "torch.cuda.reset_peak_memory_stats and its like return 0 in this rehearsal",
+        "127.0.0.1 can't be reached",
+        "toolkit: the script never passed a model and an optimizer through Accelerator.prepare",
+        "toolkit: types-differ: ",
+    ):
+        assert done.stdout.count(said) == 1, (said, done.stdout)
+    assert "deepspeed_shm_comm" not in done.stdout
+
+
 def test_a_script_s_flag_that_contradicts_the_config_is_refused_and_both_are_named(
     launch, tmp_path
 ):
@@ -303,3 +329,4 @@ def test_the_places_inside_accelerate_that_a_rehearsal_changes_are_still_there()
     assert "ACCELERATE_TORCH_DEVICE" in inspect.getsource(PartialState.__init__)
     assert "cpu_offload" in inspect.getsource(FullyShardedDataParallelPlugin.set_cpu_offload)
     assert callable(training_args.is_torch_bf16_gpu_available)
+    assert "build_shm_op()" in inspect.getsource(importlib.import_module("deepspeed.comm.torch"))

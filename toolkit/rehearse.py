@@ -30,7 +30,13 @@ import psutil
 from toolkit.causes.diagnosis import diagnose_error
 from toolkit.configs import requested
 from toolkit.engines import deepspeed_config
-from toolkit.engines.on_cpu import patch_accelerate, patch_transformers
+from toolkit.engines.on_cpu import (
+    patch_accelerate,
+    patch_deepspeed,
+    patch_hub,
+    patch_torch,
+    patch_transformers,
+)
 from toolkit.environment import check_installed
 from toolkit.errors import MachineLostError, UsageError
 from toolkit.escaping import one_line
@@ -125,8 +131,19 @@ def print_reason(code: int, reason: str, *, alone: bool = False) -> int:
 def print_cause(error: BaseException) -> None:
     """Print the cause and the fix of an error that ends this rank, where they are known."""
     diagnosis = diagnose_error(error)
-    if diagnosis is not None:
+    if diagnosis is not None and _is_first_to_say(diagnosis.name):
         say(redact(f"{diagnosis.name}: {diagnosis.text} What helps: {diagnosis.fix}"))
+
+
+def _is_first_to_say(name: str) -> bool:
+    """Whether no other rank of this launch on this machine has said so."""
+    try:
+        (folder_of_launch() / f"said-{name}").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except (OSError, UsageError):
+        return True
+    return True
 
 
 def _hang_timeout(arguments: list[str]) -> tuple[float | None, list[str]]:
@@ -288,9 +305,12 @@ def rehearse_if_needed() -> bool:
         deepspeed_config.use_deepspeed_config(
             deepspeed_config.checked_deepspeed_config(), rehearsal=True
         )
+    patch_torch()
     patch_accelerate()
     patch_transformers()
+    patch_hub()
     if importlib.util.find_spec("deepspeed") is not None:
+        patch_deepspeed()
         deepspeed_config.fit_configs_of_scripts()
     return True
 

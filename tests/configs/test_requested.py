@@ -2,11 +2,13 @@
 
 import base64
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
 import yaml
 from accelerate import ParallelismConfig
+from places import ROOT
 
 from toolkit.configs import ConfigOptions
 from toolkit.configs.files import write_configs
@@ -169,11 +171,36 @@ def test_a_field_in_the_yaml_that_is_no_number_is_named(name, value, said):
         requested_strategy(DEEPSPEED | {name: value})
 
 
-def test_fsdp_without_a_version_is_fsdp1_and_refused(tmp_path, launched):
-    section = {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_sync_module_states": True}
+@pytest.mark.parametrize(
+    ("sharding", "written", "strategy"),
+    [
+        ("FULL_SHARD", "fsdp_reshard_after_forward: true", "fsdp"),
+        (2, "fsdp_reshard_after_forward: false", "fsdp_grad_op"),
+        (
+            "HYBRID_SHARD",
+            "parallelism_config of accelerate_configs/fsdp_hybrid.yaml",
+            "fsdp_hybrid",
+        ),
+        ("NO_SHARD", "use accelerate_configs/ddp.yaml", None),
+    ],
+)
+def test_a_config_for_fsdp1_is_refused_with_the_keys_that_make_it_one_for_fsdp2(
+    tmp_path, launched, sharding, written, strategy
+):
+    section = {"fsdp_sharding_strategy": sharding, "fsdp_state_dict_type": "LOCAL_STATE_DICT"}
     environment = launched(*yaml_file(tmp_path, "FSDP", fsdp_config=section))
-    with pytest.raises(UsageError, match="fsdp_version: 2"):
+    with pytest.raises(UsageError, match=written) as refused:
         requested_strategy(environment)
+    if strategy is None:
+        return
+    said = re.findall(r"(fsdp_\w+): (\w+)(?: in|,)", str(refused.value))
+    assert {"fsdp_version", "fsdp_state_dict_type"} < {name for name, _ in said}
+    config = {"fsdp_config": yaml.safe_load("\n".join(f"{name}: {value}" for name, value in said))}
+    if "parallelism_config" in str(refused.value):
+        bundled = yaml.safe_load((ROOT / "accelerate_configs" / "fsdp_hybrid.yaml").read_text())
+        config["parallelism_config"] = bundled["parallelism_config"]
+    environment = launched(*yaml_file(tmp_path, "FSDP", **config))
+    assert requested_strategy(environment).name == strategy
 
 
 WORDS_OF_SPLITS = {

@@ -123,5 +123,6 @@ def strategy_of_plugins(deepspeed: Any, fsdp: Any, parallelism: Any = None) -> S
         version=fsdp.fsdp_version,
         reshard_after_forward=fsdp.reshard_after_forward is True,
         offload=isinstance(fsdp.cpu_offload, CPUOffloadPolicy),
+        environ=os.environ,
         replicas=replicas,
     )

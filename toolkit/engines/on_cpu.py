@@ -3,8 +3,87 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
-from typing import Any
+import socket
+import sys
+from collections import Counter
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from typing import Any, Final
+from urllib.request import getproxies
+
+from toolkit.launching.ranks import local_rank, say
+
+MEMORY: Final[dict[str, Callable[[], Any]]] = {
+    **dict.fromkeys(("memory_allocated", "max_memory_allocated"), int),
+    **dict.fromkeys(("memory_reserved", "max_memory_reserved"), int),
+    **dict.fromkeys(("memory_cached", "max_memory_cached"), int),
+    **dict.fromkeys(("mem_get_info", "get_memory_info"), lambda: (0, 0)),
+    "memory_stats": Counter,  # 0 for any key
+    "memory_summary": str,
+    **dict.fromkeys(("reset_peak_memory_stats", "reset_accumulated_memory_stats"), lambda: None),
+    **dict.fromkeys(("reset_max_memory_allocated", "reset_max_memory_cached"), lambda: None),
+    **dict.fromkeys(("synchronize", "empty_cache", "ipc_collect"), lambda: None),
+}
+"""Functions of torch that read or reset a GPU's memory or wait for it, each with what it returns
+where there is no GPU."""
+
+REACH_SECONDS: Final = 5.0
+
+
+def patch_torch() -> None:
+    """Let a script that reads a GPU's memory go on: without a GPU torch raises, or returns 0."""
+    said: list[str] = []
+
+    def returning(name: str, nothing: Callable[[], Any]) -> Callable[..., Any]:
+        def function(*_: Any, **__: Any) -> Any:
+            if "memory" in name and not said:
+                said.append(name)
+                if local_rank() == 0:
+                    say(f"{name} and its like return 0 in this rehearsal: there is no GPU")
+            return nothing()
+
+        return function
+
+    for module in ("torch.cuda", "torch.accelerator"):
+        for part in (module, f"{module}.memory"):
+            holder = importlib.import_module(part)
+            for name, nothing in MEMORY.items():
+                if hasattr(holder, name):
+                    setattr(holder, name, returning(f"{module}.{name}", nothing))
+
+
+def patch_hub() -> None:
+    """Read the cache alone once the Hub can't be reached: each rank would try for half a minute."""
+    from huggingface_hub import constants, set_client_factory
+    from huggingface_hub.utils._http import default_client_factory  # 1.0 to 2.4; not exported
+
+    def look_first(request: Any) -> None:
+        if looked or constants.is_offline_mode() or getproxies():
+            return
+        looked.append(request.url.host)
+        try:
+            port = request.url.port or 443
+            socket.create_connection((request.url.host, port), REACH_SECONDS).close()
+        except OSError as error:
+            os.environ["HF_HUB_OFFLINE"] = "1"
+            constants.HF_HUB_OFFLINE = True  # asked again by the hook after this one
+            if local_rank() == 0:
+                say(
+                    f"{request.url.host} can't be reached ({error}): what the Hub's cache does not "
+                    "hold needs the path of a folder"
+                )
+
+    def client() -> Any:
+        made = default_client_factory()
+        hooks = made.event_hooks
+        made.event_hooks = {**hooks, "request": [look_first, *hooks["request"]]}
+        return made
+
+    looked: list[str] = []
+    set_client_factory(client)
 
 
 def patch_accelerate() -> None:
@@ -26,8 +105,6 @@ def patch_accelerate() -> None:
     ) -> tuple[Any, DistributedType]:
         if cpu or "LOCAL_RANK" not in os.environ:
             return original(self, cpu, sagemaker_dp, backend)
-        if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
-            patch_deepspeed()
         return "gloo", DistributedType.MULTI_GPU
 
     PartialState._prepare_backend = prepare_backend
@@ -62,14 +139,37 @@ def patch_accelerate() -> None:
 
 
 def patch_deepspeed() -> None:
-    """Skip DeepSpeed's shared-memory op: a minute of compiling for inference alone.
+    """Skip DeepSpeed's shared-memory op, also for a script that imports DeepSpeed by itself later.
 
-    `deepspeed/comm/torch.py` builds it for every CPU process group and uses it in
-    `inference_all_reduce` only; training's collectives stay on gloo.
+    It takes a minute of compiling, for inference alone: `deepspeed/comm/torch.py` (0.19) builds it
+    for every CPU process group and uses it in `inference_all_reduce` only.
     """
-    import deepspeed.ops
+    if module := sys.modules.get(_ShmFinder.NAME):
+        _ShmFinder.skip_in(module)
+    else:
+        sys.meta_path.insert(0, _ShmFinder())
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+class _ShmFinder(MetaPathFinder):
+    NAME = "deepspeed.comm.torch"
+
+    @staticmethod
+    def skip_in(module: Any) -> None:
+        module.build_shm_op = lambda: None
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path) if fullname == self.NAME else None
+        if spec is None:
+            return None
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def execute_without(module: Any) -> None:
+            execute(module)
+            self.skip_in(module)
+
+        loader.exec_module = execute_without
+        return spec
 
 
 def patch_transformers() -> None:

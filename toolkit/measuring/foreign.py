@@ -159,6 +159,7 @@ class _Script:
         """Whether the script itself had its model split or sharded, without an Accelerator."""
 
         self._accelerator: Any = None
+        self._is_launched = LAUNCHER in os.environ  # a script may change it
 
     def starts(self, objects: tuple[Any, ...]) -> list[dict[str, int] | None]:
         """Return the sums of each model's weights before it is prepared."""
@@ -216,8 +217,9 @@ class _Script:
         name, facts = shown(self.recorder.requested.strategy), self.recorder.engaged
         others = "" if self.observed is None else _steps_of(self.observed.unprepared())
         if self._accelerator is None:
+            asked = f"{name} was asked, and " if self._is_launched else ""
             yield (
-                f"{name} was asked, and the script never passed a model and an optimizer through "
+                f"{asked}the script never passed a model and an optimizer through "
                 f"Accelerator.prepare: nothing could be attested{others}"
             )
             return
