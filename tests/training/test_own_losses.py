@@ -41,3 +41,10 @@ def test_the_wrappers_of_every_backend_let_the_mean_be_recognised(launch, tmp_pa
     done = launch(strategy, *words)
     assert done.returncode != 0, done.stdout
     assert "compute_loss of LeavesCountOut returns the model's own mean" in done.stdout, done.stdout
+
+
+def test_a_rehearsal_names_it_in_a_trainer_of_transformers_and_lets_it_go_on(launch, tmp_path):
+    done = launch("ddp", "-m", "toolkit.rehearse", SCRIPT, "OfTransformers", tmp_path / "out")
+    assert done.returncode == 0, done.stdout
+    said = "toolkit: compute_loss of OfTransformers returns the model's own mean"
+    assert done.stdout.count(said) == 1, done.stdout

@@ -29,12 +29,13 @@ from toolkit.configs.requested import (
     shown,
 )
 from toolkit.engines.backend import backend_of, strategy_of_plugins
-from toolkit.engines.hooks import stand_in
+from toolkit.engines.hooks import Undo, stand_in
 from toolkit.engines.optimizers import steps_with
 from toolkit.engines.tensors import is_spread
 from toolkit.errors import UsageError
 from toolkit.launching.progress import progressed
 from toolkit.launching.ranks import rank, say
+from toolkit.measuring.added_means import judging_loss
 from toolkit.measuring.attestation import Refused, Requested
 from toolkit.measuring.between_ranks import FAILED, exchange, notes, refusals
 from toolkit.measuring.learned_rows import LearnedRows
@@ -133,6 +134,7 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
         if script.observed is not None:
             script.observed.start()
             hooks.callback(script.observed.close)
+            hooks.callback(_watch_own_loss(script))
         try:
             yield
         except (Refused, UsageError):
@@ -143,6 +145,28 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
         script.end(ended_well=True)
 
 
+def _watch_own_loss(script: _Script) -> Undo:
+    """Judge the first micro-batch of a Trainer with a loss of its own; return the undoing."""
+    from transformers import Trainer
+
+    original = Trainer.training_step
+    judged: list[Any] = []
+
+    def training_step(self: Any, model: Any, *arguments: Any, **options: Any) -> torch.Tensor:
+        micro_batches = self.current_gradient_accumulation_steps
+        own = type(self).compute_loss is not Trainer.compute_loss
+        if judged or micro_batches == 1 or not own:
+            return original(self, model, *arguments, **options)
+        judged.append(self)  # once: judging waits for the device
+        name = type(self).__name__
+        with judging_loss(model, micro_batches=micro_batches, of=name) as problem:
+            loss = original(self, model, *arguments, **options)
+            script.of_loss += filter(None, [problem(loss)])
+        return loss
+
+    return stand_in(Trainer, "training_step", training_step)
+
+
 class _Script:
     """What a script has passed through its Accelerators, and what is said of it at the end."""
 
@@ -150,6 +174,7 @@ class _Script:
         self.recorder, self.observed = recorder, observed
         self.products = Products()
         self.rows = LearnedRows()
+        self.of_loss: list[str] = []
         self.models: list[Any] = []
         self.optimizers: list[Any] = []
         self.placed: list[Any] = []
@@ -206,7 +231,7 @@ class _Script:
                 error.is_of_this_rank_alone = rank() != 0
                 raise error
         if rank() == 0:
-            for line in [*self._attested(), *self.rows.notes()]:
+            for line in [*self._attested(), *self.rows.notes(), *self.of_loss]:
                 say(line)
             if self.observed is not None and reports is None and ended_well:
                 say("rank 0 left before the others: the last one compares what they trained")

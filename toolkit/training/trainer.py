@@ -40,6 +40,7 @@ from toolkit.engines.prepared import Prepared
 from toolkit.errors import UsageError
 from toolkit.launching.progress import progressed
 from toolkit.launching.ranks import say
+from toolkit.measuring.added_means import judging_loss
 from toolkit.measuring.attestation import Requested
 from toolkit.measuring.finite import require_finite
 from toolkit.measuring.heartbeat import Choice, heartbeat_for
@@ -50,7 +51,6 @@ from toolkit.records.json_files import SCHEMA, write_json
 from toolkit.records.record import RECORD_FILE, STEPS_FILE
 from toolkit.strategies import Strategy
 from toolkit.training.adapters import has_lora
-from toolkit.training.added_means import refusing_added_means
 from toolkit.training.arguments import output_dir_of, syncs_each_batch
 from toolkit.training.card import card_of_trainer
 from toolkit.training.evaluation import perplexity
@@ -285,16 +285,17 @@ class ToolkitTrainer(Trainer):
         supervised = None if labels is None else (labels[..., 1:] != IGNORED).sum()
         if self._learned_rows is not None:
             self._learned_rows.count(labels)
-        with self._judging_loss(model) as check:
+        with self._judging_loss(model) as problem:
             loss = super().training_step(model, inputs, num_items_in_batch)
-            check(loss)
+            if (said := problem(loss)) is not None:
+                raise UsageError(said)
         self.recorder.micro_batch(
             loss, tokens=tokens, supervised=supervised, sample_ids=ids, labels=labels
         )
         return loss
 
     @contextmanager
-    def _judging_loss(self, model: Any) -> Iterator[Callable[[torch.Tensor], None]]:
+    def _judging_loss(self, model: Any) -> Iterator[Callable[[torch.Tensor], str | None]]:
         """Yield the check of a micro-batch's loss, which does nothing but in a subclass's first."""
         micro_batches = self.current_gradient_accumulation_steps if self._judges_loss else 1
         if micro_batches == 1:
@@ -302,8 +303,8 @@ class ToolkitTrainer(Trainer):
             return
         self._judges_loss = False  # judging waits for the device
         name = type(self).__name__
-        with refusing_added_means(model, micro_batches=micro_batches, of=name) as check:
-            yield check
+        with judging_loss(model, micro_batches=micro_batches, of=name) as problem:
+            yield problem
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         # This method also counts tokens over all ranks, which is no waiting for data.

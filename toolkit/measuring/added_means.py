@@ -13,24 +13,20 @@ from typing import Any
 
 import torch
 
-from toolkit.errors import UsageError
-
 
 @contextmanager
-def refusing_added_means(
+def judging_loss(
     model: Any, *, micro_batches: int, of: str
-) -> Iterator[Callable[[torch.Tensor], None]]:
+) -> Iterator[Callable[[torch.Tensor], str | None]]:
     """Watch the forwards of one micro-batch, and yield a check of the loss that it is trained with.
 
-    A loss that differs from the model's own mean may be weighted, distilled or divided: it passes.
+    The check returns a sentence where a step would add such means up. A loss that differs from the
+    model's own mean may be weighted, distilled or divided: it passes.
 
     Args:
         model: The wrapped model.
         micro_batches: Of the optimizer step, more than one.
         of: Name of the trainer's class.
-
-    Raises:
-        UsageError: by the check, before the step updates.
     """
     means: list[torch.Tensor] = []
 
@@ -39,18 +35,19 @@ def refusing_added_means(
         if loss is not None and inputs.get("num_items_in_batch") is None:
             means.append(loss.detach().clone())  # a copy: the loss may be divided in place
 
-    def check(loss: torch.Tensor) -> None:
-        if any(mean.equal(loss.to(mean)) and mean.item() != 0 for mean in means):
-            raise UsageError(
-                f"compute_loss of {of} returns the model's own mean over a micro-batch, and a step "
-                f"adds up those of {micro_batches} micro-batches: loss and gradients are "
-                f"{micro_batches} times too large. Pass num_items_in_batch on to "
-                "super().compute_loss, which divides by the tokens of the step, or divide the loss "
-                "by self.current_gradient_accumulation_steps."
-            )
+    def problem(loss: torch.Tensor) -> str | None:
+        if not any(mean.equal(loss.to(mean)) and mean.item() != 0 for mean in means):
+            return None
+        return (
+            f"compute_loss of {of} returns the model's own mean over a micro-batch, and a step "
+            f"adds up those of {micro_batches} micro-batches: loss and gradients are "
+            f"{micro_batches} times too large. Pass num_items_in_batch on to "
+            "super().compute_loss, which divides by the tokens of the step, or divide the loss "
+            "by self.current_gradient_accumulation_steps."
+        )
 
     hook = model.register_forward_hook(keep_mean, with_kwargs=True)
     try:
-        yield check
+        yield problem
     finally:
         hook.remove()
