@@ -280,6 +280,10 @@ class Record(Measured):
     Other step numbers of this record count it as 1."""
 
     resumed: Resumed | None
+    facts: dict[str, Any] | None
+    """Facts by which a run that is started again is known to be this one; null where a script of a
+    user trained."""
+
     losses: list[float]
     """Mean training loss of each step over all ranks, in nats per token."""
 
