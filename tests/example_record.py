@@ -71,6 +71,7 @@ RECORD = {
     "training": TRAINING,
     "first_step": 1,
     "resumed": None,
+    "facts": None,
     "losses": [5.0, 4.9, 4.8, 4.7],
     "grad_norms": [2.0] * 4,
     "gradients": None,

@@ -40,6 +40,45 @@ def test_the_line_of_the_readme_trains_saves_and_records(launch, tmp_path):
     assert (tmp_path / "o" / "steps.jsonl").read_text().count("\n") == 2
 
 
+def test_a_finished_run_that_is_started_again_has_nothing_to_do(
+    launch, launch_environment, tmp_path
+):
+    out = tmp_path / "o"
+    words = ("--max_steps", 2, "--save_steps", 1, "--max_train_samples", 32, "--output_dir", out)
+
+    def train(*more):
+        command = [*launches.TRAIN, *words, *more]
+        return launches.run(command, folder=tmp_path, environment=launch_environment)
+
+    first = train()
+    assert first.returncode == 0, first.stdout
+    before = content(out)
+    requeued = ("--resume_from_checkpoint", "last")
+    for again in (train(), train(*requeued)):
+        assert again.returncode == 0, again.stdout
+        assert f"toolkit: finished at step 2: {out} holds this run" in again.stdout
+        assert "resuming" not in again.stdout
+    (status,) = read_statuses(out / "status")
+    assert (status.state, status.step) == ("finished", 2)
+    rank = out / "status" / "rank-0.json"
+    assert content(out) | {rank: None} == before | {rank: None}
+
+    other = train("--seed", 7, *requeued)
+    assert other.returncode == 2, other.stdout
+    assert f"{out} holds the record of another run: seed is 42 in the record and 7 now" in (
+        other.stdout
+    )
+    evaluated = train("--sample_prompts", 1)
+    assert evaluated.returncode == 2
+    assert "sample_prompts is None in the record and 1 now" in evaluated.stdout
+    two = launch("ddp", "-m", "toolkit.train", *words)
+    assert two.returncode != 0
+    assert "world size is 1 in the record and 2 now" in two.stdout
+    assert content(out) | {rank: None} == before | {rank: None}
+    (out / "final").rename(out / "moved")
+    assert "holds the record of another run. Choose" in train().stdout
+
+
 HANDBOOK = """\
 compute_environment: LOCAL_MACHINE
 debug: false

@@ -1,10 +1,14 @@
 """`toolkit report`: every report again, from `results.json` alone."""
 
+import cProfile
+import io
 import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
+from toolkit.comparing.report.remake import remake
 from toolkit.records.json_files import write_json
 
 WRITTEN = ("report.md", "report.html", "results.csv")
@@ -27,6 +31,31 @@ def test_every_report_is_made_again_with_the_same_bytes(tmp_path, full_results):
             assert f"Written: {tmp_path / name}" in done.stdout
             (tmp_path / name).unlink()
     assert texts[0] == texts[1]
+
+
+MOST_CALLS = 150_000
+"""Calls of functions for one more run in a report: 120,000, and 290,000 where each part of a bar is
+an artist and each text is redacted wherever it stands."""
+
+
+def calls_for(runs, folder, full_results):
+    """Return how many functions are called for the reports of so many runs."""
+    results = full_results(rehearsal=False)
+    row = results["runs"][1]
+    for number in range(runs):
+        copy = {"name": f"x{number}", "num_processes": 2 + number}
+        results["runs"].append(row | copy)
+    write_json(folder / "results.json", results)
+    profile = cProfile.Profile()
+    profile.runcall(remake, folder, console=Console(file=io.StringIO()))
+    return sum(entry.callcount for entry in profile.getstats())
+
+
+def test_the_work_for_a_report_grows_with_its_runs_and_no_faster(tmp_path, full_results):
+    calls_for(0, tmp_path, full_results)  # imports and caches
+    none, some, twice = (calls_for(runs, tmp_path, full_results) for runs in (0, 5, 10))
+    assert twice - some < 1.1 * (some - none)
+    assert (twice - none) / 10 < MOST_CALLS
 
 
 @pytest.mark.parametrize(

@@ -157,11 +157,16 @@ def _facts_of(manifest: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
 
 
 def differences(
-    saved: Mapping[str, Any], now: Mapping[str, Any], *, any_ranks: bool = False
+    saved: Mapping[str, Any],
+    now: Mapping[str, Any],
+    *,
+    any_ranks: bool = False,
+    source: str = "checkpoint",
 ) -> list[str]:
     """Return a sentence for each fact that is not the same; one that is missing differs too.
 
-    With `any_ranks`, the number of ranks is no difference where as many of them read rows.
+    The saved facts are those of a `source`. With `any_ranks`, the number of ranks is no difference
+    where as many of them read rows.
     """
     absent = "not told"
     if saved.get(RANKS) != now.get(RANKS):
@@ -170,7 +175,7 @@ def differences(
         left_out = RANKS if same_readers else READERS
         saved, now = ({k: v for k, v in facts.items() if k != left_out} for facts in (saved, now))
     return [
-        f"{WORDS.get(name, name)} is {saved.get(name, absent)} in the checkpoint and "
+        f"{WORDS.get(name, name)} is {saved.get(name, absent)} in the {source} and "
         f"{now.get(name, absent)} now"
         for name in dict.fromkeys((*now, *saved))
         if saved.get(name, absent) != now.get(name, absent)

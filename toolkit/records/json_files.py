@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar, cast
 
 from toolkit.errors import UsageError
 from toolkit.files import write_text
-from toolkit.records.shapes import mismatches
+from toolkit.records.shapes import fill_missing, mismatches
 from toolkit.redaction import redacted
 
 SCHEMA: Final = 1
@@ -24,6 +24,8 @@ Declared = TypeVar("Declared")
 """A TypedDict."""
 
 NOT_FINITE: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+NOT_RECORDED: Final = "the toolkit that wrote this file did not record it"
 
 MOST_LEVELS: Final = 100
 """Most levels of nested objects and lists; the toolkit's files have about ten."""
@@ -39,8 +41,11 @@ class LostError(UsageError):
 def read_as(file: Path, kind: type[Declared]) -> Declared:
     """Read a file that the toolkit wrote, with every field as the TypedDict declares it.
 
+    A field that is missing is null if it may be; its reason is put under `not_measured`.
+
     Raises:
-        UsageError: the file is missing, damaged, of a newer schema, or lacks fields.
+        UsageError: the file is missing, damaged, of a newer schema, or lacks a field that every
+            version writes.
     """
     data = read_json(file)
     if not isinstance(data, dict) or "schema" not in data:
@@ -54,6 +59,7 @@ def read_as(file: Path, kind: type[Declared]) -> Declared:
             f"{file} has schema {schema}, this toolkit reads up to {SCHEMA}. "
             "A newer toolkit wrote it: update this one to read it."
         )
+    fill_missing(content, kind, NOT_RECORDED)
     wrong = "; ".join(mismatches(content, kind))
     if wrong:
         raise LostError(f"{file} is not complete: {wrong[:500]}.")

@@ -116,8 +116,9 @@ class Training(TypedDict):
     max_grad_norm: float | None
     """Norm that gradients are clipped to; null without clipping."""
 
-    dropout: str
-    """`off` where all dropout was set to 0, otherwise `model`."""
+    dropout: str | None
+    """`off` where all dropout was set to 0, otherwise `model`; null in records of older toolkits,
+    as every field here that is missing in them."""
 
     own_dropout: dict[str, float]
     """The model's own probabilities of dropout, by name."""
@@ -128,7 +129,7 @@ class Training(TypedDict):
     tf32: bool
     """Whether fp32 products may use TF32."""
 
-    cudnn_attention: bool
+    cudnn_attention: bool | None
     """Whether sdpa may take cuDNN's kernel."""
 
     activation_checkpointing: bool
@@ -279,6 +280,10 @@ class Record(Measured):
     Other step numbers of this record count it as 1."""
 
     resumed: Resumed | None
+    facts: dict[str, Any] | None
+    """Facts by which a run that is started again is known to be this one; null where a script of a
+    user trained."""
+
     losses: list[float]
     """Mean training loss of each step over all ranks, in nats per token."""
 

@@ -1,5 +1,7 @@
 """Shapes: check that data from a file are of the type that a TypedDict declares.
 
+A field that an older toolkit did not write is null, with its reason, where null is declared.
+
 A file can be damaged or edited by hand. It is checked once, where it is read, so that later code
 need not check again whether a field exists and has its type.
 """
@@ -43,7 +45,7 @@ def mismatches(value: Any, kind: Any, where: str = "") -> Iterator[str]:
     that the value must have. `where` names the value within the file.
     """
     origin, arguments = get_origin(kind), get_args(kind)
-    container = dict if is_typeddict(kind) else origin
+    container = _container(kind)
     if kind is Any:
         return
     if origin in (Annotated, NotRequired):
@@ -55,7 +57,7 @@ def mismatches(value: Any, kind: Any, where: str = "") -> Iterator[str]:
                 yield _wrong(value, where)
     elif origin in (Union, UnionType):
         yield from _union(value, arguments, where)
-    elif container not in (dict, list):
+    elif container is None:
         is_right = value in arguments if origin is Literal else _is_plain(value, kind)
         if not is_right:
             yield _wrong(value, where)
@@ -70,12 +72,67 @@ def mismatches(value: Any, kind: Any, where: str = "") -> Iterator[str]:
             yield from mismatches(item, arguments[1], f"{where}.{name}")
 
 
+def fill_missing(
+    value: Any, kind: Any, reason: str, *, where: str = "", reasons: dict[str, str] | None = None
+) -> None:
+    """Set each declared field that is missing to null if it may be null, or to an empty container.
+
+    Args:
+        value: Content of a file, changed in place.
+        kind: Its declared type.
+        reason: Why the field is missing; written under its path into the nearest `not_measured`.
+        where: Path of the value within the object that has this `not_measured`.
+        reasons: That `not_measured`; None where no object around the value declares one.
+    """
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Annotated, NotRequired, Union, UnionType):
+        for choice in arguments:
+            fill_missing(value, choice, reason, where=where, reasons=reasons)
+    elif origin is list and isinstance(value, list):
+        for number, item in enumerate(cast("list[Any]", value)):
+            if isinstance(item, (dict, list)):
+                path = f"{where}[{number}]"
+                fill_missing(item, arguments[0], reason, where=path, reasons=reasons)
+    elif is_typeddict(kind) and isinstance(value, dict):
+        _fill_fields(cast("dict[str, Any]", value), kind, reason, where, reasons)
+
+
+def _fill_fields(
+    content: dict[str, Any], kind: Any, reason: str, where: str, reasons: dict[str, str] | None
+) -> None:
+    hints = hints_of(kind)
+    if "not_measured" in hints:
+        where, reasons = "", content.setdefault("not_measured", {})
+    for name, declared in hints.items():
+        path = f"{where}.{name}" if where else name
+        if name not in content and _is_required(kind, declared):
+            choices = choices_of(declared)
+            container = None if "schema" in hints else _container(choices[0])
+            if NoneType not in choices and container is None:
+                continue  # every version writes it: a file without it is not whole
+            content[name] = None if NoneType in choices else cast(Any, container)()
+            if isinstance(reasons, dict):
+                reasons.setdefault(path, reason)
+        if name in content:
+            fill_missing(content[name], declared, reason, where=path, reasons=reasons)
+
+
+def _container(kind: Any) -> type[dict[Any, Any]] | type[list[Any]] | None:
+    """Return the class of a type of objects or lists; None for other types."""
+    container = dict if is_typeddict(kind) else get_origin(kind)
+    return container if container in (dict, list) else None
+
+
+def _is_required(kind: Any, declared: Any) -> bool:
+    return kind.__total__ and get_origin(declared) is not NotRequired
+
+
 def _fields(content: dict[str, Any], kind: Any, where: str) -> Iterator[str]:
     for name, declared in hints_of(kind).items():
         path = f"{where}.{name}" if where else name
         if name in content:
             yield from mismatches(content[name], declared, path)
-        elif kind.__total__ and get_origin(declared) is not NotRequired:
+        elif _is_required(kind, declared):
             yield f"{path!r} is missing"
 
 

@@ -65,6 +65,18 @@ def facts_of_job(job: Job) -> dict[str, Any]:
     return _plain(facts | request.method.facts())
 
 
+def facts_of_run(job: Job) -> dict[str, Any]:
+    """Return the facts of a job, and those that decide what its run leaves beside the model."""
+    own, validation = job.own, job.request.validation
+    beside = {
+        "max_steps": job.last_step,
+        "evidence": own.run.evidence,
+        "validation_hash": None if validation is None else validation.facts()["tokens_hash"],
+        "sample_prompts": own.run.sample_prompts,
+    }
+    return facts_of_job(job) | _plain(beside)
+
+
 def check_machines_agree(job: Job) -> None:
     """Refuse a launch whose machines were started for different trainings; a collective.
 

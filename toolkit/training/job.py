@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 from transformers.trainer_utils import IntervalStrategy
 
-from toolkit.checkpoints.resuming import Resumed, find_checkpoint
+from toolkit.checkpoints.resuming import Resumed, differences, find_checkpoint
 from toolkit.data.order import count_steps, training_rows
 from toolkit.data.tokenizer import load_tokenizer
 from toolkit.engines.backend import traits_of
 from toolkit.engines.deepspeed_config import checked_deepspeed_config, use_deepspeed_config
 from toolkit.errors import UsageError
 from toolkit.launching.ranks import rank, say
+from toolkit.measuring.attestation import gather_objects
 from toolkit.planning.learning_rate import LearningRate
 from toolkit.records.record import FILLER_ID
 from toolkit.strategies import Strategy
@@ -27,12 +28,13 @@ from toolkit.training.arguments import (
     sync_each_batch,
     training_arguments,
 )
-from toolkit.training.fingerprint import check_machines_agree, facts_of_job
+from toolkit.training.fingerprint import check_machines_agree, facts_of_job, facts_of_run
 from toolkit.training.model import resolve_tokenizer
 from toolkit.training.request import (
     Request,
     check_output_folder,
     check_request,
+    finished_facts,
     this_launch,
 )
 from toolkit.training.run_folder import held
@@ -69,6 +71,8 @@ class Job:
     """Switches that `--tuned` leaves out on this machine or for this run, each with the reason."""
 
     resumed: Resumed | None = None
+    finished: bool = False
+    """Whether an earlier start of the same command has done it all."""
 
     @property
     def own(self) -> OwnArguments:
@@ -187,7 +191,7 @@ def checked_job(own: OwnArguments) -> Job:
     folder = Path(values["output_dir"])
     # Looking for a checkpoint tidies the folder: no other run may be working in it.
     with held(folder, partial(check_output_folder, folder, own.method, trackers)):
-        return _resumed(job)
+        return replace(job, finished=True) if _is_finished(job) else _resumed(job)
 
 
 def check_fillers(rows: Dataset, global_batch: int, *, of: str) -> None:
@@ -208,6 +212,24 @@ def check_fillers(rows: Dataset, global_batch: int, *, of: str) -> None:
 
 def has_fillers(rows: Dataset) -> bool:
     return FILLER_ID in rows["sample_id"][:]
+
+
+def _is_finished(job: Job) -> bool:
+    """Whether the output folder holds the record of this same run; a collective.
+
+    Raises:
+        UsageError: on every rank, when its record is of another run.
+    """
+    changes = None
+    if rank() == 0 and (facts := finished_facts(job.output_dir)) is not None:
+        changes = differences(facts, facts_of_run(job), source="record")
+    changes = gather_objects(changes)[0]
+    if changes:
+        raise UsageError(
+            f"{job.output_dir} holds the record of another run: {'; '.join(changes)}. Choose "
+            "another --output_dir."
+        )
+    return changes is not None
 
 
 def _resumed(job: Job) -> Job:

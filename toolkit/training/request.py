@@ -7,6 +7,7 @@ written before all checks pass.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,7 +40,7 @@ from toolkit.files import check_takes_files
 from toolkit.launching.ranks import rank, say
 from toolkit.launching.status import STATUS_DIR
 from toolkit.records.evidence import BEFORE_FILE, EVIDENCE_FILES
-from toolkit.records.record import RECORD_FILE, STARTING_ADAPTER, STEPS_FILE
+from toolkit.records.record import RECORD_FILE, STARTING_ADAPTER, STEPS_FILE, read_record
 from toolkit.rehearse import rehearse_if_needed
 from toolkit.strategies import STRATEGIES, Engine, Strategy, get_strategy
 from toolkit.training.arguments import (
@@ -216,8 +217,9 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
     if launch.environ is not None:  # in a rank; a comparison chooses the engine by strategy
         _refuse_under(launch, lambda strategy: _check_engine(own.run.engine, strategy))
         check_output_folder(Path(common["output_dir"]), own.method, trackers)
-        resume = asked_checkpoint(common)
-        _check_evidence_folders(own.run)
+        if finished_facts(Path(common["output_dir"])) is None:
+            resume = asked_checkpoint(common)
+            _check_evidence_folders(own.run)
     _refuse_under(
         launch,
         lambda strategy: check_speed(
@@ -303,8 +305,24 @@ def check_output_folder(folder: Path, method: MethodArguments, trackers: Sequenc
         names.append(STARTING_ADAPTER)
     check_takes_files(folder, flag="--output_dir")
     check_names(folder, names, flag="--output_dir", checkpoints=True)
-    if (folder / RECORD_FILE).exists():
-        raise UsageError(f"{folder} holds the record of another run. Choose another --output_dir.")
+    finished_facts(folder)
+
+
+def finished_facts(folder: Path) -> dict[str, Any] | None:
+    """Return the facts of the run that ended well in a folder; None where it holds no record.
+
+    Raises:
+        UsageError: its record has none, or cannot be read, or is of a run that did not end well; or
+            its final model is gone.
+    """
+    if not (folder / RECORD_FILE).exists():
+        return None
+    with contextlib.suppress(UsageError):
+        record = read_record(folder)
+        model = folder / (record["final"] or "final")
+        if record["status"] == "ok" and record["facts"] is not None and model.is_dir():
+            return record["facts"]
+    raise UsageError(f"{folder} holds the record of another run. Choose another --output_dir.")
 
 
 def _launched_strategy(name: str | None) -> Strategy:

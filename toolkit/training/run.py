@@ -52,13 +52,19 @@ waits for that lock, both wait for ever (torch 2.13, `~ProcessGroupGloo`)."""
 
 
 def train(job: Job, status: StatusFile) -> None:
-    """Load the model, train it, save it, and write the record.
+    """Load the model, train it, save it, and write the record; nothing of a finished run.
 
     Raises:
         Refused: the engaged settings are not the requested ones.
     """
     gc.enable()
     own, output_dir = job.own, job.output_dir
+    if job.finished:
+        status.running(job.last_step)
+        if rank() == 0:
+            say(f"finished at step {job.last_step}: {output_dir} holds this run, all is done")
+        _leave_process_group()
+        return
     if rank() == 0:
         environment.commit()  # kept for the record: the code may change while the run goes on
     for line in keep_local(list(job.args.report_to or ()), output_dir):
@@ -138,9 +144,13 @@ def train(job: Job, status: StatusFile) -> None:
         write_json(output_dir / RECORD_FILE, described(job, speed) | measured)
         if (template := job.request.data.brought_template) is not None:
             say(f"final/ has the chat template {template} of the toolkit: the model had none")
+    _leave_process_group()
+    _kept_until_exit.extend((model, speed, recorder, keeper, observers))
+
+
+def _leave_process_group() -> None:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    _kept_until_exit.extend((model, speed, recorder, keeper, observers))
 
 
 @dataclass(eq=False)

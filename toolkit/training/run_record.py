@@ -27,6 +27,7 @@ from toolkit.records.json_files import SCHEMA
 from toolkit.records.record import STEPS_FILE
 from toolkit.strategies import Strategy
 from toolkit.training.arguments import syncs_each_batch
+from toolkit.training.fingerprint import facts_of_run
 from toolkit.training.job import Job
 from toolkit.training.speed import Speed
 from toolkit.training.speed_arguments import ADAMW, checkpoints_by_flag
@@ -124,6 +125,7 @@ def described(job: Job, speed: Speed) -> dict[str, Any]:
         }
         | request.training_facts(),
         "resumed": None if job.resumed is None else job.resumed.facts(),
+        "facts": facts_of_run(job),
         "final": "final",
         "environment": environment.snapshot(),
     }

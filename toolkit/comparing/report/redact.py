@@ -6,6 +6,7 @@ are removed, and so are characters that a terminal or a browser would interpret 
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Final, cast
@@ -35,7 +36,7 @@ VARIABLES: Final = re.compile(rf"(\b(?!{SETTINGS})[A-Z][A-Z0-9]*_[A-Z0-9_]*=){VA
 
 def redact_results(results: Results) -> Results:
     """Return a copy that can be shown to others."""
-    return cast(Results, redacted(each_text(results, _portable)))
+    return cast(Results, redacted(each_text(results, functools.cache(_portable))))
 
 
 def clean(text: str) -> str:

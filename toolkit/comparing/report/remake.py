@@ -27,7 +27,11 @@ def write_reports(folder: Path) -> list[Path]:
         UsageError: there are no results to read.
         OSError: the folder is not writable.
     """
-    results = redact_results(read_results(folder))
+    return _write(folder, redact_results(read_results(folder)))
+
+
+def _write(folder: Path, results: Results) -> list[Path]:
+    """Write the reports of redacted results."""
     made = {
         REPORT_FILE: render_markdown(results),
         PAGE_FILE: render_page(results),
@@ -46,9 +50,9 @@ def remake(folder: Path, *, console: Console, show_speed: bool = False) -> None:
     Raises:
         UsageError: the folder holds no comparison.
     """
-    results = comparison_in(folder)
-    written = write_reports(folder)
-    print_report(redact_results(results), console=console, show_speed=show_speed)
+    results = redact_results(comparison_in(folder))
+    written = _write(folder, results)
+    print_report(results, console=console, show_speed=show_speed)
     for path in written:
         print_line(f"Written: {path}", console=console)
 

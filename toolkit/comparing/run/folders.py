@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from toolkit.comparing.run.options import flags_in
+from toolkit.comparing.run.options import OWNED_FLAGS, flags_in
 from toolkit.comparing.run.plan import Run
 from toolkit.errors import UsageError
 from toolkit.files import check_takes_files
@@ -112,19 +112,30 @@ def command_at(attempt: Path) -> str | None:
 
 
 def differences(earlier: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """Say in which settings two specs differ."""
+    """Say in which settings two specs differ; empty where they do not contradict each other.
+
+    Flags that today's comparisons pass by themselves, and older ones did not, are no difference.
+    """
+    names = [name for name in dict.fromkeys((*wanted, *earlier)) if name != "flags"]
     changes = [
-        f"{name} was {earlier[name]!r}, and is {value!r} now"
-        for name, value in wanted.items()
-        if name != "flags" and earlier[name] != value
+        f"{name} was {earlier.get(name)!r}, and is {wanted.get(name)!r} now"
+        for name in names
+        if earlier.get(name) != wanted.get(name)
     ]
-    if earlier["flags"] != wanted["flags"]:
-        before, now = (flags_in(spec["flags"]) for spec in (earlier, wanted))
-        changes += [
-            f"{name} was {before.get(name, 'not given')}, and is {now.get(name, 'not given')} now"
-            for name in sorted({*before, *now})
-            if before.get(name) != now.get(name)
-        ] or ["the flags stood in another order"]
+    before, now = (flags_in(spec["flags"]) for spec in (earlier, wanted))
+    added = {name for name in now if name not in before and name.removeprefix("--") in OWNED_FLAGS}
+    changes += [
+        f"{name} was {before.get(name, 'not given')}, and is {now.get(name, 'not given')} now"
+        for name in sorted({*before, *now} - added)
+        if before.get(name) != now.get(name)
+    ]
+    words = wanted["flags"]
+    # Each of the added flags has one value.
+    shared = [
+        word for at, word in enumerate(words) if added.isdisjoint(words[max(at - 1, 0) : at + 1])
+    ]
+    if not changes and earlier["flags"] != shared:
+        changes.append("the flags stood in another order")
     return "; ".join(changes)
 
 
@@ -146,11 +157,10 @@ def check_output(folder: Path, runs: Iterable[Run], *, rehearsal: bool) -> None:
         wanted = run.spec(rehearsal=rehearsal)
         for attempt in attempts(folder, run.name):
             spec = spec_at(attempt)
-            if spec is not None and spec != wanted:
+            if spec is not None and (changes := differences(spec, wanted)):
                 raise UsageError(
-                    f"{short_path(attempt)} was run with other settings: "
-                    f"{differences(spec, wanted)}. Choose another --output, or pass the same "
-                    "settings again."
+                    f"{short_path(attempt)} was run with other settings: {changes}. Choose another "
+                    "--output, or pass the same settings again."
                 )
 
 

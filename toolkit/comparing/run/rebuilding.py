@@ -6,11 +6,13 @@ and a log. Fields that none of these files holds are named under `not_measured`.
 
 from __future__ import annotations
 
+import csv
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
+from toolkit.comparing.report.table_file import TABLE_FILE
 from toolkit.comparing.report.terminal import print_line
 from toolkit.comparing.run.comparison import Comparison
 from toolkit.comparing.run.folders import (
@@ -18,6 +20,7 @@ from toolkit.comparing.run.folders import (
     Finished,
     attempts,
     completed,
+    read_starts,
     run_names,
     spec_at,
     why_lost,
@@ -46,15 +49,37 @@ def restore(folder: Path, *, console: Console) -> None:
     Does nothing where the results are complete, or where `folder` holds no run.
 
     Raises:
-        UsageError: the results may not be read, or a newer toolkit wrote them.
+        UsageError: the results may not be read, or a newer toolkit wrote them; or a run in the
+            reports beside them left no record that can be read, so that new reports would have
+            less.
     """
-    if not run_names(folder) or why_lost(folder) is None:
+    if not run_names(folder) or (problem := why_lost(folder)) is None:
         return
     comparison = rebuilt(folder.absolute())
+    missing = sorted(_reported(folder) - comparison.finished.keys())
+    if missing:
+        problems = [text for name in missing for text in read_starts(folder, name)[1]]
+        raise UsageError(
+            f"{problem} {TABLE_FILE} beside it has {', '.join(missing)}, and no record of that can "
+            f"be read, so the reports were left as they are. {' '.join(problems)}".strip()
+        )
     with comparison.lock() as warnings:
         for warning in warnings:
             print_line(warning, console=console)
         comparison.save(complete=True)
+
+
+def _reported(folder: Path) -> set[str]:
+    """Return the names of the runs that the reports in a folder show with a loss."""
+    try:
+        text = (folder / TABLE_FILE).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return set()
+    return {
+        line.get("run") or f"{line['strategy']}-{line['engine']}"
+        for line in csv.DictReader(text.splitlines())
+        if line.get("final_loss") and {"strategy", "engine"} <= line.keys()
+    }
 
 
 class StartedRun(NamedTuple):

@@ -53,8 +53,10 @@ def draw_bars(
     """Draw one bar per run, with lengths in `unit` after division by `divisor`."""
     with figure.canvas(0.6 + 0.26 * len(bars)) as canvas:
         axes = canvas.subplots()
+        _draw_parts(axes, bars, colours, divisor)
+        _draw_marks(axes, bars, divisor)
         for place, bar in enumerate(bars):
-            _draw_bar(axes, bar, place, colours, divisor)
+            # They end within the axes, whose limit leaves room: measuring each takes long.
             axes.annotate(
                 text(bar),
                 (bar.end / divisor, place),
@@ -62,21 +64,47 @@ def draw_bars(
                 textcoords="offset points",
                 va="center",
                 fontsize=8,
+                in_layout=False,
             )
         axes.set_xlim(0, max(bar.end for bar in bars) / divisor * 1.3 or 1)
         axes.set_xlabel(unit)
         name_lines(axes, [bar.row for bar in bars])
 
 
-def _draw_bar(axes: Any, bar: Bar, place: int, colours: Sequence[str], divisor: float) -> None:
-    start = 0.0
-    for part, colour in zip(bar.parts, colours, strict=True):
-        axes.barh(place, part / divisor, left=start, height=0.62, color=colour)
-        start += part / divisor
-    if bar.tick is not None:
-        axes.vlines(bar.tick / divisor, place - 0.43, place + 0.43, color=INK, linewidth=1.6)
-    if bar.peak is not None:
-        if bar.interval is not None:
-            low, high = bar.interval
-            axes.hlines(place, low / divisor, high / divisor, color=INK, linewidth=0.8)
-        axes.plot(bar.peak / divisor, place, marker="D", color=INK, markersize=4)
+def _draw_parts(axes: Any, bars: Sequence[Bar], colours: Sequence[str], divisor: float) -> None:
+    """Draw the parts of all bars, those of one colour at once."""
+    from matplotlib.collections import PolyCollection
+
+    starts = [0.0] * len(bars)
+    for number, colour in enumerate(colours):
+        boxes: list[list[tuple[float, float]]] = []
+        for place, bar in enumerate(bars):
+            left, starts[place] = starts[place], starts[place] + bar.parts[number] / divisor
+            low, high, right = place - 0.31, place + 0.31, starts[place]
+            boxes.append([(left, low), (right, low), (right, high), (left, high)])
+        axes.add_collection(PolyCollection(boxes, facecolors=colour, linewidths=0))
+
+
+def _draw_marks(axes: Any, bars: Sequence[Bar], divisor: float) -> None:
+    """Draw the predictions and peaks of all bars, those of one kind at once."""
+    ticks = [(bar.tick / divisor, at) for at, bar in enumerate(bars) if bar.tick is not None]
+    if ticks:
+        ends = [[(tick, at - 0.43), (tick, at + 0.43)] for tick, at in ticks]
+        draw_lines(axes, ends, INK, width=1.6)
+    spans = [(bar.interval, at) for at, bar in enumerate(bars)]
+    known = [(span, at) for span, at in spans if span is not None]
+    if known:
+        ends = [[(low / divisor, at), (high / divisor, at)] for (low, high), at in known]
+        draw_lines(axes, ends, INK, width=0.8)
+    peaks = [(bar.peak / divisor, at) for at, bar in enumerate(bars) if bar.peak is not None]
+    if peaks:
+        axes.plot(*zip(*peaks, strict=True), "D", color=INK, markersize=4)
+
+
+def draw_lines(
+    axes: Any, ends: Sequence[Any], colours: str | list[str], *, width: float, **style: Any
+) -> None:
+    """Draw many lines at once, which takes a fraction of the time of as many calls."""
+    from matplotlib.collections import LineCollection
+
+    axes.add_collection(LineCollection(ends, colors=colours, linewidths=width, **style))

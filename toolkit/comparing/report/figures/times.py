@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from toolkit.comparing.report.figures.bars import Bar, draw_bars
+from toolkit.comparing.report.figures.bars import Bar, draw_bars, draw_lines
 from toolkit.comparing.report.figures.frame import ReportFigure, colour_of, finite, name_lines
 from toolkit.comparing.report.row_facts import reason_for
 from toolkit.comparing.report.sections.steps import CPU_TIMES, PHASES
@@ -58,14 +58,21 @@ def _draw_spans(figure: ReportFigure, spans: list[tuple[Row, float, float]]) -> 
     with figure.canvas(0.6 + 0.24 * len(spans)) as canvas:
         axes = canvas.subplots()
         longest = 0.0
+        dots: dict[str, list[tuple[float, float]]] = {}
+        dots_of_starts: dict[str, list[tuple[float, float]]] = {}
         for place, (row, median, end) in enumerate(spans):
-            colour = colour_of(row, figure.results)
-            axes.plot([median, end], [place] * 2, color=colour, linewidth=5, alpha=0.45)
-            axes.plot(median, place, marker="o", color=colour, markersize=5.5)
-            starts = _starts(row)
+            colour, starts = colour_of(row, figure.results), _starts(row)
+            dots.setdefault(colour, []).append((median, place))
             if len(starts) > 1:
-                axes.plot(starts, [place + 0.3] * len(starts), "o", color=colour, alpha=0.5, ms=3)
+                dots_of_starts.setdefault(colour, []).extend((at, place + 0.3) for at in starts)
             longest = max(longest, median, end, *starts)
+        colours = [colour_of(row, figure.results) for row, _, _ in spans]
+        ends = [[(median, at), (end, at)] for at, (_, median, end) in enumerate(spans)]
+        draw_lines(axes, ends, colours, width=5, alpha=0.45, capstyle="projecting")
+        for colour, places in dots.items():
+            axes.plot(*zip(*places, strict=True), "o", color=colour, markersize=5.5)
+        for colour, places in dots_of_starts.items():
+            axes.plot(*zip(*places, strict=True), "o", color=colour, alpha=0.5, ms=3)
         axes.set_xlim(0, longest * 1.06 or 1)
         axes.set_xlabel("seconds a step")
         name_lines(axes, [row for row, _, _ in spans])
