@@ -7,7 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import launches
 import psutil
@@ -372,6 +374,35 @@ def test_a_wrong_or_missing_request_neither_ends_nor_holds_a_warm_process(tmp_pa
         )
         assert started.wait(60) == 0
         assert [one.recv(1) for one in (silent, without_a_line)] == [b"", b""]
+
+
+def test_the_folder_of_a_killed_warm_process_is_removed_when_the_next_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    script = (
+        "import os, time\n"
+        "from toolkit.launching.forking import warm_process\n"
+        "with warm_process(os.environ) as path:\n"
+        "    print(path, flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    owner = subprocess.Popen(
+        [sys.executable, "-c", script],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    abandoned = Path(owner.stdout.readline().strip())
+    processes = psutil.Process(owner.pid).children()
+    owner.kill()
+    owner.communicate()
+    psutil.wait_procs(processes, timeout=60)
+    assert abandoned.exists()
+    with warm_process(os.environ) as first:
+        assert not abandoned.parent.exists()
+        with warm_process(os.environ) as second:
+            assert first.exists()
+            assert second.exists()
+    assert not list(tmp_path.iterdir())
 
 
 def test_every_variable_but_those_of_one_launch_is_part_of_the_key():
