@@ -360,6 +360,21 @@ def test_config_files_that_find_no_room_leave_nothing_behind(tmp_path, room):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_full_folder_for_temporary_files_is_a_sentence(tmp_path):
+    command = [sys.executable, "-m", "toolkit.cli", "compare", "--output", tmp_path / "one"]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)),
+    )
+    assert done.returncode == 1
+    (sentence,) = done.stderr.splitlines()
+    assert sentence.startswith("toolkit: No usable temporary directory found in ")
+    assert sentence.endswith("or not yours to write to: make room, or set TMPDIR.")
+    assert not (tmp_path / "one").exists()
+
+
 def test_a_bug_keeps_its_traceback(monkeypatch):
     from toolkit import cli
 

@@ -1,12 +1,15 @@
 """A run that is forked from a warm process is the run that a cold start gives."""
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import launches
 import psutil
@@ -318,6 +321,88 @@ def test_a_launcher_whose_forking_process_was_killed_starts_its_ranks_cold():
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
     assert "started cold: " in done.stdout
     assert done.stdout.endswith("\n7\n")
+
+
+def test_a_wrong_or_missing_request_neither_ends_nor_holds_a_warm_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(forking, "ANSWER_SECONDS", 30.0)
+    path = tmp_path / key_of({})
+    good = {"args": ["x"], "environment": {}, "folder": "/", "ignored": [], "new_session": True}
+    wrong = [
+        {},
+        [],
+        None,
+        good,
+        good | {"tied": 1, "args": "x"},
+        good | {"tied": True, "args": [1]},
+    ]
+    texts = [*(json.dumps(request).encode() for request in wrong), b"{", b"\xff", b"[" * 100_000]
+    script = (
+        "import socket, sys\n"
+        "from toolkit import warm\n"
+        "warm.REQUEST_SECONDS = 0.2\n"
+        "imported = warm.Imported(search_path=(*sys.path,), variables={}, files=frozenset({0}))\n"
+        "warm.serve(socket.socket(fileno=int(sys.argv[1])), imported)\n"
+    )
+    with contextlib.ExitStack() as stack, (tmp_path / "out").open("w") as out:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(str(path))
+        listener.listen(64)
+        number = listener.fileno()
+        process = subprocess.Popen([sys.executable, "-c", script, str(number)], pass_fds=[number])
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+
+        def connected():
+            connection = stack.enter_context(socket.socket(socket.AF_UNIX))
+            connection.settimeout(30)
+            connection.connect(str(path))
+            return connection
+
+        for text in texts:
+            connection = connected()
+            socket.send_fds(connection, [b"+"], [0, 1, 2])
+            connection.sendall(text + b"\n")
+            assert connection.recv(1) == b"", text  # it was refused, and not answered with a fork
+        silent, without_a_line = connected(), connected()
+        socket.send_fds(without_a_line, [b"+"], [0, 1, 2])
+        started = forking.start(
+            [sys.executable, "-m", "this"],
+            environment={SOCKET: str(path)},
+            stdout=out.fileno(),
+            stderr=out.fileno(),
+            on_cold=pytest.fail,
+        )
+        assert started.wait(60) == 0
+        assert [one.recv(1) for one in (silent, without_a_line)] == [b"", b""]
+
+
+def test_the_folder_of_a_killed_warm_process_is_removed_when_the_next_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    script = (
+        "import os, time\n"
+        "from toolkit.launching.forking import warm_process\n"
+        "with warm_process(os.environ) as path:\n"
+        "    print(path, flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    owner = subprocess.Popen(
+        [sys.executable, "-c", script],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    abandoned = Path(owner.stdout.readline().strip())
+    processes = psutil.Process(owner.pid).children()
+    owner.kill()
+    owner.communicate()
+    psutil.wait_procs(processes, timeout=60)
+    assert abandoned.exists()
+    with warm_process(os.environ) as first:
+        assert not abandoned.parent.exists()
+        with warm_process(os.environ) as second:
+            assert first.exists()
+            assert second.exists()
+    assert not list(tmp_path.iterdir())
 
 
 def test_every_variable_but_those_of_one_launch_is_part_of_the_key():

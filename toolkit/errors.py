@@ -12,7 +12,7 @@ from toolkit.redaction import redact_known
 NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 NO_SPACE_TEXT: Final = re.compile(
-    r"No space left|[Qq]uota exceeded|File too large"
+    r"No space left|[Qq]uota exceeded|File too large|No usable temporary directory"
     # torch's zip writer gives no other reason for an incomplete write (inline_container.cc).
     r"|unexpected pos \d+ vs \d+|PytorchStreamWriter failed"
 )
@@ -68,6 +68,10 @@ def file_sentence(error: BaseException) -> str | None:
     if isinstance(error, OSError):
         file, reason = error.filename, f"{error.strerror or error}."
     if is_full_disk(error):
+        if isinstance(error, SaveError):
+            return str(error)
+        if "temporary directory" in reason:
+            return f"{reason} Each is full, or not yours to write to: make room, or set TMPDIR."
         where = "" if file is None else f" for {file}"
         return f"There is no space left{where}: {reason} Free some, and try again."
     if file is None:

@@ -38,7 +38,7 @@ from toolkit.engines.on_cpu import (
     patch_transformers,
 )
 from toolkit.environment import check_installed
-from toolkit.errors import MachineLostError, UsageError
+from toolkit.errors import MachineLostError, UsageError, file_sentence, is_full_disk
 from toolkit.escaping import one_line
 from toolkit.launching.processes import start_of
 from toolkit.launching.python import check_package_folder
@@ -110,8 +110,10 @@ def main() -> None:
     except MachineLostError as error:
         code = print_reason(1, str(error))
     except Exception as error:
-        print_cause(error)
-        raise
+        if not print_full_disk(error):
+            print_cause(error)
+            raise
+        code = 1
     if code:
         raise SystemExit(code)
     if rehearsal:
@@ -143,6 +145,17 @@ def _is_first_to_say(name: str) -> bool:
         return False
     except (OSError, UsageError):
         return True
+    return True
+
+
+def print_full_disk(error: BaseException) -> bool:
+    """Print one line if an error that ends this rank is that a disk is full; whether it is."""
+    if not is_full_disk(error):
+        return False
+    diagnosis = diagnose_error(error)
+    if diagnosis is not None and diagnosis.name != "disk-full":
+        return False  # shared memory, for instance, has another cure
+    print_reason(1, file_sentence(error) or str(error), alone=True)
     return True
 
 

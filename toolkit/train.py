@@ -20,7 +20,13 @@ from toolkit.launching.ranks import leave, quiet, rank
 from toolkit.launching.status import STATUS_DIR, StatusFile, guard, status_folder
 from toolkit.launching.watchdog import watching
 from toolkit.redaction import redact, redact_output, redacted_words
-from toolkit.rehearse import die_with_launcher, folder_of_launch, print_cause, print_reason
+from toolkit.rehearse import (
+    die_with_launcher,
+    folder_of_launch,
+    print_cause,
+    print_full_disk,
+    print_reason,
+)
 
 if TYPE_CHECKING:
     from toolkit.training.job import Job
@@ -58,8 +64,9 @@ def main() -> None:
     except MachineLostError as error:
         code = print_reason(EXIT_FAILED, str(error))
     except Exception as error:
-        sys.stderr.write(redact(traceback.format_exc()))
-        print_cause(error)
+        if not print_full_disk(error):
+            sys.stderr.write(redact(traceback.format_exc()))
+            print_cause(error)
         code = EXIT_FAILED
     if code == 0:
         leave()

@@ -35,6 +35,7 @@ from toolkit.launching import forking, supervised
 from toolkit.launching.forking import COLD, STREAMS, Fork, ForkRequest, WarmError
 from toolkit.launching.launch import LAUNCHER
 from toolkit.launching.ranks import die_with_parent, leave, say
+from toolkit.records.shapes import mismatches
 
 SUBPROCESSES: Final = (
     "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
@@ -62,6 +63,9 @@ NO_CUDA: Final = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """With it torch counts GPUs by NVML. DeepSpeed sets it in every process that imports it, too."""
 
 GPU_DEVICES: Final = "/dev/nvidia"
+
+REQUEST_SECONDS: Final = 5.0
+"""How long a process that has connected may take to send its request: the others wait."""
 
 TORCH_SEED: Final = 67280421310721
 """`default_rng_seed_val` of c10, with which every process began before torch drew a seed."""
@@ -272,13 +276,19 @@ def open_files() -> frozenset[int]:
 
 
 def receive(connection: socket.socket) -> tuple[ForkRequest, list[int]] | None:
-    """Return a request and its standard streams; None where the connection ends before one."""
-    data, streams, _, _ = socket.recv_fds(connection, 1, len(STREAMS))
-    if data and len(streams) == len(STREAMS):
-        with connection.makefile("rb") as lines:
-            text = lines.readline()
-        if text.endswith(b"\n"):
-            return json.loads(text), streams
+    """Return a request and its standard streams; None where no request comes, or a wrong one."""
+    streams: list[int] = []
+    connection.settimeout(REQUEST_SECONDS)
+    try:
+        data, streams, _, _ = socket.recv_fds(connection, 1, len(STREAMS))
+        if data and len(streams) == len(STREAMS):
+            with connection.makefile("rb") as lines:
+                request = json.loads(lines.readline())
+            if not any(mismatches(request, ForkRequest)):
+                connection.settimeout(None)
+                return request, streams
+    except (OSError, ValueError, RecursionError):
+        pass
     close_all(streams)
     return None
 

@@ -10,7 +10,10 @@ import re
 import resource
 import shlex
 import signal
+import socket
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -18,6 +21,7 @@ from types import SimpleNamespace
 from urllib.parse import quote
 
 import numpy as np
+import psutil
 import pytest
 from example_record import NOT_COUNTED, TRAINING
 from rich.console import Console
@@ -32,7 +36,7 @@ from toolkit.comparing.run.options import CompareOptions
 from toolkit.comparing.run.rebuilding import restore
 from toolkit.comparing.run.schedule import compare
 from toolkit.errors import UsageError
-from toolkit.launching import launch
+from toolkit.launching import forking, launch
 from toolkit.launching.forking import SOCKET
 from toolkit.records.results import read_results
 
@@ -542,6 +546,119 @@ def test_an_interruption_keeps_what_is_finished_and_says_how_to_go_on(world, num
     assert world.compare("single", "ddp", "fsdp") == 0
     assert world.statuses() == {"single": "ok", "ddp": "ok", "fsdp": "ok"}
     assert "single is finished already" in world.printed
+
+
+@pytest.mark.usefixtures("hangup_not_ignored")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interruption_while_it_prepares_is_told_and_leaves_no_warm_process(
+    world, monkeypatch, tmp_path, number
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv(SOCKET, raising=False)
+    processes = []
+
+    def interrupt():
+        while not processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                children = psutil.Process().children()
+                processes.extend(child for child in children if "toolkit.warm" in child.cmdline())
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    assert world.compare("single", "ddp", warm=True) == 130
+    assert world.printed.endswith("Interrupted. No run was started.\n")
+    assert not world.output.exists()
+    assert not list(tmp_path.glob("toolkit-warm-*"))
+    assert not psutil.Process().children()
+
+
+@pytest.mark.usefixtures("hangup_not_ignored")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interruption_while_it_writes_the_reports_is_told(world, monkeypatch, number):
+    def interrupted(*_, **__):
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(schedule, "print_report", interrupted)
+    assert world.compare("single", "ddp") == 130
+    assert "--output runs/one goes on from there" in world.printed
+    assert world.results()["complete"]
+
+
+@pytest.mark.parametrize("where", ["take_over", "take"])
+def test_a_finished_comparison_that_is_repeated_and_interrupted_stays_as_it_is(
+    world, monkeypatch, where
+):
+    assert world.compare("single", "ddp") == 0
+    names = ("results.json", "report.md", "report.html", "results.csv")
+    before = [(world.output / name).read_bytes() for name in names]
+    original = getattr(schedule.RunQueue, where)
+
+    def interrupted(queue, turn):
+        if "ddp" in str(turn):
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(queue, turn)
+
+    monkeypatch.setattr(schedule.RunQueue, where, interrupted)
+    assert world.compare("single", "ddp") == 130
+    assert [(world.output / name).read_bytes() for name in names] == before
+
+
+WARM = """
+import socket, sys
+from toolkit import warm
+
+imported = warm.Imported(search_path=(*sys.path,), variables={}, files=frozenset({0, 1, 2}))
+warm.serve(socket.socket(fileno=int(sys.argv[1])), imported)
+"""
+DIES_ONCE = """
+import os, signal, sys
+from pathlib import Path
+
+if not Path({mark!r}).exists():
+    Path({mark!r}).touch()
+    print("Loading weights: 100%", file=sys.stderr, flush=True)
+    os.kill({pid}, signal.SIGKILL)
+    signal.pause()
+print({answer!r})
+"""
+
+
+@pytest.mark.parametrize("when", ["preparing", "training"])
+def test_where_the_warm_process_ends_that_is_told_and_it_goes_on_cold(
+    world, monkeypatch, tmp_path, when
+):
+    path = tmp_path / "warm"
+    monkeypatch.setattr(forking, "key_of", lambda environment: "warm")
+    monkeypatch.setenv(SOCKET, str(path))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        number = listener.fileno()
+        process = subprocess.Popen([sys.executable, "-c", WARM, str(number)], pass_fds=[number])
+    if when == "preparing":
+        mark = str(tmp_path / "mark")
+        script = DIES_ONCE.format(mark=mark, pid=process.pid, answer=world.prepared)
+        monkeypatch.setattr(preparing, "PREPARE", (sys.executable, "-c", script))
+    else:
+        threading.Thread(target=end_when, args=(world.started, process), daemon=True).start()
+    runs = {"single": ["wait", "ok"]} if when == "training" else {}
+    try:
+        assert world.compare("single", "ddp", runs=runs) == 0
+        said = "The warm process that the launch was forked from has ended"
+        assert world.printed.count(said) == 1
+        assert "started cold: no warm process answers" in world.printed
+        assert "Loading weights" not in world.printed
+        last = {"training": "single-trainer-2", "preparing": "single-trainer-1"}[when]
+        assert world.results()["runs"][0]["folder"] == last
+    finally:
+        process.kill()
+        process.wait()
+
+
+def end_when(started, process):
+    while not started.exists():
+        time.sleep(0.05)
+    process.kill()
 
 
 def test_on_a_terminal_the_table_fills_row_by_row(world):

@@ -138,6 +138,15 @@ def test_a_rank_that_vanished_without_a_word_is_unknown(run):
     assert text.startswith("Rank 1 was gone after step 3")
 
 
+def test_a_rank_that_left_early_is_named_and_not_the_one_that_lost_it(run):
+    folder = run(("failed", CLOSED), ("running", None))
+    level, name, text, (line,) = only(folder)
+    assert (level, name) == ("fail", "neighbour-gone")
+    assert text.startswith("Rank 1 was gone after step 3, before the run was over")
+    assert "exit code 0" in text
+    assert line == f"rank 0: {CLOSED}"
+
+
 def test_a_run_that_goes_on_ended_well_or_was_preempted_is_no_failure(run):
     folder = run(("finished", None), record={"status": "ok"})
     assert only(folder)[:3] == ("ok", "run", "It ended well.")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from toolkit.launching.outcome import Ending, judge, without_launcher_noise
+from toolkit.launching.outcome import WARM_PROCESS_ENDED, Ending, judge, without_launcher_noise
 from toolkit.launching.status import RankError, RankStatus
 
 E = "E1121 10:39:00.123456 4711 /v/site-packages/torch/distributed/elastic/multiprocessing/api.py"
@@ -47,6 +47,18 @@ def test_a_kill_that_the_kernel_counted_is_out_of_memory():
     for unseen in (0, None):
         assert judge(Ending(**ending, out_of_memory_kills=unseen)).status == "failed"
     assert judge(Ending(**ending)).status == "failed"
+
+
+def test_an_ended_warm_process_is_the_cause_unless_a_rank_has_an_error_or_all_have_finished():
+    ended = {"warm_process_ended": True, "returncode": -9, "lines": ["Loading weights: 100%"]}
+    echo = said(0, "failed", error=("RuntimeError", "Connection closed by peer"))
+    for statuses in ([], [said(0), said(1)], [echo, said(1)]):
+        outcome = judge(Ending(statuses=statuses, gone={1: 11.0}, **ended))
+        assert (outcome.status, outcome.reason) == ("failed", WARM_PROCESS_ENDED)
+    failed = said(0, "failed", error=("ValueError", "no rows"))
+    assert "no rows" in (judge(Ending(statuses=[failed, said(1)], **ended)).reason or "")
+    finished = [said(0, "finished"), said(1, "finished")]
+    assert judge(Ending(statuses=finished, num_processes=2, **ended)).status == "ok"
 
 
 def test_a_death_wins_over_the_echo_it_made_though_it_was_seen_later():

@@ -105,6 +105,31 @@ def test_the_launchers_status_is_passed_on(tmp_path):
     assert subprocess.run([*command, str(os.getpid()), *leave]).returncode == 7
 
 
+@pytest.mark.parametrize("moment", ["before", "after_in_parent"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_stop_signal_that_comes_while_it_forks_is_not_lost(moment, number):
+    script = f"""
+import os, signal, sys
+from toolkit.launching import supervised
+
+os.register_at_fork({moment}=lambda: os.kill(os.getpid(), {int(number)}))
+sys.exit(supervised.main([str(os.getppid()), "sleep", "30"]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+        timeout=60,
+    )
+    assert done.returncode == 128 + number
+
+
+def test_what_it_starts_has_no_signal_blocked_or_caught():
+    command = [sys.executable, "-m", "toolkit.launching.supervised", str(os.getpid())]
+    done = subprocess.run([*command, "cat", "/proc/self/status"], capture_output=True, text=True)
+    masks = dict(line.split(":\t", 1) for line in done.stdout.splitlines() if ":\t" in line)
+    assert (int(masks["SigBlk"], 16), int(masks["SigCgt"], 16)) == (0, 0)
+
+
 def test_a_secret_that_comes_in_two_pieces_is_removed_as_a_whole(capfd, wait_until):
     pump = Pump()
     writer = os.dup(pump.writer)  # as a rank holds it

@@ -4,6 +4,8 @@ import errno
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -46,6 +48,28 @@ def test_whoever_writes_a_full_disk_is_named(tmp_path, one_rank, writer):
     words = in_words(error.value, tmp_path)
     assert words.startswith(f"no space left on the disk of {tmp_path}, or a limit on the size of")
     assert "Make room and resume from the last checkpoint" in words
+
+
+@pytest.mark.parametrize("script", ["toolkit.train", "toolkit.rehearse"])
+def test_a_rank_on_a_full_disk_ends_with_one_line_and_no_traceback(
+    cold_environment, tmp_path, script
+):
+    flags = ["--max_steps", "1", "--output_dir", str(tmp_path / "run")]
+    if script == "toolkit.rehearse":
+        (tmp_path / "script.py").write_text("open('large', 'wb').write(bytes(1 << 20))\n")
+        flags = ["script.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", script, *flags],
+        cwd=tmp_path,
+        env=cold_environment,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 13, 1 << 13)),
+        timeout=300,
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("toolkit: There is no space left")
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])

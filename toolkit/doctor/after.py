@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, cast
 
-from toolkit.causes.diagnosis import OUT_OF_MEMORY, SLOW_SHARE, UNKNOWN, Diagnosis, slow_causes
+from toolkit.causes.diagnosis import (
+    LOST,
+    OUT_OF_MEMORY,
+    SLOW_SHARE,
+    UNKNOWN,
+    Diagnosis,
+    slow_causes,
+)
 from toolkit.causes.failures import Log
 from toolkit.causes.from_files import LOG_FILE, diagnose_run, read_log
 from toolkit.causes.table import cause_named
@@ -90,10 +97,13 @@ def _of_run(folder: Path, *, name: str = RUN, row: Row | None = None) -> list[Fi
         text = stopped[0].error.message if stopped[0].error else "It was preempted."
         return [warn(name, text, fix="the same command with --resume_from_checkpoint FOLDER")]
     diagnosis = diagnose_run(statuses, log)
+    gone = _running(statuses)
+    if gone and diagnosis is not None and diagnosis.name == LOST:
+        return [_left(gone, name, diagnosis)]
     if diagnosis is not None:
         predicted = _predicted_in(folder) if row is None else row["predicted"]
         return [_failed(diagnosis, name, predicted)]
-    if gone := _running(statuses):
+    if gone:
         return [_vanished(gone[0], name)]
     if record is None and not statuses and not log.lines:
         text = "No rank wrote a status file, and there is no log."
@@ -242,6 +252,17 @@ def _vanished(status: RankStatus, name: str) -> Finding:
     return fail(
         _named(UNKNOWN, name), text, fix="dmesg | grep -i -E 'killed process|out of memory'"
     )
+
+
+def _left(gone: Sequence[RankStatus], name: str, diagnosis: Diagnosis) -> Finding:
+    first = min(gone, key=lambda status: status.time)
+    text = (
+        f"Rank {first.rank} was gone after step {first.step}, before the run was over and without "
+        "an error of its own; the others only lost it. It left by itself with exit code 0, or it "
+        "was killed."
+    )
+    fix = f"look for sys.exit and os._exit in what rank {first.rank} ran, and: dmesg | grep -i kill"
+    return fail(_named(LOST, name), text, fix=fix, evidence=diagnosis.evidence)
 
 
 def _record(folder: Path) -> Record | None:

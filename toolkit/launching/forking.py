@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -35,6 +36,9 @@ OF_A_LAUNCH: Final = frozenset(
 OF_A_LAUNCHER: Final = ("ACCELERATE_", "FSDP_")
 """Prefixes of the variables that `accelerate launch` exports to its ranks, which get them after
 their fork as well."""
+
+FOLDER_PREFIX: Final = "toolkit-warm-"
+KEY_LENGTH: Final = 16
 
 COLD: Final = "started cold: "
 """Beginning of the sentence that says why a launch was not forked."""
@@ -79,12 +83,18 @@ class Fork:
     def __init__(self, connection: socket.socket, args: Sequence[str]) -> None:
         self.args = list(args)
         self.returncode: int | None = None
+        self.has_lost_parent = False
+        """Whether the warm process has ended before it."""
+
         self._connection = connection
         self._rest = b""
         try:
             answer = self._read(ANSWER_SECONDS) or {"unfit": "the warm process has ended"}
         except subprocess.TimeoutExpired:
             answer = {"unfit": "the warm process does not answer"}
+        except BaseException:
+            connection.close()
+            raise
         if "unfit" in answer:
             connection.close()
             raise WarmError(answer["unfit"])
@@ -105,6 +115,7 @@ class Fork:
         if self.returncode is None:
             answer = self._read(timeout)
             # Without an answer the warm process is gone, and its forks were killed with it.
+            self.has_lost_parent = answer is None
             self.returncode = -signal.SIGKILL if answer is None else int(answer["code"])
             self._connection.close()
         return self.returncode
@@ -189,12 +200,15 @@ def warm_process(environment: Mapping[str, str]) -> Generator[Path]:
 
     Only launches with the same variables can be forked from it; they end with it.
     """
-    with tempfile.TemporaryDirectory(prefix="toolkit-warm-") as folder:
+    _remove_abandoned()
+    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as folder:
         path = Path(folder, key_of(environment))
         # A request that comes while it imports waits in the listener's queue.
         with socket.socket(socket.AF_UNIX) as listener, Path(folder, "log").open("wb") as log:
-            listener.bind(str(path))
+            # Renamed when it listens: a socket that refuses a connection counts as abandoned.
+            listener.bind(f"{folder}/new")
             listener.listen(64)
+            Path(folder, "new").rename(path)
             number = listener.fileno()
             # The dashes are room for the commands that its forks show as theirs (`warm.show_as`).
             process = subprocess.Popen(
@@ -279,13 +293,28 @@ def key_of(environment: Mapping[str, str]) -> str:
     # No import initialises CUDA: it only matters whether this variable hides all GPUs.
     variables["CUDA_VISIBLE_DEVICES"] = str(environment.get("CUDA_VISIBLE_DEVICES") == "")
     text = json.dumps([sys.executable, sorted(variables.items())])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(text.encode()).hexdigest()[:KEY_LENGTH]
 
 
 def _connect(environment: Mapping[str, str]) -> socket.socket:
     path = environment[SOCKET]
     if not path.endswith(key_of(environment)):
         raise WarmError("the warm process was started with other variables")
+    return _connected(path)
+
+
+def _remove_abandoned() -> None:
+    """Remove the folders of warm processes that were killed together with their parents."""
+    for path in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*/{'[0-9a-f]' * KEY_LENGTH}"):
+        try:
+            _connected(str(path)).close()
+        except ConnectionRefusedError:
+            shutil.rmtree(path.parent, ignore_errors=True)
+        except OSError:  # another user's, or removed meanwhile
+            continue
+
+
+def _connected(path: str) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect(path)

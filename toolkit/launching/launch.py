@@ -117,7 +117,7 @@ def run(
         on_line=on_line or (lambda line: None),
         on_step=on_step or (lambda step: None),
     )
-    with _signals_as_exit():
+    with signals_as_exit():
         for attempt in range(1, PORT_ATTEMPTS + 1):
             ending = follower.follow()
             outcome = judge(ending)
@@ -190,6 +190,7 @@ class Follower:
             timed_out=timed_out,
             stopped=stopped,
             num_processes=self.num_processes,
+            warm_process_ended=isinstance(supervisor, Fork) and supervisor.has_lost_parent,
             out_of_memory_kills=None if before is None or after is None else after - before,
             seconds=time.monotonic() - self.started,
             timeout=self.timeout,
@@ -271,6 +272,24 @@ class Follower:
         self.on_line(line)
 
 
+@contextlib.contextmanager
+def signals_as_exit() -> Generator[None]:
+    """Let SIGTERM and SIGHUP unwind the stack as Ctrl-C does, where they have no other handler."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    ours = [
+        number
+        for number in processes.stop_signals()
+        if in_main_thread and signal.getsignal(number) is signal.SIG_DFL
+    ]
+    for number in ours:
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
 def launch_environment(extra: Mapping[str, str], *, loopback: bool) -> dict[str, str]:
     """Return the variables of a launch, `extra` on top of this process's own.
 
@@ -296,21 +315,3 @@ def _lost_the_port(outcome: Outcome, ending: Ending) -> bool:
         and not any(status.step for status in ending.statuses)
         and any(PORT_TAKEN.search(line) for line in ending.lines)
     )
-
-
-@contextlib.contextmanager
-def _signals_as_exit() -> Generator[None]:
-    """Let SIGTERM and SIGHUP unwind the stack as Ctrl-C does, where they have no other handler."""
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    ours = [
-        number
-        for number in processes.stop_signals()
-        if in_main_thread and signal.getsignal(number) is signal.SIG_DFL
-    ]
-    for number in ours:
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        for number in ours:
-            signal.signal(number, signal.SIG_DFL)

@@ -13,6 +13,10 @@ from toolkit.launching.status import RankStatus
 
 OutcomeStatus = Literal["ok", "failed", "oom", "timeout", "refused", "usage"]
 
+WARM_PROCESS_ENDED = (
+    "The warm process that the launch was forked from has ended, and all processes with it."
+)
+
 TAIL_LINES = 30
 MESSAGE_CHARACTERS = 600
 
@@ -74,6 +78,9 @@ class Ending:
     """Ranks that were stopped (SIGSTOP) when the time was up."""
 
     num_processes: int | None = None
+    warm_process_ended: bool = False
+    """Whether the process that the launch was forked from ended before it."""
+
     out_of_memory_kills: int | None = None
     """Processes of our control group that the kernel's out-of-memory killer ended meanwhile."""
 
@@ -116,10 +123,16 @@ def without_launcher_noise(lines: Iterable[str]) -> list[str]:
 
 def _verdict(ending: Ending, lines: list[str]) -> tuple[OutcomeStatus, str | None]:
     failures = _failures(ending)
+    missing = _missing(ending)
+    finished = [status for status in ending.statuses if status.state == "finished"]
+    has_finished = finished and len(finished) == len(ending.statuses) and not missing
     # All ranks agreed before the first wrote it: a missing rank was only ended early.
     for status in ending.statuses:
         if status.state == "preempted" and status.error is not None:
             return "failed", status.error.message
+    has_error = any(status.error and not status.error.is_echo for status in ending.statuses)
+    if ending.warm_process_ended and not has_error and not has_finished:
+        return "failed", WARM_PROCESS_ENDED
     signal_number = (ending.returncode or 0) - 128
     has_reason = any(status.has_failed for status in ending.statuses) or _exit_codes(ending)
     if signal_number > 0 and not has_reason:
@@ -127,9 +140,7 @@ def _verdict(ending: Ending, lines: list[str]) -> tuple[OutcomeStatus, str | Non
         return "failed", f"The launcher was killed ({name}), and its ranks with it."
     if failures:
         return min(failures, key=lambda failure: failure[0])[1]
-    missing = _missing(ending)
-    finished = [status for status in ending.statuses if status.state == "finished"]
-    if finished and len(finished) == len(ending.statuses) and not missing:
+    if has_finished:
         # About 1 launch in 44 aborts at interpreter exit, after everything was committed.
         return "ok", None
     if ending.timed_out:

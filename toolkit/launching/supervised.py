@@ -45,7 +45,7 @@ DRAIN_SECONDS = 5.0
 
 
 def main(arguments: list[str], run: Callable[[list[str]], None] | None = None) -> int:
-    """Run a command to its end, and return the exit code; a signal to stop raises SystemExit.
+    """Run a command to its end or a signal to stop, and return the exit code.
 
     `run` is called with the command in the process that is to become it; if it returns, the command
     is executed.
@@ -53,9 +53,13 @@ def main(arguments: list[str], run: Callable[[list[str]], None] | None = None) -
     parent, command = int(arguments[0]), arguments[1:]
     redacting = command[:1] == [REDACTING]
     command = command[1:] if redacting else command
-    signals = stop_signals()
-    for number in signals:
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    # Blocked and awaited: Python drops an exception that a handler raises in an at-fork callback.
+    awaited = {*stop_signals(), signal.SIGCHLD}
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        awaited.add(signal.SIGINT)
+    # No child could be waited for if its signal were ignored.
+    signal.signal(signal.SIGCHLD, lambda number, _: None)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     os.environ.pop(LAUNCHER_PID, None)
     if sys.platform == "linux":
         prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -67,22 +71,24 @@ def main(arguments: list[str], run: Callable[[list[str]], None] | None = None) -
     try:
         launcher = os.fork()
         if launcher == 0:
-            _become(command, pump, default=signals, run=run)
+            _become(command, pump, mask, run=run)
         if pump is not None:
             pump.start()
-        while True:
-            pid, status = os.wait()
-            if pid == launcher:
-                code = os.waitstatus_to_exitcode(status)
-                return code if code >= 0 else 128 - code
-    except KeyboardInterrupt:
-        return 128 + signal.SIGTERM
+        return _wait(launcher, awaited)
     finally:
-        for number in signals:
-            signal.signal(number, signal.SIG_IGN)
         kill_descendants(os.getpid())
         if pump is not None:
             pump.end()
+
+
+def _wait(launcher: int, awaited: set[signal.Signals]) -> int:
+    """Return the exit code of the launcher, or that of the signal to stop that came before."""
+    while (number := signal.sigwait(awaited)) == signal.SIGCHLD:
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == launcher:
+                code = os.waitstatus_to_exitcode(ended[1])
+                return code if code >= 0 else 128 - code
+    return 128 + number
 
 
 class Pump:
@@ -142,16 +148,17 @@ def _print(data: bytes) -> None:
 def _become(
     command: list[str],
     pump: Pump | None,
+    mask: set[int | signal.Signals],
     *,
-    default: Sequence[signal.Signals],
     run: Callable[[list[str]], None] | None,
 ) -> NoReturn:
     try:
         if pump is not None:
             for number in (1, 2):
                 os.dup2(pump.writer, number)
-        for number in (*default, signal.SIGPIPE):
+        for number in (*stop_signals(), signal.SIGCHLD, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         die_with_parent()
         os.environ[LAUNCHER_PID] = str(os.getpid())
         if run is not None:

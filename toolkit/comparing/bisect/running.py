@@ -89,11 +89,7 @@ def bisect_runs(
         if options.output is None or compared is not None:
             comparison.folder = new_folder(comparison.folder)
         with lock_folder(comparison.folder, "comparison"):
-            try:
-                result = _look(comparison, runs, at, ProgressLines(console))
-            except (KeyboardInterrupt, SystemExit):
-                print_line("Interrupted: nothing was compared.", console=console)
-                return INTERRUPTED
+            result = _look(comparison, runs, at, ProgressLines(console))
             return _report(comparison, result, console)
 
     return prepare_and_run(comparison, run_prepared, console)

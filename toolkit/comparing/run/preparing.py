@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from toolkit.comparing.report.terminal import plain, print_line
 from toolkit.comparing.run.plan import ComparisonPlan
 from toolkit.errors import UsageError
-from toolkit.launching.forking import COLD, start
+from toolkit.launching.forking import COLD, Fork, start
 from toolkit.launching.launch import launch_environment
+from toolkit.launching.outcome import WARM_PROCESS_ENDED
 from toolkit.launching.supervised import supervised
 
 if TYPE_CHECKING:
@@ -76,6 +77,9 @@ def prepare(plan: ComparisonPlan, console: Console) -> dict[str, Any]:
             code = process.wait()
         answer.seek(0)
         facts = answer.read()
+    if isinstance(process, Fork) and process.has_lost_parent:
+        print_line(f"{WARM_PROCESS_ENDED} They are started again.", console=console)
+        return prepare(plan, console)
     if code == 2:
         raise UsageError(plain(last) or "The flags of toolkit.train are not usable.")
     if last:

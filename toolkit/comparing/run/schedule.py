@@ -23,6 +23,7 @@ from toolkit.comparing.report.write import print_report
 from toolkit.comparing.run.comparison import Comparison
 from toolkit.comparing.run.folders import (
     FailedStart,
+    Finished,
     check_output,
     completed,
     next_attempt,
@@ -36,6 +37,8 @@ from toolkit.comparing.run.progress import ProgressLines, first_words, show_prog
 from toolkit.comparing.run.starting import start_run
 from toolkit.errors import file_sentence
 from toolkit.launching.forking import warm_launches
+from toolkit.launching.launch import signals_as_exit
+from toolkit.launching.outcome import WARM_PROCESS_ENDED
 from toolkit.records.results import RESULTS_FILE, Results
 from toolkit.redaction import learn, redacted
 
@@ -80,17 +83,19 @@ def prepare_and_run(
     preparation is needed. Processes that it starts are forked from a warm one.
     """
     outstanding = comparison.outstanding()
-    with (
-        warm_launches(run_environment(rehearsal=comparison.plan.rehearsal))
-        if outstanding and comparison.options.warm
-        else nullcontext()
-    ):
-        try:
-            facts = comparison.prepare(console) if outstanding else {}
-        except PrepareError as error:
-            print_line(str(error), console=console)
-            return 1
-        return run(facts)
+    warm = outstanding and comparison.options.warm
+    variables = run_environment(rehearsal=comparison.plan.rehearsal)
+    try:
+        with signals_as_exit(), warm_launches(variables) if warm else nullcontext():
+            return run(comparison.prepare(console) if outstanding else {})
+    except PrepareError as error:
+        print_line(str(error), console=console)
+        return 1
+    except (KeyboardInterrupt, SystemExit):
+        is_begun = (comparison.folder / RESULTS_FILE).exists()
+        outcome = _goes_on(comparison.folder) if is_begun else "No run was started."
+        print_line(f"Interrupted. {outcome}", console=console)
+        return INTERRUPTED
 
 
 def _run_locked(comparison: Comparison, facts: dict[str, Any], console: Console) -> int:
@@ -98,6 +103,9 @@ def _run_locked(comparison: Comparison, facts: dict[str, Any], console: Console)
         lines = (*warnings, *comparison.plan.notes, *_introduction(comparison, facts))
         try:
             return _run(comparison, lines, console)
+        except (KeyboardInterrupt, SystemExit):
+            write_reports(comparison.folder)
+            raise
         except OSError as error:
             sentence = file_sentence(error)
             if sentence is None:
@@ -113,13 +121,7 @@ def _run(comparison: Comparison, introduction: Sequence[str], console: Console) 
     with show_progress(console, comparison.plan, comparison.options) as progress:
         for text in introduction:
             progress.say(text)
-        try:
-            RunQueue(comparison, progress).run_all()
-        except (KeyboardInterrupt, SystemExit):
-            comparison.save()
-            write_reports(folder)
-            progress.say(f"Interrupted. {_goes_on(folder)}")
-            return INTERRUPTED
+        RunQueue(comparison, progress).run_all()
     results = cast(Results, redacted(comparison.results()))
     written = [short_path(folder / RESULTS_FILE), *map(short_path, write_reports(folder))]
     print_report(results, console=console, show_speed=comparison.options.show_speed)
@@ -178,6 +180,7 @@ class RunQueue:
         if comparison.finished:
             comparison.make_rows()
         waiting = rounds(comparison.plan.runs, repeats)
+        is_unfinished = any(map(self.must_start, waiting))
         position = 0
         while waiting:
             turn = waiting.pop(0)
@@ -193,9 +196,12 @@ class RunQueue:
                 # A run with one failed start is not ok, so its other repeats are not needed.
                 waiting = [later for later in waiting if later.run.name != planned.name]
             waiting = self.with_control(waiting, planned)
-            comparison.save(complete=not waiting)
+            # Where no run has to be started, the files of the earlier command hold no less.
+            if is_unfinished:
+                comparison.save(complete=not waiting)
             self.progress.finish(planned, comparison.rows[planned.name], comparison.control())
         self.tell_rounding_from_faults()
+        comparison.save(complete=True)
 
     def tell_rounding_from_faults(self) -> None:
         """Train the control once more where a gate broke late, and judge all runs by that.
@@ -215,13 +221,11 @@ class RunQueue:
                 "A gate broke after the first step. The control is trained once more with its "
                 "sums in another order, to tell rounding from a fault.",
             )
-            folder = next_attempt(comparison.folder, again.name)
-            end = start_run(comparison, again, folder, progress=self.progress)
+            end = self.start(again)
         if isinstance(end, FailedStart):
             self.progress.say(f"Rounding was not measured: {end.status}: {end.reason}")
             return
         comparison.measure_rounding(end)
-        comparison.save(complete=True)
         if comparison.rounding is None:
             self.progress.say("Rounding was not measured: the control's two trainings differ.")
         for planned in comparison.planned():
@@ -241,22 +245,34 @@ class RunQueue:
         for problem in problems:
             self.progress.say(f"A start of {name} does not count: {problem}")
 
+    def must_start(self, turn: Turn) -> bool:
+        """Whether the run is not skipped, and has not ended well so often."""
+        ended = len(self.comparison.finished.get(turn.run.name, []))
+        return turn.run.skipped is None and ended < turn.repeat
+
     def take(self, turn: Turn) -> None:
-        """Start a run, unless it is skipped or has been started so often before."""
+        """Start a run if it has to be."""
         comparison, planned = self.comparison, turn.run
-        if planned.skipped is not None:
-            return
         if planned not in comparison.plan.runs and planned.name not in comparison.finished:
             self.take_over(planned)
-        earlier = comparison.finished.get(planned.name, [])
-        if len(earlier) >= turn.repeat:
+        if not self.must_start(turn):
             return
-        folder, repeat = next_attempt(comparison.folder, planned.name), len(earlier) + 1
-        end = start_run(comparison, planned, folder, progress=self.progress, repeat=repeat)
+        earlier = comparison.finished.get(planned.name, [])
+        end = self.start(planned, repeat=len(earlier) + 1)
         if isinstance(end, FailedStart):
             comparison.failures[planned.name] = end
         else:
             comparison.finished[planned.name] = [*earlier, end]
+
+    def start(self, planned: Run, *, repeat: int = 1) -> Finished | FailedStart:
+        """Start a run, and once more, cold, where the warm process ended before the run."""
+        while True:
+            folder = next_attempt(self.comparison.folder, planned.name)
+            end = start_run(self.comparison, planned, folder, progress=self.progress, repeat=repeat)
+            if isinstance(end, Finished) or end.reason != WARM_PROCESS_ENDED:
+                return end
+            name = self.comparison.plan.shown_name(planned)
+            self.progress.say(f"{name}: {end.reason} It is started again.")
 
     def with_control(self, waiting: list[Turn], last: Run) -> list[Turn]:
         """Return the turns, with the next candidate for the control in front where it is due."""
