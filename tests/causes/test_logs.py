@@ -154,6 +154,20 @@ RELEASES = {
     ),
     "RuntimeError: You're using `assistant_only_loss=True`, but at least one example has no "
     "assistant tokens. This usually means": "no-assistant-tokens",
+    "AttributeError: 'LLaDAModelLM' object has no attribute 'all_tied_weights_keys'": (
+        "model-code-of-transformers-4"
+    ),
+    "ValueError: `token_type_ids` is required as a model input when training": (
+        "token-types-required"
+    ),
+    'torch._dynamo.exc.Unsupported: ... ValueError("token_type_ids is required as a model input '
+    'when training")': "token-types-required",
+    "AssertionError: count_used_parameters_in_backward requires internal PyTorch APIs that are not "
+    "available in this PyTorch build.": "deepspeed-needs-newer-torch",
+    "ValueError: Processor was not found, please check and update your model file.": (
+        "processor-not-found"
+    ),
+    "ValueError: FSDP+TP is not supported yet": "fsdp-with-tensor-parallel",
     "TypeError: step() got an unexpected keyword argument 'flux'": "unknown",
 }
 """Messages in the form of the cited sources, and their cause."""
@@ -171,6 +185,10 @@ def test_weights_that_are_not_gathered_are_told_by_the_function():
     empty = "IndexError: index 0 is out of bounds for dimension 0 with size 0"
     assert name_in(traceback(empty, function="_init_weights")) == "padding-index-under-zero3"
     assert name_in(traceback(empty)) == "unknown"
+    listed = "AttributeError: 'list' object has no attribute 'keys'"
+    keys = "get_expanded_tied_weights_keys"
+    assert name_in(traceback(listed, function=keys)) == "tied-keys-as-list"
+    assert name_in(traceback(listed)) == "unknown"
 
 
 def test_colours_bars_times_and_carriage_returns_are_no_obstacle():
