@@ -45,6 +45,7 @@ def nothing_learned(monkeypatch):
             "CREDENTIAL",
             "MYSQL_PASSWD",
         ),
+        *("MYPASS", "AUTH", "HTTP_AUTH", "COOKIE", "DB_PWD", "AccountKey"),
         *("--hub_token", "--hub-token", "apiKey", "hubToken", "client_secret", "AWS_ACCESS_KEY_ID"),
     ],
 )
@@ -64,6 +65,10 @@ def test_a_name_that_says_so_is_that_of_a_secret(name):
             "PATH",
             "keyboard",
             "secretary",
+            "PWD",
+            "OLDPWD",
+            "COMPASS",
+            "OAUTH",
         ),
     ],
 )
@@ -155,6 +160,78 @@ def test_what_looks_like_a_token_is_removed_and_what_does_not_stays(text, shown)
     assert redact(text) == shown
 
 
+BASE64 = "MIIEpAIBAAKCAQEA7bq1" * 3
+FORMS = {
+    "Authorization: Token {}": "0a1b2c3d4e5f6a7b",
+    '"Authorization": "ApiKey {}", "b": 1': "0a1b2c3d4e5f6a7b",
+    "authorization=Custom-Scheme {}": "0a1b2c3d4e5f6a7b",
+    "Authorization: {}": "0a1b2c3d4e5f6a7b8c9d",
+    "Authorization: Digest {}": 'username="bob", realm="r", response="0a1b2c3d4e5f6a7b"',
+    "Authorization: AWS4-HMAC-SHA256 {}": "Credential=a/20261126/s3, Signature=0a1b2c3d4e5f",
+    "Cookie: {}": "session=0a1b2c3d; theme=dark",
+    "'Set-Cookie': '{}'": "sid=0a1b2c3d; HttpOnly",
+    "https://b.s3.amazonaws.com/k?X-Amz-Date=1&X-Amz-Signature={}&y=1": "0a1b2c3d4e5f" * 5,
+    "GET https://b.s3.amazonaws.com/k?AWSAccessKeyId={}&Expires=1": "0A1B2C3D4E5F6A7B",
+    "https://a.blob.core.windows.net/c?sv=2024&sig={}&se=1": "0a1b2c%2F3d4e5f%3D",
+    "https://storage.googleapis.com/b/o?X-Goog-Signature={}": "0a1b2c3d4e5f6a7b",
+    "POST https://hooks.slack.com/services/{} 200": "T0A1B2C3/B0A1B2C3/0a1b2c3d4e5f",
+    "https://discord.com/api/webhooks/123456/{}": "0a1b2c3d4e5f",
+    "npm: {}": "npm_" + "aB3" * 12,
+    "twine: {}": "pypi-AgEIcHlwaS5vcmc" + "aB3" * 12,
+    "docker: {}": "dckr_pat_" + "aB3" * 9,
+    "mail: {}": f"SG.{'aB3' * 7}.{'aB3' * 12}",
+    "nvcr.io: {}": "nvapi-" + "aB3" * 20,
+    "replicate: {}": "r8_" + "aB3" * 12,
+    "stripe: {}": "sk_live_" + "aB3" * 8,
+    "aws: {}": "ASIA" + "0A1B" * 4,
+    "Server=db;Uid=sa;Pwd={};": "hunter2",
+    "mysql://h/db?user=a&pwd={}": "hunter2",
+    "DefaultEndpointsProtocol=https;AccountKey={};": "0a1b2c3d4e5f6a7b==",
+    "python train.py --wandb_key {} --seed 1": "hunter2",
+    "MYPASS={} python a.py": "hunter2",
+    "AUTH={} python a.py": "hunter2",
+    "environ({{'HTTP_COOKIE': '{}'}})": "hunter2",
+}
+"""Text around a secret, and the secret."""
+
+
+@pytest.mark.parametrize(("text", "secret"), FORMS.items())
+def test_forms_of_well_kept_lists_are_removed_and_the_text_around_them_stays(text, secret):
+    shown = redact(text.format(secret))
+    before, _, after = text.format("\0").partition("\0")
+    assert shown.startswith(before.rstrip("'")), shown
+    assert shown.endswith(after.lstrip("'")), shown
+    assert not any(part in shown for part in ("0a1b", "0A1B", "aB3", "hunter2")), shown
+    assert redact(shown) == shown
+
+
+@pytest.mark.parametrize("feed", ["\n", "\\n", "\r\n"])
+def test_a_private_key_is_removed_with_and_without_its_end(feed):
+    begin = "-----BEGIN RSA PRIVATE KEY-----"
+    body = feed.join(["", BASE64, BASE64, "AbC="])
+    whole = f"key: {begin}{body}{feed}-----END RSA PRIVATE KEY----- step 3"
+    assert redact(whole) == f"key: {begin}[removed]-----END RSA PRIVATE KEY----- step 3"
+    cut = f"{begin}{feed}{BASE64}{feed}{BASE64}\nstep 3 of 9"
+    assert redact(cut) == f"{begin}[removed]\nstep 3 of 9"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The authorization failed for this user: ask for authorization: none needed",
+        "PWD=/work/project OLDPWD=/work pwd=/work/project",
+        "BYPASS=1 and COMPASS=north, PASS: test_a, PASS=3",
+        "a cookie: sweet; author=Smith oauth: on",
+        "msg.aaaaaaaaaaaaaaaaaaaaaaaaa.bbbbbbbbbbbbbbbbbbbbbbb and dapi and npm_config_cache",
+        "--sort_by name --forward_passes 3 --max_length 9",
+        "-----BEGIN CERTIFICATE-----\nMIIEpAIBAAKCAQEA7bq1\n-----END CERTIFICATE-----",
+        "https://host/a?signal=abcdefghijklmnop&design=abcdefghijklmnop",
+    ],
+)
+def test_words_that_look_alike_stay(text):
+    assert redact(text) == text
+
+
 def test_json_stays_json(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "a-long-secret-value")
     data = {"bytes_per_token": 5, "text": "a-long-secret-value", "hub_token": "x", "n": [1.5, None]}
@@ -217,7 +294,14 @@ def test_what_a_process_prints_passes(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "piece", ["token", "--", "--token ", "a-long-secret", "KEY=", "wandb ", "A_"]
+    "piece",
+    [
+        *("token", "--", "--token ", "a-long-secret", "KEY=", "wandb ", "A_", "--wandb_key "),
+        *("authorization: token ", "authorization=a ", "cookie: a=", "cookie:", "&sig=", "SG.a-"),
+        *("-----BEGIN PRIVATE KEY-----", "-----BEGIN PRIVATE KEY-----\nMIIE", "AUTH=", "A_AUTH='"),
+        *("pwd='", "_pwd=", "https://hooks.slack.com/services/", "npm_aB3", "r8_", "eyJabcde."),
+        *('authorization: digest response="a",a=', "authorization: a1,b=1,"),
+    ],
 )
 def test_a_long_line_takes_no_time(piece, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "a-long-secret-value")

@@ -32,11 +32,15 @@ SECRET_WORD: Final = (
     r"(?:token(?<!(?:pad|eos|bos|unk|sep|cls|per|eot|boi|eoi)[_ -]token)(?<!mask[_ -]token)"
     r"(?<!(?:image|audio|video)[_ -]token)"
     r"|secret|passw(?:or)?d|passphrase|credentials?"
-    r"|(?:api|access|private|secret)[_ -]?key|access[_-]?key[_-]?id)"
+    r"|(?:api|access|account|private|secret)[_ -]?key|access[_-]?key[_-]?id)"
 )
 """The end of a name whose value is secret, in any text."""
 
-SECRET_NAME: Final = re.compile(rf"(?i)(?:{SECRET_WORD}|[_-]key|(?:^|[_-])pat|[_-]pass)$")
+OWNED_PASS: Final = r"(?:my|db|database|user|root|admin|login|sql|smtp|mail|ssh|ftp|proxy|key)pass"
+
+SECRET_NAME: Final = re.compile(
+    rf"(?i)(?:{SECRET_WORD}|[_-](?:key|pass|pwd)|(?:^|[_-])(?:pat|auth|cookies?)|{OWNED_PASS})$"
+)
 """A variable, flag or field whose value is secret; in prose the endings have other meanings."""
 
 VALUE: Final = r"(?:\[removed\]|\"[^\"\n]*\"|'[^'\n]*'|[^\s\"',;)}\]]+)"
@@ -57,9 +61,43 @@ class Removal(NamedTuple):
 
 # Each pattern begins where a run of its letters does: from every letter of a line it would take
 # the square of the line's length.
+# What is looked for follows the lists of detect-secrets and gitleaks, without those of
+# their rules that judge a text by its entropy.
 SHAPES: Final = (
     Removal(("bearer",), r"(?i)(\bbearer[ \t]+)[\w.~+/=-]{8,}"),
-    Removal(("authorization",), r"(?i)(\bauthorization\W{1,5}basic[ \t]+)[\w.~+/=-]{8,}"),
+    Removal(
+        ("authorization",),
+        r"(?i)(\bauthorization\W{1,5}(?:basic|token|negotiate|ntlm|api-?key|oauth)[ \t]+)"
+        r"[\w.~+/=-]{8,}",
+    ),
+    Removal(
+        ("digest",),
+        r"(?i)(\bauthorization\W{1,5}digest[ \t]+)"
+        r"(?:\w{1,40}=(?:\\?\"[^\"\\\n]*\\?\"|[\w.]+)(?:,[ \t]*)?)+",
+    ),
+    Removal(
+        ("authorization",),
+        r"(?i)(\bauthorization['\"]?[ \t]*[:=][ \t]*['\"]?(?:[\w-]{1,40}[ \t]+)?)"
+        r"(?:\[removed\]|(?=[^\s'\"]{0,64}\d)[^\s'\",;\\]{8,}(?:,[ \t]*\w{1,40}=[^\s'\",;\\]+)*)",
+    ),
+    Removal(("cookie",), r"(?i)(\bcookie['\"]?[ \t]*:[ \t]*['\"]?)[\w.!$*-]{1,99}=[^'\"\\\n]+"),
+    Removal(
+        ("sig=", "signature=", "-token=", "-credential=", "accesskeyid="),
+        r"(?i)((?:[?&;]|\\u0026)(?:sig|signature|x-(?:amz|goog)-(?:signature|credential|"
+        r"security-token)|(?:aws)?accesskeyid)=)[^\s&'\"<>\\]{8,}",
+    ),
+    Removal(
+        ("hooks.slack.com/", "/api/webhooks/", "webhook.office.com/", "api.telegram.org/bot"),
+        r"(?i)(\bhooks\.slack\.com/[a-z]{1,20}/|/api/webhooks/\d{1,20}/|api\.telegram\.org/bot"
+        r"|\bwebhook\.office\.com/\w{1,20}/)[\w@:/+-]{8,}",
+    ),
+    Removal(
+        (" private key",),
+        # Up to its end; without one, the lines that follow and are base64 alone.
+        r"(-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----)"
+        r"(?:(?:[^-'\"]++|-(?!----))*+(?=-----END)"
+        r"|(?:(?:\s|\\[nr])++[A-Za-z0-9+/]{32,}={0,2})++)",
+    ),
     Removal(("://",), r"(://)[^/\s@'\"]+@", rf"\1{REMOVED}@"),
     Removal(
         ("api key", "api-key", "api_key", "apikey"),
@@ -68,11 +106,15 @@ SHAPES: Final = (
     Removal(
         (
             *("hf_", "api_org_", "sk-", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_"),
-            *("glpat-", "akia", "aiza", "xox", "wandb_v", "eyj"),
+            *("glpat-", "akia", "asia", "aiza", "xox", "xapp-", "wandb_v", "eyj", "npm_", "pypi-"),
+            *("dckr_", "sg.", "nvapi-", "r8_", "_live_", "dapi", "glsa_", "hvs.", "gsk_", "ya29."),
         ),
         r"\b(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|gh[opusr]_\w{16,}"
-        r"|github_pat_\w{16,}|glpat-[\w-]{16,}|AKIA[0-9A-Z]{16}|AIza[\w-]{30,}"
-        r"|xox[a-z]-[\w-]{10,}|wandb_v\d+_[\w-]{16,})"
+        r"|github_pat_\w{16,}|glpat-[\w-]{16,}|A[KS]IA[0-9A-Z]{16}|AIza[\w-]{30,}"
+        r"|xox[a-z]-[\w-]{10,}|xapp-[\w-]{16,}|wandb_v\d+_[\w-]{16,}|npm_[A-Za-z0-9]{30,}"
+        r"|pypi-AgE[\w-]{16,}|dckr_[a-z]{3}_[\w-]{16,}|SG\.[\w-]{16,40}\.[\w-]{16,}"
+        r"|nvapi-[\w-]{16,}|r8_[A-Za-z0-9]{30,}|[rs]k_live_\w{16,}|dapi[0-9a-f]{32}"
+        r"|glsa_\w{16,}|hvs\.[\w-]{16,}|gsk_\w{30,}|ya29\.[\w-]{16,})"
         r"|(?<![\w-])eyJ[\w-]{5,}\.[\w-]{5,}\.[\w-]{5,}",
         REMOVED,
     ),
@@ -80,7 +122,11 @@ SHAPES: Final = (
 """Secret in any place; none of the patterns matches a quote, so JSON stays JSON."""
 
 NAMED: Final = (
-    Removal(("--",), rf"(?i)((?<![\w-])--[\w-]*{SECRET_WORD}(?:=|[ \t]+|['\"],[ \t]*)){VALUE}"),
+    Removal(
+        ("--",),
+        rf"(?i)((?<![\w-])--[\w-]*(?:{SECRET_WORD}|[_-](?:key|pat|pass|pwd|auth|cookie))"
+        rf"(?:=|[ \t]+|['\"],[ \t]*)){VALUE}",
+    ),
     Removal(
         (
             *("secret", "passw", "passphrase", "credential", "key_id", "keyid", "key-id"),
@@ -92,6 +138,16 @@ NAMED: Final = (
     Removal(
         ("_key", "_pat", "_pass"),
         r"(\b[A-Z][A-Z0-9]*_(?:[A-Z0-9]+_)*(?:KEY|PAT|PASS)['\"\])]*[ \t]*[=:][ \t]*)" + VALUE,
+    ),
+    Removal(
+        ("pass=", "pass'", 'pass"', *(f"{w}{end}" for w in ("auth", "cookie") for end in "='\"")),
+        rf"(\b(?:[A-Z0-9]{{1,40}}_){{0,9}}(?:AUTH|COOKIE|{OWNED_PASS.upper()})"
+        rf"(?:=|['\"][\])]?[ \t]*[=:][ \t]*)){VALUE}",
+    ),
+    # In a connection's address; with capitals alone it is the shell's folder.
+    Removal(
+        ("pwd=", "pwd'", 'pwd"'),
+        r"(\b[Pp]wd(?:=|['\"]:[ \t]*)|_(?:pwd|PWD)['\"]?[=:][ \t]*)(?!['\"]?[/~.])" + VALUE,
     ),
 )
 """A value behind the name of a secret."""

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from toolkit.causes.diagnosis import diagnose, slow_causes
+from toolkit.causes.diagnosis import diagnose, doubts, slow_causes
 from toolkit.causes.failures import read_failures
 from toolkit.causes.lines import PIECE_BYTES, lines_of, read_lines
 
@@ -60,6 +60,135 @@ def test_a_healthy_log_gives_no_cause(text):
 def test_a_loss_that_ends_in_nan_is_named():
     assert name_in(STEPS + "{'loss': '0.0', 'grad_norm': 'nan'}\n") == "not-finite"
     assert name_in(STEPS + '{"loss": NaN}\n') == "not-finite"
+
+
+LOSS = "{{'loss': '{}', 'grad_norm': '{}', 'epoch': '0.1'}}\n"
+END = "{'train_runtime': '3.1', 'train_loss': '0.0'}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "says"),
+    [
+        (LOSS.format("0.0", "nan") * 5 + END, "not-finite", "The last grad_norm in the log is nan"),
+        (LOSS.format("0.0", "0.0") * 5 + END, "nothing-learned", "norm is 0.0 in each of 5 lines"),
+        (LOSS.format("2.5", "0.0") * 5 + END, "nothing-learned", "norm is 0.0 in each of 5 lines"),
+        ("{'loss': '0.0'}\n" * 3 + END, "nothing-learned", "The loss is 0.0 in each of 3 lines"),
+        (STEPS + "{'eval_loss': 'nan', 'epoch': '1.0'}\n", "not-finite", "The last eval_loss"),
+    ],
+)
+def test_a_run_that_learned_nothing_did_not_go_well(text, name, says):
+    found = diagnose(log_of(text))
+    assert found is not None
+    assert found.name == name
+    assert says in found.text
+    assert found.evidence[0].startswith("line ")
+
+
+def test_reasons_to_doubt_a_run_are_named_where_there_is_no_error():
+    constant = LOSS.format("11.93", "1.5") * 4
+    assert [found.name for found in doubts(log_of(constant))] == ["nothing-learned"]
+    assert doubts(log_of(STEPS)) == []
+    # A policy's first steps: the loss is 0 and its gradient is not.
+    policy = "".join(LOSS.format("0.0", f"0.{step}1") for step in range(4))
+    assert (name_in(policy), doubts(log_of(policy))) == (None, [])
+    for line, name in (
+        (
+            "Some weights of LlamaForCausalLM were not initialized from the model checkpoint at a "
+            "and are newly initialized: ['lm_head.weight']",
+            "new-weights",
+        ),
+        (
+            "- MISSING\t:those params were newly initialized because missing from the checkpoint. "
+            "Consider training on your downstream task.",
+            "new-weights",
+        ),
+        (
+            "return_assistant_tokens_mask==True but chat template does not contain "
+            "`{% generation %}` keyword.",
+            "template-without-marks",
+        ),
+        (
+            "UserWarning: Could not find response key `a` in the following instance: b. This "
+            "instance will be ignored in loss calculation.",
+            "rows-dropped",
+        ),
+    ):
+        log = log_of(f"{line}\n{STEPS}")
+        assert diagnose(log) is None
+        assert [found.name for found in doubts(log)] == [name]
+        assert name_in(f"{line}\n{traceback(OUT)}") == "cuda-out-of-memory"
+
+
+@pytest.mark.parametrize("before", [5, PIECE_BYTES - 60, 10 * PIECE_BYTES])
+def test_an_error_inside_a_line_of_megabytes_is_found(before):
+    line = f"{'x' * before} {OUT} {'y' * 10 * PIECE_BYTES}"
+    found = diagnose(log_of(f"{STEPS}{line}\n"))
+    assert found is not None
+    assert found.name == "cuda-out-of-memory"
+    assert found.evidence[0].startswith("line 6: torch.OutOfMemoryError: CUDA out of memory.")
+    assert name_in(f"Guarding against {OUT}\n{STEPS}") is None
+
+
+RELEASES = {
+    "TypeError: SFTTrainer.__init__() got an unexpected keyword argument 'tokenizer'": (
+        "other-release"
+    ),
+    "TypeError: compute_loss() got an unexpected keyword argument 'num_items_in_batch'": (
+        "other-release"
+    ),
+    "AttributeError: 'SFTConfig' object has no attribute 'max_seq_length'": "other-release",
+    "ImportError: cannot import name 'AdamW' from 'transformers' (/v/__init__.py)": "moved-name",
+    "ImportError: cannot import name 'is_a' from 'torch.b' (/v/b.py)": "packages-do-not-fit",
+    "ValueError: Passing a custom data collator is not supported when using padding-free.": (
+        "padding-free"
+    ),
+    "ValueError: DeepSpeed Zero-3 is not compatible with passing a `device_map`.": "device-map",
+    "AssertionError: FSDP reduce-scatter expects uniform gradient dtype but got {torch.float32}": (
+        "gradient-types-differ"
+    ),
+    "RuntimeError: Detected a disagreement on list contents between rank0 and rank3: ": (
+        "zero3-ranks-differ"
+    ),
+    "AssertionError: {'id': 853, 'status': 'NOT_AVAILABLE', 'numel': 0, 'ds_numel': 0}": (
+        "zero3-weights-not-there"
+    ),
+    "RuntimeError: You're using `assistant_only_loss=True`, but at least one example has no "
+    "assistant tokens. This usually means": "no-assistant-tokens",
+    "AttributeError: 'LLaDAModelLM' object has no attribute 'all_tied_weights_keys'": (
+        "model-code-of-transformers-4"
+    ),
+    "ValueError: `token_type_ids` is required as a model input when training": (
+        "token-types-required"
+    ),
+    'torch._dynamo.exc.Unsupported: ... ValueError("token_type_ids is required as a model input '
+    'when training")': "token-types-required",
+    "AssertionError: count_used_parameters_in_backward requires internal PyTorch APIs that are not "
+    "available in this PyTorch build.": "deepspeed-needs-newer-torch",
+    "ValueError: Processor was not found, please check and update your model file.": (
+        "processor-not-found"
+    ),
+    "ValueError: FSDP+TP is not supported yet": "fsdp-with-tensor-parallel",
+    "TypeError: step() got an unexpected keyword argument 'flux'": "unknown",
+}
+"""Messages in the form of the cited sources, and their cause."""
+
+
+@pytest.mark.parametrize(("error", "name"), RELEASES.items())
+def test_errors_of_releases_and_of_sharding_are_named(error, name):
+    assert name_in(traceback(error)) == name
+
+
+def test_weights_that_are_not_gathered_are_told_by_the_function():
+    mixed = "RuntimeError: aten.embedding.default: got mixed torch.Tensor and DTensor, need to"
+    assert name_in(traceback(mixed, function="generate")) == "generate-under-fsdp2"
+    assert name_in(traceback(mixed)) == "tensor-and-dtensor"
+    empty = "IndexError: index 0 is out of bounds for dimension 0 with size 0"
+    assert name_in(traceback(empty, function="_init_weights")) == "padding-index-under-zero3"
+    assert name_in(traceback(empty)) == "unknown"
+    listed = "AttributeError: 'list' object has no attribute 'keys'"
+    keys = "get_expanded_tied_weights_keys"
+    assert name_in(traceback(listed, function=keys)) == "tied-keys-as-list"
+    assert name_in(traceback(listed)) == "unknown"
 
 
 def test_colours_bars_times_and_carriage_returns_are_no_obstacle():

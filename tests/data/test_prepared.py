@@ -8,8 +8,9 @@ from datasets import Dataset, List, Value
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from toolkit.data import built_in
+from toolkit.data import building, built_in
 from toolkit.data.arguments import DataArguments
+from toolkit.data.building import LONGEST_ROW
 from toolkit.data.built_in import standard_library_hash, standard_library_texts
 from toolkit.data.order import Collator
 from toolkit.data.prepared import prepare_data
@@ -282,6 +283,102 @@ def test_files_without_rows_to_train_on(name, content, says, tmp_path, own_cache
     with pytest.raises(UsageError, match=says):
         prepare_data(DataArguments(train_file=str(path)), tokenizer_folder)
     assert not list((tmp_path / "cache").glob("tokens/*/facts.json"))
+
+
+NESTED = b'{"text": "a", "x": ' + 900 * b'{"a": ' + b"1" + 901 * b"}" + b"\n"
+DEEP = b'{"text": "a", "x": ' + 100_000 * b"[" + 100_000 * b"]" + b"}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("rows.jsonl", b'{"text": "a"}\n{"text": "na\xefve"}\n', "Line 2 of .*byte 13 .*0xef"),
+        ("rows.csv", b"text\nna\xefve\n", "Line 2 of .*byte 3 .*0xef.*iconv"),
+        ("rows.txt", "a".encode("utf-16"), "Line 1 of .*not UTF-8"),
+        ("rows.jsonl", NESTED, "Line 1 of .* nests more than 100 levels"),
+        ("rows.json", b"[\n\n" + DEEP.replace(b"\n", b"") + b"]", "Line 3 of .* nests more"),
+        ("rows.jsonl", b'{"text": "[[[\\"[[["}\n' + DEEP, "Line 2 of .* nests more than 100"),
+    ],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_lines_that_no_library_survives_are_named(
+    name, content, says, streaming, tmp_path, own_cache, tokenizer_folder
+):
+    path = tmp_path / name
+    path.write_bytes(content)
+    arguments = DataArguments(train_file=str(path), streaming=streaming, max_train_samples=2)
+    with pytest.raises(UsageError, match=says):
+        prepare_data(arguments, tokenizer_folder)
+
+
+def test_rows_of_a_folder_that_cannot_be_read_are_no_traceback(
+    tmp_path, own_cache, tokenizer_folder
+):
+    for number, (content, says) in enumerate(
+        [(b'{"text": "na\xefve"}\n', "text that is not UTF-8"), (NESTED, "more levels of lists")]
+    ):
+        folder = tmp_path / f"set{number}"
+        folder.mkdir()
+        (folder / "train.jsonl").write_bytes(content)
+        for streaming in (False, True):
+            arguments = DataArguments(
+                dataset_name=str(folder), streaming=streaming, max_train_samples=1
+            )
+            with pytest.raises(UsageError, match=says):
+                prepare_data(arguments, tokenizer_folder)
+
+
+def test_brackets_in_texts_and_many_messages_are_no_levels(tmp_path, own_cache, tokenizer_folder):
+    path = tmp_path / "rows.jsonl"
+    text = "a " + 500 * '[ { \\ " '
+    write_jsonl(path, [{"text": text, "notes": [{"x": [number]} for number in range(300)]}])
+    assert prepare_data(DataArguments(train_file=str(path)), tokenizer_folder).rows == 1
+
+
+def test_a_row_that_would_take_all_memory_is_refused_with_its_number_and_size(
+    tmp_path, own_cache, tokenizer_folder
+):
+    path, long = tmp_path / "rows.jsonl", "a " * (LONGEST_ROW // 2)
+    chat = [{"role": "user", "content": long}, {"role": "assistant", "content": "b"}]
+    for rows, length in (
+        ([{"text": "a"}, {"text": f"{long}b"}], "4,194,305"),
+        (
+            [{"messages": [{"role": "user", "content": "a"}, chat[1]]}, {"messages": chat}],
+            "4,194,3",
+        ),
+    ):
+        write_jsonl(path, rows)
+        with pytest.raises(UsageError, match=f"Row 1 of rows.jsonl has {length}.*--packing fixed"):
+            prepare_data(DataArguments(train_file=str(path)), tokenizer_folder)
+
+
+def test_long_rows_are_tokenised_few_at_a_time_to_the_same_tokens(
+    tmp_path, own_cache, tokenizer_folder, monkeypatch
+):
+    path, batches = tmp_path / "rows.jsonl", []
+
+    def counted(batch, numbers, **options):
+        batches.append(len(numbers))
+        return tokenise(batch, numbers, **options)
+
+    monkeypatch.setattr(building, "tokenise", counted)
+    write_jsonl(path, [{"text": f"a b {'c ' * 1000}"}] * 40)
+    arguments = DataArguments(train_file=str(path))
+    whole = prepare_data(arguments, tokenizer_folder)
+    monkeypatch.setattr(building, "BATCH_BYTES", 10_000)
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "another"))
+    assert prepare_data(arguments, tokenizer_folder).tokens_hash == whole.tokens_hash
+    assert batches[0] == 40 > 5 > max(batches[1:])
+
+
+def test_rows_that_were_left_out_or_cut_are_named(tmp_path, own_cache, tokenizer_folder):
+    path = tmp_path / "rows.jsonl"
+    write_jsonl(path, [{"text": "a b c d"}, {"text": "a"}, {"text": ""}])
+    left_out, cut = prepare_data(
+        DataArguments(train_file=str(path), max_length=3), tokenizer_folder
+    ).notes()
+    assert left_out.startswith("rows.jsonl: 1 of 3 rows are left out")
+    assert cut.startswith("rows.jsonl: 1 of 2 texts are cut to --max_length")
 
 
 def test_missing_files_and_data_sets(tmp_path, own_cache, tokenizer_folder, monkeypatch):

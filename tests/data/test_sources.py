@@ -12,6 +12,7 @@ from toolkit.data.arguments import DataArguments
 from toolkit.data.prepared import prepare_data, prepare_validation
 from toolkit.data.sources import quiet_progress
 from toolkit.errors import UsageError
+from toolkit.launching.preparing import prepare_once
 from toolkit.training.model import build_model
 from toolkit.training.prepare import prepare
 
@@ -121,6 +122,15 @@ def test_the_cache_keeps_the_rows_and_not_what_they_were_made_of(tmp_path, cache
         names = sorted(each.name for each in made.folder.iterdir())
         assert names == ["facts.json", "manifest.json", "rows"]
         assert len(made.load()) == made.rows
+
+
+def test_a_preparation_that_a_signal_ended_says_so(tmp_path, cache, capfd):
+    """The files of a folder are not looked through: Arrow's parser crashes on this one."""
+    (tmp_path / "train.jsonl").write_text('{"text": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    with pytest.raises(SystemExit) as ended:
+        prepare_once(["--dataset_name", str(tmp_path)])
+    assert ended.value.code == 1
+    assert capfd.readouterr().err.splitlines()[-1] == "toolkit: Preparing it was ended by SIGSEGV."
 
 
 # Validation

@@ -101,8 +101,19 @@ def test_a_log_prints_its_cause_its_fix_and_its_lines(tmp_path):
 
 def test_a_healthy_log_says_so(tmp_path):
     log = tmp_path / "train.log"
-    log.write_text("{'loss': '2.5'}\n" * 9)
+    log.write_text("".join(f"{{'loss': '2.{step}'}}\n" for step in range(9)))
     assert doctor(log) == (0, "ok    run: None of its 9 lines tells of a failure.\n")
+
+
+def test_a_run_that_only_seemed_to_go_well_is_no_ok(tmp_path, run):
+    log = tmp_path / "train.log"
+    log.write_text("{'loss': '0.0', 'grad_norm': 'nan'}\n" * 9 + "{'train_loss': '0.0'}\n")
+    assert only(log)[:2] == ("fail", "not-finite")
+    steps = "{'loss': '2.5', 'grad_norm': '1.5'}\n" * 9
+    log.write_text(steps)
+    assert only(log)[:2] == ("warn", "nothing-learned")
+    folder = run(("finished", None), ("finished", None), log=steps)
+    assert only(folder)[:2] == ("warn", "nothing-learned")
 
 
 def test_the_logs_of_ranks_in_folders_are_read_together(tmp_path):

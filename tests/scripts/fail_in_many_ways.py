@@ -334,7 +334,38 @@ def package_too_old():
 
 
 def packages_do_not_fit():
-    from transformers import NoSuchTrainer  # noqa: F401
+    from torch import NoSuchTensor  # noqa: F401
+
+
+def moved_name():
+    exec(compile("from transformers import AdamW", "train.py", "exec"))
+
+
+def other_release():
+    from transformers import TrainingArguments
+
+    TrainingArguments(output_dir=str(FOLDER / "release"), evaluation_strategy="no")
+
+
+def other_release_2():
+    from transformers import Trainer, TrainingArguments
+
+    class Own(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False):
+            return model(**inputs).sum()
+
+    args = TrainingArguments(
+        str(FOLDER / "release"), use_cpu=True, report_to="none", remove_unused_columns=False
+    )
+    rows = [{"input": torch.ones(2)}] * 8
+    Own(model=nn.Linear(2, 2), args=args, train_dataset=rows).train()
+
+
+def other_release_3():
+    from transformers import Trainer, TrainingArguments
+
+    args = TrainingArguments(str(FOLDER / "release"), use_cpu=True, report_to="none")
+    Trainer(model=nn.Linear(2, 2), args=args).tokenizer.decode([1])
 
 
 def deepspeed_batch_sizes():
@@ -484,6 +515,27 @@ def types_differ_2():
 def types_differ_3():
     ones = torch.ones(1, 1, 3, 5)
     nn.functional.scaled_dot_product_attention(ones, ones.half(), ones)
+
+
+def no_sync_under_fsdp2():
+    fully_shard(nn.Linear(2, 2), mesh=mesh()).no_sync()
+
+
+def attribute_of_wrapped_model():
+    nn.parallel.DistributedDataParallel(nn.Linear(2, 2)).save_pretrained(FOLDER / "wrapped")
+
+
+def sharded_weights_saved():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, vocab_size=32, **sizes))
+    fully_shard(model, mesh=mesh())
+    model.save_pretrained(FOLDER / "sharded")
+
+
+def gradient_types_differ():
+    torch._chunk_cat([torch.ones(2, 2), torch.ones(2, 2, dtype=torch.bfloat16)], 0, 1)
 
 
 def tensor_and_dtensor():

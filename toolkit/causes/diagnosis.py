@@ -25,7 +25,7 @@ SIGNALS: Final = {
 """Causes of processes that ended by a signal, without an error of their own."""
 
 ORDER: Final[dict[Kind, int]] = {
-    **{"outside": -1, "error": 0, "line": 0, "slow": 0},
+    **{"outside": -1, "error": 0, "line": 0, "slow": 0, "doubtful": 0},
     **{"waiting": 2, "echo": 3},
 }
 """What is looked at first. A process that the launcher saw die by a signal stands at 1."""
@@ -35,6 +35,9 @@ SEQUENCE: Final = re.compile(r"\bSeqNum=(\d+)")
 
 SLOW_SHARE: Final = 0.2
 """Share of a step from which communication makes a run slow."""
+
+FEWEST_LOSSES: Final = 3
+"""Number of lines from which a loss or a norm that stays the same is no chance."""
 
 UNKNOWN: Final = "unknown"
 LOST: Final = "neighbour-gone"
@@ -91,9 +94,7 @@ def diagnose(log: Log) -> Diagnosis | None:
         return _of_failure(bare, [bare], log)
     if log.exit is not None and log.exit.code != 0:
         return _unknown_exit(log, log.exit)
-    if log.last_metric is not None:
-        return _of_metric(log)
-    return None
+    return _of_metrics(log)
 
 
 def diagnose_text(text: str) -> Diagnosis | None:
@@ -119,13 +120,27 @@ def diagnose_error(error: BaseException) -> Diagnosis | None:
 
 def slow_causes(log: Log) -> list[Diagnosis]:
     """Return causes of a slow run that lines of its log name."""
+    waiting = _waiting(log)
+    return [*_in_lines(log, "slow"), *([] if waiting is None else [waiting])]
+
+
+def doubts(log: Log) -> list[Diagnosis]:
+    """Return reasons to doubt that a run without an error learned what was asked."""
+    loss = log.metrics.get("loss")
+    if loss is None or not loss.is_constant or loss.is_zero or loss.count < FEWEST_LOSSES:
+        return _in_lines(log, "doubtful")
+    cause = cause_named("nothing-learned")
+    text = f"The loss is {loss.first} in each of {loss.count} lines."
+    return [_of_lines(cause, text, loss.last), *_in_lines(log, "doubtful")]
+
+
+def _in_lines(log: Log, kind: Kind) -> list[Diagnosis]:
     named: dict[str, Diagnosis] = {}
     for failure in log.failures:
-        found = _slow(failure)
+        found = _of_good_run(failure, kind)
         if found is not None:
             named.setdefault(found.name, found)
-    waiting = _waiting(log)
-    return [*named.values(), *([] if waiting is None else [waiting])]
+    return list(named.values())
 
 
 def _matched(failure: Failure) -> _Match:
@@ -291,20 +306,30 @@ def _unknown_exit(log: Log, exit_: Exit) -> Diagnosis:
     )
 
 
-def _of_metric(log: Log) -> Diagnosis:
-    cause = cause_named("not-finite")
-    assert log.last_metric is not None
-    return Diagnosis(
-        name=cause.name,
-        text="The last loss or gradient norm in the log is not finite.",
-        fix=cause.fix,
-        evidence=(log.last_metric.shown(),),
-    )
+def _of_metrics(log: Log) -> Diagnosis | None:
+    """Return the diagnosis of a run that seemed to go well, by its losses and norms."""
+    for name, metric in log.metrics.items():
+        if not metric.is_finite:
+            text = f"The last {name} in the log is {metric.last_value}, no finite number."
+            return _of_lines(cause_named("not-finite"), text, metric.last)
+    loss, norm = log.metrics.get("loss"), log.metrics.get("grad_norm")
+    shown = [metric for metric in (loss, norm) if metric is not None]
+    # A loss of 0 with other norms is that of a policy's first steps, as in GRPO.
+    if not shown or shown[-1].count < FEWEST_LOSSES or not shown[-1].is_zero:
+        return None
+    what = "loss" if norm is None else "gradient norm"
+    text = f"The {what} is {shown[-1].first} in each of {shown[-1].count} lines."
+    return _of_lines(cause_named("nothing-learned"), text, shown[-1].last)
 
 
-def _slow(failure: Failure) -> Diagnosis | None:
+def _of_lines(cause: Cause, text: str, line: Line) -> Diagnosis:
+    text = f"{text} {cause.text}" if cause.name == "nothing-learned" else text
+    return Diagnosis(name=cause.name, text=text, fix=cause.fix, evidence=(line.shown(),))
+
+
+def _of_good_run(failure: Failure, kind: Kind) -> Diagnosis | None:
     for cause in causes():
-        if cause.kind == "slow" and not failure.is_exception and (m := cause.match(failure.text)):
+        if cause.kind == kind and not failure.is_exception and (m := cause.match(failure.text)):
             evidence = tuple(line.shown() for line in failure.lines)
             return Diagnosis(
                 name=cause.name, text=cause.sentence(m), fix=cause.fix, evidence=evidence

@@ -5,8 +5,10 @@ The log is read once, line by line, and only the lines of failures are kept: it 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -40,8 +42,15 @@ STEP: Final = re.compile(
 )
 TRAINED: Final = re.compile(r"['\"]train_runtime['\"]: ")
 METRIC: Final = re.compile(
-    r"\b(?:train_|eval_)?(?:loss|grad_norm)['\"]?\s*[:=]\s*['\"]?(nan|[+-]?inf|[-+.\d]+)", re.I
+    r"\b((?:train_|eval_)?loss|grad_norm)['\"]?\s*[:=]\s*['\"]?(nan|[+-]?inf|[-+.\d]+(?:e[-+]?\d+)?)",
+    re.IGNORECASE,
 )
+
+LONG_LINE: Final = 2**14
+"""Characters of a line from which an error counts without a traceback around it."""
+
+ERROR_INSIDE: Final = re.compile(r"(?:Error|Exception): [^\r\n]{1,300}")
+BEFORE_ERROR: Final = re.compile(r"[\w.]{0,80}$")
 
 BREAKDOWN: Final = "time (ms) |"
 """Begin of DeepSpeed's times of a step (deepspeed/utils/timer.py)."""
@@ -88,6 +97,34 @@ class Exit:
 
 
 @dataclass(slots=True, kw_only=True)
+class Metric:
+    """The values of a loss or a norm that a log shows, in their order."""
+
+    first: str
+    last: Line
+    """The line of the last value."""
+
+    last_value: str
+    count: int = 1
+    is_constant: bool = True
+
+    def add(self, value: str, line: Line) -> None:
+        self.count += 1
+        self.is_constant = self.is_constant and value == self.first
+        self.last, self.last_value = line, value
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the last value is a number."""
+        return math.isfinite(float(self.last_value))
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether all values are 0."""
+        return self.is_constant and float(self.first) == 0
+
+
+@dataclass(slots=True, kw_only=True)
 class Log:
     """A log, as far as it tells how a run ended."""
 
@@ -95,8 +132,8 @@ class Log:
     exit: Exit | None = None
     ranks: set[int] = field(default_factory=set[int])
     lines: int = 0
-    last_metric: Line | None = None
-    """The last line with a loss or a gradient norm, where that is not finite."""
+    metrics: dict[str, Metric] = field(default_factory=dict[str, Metric])
+    """By name: loss, grad_norm, eval_loss, train_loss."""
 
     milliseconds: dict[str, float] = field(default_factory=dict[str, float])
     """Sums over the steps for which DeepSpeed's wall_clock_breakdown was on."""
@@ -199,8 +236,20 @@ class Reader:
             self.log.last = line
         if native := NATIVE.match(line.text):
             self._take_native(Line(line.number, line.rank, native[1]))
+        elif len(line.text) > LONG_LINE:
+            self._take_inside(line)
         elif line_counts(line.text):
             self._take_fatal(line)
+
+    def _take_inside(self, line: Line) -> None:
+        """Take the errors in the middle of a line that is too long to be read by a person."""
+        if line_counts(line.text):
+            self._take_fatal(line)
+        for match in ERROR_INSIDE.finditer(line.text):
+            before = BEFORE_ERROR.search(line.text[max(0, match.start() - 80) : match.start()])
+            self._take_fatal(
+                Line(line.number, line.rank, f"{before[0] if before else ''}{match[0]}")
+            )
 
     def _take_native(self, line: Line) -> None:
         if len(self.log.failures) < MOST_FAILURES:
@@ -244,9 +293,9 @@ class Reader:
 
     def _note_progress(self, line: Line) -> None:
         text = line.text
-        if ("loss" in text or "grad_norm" in text) and (values := METRIC.findall(text)):
-            is_finite = all(value[-1].isdigit() or value[-1] == "." for value in values)
-            self.log.last_metric = None if is_finite else line
+        if "loss" in text or "grad_norm" in text:
+            for name, value in METRIC.findall(text):
+                self._take_metric(name.lower(), value.rstrip("."), line)
         if BREAKDOWN in text:
             for name, value in re.findall(r"\| (\w+): ([\d.]+)", text):
                 self.log.milliseconds[name] = self.log.milliseconds.get(name, 0) + float(value)
@@ -255,6 +304,14 @@ class Reader:
         steps = STEPS_OF_A_RUN_THAT_GOES_ON if TRAINED.search(text) else 1
         for failure in self.log.failures:
             failure.later_steps += steps
+
+    def _take_metric(self, name: str, value: str, line: Line) -> None:
+        with suppress(ValueError):  # such as a dash
+            float(value)
+            if name in self.log.metrics:
+                self.log.metrics[name].add(value, line)
+            else:
+                self.log.metrics[name] = Metric(first=value, last=line, last_value=value)
 
 
 def read_failures(lines: Iterable[Line]) -> Log:

@@ -35,7 +35,7 @@ def diagnose_run(statuses: Sequence[RankStatus], log: Log) -> Diagnosis | None:
     log.ranks |= {status.rank for status in statuses}
     if failed:
         log.failures = [failure for status in failed for failure in _of_status(status)]
-        log.last_metric = None
+        log.metrics.clear()
     if failed and failed[0].state == "usage":
         return _wrong_input(failed[0])
     return diagnose(log)

@@ -10,6 +10,8 @@ from typing import BinaryIO, Final
 PIECE_BYTES: Final = 2**20
 """Most that is read of a line at once: a progress bar may write megabytes without a line feed."""
 
+OVERLAP_BYTES: Final = 512
+
 SHOWN_CHARACTERS: Final = 300
 ESCAPE: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 
@@ -55,9 +57,11 @@ def lines_of(texts: Iterable[str], *, rank: int | None = None) -> Iterator[Line]
 
 def read_lines(file: BinaryIO, *, rank: int | None = None) -> Iterator[Line]:
     """Yield the lines of a log file of any size and encoding."""
-    number = 1
+    number, before = 1, b""
     while piece := file.readline(PIECE_BYTES):
-        yield from _lines(number, piece.decode("utf-8", errors="replace"), rank)
+        yield from _lines(number, (before + piece).decode("utf-8", errors="replace"), rank)
+        # A message may lie across the border of two pieces.
+        before = b"" if piece.endswith(b"\n") else piece[-OVERLAP_BYTES:]
         number += piece.endswith(b"\n")
 
 

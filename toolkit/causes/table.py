@@ -13,16 +13,19 @@ from toolkit.launching.status import ECHO_TEXTS
 
 TABLE: Final = Path(__file__).with_name("causes.toml")
 
-Kind = Literal["outside", "error", "line", "waiting", "echo", "slow"]
+Kind = Literal["outside", "error", "line", "waiting", "echo", "slow", "doubtful"]
 """Where the patterns are looked for, and whether the failure may only follow from another one.
 
 `outside`: in any line, from the machine or the scheduler; the errors of ranks follow from it.
 `error`: in the exceptions that end a rank. `line`: in any line, for messages that no exception has.
 `waiting`: in exceptions and lines of ranks that waited in vain for another one. `echo`: in
-exceptions of ranks that lost another one. `slow`: in any line of a run that goes on.
+exceptions of ranks that lost another one. `slow`: in any line of a run that goes on. `doubtful`: in
+any line of a run that ended without an error, and may not have learned what was asked.
 """
 
-OF_LINES: Final[tuple[Kind, ...]] = ("outside", "line", "waiting", "slow")
+OF_GOOD_RUNS: Final[tuple[Kind, ...]] = ("slow", "doubtful")
+
+OF_LINES: Final[tuple[Kind, ...]] = ("outside", "line", "waiting", *OF_GOOD_RUNS)
 """Kinds whose patterns count without an exception around them."""
 
 
@@ -151,7 +154,7 @@ def cause_named(name: str) -> Cause:
 def find_cause(text: str, *, frames: str = "") -> tuple[Cause, re.Match[str]] | None:
     """Return the first cause that an error's text and frames name, and its match."""
     for cause in causes():
-        if cause.kind == "slow" or (cause.frames and not cause.frames.search(frames)):
+        if cause.kind in OF_GOOD_RUNS or (cause.frames and not cause.frames.search(frames)):
             continue
         if match := cause.match(text):
             return cause, match

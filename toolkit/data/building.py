@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from toolkit.data.arguments import DataArguments
 from toolkit.data.chat import ChatTokeniser, Template, find_template
@@ -18,6 +18,7 @@ from toolkit.data.packing import FixedPacking, best_fit, pack_texts
 from toolkit.data.sources import quiet_progress
 from toolkit.data.tokens import (
     Tally,
+    characters,
     described_rows,
     digest,
     in_batches,
@@ -37,6 +38,12 @@ logger = logging.getLogger(__name__)
 Part = Literal["training", "validation"]
 
 TEMPLATE_FILE = "template.jinja"
+
+LONGEST_ROW: Final = 2**22
+"""Characters of a row: the tokenizer takes about 200 bytes of memory for each of them."""
+
+BATCH_BYTES: Final = 2**24
+"""Bytes of rows of a common length that are tokenised at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,9 +141,18 @@ class Build:
                 self.tokenizer, template, form, max_length=length, name=self.name, tally=tally
             )
         columns = list(form.columns)
+
+        def checked(batch: Mapping[str, Sequence[Any]], places: list[int]) -> dict[str, list[Any]]:
+            of_batch = [numbers[place] for place in places]
+            for number, *row in zip(of_batch, *(batch[name] for name in columns), strict=True):
+                self._check_length(number, characters(row))
+            return tokenise_batch(batch, of_batch)
+
+        row_size = max(1, rows.data.nbytes // max(1, len(rows.data)))
         texts = rows.select_columns(columns).map(
-            lambda batch, places: tokenise_batch(batch, [numbers[place] for place in places]),
+            checked,
             batched=True,
+            batch_size=min(1000, max(1, BATCH_BYTES // row_size)),
             with_indices=True,
             remove_columns=columns,
             features=row_features(),
@@ -147,6 +163,14 @@ class Build:
             desc="Tokenising",
         )
         return texts, tally
+
+    def _check_length(self, number: int, length: int) -> None:
+        if length > LONGEST_ROW:
+            raise UsageError(
+                f"Row {number} of {self.name} has {length:,} characters, and a row may have "
+                f"{LONGEST_ROW:,}. Write its text as several rows, such as the lines of a .txt "
+                "file: --packing fixed joins them and cuts them into full rows without loss."
+            )
 
     def _pack(self, texts: Dataset, folder: Path) -> Dataset:
         from datasets import Dataset

@@ -19,7 +19,7 @@ from toolkit.data.building import TEMPLATE_FILE, Build, Part
 from toolkit.data.cache import build_once, changed_meanwhile, read_cached
 from toolkit.data.chat import asked_template, brought, shipped_templates
 from toolkit.data.flags import changed_flags
-from toolkit.data.sources import Source, training_source, validation_source
+from toolkit.data.sources import Source, training_source, unreadable_rows, validation_source
 from toolkit.data.tokenizer import check_size, load_tokenizer, tokenizer_identity
 from toolkit.data.tokens import digest
 from toolkit.environment import cache_root
@@ -118,6 +118,11 @@ class PreparedData:
             notes.append(
                 f"{one_line(self.name)}: {self.dropped} of {self.dropped + (self.texts or 0)} rows "
                 "are left out, without a token to train on within --max_length"
+            )
+        if self.truncated:
+            notes.append(
+                f"{one_line(self.name)}: {self.truncated} of {self.texts} texts are cut to "
+                "--max_length, and their ends are not trained on"
             )
         return notes
 
@@ -228,7 +233,8 @@ def _prepare(
             key=key,
         )
         scratch = folder / "raw"
-        facts = job.write(source.load(scratch), folder)  # holds the only reference to its maps
+        with unreadable_rows(source.name):
+            facts = job.write(source.load(scratch), folder)  # holds the only reference to its maps
         shutil.rmtree(scratch, ignore_errors=True)
         (folder / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import platform
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from toolkit.data.arguments import DataArguments
 from toolkit.data.built_in import BUILT_IN_DATA, standard_library_hash, standard_library_texts
@@ -22,6 +23,17 @@ from toolkit.errors import UsageError, sentence_of
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder, IterableDataset
+
+DEEPEST: Final = 100
+"""Most levels of nesting in a row: Arrow (26.0) takes fewer, and thousands crash it."""
+
+READ_AHEAD: Final = 2**25
+"""Bytes of a file that `datasets` may read before it gives the first row of a stream."""
+
+_ESCAPES = re.compile(rb"\\.")
+_STRINGS = re.compile(rb'"[^"]*"')
+_OPENING, _CLOSING = b"[{", b"]}"
+_NO_BRACKETS = bytes(set(range(256)) - set(_OPENING + _CLOSING))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +122,8 @@ def _load_built_in(_: Path) -> Dataset:
 
 def _file_source(path: Path, flag: str, limit: int | None) -> Source:
     check_file(path, flag=flag)
+    if path.suffix != ".parquet":
+        _check_text(path, limit)
     builder, options = _FORMATS[path.suffix]
 
     def load(scratch: Path) -> Dataset:
@@ -145,13 +159,55 @@ def _file_source(path: Path, flag: str, limit: int | None) -> Source:
     return Source(name=path.name, identity=f"{path.suffix} {content} {limit}", load=load)
 
 
+def _check_text(path: Path, limit: int | None) -> None:
+    """Check the lines of a file for what `datasets` (5.2) does not survive; `limit`: of a stream.
+
+    Raises:
+        UsageError: a line is not UTF-8, or JSON in it has too many levels.
+    """
+    depth, read = 0, 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                raise UsageError(
+                    f"Line {number} of {path} is not UTF-8: byte {error.start + 1} of it is "
+                    f"0x{line[error.start]:02x}. Correct the line, or convert the file: "
+                    "iconv -f LATIN1 -t UTF-8 FILE > NEW, with the encoding that it has."
+                ) from error
+            # A row of JSON lines begins at level 0, and few of them have many brackets at all.
+            if path.suffix == ".jsonl":
+                depth = 0
+            if path.suffix == ".json" or sum(map(line.count, (b"[", b"{"))) > DEEPEST:
+                depth = _depth_after(line, depth)
+            if depth > DEEPEST:
+                raise UsageError(
+                    f"Line {number} of {path} nests more than {DEEPEST} levels of lists and "
+                    "objects. Write that value as text, or remove it."
+                )
+            read += len(line)
+            if limit is not None and number > limit and read > READ_AHEAD:
+                return
+
+
+def _depth_after(line: bytes, depth: int) -> int:
+    """Return the open levels of JSON behind a line, or the first number above DEEPEST."""
+    brackets = _STRINGS.sub(b"", _ESCAPES.sub(b"", line)).translate(None, _NO_BRACKETS)
+    for bracket in brackets:
+        depth += 1 if bracket in _OPENING else -1
+        if depth > DEEPEST:
+            break
+    return depth
+
+
 def _hub_source(arguments: DataArguments, split: str, limit: int | None) -> Source:
     from datasets import load_dataset, load_dataset_builder
     from datasets.exceptions import DatasetsError
 
     name, config = arguments.dataset_name, arguments.dataset_config_name
     assert name is not None
-    with quiet_progress():
+    with quiet_progress(), unreadable_rows(name):
         try:
             if limit is not None:
                 reader = load_dataset_builder(name, config)
@@ -184,6 +240,23 @@ def _first_of(stream: IterableDataset, limit: int) -> Dataset:
     if stream.features is not None:
         return Dataset.from_list(rows, features=stream.features)
     return Dataset.from_list(rows, on_mixed_types="use_json")
+
+
+@contextlib.contextmanager
+def unreadable_rows(name: str) -> Iterator[None]:
+    """Raise UsageError for rows that `datasets` begins to read and then does not survive."""
+    try:
+        yield
+    except UnicodeError as error:
+        raise UsageError(
+            f"{name} has text that is not UTF-8: {sentence_of(error)} Correct that row, or convert "
+            "the file."
+        ) from error
+    except RecursionError as error:
+        raise UsageError(
+            f"A row of {name} has more levels of lists and objects than `datasets` can read. "
+            "Write the nested value as text, or remove its column."
+        ) from error
 
 
 @contextlib.contextmanager

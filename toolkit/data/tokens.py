@@ -170,6 +170,15 @@ def text_hash(rows: Iterable[Sequence[Any]]) -> str:
     return content.hexdigest()
 
 
+def characters(value: Any) -> int:
+    """Count the characters of all texts in a row or in a value of it."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(characters, cast("Mapping[str, Any]", value).values()))
+    return sum(map(characters, cast("list[Any]", value))) if isinstance(value, list) else 0
+
+
 def row_bytes(row: Sequence[Any]) -> bytes:
     return json.dumps(list(row), default=str).encode()
 

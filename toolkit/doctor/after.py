@@ -13,6 +13,7 @@ from toolkit.causes.diagnosis import (
     SLOW_SHARE,
     UNKNOWN,
     Diagnosis,
+    doubts,
     slow_causes,
 )
 from toolkit.causes.failures import Log
@@ -61,7 +62,7 @@ def _of_log(log: Log) -> list[Finding]:
     diagnosis = diagnose_run([], log)
     if diagnosis is not None:
         return [_failed(diagnosis)]
-    return [ok(RUN, f"None of its {log.lines:,} lines tells of a failure."), *_slow(log)]
+    return _without_failure(log, RUN, f"None of its {log.lines:,} lines tells of a failure.")
 
 
 def _of_logs(folder: Path) -> list[Finding]:
@@ -80,7 +81,7 @@ def _of_logs(folder: Path) -> list[Finding]:
         together.failures += log.failures
         together.ranks |= log.ranks
         together.exit = together.exit or log.exit
-        together.last_metric = together.last_metric or log.last_metric
+        together.metrics |= log.metrics
     return _of_log(together)
 
 
@@ -114,7 +115,8 @@ def _of_run(folder: Path, *, name: str = RUN, row: Row | None = None) -> list[Fi
                 fix="start it again, and keep its output: COMMAND 2>&1 | tee LOG",
             )
         ]
-    return [ok(name, "Every rank finished, and its log tells of no failure."), *_slow(log)]
+    text = "Every rank finished, and its log tells of no failure."
+    return _without_failure(log, name, text)
 
 
 def _of_comparison(folder: Path) -> list[Finding]:
@@ -182,10 +184,15 @@ def _ends(interval: Ends) -> tuple[int, int]:
     return interval["low"], interval["high"]
 
 
-def _slow(log: Log) -> list[Finding]:
+def _without_failure(log: Log, name: str, text: str) -> list[Finding]:
+    """Return the findings on a run whose log has no error: it may have learned nothing."""
+    doubted = doubts(log)
     return [
-        warn(diagnosis.name, diagnosis.text, fix=diagnosis.fix, evidence=diagnosis.evidence)
-        for diagnosis in slow_causes(log)
+        *([] if doubted else [ok(name, text)]),
+        *(
+            warn(_named(found.name, name), found.text, fix=found.fix, evidence=found.evidence)
+            for found in (*doubted, *slow_causes(log))
+        ),
     ]
 
 

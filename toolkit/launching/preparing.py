@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,8 @@ def prepare_once(flags: Sequence[str], *, num_processes: int | None = None) -> d
     ranks = [] if num_processes is None else [f"--num_processes={num_processes}"]
     command = supervised([sys.executable, "-m", WORKER, *ranks, *flags])
     done = subprocess.run(command, stdout=subprocess.PIPE, env=python_environment(), check=False)
+    if (number := done.returncode - 128) in signal.valid_signals():
+        sys.stderr.write(f"toolkit: Preparing it was ended by {signal.Signals(number).name}.\n")
     if done.returncode != 0:
         raise SystemExit(2 if done.returncode == 2 else 1)
     return cast("dict[str, Any]", json.loads(done.stdout.decode().splitlines()[-1]))
