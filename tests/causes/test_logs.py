@@ -164,6 +164,12 @@ RELEASES = {
     'when training")': "token-types-required",
     "AssertionError: count_used_parameters_in_backward requires internal PyTorch APIs that are not "
     "available in this PyTorch build.": "deepspeed-needs-newer-torch",
+    "AttributeError: 'NoneType' object has no attribute 'next_functions'": (
+        "deepspeed-needs-newer-torch"
+    ),
+    "TypeError: SFTConfig.__init__() got an unexpected keyword argument\n'max_seq_length'": (
+        "other-release"
+    ),
     "ValueError: Processor was not found, please check and update your model file.": (
         "processor-not-found"
     ),

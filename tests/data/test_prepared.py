@@ -381,6 +381,12 @@ def test_rows_that_were_left_out_or_cut_are_named(tmp_path, own_cache, tokenizer
     assert cut.startswith("rows.jsonl: 1 of 2 texts are cut to --max_length")
 
 
+def test_the_built_in_data_are_cut_without_a_word(cache):
+    built_in_rows = prepare_data(DataArguments(), resolve_tokenizer(ModelArguments()))
+    assert built_in_rows.truncated
+    assert built_in_rows.notes() == []
+
+
 def test_missing_files_and_data_sets(tmp_path, own_cache, tokenizer_folder, monkeypatch):
     with pytest.raises(UsageError, match="rows.csv is not there: check the path"):
         prepare_data(DataArguments(train_file=str(tmp_path / "rows.csv")), tokenizer_folder)

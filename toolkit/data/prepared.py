@@ -119,7 +119,7 @@ class PreparedData:
                 f"{one_line(self.name)}: {self.dropped} of {self.dropped + (self.texts or 0)} rows "
                 "are left out, without a token to train on within --max_length"
             )
-        if self.truncated:
+        if self.truncated and self.python is None:  # the built-in data are for measuring
             notes.append(
                 f"{one_line(self.name)}: {self.truncated} of {self.texts} texts are cut to "
                 "--max_length, and their ends are not trained on"

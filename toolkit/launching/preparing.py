@@ -28,11 +28,19 @@ def prepare_once(flags: Sequence[str], *, num_processes: int | None = None) -> d
     ranks = [] if num_processes is None else [f"--num_processes={num_processes}"]
     command = supervised([sys.executable, "-m", WORKER, *ranks, *flags])
     done = subprocess.run(command, stdout=subprocess.PIPE, env=python_environment(), check=False)
-    if (number := done.returncode - 128) in signal.valid_signals():
-        sys.stderr.write(f"toolkit: Preparing it was ended by {signal.Signals(number).name}.\n")
+    if (end := end_by_signal(done.returncode)) is not None:
+        sys.stderr.write(f"toolkit: Preparing model and data {end}.\n")
     if done.returncode != 0:
         raise SystemExit(2 if done.returncode == 2 else 1)
     return cast("dict[str, Any]", json.loads(done.stdout.decode().splitlines()[-1]))
+
+
+def end_by_signal(code: int) -> str | None:
+    """Return how the supervisor's exit code says that a signal ended the preparation, if so."""
+    if code - 128 not in signal.valid_signals():
+        return None
+    name = signal.Signals(code - 128).name
+    return f"was ended by {name} (SIGKILL: by the system, short of RAM; SIGSEGV: a library crashed)"
 
 
 def described(facts: Mapping[str, Any]) -> list[str]:

@@ -15,6 +15,7 @@ from toolkit.errors import UsageError
 from toolkit.launching.forking import COLD, Fork, start
 from toolkit.launching.launch import launch_environment
 from toolkit.launching.outcome import WARM_PROCESS_ENDED
+from toolkit.launching.preparing import end_by_signal
 from toolkit.launching.supervised import supervised
 
 if TYPE_CHECKING:
@@ -85,7 +86,8 @@ def prepare(plan: ComparisonPlan, console: Console) -> dict[str, Any]:
     if last:
         print_line(last, console=console)
     if code != 0:
-        raise PrepareError(f"Preparing model and data ended with status {code}.")
+        end = end_by_signal(code) or f"ended with status {code}"
+        raise PrepareError(f"Preparing model and data {end}.")
     return cast("dict[str, Any]", json.loads(facts))
 
 
