@@ -70,6 +70,7 @@ RECORD = {
     "data": DATA,
     "training": TRAINING,
     "first_step": 1,
+    "earlier_losses": [],
     "resumed": None,
     "facts": None,
     "losses": [5.0, 4.9, 4.8, 4.7],

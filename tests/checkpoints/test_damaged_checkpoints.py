@@ -1,13 +1,20 @@
 """A checkpoint that is not whole is named, and the newest whole one is taken; or nothing is."""
 
 import json
+import os
 import random
 
 import pytest
+import torch
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 
 from toolkit.checkpoints.committing import committing
 from toolkit.checkpoints.resume_request import ResumeRequest, asked_checkpoint, folder_to_resume
 from toolkit.checkpoints.resuming import damages, differences, find_checkpoint
+from toolkit.engines.deepspeed import reads_without_code
 from toolkit.errors import UsageError
 from toolkit.measuring.recorder import drop_steps_after
 from toolkit.records.manifests import MANIFEST, read_manifest, write_manifest
@@ -215,3 +222,39 @@ def test_lines_of_steps_that_are_trained_again_go_and_a_torn_one_too(tmp_path):
     assert file.read_text() == "\n".join(lines[:3]) + "\n"
     drop_steps_after(tmp_path / "none.jsonl", 3)
     assert not (tmp_path / "none.jsonl").exists()
+
+
+class Runs:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_deepspeeds_files_are_read_and_nothing_in_them_is_run(tmp_path):
+    engine = TorchCheckpointEngine()
+    own = {
+        "module": {"weight": torch.arange(3.0)},
+        "zero_stage": ZeroStageEnum.gradients,
+        "loss_scaler": DynamicLossScaler(2**8, 2, 1000, 1, 1, False, dtype=torch.float16),
+        "fragments": {"weight": fragment_address(numel=3, start=0)},
+    }
+    file = tmp_path / "mp_rank_00_model_states.pt"
+    torch.save(own, file)
+    with reads_without_code(engine):
+        read = engine.load(str(file), map_location="cpu")
+    assert torch.equal(read["module"]["weight"], own["module"]["weight"])
+    assert vars(read["loss_scaler"]) == vars(own["loss_scaler"])
+    assert {name: read[name] for name in ("zero_stage", "fragments")} == {
+        name: own[name] for name in ("zero_stage", "fragments")
+    }
+
+    made = tmp_path / "made"
+    torch.save(own | {"extra": Runs(made)}, file)
+    said = r"model_states.pt would run code and was not loaded: it names \w+.mkdir\. Resume only"
+    with reads_without_code(engine), pytest.raises(UsageError, match=said):
+        engine.load(str(file), map_location="cpu")
+    assert not made.exists()
+    engine.load(str(file), map_location="cpu")  # as DeepSpeed reads it by itself
+    assert made.exists()

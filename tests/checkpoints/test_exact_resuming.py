@@ -72,6 +72,7 @@ def test_resumed_from_within_an_epoch_it_goes_on_bit_for_bit(
         *("--save_steps", SAVED, "--save_total_limit", 2, "--warmup_steps", 3, *model, *flags),
     )
     run.go(cold=case in COLD)
+    losses = read_record(run.output)["losses"]
     straight = run.tail(SAVED) | {"weights": run.weights(), "lines": run.lines()}
     evaluated = outcome(run)
     assert (run.output / "checkpoint-4").is_dir()
@@ -94,6 +95,7 @@ def test_resumed_from_within_an_epoch_it_goes_on_bit_for_bit(
         assert "not measured" not in str(evaluated["card"])
     record = read_record(run.output)
     assert record["first_step"] == SAVED + 1
+    assert record["earlier_losses"] + record["losses"] == losses
     assert record["resumed"] == {
         "from": str(run.output / "checkpoint-2"),
         "step": SAVED,

@@ -151,8 +151,13 @@ def test_steps_are_on_disk_as_they_happen(tmp_path):
     recorder = Recorder(asked, rehearsal=True, steps_file=tmp_path / "steps.jsonl")
     recorder.logged(1, loss=torch.tensor(2.5), learning_rate=0.1)
     recorder.logged(2, loss=2.0, learning_rate=0.1)
+    recorder.logged(3, loss=torch.tensor(math.nan), learning_rate=math.inf)
+    constants = []
     lines = (tmp_path / "steps.jsonl").read_text().splitlines()
-    assert [json.loads(line)["loss"] for line in lines] == [2.5, 2.0]
+    read = [json.loads(line, parse_constant=constants.append) for line in lines]
+    assert [line["loss"] for line in read] == [2.5, 2.0, "NaN"]
+    assert read[2]["learning_rate"] == "Infinity"
+    assert constants == []  # NaN and Infinity without quotes are no JSON
 
 
 def prepared():

@@ -1,12 +1,18 @@
 """A DeepSpeed JSON held against DeepSpeed's own classes, as a rank does it."""
 
 import json
+import os
+import stat
 
 import pytest
 from places import ROOT
 
 from toolkit.configs.requested import DEEPSPEED_FILE
-from toolkit.engines.deepspeed_config import checked_deepspeed_config, section_mistakes
+from toolkit.engines.deepspeed_config import (
+    checked_deepspeed_config,
+    section_mistakes,
+    use_deepspeed_config,
+)
 from toolkit.errors import UsageError
 from toolkit.strategies import STRATEGIES
 from toolkit.training.job import _same
@@ -105,3 +111,24 @@ def test_deepspeed_warns_of_nothing_while_it_is_asked(caplog, monkeypatch):
     assert section_mistakes(old) == []
     assert caplog.messages == []
     assert not logger.disabled
+
+
+@pytest.mark.parametrize("kind", ["link", "file", "another user's"])
+def test_a_rank_swaps_to_no_folder_that_another_user_may_have_made(tmp_path, monkeypatch, kind):
+    swap = tmp_path / "toolkit_nvme"
+    for module in ("toolkit.configs.deepspeed", "toolkit.engines.deepspeed_config"):
+        monkeypatch.setattr(f"{module}.NVME_PATH", swap)
+    monkeypatch.setenv(DEEPSPEED_FILE, "")  # written by the call, and put back after it
+    offload = {"device": "nvme", "nvme_path": str(swap)}
+    config = {"zero_optimization": {"stage": 3, "offload_optimizer": offload}}
+    use_deepspeed_config(config, rehearsal=True)
+    assert stat.S_IMODE(swap.stat().st_mode) == 0o700
+    use_deepspeed_config(config, rehearsal=True)  # of another rank
+
+    if kind == "another user's":
+        monkeypatch.setattr(os, "geteuid", lambda: swap.stat().st_uid + 1)
+    else:
+        swap.rmdir()
+        swap.touch() if kind == "file" else swap.symlink_to(tmp_path, target_is_directory=True)
+    with pytest.raises(UsageError, match=f"{swap} is another user's, or no folder"):
+        use_deepspeed_config(config, rehearsal=True)

@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypedDict
 
 from toolkit.checkpoints.committing import committing
 from toolkit.checkpoints.disk import in_words, room_missing
@@ -23,7 +24,10 @@ from toolkit.launching.ranks import say
 from toolkit.measuring.attestation import gather_objects
 from toolkit.measuring.finite import require_finite
 from toolkit.measuring.recorder import Recorder
+from toolkit.records.json_files import SCHEMA, read_as, write_json
 from toolkit.records.manifests import FORMAT, entry, file_names
+
+LOSSES_FILE: Final = "losses.json"
 
 
 @dataclass(kw_only=True)
@@ -98,6 +102,9 @@ class Keeper:
         folder = checkpoint_folder(output_dir or self.output_dir, step)
         writers = [write for write in (self.write_beside, write_more) if write is not None]
         with self.recorder.aside():
+            losses = self.recorder.all_losses()
+            if losses is not None:
+                writers.append(partial(_write_losses, losses))
             require_finite(prepared.model, folder)
             begun = time.monotonic()
             _save_together(folder, prepared, step=step, facts=self.facts, writers=writers)
@@ -119,6 +126,23 @@ class Keeper:
         ranks = [seconds for seconds in gather_objects(since_signal) if seconds is not None]
         saved = self.newest == checkpoint_folder(self.output_dir, step)
         raise Preempted(step, self.newest, saved=saved, seconds=max(ranks, default=None))
+
+
+class Losses(TypedDict):
+    """The losses of all steps before a checkpoint."""
+
+    schema: int
+    losses: list[float]
+
+
+def losses_before(folder: Path) -> list[float] | None:
+    """Return the losses of the steps before a checkpoint; None for one of an older toolkit."""
+    file = folder / LOSSES_FILE
+    return read_as(file, Losses)["losses"] if file.exists() else None
+
+
+def _write_losses(losses: list[float], draft: Path) -> None:
+    write_json(draft / LOSSES_FILE, Losses(schema=SCHEMA, losses=losses))
 
 
 def steps_between(args: Any, *, steps: int, rows: int, global_batch: int) -> int | None:

@@ -1,10 +1,8 @@
 """Contents of a checkpoint: model, optimizer, schedule, fp16 scale, each rank's random numbers.
 
 The backend writes model and optimizer (`engines`): whole by rank 0 under DDP and in a single
-process, as shards under FSDP2. DeepSpeed writes its own files, and reads them with an unpickler
-that runs code in them (deepspeed 0.19, `torch.load(weights_only=False)`). They are read only after
-their manifest was checked, which proves that they are unchanged, not who wrote them. No other file
-is read that way.
+process, as shards under FSDP2. DeepSpeed writes its own files. A manifest proves that files are
+unchanged, not who wrote them, so none is read with an unpickler that runs code in it.
 """
 
 from __future__ import annotations

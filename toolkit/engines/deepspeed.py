@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import pickle
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,7 @@ import torch
 
 from toolkit.engines.base import Backend, Traits, Within
 from toolkit.engines.deepspeed_gaps import count_again, restore_swapped, swapped_state
-from toolkit.engines.hooks import Undo, surround
+from toolkit.engines.hooks import Undo, stand_in, surround
 from toolkit.engines.optimizers import optimizer_of, states_held
 from toolkit.engines.prepared import Prepared, split_by, world_size
 from toolkit.engines.tensors import (
@@ -29,6 +31,7 @@ from toolkit.engines.tensors import (
     sum_of_squares,
     tensors_in,
 )
+from toolkit.errors import UsageError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -349,11 +352,12 @@ class DeepSpeed(Backend):
 
     def read(self, folder: Path, prepared: Prepared, *, step: int) -> None:
         # With a tag: without one, DeepSpeed starts from the beginning if `latest` is missing.
-        path, _ = self._model.load_checkpoint(
-            str(folder),
-            tag=engine_tag(step),
-            load_module_strict=not prepared.trains_adapters_alone,
-        )
+        with reads_without_code(self._model.checkpoint_engine):
+            path, _ = self._model.load_checkpoint(
+                str(folder),
+                tag=engine_tag(step),
+                load_module_strict=not prepared.trains_adapters_alone,
+            )
         if path is None:
             raise RuntimeError(f"DeepSpeed found no checkpoint of its own in {folder}")
 
@@ -367,6 +371,40 @@ class DeepSpeed(Backend):
     def trainer_saves_whole(self) -> bool:
         stage = self._model.zero_optimization_stage()
         return stage < 3 or self._model.zero_gather_16bit_weights_on_model_save()
+
+
+@contextmanager
+def reads_without_code(checkpoint_engine: Any) -> Generator[None]:
+    """Let DeepSpeed unpickle only tensors, plain values and the types of its own checkpoints.
+
+    By itself, deepspeed 0.19 unpickles anything (`torch_checkpoint_engine.py`).
+
+    Raises:
+        UsageError: a file names another type, which may run code.
+    """
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    types = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+
+    def load(path: str, map_location: Any = None) -> Any:
+        try:
+            with torch.serialization.safe_globals(types):
+                return torch.load(path, map_location=map_location, weights_only=True)
+        except pickle.UnpicklingError as error:
+            name = re.search(r"GLOBAL ([\w.]+)", str(error))
+            raise UsageError(
+                f"{path} would run code and was not loaded: it names "
+                f"{name[1] if name else 'what no checkpoint has'}. Resume only from folders that "
+                "you trust."
+            ) from error
+
+    undo = stand_in(checkpoint_engine, "load", load)
+    try:
+        yield
+    finally:
+        undo()
 
 
 def engine_tag(step: int) -> str:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import base64
 import json
 import os
+import stat
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, get_args
 
-from toolkit.configs.deepspeed import AUTO, FittedConfig, fit_to_run
+from toolkit.configs.deepspeed import AUTO, NVME_PATH, FittedConfig, fit_to_run
 from toolkit.configs.deepspeed_keys import unknown_key
 from toolkit.configs.requested import DEEPSPEED_FILE, INLINE_FIELDS, read_deepspeed_config
 from toolkit.environment import check_installed, has_compiler
-from toolkit.errors import sentence_of
+from toolkit.errors import UsageError, sentence_of
 from toolkit.launching.builds import clear_stale_locks, unbuilt
 from toolkit.launching.ranks import local_rank, say
 
@@ -56,7 +58,28 @@ def _fit(config: dict[str, Any], **fit: Any) -> FittedConfig:
     fitted = fit_to_run(config, can_build=has_compiler(), launch=launch, **fit)
     for change in fitted.changes if local_rank() == 0 else ():
         say(f"deepspeed: {change}")
+    zero = fitted.config.get("zero_optimization", {})
+    sections = [zero.get(key) or {} for key in ("offload_optimizer", "offload_param")]
+    if any(Path(section.get("nvme_path") or "").is_relative_to(NVME_PATH) for section in sections):
+        claim_swap_folder(NVME_PATH)
     return fitted
+
+
+def claim_swap_folder(folder: Path) -> None:
+    """Make the folder that states are swapped to, in one where every user may make it.
+
+    Raises:
+        UsageError: it is there already, and another user's or a link: its owner could read the
+            states and change them.
+    """
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise UsageError(
+            f"{folder} is another user's, or no folder, and the states of this run would be "
+            "swapped to it. Name another: toolkit configs write STRATEGY --to DIR --nvme-path PATH."
+        )
 
 
 def say_builds(config: dict[str, Any]) -> None:

@@ -48,7 +48,7 @@ from toolkit.measuring.merging import merge
 from toolkit.measuring.order import OrderWatch
 from toolkit.measuring.peak import COMPILED, PeakLedger
 from toolkit.records.fields import unmeasured
-from toolkit.redaction import redacted
+from toolkit.records.json_files import json_line
 
 
 class Recorder:
@@ -89,6 +89,8 @@ class Recorder:
         self.steps_before = 0
         """Optimizer steps of the training that were done before this run resumed it."""
 
+        self._earlier_losses: list[float] | None = []
+        self._losses: list[float] = []
         self._drops_steps = False
         self._step: list[_MicroBatch] = []
         self._steps: list[_RecordedStep] = []
@@ -219,12 +221,14 @@ class Recorder:
         if self._attested and self._traffic is None and self._model is not None:
             self._start_ledgers()
 
-    def resumed_after(self, step: int) -> None:
+    def resumed_after(self, step: int, losses: list[float] | None = None) -> None:
         """Say how many optimizer steps were done before this run went on with them.
 
-        Lines of later ones in the file of steps are dropped once everything is loaded.
+        Their `losses` stand in its record; None where they are not known. Lines of later steps in
+        the file of steps are dropped once everything is loaded.
         """
         self.steps_before = step
+        self._earlier_losses = losses
         self._drops_steps = True
         if self.heartbeat is not None:
             self.heartbeat.steps_before = step
@@ -258,6 +262,20 @@ class Recorder:
             if probing:
                 self._start_ledgers()
             self.mark()
+
+    def all_losses(self) -> list[float] | None:
+        """Return the losses of all steps, also of those before this run; a collective.
+
+        None where those before it are not known.
+        """
+        ranks = gather_objects(self._losses_of_rank())
+        if self._earlier_losses is None:
+            return None
+        return [*self._earlier_losses, *map(statistics.fmean, zip(*ranks, strict=True))]
+
+    def _losses_of_rank(self) -> list[float]:
+        self._losses += [step.loss() for step in self._steps[len(self._losses) :]]
+        return self._losses
 
     def outer_losses(self) -> tuple[float, float] | None:
         """Return the losses of the first and last step, None without any; every rank calls it."""
@@ -310,7 +328,7 @@ class Recorder:
         if self._steps_file is not None and self._rank == 0:
             line = {"step": step} | {key: _plain(value) for key, value in values.items()}
             with open(self._steps_file, "a", encoding="utf-8", opener=without_links) as file:
-                file.write(json.dumps(redacted(line)) + "\n")
+                file.write(json_line(line))
 
     def peaks(self) -> None:
         """Take the peaks now: before the save, which is no part of training."""
@@ -368,6 +386,8 @@ class Recorder:
             self.peaks()
         ranks = gather_objects(self._of_this_rank())
         merged = merge(ranks, throughput_steps=throughput_steps, probed=self._probed)
+        if self._earlier_losses is None:
+            merged["not_measured"]["earlier_losses"] = "the checkpoint does not hold them"
         return merged | self._of_all_ranks(mismatches=[])
 
     def refused(self, error: Refused) -> dict[str, Any]:
@@ -394,6 +414,7 @@ class Recorder:
         return {
             "rehearsal": self.rehearsal,
             "first_step": self.steps_before + 1,
+            "earlier_losses": self._earlier_losses,
             "attestation": {
                 "asked": self.requested.before_first_step() | self.requested.after_first_step(),
                 "engaged": self.engaged,
@@ -584,7 +605,7 @@ class Recorder:
             "rank": self._rank,
             "machine": (machines.number(), socket.gethostname()),
             "reads_as": self._reads_as,
-            "losses": [step.loss() for step in self._steps],
+            "losses": self._losses_of_rank(),
             "grad_norms": [_plain(step.grad_norm) for step in self._steps],
             "learning_rates": [step.learning_rate for step in self._steps],
             "skipped": [number for number, s in enumerate(self._steps, 1) if s.skipped()],

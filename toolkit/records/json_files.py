@@ -97,6 +97,11 @@ def write_json(path: Path, data: Any, *, private: bool = False) -> None:
     write_text(path, text, private=private)
 
 
+def json_line(data: Any) -> str:
+    """Return `data` as one line of strict JSON without secrets, for a file that is appended to."""
+    return json.dumps(_mapped(redacted(data), _encoded), allow_nan=False) + "\n"
+
+
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):

@@ -279,6 +279,10 @@ class Record(Measured):
     """Number of the step at which all lists by step begin, more than 1 where the run was resumed.
     Other step numbers of this record count it as 1."""
 
+    earlier_losses: list[float] | None
+    """Losses of the steps before `first_step`; null where the checkpoint had none, which an older
+    toolkit wrote."""
+
     resumed: Resumed | None
     facts: dict[str, Any] | None
     """Facts by which a run that is started again is known to be this one; null where a script of a

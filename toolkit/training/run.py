@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from toolkit import environment
-from toolkit.checkpoints.keeping import Keeper, steps_between
+from toolkit.checkpoints.keeping import Keeper, losses_before, steps_between
 from toolkit.checkpoints.preemption import Preempted, Preemption
 from toolkit.data.cache import check_seconds
 from toolkit.data.order import Collator
@@ -241,7 +241,10 @@ def _keeper_of(job: Job, recorder: Recorder) -> Keeper:
     """Return the keeper of a job's checkpoints, and tell the recorder where the run begins."""
     heartbeat = recorder.heartbeat
     # A run that died before its first checkpoint begins again, and its steps don't count.
-    recorder.resumed_after(0 if job.resumed is None else job.resumed.step)
+    if job.resumed is None:
+        recorder.resumed_after(0, [])
+    else:
+        recorder.resumed_after(job.resumed.step, losses_before(job.resumed.folder))
     keeper = Keeper(
         output_dir=job.output_dir,
         facts=facts_of_job(job),

@@ -20,7 +20,7 @@ from transformers.trainer_utils import EvalLoopOutput, unwrap_peft_model
 from transformers.training_args import ParallelMode
 
 from toolkit.checkpoints.folders import checkpoint_folder
-from toolkit.checkpoints.keeping import Keeper
+from toolkit.checkpoints.keeping import Keeper, losses_before
 from toolkit.checkpoints.resume_request import LAST, asked_checkpoint
 from toolkit.checkpoints.resuming import Resumed, find_checkpoint
 from toolkit.checkpoints.states import read_random_state, read_states
@@ -238,7 +238,7 @@ class ToolkitTrainer(Trainer):
         self._resumed = resumed
         folder = None if resumed is None else str(resumed.folder)
         if resumed is not None:
-            self.recorder.resumed_after(resumed.step)
+            self.recorder.resumed_after(resumed.step, losses_before(resumed.folder))
         try:
             self.recorder.loaded(self.model)
             return super().train(resume_from_checkpoint=folder, **kwargs)
