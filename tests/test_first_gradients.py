@@ -63,6 +63,43 @@ def test_a_script_that_trains_nothing_is_refused(strategy, launch, tmp_path):
     assert "attested" not in done.stdout
 
 
+PARTLY_UNUSED = """
+import sys, torch
+from accelerate import Accelerator
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, rows, skip):
+        rows = self.first(rows)
+        return {"loss": (rows if skip else self.second(rows)).square().mean()}
+
+accelerator = Accelerator()
+skips = sys.argv[1] == "all" or accelerator.process_index == int(sys.argv[1])
+torch.manual_seed(0)
+model, optimizer = Model(), None
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+for _ in range(2):
+    accelerator.backward(model(torch.ones(2, 4), skip=skips)["loss"])
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("where", ["1", "all"])
+def test_parameters_without_a_gradient_on_some_ranks_alone_are_named(where, launch, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(PARTLY_UNUSED)
+    done = launch("ddp", "-m", "toolkit.rehearse", script, where)
+    assert done.returncode == 1, done.stdout
+    named = "the first is second.bias on rank 1: second.bias, second.weight. Use them on every rank"
+    assert done.stdout.count(named) == (where == "1"), done.stdout
+    # What no rank trains is refused for another reason.
+    assert ("optimizer_fraction: asked 1.0, engaged 0.5" in done.stdout) == (where == "all")
+
+
 def test_a_note_of_the_first_step_of_a_script_is_printed_once(launch, tmp_path):
     """At a learning rate of 0 no weight was to change, so the script is not refused."""
     script = SCRIPTS / "empty_labels.py"

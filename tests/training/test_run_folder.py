@@ -5,12 +5,17 @@ import os
 from functools import partial
 
 import pytest
+from accelerate.utils.memory import release_memory
 from small_models import tiny_llama
 from test_evaluation import COLLATE, arguments, ragged
+from transformers import Trainer, hyperparameter_search, integrations
+from transformers.hyperparameter_search import HyperParamSearchBackendBase
+from transformers.trainer_utils import BestRun, HPSearchBackend
 
 from toolkit.checkpoints.committing import committing
 from toolkit.errors import UsageError
 from toolkit.launching.folder_lock import is_marked, lock_folder
+from toolkit.records.json_files import read_json
 from toolkit.records.manifests import MANIFEST
 from toolkit.training.method_arguments import MethodArguments
 from toolkit.training.request import check_output_folder
@@ -153,6 +158,69 @@ def trainer_in(folder):
         train_dataset=ragged(4),
         data_collator=COLLATE,
     )
+
+
+class Trial(dict):
+    """Values of hyperparameters, with the attributes of optuna's that transformers reads."""
+
+    number = 0
+
+    @property
+    def params(self):
+        return dict(self)
+
+
+class Grid(HyperParamSearchBackendBase):
+    """A search of given values, which treats a trainer as transformers' `run_hp_search_optuna`."""
+
+    name = "optuna"
+    is_available = staticmethod(lambda: True)
+
+    def run(self, trainer, n_trials, direction, *, grid):
+        ends = []
+        for number, params in enumerate(grid[:n_trials]):
+            trial, trainer.objective = Trial(params), None
+            trial.number = number
+            trainer.train(trial=trial)
+            trainer.objective = trainer.compute_objective(trainer.evaluate())
+            trainer.model_wrapped, trainer.model = release_memory(
+                trainer.model_wrapped, trainer.model
+            )
+            trainer.accelerator.clear()
+            ends.append(BestRun(str(number), trainer.objective, params))
+        return min(ends, key=lambda end: end.objective)
+
+
+def test_a_search_of_hyperparameters_leaves_a_record_of_each_trial(tmp_path, monkeypatch):
+    backends = hyperparameter_search.ALL_HYPERPARAMETER_SEARCH_BACKENDS
+    monkeypatch.setitem(backends, HPSearchBackend.OPTUNA, Grid)
+    monkeypatch.setattr(integrations, "hp_params", dict)  # it takes trials of installed backends
+    grid = [{"learning_rate": rate, "max_steps": 2} for rate in (1e-9, 1e-2)]
+    best = {}
+    for kind in (Trainer, ToolkitTrainer):
+        trainer = kind(
+            model_init=lambda: tiny_llama(),
+            args=arguments(tmp_path / kind.__name__, save_strategy="steps", save_steps=2),
+            train_dataset=ragged(8),
+            eval_dataset=ragged(8),
+            data_collator=COLLATE if kind is ToolkitTrainer else without_ids,
+        )
+        best[kind] = trainer.hyperparameter_search(
+            hp_space=lambda trial: trial.params, n_trials=2, backend="optuna", grid=grid
+        )
+    assert best[ToolkitTrainer].run_id == best[Trainer].run_id == "1"
+    folders = [tmp_path / "ToolkitTrainer" / f"run-{number}" for number in (0, 1)]
+    records = [read_json(folder / "record.json") for folder in folders]
+    assert [record["losses"][0] for record in records] == [records[0]["losses"][0]] * 2
+    assert records[0]["losses"][1] != records[1]["losses"][1]
+    assert [record["learning_rates"][0] for record in records] == [1e-9, 1e-2]
+    for folder in folders:
+        assert len((folder / "steps.jsonl").read_text().splitlines()) == 2
+        assert (folder / "checkpoint-2").is_dir()
+
+
+def without_ids(rows):
+    return {name: values for name, values in COLLATE(rows).items() if name != "sample_id"}
 
 
 def test_a_script_with_our_trainer_loses_nobodys_record_and_may_run_again(tmp_path):

@@ -110,6 +110,13 @@ class Backend(ABC):
     def engaged(self, accelerator: Accelerator) -> dict[str, Any]:
         """Return the facts of an attestation that this backend knows before the first step."""
 
+    def unused_parameters(self, output: Any) -> list[str] | None:
+        """Return the trained parameters that the output of a forward does not depend on.
+
+        None where no reduction that follows counts on the gradient of each.
+        """
+        return None
+
     def reduce_dtype(self) -> torch.dtype | None:
         """Return the dtype in which gradients cross the wire; None if they don't."""
         return next(p.dtype for p in self._model.parameters() if p.requires_grad)

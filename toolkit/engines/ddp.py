@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors
 
 from toolkit.engines.base import Backend, Traits
 from toolkit.engines.masters import masters_of
@@ -62,6 +63,28 @@ class Replicated(Backend):
         if not isinstance(self._model, DistributedDataParallel):
             return None
         return super().reduce_dtype()
+
+    def unused_parameters(self, output: Any) -> list[str] | None:
+        ddp = self._model
+        if not isinstance(ddp, DistributedDataParallel) or ddp.find_unused_parameters:
+            return None
+        if not (ddp.training and torch.is_grad_enabled() and ddp.require_backward_grad_sync):
+            return None
+        nodes: list[Any] = [tensor.grad_fn for tensor in _find_tensors(output)]
+        seen: set[Any] = {None}
+        reached: set[int] = set()
+        while nodes:
+            node = nodes.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            reached.add(id(getattr(node, "variable", None)))
+            nodes += [before for before, _ in node.next_functions]
+        return [
+            name
+            for name, parameter in ddp.module.named_parameters()
+            if parameter.requires_grad and id(parameter) not in reached
+        ]
 
     def gradients_in_buckets(self) -> bool:
         return isinstance(self._model, DistributedDataParallel) and bool(

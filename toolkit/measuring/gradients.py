@@ -15,9 +15,15 @@ from typing import Any, Final
 import torch
 
 from toolkit.engines.base import Backend
+from toolkit.engines.hooks import Undo
+from toolkit.errors import UsageError
+from toolkit.measuring.attestation import gather_objects
 
 HEAVY: Final = 0.99
 """Share of the sum of squares of all gradients from which one row of a matrix is named."""
+
+MOST_NAMES: Final = 8
+"""Most names of parameters in one message."""
 
 NO_STEP: Final = "no optimizer step that updates was seen from its beginning"
 
@@ -116,6 +122,32 @@ def not_judged(ranks: Sequence[Share]) -> list[str]:
     if unknown is None:
         return []
     return [f"whether one row holds nearly all of the gradient was not judged: {unknown}"]
+
+
+def refuse_partly_unused(backend: Backend, model: torch.nn.Module) -> Undo:
+    """Compare over the ranks which parameters get no gradient, once, before DDP's first reduction.
+
+    DDP has to be told of such parameters. Where some ranks alone have one, they reduce other
+    buckets than the others, and gloo aborts. A collective in the first forward that is reduced.
+    """
+
+    def after(_: Any, __: Any, output: Any) -> None:
+        unused = backend.unused_parameters(output)
+        if unused is None:
+            return
+        hook.remove()
+        of_ranks = [set(names) for names in gather_objects(unused)]
+        if differ := sorted(set.union(*of_ranks) - set.intersection(*of_ranks)):
+            ranks = [str(rank) for rank, names in enumerate(of_ranks) if differ[0] in names]
+            raise UsageError(
+                f"{len(differ)} parameters get no gradient on some ranks alone, the first is "
+                f"{differ[0]} on rank {', '.join(ranks)}: {', '.join(differ[:MOST_NAMES])}. Use "
+                "them on every rank, or pass DistributedDataParallelKwargs("
+                "find_unused_parameters=True)."
+            )
+
+    hook = model.register_forward_hook(after)
+    return hook.remove
 
 
 def merged(ranks: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:

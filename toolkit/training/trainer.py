@@ -171,7 +171,11 @@ class ToolkitTrainer(Trainer):
                 "one GPU only (CUDA_VISIBLE_DEVICES=0)."
             )
         keep_texts_apart(self.model)
-        self.recorder = recorder or _recorder_for(self.args, self.model, guards)
+        self._guards: Choice = guards
+        self._record_folder = output_dir_of(self.args)
+        self.recorder = recorder or _recorder_for(
+            self.args, self.model, guards, self._record_folder
+        )
         # Without `every`: the Trainer's own flow decides when it saves.
         self.keeper = keeper or Keeper(
             output_dir=output_dir_of(self.args),
@@ -237,13 +241,30 @@ class ToolkitTrainer(Trainer):
         """Train from a checkpoint that all ranks have verified, and write no record."""
         self._resumed = resumed
         folder = None if resumed is None else str(resumed.folder)
-        if resumed is not None:
-            self.recorder.resumed_after(resumed.step, losses_before(resumed.folder))
         try:
-            self.recorder.loaded(self.model)
             return super().train(resume_from_checkpoint=folder, **kwargs)
         finally:
             self.recorder.close()
+
+    def _hp_search_setup(self, trial: Any) -> None:
+        # Called by each training, once `model_init` has made its model (transformers 5.24).
+        super()._hp_search_setup(trial)
+        if self.model_init is not None:
+            keep_texts_apart(self.model)
+        if self.hp_search_backend is not None and trial is not None:
+            self._record_trial(trial)
+        if self._resumed is not None:
+            self.recorder.resumed_after(self._resumed.step, losses_before(self._resumed.folder))
+        self.recorder.loaded(self.model)
+
+    def _record_trial(self, trial: Any) -> None:
+        """Record a trial of a search as a run of its own, in the folder of its checkpoints."""
+        self.recorder.close()
+        self._record_folder = Path(self._get_output_dir(trial))
+        self._record_folder.mkdir(parents=True, exist_ok=True)
+        self.recorder = _recorder_for(self.args, self.model, self._guards, self._record_folder)
+        self.keeper.recorder = self.recorder
+        self.keeper.facts = facts_of_trainer(self, _strategy_of(self.args))
 
     def finish_record(self) -> None:
         """Gather the records of all ranks, and write `record.json`; every rank calls it."""
@@ -251,7 +272,7 @@ class ToolkitTrainer(Trainer):
         described |= {"resumed": None if self._resumed is None else self._resumed.facts()}
         self.record = described | self.recorder.finish()
         if self.is_world_process_zero():
-            write_json(output_dir_of(self.args) / RECORD_FILE, self.record)
+            write_json(self._record_folder / RECORD_FILE, self.record)
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(
@@ -517,11 +538,11 @@ def _switched_on(arguments: SpeedArguments, *args: Any, **kwargs: Any) -> Speed:
     return switches
 
 
-def _recorder_for(args: TrainingArguments, model: Any, guards: Choice) -> Recorder:
+def _recorder_for(args: TrainingArguments, model: Any, guards: Choice, folder: Path) -> Recorder:
     check_launch(os.environ)
     trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     moments = moments_of(model)
-    deepspeed, folder = args.deepspeed_plugin, output_dir_of(args)
+    deepspeed = args.deepspeed_plugin
     requested = Requested(
         strategy=_strategy_of(args),
         num_processes=int(os.environ.get("WORLD_SIZE", "1")),
