@@ -224,6 +224,16 @@ def test_lines_of_steps_that_are_trained_again_go_and_a_torn_one_too(tmp_path):
     assert not (tmp_path / "none.jsonl").exists()
 
 
+class Attribute:
+    """Pickled as Python 3.11.2 pickles the member of an enum."""
+
+    def __init__(self, owner, name):
+        self.asked = owner, name
+
+    def __reduce__(self):
+        return getattr, self.asked
+
+
 class Runs:
     def __init__(self, path):
         self.path = path
@@ -237,6 +247,7 @@ def test_deepspeeds_files_are_read_and_nothing_in_them_is_run(tmp_path):
     own = {
         "module": {"weight": torch.arange(3.0)},
         "zero_stage": ZeroStageEnum.gradients,
+        "by_name": Attribute(ZeroStageEnum, "weights"),
         "loss_scaler": DynamicLossScaler(2**8, 2, 1000, 1, 1, False, dtype=torch.float16),
         "fragments": {"weight": fragment_address(numel=3, start=0)},
     }
@@ -249,6 +260,12 @@ def test_deepspeeds_files_are_read_and_nothing_in_them_is_run(tmp_path):
     assert {name: read[name] for name in ("zero_stage", "fragments")} == {
         name: own[name] for name in ("zero_stage", "fragments")
     }
+
+    assert read["by_name"] is ZeroStageEnum.weights
+
+    torch.save({"by_name": Attribute(torch.Size, "mro")}, file)
+    with reads_without_code(engine), pytest.raises(UsageError, match="would run code"):
+        engine.load(str(file), map_location="cpu")
 
     made = tmp_path / "made"
     torch.save(own | {"extra": Runs(made)}, file)

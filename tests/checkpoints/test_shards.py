@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -54,6 +54,16 @@ class Evil:
         return os.mkdir, (self.folder,)
 
 
+class Attribute:
+    """Pickled as Python 3.11.2 pickles the member of an enum."""
+
+    def __init__(self, owner, name):
+        self.asked = owner, name
+
+    def __reduce__(self):
+        return getattr, self.asked
+
+
 @pytest.fixture
 def saved(tmp_path, one_rank):
     write_shards(tmp_path / "sharded", states_of(1))
@@ -75,6 +85,19 @@ def test_a_list_of_shards_that_would_run_code_is_refused(saved, tmp_path):
     with pytest.raises(UsageError, match=r"would run code .* names posix\.mkdir. Resume only"):
         read_shards(saved, states_of(2))
     assert not made.exists()
+
+
+def test_members_of_enums_are_read_as_every_python_pickles_them(saved):
+    found = pickle.loads((saved / LIST).read_bytes())
+    found.planner_data = Attribute(metadata._MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT")
+    (saved / LIST).write_bytes(pickle.dumps(found))
+    states = states_of(2)
+    read_shards(saved, states)
+    assert values_of(states) == values_of(states_of(1))
+    found.planner_data = Attribute(torch.Size, "mro")
+    (saved / LIST).write_bytes(pickle.dumps(found))
+    with pytest.raises(UsageError, match=r"would run code .* getattr of <class 'torch\.Size'>"):
+        read_shards(saved, states_of(2))
 
 
 def test_an_entry_of_a_shard_that_would_run_code_is_refused(saved, tmp_path):

@@ -18,6 +18,7 @@ import torch
 
 from toolkit.engines.base import Backend, Traits, Within
 from toolkit.engines.deepspeed_gaps import count_again, restore_swapped, swapped_state
+from toolkit.engines.fsdp_shards import GETATTR, member_of
 from toolkit.engines.hooks import Undo, stand_in, surround
 from toolkit.engines.optimizers import optimizer_of, states_held
 from toolkit.engines.prepared import Prepared, split_by, world_size
@@ -386,7 +387,8 @@ def reads_without_code(checkpoint_engine: Any) -> Generator[None]:
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    types = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+    types: list[Any] = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+    types.append((member_of, ".".join(GETATTR)))
 
     def load(path: str, map_location: Any = None) -> Any:
         try:

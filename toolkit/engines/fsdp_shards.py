@@ -13,6 +13,7 @@ import pathlib
 import pickle
 from collections.abc import Generator
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,6 +28,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from toolkit.errors import UsageError
 
 LIST = ".metadata"
+
+GETATTR: Final = ("builtins", "getattr")
+"""What Python 3.11.2 pickles the member of an enum as a call of; 3.11.7 calls the enum."""
 
 METADATA_TYPES: Final = {
     "BytesStorageMetadata",
@@ -119,9 +123,22 @@ class _Planner(DefaultLoadPlanner):
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == GETATTR:
+            return member_of
         if not _is_expected(module, name):
             raise pickle.UnpicklingError(f"{LIST} names {module}.{name}")
         return super().find_class(module, name)
+
+
+def member_of(kind: Any, name: str) -> Any:
+    """Return a member of an enum: what stands in for `getattr` in a pickle.
+
+    Raises:
+        UnpicklingError: it is no enum.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        raise pickle.UnpicklingError(f"getattr of {kind}")
+    return kind[name]
 
 
 def _is_expected(module: str, name: str) -> bool:
