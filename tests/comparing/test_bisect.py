@@ -732,7 +732,7 @@ def test_a_folder_without_evidence_says_so(tmp_path):
     ("changes", "message"),
     [
         ({"ranks": []}, "it tells of no micro-batch"),
-        ({"ranks": [[{"rows": [{}]}]]}, "'ranks.0..0..rows.0..sample_id' is missing"),
+        ({"ranks": [[{"rows": [{}]}]]}, "'ranks.0..0..rows.0..tokens' is missing"),
         ({"clipping": None}, "'clipping' is None"),
         ({"precision": "fp8"}, "'precision' is 'fp8'"),
     ],

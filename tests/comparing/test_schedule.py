@@ -21,7 +21,6 @@ from types import SimpleNamespace
 from urllib.parse import quote
 
 import numpy as np
-import psutil
 import pytest
 from example_record import NOT_COUNTED, TRAINING
 from rich.console import Console
@@ -32,6 +31,7 @@ from toolkit.comparing.bisect.running import bisect_runs
 from toolkit.comparing.report.diff.match import SAME_TRAINING
 from toolkit.comparing.report.remake import remake
 from toolkit.comparing.run import preparing, schedule, starting
+from toolkit.comparing.run.comparison import Comparison
 from toolkit.comparing.run.options import CompareOptions
 from toolkit.comparing.run.rebuilding import restore
 from toolkit.comparing.run.schedule import compare
@@ -555,21 +555,16 @@ def test_an_interruption_while_it_prepares_is_told_and_leaves_no_warm_process(
 ):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.delenv(SOCKET, raising=False)
-    processes = []
 
-    def interrupt():
-        while not processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                children = psutil.Process().children()
-                processes.extend(child for child in children if "toolkit.warm" in child.cmdline())
+    def interrupted(*_, **__):
+        assert list(tmp_path.glob("toolkit-warm-*"))
         os.kill(os.getpid(), number)
 
-    threading.Thread(target=interrupt, daemon=True).start()
+    monkeypatch.setattr(Comparison, "prepare", interrupted)
     assert world.compare("single", "ddp", warm=True) == 130
     assert world.printed.endswith("Interrupted. No run was started.\n")
     assert not world.output.exists()
     assert not list(tmp_path.glob("toolkit-warm-*"))
-    assert not psutil.Process().children()
 
 
 @pytest.mark.usefixtures("hangup_not_ignored")

@@ -69,7 +69,9 @@ def test_a_rank_on_a_full_disk_ends_with_one_line_and_no_traceback(
     )
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("toolkit: There is no space left")
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("toolkit: ")
+    assert "no space left" in last.lower()  # of the caches, or where they are there of the model
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])

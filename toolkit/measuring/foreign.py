@@ -29,7 +29,7 @@ from toolkit.configs.requested import (
     shown,
 )
 from toolkit.engines.backend import backend_of, strategy_of_plugins
-from toolkit.engines.hooks import Undo, stand_in
+from toolkit.engines.hooks import Undo, nothing, stand_in
 from toolkit.engines.optimizers import steps_with
 from toolkit.engines.tensors import is_spread
 from toolkit.errors import UsageError
@@ -123,6 +123,8 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
             )
             hooks.callback(script.products.watch_first(script.models[0]))
             hooks.callback(refuse_partly_unused(backend, script.models[0]))
+            if rehearsal:
+                hooks.callback(_watch_own_loss(script))
             if self.is_main_process:
                 say(f"{shown(recorder.requested.strategy)} engaged")
         return prepared
@@ -137,7 +139,6 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
         if script.observed is not None:
             script.observed.start()
             hooks.callback(script.observed.close)
-            hooks.callback(_watch_own_loss(script))
         try:
             yield
         except (Refused, UsageError):
@@ -149,9 +150,14 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
 
 
 def _watch_own_loss(script: _Script) -> Undo:
-    """Judge the first micro-batch of a Trainer with a loss of its own; return the undoing."""
-    from transformers import Trainer
+    """Judge the first micro-batch of a Trainer with a loss of its own; return the undoing.
 
+    Nothing is imported for it: the script may have a package of a library's name beside it.
+    """
+    module = sys.modules.get("transformers.trainer")
+    if module is None:
+        return nothing
+    Trainer: Any = module.Trainer
     original = Trainer.training_step
     judged: list[Any] = []
 
