@@ -70,6 +70,7 @@ class Replicated(Backend):
             return None
         if not (ddp.training and torch.is_grad_enabled() and ddp.require_backward_grad_sync):
             return None
+        # torch 2.13: found as DDP itself finds those that its reducer begins with.
         nodes: list[Any] = [tensor.grad_fn for tensor in _find_tensors(output)]
         seen: set[Any] = {None}
         reached: set[int] = set()

@@ -74,8 +74,8 @@ def claim_swap_folder(folder: Path) -> None:
     """
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         raise UsageError(
             f"{folder} is another user's, or no folder, and the states of this run would be "
             "swapped to it. Name another: toolkit configs write STRATEGY --to DIR --nvme-path PATH."

@@ -65,7 +65,7 @@ def patch_hub() -> None:
             return
         looked.append(request.url.host)
         try:
-            port = request.url.port or 443
+            port = request.url.port or (80 if request.url.scheme == "http" else 443)
             socket.create_connection((request.url.host, port), REACH_SECONDS).close()
         except OSError as error:
             os.environ["HF_HUB_OFFLINE"] = "1"

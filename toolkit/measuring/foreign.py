@@ -251,9 +251,9 @@ class _Script:
         name, facts = shown(self.recorder.requested.strategy), self.recorder.engaged
         others = "" if self.observed is None else _steps_of(self.observed.unprepared())
         if self._accelerator is None:
-            asked = f"{name} was asked, and " if self._is_launched else ""
+            beginning = f"{name} was asked, and " if self._is_launched else ""
             yield (
-                f"{asked}the script never passed a model and an optimizer through "
+                f"{beginning}the script never passed a model and an optimizer through "
                 f"Accelerator.prepare: nothing could be attested{others}"
             )
             return

@@ -216,8 +216,7 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
     resume = None
     if launch.environ is not None:  # in a rank; a comparison chooses the engine by strategy
         _refuse_under(launch, lambda strategy: _check_engine(own.run.engine, strategy))
-        check_output_folder(Path(common["output_dir"]), own.method, trackers)
-        if finished_facts(Path(common["output_dir"])) is None:
+        if check_output_folder(Path(common["output_dir"]), own.method, trackers) is None:
             resume = asked_checkpoint(common)
             _check_evidence_folders(own.run)
     _refuse_under(
@@ -290,8 +289,12 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
     )
 
 
-def check_output_folder(folder: Path, method: MethodArguments, trackers: Sequence[str]) -> None:
+def check_output_folder(
+    folder: Path, method: MethodArguments, trackers: Sequence[str]
+) -> dict[str, Any] | None:
     """Check that a run can write its files to a folder without replacing other files.
+
+    Returns the facts of the run that ended well there, if one did.
 
     Raises:
         UsageError: it can't be written, or holds files that are not the run's own.
@@ -305,7 +308,7 @@ def check_output_folder(folder: Path, method: MethodArguments, trackers: Sequenc
         names.append(STARTING_ADAPTER)
     check_takes_files(folder, flag="--output_dir")
     check_names(folder, names, flag="--output_dir", checkpoints=True)
-    finished_facts(folder)
+    return finished_facts(folder)
 
 
 def finished_facts(folder: Path) -> dict[str, Any] | None:
