@@ -1,10 +1,13 @@
-"""What the tests of whole launches share: a cache of their own, and a launcher with an end."""
+"""The two tiers, and what tests of whole launches share: a cache, a launcher with an end."""
 
 import gc
+import itertools
 import os
 import signal
 import subprocess
 import sys
+from collections import Counter
+from pathlib import Path
 
 import launches
 import pytest
@@ -21,14 +24,35 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 def pytest_addoption(parser):
     parser.addoption("--cold", action="store_true", help="start every launch cold")
+    parser.addoption("--all", action="store_true", help="run the tests marked `long` too")
 
 
-def pytest_configure():
+def pytest_xdist_auto_num_workers(config):
+    """One worker for each core, eight at most; none for tests that were named."""
+    return 0 if _named(config) else min(len(os.sched_getaffinity(0)), 8)
+
+
+def _named(config):
+    """Whether the command names tests: by a path, an expression or a marker."""
+    paths = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
+    return paths or config.option.keyword or config.option.markexpr
+
+
+def pytest_configure(config):
     launches.count_runs()
+    if not hasattr(config, "workerinput"):  # a worker gets the options
+        config.option.all = config.option.all or bool(_named(config))
 
 
-def pytest_collection_modifyitems(items):
-    """Run the files that launch first: short tests then fill the gap at the end of a worker."""
+def pytest_collection_modifyitems(config, items):
+    """Leave out the long tests, unless they are asked for, and run the files that launch first.
+
+    Short tests then fill the gap at the end of a worker.
+    """
+    if not config.option.all:
+        left_out = [item for item in items if "long" in item.keywords]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if "long" not in item.keywords]
     environments = {"launch_environment", "cold_environment", "warm_environment"}
     of_launches = {item.path for item in items if environments & {*item.fixturenames}}
     of_launches |= {item.path for item in items if item.path.stem == "test_notebooks"}
@@ -54,6 +78,20 @@ def pytest_terminal_summary(terminalreporter, config):
     terminalreporter.write_line(
         f"launches: {here + of_comparisons} ({of_comparisons} of them by comparisons)"
     )
+    seconds = Counter()
+    for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            tier = "long" if "long" in report.keywords else "short"
+            seconds[_room(report.nodeid), tier] += report.duration
+    terminalreporter.write_line("seconds of workers (short, long), by room:")
+    for room in sorted({room for room, _ in seconds}):
+        short, long = seconds[room, "short"], seconds[room, "long"]
+        terminalreporter.write_line(f"{room:>14} {short:6.0f} {long:6.0f}")
+
+
+def _room(nodeid):
+    folders = Path(nodeid.partition("::")[0]).parts[1:-1]
+    return folders[0] if folders else "whole runs"
 
 
 @pytest.fixture(scope="session", autouse=True)

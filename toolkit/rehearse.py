@@ -311,6 +311,8 @@ def rehearse_if_needed() -> bool:
         "ACCELERATE_TORCH_DEVICE": "cpu",
         "ACCELERATE_BYPASS_DEVICE_MAP": "true",  # DDP gets no device_ids
         "DS_ACCELERATOR": "cpu",
+        # DeepSpeed's count of devices; without it each count starts a process (0.19, numa.py).
+        "LOCAL_SIZE": str(ranks),
     }
     if (interface := _interface(ranks)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
