@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 def pytest_addoption(parser):
     parser.addoption("--cold", action="store_true", help="start every launch cold")
-    parser.addoption("--all", action="store_true", help="run the tests marked `long` too")
+    parser.addoption("--all", action="store_true", help="run every test that starts a launch too")
 
 
 def pytest_xdist_auto_num_workers(config):
@@ -44,6 +44,15 @@ def pytest_configure(config):
         config.option.all = config.option.all or bool(_named(config))
 
 
+OF_LAUNCHES = {"launch_environment", "cold_environment", "warm_environment"}
+"""Fixtures of the tests that start what a user starts: those are left out unless marked `short`."""
+
+
+def pytest_itemcollected(item):
+    if OF_LAUNCHES & {*item.fixturenames} and not item.get_closest_marker("short"):
+        item.add_marker("long")
+
+
 def pytest_collection_modifyitems(config, items):
     """Leave out the long tests, unless they are asked for, and run the files that launch first.
 
@@ -52,21 +61,22 @@ def pytest_collection_modifyitems(config, items):
     if not config.option.all:
         left_out = [item for item in items if "long" in item.keywords]
         config.hook.pytest_deselected(items=left_out)
+        launches.left_out = [item.nodeid for item in left_out]
         items[:] = [item for item in items if "long" not in item.keywords]
-    environments = {"launch_environment", "cold_environment", "warm_environment"}
-    of_launches = {item.path for item in items if environments & {*item.fixturenames}}
-    of_launches |= {item.path for item in items if item.path.stem == "test_notebooks"}
+    of_launches = {item.path for item in items if OF_LAUNCHES & {*item.fixturenames}}
     items.sort(key=lambda item: item.path not in of_launches)
 
 
 def pytest_sessionfinish(session):
     if output := getattr(session.config, "workeroutput", None):
-        output["started"] = launches.started
+        output["started"], output["left_out"] = launches.started, launches.left_out
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
-    launches.started.extend(node.workeroutput["started"] if hasattr(node, "workeroutput") else [])
+    if hasattr(node, "workeroutput"):
+        launches.started.extend(node.workeroutput["started"])
+        launches.left_out = node.workeroutput["left_out"]
 
 
 def pytest_terminal_summary(terminalreporter, config):
@@ -78,12 +88,16 @@ def pytest_terminal_summary(terminalreporter, config):
     terminalreporter.write_line(
         f"launches: {here + of_comparisons} ({of_comparisons} of them by comparisons)"
     )
+    if launches.left_out:
+        terminalreporter.write_line(
+            f"{len(launches.left_out)} tests that start launches were left out: pytest --all"
+        )
     seconds = Counter()
     for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
         if isinstance(report, pytest.TestReport):
             tier = "long" if "long" in report.keywords else "short"
             seconds[_room(report.nodeid), tier] += report.duration
-    terminalreporter.write_line("seconds of workers (short, long), by room:")
+    terminalreporter.write_line("seconds of workers, by room: those of short tests, of long ones")
     for room in sorted({room for room, _ in seconds}):
         short, long = seconds[room, "short"], seconds[room, "long"]
         terminalreporter.write_line(f"{room:>14} {short:6.0f} {long:6.0f}")

@@ -25,6 +25,9 @@ TRAIN = (sys.executable, "-m", "toolkit.train")
 started: list[str] = []
 """Every `accelerate launch` of the session that was not a comparison's."""
 
+left_out: list[str] = []
+"""Every test of the long tier, where the short one runs alone."""
+
 
 def environment_in(caches: Path) -> dict[str, str]:
     """Return the variables of a user: caches of his own, and nothing of this process's own."""

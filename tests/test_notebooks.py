@@ -99,6 +99,15 @@ def test_the_kernel_never_loads_what_touches_cuda(notebook):
         assert f"from {package}" not in source
 
 
+SHORT = ("01_first_run",)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.short] * (path.stem in SHORT)) for path in NOTEBOOKS],
+    ids=lambda path: path.stem,
+)
+@pytest.mark.usefixtures("cold_environment")
 def test_it_runs_from_top_to_bottom(path, tmp_path):
     ran = run(path, tmp_path)
     text = "\n".join(texts_of(ran))

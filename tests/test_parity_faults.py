@@ -17,6 +17,8 @@ from toolkit.comparing.parity.judgement import Judgement
 from toolkit.comparing.parity.rounding import may_be_rounding, measure_rounding
 from toolkit.records.record import Record, read_record
 
+pytestmark = pytest.mark.short
+
 ALL = {"loss", "grad_norm", "weights"}
 FAULTS = {
     "same_data_on_both_ranks": ALL | {"data"},

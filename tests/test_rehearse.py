@@ -88,6 +88,7 @@ def sft_runs(launch, launch_environment, tmp_path_factory):
     }
 
 
+@pytest.mark.short
 def test_a_plain_accelerator_script_engages_what_was_asked(accelerator_runs):
     for name in STRATEGIES:
         done = accelerator_runs[name]
@@ -96,6 +97,7 @@ def test_a_plain_accelerator_script_engages_what_was_asked(accelerator_runs):
         assert f"rehearsal of {name}: 2 ranks" in done.stdout
 
 
+@pytest.mark.short
 def test_a_plain_accelerator_script_learns_the_same_everywhere(accelerator_runs):
     control = losses_of(accelerator_runs["ddp"])
     assert len(control) == 8
@@ -103,6 +105,7 @@ def test_a_plain_accelerator_script_learns_the_same_everywhere(accelerator_runs)
         assert losses_of(accelerator_runs[name]) == pytest.approx(control, abs=1e-5), name
 
 
+@pytest.mark.short
 def test_what_a_script_clips_is_named_and_what_deepspeed_clips_instead(accelerator_runs):
     assert "toolkit: the script clips at 1.0" in accelerator_runs["fsdp"].stdout
     assert "toolkit: DeepSpeed clips at 1.0" in accelerator_runs["zero3"].stdout

@@ -63,7 +63,7 @@ def measure(settings: dict[str, Any], machine: Machine) -> dict[str, Any]:
     if settings["what"] == "alone":
         return _alone(20 if machine.smoke else CALLS)
     if machine.smoke:
-        settings = settings | {"tokens": 64, "rounds": 2, "steps": 3}
+        settings = settings | {"tokens": 64, "rounds": 1, "steps": 3}
     return _turns(settings, smoke=machine.smoke)
 
 

@@ -43,9 +43,13 @@ TEXTS = ("def add(a, b):\n    return a + b\n", "def subtract(a, b):\n    return 
 EVALUATES = ("ddp", "zero1")
 """Cases that evaluate and sample as well, one under each engine."""
 
-COLD = ("zero1", "fsdp-qlora", "pipeline")
-"""Cases that import everything themselves: DeepSpeed, FSDP, an engine of the toolkit's own. That
-both kinds of start train the same is tested in test_warm.py."""
+COLD = ("zero1",)
+"""A case that imports everything itself. That both kinds of start train the same is tested in
+test_warm.py."""
+
+
+SHORT = ("ddp", "zero1", "fsdp", "tensor", "pipeline", "parameter_server")
+"""One of each kind of engine, for the short tier."""
 
 
 def test_no_strategy_is_left_out():
@@ -53,7 +57,9 @@ def test_no_strategy_is_left_out():
     assert set(COLD) <= set(CASES)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.short] * (case in SHORT)) for case in CASES]
+)
 def test_resumed_from_within_an_epoch_it_goes_on_bit_for_bit(
     run_of, dropout_model, dropout_llama, tmp_path, case
 ):

@@ -21,6 +21,7 @@ def flags(dropout_model):
     )
 
 
+@pytest.mark.short
 def test_five_interruptions_leave_the_run_that_nothing_interrupted(run_of, flags):
     """Under DeepSpeed and the Trainer; benchmarks/kills.py has other moments and strategies."""
     straight = run_of("zero2", "trainer", *flags, name="straight")

@@ -15,13 +15,14 @@ from toolkit.comparing.bisect.finding import ROUNDINGS, StepResult, as_lines, as
 from toolkit.comparing.bisect.run_pair import TracedRun
 from toolkit.comparing.bisect.running import bisect_runs
 from toolkit.comparing.bisect.selection import step_of_gates
-from toolkit.comparing.run.folders import Finished
+from toolkit.comparing.run.folders import FailedStart, Finished
 from toolkit.comparing.run.options import CompareOptions
 from toolkit.comparing.run.plan import build_plan, fixed_by
 from toolkit.comparing.run.rows import bisect_command
 from toolkit.comparing.run.schedule import INTERRUPTED
 from toolkit.comparing.weights import WeightsError
 from toolkit.errors import UsageError
+from toolkit.launching.outcome import WARM_PROCESS_ENDED
 from toolkit.records.evidence import (
     AFTER_FILE,
     BEFORE_FILE,
@@ -771,6 +772,30 @@ def test_what_cannot_be_bisected_is_a_mistake_of_the_user(names, options, words,
     monkeypatch.setattr(running.environment, "gpus", list)
     with pytest.raises(UsageError, match=words):
         run(*names, **options)
+
+
+def test_where_the_warm_process_ends_the_run_starts_again_in_a_folder_of_its_own(
+    monkeypatch, tmp_path
+):
+    starts, said = [], []
+
+    def start_run(comparison, planned, folder, *, progress, evidence_flags):
+        folder.mkdir()
+        starts.append((folder.name, evidence_flags))
+        reason = WARM_PROCESS_ENDED if len(starts) == 1 else "broken"
+        facts = {"status": "failed", "outcome": None, "record": None, "repeat": 1}
+        return FailedStart(reason=reason, folder=folder, **facts)
+
+    monkeypatch.setattr(running, "start_run", start_run)
+    progress = SimpleNamespace(say=said.append, start=lambda *_: None)
+    runs = {"single": SimpleNamespace(name="single")}
+    ends = running._start_all(SimpleNamespace(folder=tmp_path), runs, 3, progress)
+    assert ends["single"].reason == "broken"
+    assert said == [f"single: {WARM_PROCESS_ENDED} It is started again."]
+    assert starts == [
+        (name, ["--evidence", str(tmp_path / name / "evidence"), "--evidence_step", "3"])
+        for name in ("single-step-3", "single-step-3-again")
+    ]
 
 
 def test_a_strategy_that_cannot_run_here_is_refused_with_its_reason(monkeypatch):

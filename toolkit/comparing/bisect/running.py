@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -25,7 +26,7 @@ from toolkit.comparing.run.options import CompareOptions
 from toolkit.comparing.run.plan import Run
 from toolkit.comparing.run.progress import ProgressLines
 from toolkit.comparing.run.schedule import INTERRUPTED, prepare_and_run
-from toolkit.comparing.run.starting import start_run
+from toolkit.comparing.run.starting import once_more_cold, start_run
 from toolkit.comparing.weights import WeightsError
 from toolkit.errors import UsageError
 from toolkit.files import check_takes_files, write_text
@@ -150,18 +151,29 @@ def _start_all(
         if name != run.name:
             progress.say(f"{run.name} once more, in fp32, tells what rounding does to it.")
         progress.start(run, position, len(runs))
-        folder = comparison.folder / (name if at is None else f"{name}-step-{at}")
-        flags = ["--evidence", str(folder / EVIDENCE_FOLDER)]
-        if at is not None:
-            flags += ["--evidence_step", str(at)]
-            if at > 1 and reference is not None:
-                # This separates a fault of earlier steps from a fault in this step.
-                flags += ["--evidence_weights", str(reference / EVIDENCE_FOLDER)]
-        ends[name] = start_run(comparison, run, folder, progress=progress, evidence_flags=flags)
-        if isinstance(ends[name], FailedStart):
+        flags = [] if at is None else ["--evidence_step", str(at)]
+        if at is not None and at > 1 and reference is not None:
+            # This separates a fault of earlier steps from a fault in this step.
+            flags += ["--evidence_weights", str(reference / EVIDENCE_FOLDER)]
+
+        stem = name if at is None else f"{name}-step-{at}"
+        start = partial(_start, comparison, run, stem, flags, progress)
+        ends[name] = end = once_more_cold(start, name=name, progress=progress)
+        if isinstance(end, FailedStart):
             break
-        reference = reference or folder
+        reference = reference or end.folder
     return ends
+
+
+def _start(
+    comparison: Comparison, run: Run, stem: str, flags: list[str], progress: ProgressLines
+) -> Finished | FailedStart:
+    """Start a run in a new folder below the comparison's, which gets the evidence too."""
+    folder = comparison.folder / stem
+    while folder.exists():
+        folder = folder.with_name(f"{folder.name}-again")
+    flags = ["--evidence", str(folder / EVIDENCE_FOLDER), *flags]
+    return start_run(comparison, run, folder, progress=progress, evidence_flags=flags)
 
 
 def _load(name: str, end: Finished | FailedStart) -> TracedRun:

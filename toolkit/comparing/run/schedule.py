@@ -34,11 +34,10 @@ from toolkit.comparing.run.options import CompareOptions
 from toolkit.comparing.run.plan import Run, build_plan
 from toolkit.comparing.run.preparing import PrepareError, run_environment
 from toolkit.comparing.run.progress import ProgressLines, first_words, show_progress
-from toolkit.comparing.run.starting import start_run
+from toolkit.comparing.run.starting import once_more_cold, start_run
 from toolkit.errors import file_sentence
 from toolkit.launching.forking import warm_launches
 from toolkit.launching.launch import signals_as_exit
-from toolkit.launching.outcome import WARM_PROCESS_ENDED
 from toolkit.records.results import RESULTS_FILE, Results
 from toolkit.redaction import learn, redacted
 
@@ -265,14 +264,13 @@ class RunQueue:
             comparison.finished[planned.name] = [*earlier, end]
 
     def start(self, planned: Run, *, repeat: int = 1) -> Finished | FailedStart:
-        """Start a run, and once more, cold, where the warm process ended before the run."""
-        while True:
-            folder = next_attempt(self.comparison.folder, planned.name)
-            end = start_run(self.comparison, planned, folder, progress=self.progress, repeat=repeat)
-            if isinstance(end, Finished) or end.reason != WARM_PROCESS_ENDED:
-                return end
-            name = self.comparison.plan.shown_name(planned)
-            self.progress.say(f"{name}: {end.reason} It is started again.")
+        comparison, progress = self.comparison, self.progress
+
+        def start() -> Finished | FailedStart:
+            folder = next_attempt(comparison.folder, planned.name)
+            return start_run(comparison, planned, folder, progress=progress, repeat=repeat)
+
+        return once_more_cold(start, name=comparison.plan.shown_name(planned), progress=progress)
 
     def with_control(self, waiting: list[Turn], last: Run) -> list[Turn]:
         """Return the turns, with the next candidate for the control in front where it is due."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from toolkit.errors import UsageError
 from toolkit.escaping import shell_line
 from toolkit.files import write_text
 from toolkit.launching.launch import launch_command, run, shown_command
-from toolkit.launching.outcome import Outcome
+from toolkit.launching.outcome import WARM_PROCESS_ENDED, Outcome
 from toolkit.records.json_files import write_json
 from toolkit.records.record import read_record
 from toolkit.records.results import Status
@@ -65,6 +65,15 @@ def start_run(
         # The folder holds all optimizer states of the run, and the next run needs the space.
         shutil.rmtree(swap_folder, ignore_errors=True)
     return end_of(folder, outcome, repeat=repeat)
+
+
+def once_more_cold(
+    start: Callable[[], Finished | FailedStart], *, name: str, progress: ProgressLines
+) -> Finished | FailedStart:
+    """Call `start`, and again where the warm process ended before the run: then it starts cold."""
+    while isinstance(end := start(), FailedStart) and end.reason == WARM_PROCESS_ENDED:
+        progress.say(f"{name}: {end.reason} It is started again.")
+    return end
 
 
 def write_run(
