@@ -26,6 +26,8 @@ RUNS = {
         "exploding",
         "exploding_loop",
         "infinite_gradients",
+        "unused",
+        "unused_loop",
         "weights",
         "weights_loop",
         "order",
@@ -93,10 +95,10 @@ def test_with_guards_off_each_step_asks_for_the_collectives_of_the_plain_trainer
         probe = without(off["steps"][1], plain["steps"][1])
         assert [str(call[1][0][0]) for call in probe] == ["torch.int64", "torch.uint8"], probe
         # Objects are gathered, two calls each: the folder's lock before the first step, what
-        # engaged before and after it, and the shares of its gradients.
+        # engaged before and after it, the shares of its gradients, and what gets none under DDP.
         besides = without(off["steps"][0], plain["steps"][0])
         assert {str(call[1][0][0]) for call in besides} <= {"torch.int64", "torch.uint8"}
-        assert len(besides) == 10
+        assert len(besides) == (12 if ranks["strategy"] == "ddp" else 10)
 
 
 def test_with_guards_on_a_step_has_one_more_all_reduce(ranks):
@@ -104,6 +106,15 @@ def test_with_guards_on_a_step_has_one_more_all_reduce(ranks):
         for unguarded, guarded in zip(off["steps"][1:], on["steps"][1:], strict=True):
             assert without(guarded, unguarded) == [PULSE]
             assert len(guarded) == len(unguarded) + 1
+
+
+def test_parameters_that_one_rank_alone_leaves_out_are_named_before_they_are_reduced(ranks):
+    for name in runs_of(ranks, "unused", "unused_loop"):
+        error, step = stopped(ranks, name)
+        assert step == 0
+        assert error.startswith("3 parameters get no gradient on some ranks alone, the first is ")
+        assert "model.layers.1.mlp.down_proj.weight on rank 1: " in error
+        assert "find_unused_parameters=True" in error
 
 
 def test_the_ledger_names_the_heartbeat(ranks):

@@ -417,6 +417,22 @@ def test_the_folder_of_a_killed_warm_process_is_removed_when_the_next_starts(
     assert not list(short_path.iterdir())
 
 
+def test_a_folder_that_goes_while_abandoned_ones_are_looked_for_holds_up_no_start(
+    short_path, monkeypatch
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
+    (short_path / f"{forking.FOLDER_PREFIX}gone").mkdir()
+    scan = os.scandir
+
+    def gone(path=".", *rest):
+        if "gone" in os.fspath(path):
+            raise FileNotFoundError(path)
+        return scan(path, *rest)
+
+    monkeypatch.setattr(os, "scandir", gone)
+    forking._remove_abandoned()
+
+
 def test_every_variable_but_those_of_one_launch_is_part_of_the_key():
     base = {"PATH": "/bin", "HF_HUB_OFFLINE": "1"}
     assert key_of(base) == key_of(base | {"TOOLKIT_STATUS_DIR": "/somewhere"})

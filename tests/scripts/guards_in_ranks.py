@@ -34,7 +34,7 @@ from toolkit.engines.pipelining import running
 from toolkit.engines.pipelining.running import Pipeline
 from toolkit.engines.tensor_parallel import claim_mesh
 from toolkit.engines.tensors import local
-from toolkit.errors import GuardError
+from toolkit.errors import GuardError, UsageError
 from toolkit.measuring import equal_weights
 from toolkit.measuring import guards as bounds
 from toolkit.measuring.attestation import Refused, Requested
@@ -224,6 +224,13 @@ def infinite_gradients(output):
     # It adds 0, the gradient of which is infinite.
     zero = output.logits.sum() - output.logits.detach().sum()
     output.loss = output.loss + zero.sqrt()
+
+
+def unused_on_rank_1(model):
+    """Have rank 1 leave out a layer, as a branch on its rows would."""
+    if RANK == 1:
+        model.model.layers[1].mlp.forward = torch.zeros_like
+    return model
 
 
 def slow_at_bad_step(model):
@@ -423,6 +430,8 @@ RUNS = {
     "exploding": lambda f: with_trainer(f, at_bad_step(build(), a_million_times)),
     "exploding_loop": lambda f: with_loop(f, at_bad_step(build(), a_million_times)),
     "infinite_gradients": lambda f: with_loop(f, at_bad_step(build(), infinite_gradients)),
+    "unused": lambda f: with_trainer(f, unused_on_rank_1(build())),
+    "unused_loop": lambda f: with_loop(f, unused_on_rank_1(build())),
     "weights": lambda f: each_rank_its_own(with_trainer, f),
     "weights_loop": lambda f: each_rank_its_own(with_loop, f),
     "order": lambda f: with_trainer(f, rows=rows_for(order=RANK)),
@@ -468,7 +477,7 @@ def main():
         try:
             with contextlib.redirect_stdout(printed):
                 RUNS[name](folder)
-        except (GuardError, Refused) as error:
+        except (GuardError, Refused, UsageError) as error:
             WHAT["error"] = str(error)
         except Exception:
             WHAT["crash"] = traceback.format_exc()

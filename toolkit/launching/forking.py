@@ -7,6 +7,7 @@ standard streams along; the answers are the process's number and, later, its exi
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -305,7 +306,10 @@ def _connect(environment: Mapping[str, str]) -> socket.socket:
 
 def _remove_abandoned() -> None:
     """Remove the folders of warm processes that were killed together with their parents."""
-    for path in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*/{'[0-9a-f]' * KEY_LENGTH}"):
+    pattern = f"{FOLDER_PREFIX}*/{'[0-9a-f]' * KEY_LENGTH}"
+    # Path.glob of Python 3.11 raises where another process removes a folder that it looks into.
+    for found in glob.glob(pattern, root_dir=tempfile.gettempdir()):
+        path = Path(tempfile.gettempdir(), found)
         try:
             _connected(str(path)).close()
         except ConnectionRefusedError:

@@ -38,7 +38,6 @@ from toolkit.launching.ranks import rank, say
 from toolkit.measuring.added_means import judging_loss
 from toolkit.measuring.attestation import Refused, Requested
 from toolkit.measuring.between_ranks import FAILED, exchange, notes, refusals
-from toolkit.measuring.gradients import refuse_partly_unused
 from toolkit.measuring.learned_rows import LearnedRows
 from toolkit.measuring.observed import Observed, sums_at_start
 from toolkit.measuring.products import Products
@@ -108,7 +107,6 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
                 summed = accumulation_dtype(self.state.deepspeed_plugin.deepspeed_config)
                 recorder.requested = replace(recorder.requested, accumulation_dtype=summed)
             recorder.prepared(self, script.models[0], script.optimizers[0])
-            backend = backend_of(script.models[0])
             recorder.first_step_alone()
             hooks.callback(
                 script.models[0].register_forward_pre_hook(lambda *_: progressed()).remove
@@ -122,7 +120,6 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
                 register_optimizer_step_post_hook(lambda *_: progressed(step=True)).remove
             )
             hooks.callback(script.products.watch_first(script.models[0]))
-            hooks.callback(refuse_partly_unused(backend, script.models[0]))
             if rehearsal:
                 hooks.callback(_watch_own_loss(script))
             if self.is_main_process:

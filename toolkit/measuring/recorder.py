@@ -152,6 +152,7 @@ class Recorder:
         if self._evidence is not None:
             self._evidence.prepared(accelerator, model, optimizer)
         self._watch_first_step(backend, model, optimizer)
+        self._hooks.callback(gradients.refuse_partly_unused(backend, model))
         self._model, self._optimizer = model, optimizer
         self._no_peak = COMPILED if compiled(model) else None
         if torch.cuda.is_available():
