@@ -68,10 +68,9 @@ def start_all(
 ) -> Path:
     """Start a sound control, and in some ranks a sound run of a script and one with each fault.
 
-    They train half the steps of a comparison.
+    They train half the steps of a comparison; with the flag --evidence they keep that of the first.
     """
-    if "--evidence" not in flags:
-        flags = ["--half", *flags]
+    flags = ["--half", *flags]
     start("single", folder, [*flags, folder / "control", "clean"], environment)
     names = [*flags, folder, "clean", *faults]
     start(strategy, folder, names, environment, script=script, ranks=ranks)
@@ -89,10 +88,11 @@ def judged(runs: Path, name: str) -> Judgement:
 
 
 def traced(folder: Path, name: str) -> TracedRun:
+    evidence = read_evidence(folder / "evidence")
     return TracedRun(
         name=name,
         folder=folder / "evidence",
-        evidence=read_evidence(folder / "evidence"),
-        next_loss=read_record(folder)["losses"][-1],
+        evidence=evidence,
+        next_loss=read_record(folder)["losses"][evidence["step"]],
         final=None,
     )

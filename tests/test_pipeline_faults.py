@@ -47,15 +47,8 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, model, launch_environment) -> Path:
-    return start_all(SCRIPT, tmp_path_factory.mktemp("faults"), [model], FAULTS, launch_environment)
-
-
-@pytest.fixture(scope="module")
-def steps(tmp_path_factory, model, launch_environment) -> Path:
-    """The runs with the evidence of their first step."""
-    return start_all(
-        SCRIPT, tmp_path_factory.mktemp("steps"), ["--evidence", model], FAULTS, launch_environment
-    )
+    folder, flags = tmp_path_factory.mktemp("faults"), ["--evidence", model]
+    return start_all(SCRIPT, folder, flags, FAULTS, launch_environment)
 
 
 def test_a_sound_pipeline_passes_every_gate(runs):
@@ -73,8 +66,8 @@ def test_a_fault_breaks_the_gates(runs, fault):
 
 
 @pytest.mark.parametrize("fault", ["clean", *FAULTS])
-def test_a_bisection_names_the_link_that_a_fault_breaks_first(steps, fault):
-    single = traced(steps / "control" / "clean", "single")
-    found = bisect(single, traced(steps / fault, "pipeline"))
+def test_a_bisection_names_the_link_that_a_fault_breaks_first(runs, fault):
+    single = traced(runs / "control" / "clean", "single")
+    found = bisect(single, traced(runs / fault, "pipeline"))
     wanted = None if fault == "clean" else FAULTS[fault][1]
     assert (found.first and found.first.link) == wanted, found.first

@@ -65,15 +65,6 @@ def model(tmp_path_factory) -> Path:
 def runs(tmp_path_factory, model, launch_environment) -> dict[int, Path]:
     folders = {ranks: tmp_path_factory.mktemp("faults") for ranks in FAULTS}
     for ranks, folder in folders.items():
-        start_all(SCRIPT, folder, [model], FAULTS[ranks], launch_environment, ranks=ranks)
-    return folders
-
-
-@pytest.fixture(scope="module")
-def steps(tmp_path_factory, model, launch_environment) -> dict[int, Path]:
-    """The runs with the evidence of their first step."""
-    folders = {ranks: tmp_path_factory.mktemp("steps") for ranks in FAULTS}
-    for ranks, folder in folders.items():
         flags = ["--evidence", model]
         start_all(SCRIPT, folder, flags, FAULTS[ranks], launch_environment, ranks=ranks)
     return folders
@@ -93,8 +84,8 @@ def test_a_fault_breaks_the_gates(runs, ranks, fault):
 
 
 @pytest.mark.parametrize(("ranks", "fault"), [*((ranks, "clean") for ranks in FAULTS), *CASES])
-def test_a_bisection_names_the_link_that_a_fault_breaks_first(steps, ranks, fault):
-    folder = steps[ranks]
+def test_a_bisection_names_the_link_that_a_fault_breaks_first(runs, ranks, fault):
+    folder = runs[ranks]
     found = bisect(traced(folder / "control" / "clean", "single"), traced(folder / fault, "tensor"))
     wanted = None if fault == "clean" else FAULTS[ranks][fault][1]
     assert (found.first and found.first.link) == wanted, found.first

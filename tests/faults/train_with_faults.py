@@ -1,7 +1,7 @@
 """Train one small model many times in one process group: as it should be, then with faults.
 
     accelerate launch --config_file ddp.yaml tests/faults/train_with_faults.py \
-        [--evidence | --half] MODEL OUTPUT NAME ...
+        [--half] [--evidence] MODEL OUTPUT NAME ...
 
 Each NAME, `clean` or a key of FAULTS, leaves OUTPUT/NAME/record.json and OUTPUT/NAME/final/. The
 training is the product's own: its data, collator, loop, recorder and save. A fault is put where
@@ -10,9 +10,9 @@ such bugs live, in what the loop calls, and is gone again before the next run. A
 `reversed/clean` reads the rows of each step in reverse; `fast+reversed/clean` does both. 20 steps
 are trained, with --half 10.
 
-With --evidence, two steps are trained, and OUTPUT/NAME/evidence/ is left in the place of the final
-weights, which only the NAMES in SAVED leave too. Of a NAME such as `late/not_clipped` it is that of
-step 6, with which the fault begins; two ranks begin it with the weights of
+With --evidence, OUTPUT/NAME/evidence/ is left too, and without --half two steps are trained then,
+after which only the NAMES in SAVED leave final weights. Of a NAME such as `late/not_clipped` it is
+that of step 6, with which the fault begins; two ranks begin it with the weights of
 OUTPUT/../single/late/clean.
 """
 
@@ -61,9 +61,9 @@ from toolkit.training.saving import save_model
 sys.path.append(str(Path(__file__).parents[1]))  # a rank's path is a safe one
 from example_record import TRAINING
 
-FLAGS = [word for word in sys.argv[1:2] if word.startswith("--")]
-EVIDENCE = FLAGS == ["--evidence"]
-STEPS = 2 if EVIDENCE else 10 if FLAGS == ["--half"] else 20
+FLAGS = [word for word in sys.argv[1:3] if word.startswith("--")]
+HALF, EVIDENCE = "--half" in FLAGS, "--evidence" in FLAGS
+STEPS = 10 if HALF else 2 if EVIDENCE else 20
 LATE = 6
 """The step with which a late fault begins, of SCHEDULED steps; the run ends after the next."""
 
@@ -117,7 +117,7 @@ def main() -> None:
             kept=LATE if late else None,
             begins=LATE if late else 1,
             reference=output.parent / "single" / name.replace(fault, "clean") / "evidence",
-            saves=not EVIDENCE or name in SAVED,
+            saves=HALF or not EVIDENCE or name in SAVED,
         )
         with nullcontext() if fault == "clean" else FAULTS[fault](run):
             run.go(folder)
