@@ -112,7 +112,7 @@ def test_parameters_that_one_rank_alone_leaves_out_are_named_before_they_are_red
     for name in runs_of(ranks, "unused", "unused_loop"):
         error, step = stopped(ranks, name)
         assert step == 0
-        assert error.startswith("3 parameters get no gradient on some ranks alone, the first is ")
+        assert error.startswith("4 parameters get no gradient on some ranks alone, the first is ")
         assert "model.layers.1.mlp.down_proj.weight on rank 1: " in error
         assert "find_unused_parameters=True" in error
 
