@@ -306,7 +306,11 @@ for launch in range(2):
 
 def test_ranks_of_one_launch_agree_on_a_folder_that_no_other_launch_has():
     done = subprocess.run(
-        [sys.executable, "-c", TWO_LAUNCHES], stdout=subprocess.PIPE, text=True, timeout=60
+        [sys.executable, "-c", TWO_LAUNCHES],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=True,
     )
     words = [line.split() for line in done.stdout.splitlines()]
     names = [[name for number, name in words if number == launch] for launch in ("0", "1")]
