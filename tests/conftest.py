@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import launches
 import pytest
 from launches import environment_in
-from places import ROOT
+from places import ROOT, SCRIPTS
 
 from toolkit.launching import forking
 from toolkit.launching.forking import SOCKET, warm_process
@@ -195,24 +196,32 @@ def toolkit(launch_environment, tmp_path_factory):
     return run
 
 
-BUILD = "from toolkit.training.model import build_model; print(build_model())"
-
-
 @pytest.fixture(scope="session")
-def built_at_once(tmp_path_factory):
-    """A cache that two processes built at the same time, and what each of them returned."""
-    cache = tmp_path_factory.mktemp("cache-of-two")
-    environment = os.environ | {"TOOLKIT_CACHE": str(cache)}
-    builders = [
-        subprocess.Popen(
-            [sys.executable, "-c", BUILD], env=environment, stdout=subprocess.PIPE, text=True
-        )
-        for _ in range(2)
-    ]
-    # DeepSpeed writes a line of its own to stdout while it is imported.
-    printed = [builder.communicate(timeout=120)[0].splitlines() for builder in builders]
-    assert [builder.returncode for builder in builders] == [0, 0]
-    return cache, [lines[-1] for lines in printed]
+def command(tmp_path_factory):
+    """Run `toolkit` as a process, where not its start is looked at: one that forks imports once."""
+    folder = tmp_path_factory.mktemp("commands")
+    files = {"stdout": folder / "stdout", "stderr": folder / "stderr"}
+    forking_process = [sys.executable, SCRIPTS / "forked_commands.py"]
+
+    def run(*words, cwd=None, **variables):
+        for path in files.values():
+            path.write_bytes(b"")
+        request = {
+            "words": [*map(str, words)],
+            "folder": str(cwd or Path.cwd()),
+            "environment": os.environ | variables,
+            **{name: str(path) for name, path in files.items()},
+        }
+        process.stdin.write(f"{json.dumps(request)}\n")
+        process.stdin.flush()
+        code = int(process.stdout.readline())
+        texts = {name: path.read_text() for name, path in files.items()}
+        return subprocess.CompletedProcess(request["words"], code, **texts)
+
+    with subprocess.Popen(
+        forking_process, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield run
 
 
 @pytest.fixture(scope="session")

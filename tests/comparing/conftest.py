@@ -25,7 +25,7 @@ UNCOUNTED = (
 )
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_record():
     """Build a record; two ranks read rows 0..7 of every step unless told otherwise."""
 
@@ -51,7 +51,7 @@ def make_record():
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def write_weights():
     """Write a model folder; `shards` splits it over that many files with an index."""
 
@@ -72,7 +72,7 @@ def write_weights():
     return write
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_row():
     def make(**changes) -> Row:
         row = {
@@ -127,7 +127,7 @@ def make_row():
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_results(make_row):
     def make(*rows: Row, **changes) -> Results:
         single = make_row(
@@ -234,7 +234,7 @@ def counted_peak(parameters):
     }
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def full_results(make_results, make_row):
     """A comparison with everything in it: measured, predicted, failed, skipped."""
 
@@ -435,7 +435,7 @@ def run_folders(tmp_path, make_record, write_weights, full_results):
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def bare_results(full_results):
     """The same where nothing was counted or timed but losses, states and speed."""
 
@@ -454,7 +454,7 @@ def bare_results(full_results):
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def poisoned():
     """Put a text wherever a run or a user could have put words."""
 

@@ -1,9 +1,6 @@
 """Comparisons of three earlier commits: read, reported, continued and compared as today's are."""
 
-import os
 import shutil
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
@@ -21,12 +18,14 @@ EARLIER = sorted(Path(__file__).with_name("earlier").glob("*.tar.xz"))
 NAMES = ("single-trainer", "ddp-trainer")
 
 
-def toolkit(*words):
-    command = [sys.executable, "-m", "toolkit.cli", *map(str, words)]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+@pytest.fixture(scope="module")
+def toolkit(command):
+    def run(*words):
+        done = command(*words, CUDA_VISIBLE_DEVICES="", COLUMNS="200")
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
 
 
 def extracted(archive, folder):
@@ -36,19 +35,33 @@ def extracted(archive, folder):
 
 
 def texts(folder):
-    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-@pytest.fixture(params=EARLIER, ids=[archive.name.split(".")[0] for archive in EARLIER])
-def earlier(request, tmp_path):
-    return extracted(request.param, tmp_path / "first")
+@pytest.fixture(
+    scope="module", params=EARLIER, ids=[archive.name.split(".")[0] for archive in EARLIER]
+)
+def reported(request, tmp_path_factory, toolkit):
+    """An earlier comparison of which the report was made again, and its files before that."""
+    folder = extracted(request.param, tmp_path_factory.mktemp("reported") / "first")
+    before = texts(folder)
+    toolkit("report", folder)
+    return folder, before
+
+
+@pytest.fixture
+def earlier(reported, tmp_path):
+    return shutil.copytree(reported[0], tmp_path / "first")
 
 
 def test_there_are_three():
     assert len(EARLIER) == 3
 
 
-def test_an_earlier_comparison_is_read_reported_continued_and_compared(earlier, tmp_path):
+def test_an_earlier_comparison_is_read_reported_continued_and_compared(
+    earlier, reported, toolkit, tmp_path
+):
     kept = read_json(earlier / "results.json")
     for name in NAMES:
         file = read_json(earlier / f"{name}-1" / "record.json")
@@ -58,12 +71,10 @@ def test_an_earlier_comparison_is_read_reported_continued_and_compared(earlier, 
         assert record["not_measured"]["training.cudnn_attention"] == NOT_RECORDED
         assert {**record["not_measured"], **file["not_measured"]} == record["not_measured"]
 
-    before = texts(earlier)
-    toolkit("report", earlier)
-    after = texts(earlier)
+    before, after = reported[1], texts(earlier)
     changed = {"report.md", "results.csv", "report.html"}
-    assert {path.name for path in after if before.get(path) != after[path]} <= changed
-    assert after.keys() - before.keys() == {earlier / "report.html"}
+    assert {name for name in after if before.get(name) != after[name]} <= changed
+    assert after.keys() - before.keys() == {"report.html"}
     report = (earlier / "report.md").read_text()
     losses = [f"{row['final_loss']:.4f}" for row in kept["runs"]]
     assert all(f"| {loss} |" in report for loss in losses)
@@ -85,8 +96,7 @@ def test_an_earlier_comparison_is_read_reported_continued_and_compared(earlier, 
     assert "2 runs stand on both sides" in " ".join(toolkit("report", earlier, newest).split())
 
 
-def test_a_report_is_not_written_over_by_one_with_fewer_runs(earlier):
-    toolkit("report", earlier)
+def test_a_report_is_not_written_over_by_one_with_fewer_runs(earlier, toolkit):
     results = read_json(earlier / "results.json")
     del results["complete"]
     write_json(earlier / "results.json", results)

@@ -3,8 +3,9 @@
 import pytest
 from matplotlib.collections import LineCollection, PolyCollection
 
-from toolkit.comparing.report.figures import draw_all, frame
+from toolkit.comparing.report.figures import draw_all, draw_one, frame
 from toolkit.comparing.report.figures.cell import cell_figure
+from toolkit.comparing.report.figures.memory import bytes_by_purpose
 from toolkit.comparing.report.figures.pipelines import bubbles
 from toolkit.comparing.report.figures.speed import _spread
 from toolkit.errors import UsageError
@@ -12,15 +13,22 @@ from toolkit.errors import UsageError
 GIB = 2**30
 
 
-@pytest.fixture
-def drawn(full_results, monkeypatch):
-    """The results, the runs that ended well, and the matplotlib figure of each name."""
+def matplotlib_figures(draw, results):
+    """Draw, and return the matplotlib figure of each name."""
     figures = {}
-    monkeypatch.setattr(
-        frame, "inline", lambda figure, *, name, title: figures.update({name: figure})
-    )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            frame, "inline", lambda figure, *, name, title: figures.update({name: figure})
+        )
+        draw(results)
+    return figures
+
+
+@pytest.fixture(scope="module")
+def drawn(full_results):
+    """The results, the runs that ended well, and the matplotlib figure of each name."""
     results = full_results(rehearsal=False)
-    draw_all(results)
+    figures = matplotlib_figures(draw_all, results)
     return results, [row for row in results["runs"] if row["status"] == "ok"], figures
 
 
@@ -111,16 +119,12 @@ def test_traffic_is_bars_by_purpose(drawn):
         assert [width * GIB for width in bars(axes, number)] == pytest.approx(sent)
 
 
-def test_a_bar_without_bytes_says_whether_one_process_is_why(full_results, monkeypatch):
-    figures = {}
-    monkeypatch.setattr(
-        frame, "inline", lambda figure, *, name, title: figures.update({name: figure})
-    )
+def test_a_bar_without_bytes_says_whether_one_process_is_why(full_results):
     results = full_results(rehearsal=False)
     rows = [row for row in results["runs"] if row["traffic"]]
     for row in rows:
         row["traffic"]["collectives"] = []
-    draw_all(results)
+    figures = matplotlib_figures(bytes_by_purpose, results)
     texts = [text.get_text() for text in figures["traffic"].axes[0].texts]
     assert texts == ["none: one process" if row["num_processes"] == 1 else "none" for row in rows]
     assert len(set(texts)) == 2
@@ -145,7 +149,7 @@ def test_losses_are_drawn_from_step_1_and_gaps_below_them(drawn):
 
 def test_the_caption_of_losses_names_the_control(full_results):
     results = full_results(rehearsal=False)
-    figure = next(figure for figure in draw_all(results) if figure.name == "losses")
+    figure = draw_one(results, "losses")
     assert f"how far each is from {results['control']['name']} at that step" in figure.caption
 
 

@@ -1,6 +1,6 @@
 """`report.html`: what is in it, in which order, and what can never get into it."""
 
-import copy
+import functools
 import re
 from html.parser import HTMLParser
 
@@ -8,7 +8,7 @@ import pytest
 
 from toolkit.comparing.predicted import no_prediction
 from toolkit.comparing.report import figures
-from toolkit.comparing.report.figures import draw_all
+from toolkit.comparing.report.figures import draw_all, draw_one
 from toolkit.comparing.report.page import render_page
 from toolkit.comparing.report.redact import redact_results
 from toolkit.comparing.report.verdict import REHEARSAL
@@ -64,12 +64,39 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(params=[True, False], ids=["rehearsal", "gpus"])
-def results(request, full_results):
-    return full_results(rehearsal=request.param)
+def rehearsal(request):
+    return request.param
 
 
-def test_the_page_reads_in_order(full_results):
-    page = Page(render_page(full_results()))
+@pytest.fixture
+def results(rehearsal, full_results):
+    return full_results(rehearsal=rehearsal)
+
+
+@pytest.fixture(scope="module")
+def text_of(full_results):
+    """Return the text of the page of these results, unchanged: made once."""
+    return functools.cache(lambda rehearsal: render_page(full_results(rehearsal=rehearsal)))
+
+
+@pytest.fixture(scope="module")
+def drawn_of(full_results):
+    """Return the figures of these results, unchanged: drawn once."""
+    return functools.cache(lambda rehearsal: draw_all(full_results(rehearsal=rehearsal)))
+
+
+@pytest.fixture
+def text(rehearsal, text_of):
+    return text_of(rehearsal)
+
+
+@pytest.fixture
+def drawn(rehearsal, drawn_of):
+    return drawn_of(rehearsal)
+
+
+def test_the_page_reads_in_order(text_of):
+    page = Page(text_of(True))
     wanted = ["rehearsal", "verdict", "table", "figures", *(f"figure-{each}" for each in FIGURES)]
     wanted += ["speed", "memory", "peak", "ranks", "traffic", "collectives", "other-collectives"]
     wanted += ["agreement", "time", "warm-up", "scaling"]
@@ -78,22 +105,22 @@ def test_the_page_reads_in_order(full_results):
     assert page.text.index(REHEARSAL) < page.text.index("trained as single-trainer did")
 
 
-def test_on_gpus_nothing_is_said_of_a_rehearsal(full_results):
-    page = Page(render_page(full_results(rehearsal=False)))
+def test_on_gpus_nothing_is_said_of_a_rehearsal(text_of):
+    page = Page(text_of(False))
     assert "rehearsal" not in page.ids
     assert REHEARSAL not in page.text
 
 
-def test_control_and_baseline_are_named(results):
-    text = Page(render_page(results)).text
-    assert "single-trainer control" in text
-    assert ("ddp-trainer baseline" in text) is not results["rehearsal"]
-    assert "Control: single-trainer; gaps are measured from it." in text
-    assert ("Baseline of speed: ddp-trainer" in text) is not results["rehearsal"]
+def test_control_and_baseline_are_named(text, rehearsal):
+    words = Page(text).text
+    assert "single-trainer control" in words
+    assert ("ddp-trainer baseline" in words) is not rehearsal
+    assert "Control: single-trainer; gaps are measured from it." in words
+    assert ("Baseline of speed: ddp-trainer" in words) is not rehearsal
 
 
-def test_every_figure_is_there_with_a_name_a_caption_and_a_size(results):
-    page = Page(render_page(results))
+def test_every_figure_is_there_with_a_name_a_caption_and_a_size(text, drawn):
+    page = Page(text)
     assert list(page.figures) == FIGURES
     for name, tags in page.figures.items():
         (svg,) = [attrs for tag, attrs in tags if tag == "svg"]
@@ -101,7 +128,7 @@ def test_every_figure_is_there_with_a_name_a_caption_and_a_size(results):
         assert svg["aria-label"]
         assert min(float(svg["width"]), float(svg["height"])) > 100
         assert {"title", "figcaption", "h3"} <= {tag for tag, _ in tags}
-    for figure in draw_all(results):
+    for figure in drawn:
         assert re.search(r"[Bb]ytes|[Ss]econd|nats", figure.caption), figure.name
 
 
@@ -114,56 +141,59 @@ def test_without_matplotlib_the_page_is_made_and_says_how_to_get_the_figures(res
     assert "Nothing to draw" not in page
 
 
-def figure_of(results, name):
-    (found,) = [figure for figure in draw_all(results) if figure.name == name]
+def named(name, drawn):
+    (found,) = [figure for figure in drawn if figure.name == name]
     return found
+
+
+def figure_of(results, name):
+    return named(name, [draw_one(results, name)])
 
 
 def keys_of(figure):
     return [key.text for key in figure.keys]
 
 
-def test_predictions_stand_as_ticks_beside_what_was_counted(results):
+def test_predictions_stand_as_ticks_beside_what_was_counted(drawn, rehearsal):
     for name in ("memory", "traffic"):
-        figure = figure_of(results, name)
+        figure = named(name, drawn)
         assert "predicted by the planner" in keys_of(figure)
         assert not any("No tick" in note for note in figure.notes)
-    peak = figure_of(results, "peak")
+    peak = named("peak", drawn)
     assert "predicted by the planner" in keys_of(peak)
-    assert ("peak on the device" in keys_of(peak)) != results["rehearsal"]
+    assert ("peak on the device" in keys_of(peak)) != rehearsal
     assert {"activations", "other"} <= set(keys_of(peak))
 
 
-def test_the_phases_are_those_of_a_step(results):
-    assert keys_of(figure_of(results, "phases")) == [
+def test_the_phases_are_those_of_a_step(drawn):
+    assert keys_of(named("phases", drawn)) == [
         "data",
         "forward",
         "backward",
         "optimizer",
         "other",
     ]
-    assert figure_of(results, "phases").svg.count("0.500 s") == 5
+    assert named("phases", drawn).svg.count("0.500 s") == 5
 
 
-def test_single_starts_are_dots_only_where_there_are_several(results):
-    assert "one start" in keys_of(figure_of(results, "steps"))
+def test_single_starts_are_dots_only_where_there_are_several(results, drawn):
+    assert "one start" in keys_of(named("steps", drawn))
     for row in results["runs"]:
         row["repeats"] = (row["repeats"] or [])[:1]
     assert "one start" not in keys_of(figure_of(results, "steps"))
 
 
-def test_a_speed_up_has_its_ideal_and_its_base(results):
-    scaling = figure_of(results, "scaling")
+def test_a_speed_up_has_its_ideal_and_its_base(drawn, rehearsal):
+    scaling = named("scaling", drawn)
     assert keys_of(scaling) == ["fsdp-trainer", "ideal"]
     assert "base's (single-trainer)" in scaling.caption
-    assert ("says nothing about GPUs" in scaling.caption) == results["rehearsal"]
+    assert ("says nothing about GPUs" in scaling.caption) == rehearsal
 
 
-def test_a_rehearsal_sets_speed_against_what_carries_over(full_results, bare_results):
-    assert figure_of(full_results(), "speed").title == "Tokens/s against counted peak"
+def test_a_rehearsal_sets_speed_against_what_carries_over(drawn_of, bare_results):
+    assert named("speed", drawn_of(True)).title == "Tokens/s against counted peak"
     assert figure_of(bare_results(), "speed").title == "Tokens/s against states"
-    gpus = full_results(rehearsal=False)
-    assert figure_of(gpus, "speed").title == "Tokens/s against peak memory"
+    assert named("speed", drawn_of(False)).title == "Tokens/s against peak memory"
 
 
 @pytest.mark.parametrize("rehearsal", [True, False])
@@ -200,8 +230,8 @@ def test_without_a_prediction_it_is_said_why(full_results):
     assert any("no run has told what model" in note for note in notes)
 
 
-def test_a_run_that_is_not_drawn_has_its_reason(results):
-    for figure in draw_all(results):
+def test_a_run_that_is_not_drawn_has_its_reason(drawn):
+    for figure in drawn:
         if figure.name == "scaling":
             assert figure.notes == []  # the run that failed is no part of it
             continue
@@ -228,14 +258,13 @@ def test_a_comparison_without_a_run_still_makes_a_page(make_results):
     assert "No run has ended yet." in Page(render_page(results)).text
 
 
-def test_no_cell_is_empty(results):
-    page = Page(render_page(results))
+def test_no_cell_is_empty(text):
+    page = Page(text)
     assert len(page.cells) > 60
     assert all(cell.strip() for cell in page.cells)
 
 
-def test_the_page_needs_no_network_and_no_script(results):
-    text = render_page(results)
+def test_the_page_needs_no_network_and_no_script(text):
     page = Page(text)
     assert not {"script", "iframe", "object", "img", "form"} & {tag for tag, _ in page.tags}
     for tag, attributes in page.tags:
@@ -248,30 +277,30 @@ def test_the_page_needs_no_network_and_no_script(results):
     assert "prefers-color-scheme: dark" in text
 
 
-def test_figures_take_their_colours_from_the_page(results):
-    for figure in draw_all(results):
+def test_figures_take_their_colours_from_the_page(drawn):
+    for figure in drawn:
         assert "var(--ink)" in figure.svg
         assert not re.search(r"#[0-9a-f]{6}", figure.svg), figure.name
 
 
-def test_no_id_stands_twice(results):
-    page = Page(render_page(results))
+def test_no_id_stands_twice(text):
+    page = Page(text)
     assert len(set(page.ids)) == len(page.ids)
     refer = [attrs["href"] for tag, attrs in page.tags if tag == "use"]
     assert refer
     assert {each.removeprefix("#") for each in refer} <= set(page.ids)
 
 
-def test_the_same_data_give_the_same_bytes(results):
-    assert render_page(results) == render_page(copy.deepcopy(results))
+def test_the_same_data_give_the_same_bytes(results, text):
+    assert render_page(results) == text
 
 
-def test_what_a_run_says_cannot_become_part_of_the_page(results, poisoned):
+def test_what_a_run_says_cannot_become_part_of_the_page(results, text, poisoned):
     evil = poisoned(results, EVIL)
     for name in ("fixed", "environment"):
         evil[name][EVIL] = {EVIL: [EVIL]}
     evil["runs"][-1]["tail"] += ["</pre></main><style>*{display:none}</style>", "<!--", "]]>"]
-    plain, page = Page(render_page(results)), Page(render_page(redact_results(evil)))
+    plain, page = Page(text), Page(render_page(redact_results(evil)))
     # Words, and not one tag that isn't the page's own.
     assert {tag for tag, _ in page.tags} == {tag for tag, _ in plain.tags}
     assert list(page.figures) == FIGURES
@@ -318,7 +347,7 @@ def test_a_broken_gate_stands_under_the_verdict_with_what_helps(results):
     assert "What helps: --bisect it" in page.text
 
 
-def test_every_collective_can_be_unfolded(results):
-    page = Page(render_page(results))
+def test_every_collective_can_be_unfolded(text):
+    page = Page(text)
     assert [tag for tag, _ in page.tags].count("details") == 2
     assert "All 4 lines" in page.text

@@ -62,10 +62,15 @@ def browse(tmp_path):
     return browse
 
 
-@pytest.fixture(params=[True, False], ids=["rehearsal", "gpus"])
-def page(request, full_results, tmp_path):
+@pytest.fixture(scope="module", params=[True, False], ids=["rehearsal", "gpus"])
+def text(request, full_results):
+    return render_page(redact_results(full_results(rehearsal=request.param)))
+
+
+@pytest.fixture
+def page(text, tmp_path):
     path = tmp_path / "report.html"
-    path.write_text(render_page(redact_results(full_results(rehearsal=request.param))))
+    path.write_text(text)
     return path
 
 

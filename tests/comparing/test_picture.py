@@ -59,12 +59,12 @@ def check_fits(texts):
             assert apart or box.y1 <= its.y0 + 6 or its.y1 <= box.y0 + 6, (text, other)
 
 
-def report(folder, *flags):
-    command = [sys.executable, "-m", "toolkit.cli", "report", str(folder), *flags]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder)
+@pytest.fixture
+def report(command):
+    return lambda folder, *flags: command("report", folder, *flags, cwd=folder)
 
 
-def test_the_picture_lies_beside_the_results_and_is_said_where(tmp_path, full_results):
+def test_the_picture_lies_beside_the_results_and_is_said_where(tmp_path, full_results, report):
     write_json(tmp_path / "results.json", full_results())
     done = report(tmp_path, "--png")
     assert (done.returncode, done.stderr) == (0, "")
@@ -73,14 +73,14 @@ def test_the_picture_lies_beside_the_results_and_is_said_where(tmp_path, full_re
     assert pixels((tmp_path / "report.png").read_bytes()) == (1200, 630)
 
 
-def test_of_two_comparisons_there_is_no_picture(tmp_path, full_results):
+def test_of_two_comparisons_there_is_no_picture(tmp_path, full_results, report):
     write_json(tmp_path / "results.json", full_results())
     done = report(tmp_path, str(tmp_path), "--png")
     assert (done.returncode, done.stdout) == (2, "")
     assert "--png is for one comparison" in done.stderr
 
 
-def test_a_folder_without_a_comparison_is_one_sentence_and_a_2(tmp_path):
+def test_a_folder_without_a_comparison_is_one_sentence_and_a_2(tmp_path, report):
     done = report(tmp_path, "--png")
     assert (done.returncode, done.stdout) == (2, "")
     assert "holds no results.json" in done.stderr
@@ -252,7 +252,7 @@ def test_the_committed_picture_is_one():
     assert pixels((ROOT / "docs" / "images" / "comparison.png").read_bytes()) == (1200, 630)
 
 
-def test_a_folder_that_takes_no_files_is_a_sentence(tmp_path, full_results):
+def test_a_folder_that_takes_no_files_is_a_sentence(tmp_path, full_results, report):
     write_json(tmp_path / "results.json", full_results())
     (tmp_path / "report.png").mkdir()
     done = report(tmp_path, "--png")

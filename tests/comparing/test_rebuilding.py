@@ -3,7 +3,6 @@
 import io
 import json
 import subprocess
-import sys
 
 import pytest
 from rich.console import Console
@@ -24,11 +23,6 @@ LOST = {
     "nested": b"[" * 100_000,
     "another shape": b'{"schema": 1, "control": null, "environment": {}, "runs": [{}]}',
 }
-
-
-def report(*folders):
-    command = [sys.executable, "-m", "toolkit.cli", "report", *map(str, folders)]
-    return subprocess.run(command, capture_output=True, text=True)
 
 
 def restored(folder):
@@ -82,8 +76,8 @@ def test_a_second_damage_does_not_overwrite_the_first(run_folders):
     assert [(run_folders / name).read_text() for name in names] == ["first", "second"]
 
 
-def test_the_report_of_lost_results_says_what_is_not_known(run_folders):
-    done = report(run_folders)
+def test_the_report_of_lost_results_says_what_is_not_known(run_folders, command):
+    done = command("report", run_folders)
     assert (done.returncode, done.stderr) == (0, "")
     assert "results.json is missing: it is made again from the runs beside it." in done.stdout
     for name in ("report.md", "report.html"):
@@ -138,28 +132,28 @@ def test_a_run_that_was_killed_has_no_end_that_is_known(run_folders):
     assert control["reason"].startswith("single-trainer failed: rank 0 was gone")
 
 
-def test_results_of_a_newer_toolkit_are_refused_by_name_and_left_alone(run_folders):
+def test_results_of_a_newer_toolkit_are_refused_by_name_and_left_alone(run_folders, command):
     write_json(run_folders / "results.json", {"schema": 2})
-    done = report(run_folders)
+    done = command("report", run_folders)
     assert done.returncode == 2
     assert "results.json has schema 2" in done.stderr
     assert json.loads((run_folders / "results.json").read_text()) == {"schema": 2}
 
 
-def test_a_folder_without_a_spec_of_ours_is_no_comparison(tmp_path):
+def test_a_folder_without_a_spec_of_ours_is_no_comparison(tmp_path, command):
     folder = tmp_path / "somebodys"
     (folder / "ddp-trainer-1").mkdir(parents=True)
     (folder / "ddp-trainer-1" / "spec.json").write_text('{"openapi": "3.0"}')
     with pytest.raises(UsageError, match=r"results\.json does not exist"):
         restored(folder)
-    done = report(folder)
+    done = command("report", folder)
     assert done.returncode == 2
     assert [path.name for path in folder.iterdir()] == ["ddp-trainer-1"]
 
 
-def test_two_comparisons_side_by_side_are_restored_first(run_folders, tmp_path):
+def test_two_comparisons_side_by_side_are_restored_first(run_folders, tmp_path, command):
     other = tmp_path / "other"
     subprocess.run(["cp", "-r", str(run_folders), str(other)], check=True)
-    done = report(run_folders, other)
+    done = command("report", run_folders, other)
     assert done.returncode == 0, done.stderr
     assert "3 runs stand on both sides" in " ".join(done.stdout.split())

@@ -28,6 +28,7 @@ from small_llama import CONFIG
 
 from toolkit import redaction
 from toolkit.comparing.bisect.running import bisect_runs
+from toolkit.comparing.report import figures
 from toolkit.comparing.report.diff.match import SAME_TRAINING
 from toolkit.comparing.report.remake import remake
 from toolkit.comparing.run import preparing, schedule, starting
@@ -113,12 +114,21 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path, monkeypatch, write_weights):
+def drawing_world(tmp_path, monkeypatch, write_weights):
+    """A world whose reports have their figures."""
     monkeypatch.setattr(schedule.environment, "gpus", list)
     return World(tmp_path, monkeypatch, write_weights)
 
 
-def test_two_good_runs_exit_0_and_leave_their_files(world):
+@pytest.fixture
+def world(drawing_world, monkeypatch):
+    """The same without them: they take more time than all else of a comparison."""
+    monkeypatch.setattr(figures, "is_installed", lambda module: module != "matplotlib")
+    return drawing_world
+
+
+def test_two_good_runs_exit_0_and_leave_their_files(drawing_world):
+    world = drawing_world
     assert world.compare("single", "ddp") == 0
 
     results = world.results()
@@ -157,7 +167,10 @@ CANARIES = {
 }
 
 
-def test_no_secret_is_written_or_printed_and_the_training_gets_it(world, monkeypatch, tmp_path):
+def test_no_secret_is_written_or_printed_and_the_training_gets_it(
+    drawing_world, monkeypatch, tmp_path
+):
+    world = drawing_world
     for name, value in CANARIES.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(redaction, "_learned", set())
@@ -244,7 +257,8 @@ def test_a_rehearsed_control_gets_no_gpu_that_its_config_pins(world, monkeypatch
     assert asked == {"single-trainer-1": "all", "ddp-trainer-1": None}
 
 
-def test_a_failed_strategy_keeps_its_row_and_the_others_go_on(world):
+def test_a_failed_strategy_keeps_its_row_and_the_others_go_on(drawing_world):
+    world = drawing_world
     assert world.compare("single", "ddp", "fsdp", runs={"ddp": "oom"}) == 1
     assert world.statuses() == {"single": "ok", "ddp": "oom", "fsdp": "ok"}
     row = world.results()["runs"][1]

@@ -3,8 +3,6 @@
 import csv
 import io
 import math
-import subprocess
-import sys
 
 import pytest
 from rich.console import Console
@@ -346,21 +344,16 @@ def test_what_a_run_says_cannot_become_part_of_the_page(two, monkeypatch):
     assert r"\| \`x\` \[a\]" in markdown
 
 
-def run_report(*arguments, cwd):
-    command = [sys.executable, "-m", "toolkit.cli", "report", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd)
-
-
-def test_the_verb_prints_and_writes_only_where_it_is_told(two, tmp_path):
+def test_the_verb_prints_and_writes_only_where_it_is_told(two, tmp_path, command):
     two(None, lambda results: results["fixed"].update({"data hash": "def"}))
     before = sorted(tmp_path.rglob("*"))
-    done = run_report("a", "b", cwd=tmp_path)
+    done = command("report", "a", "b", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "A: comparison-a (a)" in done.stdout
     assert "Losses are not compared" in done.stdout
     assert sorted(tmp_path.rglob("*")) == before
 
-    done = run_report("a", "b", "--to", "c/d", cwd=tmp_path)
+    done = command("report", "a", "b", "--to", "c/d", cwd=tmp_path)
     assert done.returncode == 0
     assert sorted(path.name for path in (tmp_path / "c" / "d").iterdir()) == [
         "side-by-side.csv",
@@ -369,7 +362,7 @@ def test_the_verb_prints_and_writes_only_where_it_is_told(two, tmp_path):
     ]
 
 
-def test_mistakes_are_one_sentence_and_a_2(two, tmp_path):
+def test_mistakes_are_one_sentence_and_a_2(two, tmp_path, command):
     two()
     (tmp_path / "link").symlink_to(tmp_path / "a")
     (tmp_path / "file").touch()
@@ -381,7 +374,7 @@ def test_mistakes_are_one_sentence_and_a_2(two, tmp_path):
         (("a", "--to", "c"), "--to is for two comparisons"),
         (("a", "b", "--to", "file"), "file takes no files"),
     ):
-        done = run_report(*arguments, cwd=tmp_path)
+        done = command("report", *arguments, cwd=tmp_path)
         assert done.returncode == 2, done.stderr
         assert said in done.stderr
         assert len(done.stderr.splitlines()) == 1

@@ -228,11 +228,13 @@ def test_rows_of_several_texts_are_refused_where_there_is_a_cache(architecture):
     texts = texts_of(LENGTHS)
     gap, _ = compared(model, texts, room=40)
     assert gap < 1e-4
+    batch = Collator(pad_token_id=PAD)(packed(texts, room=40)[1].to_list())
+    items = sum(map(supervised_tokens, texts["labels"]))
     with pytest.raises(UsageError, match=r"use_cache.*see each other.*use_cache to False"):
-        compared(model, texts, room=40, change=with_cache)
+        step(model, [with_cache(batch)], items)
     model.config.use_cache = True
     with pytest.raises(UsageError, match="see each other"):
-        compared(model, texts, room=40)
+        step(model, [batch], items)
     # A row of one text has no neighbour, nor has what is generated.
     ids = torch.tensor([texts[0]["input_ids"]])
     model(input_ids=ids, position_ids=torch.arange(ids.shape[1]).unsqueeze(0))

@@ -427,12 +427,6 @@ def test_the_built_in_data_are_signatures_and_docstrings(cache):
     assert all(row["completion"] for row in rows)
 
 
-def test_the_built_in_data_are_the_same_in_another_process(cache, built_at_once, monkeypatch):
-    first = standard_library_hash()
-    monkeypatch.setenv("TOOLKIT_CACHE", str(built_at_once[0]))
-    assert standard_library_hash() == first
-
-
 def test_a_python_without_sources_is_told_the_way_out(monkeypatch, own_cache, tmp_path):
     monkeypatch.setattr(built_in.sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(UsageError, match="without the sources.*--train_file"):

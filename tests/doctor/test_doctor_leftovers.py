@@ -1,12 +1,14 @@
 """Hidden configs, stale locks, a taken port: what earlier work leaves behind."""
 
+import importlib.util
 import os
 import socket
 import subprocess
-import sys
 import time
+from pathlib import Path
 
 import pytest
+from accelerate.commands.config import config_args
 
 from toolkit.doctor import leftovers
 from toolkit.doctor.leftovers import check_leftovers
@@ -56,11 +58,12 @@ def test_a_default_config_of_accelerate_is_found(variables, folder, end, clean, 
 
 def test_that_config_is_the_one_that_accelerate_reads(clean, tmp_path):
     clean.setenv("HF_HOME", str(tmp_path / "hf"))
-    code = (
-        "from accelerate.commands.config.config_args import default_yaml_config_file as file;"
-        "import os; os.makedirs(os.path.dirname(file)); open(file, 'w').close()"
-    )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+    # It looks for the variables while it is imported.
+    read_anew = importlib.util.module_from_spec(config_args.__spec__)
+    config_args.__spec__.loader.exec_module(read_anew)
+    file = Path(read_anew.default_yaml_config_file)
+    file.parent.mkdir(parents=True)
+    file.touch()
     assert checked("default config").level == "warn"
 
 

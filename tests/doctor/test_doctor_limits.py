@@ -29,19 +29,31 @@ def checked(name, *, gpus=0):
     return finding
 
 
-def in_child(name, limits):
-    """Return a finding of a process with other resource limits."""
+OPEN_FILES = [
+    (256, 2048, "warn", "ulimit -n 1024"),
+    (256, 1024, "warn", "ulimit -n 1024"),
+    (256, 512, "warn", "docker run --ulimit nofile=1024 IMAGE"),
+    (1024, 2048, "ok", None),
+]
+
+
+@pytest.fixture(scope="module")
+def open_files():
+    """The findings about open files, by the limits of the process that looked."""
     code = f"""
-import json, resource, sys
+import json, os, resource
 from dataclasses import asdict
-for limit, values in {limits!r}.items():
-    resource.setrlimit(getattr(resource, limit), values)
 from toolkit.doctor.limits import check_limits
-print(json.dumps([asdict(found) for found in check_limits(0) if found.name == {name!r}]))
+for soft, hard, *_ in {OPEN_FILES!r}:
+    if os.fork() == 0:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        found = [asdict(each) for each in check_limits(0) if each.name == "open files"]
+        print(json.dumps([[soft, hard], found]), flush=True)
+        os._exit(0)
+    os.wait()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    (finding,) = json.loads(done.stdout)
-    return finding
+    return {tuple(pair): found for pair, found in map(json.loads, done.stdout.splitlines())}
 
 
 @pytest.mark.parametrize(
@@ -84,17 +96,9 @@ def test_locked_memory_matters_where_there_is_infiniband(adapter, monkeypatch, t
     assert checked("locked memory").level == "ok"
 
 
-@pytest.mark.parametrize(
-    ("soft", "hard", "level", "fix"),
-    [
-        (256, 2048, "warn", "ulimit -n 1024"),
-        (256, 1024, "warn", "ulimit -n 1024"),
-        (256, 512, "warn", "docker run --ulimit nofile=1024 IMAGE"),
-        (1024, 2048, "ok", None),
-    ],
-)
-def test_few_open_files_are_noticed(soft, hard, level, fix):
-    finding = in_child("open files", {"RLIMIT_NOFILE": (soft, hard)})
+@pytest.mark.parametrize(("soft", "hard", "level", "fix"), OPEN_FILES)
+def test_few_open_files_are_noticed(soft, hard, level, fix, open_files):
+    (finding,) = open_files[soft, hard]
     assert (finding["level"], finding["fix"]) == (level, fix)
 
 

@@ -12,22 +12,17 @@ from toolkit.planning.schedules import SCHEDULES, bubble
 
 
 def started(folder, *, tensor):
-    ranks = range(2 * tensor)
-    processes = [
-        subprocess.Popen(
-            [
-                *(sys.executable, SCRIPTS / "pipelines.py", str(rank), folder / "store", folder),
-                str(tensor),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in ranks
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / "pipelines.py", folder / "store", folder, str(tensor)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout
+    return [
+        torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(2 * tensor)
     ]
-    output = [process.communicate(timeout=300)[0] for process in processes]
-    assert not any(process.returncode for process in processes), "\n".join(output)
-    return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in ranks]
 
 
 @pytest.fixture(scope="module")

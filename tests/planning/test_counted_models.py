@@ -18,7 +18,9 @@ from test_activations_measured import (
     one_thread,
 )
 from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
 
+from toolkit.cli import app
 from toolkit.errors import UsageError
 from toolkit.measuring.meta_gpu import LiveStorages, OnGpu
 from toolkit.measuring.skeleton import DTYPES, build, count_model, decoder_layers, passes
@@ -89,6 +91,11 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def answer():
     return json.loads(json.dumps(count_model(COHERE)))
+
+
+def counted_here(text, *_):
+    """Count as the process that the planner starts does, from what it gets to what it prints."""
+    return json.loads(json.dumps(count_model(json.loads(text))))
 
 
 def folder_of(config, tmp_path):
@@ -170,12 +177,21 @@ def test_bytes_with_adapters_are_counted_as_the_table_has_them(targets):
 
 
 @pytest.mark.parametrize("config", UNKNOWN, ids=lambda config: config["model_type"])
-def test_a_folder_of_an_unknown_architecture_is_planned_with_its_exact_parameters(config, tmp_path):
+def test_a_folder_of_an_unknown_architecture_is_planned_with_its_exact_parameters(
+    config, tmp_path, monkeypatch
+):
     folder = folder_of(config, tmp_path)
-    command = [sys.executable, "-m", "toolkit.cli", "plan", str(folder), "--json", "--gpu", "L4"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
+    words = ["plan", str(folder), "--json", "--gpu", "L4"]
+    if config is COHERE:
+        command = [sys.executable, "-m", "toolkit.cli", *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        code, said = done.returncode, done.stdout
+    else:  # one process that imports all to count is enough
+        monkeypatch.setattr(counted, "_count", counted_here)
+        done = CliRunner().invoke(app, words, catch_exceptions=False)
+        code, said = done.exit_code, done.stdout
+    assert code == 0, done.stderr
+    answer = json.loads(said)
     values = {key: value for key, value in config.items() if key != "model_type"}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(

@@ -1,6 +1,6 @@
 """Ranks that train small models cut into stages, and write what one process has to equal.
 
-Arguments: the rank, the store's file, the folder of the outcome, and the ranks of a tensor group.
+Arguments: the store's file, the folder of the outcome, and the ranks of a tensor group.
 """
 
 import sys
@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-RANK, STORE, FOLDER, TENSOR = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
+STORE, FOLDER, TENSOR = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import pipeline_cases  # noqa: E402
+from forked_ranks import become_a_rank  # noqa: E402
 from pipeline_cases import loss_between_steps, optimizer_for, windows  # noqa: E402
 
 from toolkit.engines.pipelining.running import MESH, Pipeline  # noqa: E402
@@ -20,8 +21,9 @@ from toolkit.engines.tensor_parallel import group_by_mesh  # noqa: E402
 from toolkit.engines.tensors import gathered  # noqa: E402
 from toolkit.planning.schedules import SCHEDULES  # noqa: E402
 
-torch.set_num_threads(1)
 ranks = 2 * TENSOR
+RANK = become_a_rank(ranks)
+torch.set_num_threads(1)
 store = torch.distributed.FileStore(STORE, ranks)
 torch.distributed.init_process_group("gloo", store=store, rank=RANK, world_size=ranks)
 cases, mesh = pipeline_cases.CASES, None

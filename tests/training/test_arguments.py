@@ -284,25 +284,36 @@ def test_help_lists_both_kinds_of_flags_with_our_defaults(capsys):
 # The folder of a run
 
 
-PRINT_OUTPUT_DIR = """
+TWO_LAUNCHES = """
+import os, time
 from toolkit.training.arguments import RunArguments, _default_output_dir
-print(_default_output_dir(RunArguments(strategy="zero2")))
-"""
-LAUNCH_TWO = f"""
-import os, subprocess, sys, time
-for rank in range(2):
-    time.sleep(1.1 * rank)
-    subprocess.run([sys.executable, "-c", {PRINT_OUTPUT_DIR!r}], check=True,
-                   env=os.environ | {{"WORLD_SIZE": "2", "RANK": str(rank)}})
+for launch in range(2):
+    if os.fork() > 0:
+        continue
+    for rank in range(2):
+        time.sleep(1.1 * rank)
+        if os.fork() == 0:
+            os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank)}
+            name = _default_output_dir(RunArguments(strategy="zero2"))
+            os.write(1, f"{launch} {name}\\n".encode())  # at once: another one writes, too
+            os._exit(0)
+        os.wait()
+    os._exit(0)
+for launch in range(2):
+    os.wait()
 """
 
 
 def test_ranks_of_one_launch_agree_on_a_folder_that_no_other_launch_has():
-    launches = [
-        subprocess.Popen([sys.executable, "-c", LAUNCH_TWO], stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    names = [launch.communicate(timeout=60)[0].split() for launch in launches]
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_LAUNCHES],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    words = [line.split() for line in done.stdout.splitlines()]
+    names = [[name for number, name in words if number == launch] for launch in ("0", "1")]
     assert [len(name) for name in names] == [2, 2]
     assert all(first == second for first, second in names)
     assert names[0] != names[1]

@@ -1,5 +1,6 @@
 import hashlib
 import json
+import os
 import subprocess
 import sys
 
@@ -14,7 +15,7 @@ from transformers import (
     dynamic_module_utils,
 )
 
-from toolkit.data.built_in import standard_library_texts
+from toolkit.data.built_in import standard_library_hash, standard_library_texts
 from toolkit.data.prepared import PreparedData
 from toolkit.data.tokenizer import load_tokenizer
 from toolkit.errors import UsageError
@@ -54,6 +55,26 @@ def save_tokenizer(folder, **special):
 # The built-in model
 
 
+BUILD = "from toolkit.training.model import build_model; print(build_model())"
+
+
+@pytest.fixture(scope="module")
+def built_at_once(tmp_path_factory):
+    """A cache that two processes built at the same time, and what each of them returned."""
+    cache = tmp_path_factory.mktemp("cache-of-two")
+    environment = os.environ | {"TOOLKIT_CACHE": str(cache)}
+    builders = [
+        subprocess.Popen(
+            [sys.executable, "-c", BUILD], env=environment, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    # DeepSpeed writes a line of its own to stdout while it is imported.
+    printed = [builder.communicate(timeout=120)[0].splitlines() for builder in builders]
+    assert [builder.returncode for builder in builders] == [0, 0]
+    return cache, [lines[-1] for lines in printed]
+
+
 def test_two_builders_at_once_and_a_third_give_the_same_model(cache, built_at_once):
     other_cache, printed = built_at_once
     assert printed[0] == printed[1]
@@ -64,6 +85,12 @@ def test_two_builders_at_once_and_a_third_give_the_same_model(cache, built_at_on
     assert digests(theirs) == digests(ours)
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= digests(ours).keys()
     assert not list(other_cache.glob(".building-*"))
+
+
+def test_the_built_in_data_are_the_same_in_another_process(cache, built_at_once, monkeypatch):
+    first = standard_library_hash()
+    monkeypatch.setenv("TOOLKIT_CACHE", str(built_at_once[0]))
+    assert standard_library_hash() == first
 
 
 def test_the_built_in_model_is_an_ordinary_folder(cache):

@@ -31,6 +31,10 @@ MOST_WHOLE: Final = 2**63
 """Exclusive bound of whole numbers: conversion of much larger ones to a float overflows."""
 
 
+PLAIN: Final = frozenset({bool, int, float, str, NoneType})
+"""Types of most fields."""
+
+
 @dataclass(frozen=True, slots=True)
 class Least:
     """The smallest value of a finite number, beside its type: `Annotated[int, Least(1)]`."""
@@ -44,6 +48,10 @@ def mismatches(value: Any, kind: Any, where: str = "") -> Iterator[str]:
     Undeclared fields are ignored. A TypedDict or Literal within an `Annotated` is a second type
     that the value must have. `where` names the value within the file.
     """
+    if isinstance(kind, type) and kind in PLAIN:
+        if not _is_plain(value, kind):
+            yield _wrong(value, where)
+        return
     origin, arguments = get_origin(kind), get_args(kind)
     container = _container(kind)
     if kind is Any:
@@ -84,6 +92,8 @@ def fill_missing(
         where: Path of the value within the object that has this `not_measured`.
         reasons: That `not_measured`; None where no object around the value declares one.
     """
+    if not isinstance(value, (dict, list)):
+        return
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Annotated, NotRequired, Union, UnionType):
         for choice in arguments:
@@ -151,10 +161,13 @@ def choices_of(kind: Any) -> tuple[Any, ...]:
 
 def _union(value: Any, kinds: tuple[Any, ...], where: str) -> Iterator[str]:
     """Yield the reasons why a value has none of the types; for a part of it, where possible."""
-    problems = [list(mismatches(value, kind, where)) for kind in kinds]
-    if all(problems):
-        general = [_wrong(value, where)]
-        yield from next((phrases for phrases in problems if phrases != general), general)
+    problems: list[list[str]] = []
+    for kind in kinds:
+        if not (phrases := list(mismatches(value, kind, where))):
+            return
+        problems.append(phrases)
+    general = [_wrong(value, where)]
+    yield from next((phrases for phrases in problems if phrases != general), general)
 
 
 def _items(items: list[Any], kind: Any, where: str) -> Iterator[str]:

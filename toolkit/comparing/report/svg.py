@@ -73,9 +73,12 @@ def inline(figure: Any, *, name: str, title: str) -> str:
 
     `name` is put before every id, since all figures of a page share one namespace of ids.
     """
+    from matplotlib.backends import backend_svg as untyped
+
     stream = io.StringIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    figure.savefig(stream, format="svg", metadata=nothing)
+    # `savefig` would draw everything twice: once for the layout alone (matplotlib 3.11).
+    cast("Any", untyped).FigureCanvasSVG(figure).print_svg(stream, metadata=nothing)
     root = ElementTree.fromstring(stream.getvalue())
     for element in root.iter():
         element.tag = element.tag.partition("}")[2] or element.tag

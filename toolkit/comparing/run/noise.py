@@ -7,6 +7,7 @@ changes from one start to the next: placement, clocks, other jobs on the machine
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Sequence
@@ -60,6 +61,7 @@ def _share(samples: Sequence[Sequence[float]], *, values: int) -> float:
     return math.exp(half * math.sqrt(squares / degrees * 2 / values)) - 1
 
 
+@functools.cache
 def student_quantile(probability: float, degrees: int) -> float:
     """Return the quantile of Student's t for a probability of 0.5 or more.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 from toolkit.comparing.report.figures.frame import ReportFigure
 from toolkit.comparing.report.figures.losses import losses_and_gaps
@@ -16,6 +17,19 @@ from toolkit.comparing.report.figures.speed import scaling, speed_and_memory
 from toolkit.comparing.report.figures.times import phases, step_times
 from toolkit.environment import is_installed
 from toolkit.records.results import Results
+
+FIGURES: Final[dict[str, Callable[[Results], ReportFigure | None]]] = {
+    "speed": speed_and_memory,
+    "memory": memory_by_category,
+    "peak": fullest_moment,
+    "traffic": bytes_by_purpose,
+    "losses": losses_and_gaps,
+    "bubble": bubbles,
+    "steps": step_times,
+    "phases": phases,
+    "scaling": scaling,
+}
+"""What draws each figure, by its name, in reading order."""
 
 
 def draw_all(results: Results) -> list[ReportFigure]:
@@ -34,15 +48,11 @@ def draw_all(results: Results) -> list[ReportFigure]:
                 results=results, name="none", title="No figures", instead=instead, caption=caption
             )
         ]
-    draw: tuple[Callable[[Results], ReportFigure | None], ...] = (
-        speed_and_memory,
-        memory_by_category,
-        fullest_moment,
-        bytes_by_purpose,
-        losses_and_gaps,
-        bubbles,
-        step_times,
-        phases,
-        scaling,
-    )
-    return [figure for function in draw if (figure := function(results)) is not None]
+    return [figure for function in FIGURES.values() if (figure := function(results)) is not None]
+
+
+def draw_one(results: Results, name: str) -> ReportFigure | None:
+    """Return the figure of this name; None if these results have none, or without matplotlib."""
+    if name not in FIGURES or not is_installed("matplotlib"):
+        return None
+    return FIGURES[name](results)

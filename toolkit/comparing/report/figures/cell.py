@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from toolkit.comparing.report.figures import draw_all
+from toolkit.comparing.report.figures import draw_all, draw_one
 from toolkit.comparing.report.figures.frame import Mark, ReportFigure
 from toolkit.comparing.report.names import for_readers
 from toolkit.comparing.report.picture import page_colours
@@ -50,10 +50,11 @@ def cell_figure(results: Results, name: str) -> CellFigure:
     Raises:
         UsageError: the report has no such figure.
     """
-    figures = {figure.name: figure for figure in draw_all(for_readers(results))}
-    if name not in figures:
-        raise UsageError(f"The report has no figure {name!r}. It has {', '.join(figures)}.")
-    figure = figures[name]
+    shown = for_readers(results)
+    figure = draw_one(shown, name)
+    if figure is None:
+        names = ", ".join(each.name for each in draw_all(shown))
+        raise UsageError(f"The report has no figure {name!r}. It has {names}.")
     return CellFigure(
         title=figure.title,
         caption=figure.caption,
