@@ -57,6 +57,89 @@ def test_a_healthy_log_gives_no_cause(text):
     assert slow_causes(log) == []
 
 
+def without_head(text):
+    return text.split("\n", 1)[1]
+
+
+BOX = f"""╭──────────── Traceback (most recent call last) ────────────╮
+│ /v/torch/autograd/graph.py:824 in _run_backward           │
+│ ❱ 824 │   run()                                           │
+╰───────────────────────────────────────────────────────────╯
+{OUT}
+"""
+NOTEBOOK = f"""OutOfMemoryError                          Traceback (most recent call last)
+Cell In[7], line 1
+----> 1 trainer.train()
+
+File /v/torch/autograd/graph.py:824, in Node._run_backward(self, **more)
+    823 try:
+--> 824     run()
+
+{OUT}
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        without_head(traceback(OUT)),
+        without_head(traceback(OUT, before="(Worker pid=9) ")),
+        without_head(traceback(OUT)).replace("  ", " "),
+        BOX,
+        "".join(f"(Worker pid=9) {line}\n" for line in BOX.splitlines()),
+        NOTEBOOK,
+        traceback(OUT, before="ERROR core.py:3 ").replace("Trace", "it failed: Trace"),
+        f"{OUT}\nwhatever\nfollows\n",
+        f"2026-11-26 10:00:00 - ERROR - trainer - {OUT}\nwhatever\n",
+        f"[rank0]:[rank0]:[E128 13:23:00.7 ProcessGroupNCCL.cpp:1897] ended: {OUT}\nwhatever\n",
+    ],
+)
+def test_an_error_is_found_whatever_stands_around_it(text):
+    for log in (text, text + "  0%|      | 0/9 [00:00<?, ?it/s]\n" * 5):
+        assert name_in(log) == "cuda-out-of-memory"
+
+
+def test_the_frames_of_a_box_and_of_a_notebook_are_read():
+    for text in (BOX, NOTEBOOK):
+        assert log_of(text).failures[0].frames[-1].endswith("in _run_backward")
+        assert "It was in backward" in diagnose(log_of(text)).text
+
+
+def test_an_error_without_a_traceback_counts_behind_those_with_one():
+    assert name_in(f"{OUT}\nwhatever\n\n{traceback('ValueError: the flux is off')}") == "unknown"
+    assert name_in(f"ERROR: {OUT}\n{traceback(CLOSED)}") == "cuda-out-of-memory"
+    assert name_in(f"UserWarning: it ended with {OUT}\nwhatever\n") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("ValueError: the flux is off\nwhatever\n", "does not show whether it ended the run"),
+        ("12:00 ERROR the flux is off\nwhatever\n", "does not show whether it ended the run"),
+        (traceback(OUT).rsplit("\n", 2)[0] + "\n", "breaks off in a traceback of a rank"),
+    ],
+)
+def test_an_error_that_may_not_have_ended_the_run_is_a_reason_to_doubt(text, says):
+    assert diagnose(log_of(text)) is None
+    (found,) = doubts(log_of(text))
+    assert found.name == "unknown"
+    assert says in found.text
+    assert doubts(log_of(text + STEPS)) == []
+
+
+def test_a_stack_that_is_no_exceptions_is_none():
+    stack = without_head(traceback("Model: tiny")) + "one\ntwo\nthree\nfour\n"
+    assert (diagnose(log_of(stack)), doubts(log_of(stack))) == (None, [])
+    assert name_in(stack + f"{OUT}\n") == "cuda-out-of-memory"
+
+
+def test_an_assertion_without_words_is_shown_with_its_condition():
+    text = traceback("AssertionError").replace("step()", "assert len(rows) == 2")
+    found = diagnose(log_of(text))
+    assert found is not None
+    assert found.text.endswith("AssertionError at assert len(rows) == 2")
+
+
 def test_a_loss_that_ends_in_nan_is_named():
     assert name_in(STEPS + "{'loss': '0.0', 'grad_norm': 'nan'}\n") == "not-finite"
     assert name_in(STEPS + '{"loss": NaN}\n') == "not-finite"
@@ -74,6 +157,28 @@ END = "{'train_runtime': '3.1', 'train_loss': '0.0'}\n"
         (LOSS.format("2.5", "0.0") * 5 + END, "nothing-learned", "norm is 0.0 in each of 5 lines"),
         ("{'loss': '0.0'}\n" * 3 + END, "nothing-learned", "The loss is 0.0 in each of 3 lines"),
         (STEPS + "{'eval_loss': 'nan', 'epoch': '1.0'}\n", "not-finite", "The last eval_loss"),
+        (
+            STEPS + LOSS.format("2.1", "0.0") * 3,
+            "nothing-learned",
+            "norm is 0.0 in the last 3 lines",
+        ),
+        (" iteration 5/ 9 | grad norm: nan | nan iterations: 0 |\n", "not-finite", "grad_norm"),
+        (
+            "  train_loss     =    0.0\n",
+            "nothing-learned",
+            "mean loss of the whole training is 0.0",
+        ),
+        ("loss: tensor(nan, device='cuda:0')\n", "not-finite", "The last loss"),
+        (
+            "Step | Training Loss\n-- | --\n1 | 0.0\n2 | 0.0\n3 | 0.0\n",
+            "nothing-learned",
+            "loss is 0.0",
+        ),
+        (
+            "Epoch\tTraining Loss\tValidation Loss\n1\t2.4\tnan\n",
+            "not-finite",
+            "The last eval_loss",
+        ),
     ],
 )
 def test_a_run_that_learned_nothing_did_not_go_well(text, name, says):
@@ -88,6 +193,10 @@ def test_reasons_to_doubt_a_run_are_named_where_there_is_no_error():
     constant = LOSS.format("11.93", "1.5") * 4
     assert [found.name for found in doubts(log_of(constant))] == ["nothing-learned"]
     assert doubts(log_of(STEPS)) == []
+    lost = (LOSS.format("2.5", "nan") + LOSS.format("2.4", "1.5")) * 3
+    assert [found.name for found in doubts(log_of(lost))] == ["not-finite"]
+    rewarded = LOSS.replace("}}", ", 'reward': 1}}")
+    assert name_in(STEPS + rewarded.format("0.0", "0.0") * 3) is None
     # A policy's first steps: the loss is 0 and its gradient is not.
     policy = "".join(LOSS.format("0.0", f"0.{step}1") for step in range(4))
     assert (name_in(policy), doubts(log_of(policy))) == (None, [])
@@ -349,6 +458,19 @@ def test_an_exit_code_without_an_error_is_unknown_and_a_signal_is_named():
         diagnosis = diagnose(log_of(traceback(ended) + report_of))
         assert diagnosis is not None
         assert (diagnosis.name, diagnosis.ranks) == (name, (3,))
+
+
+def test_an_exit_code_is_read_from_any_part_of_the_launchers_report():
+    old = "ERROR:torch.distributed.elastic.multiprocessing.api:failed (exitcode: {}) "
+    old += "local_rank: 2 (pid: 7)"
+    part = "  rank      : 2 (local_rank: 2)\n  exitcode  : {} (pid: 7)\n"
+    for report in (old, part):
+        assert name_in(report.format(-9)) == "killed"
+        left = diagnose(log_of(f"the last words\n====================\n{report.format(1)}"))
+        assert left is not None
+        assert (left.name, left.ranks) == ("unknown", (2,))
+        assert "its traceback went elsewhere" in left.text
+        assert left.evidence[0] == "line 1: the last words"
 
 
 def test_a_rank_that_was_killed_after_its_own_error_did_not_lack_one():
