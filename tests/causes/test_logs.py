@@ -293,6 +293,79 @@ def test_errors_of_releases_and_of_sharding_are_named(error, name):
     assert name_in(traceback(error)) == name
 
 
+KINDS = {
+    "ValueError: Target modules {'a'} not found in the base model. Please check": "lora-targets",
+    "ValueError: No available memory for the cache blocks. Try": "vllm-memory",
+    "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.": (
+        "host-out-of-memory"
+    ),
+    "ray.exceptions.ActorDiedError: The actor died": "ray-worker-died",
+    "jinja2.exceptions.TemplateError: Conversation roles must alternate": "chat-template-refuses",
+    "ValueError: Cannot use chat template functions because tokenizer.chat_template is not set": (
+        "no-chat-template"
+    ),
+    "pyarrow.lib.ArrowInvalid: offset overflow while concatenating arrays": "arrow-overflow",
+    "ValueError: Not able to read records in the JSON file at a.json.": "rows-of-other-types",
+    "KeyError: 'messages'": "column-not-there",
+    "ValueError: Image features and image tokens do not match: tokens: 3, features 2": (
+        "images-and-tokens"
+    ),
+    "ValueError: The global train batch size (2) must be evenly divisible by the number of "
+    "generations per prompt (8).": "generations-and-batch",
+    "IndexError: Target 7 is out of bounds.": "label-out-of-range",
+    "ValueError: loaded state dict has a different number of parameter groups": (
+        "states-do-not-fit"
+    ),
+    "OSError: a does not appear to have a file named config.json.": "not-a-model-folder",
+    "ValueError: The repository a contains custom code which must be executed to load": (
+        "custom-code"
+    ),
+    "ValueError: has type `a` but Transformers does not recognize this architecture.": (
+        "model-newer-than-transformers"
+    ),
+    "RuntimeError: FlashAttention only supports Ampere GPUs or newer.": "attention-not-there",
+    "RuntimeError: cuDNN error: CUDNN_STATUS_NOT_INITIALIZED": "cudnn",
+    "triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 9": (
+        "kernel-too-large"
+    ),
+    "wandb.errors.errors.UsageError: api_key not configured (no-tty).": "tracker-refused",
+    "RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x1 and 3x2)": "shapes-differ",
+    "TypeError: empty() received an invalid combination of arguments - got (str)": (
+        "arguments-of-torch"
+    ),
+    "RuntimeError: CUDA error: an illegal instruction was encountered": "cuda-error",
+    "ValueError: Default process group has not been initialized, please make sure": (
+        "no-process-group"
+    ),
+    "RuntimeError: Trying to backward through the graph a second time": "backward-graph",
+    "ValueError: The current `device_map` had weights offloaded to the disk.": (
+        "quantized-model-moved"
+    ),
+}
+"""Messages in the form of the cited sources, and their cause. None was reproduced."""
+
+
+@pytest.mark.parametrize(("error", "name"), KINDS.items())
+def test_errors_of_models_data_and_kernels_are_named(error, name):
+    assert name_in(traceback(error)) == name
+
+
+def test_a_general_cause_is_told_by_the_place_of_its_error():
+    def at(error, frame):
+        return name_in(traceback(error).replace('"train.py", line 3, in <module>', frame))
+
+    wrong = "TypeError: forward() takes 2 positional arguments but 4 were given"
+    assert at(wrong, '"/v/site-packages/torch/m.py", line 3, in call') == "code-of-other-release"
+    assert at(wrong, '"a.py", line 3, in call') == "unknown"
+    refused = "ValueError: the flux is no argument of this trainer"
+    assert at(refused, '"/v/trl/trainer/a.py", line 3, in __init__') == "settings-refused"
+    assert at(refused, '"/v/trl/trainer/a.py", line 3, in train') == "unknown"
+    mapped = '"/v/datasets/arrow_dataset.py", line 3, in _map_single'
+    assert at("ZeroDivisionError: division by zero", mapped) == "row-function-failed"
+    muon = '"/v/optimizer.py", line 3, in zeropower_via_newtonschulz5'
+    assert at("AssertionError", muon) == "muon-shapes"
+
+
 def test_weights_that_are_not_gathered_are_told_by_the_function():
     mixed = "RuntimeError: aten.embedding.default: got mixed torch.Tensor and DTensor, need to"
     assert name_in(traceback(mixed, function="generate")) == "generate-under-fsdp2"
@@ -581,7 +654,7 @@ def test_a_size_that_differs_is_one_of_bitsandbytes_in_fsdp1s_saving_alone():
     error = "RuntimeError: The size of tensor a (5) must match the size of tensor b (3) at"
     saving = 'File "/v/torch/distributed/fsdp/_optim_utils.py", line 9, in _convert_all_state_info'
     elsewhere = traceback(error)
-    assert name_in(elsewhere) == "unknown"
+    assert name_in(elsewhere) == "shapes-differ"
     named = elsewhere.replace('File "train.py", line 3, in <module>', saving)
     assert name_in(named) == "bitsandbytes-under-fsdp1"
 

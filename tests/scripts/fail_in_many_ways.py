@@ -830,6 +830,10 @@ def hub_unreachable():
     AutoConfig.from_pretrained("some/model-that-is-not-there")
 
 
+def file_not_there():
+    Path("no/such/file.json").read_text()
+
+
 def missing_package():
     import no_such_package  # noqa: F401
 
