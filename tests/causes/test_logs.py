@@ -196,7 +196,7 @@ def test_reasons_to_doubt_a_run_are_named_where_there_is_no_error():
     lost = (LOSS.format("2.5", "nan") + LOSS.format("2.4", "1.5")) * 3
     assert [found.name for found in doubts(log_of(lost))] == ["not-finite"]
     # The first steps in fp16 overflow until the loss scale has shrunk.
-    assert doubts(log_of(LOSS.format("2.5", "nan") * 3 + STEPS)) == []
+    assert doubts(log_of(LOSS.format("2.5", "nan") + LOSS.format("2.5", "inf") * 2 + STEPS)) == []
     rewarded = LOSS.replace("}}", ", 'reward': 1}}")
     assert name_in(STEPS + rewarded.format("0.0", "0.0") * 3) is None
     # A policy's first steps: the loss is 0 and its gradient is not.
@@ -309,12 +309,20 @@ KINDS = {
     "pyarrow.lib.ArrowInvalid: offset overflow while concatenating arrays": "arrow-overflow",
     "ValueError: Not able to read records in the JSON file at a.json.": "rows-of-other-types",
     "KeyError: 'messages'": "column-not-there",
+    "hydra.errors.ConfigCompositionException: Could not override 'a.b'.": "config-file",
     "ValueError: Image features and image tokens do not match: tokens: 3, features 2": (
         "images-and-tokens"
     ),
     "ValueError: The global train batch size (2) must be evenly divisible by the number of "
     "generations per prompt (8).": "generations-and-batch",
-    "IndexError: Target 7 is out of bounds.": "label-out-of-range",
+    "ValueError: Total number of attention heads (28) must be divisible by tensor parallel size "
+    "(8).": "parallel-sizes",
+    "ValueError: Packing is not compatible with context parallelism (`cp_size > 1`).": (
+        "settings-do-not-go-together"
+    ),
+    "RuntimeError: NCCL error in: a.cpp\nError while creating shared memory segment /dev/shm/n": (
+        "shared-memory"
+    ),
     "ValueError: loaded state dict has a different number of parameter groups": (
         "states-do-not-fit"
     ),

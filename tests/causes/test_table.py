@@ -18,7 +18,7 @@ ON_THE_WEB = re.compile(
 SOURCES = [cause for cause in causes() if cause.source is not None]
 CITED = [cause for cause in SOURCES if not cause.source.startswith("https://")]
 READ_IN = {"accelerate": "1.15.0", "deepspeed": "0.19.8", "transformers": "5.24.0"}
-READ_IN |= {"torch": "2.13.0", "trl": "1.16.0", "peft": "0.21.2", "datasets": "5.2.0"}
+READ_IN |= {"torch": "2.13.0", "trl": "1.16.0"}
 """Releases whose lines are cited."""
 
 

@@ -143,7 +143,7 @@ def doubts(log: Log) -> list[Diagnosis]:
     for name, metric in log.metrics.items():
         if metric.lost > max(1, LOST_SHARE * metric.count):
             text = (
-                f"{metric.lost} of {metric.count} values of {name}, between others, are not finite."
+                f"{metric.lost} of {metric.count} values of {name}, behind others, are not finite."
             )
             return [_of_lines(cause_named("not-finite"), text, metric.last)]
     if loss is None or not loss.is_constant or loss.is_zero or loss.count < FEWEST_LOSSES:

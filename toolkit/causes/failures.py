@@ -146,10 +146,12 @@ class Metric:
     last_value: str
     count: int = 1
     same: int = 1  # values at the end that are the same
-    lost: int = 0  # values between others that are no numbers
+    numbers: int = 0
+    lost: int = 0  # values behind a number that are none
 
     def add(self, value: str, line: Line) -> None:
-        self.lost += not self.is_finite and not self.is_constant
+        self.numbers += self.is_finite
+        self.lost += self.numbers > 0 and not self.is_finite
         self.count += 1
         self.same = self.same + 1 if value == self.last_value else 1
         self.last, self.last_value = line, value
