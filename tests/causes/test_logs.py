@@ -57,6 +57,89 @@ def test_a_healthy_log_gives_no_cause(text):
     assert slow_causes(log) == []
 
 
+def without_head(text):
+    return text.split("\n", 1)[1]
+
+
+BOX = f"""╭──────────── Traceback (most recent call last) ────────────╮
+│ /v/torch/autograd/graph.py:824 in _run_backward           │
+│ ❱ 824 │   run()                                           │
+╰───────────────────────────────────────────────────────────╯
+{OUT}
+"""
+NOTEBOOK = f"""OutOfMemoryError                          Traceback (most recent call last)
+Cell In[7], line 1
+----> 1 trainer.train()
+
+File /v/torch/autograd/graph.py:824, in Node._run_backward(self, **more)
+    823 try:
+--> 824     run()
+
+{OUT}
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        without_head(traceback(OUT)),
+        without_head(traceback(OUT, before="(Worker pid=9) ")),
+        without_head(traceback(OUT)).replace("  ", " "),
+        BOX,
+        "".join(f"(Worker pid=9) {line}\n" for line in BOX.splitlines()),
+        NOTEBOOK,
+        traceback(OUT, before="ERROR core.py:3 ").replace("Trace", "it failed: Trace"),
+        f"{OUT}\nwhatever\nfollows\n",
+        f"2026-11-26 10:00:00 - ERROR - trainer - {OUT}\nwhatever\n",
+        f"[rank0]:[rank0]:[E128 13:23:00.7 ProcessGroupNCCL.cpp:1897] ended: {OUT}\nwhatever\n",
+    ],
+)
+def test_an_error_is_found_whatever_stands_around_it(text):
+    for log in (text, text + "  0%|      | 0/9 [00:00<?, ?it/s]\n" * 5):
+        assert name_in(log) == "cuda-out-of-memory"
+
+
+def test_the_frames_of_a_box_and_of_a_notebook_are_read():
+    for text in (BOX, NOTEBOOK):
+        assert log_of(text).failures[0].frames[-1].endswith("in _run_backward")
+        assert "It was in backward" in diagnose(log_of(text)).text
+
+
+def test_an_error_without_a_traceback_counts_behind_those_with_one():
+    assert name_in(f"{OUT}\nwhatever\n\n{traceback('ValueError: the flux is off')}") == "unknown"
+    assert name_in(f"ERROR: {OUT}\n{traceback(CLOSED)}") == "cuda-out-of-memory"
+    assert name_in(f"UserWarning: it ended with {OUT}\nwhatever\n") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("ValueError: the flux is off\nwhatever\n", "does not show whether it ended the run"),
+        ("12:00 ERROR the flux is off\nwhatever\n", "does not show whether it ended the run"),
+        (traceback(OUT).rsplit("\n", 2)[0] + "\n", "breaks off in a traceback of a rank"),
+    ],
+)
+def test_an_error_that_may_not_have_ended_the_run_is_a_reason_to_doubt(text, says):
+    assert diagnose(log_of(text)) is None
+    (found,) = doubts(log_of(text))
+    assert found.name == "unknown"
+    assert says in found.text
+    assert doubts(log_of(text + STEPS)) == []
+
+
+def test_a_stack_that_is_no_exceptions_is_none():
+    stack = without_head(traceback("Model: tiny")) + "one\ntwo\nthree\nfour\n"
+    assert (diagnose(log_of(stack)), doubts(log_of(stack))) == (None, [])
+    assert name_in(stack + f"{OUT}\n") == "cuda-out-of-memory"
+
+
+def test_an_assertion_without_words_is_shown_with_its_condition():
+    text = traceback("AssertionError").replace("step()", "assert len(rows) == 2")
+    found = diagnose(log_of(text))
+    assert found is not None
+    assert found.text.endswith("AssertionError at assert len(rows) == 2")
+
+
 def test_a_loss_that_ends_in_nan_is_named():
     assert name_in(STEPS + "{'loss': '0.0', 'grad_norm': 'nan'}\n") == "not-finite"
     assert name_in(STEPS + '{"loss": NaN}\n') == "not-finite"
@@ -74,6 +157,28 @@ END = "{'train_runtime': '3.1', 'train_loss': '0.0'}\n"
         (LOSS.format("2.5", "0.0") * 5 + END, "nothing-learned", "norm is 0.0 in each of 5 lines"),
         ("{'loss': '0.0'}\n" * 3 + END, "nothing-learned", "The loss is 0.0 in each of 3 lines"),
         (STEPS + "{'eval_loss': 'nan', 'epoch': '1.0'}\n", "not-finite", "The last eval_loss"),
+        (
+            STEPS + LOSS.format("2.1", "0.0") * 3,
+            "nothing-learned",
+            "norm is 0.0 in the last 3 lines",
+        ),
+        (" iteration 5/ 9 | grad norm: nan | nan iterations: 0 |\n", "not-finite", "grad_norm"),
+        (
+            "  train_loss     =    0.0\n",
+            "nothing-learned",
+            "mean loss of the whole training is 0.0",
+        ),
+        ("loss: tensor(nan, device='cuda:0')\n", "not-finite", "The last loss"),
+        (
+            "Step | Training Loss\n-- | --\n1 | 0.0\n2 | 0.0\n3 | 0.0\n",
+            "nothing-learned",
+            "loss is 0.0",
+        ),
+        (
+            "Epoch\tTraining Loss\tValidation Loss\n1\t2.4\tnan\n",
+            "not-finite",
+            "The last eval_loss",
+        ),
     ],
 )
 def test_a_run_that_learned_nothing_did_not_go_well(text, name, says):
@@ -88,6 +193,12 @@ def test_reasons_to_doubt_a_run_are_named_where_there_is_no_error():
     constant = LOSS.format("11.93", "1.5") * 4
     assert [found.name for found in doubts(log_of(constant))] == ["nothing-learned"]
     assert doubts(log_of(STEPS)) == []
+    lost = (LOSS.format("2.5", "nan") + LOSS.format("2.4", "1.5")) * 3
+    assert [found.name for found in doubts(log_of(lost))] == ["not-finite"]
+    # The first steps in fp16 overflow until the loss scale has shrunk.
+    assert doubts(log_of(LOSS.format("2.5", "nan") + LOSS.format("2.5", "inf") * 2 + STEPS)) == []
+    rewarded = LOSS.replace("}}", ", 'reward': 1}}")
+    assert name_in(STEPS + rewarded.format("0.0", "0.0") * 3) is None
     # A policy's first steps: the loss is 0 and its gradient is not.
     policy = "".join(LOSS.format("0.0", f"0.{step}1") for step in range(4))
     assert (name_in(policy), doubts(log_of(policy))) == (None, [])
@@ -182,6 +293,87 @@ RELEASES = {
 @pytest.mark.parametrize(("error", "name"), RELEASES.items())
 def test_errors_of_releases_and_of_sharding_are_named(error, name):
     assert name_in(traceback(error)) == name
+
+
+KINDS = {
+    "ValueError: Target modules {'a'} not found in the base model. Please check": "lora-targets",
+    "ValueError: No available memory for the cache blocks. Try": "vllm-memory",
+    "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.": (
+        "host-out-of-memory"
+    ),
+    "ray.exceptions.ActorDiedError: The actor died": "ray-worker-died",
+    "jinja2.exceptions.TemplateError: Conversation roles must alternate": "chat-template-refuses",
+    "ValueError: Cannot use chat template functions because tokenizer.chat_template is not set": (
+        "no-chat-template"
+    ),
+    "pyarrow.lib.ArrowInvalid: offset overflow while concatenating arrays": "arrow-overflow",
+    "ValueError: Not able to read records in the JSON file at a.json.": "rows-of-other-types",
+    "KeyError: 'messages'": "column-not-there",
+    "hydra.errors.ConfigCompositionException: Could not override 'a.b'.": "config-file",
+    "ValueError: Image features and image tokens do not match: tokens: 3, features 2": (
+        "images-and-tokens"
+    ),
+    "ValueError: The global train batch size (2) must be evenly divisible by the number of "
+    "generations per prompt (8).": "generations-and-batch",
+    "ValueError: Total number of attention heads (28) must be divisible by tensor parallel size "
+    "(8).": "parallel-sizes",
+    "ValueError: Packing is not compatible with context parallelism (`cp_size > 1`).": (
+        "settings-do-not-go-together"
+    ),
+    "RuntimeError: NCCL error in: a.cpp\nError while creating shared memory segment /dev/shm/n": (
+        "shared-memory"
+    ),
+    "ValueError: loaded state dict has a different number of parameter groups": (
+        "states-do-not-fit"
+    ),
+    "OSError: a does not appear to have a file named config.json.": "not-a-model-folder",
+    "ValueError: The repository a contains custom code which must be executed to load": (
+        "custom-code"
+    ),
+    "ValueError: has type `a` but Transformers does not recognize this architecture.": (
+        "model-newer-than-transformers"
+    ),
+    "RuntimeError: FlashAttention only supports Ampere GPUs or newer.": "attention-not-there",
+    "RuntimeError: cuDNN error: CUDNN_STATUS_NOT_INITIALIZED": "cudnn",
+    "triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 9": (
+        "kernel-too-large"
+    ),
+    "wandb.errors.errors.UsageError: api_key not configured (no-tty).": "tracker-refused",
+    "RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x1 and 3x2)": "shapes-differ",
+    "TypeError: empty() received an invalid combination of arguments - got (str)": (
+        "arguments-of-torch"
+    ),
+    "RuntimeError: CUDA error: an illegal instruction was encountered": "cuda-error",
+    "ValueError: Default process group has not been initialized, please make sure": (
+        "no-process-group"
+    ),
+    "RuntimeError: Trying to backward through the graph a second time": "backward-graph",
+    "ValueError: The current `device_map` had weights offloaded to the disk.": (
+        "quantized-model-moved"
+    ),
+}
+"""Messages in the form of the cited sources, and their cause. None was reproduced."""
+
+
+@pytest.mark.parametrize(("error", "name"), KINDS.items())
+def test_errors_of_models_data_and_kernels_are_named(error, name):
+    assert name_in(traceback(error)) == name
+
+
+def test_a_general_cause_is_told_by_the_place_of_its_error():
+    def at(error, frame):
+        return name_in(traceback(error).replace('"train.py", line 3, in <module>', frame))
+
+    wrong = "TypeError: forward() takes 2 positional arguments but 4 were given"
+    assert at(wrong, '"/v/site-packages/torch/m.py", line 3, in call') == "code-of-other-release"
+    assert at(wrong, '"a.py", line 3, in call') == "unknown"
+    refused = "ValueError: the flux is no argument of this trainer"
+    assert at(refused, '"/v/trl/trainer/a.py", line 3, in __init__') == "settings-refused"
+    assert at(refused, '"/v/trl/trainer/a.py", line 3, in train') == "unknown"
+    mapped = '"/v/datasets/arrow_dataset.py", line 3, in _map_single'
+    assert at("ZeroDivisionError: division by zero", mapped) == "row-function-failed"
+    muon = '"/v/optimizer.py", line 3, in zeropower_via_newtonschulz5'
+    assert at("AssertionError", muon) == "muon-shapes"
 
 
 def test_weights_that_are_not_gathered_are_told_by_the_function():
@@ -351,6 +543,19 @@ def test_an_exit_code_without_an_error_is_unknown_and_a_signal_is_named():
         assert (diagnosis.name, diagnosis.ranks) == (name, (3,))
 
 
+def test_an_exit_code_is_read_from_any_part_of_the_launchers_report():
+    old = "ERROR:torch.distributed.elastic.multiprocessing.api:failed (exitcode: {}) "
+    old += "local_rank: 2 (pid: 7)"
+    part = "  rank      : 2 (local_rank: 2)\n  exitcode  : {} (pid: 7)\n"
+    for report in (old, part):
+        assert name_in(report.format(-9)) == "killed"
+        left = diagnose(log_of(f"the last words\n====================\n{report.format(1)}"))
+        assert left is not None
+        assert (left.name, left.ranks) == ("unknown", (2,))
+        assert "its traceback went elsewhere" in left.text
+        assert left.evidence[0] == "line 1: the last words"
+
+
 def test_a_rank_that_was_killed_after_its_own_error_did_not_lack_one():
     ended = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
     report = "Root Cause (first observed failure):\n  rank      : {} (local_rank: 1)\n"
@@ -459,7 +664,7 @@ def test_a_size_that_differs_is_one_of_bitsandbytes_in_fsdp1s_saving_alone():
     error = "RuntimeError: The size of tensor a (5) must match the size of tensor b (3) at"
     saving = 'File "/v/torch/distributed/fsdp/_optim_utils.py", line 9, in _convert_all_state_info'
     elsewhere = traceback(error)
-    assert name_in(elsewhere) == "unknown"
+    assert name_in(elsewhere) == "shapes-differ"
     named = elsewhere.replace('File "train.py", line 3, in <module>', saving)
     assert name_in(named) == "bitsandbytes-under-fsdp1"
 

@@ -668,12 +668,137 @@ def other_columns():
     datasets.load_dataset("json", data_files=[str(file) for file in files])
 
 
-def no_pad_token():
+def words():
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
-    PreTrainedTokenizerFast(tokenizer_object=words)(["a", "a b"], padding=True)
+    table = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    return PreTrainedTokenizerFast(tokenizer_object=table)
+
+
+def no_text():
+    words()([None])
+
+
+def no_text_2():
+    words()(["a", 3])
+
+
+def generation_config():
+    from transformers import GenerationConfig
+
+    GenerationConfig(do_sample=False, temperature=0.5).save_pretrained(FOLDER)
+
+
+def config_file():
+    import yaml
+
+    yaml.safe_load("strategy: [")
+
+
+def no_pad_token():
+    words()(["a", "a b"], padding=True)
+
+
+def rows_of_other_types():
+    import datasets
+
+    (FOLDER / "broken.jsonl").write_text('{"text": 1}\n{"text":\n')
+    datasets.load_dataset("json", data_files=str(FOLDER / "broken.jsonl"))
+
+
+def column_not_there():
+    import datasets
+
+    datasets.Dataset.from_dict({"text": ["a"]}).remove_columns("prompt")
+
+
+def row_function_failed():
+    import datasets
+
+    datasets.Dataset.from_dict({"text": [0]}).map(lambda row: {"share": 1 / row["text"]})
+
+
+def no_chat_template():
+    words().apply_chat_template([{"role": "user", "content": "a"}])
+
+
+def chat_template_refuses():
+    template = "{{ raise_exception('Conversation roles must alternate') }}"
+    words().apply_chat_template([{"role": "user", "content": "a"}], chat_template=template)
+
+
+def label_out_of_range():
+    nn.functional.cross_entropy(torch.ones(2, 3), torch.tensor([1, 7]))
+
+
+def backward_graph():
+    loss = torch.ones(3, requires_grad=True).exp().sum()
+    loss.backward()
+    loss.backward()
+
+
+def backward_graph_2():
+    output = torch.ones(3, requires_grad=True).exp()
+    output += 1
+    output.sum().backward()
+
+
+def shapes_differ():
+    torch.ones(2, 3) @ torch.ones(2, 3)
+
+
+def arguments_of_torch():
+    torch.empty((2,), dtype="float32")
+
+
+def arguments_of_torch_2():
+    torch.full((2,), "a")
+
+
+def code_of_other_release():
+    nn.Linear(3, 5)(torch.ones(3), None, None)
+
+
+def states_do_not_fit():
+    nn.Linear(3, 5).load_state_dict({})
+
+
+def states_do_not_fit_2():
+    model = nn.Linear(3, 5)
+    saved = torch.optim.AdamW([model.weight]).state_dict()
+    torch.optim.AdamW(model.parameters()).load_state_dict(saved)
+
+
+def muon_shapes():
+    torch.optim.Muon([nn.Parameter(torch.ones(3))])
+
+
+def lora_targets():
+    from peft import LoraConfig, get_peft_model
+
+    get_peft_model(nn.Sequential(nn.Linear(3, 5)), LoraConfig(target_modules=["q_proj"]))
+
+
+def not_a_model_folder():
+    from transformers import AutoConfig
+
+    (FOLDER / "bare").mkdir()
+    AutoConfig.from_pretrained(FOLDER / "bare")
+
+
+def settings_refused():
+    from transformers import TrainingArguments
+
+    TrainingArguments(str(FOLDER), use_cpu=True, eval_strategy="steps", eval_steps=1.5)
+
+
+def model_newer_than_transformers():
+    from transformers import AutoConfig
+
+    (FOLDER / "new").mkdir()
+    (FOLDER / "new" / "config.json").write_text(json.dumps({"model_type": "tomorrow"}))
+    AutoConfig.from_pretrained(FOLDER / "new")
 
 
 def uneven_rows():
@@ -830,6 +955,10 @@ def hub_unreachable():
     AutoConfig.from_pretrained("some/model-that-is-not-there")
 
 
+def file_not_there():
+    Path("no/such/file.json").read_text()
+
+
 def missing_package():
     import no_such_package  # noqa: F401
 
@@ -858,6 +987,7 @@ def main():
         "main",
         "fsdp2",
         "use_a_gpu",
+        "words",
     }
     for name, way in ways[first:]:
         if name in helpers or way is main or isinstance(way, type):

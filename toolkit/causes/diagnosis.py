@@ -39,7 +39,15 @@ SLOW_SHARE: Final = 0.2
 FEWEST_LOSSES: Final = 3
 """Number of lines from which a loss or a norm that stays the same is no chance."""
 
+LOST_SHARE: Final = 0.1
+"""Share of values that are no numbers from which a run is to be doubted."""
+
 UNKNOWN: Final = "unknown"
+EXITS: Final = {
+    1: ", and Python leaves so after one that nothing caught: its traceback went elsewhere",
+    2: ", and scripts leave so whose flags are wrong",
+    -6: ", and native code such as CUDA or NCCL ended it (SIGABRT)",
+}
 LOST: Final = "neighbour-gone"
 MOST_EVIDENCE: Final = 4
 
@@ -72,7 +80,9 @@ class _Match:
     @property
     def order(self) -> int:
         if self.cause is not None:
-            return ORDER[self.cause.kind]
+            order = ORDER[self.cause.kind]
+            # An error without a traceback counts behind those with one.
+            return max(order, 1) if self.failure.is_bare else order
         return ORDER["echo" if is_echo(self.failure.text) else "error"]
 
 
@@ -127,6 +137,15 @@ def slow_causes(log: Log) -> list[Diagnosis]:
 def doubts(log: Log) -> list[Diagnosis]:
     """Return reasons to doubt that a run without an error learned what was asked."""
     loss = log.metrics.get("loss")
+    bare = [one for one in log.failures if one.is_bare and not one.was_survived]
+    if bare:
+        return [_unknown(bare[0]), *_in_lines(log, "doubtful")]
+    for name, metric in log.metrics.items():
+        if metric.lost > max(1, LOST_SHARE * metric.count):
+            text = (
+                f"{metric.lost} of {metric.count} values of {name}, behind others, are not finite."
+            )
+            return [_of_lines(cause_named("not-finite"), text, metric.last)]
     if loss is None or not loss.is_constant or loss.is_zero or loss.count < FEWEST_LOSSES:
         return _in_lines(log, "doubtful")
     cause = cause_named("nothing-learned")
@@ -285,9 +304,16 @@ def _of_exit(exit_: Exit, cause: Cause) -> Diagnosis:
 
 def _unknown(failure: Failure) -> Diagnosis:
     who = "a rank" if failure.rank is None else f"rank {failure.rank}"
+    first, what = failure.lines[0].text, f"The first error of {who}"
+    if first == "AssertionError" and failure.frames[-1:]:
+        first = f"{first} at {failure.frames[-1]}"
+    elif failure.lines[0] == failure.head:
+        what = f"The log breaks off in a traceback of {who}, before its error"
+    elif not failure.is_exception:
+        what = f"{what} (the log does not show whether it ended the run)"
     return Diagnosis(
         name=UNKNOWN,
-        text=f"No known cause fits. The first error of {who}: {shorten(failure.lines[0].text)}",
+        text=f"No known cause fits. {what}: {shorten(first)}",
         fix="Read the traceback at the first line named below.",
         evidence=(failure.lines[0].shown(),),
         ranks=() if failure.rank is None else (failure.rank,),
@@ -296,10 +322,11 @@ def _unknown(failure: Failure) -> Diagnosis:
 
 def _unknown_exit(log: Log, exit_: Exit) -> Diagnosis:
     who = "A process" if exit_.rank is None else f"Rank {exit_.rank}"
+    why = EXITS.get(exit_.code, "")
     lines = [exit_.line] if log.last is None or log.last == exit_.line else [log.last, exit_.line]
     return Diagnosis(
         name=UNKNOWN,
-        text=f"{who} ended first, with exit code {exit_.code}; the log has no error of its own.",
+        text=f"{who} ended first, with code {exit_.code}; the log has no error of its own{why}.",
         fix="Read the output of that process: torchrun --log-dir LOGS --redirects 3 keeps it.",
         evidence=tuple(line.shown() for line in lines),
         ranks=() if exit_.rank is None else (exit_.rank,),
@@ -312,14 +339,21 @@ def _of_metrics(log: Log) -> Diagnosis | None:
         if not metric.is_finite:
             text = f"The last {name} in the log is {metric.last_value}, no finite number."
             return _of_lines(cause_named("not-finite"), text, metric.last)
-    loss, norm = log.metrics.get("loss"), log.metrics.get("grad_norm")
+    loss, norm, mean = (log.metrics.get(name) for name in ("loss", "grad_norm", "train_loss"))
+    if mean is not None and loss is norm is None and mean.is_zero:
+        text = f"The mean loss of the whole training is {mean.last_value}."
+        return _of_lines(cause_named("nothing-learned"), text, mean.last)
     shown = [metric for metric in (loss, norm) if metric is not None]
-    # A loss of 0 with other norms is that of a policy's first steps, as in GRPO.
-    if not shown or shown[-1].count < FEWEST_LOSSES or not shown[-1].is_zero:
+    # A loss of 0 with other norms is that of a policy's first steps, as in GRPO; there a norm of 0
+    # after others is that of prompts whose answers are all alike.
+    if not shown or shown[-1].same < FEWEST_LOSSES or not shown[-1].is_zero:
         return None
-    what = "loss" if norm is None else "gradient norm"
-    text = f"The {what} is {shown[-1].first} in each of {shown[-1].count} lines."
-    return _of_lines(cause_named("nothing-learned"), text, shown[-1].last)
+    last, what = shown[-1], "loss" if norm is None else "gradient norm"
+    if not last.is_constant and "reward" in last.last.text:
+        return None
+    which = "each of" if last.is_constant else "the last"
+    text = f"The {what} is {last.last_value} in {which} {last.same} lines."
+    return _of_lines(cause_named("nothing-learned"), text, last.last)
 
 
 def _of_lines(cause: Cause, text: str, line: Line) -> Diagnosis:

@@ -16,7 +16,7 @@ SHOWN_CHARACTERS: Final = 300
 ESCAPE: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 
 RANK: Final = re.compile(
-    r"\s*(?:\[(?:rank|default)(?P<rank>\d+)\]:? ?|\[\d+,(?P<mpi>\d+)\]<std(?:out|err)>: ?)"
+    r"\s*(?:(?:\[(?:rank|default)(?P<rank>\d+)\]:? ?)+|\[\d+,(?P<mpi>\d+)\]<std(?:out|err)>: ?)"
 )
 """Begin of a line of rank 1: torch's `[rank1]:`, torchrun's `[default1]:`, mpirun's `[1,1]<...`."""
 
@@ -24,7 +24,8 @@ BEHIND_BAR: Final = re.compile(r"\[rank(?P<rank>\d+)\]: ?(?=\[|Traceback)")
 """Begin of a rank's message behind a progress bar that has no end."""
 
 BAR: Final = re.compile(r"\d+%\|.*\| *[\d.]+\w?/[\d.]+\w? \[.*\]")
-TRACEBACK: Final = "Traceback (most recent call last):"
+TRACEBACK: Final = "Traceback (most recent call last)"
+"""Head of a traceback of Python (a colon follows), of rich (in a box) or of a notebook."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ class Cause:
 
     def sentence(self, match: re.Match[str]) -> str:
         """Return the text, with the groups of the match in it."""
-        return self.text.format_map(_Groups(match.groupdict()))
+        return self.text.format_map(_Groups({"who": "A process"} | match.groupdict()))
 
 
 class _Groups(dict[str, str | None]):
