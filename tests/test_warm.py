@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -363,8 +364,11 @@ def test_a_wrong_or_missing_request_neither_ends_nor_holds_a_warm_process(tmp_pa
             socket.send_fds(connection, [b"+"], [0, 1, 2])
             connection.sendall(text + b"\n")
             assert connection.recv(1) == b"", text  # it was refused, and not answered with a fork
-        silent, without_a_line = connected(), connected()
-        socket.send_fds(without_a_line, [b"+"], [0, 1, 2])
+        silent, without_a_line, slow = connected(), connected(), connected()
+        for one in (without_a_line, slow):
+            socket.send_fds(one, [b"+"], [0, 1, 2])
+        trickle = threading.Thread(target=send_bytes, args=(slow, sent := []))
+        trickle.start()
         started = forking.start(
             [sys.executable, "-m", "this"],
             environment={SOCKET: str(path)},
@@ -374,6 +378,20 @@ def test_a_wrong_or_missing_request_neither_ends_nor_holds_a_warm_process(tmp_pa
         )
         assert started.wait(60) == 0
         assert [one.recv(1) for one in (silent, without_a_line)] == [b"", b""]
+        trickle.join()
+        assert len(sent) < TRICKLED
+
+
+TRICKLED = 200
+
+
+def send_bytes(connection, sent):
+    """Send one byte after the other, each well within the time for all, until that is refused."""
+    with contextlib.suppress(OSError):
+        for _ in range(TRICKLED):
+            connection.send(b"x")
+            sent.append(1)
+            time.sleep(0.05)
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 import types
 from collections.abc import Generator, Sequence
@@ -65,7 +66,7 @@ NO_CUDA: Final = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 GPU_DEVICES: Final = "/dev/nvidia"
 
 REQUEST_SECONDS: Final = 5.0
-"""How long a process that has connected may take to send its request: the others wait."""
+"""How long a process that has connected may take to send all of its request: the others wait."""
 
 TORCH_SEED: Final = 67280421310721
 """`default_rng_seed_val` of c10, with which every process began before torch drew a seed."""
@@ -281,12 +282,12 @@ def open_files() -> frozenset[int]:
 def receive(connection: socket.socket) -> tuple[ForkRequest, list[int]] | None:
     """Return a request and its standard streams; None where no request comes, or a wrong one."""
     streams: list[int] = []
+    until = time.monotonic() + REQUEST_SECONDS
     connection.settimeout(REQUEST_SECONDS)
     try:
         data, streams, _, _ = socket.recv_fds(connection, 1, len(STREAMS))
         if data and len(streams) == len(STREAMS):
-            with connection.makefile("rb") as lines:
-                request = json.loads(lines.readline())
+            request = json.loads(_read_line(connection, until))
             if not any(mismatches(request, ForkRequest)):
                 connection.settimeout(None)
                 return request, streams
@@ -294,6 +295,16 @@ def receive(connection: socket.socket) -> tuple[ForkRequest, list[int]] | None:
         pass
     close_all(streams)
     return None
+
+
+def _read_line(connection: socket.socket, until: float) -> bytes:
+    line = b""
+    while not line.endswith(b"\n"):
+        connection.settimeout(max(until - time.monotonic(), 0))
+        if not (part := connection.recv(2**16)):
+            break
+        line += part
+    return line
 
 
 def close_all(streams: Sequence[int]) -> None:

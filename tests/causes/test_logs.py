@@ -127,6 +127,12 @@ def test_an_error_that_may_not_have_ended_the_run_is_a_reason_to_doubt(text, say
     assert doubts(log_of(text + STEPS)) == []
 
 
+def test_an_error_that_several_ranks_wrote_into_one_line_is_found():
+    said = "assert param.ds_status == ZeroParamStatus.AVAILABLE, param.ds_summary()"
+    for torn in (f"{said}AssertionError   \n", f"    AssertionError{said}\n{said}\n"):
+        assert name_in(torn + "tensor.shape:\n") == "zero3-weights-not-there"
+
+
 def test_a_stack_that_is_no_exceptions_is_none():
     stack = without_head(traceback("Model: tiny")) + "one\ntwo\nthree\nfour\n"
     assert (diagnose(log_of(stack)), doubts(log_of(stack))) == (None, [])

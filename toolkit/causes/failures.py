@@ -38,7 +38,8 @@ ERRORS: Final = (
     "ssert",
 )
 BARE: Final = re.compile(
-    r"\w(?:Error|Exception)(?:\(\w+\))?: |\b(?:ERROR|FATAL|CRITICAL|NCCL WARN|[Ee]rror|Assertion)\b"
+    r"\w(?:Error|Exception)(?:\(\w+\))?(?:: |assert |\s*$)"
+    r"|\b(?:ERROR|FATAL|CRITICAL|NCCL WARN|[Ee]rror|Assertion)\b"
     r"|\[[EF](?:\d{3,4} | \w+\.cpp)"
 )
 QUIET: Final = re.compile(
