@@ -46,7 +46,7 @@ def pytest_configure(config):
 
 
 OF_LAUNCHES = {"launch_environment", "cold_environment", "warm_environment"}
-"""Fixtures of the tests that start what a user starts: those are left out unless marked `short`."""
+"""Fixtures of tests that start ranks, as a user would: they are left out unless marked `short`."""
 
 
 def pytest_itemcollected(item):

@@ -13,6 +13,8 @@ from toolkit.causes.failures import read_failures
 from toolkit.causes.lines import lines_of
 from toolkit.causes.table import causes
 
+pytestmark = pytest.mark.long  # ranks are among the programs
+
 SIGNALS = {"SEGV": "segmentation-fault", "KILL": "killed", "BUS": "bus-error"}
 SIGNALS |= {"ILL": "illegal-instruction"}
 

@@ -11,12 +11,13 @@ from places import SCRIPTS
 from toolkit.planning.schedules import SCHEDULES, bubble
 
 
-def started(folder, *, tensor):
+def started(folder, environment, *, tensor):
     done = subprocess.run(
         [sys.executable, SCRIPTS / "pipelines.py", folder / "store", folder, str(tensor)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        env=environment,
         timeout=300,
     )
     assert done.returncode == 0, done.stdout
@@ -26,13 +27,13 @@ def started(folder, *, tensor):
 
 
 @pytest.fixture(scope="module")
-def of_ranks(tmp_path_factory):
-    return started(tmp_path_factory.mktemp("pipelines"), tensor=1)
+def of_ranks(tmp_path_factory, cold_environment):
+    return started(tmp_path_factory.mktemp("pipelines"), cold_environment, tensor=1)
 
 
 @pytest.fixture(scope="module")
-def of_groups(tmp_path_factory):
-    return started(tmp_path_factory.mktemp("groups"), tensor=2)
+def of_groups(tmp_path_factory, cold_environment):
+    return started(tmp_path_factory.mktemp("groups"), cold_environment, tensor=2)
 
 
 @pytest.mark.parametrize("name", pipeline_cases.CASES)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import subprocess
 import sys
 from functools import cache
@@ -26,7 +25,7 @@ GROUPS = {
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(tmp_path_factory, cold_environment):
     """Return what all ranks of a number of them kept, under each strategy that has it."""
     folder = tmp_path_factory.mktemp("splits")
     for name, case in split_cases.CASES.items():
@@ -38,21 +37,16 @@ def trained(tmp_path_factory):
         kept = folder / str(ranks)
         kept.mkdir()
         arguments = (ranks, kept / "store", folder, kept, *strategies)
-        processes = [
-            subprocess.Popen(
-                [sys.executable, SCRIPTS / "splits.py", *map(str, (rank, *arguments))],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                env=os.environ
-                | {"WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "OMP_NUM_THREADS": "1"},
-            )
-            for rank in range(ranks)
-        ]
-        output = [process.communicate(timeout=400)[0] for process in processes]
-        assert [process.returncode for process in processes] == [0] * ranks, "\n".join(output)
-        assert "view tensor" not in "".join(output)
+        done = subprocess.run(
+            [sys.executable, SCRIPTS / "splits.py", *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=cold_environment,
+            timeout=400,
+        )
+        assert done.returncode == 0, done.stdout
+        assert "view tensor" not in done.stdout
         return [torch.load(kept / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
     return of_ranks

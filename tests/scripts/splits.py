@@ -1,8 +1,9 @@
-"""One rank of tensor groups: trains every case, and keeps what it saw.
+"""The ranks of tensor groups: each trains every case, and keeps what it saw.
 
-python splits.py RANK RANKS STORE MODELS OUTPUT STRATEGY ...
+python splits.py RANKS STORE MODELS OUTPUT STRATEGY ...
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import split_cases
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
+from forked_ranks import become_a_rank
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
@@ -92,8 +94,11 @@ def train(case, folder, strategy, ranks):
 
 
 def main():
-    rank, ranks = int(sys.argv[1]), int(sys.argv[2])
-    store, models, output = sys.argv[3], Path(sys.argv[4]), Path(sys.argv[5])
+    ranks = int(sys.argv[1])
+    store, models, output = sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4])
+    rank = become_a_rank(ranks)
+    os.environ |= {"WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks
     )
@@ -102,7 +107,7 @@ def main():
             case: train(settings, models / case, STRATEGIES[name], ranks)
             for case, settings in split_cases.CASES.items()
         }
-        for name in sys.argv[6:]
+        for name in sys.argv[5:]
     }
     torch.save(outcomes, output / f"{rank}.pt")
     torch.distributed.destroy_process_group()
