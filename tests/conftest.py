@@ -34,15 +34,15 @@ def pytest_xdist_auto_num_workers(config):
 
 
 def _named(config):
-    """Whether the command names tests: by a path, an expression or a marker."""
+    """Whether the command names tests, by a path or an expression."""
     paths = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
-    return paths or config.option.keyword or config.option.markexpr
+    return paths or bool(config.option.keyword)
 
 
 def pytest_configure(config):
     launches.count_runs()
     if not hasattr(config, "workerinput"):  # a worker gets the options
-        config.option.all = config.option.all or bool(_named(config))
+        config.option.all |= _named(config) or bool(config.option.markexpr)
 
 
 OF_LAUNCHES = {"launch_environment", "cold_environment", "warm_environment"}

@@ -25,6 +25,7 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.long
 def test_a_run_shows_what_engaged_and_a_script_that_fails_its_reason(here, capsys):
     ran = toolkit.launch("zero2", args=["--max_steps", 2, "--output_dir", "mine"])
     assert (ran.status, ran.reason, ran.folder) == ("ok", None, here / "mine")
@@ -45,6 +46,7 @@ def test_a_run_shows_what_engaged_and_a_script_that_fails_its_reason(here, capsy
     assert "before it" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_launches_in_a_block_are_forked_from_one_process_and_read_scripts_anew(here, capsys):
     before = psutil.Process().children()  # other tests' of this session
     with toolkit.warm_launches():
@@ -76,6 +78,7 @@ def test_a_mistake_is_a_sentence_and_nothing_is_written(here, arguments, named):
     assert not list(here.iterdir())
 
 
+@pytest.mark.long
 def test_a_comparison_and_its_report_are_the_same_page(here):
     done = toolkit.compare("single, ddp", max_steps=2, throughput_steps=0, output="both")
     assert done.sound
@@ -94,6 +97,7 @@ def test_nothing_of_torch_is_loaded():
     assert ran.stdout == "False\n"
 
 
+@pytest.mark.long
 def test_a_cell_has_one_output_for_the_lines_and_one_for_the_answer(here):
     cell = new_code_cell("import toolkit\ntoolkit.launch('ddp', args=['--max_steps', '2'])")
     client = nbclient.NotebookClient(
@@ -112,6 +116,7 @@ def test_a_plan_is_one_output_of_a_cell_and_its_text_says_the_same():
     assert "<table>" in answer.data["text/html"]
 
 
+@pytest.mark.long
 def test_the_stop_button_ends_every_process_of_a_run(here):
     manager = KernelManager(kernel_name="python3")
     manager.start_kernel(cwd=str(here))

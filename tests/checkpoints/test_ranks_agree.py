@@ -8,6 +8,8 @@ import pytest
 
 from toolkit.checkpoints.committing import committing
 
+pytestmark = pytest.mark.long  # each test starts two ranks
+
 RANK = """
 import json, os, sys
 from pathlib import Path
