@@ -41,8 +41,7 @@ def _named(config):
 
 def pytest_configure(config):
     launches.count_runs()
-    if not hasattr(config, "workerinput"):  # a worker gets the options
-        config.option.all |= _named(config) or bool(config.option.markexpr)
+    config.option.all |= _named(config) or bool(config.option.markexpr)
 
 
 OF_LAUNCHES = {"launch_environment", "cold_environment", "warm_environment"}
