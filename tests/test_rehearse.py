@@ -176,7 +176,7 @@ def test_a_script_that_asks_for_gpus_and_the_hub_goes_on_and_all_is_said_once(la
         environment=launches.cold(launch_environment) | hub,
     )
     assert done.returncode == 1, done.stdout
-    assert done.stdout.count("RANKS 2 MEMORY (0, (0, 0), 0)") == 2, done.stdout
+    assert done.stdout.count("RANKS 2 DEVICES 2 MEMORY (0, (0, 0), 0)") == 2, done.stdout
     assert re.findall(r"HUB (\d+) We couldn't connect", done.stdout) == ["0", "0"]
     for said in (
         "torch.cuda.reset_peak_memory_stats and its like return 0 in this rehearsal",
@@ -315,6 +315,16 @@ def test_a_deepspeed_file_of_the_script_s_own_that_is_not_there_is_one_sentence(
     assert last.startswith("toolkit: ")
     assert "no.json" in last
     assert "Traceback" not in done.stderr
+
+
+def test_deepspeed_counts_devices_by_a_variable_and_starts_no_process_for_it(monkeypatch):
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    started = []
+    monkeypatch.setattr(subprocess, "check_output", lambda *_: started.append(1) or b"")
+    monkeypatch.setenv("LOCAL_SIZE", "2")
+    assert CPU_Accelerator().device_count() == 2
+    assert not started
 
 
 def test_the_places_inside_accelerate_that_a_rehearsal_changes_are_still_there():

@@ -16,6 +16,7 @@ import launches
 import psutil
 import pytest
 from places import ROOT, SCRIPTS
+from transformers import conversion_mapping
 
 from toolkit import warm
 from toolkit.launching import forking
@@ -449,6 +450,12 @@ def test_a_folder_that_goes_while_abandoned_ones_are_looked_for_holds_up_no_star
 
     monkeypatch.setattr(os, "scandir", gone)
     forking._remove_abandoned()
+
+
+def test_transformers_still_keeps_the_conversions_that_a_warm_process_has_compiled(monkeypatch):
+    monkeypatch.setattr(conversion_mapping, "_checkpoint_conversion_mapping_cache", None)
+    conversion_mapping.get_checkpoint_conversion_mapping("llama")
+    assert len(conversion_mapping._checkpoint_conversion_mapping_cache) > 10
 
 
 def test_every_variable_but_those_of_one_launch_is_part_of_the_key():

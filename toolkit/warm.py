@@ -158,9 +158,10 @@ def import_everything() -> dict[str, str]:
                 importlib.import_module(name)
             except ModuleNotFoundError as error:
                 print(f"not imported: {error}", flush=True)  # noqa: T201
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    with contextlib.suppress(ImportError):  # transformers 5.24; without it a rank compiles them
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    get_checkpoint_conversion_mapping("llama")  # compiles a thousand patterns, for every model
+        get_checkpoint_conversion_mapping("llama")  # a thousand patterns, of all models
     ours = {*before, *NO_THREADS, "DS_ACCELERATOR"}
     variables = {name: value for name, value in os.environ.items() if name not in ours}
     os.environ.clear()

@@ -1,6 +1,6 @@
 """Read a GPU's memory, start DeepSpeed's collectives, ask the Hub for a model, and fail.
 
-Prints what the GPU's memory is, and how many seconds the Hub took.
+Prints what the GPU's memory is, how many devices DeepSpeed counts, and how long the Hub took.
 """
 
 import time
@@ -18,7 +18,8 @@ all_reduce(ones)
 torch.cuda.synchronize()
 stats = torch.cuda.memory_stats()["allocated_bytes.all.peak"]
 memory = (torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info(), stats)
-print(f"RANKS {int(ones)} MEMORY {memory}")  # noqa: T201
+devices = deepspeed.accelerator.get_accelerator().device_count()
+print(f"RANKS {int(ones)} DEVICES {devices} MEMORY {memory}")  # noqa: T201
 
 begun = time.monotonic()
 try:

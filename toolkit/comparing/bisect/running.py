@@ -155,7 +155,6 @@ def _start_all(
         if at is not None and at > 1 and reference is not None:
             # This separates a fault of earlier steps from a fault in this step.
             flags += ["--evidence_weights", str(reference / EVIDENCE_FOLDER)]
-
         stem = name if at is None else f"{name}-step-{at}"
         start = partial(_start, comparison, run, stem, flags, progress)
         ends[name] = end = once_more_cold(start, name=name, progress=progress)
