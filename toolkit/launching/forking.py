@@ -308,8 +308,8 @@ def _remove_abandoned() -> None:
     """Remove the folders of warm processes that were killed together with their parents."""
     pattern = f"{FOLDER_PREFIX}*/{'[0-9a-f]' * KEY_LENGTH}"
     # Path.glob of Python 3.11 raises where another process removes a folder that it looks into.
-    for found in glob.glob(pattern, root_dir=tempfile.gettempdir()):
-        path = Path(tempfile.gettempdir(), found)
+    for name in glob.glob(pattern, root_dir=tempfile.gettempdir()):
+        path = Path(tempfile.gettempdir(), name)
         try:
             _connected(str(path)).close()
         except ConnectionRefusedError:
