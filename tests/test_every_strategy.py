@@ -233,7 +233,7 @@ def test_bytes_on_the_wire_equal_the_planner_and_the_rest_is_listed_apart(usual,
             gpus=row["num_processes"],
             accumulation=row["gradient_accumulation_steps"],
             precision="no",
-            sequence=DATA.max_length,
+            sequence=DATA.length,
         )
         found = row["traffic"]
         assert found["disagreements"] == []

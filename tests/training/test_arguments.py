@@ -31,7 +31,8 @@ def test_defaults_give_a_small_run(tmp_path):
     training = training_arguments(training_values(own))
     assert model.is_built_in
     assert model.dtype is None  # the method decides
-    assert (data.max_length, data.train_file, data.dataset_name) == (128, None, None)
+    assert (data.max_length, data.train_file, data.dataset_name) == (None, None, None)
+    assert data.length == 128
     assert (run.engine, run.strategy, run.throughput_steps) == ("trainer", None, 0)
     assert training.output_dir == str(tmp_path)
     assert training.max_steps == 20
@@ -76,6 +77,26 @@ def test_epochs_replace_the_default_number_of_steps():
     assert values("--num_train_epochs", "2")["max_steps"] == -1
     both = values("--num_train_epochs", "2", "--max_steps", "5")
     assert (both["max_steps"], both["num_train_epochs"]) == (5, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "steps", "epochs"),
+    [
+        ([], -1, 1.0),
+        (["--max_steps", "7"], 7, 1.0),
+        (["--num_train_epochs", "2.5"], -1, 2.5),
+    ],
+)
+def test_rows_of_the_user_are_trained_for_one_epoch_unless_flags_say_otherwise(
+    flags, steps, epochs
+):
+    for source in (["--train_file", "rows.jsonl"], ["--dataset_name", "some/rows"]):
+        own = own_arguments([*source, *flags])
+        assert own.data.length == 2048
+        training = training_arguments(training_values(own))
+        assert (training.max_steps, training.num_train_epochs) == (steps, epochs)
+    # A model alone changes nothing: the built-in rows are for measuring.
+    assert training_arguments(values(*MODEL_FOLDER)).max_steps == 20
 
 
 def test_save_steps_ask_for_saving():

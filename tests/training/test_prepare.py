@@ -68,6 +68,44 @@ def test_a_model_folder_without_tokenizer_files_is_refused_as_that(kind, row, ca
         prepare(flags, strategies=["ddp"])
 
 
+WORDS = "a b c d e f g h "
+
+
+def prepared_length(folder, *texts, more=()):
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    flags = ["--train_file", str(path), "--per_device_train_batch_size", "1", *more]
+    return prepare([*flags, "--gradient_accumulation_steps", "1"], strategies=["single"])["data"]
+
+
+def test_rows_of_the_user_are_as_long_as_the_longest_unless_flags_say_otherwise(
+    cache, tmp_path, caplog
+):
+    caplog.set_level("INFO")
+    texts = [WORDS, WORDS * 20, WORDS * 3]
+    data = prepared_length(tmp_path, *texts)
+    assert data["max_length"] == data["longest"] == data["longest_text"] > 128
+    assert (data["truncated"], data["lost_tokens"]) == (0, 0)
+    assert "are cut" not in caplog.text
+    cut = prepared_length(tmp_path, *texts, more=["--max_length", "32"])
+    assert (cut["max_length"], cut["longest_text"]) == (32, data["longest"])
+    assert cut["lost_tokens"] == data["tokens"] - cut["tokens"] > 0
+    share = cut["lost_tokens"] / data["tokens"]
+    assert f"{cut['truncated']} of 3 texts are cut to --max_length" in caplog.text
+    assert f"the {share:.1%} of all tokens behind are not trained on" in caplog.text
+    assert f"--max_length {data['longest']} keeps all" in caplog.text
+    # Packed rows are full, as long as was asked.
+    packed = prepared_length(tmp_path, *texts * 20, more=["--packing", "best_fit"])
+    assert packed["max_length"] == 512
+
+
+def test_no_row_is_longer_than_the_positions_of_the_model(cache, tmp_path):
+    model = small_of("llama", "sdpa", vocab_size=2048, max_position_embeddings=64)
+    flags = with_tokenizer(tmp_path / "model", model)
+    data = prepared_length(tmp_path, WORDS, WORDS * 20, more=flags)
+    assert (data["max_length"], data["longest"], data["truncated"]) == (64, 64, 1)
+
+
 MODELS = {
     "gemma2": ({}, {"context": "its attention is eager", "ulysses": "its attention is eager"}),
     "mistral": ({"sliding_window": 8}, {"context": "slides over 8", "ulysses": "slides over 8"}),

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from toolkit.data.flags import flag
 from toolkit.errors import UsageError
+
+LENGTH_OF_BUILT_IN: Final = 128
+MOST_BY_ITSELF: Final = 2048
+"""Tokens from which rows are cut where no --max_length is passed: memory grows with them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +36,11 @@ class DataArguments:
     loss_on: Literal["auto", "all", "completion", "assistant"] = flag(
         "auto", "The tokens to learn; auto: completions, a chat's replies, all of text."
     )
-    max_length: int = flag(
-        128, "Longer rows are cut to this many tokens.", aliases=["--block_size", "--block-size"]
+    max_length: int | None = flag(
+        None,
+        "Longer rows are cut to this many tokens; none: as long as the longest row, at most "
+        f"{MOST_BY_ITSELF} and the model's positions ({LENGTH_OF_BUILT_IN} for the built-in rows).",
+        aliases=["--block_size", "--block-size"],
     )
     packing: Literal["none", "best_fit", "fixed"] = flag(
         "none",
@@ -47,6 +54,16 @@ class DataArguments:
         None, "Part of the training rows to evaluate on and not to train on, chosen by content."
     )
     max_eval_samples: int | None = flag(None, "Evaluate on only the first of those rows.")
+
+    @property
+    def is_built_in(self) -> bool:
+        return self.dataset_name is None and self.train_file is None
+
+    @property
+    def length(self) -> int:
+        """Tokens that rows are cut to, where the model has positions for so many."""
+        by_itself = LENGTH_OF_BUILT_IN if self.is_built_in else MOST_BY_ITSELF
+        return self.max_length or by_itself
 
     @property
     def validation_flags(self) -> list[str]:
@@ -65,9 +82,9 @@ class DataArguments:
             raise UsageError("--dataset_config_name needs --dataset_name.")
         if self.text_column is not None and self.messages_column is not None:
             raise UsageError("--text_column and --messages_column exclude each other: pass one.")
-        if self.streaming and self.dataset_name is None and self.train_file is None:
+        if self.streaming and self.is_built_in:
             raise UsageError("--streaming needs --dataset_name or --train_file.")
-        if self.max_length < 2:
+        if self.max_length is not None and self.max_length < 2:
             raise UsageError(
                 f"--max_length {self.max_length} leaves no token to predict: use 2 or more."
             )

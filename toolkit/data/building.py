@@ -85,6 +85,8 @@ class Build:
             "packing": self._packing,
             "texts": len(texts),
             "truncated": tally.truncated,
+            "lost_tokens": tally.lost,
+            "longest_text": tally.longest,
             "tokenizer_size": len(self.tokenizer),
         } | described_rows(rows)
         for name in ("map.arrow", "packed.arrow"):
@@ -125,7 +127,7 @@ class Build:
         """Return the chosen rows as token ids, and the counts of their tokenisation."""
         tally = Tally()
         # A stream of texts is cut where a row is full, so no text has to be cut before.
-        length = sys.maxsize if self._packing == "fixed" else self.arguments.max_length
+        length = sys.maxsize if self._packing == "fixed" else self.arguments.length
         tokenise_batch: Callable[[Any, list[int]], dict[str, list[Any]]]
         if template is None:
             tokenise_batch = partial(
@@ -182,7 +184,7 @@ class Build:
             "new_fingerprint": digest(self.key, self._packing)[:32],
             "desc": "Packing",
         }
-        length = self.arguments.max_length
+        length = self.arguments.length
         if self._packing == "fixed":
             cut = FixedPacking(length)
             rows = texts.map(cut, features=row_features(), **options)
@@ -202,7 +204,7 @@ class Build:
         return texts
 
     def _check(self, facts: dict[str, Any], read: int, *, without_tokens: int) -> None:
-        length = self.arguments.max_length
+        length = self.arguments.length
         if not facts["texts"] and without_tokens:
             raise UsageError(
                 f"{self.name} leaves zero {self.part} rows: the tokenizer in "

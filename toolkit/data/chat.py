@@ -206,7 +206,7 @@ class ChatTokeniser:
                     "in it is empty, or text that the tokenizer has no token for. Remove or "
                     "correct the row."
                 )
-            self.tally.truncated += len(ids) > self.max_length
+            self.tally.cut(len(ids), self.max_length)
             ids, labels = ids[: self.max_length], labels[: self.max_length]
             if supervised_tokens(labels):
                 add_row(rows, ids, labels, number)

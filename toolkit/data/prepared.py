@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_RECIPE = 4
+_RECIPE = 5
 """Version of a cached folder's contents: raise it with any change to them."""
 
 
@@ -74,6 +74,12 @@ class PreparedData:
 
     truncated: int | None = None
     """Texts or chats that lost their end to `--max_length`."""
+
+    lost_tokens: int | None = None
+    """Tokens of these ends."""
+
+    longest_text: int | None = None
+    """Tokens of the longest text before it is cut."""
 
     longest: int | None = None
     """Tokens of the longest row."""
@@ -119,12 +125,18 @@ class PreparedData:
                 f"{one_line(self.name)}: {self.dropped} of {self.dropped + (self.texts or 0)} rows "
                 "are left out, without a token to train on within --max_length"
             )
-        if self.truncated and self.python is None:  # the built-in data are for measuring
-            notes.append(
-                f"{one_line(self.name)}: {self.truncated} of {self.texts} texts are cut to "
-                "--max_length, and their ends are not trained on"
-            )
-        return notes
+        return [*notes, *self.cuts()]
+
+    def cuts(self) -> list[str]:
+        """Return a sentence on the ends that rows lost, if they did and it matters."""
+        if not self.truncated or self.python is not None:  # the built-in data are for measuring
+            return []
+        lost = self.lost_tokens or 0
+        return [
+            f"{one_line(self.name)}: {self.truncated:,} of {self.texts:,} texts are cut to "
+            f"--max_length, and the {lost / (lost + (self.tokens or 0)):.1%} of all tokens behind "
+            f"are not trained on (--max_length {self.longest_text} keeps all)"
+        ]
 
     def facts(self) -> dict[str, Any]:
         left_out = ("folder", "largest_id", "tokenizer_size")
@@ -214,7 +226,7 @@ def _prepare(
         arguments.text_column,
         arguments.messages_column,
         arguments.loss_on,
-        arguments.max_length,
+        arguments.length,
         arguments.packing if part == "training" else "none",
         [sorted(shipped_templates().items()), template and asked_template(template).facts()],
         tokenizer_identity(tokenizer),

@@ -30,8 +30,20 @@ class Tally:
     truncated: int = 0
     """Rows longer than `--max_length`, which lost their end."""
 
+    lost: int = 0
+    """Tokens of these ends."""
+
+    longest: int = 0
+    """Tokens of the longest row before it is cut."""
+
     without_tokens: int = 0
     """Rows of text that the tokenizer has no token for."""
+
+    def cut(self, length: int, max_length: int) -> None:
+        """Count a row that is about to be cut."""
+        self.truncated += length > max_length
+        self.lost += max(0, length - max_length)
+        self.longest = max(self.longest, length)
 
 
 def empty_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
@@ -87,7 +99,7 @@ def tokenise(
         if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
             ids = [*ids, tokenizer.eos_token_id]
         if is_learned:
-            tally.truncated += len(ids) > max_length
+            tally.cut(len(ids), max_length)
         ids = ids[:max_length]
         labels = [IGNORED] * min(masked, len(ids)) + ids[masked:]
         if is_learned and supervised_tokens(labels):

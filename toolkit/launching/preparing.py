@@ -62,7 +62,8 @@ def described(facts: Mapping[str, Any]) -> list[str]:
 
 def _rows(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     packed = f" of {data['texts']:,} texts" if data["packing"] != "none" else ""
-    cut = f", {data['truncated']:,} cut to fit" if data["truncated"] else ""
+    keeps = f"--max_length {data['longest_text']} keeps all"
+    cut = f", {data['truncated']:,} cut to fit ({keeps})" if data["truncated"] else ""
     share = data["supervised_tokens"] / data["tokens"]
     return [
         ("rows", f"{data['rows']:,}{packed}{cut}"),

@@ -71,6 +71,12 @@ class Data(TypedDict):
     truncated: int | None
     """Number of texts that lost their end at `--max_length`; null where they were not counted."""
 
+    lost_tokens: int | None
+    """Tokens of these ends; null where they were not counted."""
+
+    longest_text: int | None
+    """Tokens of the longest text before it was cut; null where they were not counted."""
+
     longest: int | None
     """Tokens of the longest row; null where they were not counted."""
 

@@ -209,7 +209,8 @@ DEFAULT_MAX_STEPS = 20
 
 DEPENDENT_DEFAULTS: dict[str, str] = {
     "output_dir": "runs/<strategy>-<time>-<process>",
-    "max_steps": f"{DEFAULT_MAX_STEPS} without --num_train_epochs",
+    "max_steps": f"{DEFAULT_MAX_STEPS} with the built-in rows and without --num_train_epochs",
+    "num_train_epochs": "1 with rows of your own and without --max_steps",
     "learning_rate": "0.001 for the built-in model, else 5e-05",
     "save_strategy": "no without --save_steps",
     "eval_strategy": "no without --eval_steps",
@@ -258,7 +259,7 @@ def training_values(own: OwnArguments) -> dict[str, Any]:
     resume = next(a for a in parser._actions if a.dest == "resume_from_checkpoint")
     resume.nargs, resume.const = "?", LAST
     # None stands for "not passed".
-    unset = dict.fromkeys((*DEPENDENT_DEFAULTS, "num_train_epochs", "save_steps"))
+    unset = dict.fromkeys((*DEPENDENT_DEFAULTS, "save_steps"))
     parser.set_defaults(**OUR_DEFAULTS | unset)
     namespace, unknown = parser.parse_known_args(_canonical(own.rest))
     if unknown:
@@ -268,12 +269,12 @@ def training_values(own: OwnArguments) -> dict[str, Any]:
     if not values["report_to"]:
         raise UsageError("--report_to needs a name, all or none.")
     check_values(values)
-    counts_epochs = values["num_train_epochs"] is not None
+    counts_epochs = values["num_train_epochs"] is not None or not own.data.is_built_in
     defaults = {
         "output_dir": folder_to_resume(values["resume_from_checkpoint"], values["output_dir"])
         or _default_output_dir(own.run),
         "max_steps": TrainingArguments.max_steps if counts_epochs else DEFAULT_MAX_STEPS,
-        "num_train_epochs": TrainingArguments.num_train_epochs,
+        "num_train_epochs": 1.0,
         "learning_rate": 1e-3 if own.model.is_built_in else 5e-5,
         "save_strategy": "no" if values["save_steps"] is None else "steps",
         "save_steps": TrainingArguments.save_steps,

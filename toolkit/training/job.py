@@ -91,6 +91,10 @@ class Job:
         return cast("int", self.tokenizer.pad_token_id)  # `load_tokenizer` sees to it
 
     @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.request.data.rows // self.global_batch_size)
+
+    @property
     def last_step(self) -> int:
         """The step that training ends with, packed rows aside: it may end before `steps`."""
         return min(self.steps, self.args.max_steps)
@@ -139,7 +143,7 @@ def checked_job(own: OwnArguments) -> Job:
         seed=values["seed"],
         reverse=own.run.reverse_rows,
         throughput_steps=own.run.throughput_steps,
-        max_length=own.data.max_length,
+        max_length=own.data.length,
         pad_token_id=cast("int", tokenizer.pad_token_id),
     )
     rate, of_rate = _learning_rate(float(values["learning_rate"]), own.run, global_batch)

@@ -43,6 +43,7 @@ def train_loop(
     *,
     recorder: Recorder,
     scheduled_steps: int,
+    steps_per_epoch: int | None = None,
     observers: Sequence[Observer] = (),
     resumed: Resumed | None = None,
     ddp_bucket_view: bool = False,
@@ -55,6 +56,7 @@ def train_loop(
         dataset: Rows in the order in which they are trained.
         collate: Makes a padded batch with `labels` and `sample_id`.
         scheduled_steps: Steps until the learning rate has decayed.
+        steps_per_epoch: Of the data from which `dataset` was made; None: it is one epoch itself.
         observers: Called when the training is prepared and after each of its steps.
         resumed: The checkpoint to go on from.
         ddp_bucket_view: Under DDP, have gradients be views of its buckets.
@@ -154,7 +156,9 @@ def train_loop(
                 norm = None if norm is None else number(norm)
                 if accelerator.log_with:
                     values = {"loss": mean, "grad_norm": norm}
-                    values |= {"learning_rate": learning_rate, "epoch": epoch + read / len(loader)}
+                    whole = epoch + read / len(loader)
+                    share = whole if steps_per_epoch is None else step / steps_per_epoch
+                    values |= {"learning_rate": learning_rate, "epoch": share}
                     tracking.log(accelerator, step, values)
                 accelerator.print(f"step {step}/{args.max_steps} loss {mean:.6f}", flush=True)
             for observer in observers:

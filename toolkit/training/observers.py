@@ -40,6 +40,9 @@ class TrainerEvents(TrainerCallback):
     keeper: Keeper | None
     """Decides when to save, overriding the Trainer's own flow; None leaves it to the Trainer."""
 
+    steps_per_epoch: int | None
+    """Of the data from which the Trainer's rows were made; None: they are one epoch themselves."""
+
     last_log: int | None
     """The last step that is logged; None: all are. A log waits for the GPU, which would slow down
     the timed steps."""
@@ -66,6 +69,8 @@ class TrainerEvents(TrainerCallback):
             learning_rate=self._learning_rate,
             skipped=bool(self.trainer.accelerator.optimizer_step_was_skipped),
         )
+        if self.steps_per_epoch is not None:
+            state.epoch = state.global_step / self.steps_per_epoch
         if self.last_log is not None and state.global_step > self.last_log:
             control.should_log = False
         for observer in self.observers:

@@ -34,7 +34,7 @@ def pipeline_request(strategy: Strategy, own: OwnArguments) -> PipelineRequest |
     from toolkit.engines.pipeline import PipelineRequest
 
     return PipelineRequest(
-        strategy=strategy, balance=own.run.pipeline_balance, sequence=own.data.max_length
+        strategy=strategy, balance=own.run.pipeline_balance, sequence=own.data.length
     )
 
 
@@ -89,7 +89,7 @@ def check_pipeline(
         model = shape_from_config(config, name=str(folder))
         if ranks is None:
             return
-        costs = costs_of(model, own.run.pipeline_balance, sequence=own.data.max_length)
+        costs = costs_of(model, own.run.pipeline_balance, sequence=own.data.length)
         cut(costs, schedule.stages(ranks), name=str(folder))
     except UsageError as error:
         raise UnfitModelError(f"{name} can't cut the model: {error}") from error

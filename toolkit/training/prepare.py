@@ -103,7 +103,7 @@ def prepare(
     data, validation = request.data, request.validation
     return {
         "model": {"name": request.model_name} | request.model.facts(),
-        "data": data.facts() | {"max_length": own.data.max_length, "folder": str(data.folder)},
+        "data": data.facts() | {"max_length": request.own.data.length, "folder": str(data.folder)},
         "validation": None
         if validation is None
         else validation.facts() | {"folder": str(validation.folder)},
@@ -121,7 +121,7 @@ def prepare(
 def facts_under(request: Request, strategy: Strategy, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the facts of a run under a strategy from which the planner tells its memory."""
     training = {name: values[name] for name in _SAME_NAME} | _under(request, strategy, values)
-    training |= request.training_facts() | {"max_length": request.own.data.max_length}
+    training |= request.training_facts() | {"max_length": request.own.data.length}
     return {"model": {"name": request.model_name} | request.model.facts(), "training": training}
 
 

@@ -27,7 +27,7 @@ from toolkit.configs.requested import (
     shown,
 )
 from toolkit.data.chat import asked_template
-from toolkit.data.flags import is_on, plain_value
+from toolkit.data.flags import changed_flags, is_on, plain_value
 from toolkit.data.order import rows_needed
 from toolkit.data.packing import check_borders, check_no_cache
 from toolkit.data.prepared import PreparedData, prepare_data, prepare_validation
@@ -234,6 +234,10 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
     tokenizer, trust = resolve_tokenizer(own.model), own.model.trust_remote_code
     ranks = launch.data_parallel_size
     fetched = None if ranks is None else rows_needed(common, num_processes=ranks)
+    asked = own.data
+    if asked.max_length is None:
+        length = min(asked.length, model.max_positions or asked.length)
+        own = replace(own, data=replace(asked, max_length=length))
     data = prepare_data(
         own.data,
         tokenizer,
@@ -241,7 +245,17 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
         rows_needed=fetched,
         vocab_size=model.vocab_size,
     )
-    check_vocabulary(model, data)
+    validation = None
+    if own.run.evidence is None:  # a run that keeps evidence is not evaluated
+        validation = prepare_validation(own.data, tokenizer, trust_remote_code=trust)
+    for rows in (data, validation):
+        if rows is not None:
+            check_vocabulary(model, rows)
+            notes += rows.notes()
+    if asked.max_length is None and own.data.packing == "none":
+        longest = [rows.longest for rows in (data, validation) if rows and rows.longest]
+        own = replace(own, data=replace(own.data, max_length=max(2, *longest)))
+    data = replace(data, asked=changed_flags(asked))
     unfit = _unfit_under(
         launch,
         lambda strategy, ranks: check_split(
@@ -262,13 +276,6 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
         _refuse_under(
             launch, lambda strategy: check_strategy(method, strategy, precision=precision)
         )
-    validation = None
-    if own.run.evidence is None:  # a run that keeps evidence is not evaluated
-        validation = prepare_validation(own.data, tokenizer, trust_remote_code=trust)
-    if validation is not None:
-        check_vocabulary(model, validation)
-    for rows in (data, validation):
-        notes += [] if rows is None else rows.notes()
     notes += method.notes()
     for strategy in launch.strategies:
         ranks = launch.ranks_under(strategy)[-1]
@@ -475,7 +482,8 @@ def _checked_model(own: OwnArguments) -> ModelFacts:
     check_installed("datasets")
     trust = own.model.trust_remote_code
     model = model_facts(resolve_model(own.model))
-    check_length(model, own.data.max_length)
+    if own.data.max_length is not None:
+        check_length(model, own.data.max_length)
     if own.data.packing == "best_fit":
         check_borders(model.path, attention=own.model.attn_implementation, trust_remote_code=trust)
     if not own.model.is_built_in:  # the cache has checked the built-in model

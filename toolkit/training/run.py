@@ -142,6 +142,8 @@ def train(job: Job, status: StatusFile) -> None:
         recorder.close()
     if rank() == 0:
         write_json(output_dir / RECORD_FILE, described(job, speed) | measured)
+        for cut in job.request.data.cuts():
+            say(cut)
         if (template := job.request.data.brought_template) is not None:
             say(f"final/ has the chat template {template} of the toolkit: the model had none")
     _leave_process_group()
@@ -215,6 +217,7 @@ def _train_under_engine(
             collate,
             recorder=recorder,
             scheduled_steps=job.steps,
+            steps_per_epoch=job.steps_per_epoch,
             observers=[*observers, keeper],
             resumed=job.resumed,
             ddp_bucket_view=bucket_view,
@@ -230,6 +233,7 @@ def _train_under_engine(
         keeper=keeper,
         observers=observers,
         scheduled_steps=job.steps,
+        steps_per_epoch=job.steps_per_epoch,
         ddp_bucket_view=bucket_view,
     )
     if not trainer.model_accepts_loss_kwargs:

@@ -115,7 +115,7 @@ def described(job: Job, speed: Speed) -> dict[str, Any]:
             "throughput_steps": own.run.throughput_steps,
             "scale_lr": own.run.scale_lr,
             "base_batch_size": own.run.base_batch_size,
-            "max_length": own.data.max_length,
+            "max_length": own.data.length,
             "optimizer": plain_value(args.optim),
             "activation_checkpointing": _checkpoints_all_layers(job, speed),
             "lr_scheduler_type": plain_value(args.lr_scheduler_type),

@@ -76,7 +76,7 @@ def check_rows(
     problem = model_problem(
         model,
         size=size if strategy.reads_deepspeed_json else None,
-        length=own.data.max_length,
+        length=own.data.length,
         attention=attention,
         takes=takes,
     )

@@ -131,6 +131,8 @@ class ToolkitTrainer(Trainer):
         observers: Called when the training is prepared and after each of its steps.
         scheduled_steps: Steps until the learning rate has decayed; later steps are only timed, and
             not logged. None: all steps.
+        steps_per_epoch: Of the data from which `train_dataset` was made, for the logs' `epoch`;
+            None: it is one epoch itself.
         ddp_bucket_view: Under DDP, have gradients be views of its buckets: 4 bytes a parameter
             less in fp32.
         speed: The switches of `toolkit.train` for speed, put on the model and its batches here.
@@ -146,6 +148,7 @@ class ToolkitTrainer(Trainer):
         keeper: Keeper | None = None,
         observers: Sequence[Observer] = (),
         scheduled_steps: int | None = None,
+        steps_per_epoch: int | None = None,
         ddp_bucket_view: bool = False,
         speed: SpeedArguments | None = None,
         guards: Choice = "stop",
@@ -192,7 +195,14 @@ class ToolkitTrainer(Trainer):
         """Whether a subclass computes the loss, until its first micro-batch was judged."""
 
         # A keeper that is passed decides when to save; else the Trainer's own flow does.
-        self.add_callback(TrainerEvents(self, observers, keeper=keeper, last_log=scheduled_steps))
+        events = TrainerEvents(
+            self,
+            observers,
+            keeper=keeper,
+            steps_per_epoch=steps_per_epoch,
+            last_log=scheduled_steps,
+        )
+        self.add_callback(events)
 
     def _predicts_next_tokens(self) -> bool:
         """Whether labels have to be shifted for the model's logits.

@@ -299,5 +299,6 @@ def _introduction(comparison: Comparison, facts: dict[str, Any]) -> list[str]:
     lines = [f"{len(plan.runs)} runs{often}, {where}, into {short_path(comparison.folder)}"]
     if facts:
         model, data = facts["model"], facts["data"]
-        lines.insert(0, f"Model {model['name']}, data {data['name']} ({data['rows']} rows).")
+        rows = f"{data['rows']} rows of up to {data['max_length']} tokens"
+        lines.insert(0, f"Model {model['name']}, data {data['name']} ({rows}).")
     return lines
