@@ -156,15 +156,15 @@ def of_families(names: list[str]) -> dict[str, dict[str, str]]:
                 rank.start()
             tells.close()
             for family in rest:
-                begun = time.monotonic()
+                begun, why = time.monotonic(), f"no answer in {SECONDS} s"
                 try:
                     ends[family] = told.recv() if told.poll(SECONDS) else {}
                 except EOFError:
-                    ends[family] = {}
+                    ends[family], why = {}, "the ranks died"
                 seconds = time.monotonic() - begun
                 print(family, f"{seconds:.0f} s", ends[family], file=sys.stderr, flush=True)
                 if not ends[family]:  # the ranks may wait for each other
-                    ends[family] = dict.fromkeys(NAMES, f"no answer in {SECONDS} s")
+                    ends[family] = dict.fromkeys(NAMES, why)
                     break
             for rank in ranks:
                 rank.kill()

@@ -160,7 +160,9 @@ def test_a_model_that_cannot_be_split_is_refused_by_name(kind, sizes, words):
     assert problem is None if words is None else words in problem
 
 
-@pytest.mark.parametrize(("kind", "refused"), [("olmo_hybrid", False), ("hrm_text", True)])
+@pytest.mark.parametrize(
+    ("kind", "refused"), [("olmo_hybrid", False), ("hrm_text", True), ("falcon_h1", True)]
+)
 def test_a_model_that_only_some_groups_train_wrongly_is_refused_for_these(kind, refused):
     problem = plan_problem(AutoConfig.for_model(kind), 2, 1)
     assert ("trains another loss" in (problem or "")) is refused

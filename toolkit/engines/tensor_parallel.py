@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers.distributed.configuration_utils import DistributedConfig
 
-SOUND_SHARDS: Final = {"hrm_text": 0, "olmo_hybrid": 1, "bailing_hybrid": 1}
+SOUND_SHARDS: Final = {"hrm_text": 0, "falcon_h1": 0, "olmo_hybrid": 1, "bailing_hybrid": 1}
 """Types of models that transformers 5.24 splits so that they train another loss, and in how many
 shards they do not. `benchmarks/split_families.py` found them, and tells when they can go."""
 
